@@ -1,0 +1,63 @@
+"""Bytes as int inside, "24GiB" parsed once at the edge, GiB and MiB in text."""
+
+from __future__ import annotations
+
+import re
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+TIB = 1 << 40
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "byte": 1,
+    "bytes": 1,
+    "k": KIB,
+    "kb": 10**3,
+    "kib": KIB,
+    "m": MIB,
+    "mb": 10**6,
+    "mib": MIB,
+    "g": GIB,
+    "gb": 10**9,
+    "gib": GIB,
+    "t": TIB,
+    "tb": 10**12,
+    "tib": TIB,
+}
+_PATTERN = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int) -> int:
+    """Parse a size in bytes: ``24GiB`` is 24 x 2^30, ``24GB`` is 24 x 10^9, ``512`` is 512 bytes.
+
+    A bare letter (``24G``) is binary, as in the tools that print it (``nvidia-smi``, ``free -h``).
+
+    Raises:
+        ValueError: the text is not a size; the message says what is accepted.
+    """
+    if isinstance(text, int):
+        return text
+    match = _PATTERN.fullmatch(text)
+    factor = _FACTORS.get(match.group(2).lower()) if match else None
+    if match is None or factor is None:
+        raise ValueError(f"{text!r} is not a size: write it as 24GiB, 24GB, 512MiB or a number of bytes")
+    return round(float(match.group(1).replace("_", "")) * factor)
+
+
+def is_size(text: str) -> bool:
+    """Whether ``text`` is a size with a unit, such as ``24GiB``: a plain number or a name is not."""
+    match = _PATTERN.fullmatch(text)
+    return bool(match and match.group(2) and match.group(2).lower() in _FACTORS)
+
+
+def format_bytes(count: float) -> str:
+    """Write a number of bytes with a binary unit: ``1.50 GiB``, ``512 B``; the sign is kept."""
+    sign = "-" if count < 0 else ""
+    size = abs(count)
+    for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size >= factor:
+            return f"{sign}{size / factor:.2f} {unit}"
+    return f"{sign}{size:.0f} B"
