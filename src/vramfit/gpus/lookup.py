@@ -1,0 +1,192 @@
+"""Find a card by what people write: a name, a size such as 24GiB, or a file that describes one.
+
+Names are forgiving: case, spaces, hyphens and the words NVIDIA, GeForce, Tesla and Quadro do not matter, nor does
+RTX or GTX before a number (``4090``), and memory may be written 80G, 80GB or 80GiB. A name that several cards share means
+the one with the least memory, and among equals the SXM one: ``A100`` is A100 SXM 40GB, so that a program said to fit
+fits whichever of them it meets. Where the cards are too different for that (``RTX 6000``), the error names the candidates.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from functools import cache
+from pathlib import Path
+
+from vramfit.errors import UnknownGpuError, UsageError
+from vramfit.gpus.card_file import read_card_file
+from vramfit.gpus.catalogue import ambiguous_names, catalogue
+from vramfit.gpus.spec import GpuKind, GpuSpec
+from vramfit.units import GIB, MIB, format_bytes, is_size, parse_bytes
+
+_VENDOR_WORDS = frozenset(
+    {"nvidia", "geforce", "tesla", "quadro", "corporation", "gpu", "graphics", "card", "jetson"}
+)
+_SYNONYMS = {
+    "mobile": "laptop",
+    "notebook": "laptop",
+    "hbm3": "",
+    "hbm3e": "",
+    "hbm2e": "",
+    "hbm2": "",
+    "generation": "",
+    "edition": "",
+}
+_MEMORY = re.compile(r"(?<![a-z0-9])(\d+)\s*(?:gib|gb|g)(?![a-z0-9])")
+_SERIES = re.compile(r"(?<![a-z])(rtx|gtx)(?=\d|a\d)")
+_SUFFIX = re.compile(r"(?<=\d)(ti|super|laptop|mobile|max|sxm\d?|pcie|nvl|ada|d)(?![a-z0-9])")
+_PREFIX_WORDS = frozenset({"rtx", "gtx"})
+
+_SMALLEST = 64 * MIB
+_LARGEST = 1024 * GIB
+_HOPPER_FROM = 49 * GIB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuMatch:
+    """What a text was taken to mean.
+
+    Attributes:
+        spec: the card.
+        alternatives: other cards of the catalogue that the same text fits; empty when it is one card's own name.
+    """
+
+    spec: GpuSpec
+    alternatives: tuple[GpuSpec, ...] = ()
+
+
+def _tokens(text: str) -> frozenset[str]:
+    """Split a name into the words that tell cards apart: "NVIDIA A100-80G" gives {"a100", "80gb"}."""
+    text = text.lower().replace("max-q", "maxq").replace("max q", "maxq").replace("_", " ")
+    text = re.sub(r"[\s\-/(),]+", " ", text)
+    text = _MEMORY.sub(r" \1gb ", text)
+    text = _SERIES.sub(r"\1 ", text)
+    text = _SUFFIX.sub(r" \1", _SUFFIX.sub(r" \1", text))
+    words = (_SYNONYMS.get(word, word) for word in text.split())
+    return frozenset(re.sub(r"^sxm\d$", "sxm", word) for word in words if word and word not in _VENDOR_WORDS)
+
+
+@cache
+def _by_tokens() -> dict[frozenset[str], GpuSpec]:
+    """Every way to write a card exactly, as tokens."""
+    names: dict[frozenset[str], GpuSpec] = {}
+    for spec in catalogue():
+        for text in (spec.name, *spec.aliases):
+            names[_tokens(text)] = spec
+    return names
+
+
+@cache
+def _all_tokens() -> tuple[tuple[GpuSpec, frozenset[str], frozenset[str]], ...]:
+    """Each card with the words of its name and all words that may describe it."""
+    rows = []
+    for spec in catalogue():
+        own = _tokens(spec.name)
+        size = f"{round(spec.total_bytes / GIB)}gb"
+        every = own.union(_tokens(spec.vendor_name), *(_tokens(alias) for alias in spec.aliases), {size})
+        rows.append((spec, own, every))
+    return tuple(rows)
+
+
+def match_gpu(text: str) -> GpuMatch:
+    """Find a card as :func:`find_gpu` does, and say what else the text could have meant.
+
+    Raises:
+        UnknownGpuError: no card fits, or several that differ too much; the message names the nearest.
+        UsageError: a card file cannot be read, or a size is out of range.
+    """
+    text = text.strip()
+    if text.lower().endswith(".toml"):
+        return GpuMatch(spec=read_card_file(Path(text), find_gpu))
+    if is_size(text):
+        return GpuMatch(spec=_generic(text))
+    wanted = _tokens(text)
+    _refuse_ambiguous(text, wanted)
+    exact = _by_tokens().get(wanted)
+    fitting = [row for row in _all_tokens() if wanted and wanted <= row[2]]
+    if exact is not None:
+        others = tuple(
+            spec for spec, own, _ in fitting if spec is not exact and _tokens(exact.name) != wanted
+        )
+        return GpuMatch(spec=exact, alternatives=others)
+    if not fitting:
+        raise UnknownGpuError(f"no GPU is called {text!r}", _suggestion(text))
+    # Of the cards that fit, those whose names say the least beyond what was asked: "4090" is not the laptop part.
+    fewest = min(len(own - wanted - _PREFIX_WORDS) for _, own, _ in fitting)
+    nearest = [spec for spec, own, _ in fitting if len(own - wanted - _PREFIX_WORDS) == fewest]
+    if len(nearest) > 1:
+        names = ", ".join(spec.name for spec in nearest[:6])
+        raise UnknownGpuError(
+            f"{text!r} could be {names}{', ...' if len(nearest) > 6 else ''}", "Name one of them"
+        )
+    return GpuMatch(spec=nearest[0])
+
+
+def find_gpu(text: str) -> GpuSpec:
+    """Find a card by name, alias, size or file.
+
+    Args:
+        text: ``"RTX 4090"``, ``"a100-80g"``, ``"24GiB"`` (a generic card of that size) or the path of a ``.toml`` file.
+
+    Raises:
+        UnknownGpuError: no card fits, with the three nearest names; or several do, with theirs.
+        UsageError: a card file cannot be read, or a size is out of range.
+    """
+    return match_gpu(text).spec
+
+
+def _refuse_ambiguous(text: str, wanted: frozenset[str]) -> None:
+    for name, cards in ambiguous_names().items():
+        if _tokens(name) == wanted:
+            raise UnknownGpuError(
+                f"{text!r} is used for different cards: {', '.join(cards)}", "Name one of them"
+            )
+
+
+def _generic(text: str) -> GpuSpec:
+    """Give a card of a size: an RTX 4090 (Ada) up to 48 GiB, an H100 SXM (Hopper) above, with that much memory."""
+    size = parse_bytes(text)
+    if not _SMALLEST <= size <= _LARGEST:
+        raise UsageError(
+            f"a GPU of {text.strip()} is out of range",
+            f"Sizes from {format_bytes(_SMALLEST)} to {format_bytes(_LARGEST)}",
+        )
+    base = find_gpu("RTX 4090" if size < _HOPPER_FROM else "H100 SXM")
+    name = f"generic {format_bytes(size)} GPU"
+    return replace(
+        base,
+        name=name,
+        aliases=(),
+        vendor_name=name,
+        kind=GpuKind.GENERIC,
+        total_bytes=size,
+        memory_estimated=False,
+        memory_source="as given",
+        price=None,
+        source=f"all but the memory is that of the {base.name}: {base.source}",
+        notes=f"A generic card: {base.name} ({base.architecture}) with {format_bytes(size)} of memory.",
+    )
+
+
+def _suggestion(text: str) -> str:
+    """Name the three nearest cards, nearest first."""
+
+    def squeeze(name: str) -> str:
+        return "".join(sorted_words(name))
+
+    def sorted_words(name: str) -> list[str]:
+        known = _tokens(name)
+        return [
+            word for word in re.findall(r"[a-z]+|\d+[a-z]*|[a-z]\d+[a-z]*", name.lower()) if word in known
+        ] or [name.lower()]
+
+    asked = squeeze(text)
+    scored: list[tuple[float, str]] = []
+    for spec in catalogue():
+        names = (spec.name, *spec.aliases)
+        score = max(SequenceMatcher(None, asked, squeeze(name)).ratio() for name in names)
+        scored.append((-score, spec.name))
+    # sorted() is stable, so cards of equal score stay in the order of the catalogue.
+    nearest = [name for _, name in sorted(scored, key=lambda pair: pair[0])[:3]]
+    return f"Did you mean {nearest[0]}, {nearest[1]} or {nearest[2]}? 'vramfit gpus' lists all"

@@ -1,0 +1,140 @@
+"""What a GPU is: the figures of one card that decide what fits on it and how fast it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from vramfit.gpus.architectures import ArchitectureLimits, limits_of
+
+
+class GpuKind(Enum):
+    """Where a card is found."""
+
+    DESKTOP = "desktop"
+    LAPTOP = "laptop"
+    WORKSTATION = "workstation"
+    DATACENTER = "datacenter"
+    EMBEDDED = "embedded"
+    GENERIC = "generic"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Price:
+    """A public price of a card, as it was on one day.
+
+    Attributes:
+        value: the number, in US dollars.
+        unit: ``"USD"`` for a list price, ``"USD/h"`` for an on-demand hour of one card.
+        date: the day or month it was published, ISO form (``2022-09-20`` or ``2022-09``).
+        source: who published it.
+    """
+
+    value: float
+    unit: str
+    date: str
+    source: str
+
+    def __str__(self) -> str:
+        """Write the price as ``$1,599`` or ``$2.99/h``."""
+        if self.unit == "USD/h":
+            return f"${self.value:,.2f}/h"
+        return f"${self.value:,.0f}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuSpec:
+    """One card. Sizes are bytes, rates are per second, clocks are hertz.
+
+    Attributes:
+        name: the catalogue's name, ``"RTX 4090"``.
+        aliases: other names that mean this card.
+        vendor_name: what ``torch.cuda.get_device_name()`` says.
+        kind: desktop, laptop, workstation, datacenter or embedded.
+        architecture: ``"Ampere"``, ``"Hopper"``, ...
+        compute_capability: ``(major, minor)``.
+        total_bytes: memory as CUDA reports it (``cudaDeviceProp.totalGlobalMem``), which is less than on the box.
+        memory_estimated: no report of ``total_bytes`` was found; it follows from the nominal size by a rule.
+        memory_source: where ``total_bytes`` was read, or the rule that gave it.
+        sm_count: streaming multiprocessors.
+        l2_bytes: size of the L2 cache.
+        bandwidth: peak memory bandwidth in B/s.
+        memory_bus_bits: width of the memory interface.
+        boost_clock: the clock of the peak figures.
+        peak_flops: dense (not sparse) peak by dtype: ``float64``, ``float32``, ``tf32``, ``float16``, ``bfloat16``,
+            ``float8``, ``int8``, ``fp4``. Half precision is with float32 accumulation, which is what torch asks for
+            (GeForce cards run it at half the advertised rate). A dtype without hardware support is absent.
+        link: the link to the host in words, ``"PCIe 4.0 x16"``.
+        host_link: its bandwidth in B/s one way.
+        context_bytes: device memory that a CUDA context of torch takes, where it was measured.
+        context_source: where that was read.
+        integrated: the card shares its memory with the host.
+        price: a public price, where there is one.
+        source: where the figures come from.
+        notes: what a reader should know (ECC, variants).
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    vendor_name: str
+    kind: GpuKind = GpuKind.GENERIC
+    architecture: str
+    compute_capability: tuple[int, int]
+    total_bytes: int
+    memory_estimated: bool = False
+    memory_source: str = ""
+    sm_count: int
+    l2_bytes: int
+    bandwidth: float
+    memory_bus_bits: int
+    boost_clock: float
+    peak_flops: Mapping[str, float]
+    link: str
+    host_link: float
+    context_bytes: int | None = None
+    context_source: str = ""
+    integrated: bool = False
+    price: Price | None = None
+    source: str
+    notes: str = ""
+
+    @property
+    def limits(self) -> ArchitectureLimits:
+        """What the compute capability fixes: threads, registers and shared memory per SM."""
+        return limits_of(self.compute_capability)
+
+    @property
+    def max_threads_per_sm(self) -> int:
+        """Threads that one SM keeps resident (``maxThreadsPerMultiProcessor``)."""
+        return self.limits.max_threads_per_sm
+
+    @property
+    def shared_memory_per_block(self) -> int:
+        """Static shared memory limit of a block, in bytes (``sharedMemPerBlock``)."""
+        return self.limits.shared_memory_per_block
+
+    @property
+    def shared_memory_per_block_optin(self) -> int:
+        """Shared memory that a kernel may opt in to, in bytes (``sharedMemPerBlockOptin``)."""
+        return self.limits.shared_memory_per_block_optin
+
+    @property
+    def shared_memory_per_sm(self) -> int:
+        """Shared memory of one SM, in bytes (``sharedMemPerMultiprocessor``)."""
+        return self.limits.shared_memory_per_sm
+
+    @property
+    def registers_per_sm(self) -> int:
+        """32-bit registers of one SM (``regsPerMultiprocessor``)."""
+        return self.limits.registers_per_sm
+
+    @property
+    def warp_size(self) -> int:
+        """Threads of a warp."""
+        return self.limits.warp_size
+
+    @property
+    def memory_clock(self) -> float:
+        """Memory clock in Hz as CUDA counts it: the bandwidth over the bus width, two transfers a cycle."""
+        return self.bandwidth / (self.memory_bus_bits / 8) / 2
