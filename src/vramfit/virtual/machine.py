@@ -1,0 +1,367 @@
+"""The virtual machine: its GPUs, and what the CUDA runtime keeps per process and per thread.
+
+Nothing here patches torch. `vramfit.virtual.facade` answers ``torch.cuda`` from it, and the meter places
+storages in the allocators of its devices.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from vramfit.allocator import (
+    AllocatorConfig,
+    AllocatorEventKind,
+    CachingAllocator,
+    Driver,
+    alloc_conf_from_env,
+)
+from vramfit.errors import UsageError
+from vramfit.gpus import GpuSpec
+from vramfit.virtual.pinned import PinnedMemory
+from vramfit.virtual.streams import StreamTable
+
+MIB = 1 << 20
+# Two contexts are known: 250 MiB on an RTX 3090 (82 SMs) and 430 MiB on an RTX 6000 Ada (142 SMs). Both are
+# 3.04 MiB per SM, because what a context reserves (local memory, stacks) is per resident thread.
+CONTEXT_BYTES_PER_SM = round(3.04 * MIB)
+DEFAULT_SEED = 67280421310721  # c10/core/GeneratorImpl.h: default_rng_seed_val
+ERROR_INVALID_DEVICE = 101  # cudaErrorInvalidDevice
+
+_UUID_NAMESPACE = uuid.UUID("8d3c3b1e-6f0e-5a56-9f0e-3a1f5d3a7c11")
+
+EventHook = Callable[[int, AllocatorEventKind, int, int, int], None]
+
+
+def context_bytes_of(spec: GpuSpec) -> int:
+    """Bytes of a card that a CUDA context of torch takes: measured, else estimated from its SMs."""
+    if spec.context_bytes is not None:
+        return spec.context_bytes
+    return max(64 * MIB, spec.sm_count * CONTEXT_BYTES_PER_SM // (2 * MIB) * (2 * MIB))
+
+
+@dataclass(slots=True)
+class PhiloxState:
+    """State of a CUDA random generator: a seed and how far its Philox sequence has been consumed."""
+
+    seed: int = DEFAULT_SEED
+    offset: int = 0
+
+
+class InvalidDevice(IndexError):
+    """A device index that the machine does not have; the facade turns it into the card's own error."""
+
+
+class VirtualDevice:
+    """One GPU as the program sees it.
+
+    Attributes:
+        index: its number in the program, after ``CUDA_VISIBLE_DEVICES``.
+        physical_index: its number in the machine.
+        spec: the card.
+        context_bytes: memory of the card that a CUDA context takes, outside torch's allocator.
+        rng: state of its default generator.
+        uuid: stable for a given card and position.
+    """
+
+    def __init__(
+        self, machine: Machine, index: int, physical_index: int, spec: GpuSpec, *, context_bytes: int
+    ) -> None:
+        self._machine = machine
+        self.index = index
+        self.physical_index = physical_index
+        self.spec = spec
+        self.context_bytes = context_bytes
+        self.rng = PhiloxState()
+        self.uuid = device_uuid(spec, physical_index)
+
+    def __repr__(self) -> str:
+        return f"VirtualDevice({self.index}, {self.spec.name!r})"
+
+    @cached_property
+    def driver(self) -> Driver:
+        """The card's memory as ``cudaMalloc`` sees it."""
+        return Driver(self.spec.total_bytes, outside_bytes=self.context_bytes)
+
+    @cached_property
+    def allocator(self) -> CachingAllocator:
+        """Its caching allocator; created when it is first used, and only then are the settings read."""
+        machine, index = self._machine, self.index
+
+        def on_event(kind: AllocatorEventKind, address: int, size: int, stream: int) -> None:
+            if machine.on_event is not None:
+                machine.on_event(index, kind, address, size, stream)
+
+        return CachingAllocator(
+            self.driver,
+            config=machine.config,
+            torch_version=machine.torch_version,
+            device=index,
+            on_event=on_event,
+        )
+
+    @property
+    def allocator_used(self) -> bool:
+        """Whether the allocator exists already."""
+        return "allocator" in self.__dict__
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free and total bytes of the card, as ``cudaMemGetInfo`` says."""
+        return self.driver.free_bytes, self.spec.total_bytes
+
+
+@dataclass(slots=True)
+class Warned:
+    """One warning of the run and how often it was given."""
+
+    code: str
+    message: str
+    location: str | None
+    count: int = 1
+
+
+@dataclass(slots=True)
+class Hooks:
+    """What the rest of the virtual GPU wants to hear; every hook is optional.
+
+    Attributes:
+        snapshot_provider: gives a snapshot as ``torch.cuda.memory._snapshot()`` returns it.
+        on_nvtx: called with ``"push"``, ``"pop"``, ``"mark"``, ``"start"`` or ``"end"`` and the name
+            (empty for ``"pop"`` and ``"end"``).
+        on_synchronize: called with the device index when the program waits for a device.
+        on_record_history: called with the arguments of ``_record_memory_history`` by name.
+    """
+
+    snapshot_provider: Callable[[], dict[str, Any]] | None = None
+    on_nvtx: Callable[[str, str], None] | None = None
+    on_synchronize: Callable[[int], None] | None = None
+    on_record_history: Callable[[dict[str, Any]], None] | None = None
+    observers: list[Callable[[int, int, int, int], object]] = field(default_factory=list)
+
+
+class _ThreadState(threading.local):
+    """What CUDA keeps per thread: the current device, and the current stream of each device."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.streams: dict[int, int] = {}
+
+
+class Machine:
+    """The virtual machine that a program runs on.
+
+    Args:
+        specs: its GPUs, in order.
+        alloc_conf: allocator settings; None reads ``PYTORCH_ALLOC_CONF`` and ``PYTORCH_CUDA_ALLOC_CONF`` when
+            the allocator is first used, as torch does, so that a program may set them at its top.
+        torch_version: the release whose allocator is played.
+        visible: value of ``CUDA_VISIBLE_DEVICES``; None reads the environment when the program first asks for
+            devices, as the driver does.
+        context_bytes: memory outside torch per device; None takes it from the card.
+
+    Attributes:
+        clock_us: simulated time in microseconds.
+        on_event: called with (device, kind, address, size, stream) on each event of an allocator.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[GpuSpec],
+        *,
+        alloc_conf: str | AllocatorConfig | None = None,
+        torch_version: tuple[int, int] = (2, 13),
+        visible: str | None = None,
+        context_bytes: int | None = None,
+    ) -> None:
+        if not specs:
+            raise UsageError("a virtual machine needs at least one GPU")
+        self.specs = tuple(specs)
+        self.torch_version = torch_version
+        self.clock_us = 0.0
+        self.on_event: EventHook | None = None
+        self.hooks = Hooks()
+        self.streams = StreamTable()
+        self.pinned = PinnedMemory()
+        self.init_pid: int | None = None
+        self._alloc_conf = alloc_conf
+        self._visible = visible
+        self._context_bytes = context_bytes
+        self._tls = _ThreadState()
+        self._warnings: dict[tuple[str, str | None], Warned] = {}
+        self._warn_lock = threading.Lock()
+
+    # Devices
+
+    @cached_property
+    def devices(self) -> tuple[VirtualDevice, ...]:
+        """The devices the program sees. Asking for them settles ``CUDA_VISIBLE_DEVICES``."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") if self._visible is None else self._visible
+        order = visible_devices(visible, self.uuids)
+        if not order and visible:
+            self.warn(
+                "no-visible-device",
+                f"CUDA_VISIBLE_DEVICES={visible} names none of the {len(self.specs)} virtual GPUs",
+            )
+        return tuple(
+            VirtualDevice(
+                self, index, physical, self.specs[physical], context_bytes=self._context_of(physical)
+            )
+            for index, physical in enumerate(order)
+        )
+
+    def _context_of(self, physical: int) -> int:
+        return context_bytes_of(self.specs[physical]) if self._context_bytes is None else self._context_bytes
+
+    @property
+    def uuids(self) -> tuple[str, ...]:
+        """Identifiers of all devices of the machine, as ``nvidia-smi -L`` prints them (``GPU-...``)."""
+        return tuple(f"GPU-{device_uuid(spec, index)}" for index, spec in enumerate(self.specs))
+
+    @cached_property
+    def config(self) -> AllocatorConfig:
+        """The allocator settings, read at first use.
+
+        Raises:
+            ConfigError: a setting cannot be read.
+        """
+        conf = self._alloc_conf
+        if isinstance(conf, AllocatorConfig):
+            return conf
+        if conf is None:
+            conf = alloc_conf_from_env(os.environ, torch_version=self.torch_version)
+        return AllocatorConfig.parse(conf, torch_version=self.torch_version)
+
+    def device(self, index: int | None = None) -> VirtualDevice:
+        """A device by its number; None or a negative number means the current one.
+
+        Raises:
+            InvalidDevice: the machine has no such device.
+        """
+        number = self.current_device if index is None or index < 0 else index
+        if number >= len(self.devices):
+            raise InvalidDevice(f"device {number} of {len(self.devices)}")
+        return self.devices[number]
+
+    @property
+    def current_device(self) -> int:
+        """Number of this thread's current device."""
+        return self._tls.device
+
+    @current_device.setter
+    def current_device(self, index: int) -> None:
+        if not 0 <= index < len(self.devices):
+            raise InvalidDevice(f"device {index} of {len(self.devices)}")
+        self._tls.device = index
+
+    # Streams
+
+    def current_stream(self, device: int | None = None) -> int:
+        """Id of this thread's current stream on a device (the current one by default); 0 is the default."""
+        return self._tls.streams.get(self.current_device if device is None else device, 0)
+
+    def set_stream(self, stream: int, device: int | None = None) -> None:
+        """Make a stream this thread's current one on a device (which need not be the current device)."""
+        self._tls.streams[self.current_device if device is None else device] = stream
+
+    def new_stream(self, device: int | None = None, priority: int = 0) -> int:
+        """Id of the next stream of the device's pool; the pool holds 32 per priority, and then repeats."""
+        return self.streams.new(self.current_device if device is None else device, priority)
+
+    # Time
+
+    def advance(self, microseconds: float) -> None:
+        """Let simulated time pass."""
+        self.clock_us += microseconds
+
+    def synchronize(self, device: int | None = None) -> None:
+        """Wait for all work of a device: pending frees of other streams complete."""
+        found = self.device(device)
+        if found.allocator_used:
+            found.allocator.synchronize()
+        if self.hooks.on_synchronize is not None:
+            self.hooks.on_synchronize(found.index)
+
+    # Pinned host memory
+
+    @property
+    def host_pinned_bytes(self) -> int:
+        """Page-locked host memory that torch holds, in bytes, free blocks of its cache included."""
+        return self.pinned.reserved_bytes
+
+    def pin(self, nbytes: int) -> int:
+        """Take page-locked host memory; gives a handle for `unpin` (0 for nothing)."""
+        return self.pinned.allocate(nbytes)
+
+    def unpin(self, handle: int) -> None:
+        """Give page-locked host memory back to torch's cache."""
+        self.pinned.free(handle)
+
+    # Warnings
+
+    def warn(self, code: str, message: str, *, location: str | None = None) -> None:
+        """Note something the reader of the results must know; repeated ones (code, location) are counted."""
+        with self._warn_lock:
+            known = self._warnings.get((code, location))
+            if known is None:
+                self._warnings[code, location] = Warned(code, message, location)
+            else:
+                known.count += 1
+
+    @property
+    def warnings(self) -> tuple[Warned, ...]:
+        """The warnings so far, in the order they first came."""
+        return tuple(self._warnings.values())
+
+    def warning_counts(self) -> Counter[str]:
+        """How often each code was given."""
+        counts: Counter[str] = Counter()
+        for warned in self._warnings.values():
+            counts[warned.code] += warned.count
+        return counts
+
+
+def device_uuid(spec: GpuSpec, physical_index: int) -> uuid.UUID:
+    """An identifier for a card: the same card in the same place always has the same."""
+    return uuid.uuid5(_UUID_NAMESPACE, f"{spec.vendor_name}/{physical_index}")
+
+
+def visible_devices(text: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
+    """Which devices ``CUDA_VISIBLE_DEVICES`` leaves, in order.
+
+    The rules are the CUDA driver's (CUDA C++ Programming Guide, "CUDA Environment Variables"): the list ends
+    before the first entry that names no device; an entry given twice leaves none; an identifier may be cut
+    short as long as it names one device only. An empty text or ``-1`` leaves none.
+
+    Args:
+        text: the variable's value; None when it is not set.
+        uuids: identifiers of the machine's devices, ``GPU-...``.
+    """
+    if text is None:
+        return tuple(range(len(uuids)))
+    found: list[int] = []
+    for entry in text.split(","):
+        index = _visible_entry(entry.strip(), uuids)
+        if index is None:
+            break
+        if index in found:
+            return ()
+        found.append(index)
+    return tuple(found)
+
+
+def _visible_entry(entry: str, uuids: Sequence[str]) -> int | None:
+    if entry.startswith("GPU-"):
+        matches = [index for index, name in enumerate(uuids) if name.startswith(entry)]
+        return matches[0] if len(matches) == 1 else None
+    number = re.match(r"[+-]?\d+", entry)
+    if number is None:
+        return None
+    index = int(number.group())
+    return index if 0 <= index < len(uuids) else None

@@ -1,0 +1,131 @@
+"""Patching with its undo: what is replaced in Python is put back exactly as it was, in reverse order."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, MutableMapping
+from types import ModuleType, TracebackType
+from typing import Any
+
+
+class _Absent:
+    """Marks an attribute or item that did not exist before."""
+
+    def __repr__(self) -> str:
+        return "<absent>"
+
+
+_ABSENT = _Absent()
+
+
+class PatchStack:
+    """Replaces attributes and items, and undoes all of it in reverse order.
+
+    An attribute that did not exist is deleted again by the undo; one that an object merely inherited
+    is uncovered again. It is a context manager: leaving the block undoes.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def __len__(self) -> int:
+        """Number of steps that `undo` would take."""
+        return len(self._undo)
+
+    def set(self, obj: Any, name: str, value: Any) -> None:
+        """Bind ``obj.name`` to `value` until the undo.
+
+        Raises:
+            TypeError: the object does not let its attributes be set (a C type).
+            AttributeError: likewise.
+        """
+        self.keep(obj, name)
+        setattr(obj, name, value)
+
+    def delete(self, obj: Any, name: str) -> None:
+        """Delete ``obj.name``, if it is there, until the undo."""
+        self.keep(obj, name)
+        if name in vars(obj):
+            delattr(obj, name)
+
+    def keep(self, obj: Any, name: str) -> None:
+        """Remember how ``obj.name`` stands now, so that the undo restores it whoever changes it in between.
+
+        Only the object's own attribute counts: what it inherits is not copied into it.
+        """
+        before = vars(obj).get(name, _ABSENT)
+
+        def undo() -> None:
+            if before is not _ABSENT:
+                setattr(obj, name, before)
+            elif name in vars(obj):
+                delattr(obj, name)
+
+        self._undo.append(undo)
+
+    def item(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
+        """Bind ``mapping[key]`` to `value` until the undo."""
+        before = mapping.get(key, _ABSENT)
+
+        def undo() -> None:
+            if before is _ABSENT:
+                mapping.pop(key, None)
+            else:
+                mapping[key] = before
+
+        self._undo.append(undo)
+        mapping[key] = value
+
+    def call(self, undo: Callable[[], object]) -> None:
+        """Register a step of the undo that no attribute or item expresses (a flag kept in C++, a handler)."""
+
+        def step() -> None:
+            undo()
+
+        self._undo.append(step)
+
+    def rebind(self, old: object, new: object) -> int:
+        """Replace `old` by `new` under every module-level name bound to it, in every imported module.
+
+        ``from torch.cuda import Stream`` copies the class into the importing module; without this
+        such a module would keep the old class. Names inside classes, closures and containers are not looked at.
+
+        Returns:
+            How many names were rebound.
+        """
+        count = 0
+        for module in list(sys.modules.values()):
+            if not isinstance(module, ModuleType):
+                continue
+            # vars(), not getattr: modules with a lazy __getattr__ must not be made to import things.
+            names = [name for name, value in list(vars(module).items()) if value is old]
+            for name in names:
+                self.item(vars(module), name, new)
+                count += 1
+        return count
+
+    def undo(self) -> None:
+        """Undo everything, last first. Idempotent; an undo that fails does not keep the others from running.
+
+        Raises:
+            ExceptionGroup: some steps failed; all others were taken.
+        """
+        errors: list[Exception] = []
+        while self._undo:
+            step = self._undo.pop()
+            try:
+                step()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise ExceptionGroup("some patches could not be undone", errors)
+
+    def __enter__(self) -> PatchStack:
+        """Give the stack itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Undo everything, whatever happened in the block."""
+        self.undo()

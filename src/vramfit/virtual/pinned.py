@@ -1,0 +1,120 @@
+"""Page-locked host memory: what torch's caching host allocator would hold."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True)
+class _Stat:
+    current: int = 0
+    peak: int = 0
+    allocated: int = 0
+    freed: int = 0
+
+    def add(self, amount: int) -> None:
+        self.current += amount
+        self.peak = max(self.peak, self.current)
+        if amount > 0:
+            self.allocated += amount
+        else:
+            self.freed -= amount
+
+    def as_dict(self) -> dict[str, int]:
+        return {"current": self.current, "peak": self.peak, "allocated": self.allocated, "freed": self.freed}
+
+
+class PinnedMemory:
+    """The caching allocator of page-locked memory (ATen/core/CachingHostAllocator.h).
+
+    A request is rounded up to a power of two; a freed block goes to the list of its size and serves only
+    requests that round to the same size; nothing is given back to the system before `empty_cache`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sizes: dict[int, int] = {}
+        self._free: defaultdict[int, list[int]] = defaultdict(list)
+        self._next = 1
+        self._requests, self._segments = _Stat(), _Stat()
+        self._active, self._reserved = _Stat(), _Stat()
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes held from the system, whether in use or cached."""
+        return self._reserved.current
+
+    @property
+    def active_bytes(self) -> int:
+        """Bytes of the blocks in use."""
+        return self._active.current
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """The most that was held from the system."""
+        return self._reserved.peak
+
+    def allocate(self, nbytes: int) -> int:
+        """Take a block of at least `nbytes`; gives its handle, 0 for an empty request."""
+        if nbytes <= 0:
+            return 0
+        size = 1 << (nbytes - 1).bit_length()
+        with self._lock:
+            if self._free[size]:
+                handle = self._free[size].pop()
+            else:
+                handle = self._next
+                self._next += 1
+                self._sizes[handle] = size
+                self._segments.add(1)
+                self._reserved.add(size)
+            self._requests.add(1)
+            self._active.add(size)
+        return handle
+
+    def free(self, handle: int) -> None:
+        """Give a block back to the cache; handle 0 is nothing."""
+        if not handle:
+            return
+        with self._lock:
+            size = self._sizes[handle]
+            self._free[size].append(handle)
+            self._requests.add(-1)
+            self._active.add(-size)
+
+    def empty_cache(self) -> None:
+        """Give all unused blocks back to the system."""
+        with self._lock:
+            for size, handles in self._free.items():
+                for handle in handles:
+                    del self._sizes[handle]
+                    self._segments.add(-1)
+                    self._reserved.add(-size)
+            self._free.clear()
+
+    def stats(self) -> dict[str, Any]:
+        """As ``torch.cuda.host_memory_stats_as_nested_dict()`` (torch/csrc/cuda/Module.cpp)."""
+        no_time = {"total": 0, "max": 0, "min": 0, "count": 0, "avg": 0}
+        return {
+            "num_host_alloc": self._segments.allocated,
+            "num_host_free": self._segments.freed,
+            "allocations": self._segments.as_dict(),
+            "active_requests": self._requests.as_dict(),
+            "allocated_bytes": self._reserved.as_dict(),
+            "active_bytes": self._active.as_dict(),
+            "host_alloc_time": dict(no_time),
+            "host_free_time": dict(no_time),
+        }
+
+    def reset_peaks(self) -> None:
+        """Let the peaks start again from what is held now."""
+        for stat in (self._requests, self._segments, self._active, self._reserved):
+            stat.peak = stat.current
+
+    def reset_accumulated(self) -> None:
+        """Let the running totals start again from zero."""
+        for stat in (self._requests, self._segments, self._active, self._reserved):
+            stat.allocated = stat.freed = 0
