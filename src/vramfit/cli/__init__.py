@@ -1,1 +1,78 @@
-"""."""
+"""The command line: one thin file per verb, assembled here. Importing it imports neither torch nor numpy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from vramfit import __version__
+from vramfit.cli.errors import INTERNAL_ERROR, print_bug, print_error
+from vramfit.cli.gpus import gpus_command
+from vramfit.cli.program import ProgramCommand
+from vramfit.cli.replay import replay_command
+from vramfit.cli.run import run_command
+from vramfit.errors import VramfitError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="vramfit",
+    help="Make PyTorch programs fit the GPU they have.",
+    epilog="Exit codes: 0 fine; 1 the program failed (or its own code); 2 usage; 3 does not fit.",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(
+    "run",
+    cls=ProgramCommand,
+    context_settings={"allow_interspersed_args": False},
+    epilog='Example: vramfit run --gpu "RTX 4090" --json report.json train.py --epochs 3',
+)(run_command)
+app.command("gpus")(gpus_command)
+app.command("replay")(replay_command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib import metadata
+
+        python = ".".join(str(part) for part in sys.version_info[:3])
+        try:
+            torch = metadata.version("torch")
+        except metadata.PackageNotFoundError:
+            torch = "missing"
+        typer.echo(f"vramfit {__version__} (torch {torch}, Python {python})")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _vramfit(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Make PyTorch programs fit the GPU they have: exact CUDA memory on a virtual GPU, anywhere."""
+    del version  # handled by its callback, before anything else
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; always ends with SystemExit.
+
+    Args:
+        arguments: without the name of the program; None takes those of the process.
+    """
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="vramfit")
+    except VramfitError as error:
+        print_error(error)
+        raise SystemExit(error.exit_code) from None
+    except Exception:  # the last place where a bug of ours can be told from a failure of the user's program
+        print_bug()
+        raise SystemExit(INTERNAL_ERROR) from None

@@ -1,1 +1,16 @@
-"""."""
+"""Results as text: the terminal and JSON. Values in, text out; nothing here measures."""
+
+from vramfit.report.json_report import SCHEMA, render_json, run_to_json
+from vramfit.report.terminal import print_terminal, render_terminal
+from vramfit.report.write import check_writable, write_text, write_with
+
+__all__ = [
+    "SCHEMA",
+    "check_writable",
+    "print_terminal",
+    "render_json",
+    "render_terminal",
+    "run_to_json",
+    "write_text",
+    "write_with",
+]

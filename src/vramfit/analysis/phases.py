@@ -1,0 +1,164 @@
+"""Memory phase by phase (forward, backward, step of each iteration), and its growth over the iterations."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from dataclasses import dataclass
+
+import numpy as np
+
+from vramfit.analysis.curves import Curves, Measure, curves
+from vramfit.analysis.lifetimes import lifetimes
+from vramfit.trace import MemoryTrace
+
+_STEP = re.compile(r"^(?P<loop>.*?)\s*(?P<number>\d+)/(?P<part>.+)$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """A named stretch of a program. Where it was entered several times, all of them together.
+
+    Attributes:
+        name: as the trace has it, ``"step 0/forward"``.
+        iteration: the number of the iteration, if the name has one.
+        part: what comes after the iteration, ``"forward"``; else the whole name.
+        first_row: the first event in it.
+        last_row: the last event in it.
+        start_allocated: bytes just before it was first entered.
+        end_allocated: bytes when it was last left.
+        peak_allocated: the highest while in it, counting the start of each visit.
+        peak_reserved: likewise for reserved bytes.
+        duration_us: time in it, between its first and last event of each visit.
+    """
+
+    name: str
+    iteration: int | None
+    part: str
+    first_row: int
+    last_row: int
+    start_allocated: int
+    end_allocated: int
+    peak_allocated: int
+    peak_reserved: int
+    duration_us: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseSummary:
+    """The phases of one part (all forwards, say) over the iterations.
+
+    Attributes:
+        part: ``"forward"``, ``"backward"``, ``"step"``, or the name of a phase outside any iteration.
+        count: number of iterations that have it.
+        first: the first of them.
+        worst: the one with the highest peak, the last of equals.
+        last: the last of them.
+    """
+
+    part: str
+    count: int
+    first: Phase
+    worst: Phase
+    last: Phase
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Growth:
+    """Allocated bytes left at the end of each iteration.
+
+    Attributes:
+        iterations: their numbers.
+        end_allocated: bytes at the end of each.
+        per_iteration: the median change from one iteration to the next, leaving out the first two iterations, in
+            which optimizer state, gradients and workspaces come into being; None with fewer than four.
+    """
+
+    iterations: tuple[int, ...]
+    end_allocated: tuple[int, ...]
+    per_iteration: int | None
+
+
+def phases(trace: MemoryTrace, device: int = 0, *, bytes_over: Curves | None = None) -> tuple[Phase, ...]:
+    """The phases of a trace in the order in which they were first entered; empty if it names none.
+
+    Args:
+        trace: what happened.
+        device: index of the device whose memory is meant.
+        bytes_over: the device's curves, if they are at hand.
+    """
+    if not len(trace) or int(trace.phase.max()) < 0:
+        return ()
+    bytes_over = bytes_over or curves(trace, lifetimes(trace, device))
+    starts = np.flatnonzero(np.concatenate([[True], trace.phase[1:] != trace.phase[:-1]]))
+    ends = np.append(starts[1:], len(trace)) - 1
+    allocated, reserved = bytes_over.allocated, bytes_over.reserved
+    before = np.where(starts > 0, allocated[starts - 1], bytes_over.start[Measure.ALLOCATED])
+    tops = np.maximum(np.maximum.reduceat(allocated, starts), before)
+    reserved_tops = np.maximum.reduceat(reserved, starts)
+    durations = trace.time_us[ends] - trace.time_us[starts]
+    visits: dict[int, list[int]] = {}
+    for visit, phase in enumerate(trace.phase[starts].tolist()):
+        if phase >= 0:
+            visits.setdefault(phase, []).append(visit)
+    found = []
+    for phase, mine in visits.items():
+        name = trace.phases[phase]
+        iteration, part = split_name(name)
+        found.append(
+            Phase(
+                name=name,
+                iteration=iteration,
+                part=part,
+                first_row=int(starts[mine[0]]),
+                last_row=int(ends[mine[-1]]),
+                start_allocated=int(before[mine[0]]),
+                end_allocated=int(allocated[ends[mine[-1]]]),
+                peak_allocated=int(tops[mine].max()),
+                peak_reserved=int(reserved_tops[mine].max()),
+                duration_us=int(durations[mine].sum()),
+            )
+        )
+    return tuple(found)
+
+
+def split_name(name: str) -> tuple[int | None, str]:
+    """Iteration and part of a phase's name: ``"step 3/forward"`` gives 3 and ``"forward"``."""
+    match = _STEP.match(name)
+    return (int(match["number"]), match["part"]) if match else (None, name)
+
+
+def summarise(all_phases: tuple[Phase, ...]) -> tuple[PhaseSummary, ...]:
+    """Join the phases of the same part over the iterations, in the order of their first appearance."""
+    parts: dict[str, list[Phase]] = {}
+    for phase in all_phases:
+        parts.setdefault(phase.part, []).append(phase)
+    return tuple(
+        PhaseSummary(
+            part=part,
+            count=len(same),
+            first=same[0],
+            worst=max(same, key=lambda phase: (phase.peak_allocated, phase.first_row)),
+            last=same[-1],
+        )
+        for part, same in parts.items()
+    )
+
+
+def growth(all_phases: tuple[Phase, ...]) -> Growth:
+    """What each iteration leaves behind. A leak shows as a steady positive change."""
+    last_of: dict[int, Phase] = {}
+    for phase in all_phases:
+        if phase.iteration is not None:
+            known = last_of.get(phase.iteration)
+            if known is None or phase.last_row > known.last_row:
+                last_of[phase.iteration] = phase
+    ordered = sorted(last_of.items())
+    ends = tuple(phase.end_allocated for _, phase in ordered)
+    settled = ends[2:]
+    changes = [later - earlier for earlier, later in zip(settled, settled[1:], strict=False)]
+    return Growth(
+        iterations=tuple(number for number, _ in ordered),
+        end_allocated=ends,
+        per_iteration=round(statistics.median(changes)) if changes else None,
+    )

@@ -1,0 +1,271 @@
+"""Whether a run fits its cards, by how much, and why not: a virtual run in, one value out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
+from vramfit.gpus import GpuKind, GpuSpec, catalogue
+from vramfit.trace import Category, DeviceOutcome, Frame, OomReport, VirtualRun
+from vramfit.units import format_bytes
+
+NAMES: Mapping[Category, str] = {
+    Category.PARAMETERS: "parameters",
+    Category.GRADIENTS: "gradients",
+    Category.OPTIMIZER_STATE: "optimizer state",
+    Category.ACTIVATIONS: "activations",
+    Category.INPUTS: "inputs",
+    Category.TEMPORARIES: "temporaries",
+    Category.WORKSPACES: "workspaces",
+    Category.OTHER: "other",
+}
+"""The categories in words, in the order in which they are shown."""
+
+_STATE = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
+
+
+class Outcome(Enum):
+    """How a run ended."""
+
+    FITS = "fits"
+    DOES_NOT_FIT = "does not fit"
+    FAILED = "failed"
+    """The program failed for a reason other than memory before it could be told whether it fits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceVerdict:
+    """One card. Bytes throughout.
+
+    Attributes:
+        index: of the device.
+        gpu: name of the card.
+        total: memory of the card.
+        context: taken by the CUDA context, outside torch.
+        peak_allocated: highest bytes allocated over the run.
+        peak_reserved: highest bytes held from the driver over the run.
+        peak_active: highest bytes allocated or awaited by a stream.
+        headroom: total less context less peak reserved.
+        breakdown: where the bytes are: at the peak of allocated memory, or, where the run ended by running out on
+            this card, at that moment.
+    """
+
+    index: int
+    gpu: str
+    total: int
+    context: int
+    peak_allocated: int
+    peak_reserved: int
+    peak_active: int
+    headroom: int
+    breakdown: Breakdown
+
+    @property
+    def used(self) -> int:
+        """Bytes of the card that are taken at the peak: reserved and the context."""
+        return self.peak_reserved + self.context
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What a run says about its memory.
+
+    Attributes:
+        outcome: whether it fits.
+        devices: one verdict per card, by index.
+        critical: index (into ``devices``) of the card that ran out, else of the fullest one.
+        oom: the request that could not be served, also if the program caught it.
+        short_by: bytes that were missing for that request, when everything releasable had been released; 0 if none.
+        line: the user's line at which it ran out.
+        moment: what the program was doing then.
+        smallest_gpu: the smallest card of the catalogue that holds what was seen; None if none does. A program that
+            ran out would have gone on to ask for more, so there it is a lower bound.
+        needed: bytes (with context) that this choice rests on.
+        why: the reasons in words, most important first; empty for a run that fits.
+        advice: what to try next, in words.
+    """
+
+    outcome: Outcome
+    devices: tuple[DeviceVerdict, ...]
+    critical: int
+    oom: OomReport | None
+    short_by: int
+    line: Frame | None
+    moment: Moment | None
+    smallest_gpu: GpuSpec | None
+    needed: int
+    why: tuple[str, ...]
+    advice: tuple[str, ...]
+
+    @property
+    def device(self) -> DeviceVerdict:
+        """The card that decides."""
+        return self.devices[self.critical]
+
+    @property
+    def fits(self) -> bool | None:
+        """True or false; None if the program failed for another reason before it could be told."""
+        return None if self.outcome is Outcome.FAILED else self.outcome is Outcome.FITS
+
+
+def verdict(run: VirtualRun, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = None) -> Verdict:
+    """Judge a run.
+
+    A run does not fit if it ended by running out of memory. A program that caught the error and finished well fits: it
+    may have been looking for the largest batch that does.
+
+    Args:
+        run: what happened on the virtual cards.
+        tensors: how many groups of tensors each breakdown keeps.
+        cards: among which the smallest that would do is sought; None means the catalogue.
+    """
+    offered = catalogue() if cards is None else tuple(cards)
+    ran_out = run.oom is not None and (not run.oom.handled or run.exit_code != 0)
+    if ran_out:
+        outcome = Outcome.DOES_NOT_FIT
+    elif run.exit_code != 0:
+        outcome = Outcome.FAILED
+    else:
+        outcome = Outcome.FITS
+    devices = tuple(_device(run, found, ran_out, tensors) for found in run.devices)
+    critical = _critical(devices, run.oom if ran_out else None)
+    decisive = devices[critical]
+    oom = run.oom
+    if not ran_out or oom is None:
+        needed = decisive.used
+        return Verdict(
+            outcome=outcome,
+            devices=devices,
+            critical=critical,
+            oom=oom,
+            short_by=0,
+            line=None,
+            moment=None,
+            smallest_gpu=_smallest_gpu(needed, offered),
+            needed=needed,
+            why=(),
+            advice=(),
+        )
+    reclaimable = decisive.breakdown.fragmentation.releasable
+    needed = decisive.context + decisive.breakdown.active + oom.requested_bytes
+    return Verdict(
+        outcome=outcome,
+        devices=devices,
+        critical=critical,
+        oom=oom,
+        short_by=max(0, oom.requested_bytes - oom.free_bytes - reclaimable),
+        line=oom.user_line,
+        moment=decisive.breakdown.moment,
+        smallest_gpu=_smallest_gpu(needed, offered),
+        needed=needed,
+        why=tuple(_reasons(decisive, oom)),
+        advice=tuple(_advice(decisive, oom, str(run.trace.meta.get("alloc_conf", "")))),
+    )
+
+
+def _device(run: VirtualRun, found: DeviceOutcome, ran_out: bool, tensors: int) -> DeviceVerdict:
+    row = None
+    if ran_out and run.oom is not None and run.oom.device == found.index:
+        row = oom_row(run.trace, found.index)
+    if row is None:
+        breakdown = peak(run.trace, found.index, tensors=tensors)
+    else:
+        breakdown = at(run.trace, row, found.index, tensors=tensors)
+    return DeviceVerdict(
+        index=found.index,
+        gpu=found.gpu,
+        total=found.total_bytes,
+        context=found.context_bytes,
+        peak_allocated=found.peak_allocated_bytes,
+        peak_reserved=found.peak_reserved_bytes,
+        peak_active=found.peak_active_bytes,
+        headroom=found.total_bytes - found.context_bytes - found.peak_reserved_bytes,
+        breakdown=breakdown,
+    )
+
+
+def _critical(devices: tuple[DeviceVerdict, ...], oom: OomReport | None) -> int:
+    """Position of the card that ran out, else of the fullest; the first of equals."""
+    for position, device in enumerate(devices):
+        if oom is not None and device.index == oom.device:
+            return position
+    return max(
+        range(len(devices)), key=lambda position: devices[position].used / max(1, devices[position].total)
+    )
+
+
+def _smallest_gpu(needed: int, cards: Iterable[GpuSpec]) -> GpuSpec | None:
+    """The smallest card with ``needed`` bytes, its own context apart; cards one can plug in before soldered ones."""
+    order = (GpuKind.DESKTOP, GpuKind.DATACENTER, GpuKind.WORKSTATION)
+    enough = [card for card in cards if card.kind in order and card.total_bytes >= needed]
+    return min(enough, key=lambda card: (card.total_bytes, order.index(card.kind), card.name), default=None)
+
+
+def _reasons(device: DeviceVerdict, oom: OomReport) -> list[str]:
+    """Why the request could not be served: what holds the card, in words."""
+    usable = device.total - device.context
+    held = device.breakdown.categories
+    state = {kind: held[kind] for kind in _STATE if held[kind]}
+    request = format_bytes(oom.requested_bytes)
+    listed = " + ".join(f"{NAMES[kind]} {format_bytes(amount)}" for kind, amount in state.items())
+    reasons = []
+    if oom.requested_bytes > usable:
+        reasons.append(f"this one request is larger than the {format_bytes(usable)} that the card offers")
+    elif sum(state.values()) + oom.requested_bytes > usable:
+        reasons.append(
+            f"{listed} leave no room for {request} in the usable {format_bytes(usable)}, whatever the batch size"
+        )
+    elif sum(state.values()) > usable // 2:
+        taken = format_bytes(sum(state.values()))
+        sums = f"{listed} = {taken}" if len(state) > 1 else listed
+        reasons.append(f"{sums} of the usable {format_bytes(usable)}, whatever the batch size")
+    largest = sorted(
+        (kind for kind in NAMES if held[kind] and kind not in _STATE), key=lambda kind: -held[kind]
+    )
+    if oom.requested_bytes <= usable and (not reasons or held[Category.ACTIVATIONS] > usable // 20):
+        kinds = largest[:2] if reasons else sorted((*largest, *state), key=lambda kind: -held[kind])[:3]
+        named = ", ".join(f"{NAMES[kind]} {format_bytes(held[kind])}" for kind in kinds)
+        reasons.append(f"held at that moment{' too' if reasons else ''}: {named}")
+    if still := _still_to_come(device.breakdown, oom):
+        reasons.append(still)
+    if _fragmented(device, oom):
+        split = device.breakdown.fragmentation.inactive_split
+        reasons.append(f"{format_bytes(split)} are reserved but lie in gaps too small for {request}")
+    return reasons
+
+
+def _still_to_come(breakdown: Breakdown, oom: OomReport) -> str:
+    """What a training step would have asked for after this moment, if that can be told."""
+    held = breakdown.categories
+    if any("torch/optim/" in frame.filename.replace("\\", "/") for frame in oom.stack):
+        return "the optimizer was still at its step" if held[Category.OPTIMIZER_STATE] else ""
+    training = breakdown.moment.phase.endswith(("forward", "backward")) and held[Category.ACTIVATIONS] > 0
+    missing = held[Category.PARAMETERS] - held[Category.GRADIENTS]
+    if training and missing > held[Category.PARAMETERS] // 2:
+        return f"gradients (up to {format_bytes(missing)} more) were still to come"
+    return ""
+
+
+def _fragmented(device: DeviceVerdict, oom: OomReport) -> bool:
+    """Whether the request would have been served if the free bytes lay together."""
+    fragments = device.breakdown.fragmentation
+    return oom.requested_bytes <= fragments.inactive_split + fragments.releasable + oom.free_bytes
+
+
+def _advice(device: DeviceVerdict, oom: OomReport, alloc_conf: str) -> list[str]:
+    """What to try, judged from what holds the card."""
+    usable = device.total - device.context
+    held = device.breakdown.categories
+    state = sum(held[kind] for kind in _STATE)
+    advice = []
+    if _fragmented(device, oom) and "expandable_segments:true" not in alloc_conf.replace(" ", "").lower():
+        advice.append("--alloc-conf expandable_segments:True, which lets free memory be joined")
+    if state + oom.requested_bytes > usable:
+        advice.append(
+            "a larger card, several cards, or a smaller optimizer state: a smaller batch does not help"
+        )
+    elif held[Category.ACTIVATIONS] > usable // 10:
+        advice.append("a smaller batch, activation checkpointing or a lower precision")
+    return advice

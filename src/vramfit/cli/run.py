@@ -1,0 +1,146 @@
+"""``vramfit run``: a program on the virtual GPU, and what it says about its memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vramfit.cli.program import program_command
+from vramfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from vramfit.analysis import Verdict
+    from vramfit.gpus import GpuSpec
+    from vramfit.trace import VirtualRun
+
+DOES_NOT_FIT = 3
+_MOST_GPUS = 8
+
+
+def run_command(
+    program: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SCRIPT [ARGS]...", help="The program; all after it is its own.", show_default=False
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help='The card: "RTX 4090", a size such as 24GiB, or a TOML file.'),
+    ] = None,
+    gpus: Annotated[
+        int, typer.Option(metavar="N", help="How many of them.", min=1, max=_MOST_GPUS, show_default=True)
+    ] = 1,
+    module: Annotated[
+        str | None, typer.Option("-m", metavar="MODULE", help="Run a module as python -m does.")
+    ] = None,
+    alloc_conf: Annotated[
+        str | None,
+        typer.Option(metavar="CONF", help="Allocator settings, instead of PYTORCH_ALLOC_CONF."),
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the report as JSON; - is standard output.")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the memory trace.")] = None,
+    snapshot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a torch memory snapshot, for pytorch.org/memory_viz."),
+    ] = None,
+) -> None:
+    """Run a CUDA program on a virtual GPU: does it fit, and where are the bytes?
+
+    The exit code is that of the program; 3 if it ran out of memory, 2 if it could not be started as asked.
+    """
+    command = program_command(module, program or [])
+    spec = _card(gpu)
+    _check_alloc_conf(alloc_conf)
+    _check_outputs(json, trace, snapshot)
+
+    from vramfit.analysis import verdict as judge
+    from vramfit.virtual.runner import run_in_child
+
+    try:
+        run = run_in_child(command, gpu=spec, gpus=gpus, alloc_conf=alloc_conf)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    verdict = judge(run)
+    _show(run, verdict, json)
+    _write(run, verdict, json, trace, snapshot)
+    raise typer.Exit(exit_code(run, verdict))
+
+
+def exit_code(run: VirtualRun, verdict: Verdict) -> int:
+    """The exit code of a run: 3 if it ended by running out of memory, else the program's own.
+
+    A program that catches the error and leaves by itself keeps the code that it chose. A signal's number counts from
+    128, as in a shell.
+    """
+    if verdict.fits is False and run.oom is not None and not run.oom.handled:
+        return DOES_NOT_FIT
+    return run.exit_code if run.exit_code >= 0 else 128 - run.exit_code
+
+
+def _card(gpu: str | None) -> GpuSpec:
+    if gpu is None:
+        raise UsageError(
+            "no card is given, and this version does not record on a real one",
+            'Choose one with --gpu, such as --gpu "RTX 4090"; vramfit gpus lists them',
+        )
+    from vramfit.gpus import find_gpu
+
+    return find_gpu(gpu)
+
+
+def _check_alloc_conf(alloc_conf: str | None) -> None:
+    """Find a setting that cannot be read before the program starts."""
+    if alloc_conf is not None:
+        from vramfit.allocator import AllocatorConfig
+
+        AllocatorConfig.parse(alloc_conf)
+
+
+def _check_outputs(json: Path | None, trace: Path | None, snapshot: Path | None) -> None:
+    """Find a file that cannot be written before the program runs for minutes."""
+    from vramfit.report.write import check_writable
+
+    seen: set[Path] = set()
+    for option, path in (("--json", json), ("--trace", trace), ("--snapshot", snapshot)):
+        if path is None or (option == "--json" and path == Path("-")):
+            continue
+        if path.absolute() in seen:
+            raise UsageError(
+                f"{option} names {path}, which another option names too", "Give each its own file"
+            )
+        seen.add(path.absolute())
+        check_writable(path)
+
+
+def _show(run: VirtualRun, verdict: Verdict, json: Path | None) -> None:
+    """Print the report, as JSON where that was asked for on standard output."""
+    if json == Path("-"):
+        from vramfit.report import render_json
+
+        typer.echo(render_json(run, verdict), nl=False)
+        return
+    from rich.console import Console
+
+    from vramfit.report import print_terminal
+
+    print_terminal(run, verdict, Console(), root=Path.cwd())
+
+
+def _write(
+    run: VirtualRun, verdict: Verdict, json: Path | None, trace: Path | None, snapshot: Path | None
+) -> None:
+    """Write the files that were asked for, each whole or not at all."""
+    from vramfit.report import render_json, write_text, write_with
+    from vramfit.trace import write_snapshot
+
+    if json is not None and json != Path("-"):
+        write_text(json, render_json(run, verdict))
+    if trace is not None:
+        write_with(trace, run.trace.save)
+    if snapshot is not None:
+        write_with(snapshot, lambda beside: write_snapshot(run.trace, beside))

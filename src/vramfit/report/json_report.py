@@ -1,0 +1,216 @@
+"""A run as JSON, with a schema of its own that is documented in docs/json.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from vramfit.analysis import (
+    DeviceVerdict,
+    Fragmentation,
+    ModuleNode,
+    Moment,
+    TensorGroup,
+    Verdict,
+    growth,
+    phases,
+)
+from vramfit.trace import Category, Frame, OomReport, VirtualRun
+
+SCHEMA = "vramfit.run/1"
+"""Name and version of the schema. The number grows when a key changes its meaning or goes away, not for new keys."""
+
+_HOLDERS = 20
+
+
+def run_to_json(run: VirtualRun, verdict: Verdict) -> dict[str, Any]:
+    """The whole report as values that `json` can write. Sizes are bytes, times are seconds unless the key says else.
+
+    The keys at the top describe the card that decides (``device``); ``devices`` has all of them.
+    """
+    decisive = verdict.device
+    breakdown = decisive.breakdown
+    return {
+        "schema": SCHEMA,
+        "program": list(run.program),
+        "exit_code": run.exit_code,
+        "error": run.error,
+        "torch": run.torch_version,
+        "platform": run.platform,
+        "alloc_conf": str(run.trace.meta.get("alloc_conf", "")),
+        "device": decisive.index,
+        "gpu": {"name": decisive.gpu, "total_bytes": decisive.total},
+        "fits": verdict.fits,
+        "outcome": verdict.outcome.name.lower(),
+        "peak": _peak(decisive),
+        "outside_pytorch_bytes": decisive.context,
+        "total_bytes": decisive.total,
+        "headroom_bytes": decisive.headroom,
+        "moment": _moment(breakdown.moment),
+        "categories": _categories(breakdown.categories),
+        "fragmentation": _fragmentation(breakdown.fragmentation),
+        "oom": None if run.oom is None else _oom(run.oom, verdict),
+        "smallest_gpu": _smallest(verdict),
+        "seconds_simulated": run.seconds_simulated,
+        "seconds_wall": run.seconds_wall,
+        "ops": run.ops,
+        "warnings": [
+            {
+                "code": warning.code,
+                "message": warning.message,
+                "location": warning.location,
+                "count": warning.count,
+            }
+            for warning in run.warnings
+        ],
+        "modules": _modules(breakdown.modules),
+        "tensors": [_group(group) for group in breakdown.tensors],
+        "tensors_omitted": {"groups": breakdown.tensors_omitted[0], "bytes": breakdown.tensors_omitted[1]},
+        **_phases(run, decisive.index),
+        "devices": [_device(device) for device in verdict.devices],
+    }
+
+
+def render_json(run: VirtualRun, verdict: Verdict) -> str:
+    """The report as text, indented, ending with a newline."""
+    return json.dumps(run_to_json(run, verdict), indent=2, ensure_ascii=False) + "\n"
+
+
+def _peak(device: DeviceVerdict) -> dict[str, int]:
+    return {
+        "allocated_bytes": device.peak_allocated,
+        "reserved_bytes": device.peak_reserved,
+        "active_bytes": device.peak_active,
+    }
+
+
+def _categories(categories: Mapping[Category, int]) -> dict[str, int]:
+    return {kind.name.lower(): categories.get(kind, 0) for kind in (*list(Category)[1:], Category.OTHER)}
+
+
+def _moment(moment: Moment) -> dict[str, Any]:
+    return {
+        "event": moment.row,
+        "time_us": moment.time_us,
+        "phase": moment.phase or None,
+        "op": moment.op or None,
+        "line": _frame(moment.line),
+    }
+
+
+def _frame(frame: Frame | None) -> dict[str, Any] | None:
+    return None if frame is None else {"file": frame.filename, "line": frame.line, "function": frame.name}
+
+
+def _fragmentation(fragments: Fragmentation) -> dict[str, Any]:
+    return {
+        "reserved_bytes": fragments.reserved,
+        "occupied_bytes": fragments.occupied,
+        "inactive_split_bytes": fragments.inactive_split,
+        "releasable_bytes": fragments.releasable,
+        "largest_free_bytes": fragments.largest_free,
+        "slack_bytes": fragments.slack,
+        "segments": fragments.segments,
+        "ratio": round(fragments.ratio, 6),
+    }
+
+
+def _oom(oom: OomReport, verdict: Verdict) -> dict[str, Any]:
+    """The request, the stack and the holders; the holders only where the run ended by it."""
+    ended = verdict.moment is not None
+    holders = [_group(group) for group in verdict.device.breakdown.tensors[:_HOLDERS]] if ended else []
+    return {
+        "device": oom.device,
+        "request": oom.requested_bytes,
+        "free_bytes": oom.free_bytes,
+        "short_by_bytes": verdict.short_by,
+        "allocated_bytes": oom.allocated_bytes,
+        "reserved_bytes": oom.reserved_bytes,
+        "total_bytes": oom.total_bytes,
+        "op": oom.op or None,
+        "line": _frame(oom.user_line),
+        "stack": [_frame(frame) for frame in oom.stack],
+        "message": oom.message,
+        "handled": oom.handled,
+        "why": list(verdict.why),
+        "advice": list(verdict.advice),
+        "holders": holders,
+    }
+
+
+def _smallest(verdict: Verdict) -> dict[str, Any]:
+    card = verdict.smallest_gpu
+    return {
+        "name": card.name if card else None,
+        "total_bytes": card.total_bytes if card else None,
+        "needed_bytes": verdict.needed,
+        "at_least": verdict.moment is not None,
+    }
+
+
+def _modules(tree: ModuleNode) -> list[dict[str, Any]]:
+    """The tree as a list, parents before children; the first entry is the whole, with an empty path."""
+    found = [
+        {
+            "path": tree.path,
+            "total_bytes": tree.total_bytes,
+            "own_bytes": tree.own_bytes,
+            "categories": {kind.name.lower(): amount for kind, amount in tree.categories.items()},
+        }
+    ]
+    for child in tree.children:
+        found += _modules(child)
+    return found
+
+
+def _group(group: TensorGroup) -> dict[str, Any]:
+    return {
+        "tensor": group.tensor or None,
+        "op": group.op or None,
+        "category": group.category.name.lower(),
+        "module": group.module or None,
+        "line": _frame(group.line),
+        "library_line": _frame(group.library_line),
+        "block_bytes": group.block_bytes,
+        "count": group.count,
+        "total_bytes": group.total_bytes,
+    }
+
+
+def _phases(run: VirtualRun, device: int) -> dict[str, Any]:
+    found = phases(run.trace, device)
+    grown = growth(found)
+    return {
+        "phases": [
+            {
+                "name": phase.name,
+                "iteration": phase.iteration,
+                "part": phase.part,
+                "start_allocated_bytes": phase.start_allocated,
+                "end_allocated_bytes": phase.end_allocated,
+                "peak_allocated_bytes": phase.peak_allocated,
+                "peak_reserved_bytes": phase.peak_reserved,
+                "duration_us": phase.duration_us,
+            }
+            for phase in found
+        ],
+        "growth": {
+            "iterations": list(grown.iterations),
+            "end_allocated_bytes": list(grown.end_allocated),
+            "bytes_per_iteration": grown.per_iteration,
+        },
+    }
+
+
+def _device(device: DeviceVerdict) -> dict[str, Any]:
+    return {
+        "index": device.index,
+        "gpu": {"name": device.gpu, "total_bytes": device.total},
+        "peak": _peak(device),
+        "outside_pytorch_bytes": device.context,
+        "headroom_bytes": device.headroom,
+        "moment": _moment(device.breakdown.moment),
+        "categories": _categories(device.breakdown.categories),
+        "fragmentation": _fragmentation(device.breakdown.fragmentation),
+    }

@@ -1,0 +1,436 @@
+"""A run in the terminal: verdict first, then where the bytes are, in at most about sixty lines."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from vramfit.analysis import (
+    NAMES,
+    Breakdown,
+    DeviceVerdict,
+    Moment,
+    Outcome,
+    PhaseSummary,
+    TensorGroup,
+    Verdict,
+    fold_layers,
+    growth,
+    phases,
+    short_location,
+    summarise,
+)
+from vramfit.report.text import bar, elide_left, percent, seconds, short_op, split_width, tree_lines
+from vramfit.trace import Category, Frame, VirtualRun
+from vramfit.units import MIB, format_bytes
+
+_STYLES = {
+    Category.PARAMETERS: "blue",
+    Category.GRADIENTS: "cyan",
+    Category.OPTIMIZER_STATE: "magenta",
+    Category.ACTIVATIONS: "green",
+    Category.INPUTS: "yellow",
+    Category.TEMPORARIES: "red",
+    Category.WORKSPACES: "bright_blue",
+    Category.OTHER: "bright_black",
+}
+_WIDEST = 140
+_MODULES, _TENSORS, _PHASES, _WARNINGS = 9, 8, 6, 5
+_SIZE = 10
+
+
+def print_terminal(run: VirtualRun, verdict: Verdict, console: Console, *, root: Path | None = None) -> None:
+    """Print a run.
+
+    Args:
+        run: what happened on the virtual cards.
+        verdict: what `vramfit.analysis.verdict` says about it.
+        console: where to; its width, colour and encoding are respected.
+        root: the user's folder; file names below it are shown relative to it.
+    """
+    page = _Page(console, root)
+    for line in page.lines(run, verdict):
+        line.rstrip()
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+def render_terminal(run: VirtualRun, verdict: Verdict, *, width: int = 80, root: Path | None = None) -> str:
+    """The same as plain text of ``width`` columns, without colour."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, color_system=None, force_terminal=False)
+    print_terminal(run, verdict, console, root=root)
+    return stream.getvalue()
+
+
+class _Page:
+    """The parts of the report for one console."""
+
+    def __init__(self, console: Console, root: Path | None) -> None:
+        self.width = min(console.width, _WIDEST)
+        self.ascii = console.options.ascii_only
+        self.root = root
+
+    def lines(self, run: VirtualRun, verdict: Verdict) -> Iterator[Text]:
+        """All lines of the report."""
+        yield from self.headline(run, verdict)
+        yield Text()
+        yield from self.cards(verdict)
+        device = verdict.device
+        yield Text()
+        yield from self.categories(device.breakdown, verdict)
+        yield from self.modules(device.breakdown)
+        yield from self.tensors(device.breakdown)
+        yield from self.phases(run, device.index)
+        yield from self.warnings(run)
+        yield Text()
+        yield self.footer(run)
+
+    # The verdict
+
+    def headline(self, run: VirtualRun, verdict: Verdict) -> Iterator[Text]:
+        """One or two lines that answer the question, and why not if so."""
+        device = verdict.device
+        where = device.gpu if len(verdict.devices) == 1 else f"{device.gpu} (GPU {device.index})"
+        if verdict.outcome is Outcome.FITS:
+            line = Text.assemble(
+                (self.glyph("✓ fits ", "fits "), "bold green"),
+                (where, "bold"),
+                f": {format_bytes(device.used)} of {format_bytes(device.total)} used at the peak, "
+                f"{format_bytes(device.headroom)} free",
+            )
+            yield from self.wrapped(line)
+            if verdict.oom is not None:
+                yield from self.wrapped(
+                    Text(
+                        f"  The program caught an out-of-memory error{self.at_line(verdict.oom.user_line)} "
+                        f"(asked for {format_bytes(verdict.oom.requested_bytes)}) and went on.",
+                        style="yellow",
+                    )
+                )
+        elif verdict.outcome is Outcome.FAILED:
+            reason = f": {run.error}" if run.error else ""
+            line = Text.assemble(
+                (self.glyph("! the program failed", "the program failed"), "bold red"),
+                f" (exit code {run.exit_code}){reason}",
+            )
+            yield from self.wrapped(line)
+            yield from self.wrapped(
+                Text(
+                    f"  Until then it used {format_bytes(device.used)} of {format_bytes(device.total)} on {where}."
+                )
+            )
+        else:
+            yield from self.does_not_fit(verdict, where)
+        if verdict.outcome is not Outcome.FAILED:
+            yield from self.smallest(verdict)
+
+    def does_not_fit(self, verdict: Verdict, where: str) -> Iterator[Text]:
+        """Where it ran out, by how much, why, and what to try."""
+        oom = verdict.oom
+        assert oom is not None
+        during = f" in {verdict.moment.phase}" if verdict.moment and verdict.moment.phase else ""
+        operation = f" ({short_op(oom.op)})" if oom.op else ""
+        line = Text.assemble(
+            (self.glyph("✗ does not fit ", "does not fit "), "bold red"),
+            (where, "bold"),
+            ": ran out of memory",
+            (self.at_line(verdict.line), "bold"),
+            f"{during}{operation}",
+        )
+        yield from self.wrapped(line)
+        short = f": {format_bytes(verdict.short_by)} short" if verdict.short_by else ""
+        yield from self.wrapped(
+            Text(
+                f"  It asked for {format_bytes(oom.requested_bytes)} with {format_bytes(oom.free_bytes)} free"
+                f" of {format_bytes(oom.total_bytes)}{short}."
+            )
+        )
+        for label, texts in (("why", verdict.why), ("try", verdict.advice)):
+            for position, text in enumerate(texts):
+                yield from self.wrapped(
+                    Text.assemble((f"  {label if position == 0 else '   '}  ", "bold"), text), indent=7
+                )
+
+    def smallest(self, verdict: Verdict) -> Iterator[Text]:
+        """Which card would do."""
+        card = verdict.smallest_gpu
+        need = format_bytes(verdict.needed)
+        if verdict.outcome is Outcome.FITS:
+            if card is None or card.total_bytes >= verdict.device.total:
+                return
+            size = format_bytes(card.total_bytes)
+            yield from self.wrapped(
+                Text(f"  The same would fit a {card.name} ({size}).", style="bright_black")
+            )
+        elif card is None:
+            yield from self.wrapped(
+                Text(f"  No card of the catalogue has the {need} or more that this needs.")
+            )
+        else:
+            size = format_bytes(card.total_bytes)
+            yield from self.wrapped(
+                Text(f"  It needs at least {need}: the smallest card with that is {card.name} ({size}).")
+            )
+
+    # The card
+
+    def cards(self, verdict: Verdict) -> Iterator[Text]:
+        """A bar of each card's memory, and in figures what it shows."""
+        if len(verdict.devices) > 1:
+            for device in verdict.devices:
+                label = Text(f"GPU {device.index} ", style="bold" if device is verdict.device else "")
+                figures = f" {format_bytes(device.used):>{_SIZE}} of {format_bytes(device.total)}"
+                yield label + self.card_bar(device, self.width - len(label) - len(figures)) + Text(figures)
+        else:
+            yield self.card_bar(verdict.device, self.width)
+        yield from self.card_figures(verdict.device)
+
+    def card_amounts(self, device: DeviceVerdict) -> list[tuple[str, int, str, str]]:
+        """What the bar shows: name, bytes, character, style."""
+        cached = max(0, device.peak_reserved - device.peak_allocated)
+        free = max(0, device.total - device.used)
+        return [
+            ("allocated", device.peak_allocated, self.glyph("█", "#"), "green"),
+            ("cached", cached, self.glyph("▓", "+"), "yellow"),
+            ("context", device.context, self.glyph("▒", "c"), "magenta"),
+            ("free", free, self.glyph("░", "."), "bright_black"),
+        ]
+
+    def card_bar(self, device: DeviceVerdict, width: int) -> Text:
+        """The card's memory as one bar of ``width`` characters."""
+        amounts = self.card_amounts(device)
+        cells = split_width([amount for _, amount, _, _ in amounts], width)
+        return Text.assemble(
+            *((glyph * count, style) for (_, _, glyph, style), count in zip(amounts, cells, strict=True))
+        )
+
+    def card_figures(self, device: DeviceVerdict) -> Iterator[Text]:
+        """The legend of the bar, and slack and fragmentation."""
+        legend = Text()
+        for name, amount, glyph, style in self.card_amounts(device):
+            legend.append(f" {glyph} " if legend else f"{glyph} ", style=style)
+            legend.append(f"{name} {format_bytes(amount)}")
+        yield from self.wrapped(legend)
+        fragments = device.breakdown.fragmentation
+        yield from self.wrapped(
+            Text(
+                f"reserved {format_bytes(device.peak_reserved)}: {format_bytes(fragments.inactive_split)} fragmented "
+                f"({percent(fragments.inactive_split, fragments.reserved)}), {format_bytes(fragments.releasable)}"
+                f" idle, slack {format_bytes(fragments.slack)}"
+            )
+        )
+
+    # Where the bytes are
+
+    def categories(self, breakdown: Breakdown, verdict: Verdict) -> Iterator[Text]:
+        """The table of categories with bars."""
+        when = "When it ran out" if verdict.outcome is Outcome.DOES_NOT_FIT else "At the peak"
+        allocated = format_bytes(breakdown.allocated)
+        yield self.heading(when, f"{allocated} allocated{self.describe(breakdown.moment)}")
+        largest = max(breakdown.categories.values(), default=0)
+        for kind, name in NAMES.items():
+            amount = breakdown.categories[kind]
+            if amount:
+                drawn = bar(amount / largest, min(40, self.width - 42), ascii_only=self.ascii)
+                yield Text.assemble(
+                    f"  {name:<18}{format_bytes(amount):>{_SIZE}}{percent(amount, breakdown.allocated):>7}  ",
+                    (drawn, _STYLES[kind]),
+                )
+
+    def describe(self, moment: Moment) -> str:
+        """A moment in words, beginning with a comma."""
+        parts = [moment.phase, short_op(moment.op), self.location(moment.line)]
+        return "".join(f", {part}" for part in parts if part)
+
+    def modules(self, breakdown: Breakdown) -> Iterator[Text]:
+        """The levels of the module tree that matter."""
+        tree = fold_layers(breakdown.modules)
+        if not tree.children:
+            return
+        yield Text()
+        yield self.heading("Modules")
+        name_width = max(30, min(self.width - 52, 60))
+        lines = tree_lines(tree, limit=_MODULES - (1 if tree.own_bytes else 0))
+        for line in lines:
+            label = elide_left("  " * line.depth + line.label, name_width, ellipsis=self.glyph("…", "~"))
+            style = "" if line.node is not None else "bright_black"
+            yield self.module_line(label, line.total_bytes, breakdown, name_width, style).append_text(
+                self.mostly(line.node.categories if line.node else {}, line.total_bytes)
+            )
+        if tree.own_bytes:
+            yield self.module_line(
+                "outside any module", tree.own_bytes, breakdown, name_width, "bright_black"
+            )
+
+    def module_line(self, label: str, amount: int, breakdown: Breakdown, width: int, style: str) -> Text:
+        """A module with its bytes and its share."""
+        share = percent(amount, breakdown.allocated)
+        return Text.assemble("  ", (f"{label:<{width}}", style), f"{format_bytes(amount):>{_SIZE}}{share:>7}")
+
+    def mostly(self, categories: object, total: int) -> Text:
+        """What a module's bytes mostly are."""
+        if not isinstance(categories, dict) or not categories:
+            return Text()
+        kind = max(categories, key=lambda one: categories[one])
+        style = _STYLES[kind]
+        prefix = "" if categories[kind] == total else "mostly "
+        return Text.assemble("  ", (f"{prefix}{NAMES[kind]}", style))
+
+    def tensors(self, breakdown: Breakdown) -> Iterator[Text]:
+        """The largest groups of tensors with op and line."""
+        alike = _joined(breakdown.tensors)
+        groups = alike[:_TENSORS]
+        if not groups:
+            return
+        yield Text()
+        yield self.heading("Largest tensors")
+        wide = self.width >= 110
+        fixed = 2 + _SIZE + 6 + (18 if wide else 0)
+        flexible = self.width - fixed - 6
+        widths = (flexible * 2 // 5, flexible // 5, flexible - flexible * 2 // 5 - flexible // 5)
+        for group in groups:
+            yield self.tensor_line(group, widths, wide=wide)
+        if rest := len(alike) - len(groups) + breakdown.tensors_omitted[0]:
+            left = sum(group.total_bytes for group in alike[_TENSORS:]) + breakdown.tensors_omitted[1]
+            yield Text(f"  {format_bytes(left):>{_SIZE}}  in {rest} smaller groups", style="bright_black")
+
+    def tensor_line(self, group: TensorGroup, widths: tuple[int, int, int], *, wide: bool) -> Text:
+        """One group of tensors."""
+        ellipsis = self.glyph("…", "~")
+        count = f"{self.glyph('×', 'x')}{group.count}" if group.count > 1 else ""
+        tensor = Text(
+            group.tensor.replace(", ", ",") or f"({NAMES[group.category]})", style=_STYLES[group.category]
+        )
+        operation = Text(short_op(group.op))
+        for text, width in ((tensor, widths[0]), (operation, widths[1])):
+            text.truncate(width, overflow="ellipsis" if not self.ascii else "crop", pad=True)
+        location = self.location(group.line) or self.location(group.library_line) or group.module
+        line = Text.assemble(
+            f"  {format_bytes(group.total_bytes):>{_SIZE}} {count:<5} ", tensor, "  ", operation, "  "
+        )
+        if wide:
+            line.append(f"{NAMES[group.category]:<16}  ")
+        line.append(elide_left(location, widths[2], ellipsis=ellipsis))
+        line.rstrip()
+        return line
+
+    # Over time
+
+    def phases(self, run: VirtualRun, device: int) -> Iterator[Text]:
+        """Forward, backward and step: start, peak and end of the worst iteration."""
+        found = phases(run.trace, device)
+        summaries = sorted(summarise(found), key=lambda one: one.first.first_row)
+        if not summaries:
+            return
+        shown = sorted(summaries, key=lambda one: -one.worst.peak_allocated)[:_PHASES]
+        yield Text()
+        yield self.heading("Phases", f"{'start':>24}{'peak':>12}{'end':>12}")
+        for summary in summaries:
+            if summary in shown:
+                yield self.phase_line(summary)
+        grown = growth(found)
+        if grown.per_iteration is not None and grown.per_iteration >= MIB:
+            yield from self.wrapped(
+                Text(
+                    f"  Each iteration leaves {format_bytes(grown.per_iteration)} more allocated than the one before: "
+                    "this looks like a leak.",
+                    style="yellow",
+                )
+            )
+
+    def phase_line(self, summary: PhaseSummary) -> Text:
+        """One part of the iterations."""
+        worst = summary.worst
+        note = ""
+        if summary.count > 1:
+            same = summary.first.peak_allocated == worst.peak_allocated == summary.last.peak_allocated
+            note = f"  same in all {summary.count}" if same else f"  highest of {summary.count}: {worst.name}"
+        figures = "".join(
+            f"{format_bytes(amount):>12}"
+            for amount in (worst.start_allocated, worst.peak_allocated, worst.end_allocated)
+        )
+        part = Text(summary.part)
+        part.truncate(18, overflow="ellipsis" if not self.ascii else "crop", pad=True)
+        return Text.assemble("  ", part, figures, (note, "bright_black"))
+
+    def warnings(self, run: VirtualRun) -> Iterator[Text]:
+        """What limits the exactness of this run, or is noteworthy."""
+        if not run.warnings:
+            return
+        yield Text()
+        yield self.heading("Warnings")
+        for warning in run.warnings[:_WARNINGS]:
+            times = f" ({warning.count} times)" if warning.count > 1 else ""
+            where = f" [{self.relative(warning.location)}]" if warning.location else ""
+            line = Text(f"  {warning.message}{times}{where}", style="yellow")
+            yield from self.wrapped(line, indent=4, most=2)
+        if more := len(run.warnings) - _WARNINGS:
+            if more > 0:
+                yield Text(f"  and {more} more: --json lists them all", style="bright_black")
+
+    def footer(self, run: VirtualRun) -> Text:
+        """What was run, and for how long."""
+        parts = [
+            f"{run.ops:,} ops",
+            f"{seconds(run.seconds_simulated)} simulated",
+            f"{seconds(run.seconds_wall)} here",
+            f"torch {run.torch_version}",
+        ]
+        return Text(self.glyph(" · ", ", ").join(parts), style="bright_black")
+
+    # Pieces
+
+    def heading(self, title: str, rest: str = "") -> Text:
+        """A bold title, with figures after it, cut to the width."""
+        line = Text.assemble((title, "bold"), "  " if rest else "", rest)
+        line.truncate(self.width, overflow="ellipsis" if not self.ascii else "crop")
+        return line
+
+    def wrapped(self, text: Text, *, indent: int = 2, most: int = 3) -> Iterator[Text]:
+        """Break a sentence into lines of the page's width, at most ``most`` of them."""
+        first, *rest = text.wrap(Console(width=self.width), self.width) or [Text()]
+        yield first
+        if rest:
+            tail = Text(" ").join(rest)
+            following = list(tail.wrap(Console(width=self.width), self.width - indent))
+            for line in following[: most - 1]:
+                yield Text(" " * indent) + line
+
+    def location(self, frame: Frame | None) -> str:
+        """A source line, relative to the user's folder."""
+        return short_location(frame, root=self.root)
+
+    def relative(self, location: str) -> str:
+        """A location that is text already, relative to the user's folder."""
+        return (
+            location if self.root is None else location.removeprefix(f"{self.root.as_posix().rstrip('/')}/")
+        )
+
+    def at_line(self, frame: Frame | None) -> str:
+        """The same with a preposition; empty where the line is unknown."""
+        return f" at {self.location(frame)}" if frame else ""
+
+    def glyph(self, nice: str, plain: str) -> str:
+        """A character that the console's encoding can show."""
+        return plain if self.ascii else nice
+
+
+def _joined(groups: tuple[TensorGroup, ...]) -> list[TensorGroup]:
+    """Join the groups that differ only in their module or library line, which a line of the table does not show."""
+    alike: dict[tuple[object, ...], TensorGroup] = {}
+    for group in groups:
+        key = (group.tensor, group.op, group.category, group.line or group.library_line or group.module)
+        known = alike.get(key)
+        alike[key] = (
+            group
+            if known is None
+            else replace(
+                known, count=known.count + group.count, total_bytes=known.total_bytes + group.total_bytes
+            )
+        )
+    return sorted(alike.values(), key=lambda group: -group.total_bytes)

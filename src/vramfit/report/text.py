@@ -1,0 +1,171 @@
+"""Small pieces of text that the reports share: bars, shortened names, folded module trees as lines."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vramfit.analysis.modules import ModuleNode
+
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def bar(share: float, width: int, *, ascii_only: bool = False) -> str:
+    """A horizontal bar of ``share`` (0 to 1) of ``width`` characters, to an eighth of a character."""
+    share = min(max(share, 0.0), 1.0)
+    if ascii_only:
+        return "#" * round(share * width)
+    eighths = round(share * width * 8)
+    full, rest = divmod(eighths, 8)
+    return "█" * full + (_EIGHTHS[rest] if rest else "")
+
+
+def split_width(amounts: Sequence[int], width: int) -> list[int]:
+    """Divide ``width`` characters in proportion to ``amounts``; what is not zero gets at least one.
+
+    The sum is ``width`` whenever the amounts are not all zero and ``width`` suffices for one character each.
+    """
+    total = sum(amounts)
+    if total <= 0:
+        return [0 for _ in amounts]
+    exact = [amount * width / total for amount in amounts]
+    cells = [max(int(share), 1 if amount > 0 else 0) for share, amount in zip(exact, amounts, strict=True)]
+    while sum(cells) < width:
+        position = max(range(len(cells)), key=lambda index: exact[index] - cells[index])
+        cells[position] += 1
+    while sum(cells) > width and max(cells) > 1:
+        position = max(
+            (index for index in range(len(cells)) if cells[index] > 1),
+            key=lambda index: cells[index] - exact[index],
+        )
+        cells[position] -= 1
+    return cells
+
+
+def percent(part: int, whole: int) -> str:
+    """A share as ``57 %``; below one percent as ``<1 %``."""
+    if whole <= 0 or part <= 0:
+        return "0 %"
+    share = 100 * part / whole
+    return "<1 %" if share < 1 else f"{share:.0f} %"
+
+
+def short_op(op: str) -> str:
+    """An operator without namespace and overload: ``aten::mm`` and ``aten.mm.default`` are both ``mm``."""
+    name = op.removeprefix("aten::").removeprefix("aten.")
+    return name.removesuffix(".default")
+
+
+def elide_left(text: str, width: int, *, ellipsis: str = "…") -> str:
+    """Cut the beginning of a path that is too long: its end, with the line number, says most."""
+    return text if len(text) <= width else ellipsis + text[len(text) - width + len(ellipsis) :]
+
+
+def seconds(value: float) -> str:
+    """A duration with three digits: ``1.23 s``, ``45.6 ms``, ``7.0 min``."""
+    if value >= 600:
+        return f"{value / 60:.1f} min"
+    if value >= 100:
+        return f"{value:.0f} s"
+    if value >= 1:
+        return f"{value:.2f} s"
+    if value >= 1e-3:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value * 1e6:.3g} µs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TreeLine:
+    """One line of a shortened module tree.
+
+    Attributes:
+        depth: how far to indent.
+        label: the module, chains of single children joined: ``transformer.h.*``; `` ×12`` where layers were folded.
+        node: the module, or None for the rest that is not shown.
+        total_bytes: bytes on this line.
+    """
+
+    depth: int
+    label: str
+    node: ModuleNode | None
+    total_bytes: int
+
+
+def tree_lines(root: ModuleNode, *, limit: int, least_share: float = 0.01) -> list[TreeLine]:
+    """The levels of a folded module tree that matter, in at most ``limit`` lines.
+
+    The largest modules are opened first, as long as there are lines left; children below ``least_share`` of the whole
+    are summed up as "n smaller".
+
+    Args:
+        root: the node above all root modules (see `module_tree`), folded.
+        limit: number of lines.
+        least_share: share of the root's total from which a module gets its own line.
+    """
+    least = root.total_bytes * least_share
+    opened: set[str] = {root.path}
+    # Opening a node costs a line per child that is worth showing and one for the rest.
+    lines = _cost(root, least)
+    candidates: list[tuple[int, str, ModuleNode]] = []
+    for child in _worth(root, least):
+        _push(candidates, child, least)
+    while candidates:
+        _, path, node = heapq.heappop(candidates)
+        cost = _cost(node, least)
+        if lines + cost > limit:
+            continue
+        opened.add(path)
+        lines += cost
+        for child in _worth(node, least):
+            _push(candidates, child, least)
+    found: list[TreeLine] = []
+    _collect(root, -1, opened, least, found)
+    return found[:limit]
+
+
+def _push(heap: list[tuple[int, str, ModuleNode]], node: ModuleNode, least: float) -> None:
+    end = _chain(node)[-1]
+    if _worth(end, least):
+        heapq.heappush(heap, (-end.total_bytes, end.path, end))
+
+
+def _worth(node: ModuleNode, least: float) -> list[ModuleNode]:
+    return [child for child in node.children if child.total_bytes > 0 and child.total_bytes >= least]
+
+
+def _cost(node: ModuleNode, least: float) -> int:
+    worth = _worth(node, least)
+    rest = any(child.total_bytes > 0 for child in node.children if child not in worth)
+    return len(worth) + (1 if rest else 0)
+
+
+def _chain(node: ModuleNode) -> list[ModuleNode]:
+    """The node and its only descendants, as long as they hold all of its bytes: shown as one line."""
+    chain = [node]
+    while len(chain[-1].children) == 1 and chain[-1].own_bytes == 0:
+        chain.append(chain[-1].children[0])
+    return chain
+
+
+def _collect(
+    node: ModuleNode, depth: int, opened: set[str], least: float, found: list[TreeLine], around: int = 1
+) -> None:
+    """Append the lines below ``node``, and its own unless it is the root; ``around`` is the count of its parent."""
+    end = node
+    if depth >= 0:
+        chain = _chain(node)
+        end = chain[-1]
+        label = ".".join(part.name for part in chain)
+        if end.count != around:
+            label += f" ×{end.count}"
+        found.append(TreeLine(depth=depth, label=label, node=end, total_bytes=end.total_bytes))
+    if end.path not in opened:
+        return
+    worth = _worth(end, least)
+    for child in worth:
+        _collect(child, depth + 1, opened, least, found, end.count)
+    rest = [child for child in end.children if child not in worth and child.total_bytes > 0]
+    if rest:
+        total = sum(child.total_bytes for child in rest)
+        found.append(TreeLine(depth=depth + 1, label=f"{len(rest)} smaller", node=None, total_bytes=total))

@@ -1,0 +1,108 @@
+"""Writes results so that a reader finds the whole file or none: write beside, flush to disk, rename."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from vramfit.errors import WriteError
+
+_HINTS = {
+    errno.ENOSPC: "Free some space or choose a path on another disk",
+    errno.EDQUOT: "Free some of your quota or choose a path on another disk",
+    errno.EACCES: "Choose a folder that you may write to",
+    errno.EPERM: "Choose a folder that you may write to",
+    errno.EROFS: "Choose a path on a disk that is not read-only",
+    errno.ENOENT: "Create the folder first, or choose another path",
+    errno.ENOTDIR: "A part of the path is a file: choose another path",
+    errno.EISDIR: "Give the path of a file, not of a folder",
+    errno.ENAMETOOLONG: "Choose a shorter file name",
+}
+
+
+def check_writable(path: Path) -> None:
+    """Find out before a long run whether its result can be written to ``path``; leaves nothing behind.
+
+    Raises:
+        WriteError: it cannot; the message says why and the hint what to do.
+    """
+    with _explained(path):
+        _refuse_folder(path)
+        if _is_device(path):
+            return
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        probe = _beside(path)
+        try:
+            probe.open("xb").close()
+        finally:
+            probe.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` (UTF-8) to ``path``, whole or not at all.
+
+    Raises:
+        WriteError: no space, no permission, no such folder; the old content is untouched.
+    """
+    if _is_device(path):
+        with _explained(path), path.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+        return
+    write_with(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+def write_with(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` fill a file beside ``path`` and rename it into place when it is complete.
+
+    Args:
+        path: where the result shall be; an existing file is replaced.
+        write: receives a path in the same folder with the same suffix.
+
+    Raises:
+        WriteError: as for `write_text`. Whatever else ``write`` raises passes through; no half file is left either way.
+    """
+    with _explained(path):
+        _refuse_folder(path)
+        if _is_device(path):
+            write(path)
+            return
+        target = path.resolve() if path.is_symlink() else path
+        beside = _beside(target)
+        try:
+            write(beside)
+            with beside.open("rb+") as stream:
+                os.fsync(stream.fileno())
+            beside.replace(target)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def _beside(path: Path) -> Path:
+    """A fresh name in the same folder, so that the rename stays on one file system; the suffix is kept."""
+    return path.with_name(f".{path.stem[:100]}.{secrets.token_hex(4)}{path.suffix}")
+
+
+def _is_device(path: Path) -> bool:
+    """Whether ``path`` is a pipe or a device such as /dev/stdout, which cannot be replaced by a rename."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def _refuse_folder(path: Path) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn an operating system error into one line with a reason and a next step."""
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        hint = _HINTS.get(error.errno or 0, "Choose another path")
+        raise WriteError(f"cannot write {path}: {reason}", hint) from error
