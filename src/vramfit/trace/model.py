@@ -1,0 +1,151 @@
+"""MemoryTrace: everything that happened to the memory of some devices, in order, one column per property."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from vramfit.trace.events import Frame, TraceDevice
+
+COLUMNS: Mapping[str, DTypeLike] = MappingProxyType(
+    {
+        "kind": np.uint8,
+        "device": np.int16,
+        "stream": np.int64,
+        "address": np.uint64,
+        "size": np.int64,
+        "block": np.int64,
+        "time_us": np.int64,
+        "category": np.uint8,
+        "op": np.int32,
+        "stack": np.int32,
+        "module": np.int32,
+        "phase": np.int32,
+        "tensor": np.int32,
+    }
+)
+"""Name and type of every column, in the order of the file format."""
+
+TABLES: Mapping[str, str] = MappingProxyType(
+    {"op": "ops", "stack": "stacks", "module": "modules", "phase": "phases", "tensor": "tensors"}
+)
+"""Column -> the table that it indexes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MemoryTrace:
+    """An ordered record of allocations and frees. Columns have one element per event and are read-only.
+
+    Attributes:
+        kind: `EventKind` of the event.
+        device: index of the device it happened on.
+        stream: id of the CUDA stream; 0 is the default stream.
+        address: where the block or segment lies.
+        size: bytes that were asked for; for segments the bytes of the segment or of the pages.
+        block: bytes of the block with its rounding and slack; 0 where it is not known.
+        time_us: microseconds on the source's own clock; 0 where it is not known.
+        category: `Category`; like op, stack, module and tensor it is meant for ALLOC events.
+        op, stack, module, phase, tensor: index into the table of the plural name, -1 for none. ``phase`` is set
+            on every event.
+        ops: operators, such as ``aten.addmm.default``.
+        modules: dotted paths below the class of the root module: ``GPT2LMHeadModel.transformer.h.0.attn``.
+        phases: names such as ``step 0/forward``.
+        tensors: dtype and shape: ``bfloat16[4, 1024, 768]``.
+        frames: all distinct stack frames.
+        stacks: each a tuple of indices into ``frames``, innermost first.
+        devices: the devices, with their final segments.
+        meta: where the trace comes from: ``torch_version``, ``alloc_conf``, ``source``, ``program``.
+
+    Raises:
+        ValueError: columns differ in length.
+    """
+
+    kind: NDArray[np.uint8]
+    device: NDArray[np.int16]
+    stream: NDArray[np.int64]
+    address: NDArray[np.uint64]
+    size: NDArray[np.int64]
+    block: NDArray[np.int64]
+    time_us: NDArray[np.int64]
+    category: NDArray[np.uint8]
+    op: NDArray[np.int32]
+    stack: NDArray[np.int32]
+    module: NDArray[np.int32]
+    phase: NDArray[np.int32]
+    tensor: NDArray[np.int32]
+    ops: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    phases: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+    frames: tuple[Frame, ...] = ()
+    stacks: tuple[tuple[int, ...], ...] = ()
+    devices: tuple[TraceDevice, ...] = ()
+    meta: Mapping[str, str | int | float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Give every column its type and make it read-only."""
+        length = len(self.kind)
+        for name, dtype in COLUMNS.items():
+            column = np.ascontiguousarray(getattr(self, name), dtype=dtype).view()
+            if column.shape != (length,):
+                raise ValueError(f"column {name} has shape {column.shape}, not ({length},)")
+            column.flags.writeable = False
+            object.__setattr__(self, name, column)
+
+    def __len__(self) -> int:
+        """Number of events."""
+        return len(self.kind)
+
+    def equals(self, other: object) -> bool:
+        """Whether both hold the same events, tables, devices and meta, element by element."""
+        if not isinstance(other, MemoryTrace) or len(self) != len(other):
+            return False
+        if not all(np.array_equal(getattr(self, name), getattr(other, name)) for name in COLUMNS):
+            return False
+        tables = (*TABLES.values(), "frames")
+        return (
+            all(getattr(self, name) == getattr(other, name) for name in tables)
+            and dict(self.meta) == dict(other.meta)
+            and len(self.devices) == len(other.devices)
+            and all(map(_same_device, self.devices, other.devices))
+        )
+
+    def for_device(self, index: int) -> MemoryTrace:
+        """The events of one device; the tables are kept whole, so that indices stay valid."""
+        rows = np.flatnonzero(self.device == index)
+        columns: dict[str, Any] = {name: getattr(self, name)[rows] for name in COLUMNS}
+        return replace(self, **columns, devices=tuple(d for d in self.devices if d.index == index))
+
+    def save(self, path: str | Path) -> None:
+        """Write the trace to a file (``.vft`` by custom): beside it first, then renamed into place.
+
+        Raises:
+            WriteError: no space, no permission, no such folder; nothing half-written is left.
+        """
+        from vramfit.trace.fileformat import save_trace
+
+        save_trace(self, Path(path))
+
+    @staticmethod
+    def load(path: str | Path) -> MemoryTrace:
+        """Read a file that `save` wrote.
+
+        Raises:
+            TraceFormatError: not such a file, damaged, or of a newer version.
+        """
+        from vramfit.trace.fileformat import load_trace
+
+        return load_trace(Path(path))
+
+
+def _same_device(one: TraceDevice, two: TraceDevice) -> bool:
+    figures = ("index", "name", "total_bytes", "context_bytes")
+    return all(getattr(one, name) == getattr(two, name) for name in figures) and list(one.segments) == list(
+        two.segments
+    )

@@ -1,0 +1,111 @@
+"""What a run on the virtual GPU came to: its trace, its devices, its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vramfit.trace.events import Frame
+from vramfit.trace.model import MemoryTrace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunWarning:
+    """Something the virtual GPU could not do as a card does, said once for each place.
+
+    Attributes:
+        code: short name of the kind of warning.
+        message: what was done instead, for people.
+        location: ``file:line`` of the program, None if it has none.
+        count: how many times it happened.
+    """
+
+    code: str
+    message: str
+    location: str | None
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OomReport:
+    """The request that did not fit. Sizes are in bytes.
+
+    Attributes:
+        device: index of the device that ran out.
+        requested_bytes: what was asked for.
+        stack: all frames, innermost first, the program's and the libraries'.
+        user_line: the innermost frame of the program's own files, None if there is none.
+        op: operator that asked.
+        message: the text of the error as the program saw it.
+        allocated_bytes, reserved_bytes: state of the allocator after it had released what it could.
+        free_bytes: left on the device.
+        total_bytes: memory of the device.
+        handled: whether the program caught the error.
+    """
+
+    device: int
+    requested_bytes: int
+    stack: tuple[Frame, ...]
+    user_line: Frame | None
+    op: str
+    message: str
+    allocated_bytes: int
+    reserved_bytes: int
+    free_bytes: int
+    total_bytes: int
+    handled: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceOutcome:
+    """One device at the end of a run. Sizes are in bytes.
+
+    Attributes:
+        index: device index as the program sees it.
+        gpu: name of the card.
+        total_bytes: memory of the card as CUDA reports it.
+        context_bytes: taken by the CUDA context, outside the allocator.
+        stats: ``torch.cuda.memory_stats()`` at exit, with the peaks of the whole run.
+        peak_allocated_bytes, peak_reserved_bytes, peak_active_bytes: over the whole run, whatever it reset.
+    """
+
+    index: int
+    gpu: str
+    total_bytes: int
+    context_bytes: int
+    stats: dict[str, int]
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    peak_active_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VirtualRun:
+    """A finished run of a program on virtual GPUs.
+
+    Attributes:
+        trace: every allocation and free.
+        devices: one entry for each device the program could see.
+        oom: the last request that did not fit, None if all did.
+        warnings: what was done otherwise than on a card.
+        ops: operators that ran on a device.
+        seconds_simulated: time the program would take on the card.
+        seconds_wall: time the run took here.
+        exit_code: the program's.
+        error: the program's uncaught exception as one line, None if there was none.
+        program: the command line of the program.
+        torch_version: version of torch it ran with.
+        platform: operating system and architecture.
+    """
+
+    trace: MemoryTrace
+    devices: tuple[DeviceOutcome, ...]
+    oom: OomReport | None
+    warnings: tuple[RunWarning, ...]
+    ops: int
+    seconds_simulated: float
+    seconds_wall: float
+    exit_code: int
+    error: str | None
+    program: tuple[str, ...]
+    torch_version: str
+    platform: str
