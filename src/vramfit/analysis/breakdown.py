@@ -1,4 +1,4 @@
-"""What is alive at one moment, usually the peak: by category, by module and by tensor, with the user's lines."""
+"""What is alive at one moment, usually the peak: by category, module and tensor, with the user's lines."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ def peak(
 ) -> Breakdown:
     """The breakdown at the moment when ``by`` was highest.
 
-    Where it was equally high several times, the moment with the most allocated bytes among them, the first of those.
+    Where it was equally high several times, the moment with the most allocated bytes among them, the first
+    of those.
 
     Args:
         trace: what happened.

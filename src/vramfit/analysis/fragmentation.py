@@ -20,12 +20,13 @@ class Fragmentation:
     Attributes:
         reserved: segments held from the driver.
         occupied: blocks that are allocated or wait for a stream.
-        inactive_split: free, but in a segment that also holds a live block: it can serve only requests that fit into
-            one of its gaps, and cannot be given back to the driver.
-        releasable: segments that are wholly free, or whole free pages of expandable ones: the allocator gives them
-            back before it runs out.
+        inactive_split: free, but in a segment that also holds a live block: it can serve only requests that
+            fit into one of its gaps, and cannot be given back to the driver.
+        releasable: segments that are wholly free, or whole free pages of expandable ones: the allocator
+            gives them back before it runs out.
         largest_free: the largest request that could be served without asking the driver.
-        slack: bytes inside occupied blocks that nobody asked for (rounding, and rests too small to split off).
+        slack: bytes inside occupied blocks that nobody asked for (rounding, and rests too small to split
+            off).
         segments: how many segments are held.
     """
 

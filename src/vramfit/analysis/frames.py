@@ -45,8 +45,8 @@ def origin(filename: str) -> Origin:
     """Who wrote the file of that name; an unknown place is the user's.
 
     The rules look only at the name, so that they hold for traces recorded on another machine:
-    ``<frozen ...>`` and ``<string>`` are generated code, ``site-packages`` and ``dist-packages`` hold installed
-    packages, and what is not Python source is C++.
+    ``<frozen ...>`` and ``<string>`` are generated code, ``site-packages`` and ``dist-packages`` hold
+    installed packages, and what is not Python source is C++.
     """
     name = filename.replace("\\", "/")
     if _NOTEBOOK.search(name):
@@ -64,8 +64,8 @@ def origin(filename: str) -> Origin:
 def user_frame(stack: Sequence[Frame]) -> Frame | None:
     """The line that the user would look at: the innermost frame of the program's own files.
 
-    A program that is itself an installed package (``-m package``) has no such frame; then it is the innermost frame
-    of any library but torch.
+    A program that is itself an installed package (``-m package``) has no such frame; then it is the
+    innermost frame of any library but torch.
 
     Args:
         stack: frames, innermost first.

@@ -11,8 +11,8 @@ from vramfit.trace import EventKind, MemoryTrace, TraceDevice
 
 Ints = NDArray[np.int64]
 
-# c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize: where a recording does not hold the size of a block, this is the
-# multiple to which the request was rounded up.
+# c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize: where a recording does not hold the size of a block, this
+# is the multiple to which the request was rounded up.
 _MIN_BLOCK = 512
 
 
@@ -24,7 +24,8 @@ class Lifetimes:
         device: index of the device.
         rows: number of events of the trace; a row of this value means "not within the trace".
         born: row of the allocation; -1 for a block that was there before the trace began.
-        freed: row at which the free was asked for; ``rows`` if never. From here on it no longer counts as allocated.
+        freed: row at which the free was asked for; ``rows`` if never. From here on it no longer counts as
+            allocated.
         completed: row at which the free took effect; ``rows`` if never. Until here it counts as active.
         address: where the block lies.
         size: bytes that were asked for.
@@ -45,15 +46,15 @@ class Lifetimes:
         return np.flatnonzero((self.born <= row) & (row < self.freed))
 
     def active(self, row: int) -> Ints:
-        """Indices of the blocks that are allocated or wait for a stream before they are free, after ``row``."""
+        """Indices of the blocks that are allocated or wait for a stream to be free, right after ``row``."""
         return np.flatnonzero((self.born <= row) & (row < self.completed))
 
 
 def lifetimes(trace: MemoryTrace, device: int = 0) -> Lifetimes:
     """Pair allocations and frees of ``device``.
 
-    A free without an allocation, and a block of the final segments that was never allocated in the trace, was there
-    from before the beginning: recordings are often switched on late.
+    A free without an allocation, and a block of the final segments that was never allocated in the trace,
+    was there from before the beginning: recordings are often switched on late.
     """
     kinds = trace.kind
     wanted = (
@@ -71,7 +72,7 @@ def lifetimes(trace: MemoryTrace, device: int = 0) -> Lifetimes:
     end = len(trace)
 
     def following(steps: int) -> tuple[Ints, NDArray[np.uint8]]:
-        """Row and kind of the event ``steps`` later at the same address; ``end`` and 255 where there is none."""
+        """Row and kind of the event ``steps`` later at the same address; ``end`` and 255 if there is none."""
         later_row = np.full(len(rows), end, dtype=np.int64)
         later_kind = np.full(len(rows), 255, dtype=np.uint8)
         same = np.flatnonzero(address[steps:] == address[: len(rows) - steps])
@@ -82,7 +83,8 @@ def lifetimes(trace: MemoryTrace, device: int = 0) -> Lifetimes:
     next_row, next_kind = following(1)
     after_row, after_kind = following(2)
     is_alloc = kind == EventKind.ALLOC
-    # Without its own completion, a free took effect at once if the address was used again or nothing ever completes.
+    # Without its own completion, a free took effect at once if the address was used again or nothing ever
+    # completes.
     completes = bool((kind == EventKind.FREE_COMPLETED).any())
     unfinished = (next_kind == EventKind.FREE_REQUESTED) & (after_kind != EventKind.FREE_COMPLETED)
     completed = np.where(next_kind == EventKind.FREE_REQUESTED, after_row, next_row)

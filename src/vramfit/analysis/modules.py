@@ -84,8 +84,8 @@ def _node(
 def fold_layers(node: ModuleNode) -> ModuleNode:
     """Join numbered siblings of like structure (``h.0`` ... ``h.11``) into one node ``*`` with their sum.
 
-    Numbered children are alike when they have a child name in common; numbered leaves (an ``nn.Sequential`` of
-    different layers) stay apart, for nothing says that they are the same kind of layer.
+    Numbered children are alike when they have a child name in common; numbered leaves (an ``nn.Sequential``
+    of different layers) stay apart, for nothing says that they are the same kind of layer.
     """
     numbered = [child for child in node.children if child.name.isdigit()]
     names = [{grandchild.name for grandchild in child.children} for child in numbered]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 from dataclasses import dataclass
@@ -70,8 +71,9 @@ class Growth:
     Attributes:
         iterations: their numbers.
         end_allocated: bytes at the end of each.
-        per_iteration: the median change from one iteration to the next, leaving out the first two iterations, in
-            which optimizer state, gradients and workspaces come into being; None with fewer than four.
+        per_iteration: the median change from one iteration to the next, leaving out the first two
+            iterations, in which optimizer state, gradients and workspaces come into being; None with fewer
+            than four.
     """
 
     iterations: tuple[int, ...]
@@ -156,7 +158,7 @@ def growth(all_phases: tuple[Phase, ...]) -> Growth:
     ordered = sorted(last_of.items())
     ends = tuple(phase.end_allocated for _, phase in ordered)
     settled = ends[2:]
-    changes = [later - earlier for earlier, later in zip(settled, settled[1:], strict=False)]
+    changes = [later - earlier for earlier, later in itertools.pairwise(settled)]
     return Growth(
         iterations=tuple(number for number, _ in ordered),
         end_allocated=ends,

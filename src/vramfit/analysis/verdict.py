@@ -48,8 +48,8 @@ class DeviceVerdict:
         peak_reserved: highest bytes held from the driver over the run.
         peak_active: highest bytes allocated or awaited by a stream.
         headroom: total less context less peak reserved.
-        breakdown: where the bytes are: at the peak of allocated memory, or, where the run ended by running out on
-            this card, at that moment.
+        breakdown: where the bytes are: at the peak of allocated memory, or, where the run ended by running
+            out on this card, at that moment.
     """
 
     index: int
@@ -77,11 +77,12 @@ class Verdict:
         devices: one verdict per card, by index.
         critical: index (into ``devices``) of the card that ran out, else of the fullest one.
         oom: the request that could not be served, also if the program caught it.
-        short_by: bytes that were missing for that request, when everything releasable had been released; 0 if none.
+        short_by: bytes that were missing for that request, when everything releasable had been released; 0
+            if none.
         line: the user's line at which it ran out.
         moment: what the program was doing then.
-        smallest_gpu: the smallest card of the catalogue that holds what was seen; None if none does. A program that
-            ran out would have gone on to ask for more, so there it is a lower bound.
+        smallest_gpu: the smallest card of the catalogue that holds what was seen; None if none does. A
+            program that ran out would have gone on to ask for more, so there it is a lower bound.
         needed: bytes (with context) that this choice rests on.
         why: the reasons in words, most important first; empty for a run that fits.
         advice: what to try next, in words.
@@ -113,8 +114,8 @@ class Verdict:
 def verdict(run: VirtualRun, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = None) -> Verdict:
     """Judge a run.
 
-    A run does not fit if it ended by running out of memory. A program that caught the error and finished well fits: it
-    may have been looking for the largest batch that does.
+    A run does not fit if it ended by running out of memory. A program that caught the error and finished
+    well fits: it may have been looking for the largest batch that does.
 
     Args:
         run: what happened on the virtual cards.
@@ -197,7 +198,7 @@ def _critical(devices: tuple[DeviceVerdict, ...], oom: OomReport | None) -> int:
 
 
 def _smallest_gpu(needed: int, cards: Iterable[GpuSpec]) -> GpuSpec | None:
-    """The smallest card with ``needed`` bytes, its own context apart; cards one can plug in before soldered ones."""
+    """The smallest card that one can buy or rent apart from a laptop and that has ``needed`` bytes."""
     order = (GpuKind.DESKTOP, GpuKind.DATACENTER, GpuKind.WORKSTATION)
     enough = [card for card in cards if card.kind in order and card.total_bytes >= needed]
     return min(enough, key=lambda card: (card.total_bytes, order.index(card.kind), card.name), default=None)
@@ -215,7 +216,8 @@ def _reasons(device: DeviceVerdict, oom: OomReport) -> list[str]:
         reasons.append(f"this one request is larger than the {format_bytes(usable)} that the card offers")
     elif sum(state.values()) + oom.requested_bytes > usable:
         reasons.append(
-            f"{listed} leave no room for {request} in the usable {format_bytes(usable)}, whatever the batch size"
+            f"{listed} leave no room for {request} in the usable {format_bytes(usable)}, "
+            "whatever the batch size"
         )
     elif sum(state.values()) > usable // 2:
         taken = format_bytes(sum(state.values()))

@@ -9,7 +9,7 @@ from vramfit import __version__
 from vramfit.errors import VramfitError
 
 INTERNAL_ERROR = 70
-"""Exit code of a bug in vramfit (EX_SOFTWARE of sysexits.h), so that it is not taken for the program's own failure."""
+"""Exit code of a bug in vramfit (EX_SOFTWARE of sysexits.h), told apart from the program's own failure."""
 
 
 def print_error(error: VramfitError) -> None:

@@ -13,8 +13,8 @@ from vramfit.errors import UsageError
 class ProgramCommand(typer.core.TyperCommand):
     """A command whose options end at the program, as those of python do.
 
-    The first argument that is no option is the script, and all after it is the script's, ``--help`` too; so is all
-    that follows ``-m MODULE``.
+    The first argument that is no option is the script, and all after it is the script's, ``--help`` too; so
+    is all that follows ``-m MODULE``.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

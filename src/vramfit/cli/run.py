@@ -74,8 +74,8 @@ def run_command(
 def exit_code(run: VirtualRun, verdict: Verdict) -> int:
     """The exit code of a run: 3 if it ended by running out of memory, else the program's own.
 
-    A program that catches the error and leaves by itself keeps the code that it chose. A signal's number counts from
-    128, as in a shell.
+    A program that catches the error and leaves by itself keeps the code that it chose. A signal's number
+    counts from 128, as in a shell.
     """
     if verdict.fits is False and run.oom is not None and not run.oom.handled:
         return DOES_NOT_FIT

@@ -19,13 +19,14 @@ from vramfit.analysis import (
 from vramfit.trace import Category, Frame, OomReport, VirtualRun
 
 SCHEMA = "vramfit.run/1"
-"""Name and version of the schema. The number grows when a key changes its meaning or goes away, not for new keys."""
+"""Name and version: the number grows when a key changes its meaning or goes away, not for new keys."""
 
 _HOLDERS = 20
 
 
 def run_to_json(run: VirtualRun, verdict: Verdict) -> dict[str, Any]:
-    """The whole report as values that `json` can write. Sizes are bytes, times are seconds unless the key says else.
+    """The whole report as values that `json` can write. Sizes are bytes, times are seconds unless the key
+    says else.
 
     The keys at the top describe the card that decides (``device``); ``devices`` has all of them.
     """

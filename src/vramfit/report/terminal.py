@@ -119,11 +119,8 @@ class _Page:
                 f" (exit code {run.exit_code}){reason}",
             )
             yield from self.wrapped(line)
-            yield from self.wrapped(
-                Text(
-                    f"  Until then it used {format_bytes(device.used)} of {format_bytes(device.total)} on {where}."
-                )
-            )
+            used = f"{format_bytes(device.used)} of {format_bytes(device.total)}"
+            yield from self.wrapped(Text(f"  Until then it used {used} on {where}."))
         else:
             yield from self.does_not_fit(verdict, where)
         if verdict.outcome is not Outcome.FAILED:
@@ -217,13 +214,13 @@ class _Page:
             legend.append(f"{name} {format_bytes(amount)}")
         yield from self.wrapped(legend)
         fragments = device.breakdown.fragmentation
-        yield from self.wrapped(
-            Text(
-                f"reserved {format_bytes(device.peak_reserved)}: {format_bytes(fragments.inactive_split)} fragmented "
-                f"({percent(fragments.inactive_split, fragments.reserved)}), {format_bytes(fragments.releasable)}"
-                f" idle, slack {format_bytes(fragments.slack)}"
-            )
+        split = fragments.inactive_split
+        parts = (
+            f"{format_bytes(split)} fragmented ({percent(split, fragments.reserved)})",
+            f"{format_bytes(fragments.releasable)} idle",
+            f"slack {format_bytes(fragments.slack)}",
         )
+        yield from self.wrapped(Text(f"reserved {format_bytes(device.peak_reserved)}: {', '.join(parts)}"))
 
     # Where the bytes are
 
@@ -337,7 +334,7 @@ class _Page:
         if grown.per_iteration is not None and grown.per_iteration >= MIB:
             yield from self.wrapped(
                 Text(
-                    f"  Each iteration leaves {format_bytes(grown.per_iteration)} more allocated than the one before: "
+                    f"  Each iteration leaves {format_bytes(grown.per_iteration)} more allocated than the last: "
                     "this looks like a leak.",
                     style="yellow",
                 )
@@ -369,9 +366,8 @@ class _Page:
             where = f" [{self.relative(warning.location)}]" if warning.location else ""
             line = Text(f"  {warning.message}{times}{where}", style="yellow")
             yield from self.wrapped(line, indent=4, most=2)
-        if more := len(run.warnings) - _WARNINGS:
-            if more > 0:
-                yield Text(f"  and {more} more: --json lists them all", style="bright_black")
+        if (more := len(run.warnings) - _WARNINGS) > 0:
+            yield Text(f"  and {more} more: --json lists them all", style="bright_black")
 
     def footer(self, run: VirtualRun) -> Text:
         """What was run, and for how long."""
@@ -421,7 +417,7 @@ class _Page:
 
 
 def _joined(groups: tuple[TensorGroup, ...]) -> list[TensorGroup]:
-    """Join the groups that differ only in their module or library line, which a line of the table does not show."""
+    """Join the groups that differ only in their module or library line, which the table does not show."""
     alike: dict[tuple[object, ...], TensorGroup] = {}
     for group in groups:
         key = (group.tensor, group.op, group.category, group.line or group.library_line or group.module)

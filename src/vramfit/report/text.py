@@ -81,7 +81,8 @@ class TreeLine:
 
     Attributes:
         depth: how far to indent.
-        label: the module, chains of single children joined: ``transformer.h.*``; `` ×12`` where layers were folded.
+        label: the module, chains of single children joined: ``transformer.h.*``; `` ×12`` where layers were
+            folded.
         node: the module, or None for the rest that is not shown.
         total_bytes: bytes on this line.
     """
@@ -95,8 +96,8 @@ class TreeLine:
 def tree_lines(root: ModuleNode, *, limit: int, least_share: float = 0.01) -> list[TreeLine]:
     """The levels of a folded module tree that matter, in at most ``limit`` lines.
 
-    The largest modules are opened first, as long as there are lines left; children below ``least_share`` of the whole
-    are summed up as "n smaller".
+    The largest modules are opened first, as long as there are lines left; children below ``least_share`` of
+    the whole are summed up as "n smaller".
 
     Args:
         root: the node above all root modules (see `module_tree`), folded.
@@ -151,7 +152,7 @@ def _chain(node: ModuleNode) -> list[ModuleNode]:
 def _collect(
     node: ModuleNode, depth: int, opened: set[str], least: float, found: list[TreeLine], around: int = 1
 ) -> None:
-    """Append the lines below ``node``, and its own unless it is the root; ``around`` is the count of its parent."""
+    """Append the lines below ``node``, and its own unless it is the root; ``around``: its parent's count."""
     end = node
     if depth >= 0:
         chain = _chain(node)

@@ -64,7 +64,8 @@ def write_with(path: Path, write: Callable[[Path], object]) -> None:
         write: receives a path in the same folder with the same suffix.
 
     Raises:
-        WriteError: as for `write_text`. Whatever else ``write`` raises passes through; no half file is left either way.
+        WriteError: as for `write_text`. Whatever else ``write`` raises passes through; no half file is left
+            either way.
     """
     with _explained(path):
         _refuse_folder(path)
