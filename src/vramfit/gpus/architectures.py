@@ -1,8 +1,8 @@
 """What a compute capability fixes: resident threads, registers, shared memory.
 
-Figures: CUDA C++ Programming Guide, section "Compute Capabilities", table "Technical Specifications per Compute
-Capability". The opt-in limit of a block is the shared memory of the SM less the 1 KiB that CUDA keeps per block
-(from capability 8.0 on).
+Figures: CUDA C++ Programming Guide, section "Compute Capabilities", table "Technical Specifications per
+Compute Capability". The opt-in limit of a block is the shared memory of the SM less the 1 KiB that CUDA keeps
+per block (from capability 8.0 on).
 """
 
 from __future__ import annotations

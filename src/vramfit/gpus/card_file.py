@@ -35,10 +35,12 @@ from vramfit.units import parse_bytes
 
 DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16", "float8", "int8", "fp4")
 
-# GB/s one way: line rate x 128b/130b encoding; NVLink-C2C as NVIDIA states it (900 GB/s in both directions together).
-_PCIE_GBS_PER_LANE = {"3.0": 0.985, "4.0": 1.969, "5.0": 3.938}
-_LINK = re.compile(r"PCIe (3\.0|4\.0|5\.0) x(1|2|4|8|16)")
-_OTHER_LINKS_GBS = {"NVLink-C2C": 450.0}
+# GB/s of one lane one way, as the PCI Express base specifications give them after encoding.
+_PCIE_GBS_PER_LANE = {"3.0": 0.985, "4.0": 1.969, "5.0": 3.938, "6.0": 7.563}
+_LINK = re.compile(r"PCIe (3\.0|4\.0|5\.0|6\.0) x(1|2|4|8|16)")
+_C2C = "NVLink-C2C"
+_UNIFIED = "unified memory"
+_C2C_GBS = 450.0  # NVIDIA states 900 GB/s for both directions together
 
 _REQUIRED = (
     "name",
@@ -82,6 +84,10 @@ def _positive(value: Any, key: str) -> float:
     return float(value)
 
 
+def _scaled(factor: float) -> Callable[[Any, str], float]:
+    return lambda value, key: round(_positive(value, key) * factor) * 1.0
+
+
 def _count(value: Any, key: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise _Fault(f"{key} must be a positive whole number, not {value!r}")
@@ -112,9 +118,9 @@ def _peaks(value: Any, key: str) -> Mapping[str, float]:
     for dtype in value:
         if dtype not in DTYPES:
             raise _Fault(f"{key}.{dtype} is not a known dtype: write one of {', '.join(DTYPES)}")
-    return MappingProxyType(
-        {dtype: round(_positive(rate, f"{key}.{dtype}") * 1e12) * 1.0 for dtype, rate in value.items()}
-    )
+    rates = {dtype: _positive(rate, f"{key}.{dtype}") for dtype, rate in value.items()}
+    # round() so that 82.6 TFLOP/s is 82.6e12 to the last digit
+    return MappingProxyType({dtype: float(round(rate * 1e12)) for dtype, rate in rates.items()})
 
 
 def _price(value: Any, key: str) -> Price:
@@ -143,9 +149,8 @@ def _kind(value: Any, key: str) -> GpuKind:
 
 
 def _link(value: Any, key: str) -> str:
-    if not isinstance(value, str) or (value not in _OTHER_LINKS_GBS and not _LINK.fullmatch(value)):
-        others = ", ".join(_OTHER_LINKS_GBS)
-        raise _Fault(f'{key} must be like "PCIe 4.0 x16" or one of {others}, not {value!r}')
+    if not isinstance(value, str) or (value not in (_C2C, _UNIFIED) and not _LINK.fullmatch(value)):
+        raise _Fault(f'{key} must be like "PCIe 4.0 x16", or "{_C2C}" or "{_UNIFIED}", not {value!r}')
     return value
 
 
@@ -162,12 +167,12 @@ _KEYS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "memory_source": ("memory_source", _text),
     "sm_count": ("sm_count", _count),
     "l2_bytes": ("l2_bytes", _size),
-    "bandwidth_gbs": ("bandwidth", lambda value, key: _positive(value, key) * 1e9),
+    "bandwidth_gbs": ("bandwidth", _scaled(1e9)),
     "memory_bus_bits": ("memory_bus_bits", _count),
-    "boost_clock_mhz": ("boost_clock", lambda value, key: _positive(value, key) * 1e6),
+    "boost_clock_mhz": ("boost_clock", _scaled(1e6)),
     "peak_tflops": ("peak_flops", _peaks),
     "link": ("link", _link),
-    "host_link_gbs": ("host_link", lambda value, key: _positive(value, key) * 1e9),
+    "host_link_gbs": ("host_link", _scaled(1e9)),
     "context_bytes": ("context_bytes", _size),
     "context_source": ("context_source", _text),
     "integrated": ("integrated", _flag),
@@ -177,11 +182,16 @@ _KEYS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
 }
 
 
-def link_rate(link: str) -> float:
-    """Give the bandwidth in B/s one way of a link in words, such as ``"PCIe 4.0 x16"``."""
+def link_rate(link: str, bandwidth: float) -> float:
+    """Give the rate in B/s one way of a link in words, such as ``"PCIe 4.0 x16"``.
+
+    With unified memory a copy to the host stays in the same memory, so ``bandwidth`` (B/s) is its rate.
+    """
+    if link == _UNIFIED:
+        return bandwidth
     match = _LINK.fullmatch(link)
     if match is None:
-        return _OTHER_LINKS_GBS[link] * 1e9
+        return _C2C_GBS * 1e9
     return _PCIE_GBS_PER_LANE[match.group(1)] * int(match.group(2)) * 1e9
 
 
@@ -189,10 +199,7 @@ def _read_keys(table: Mapping[str, Any]) -> dict[str, Any]:
     for key in table:
         if key not in _KEYS:
             raise _Fault(f"unknown key {key!r}: the keys are base, {', '.join(_KEYS)}")
-    values = {attribute: read(table[key], key) for key, (attribute, read) in _KEYS.items() if key in table}
-    if "link" in values:
-        values.setdefault("host_link", link_rate(values["link"]))
-    return values
+    return {attribute: read(table[key], key) for key, (attribute, read) in _KEYS.items() if key in table}
 
 
 def card_from_table(table: Mapping[str, Any], *, where: str, base: GpuSpec | None = None) -> GpuSpec:
@@ -204,7 +211,7 @@ def card_from_table(table: Mapping[str, Any], *, where: str, base: GpuSpec | Non
         base: the card to inherit from; None when every required key must be given.
 
     Raises:
-        UsageError: an unknown key, a missing one, or a value of the wrong type or range; the message names it.
+        UsageError: an unknown key, a missing one, or a value of the wrong type or range.
     """
     try:
         values = _read_keys(table)
@@ -217,6 +224,7 @@ def card_from_table(table: Mapping[str, Any], *, where: str, base: GpuSpec | Non
         raise UsageError(
             f"{where} does not describe a card: {fault}", "See 'vramfit gpus NAME' for an example"
         ) from None
+    values.setdefault("host_link", link_rate(values["link"], values["bandwidth"]))
     values.setdefault("vendor_name", values["name"])
     values.setdefault("architecture", ARCHITECTURES[values["compute_capability"]])
     values.setdefault("source", where)
@@ -227,10 +235,12 @@ def _inherit(base: GpuSpec, values: dict[str, Any], where: str) -> GpuSpec:
     """Overlay ``values`` on ``base``; what belongs to the other card only (aliases, price, context) goes."""
     if "compute_capability" in values:
         values.setdefault("architecture", ARCHITECTURES[values["compute_capability"]])
+    if "link" in values:
+        values.setdefault("host_link", link_rate(values["link"], values.get("bandwidth", base.bandwidth)))
     if "total_bytes" in values:
         values.setdefault("memory_estimated", False)
         values.setdefault("memory_source", where)
-    own = {
+    own: dict[str, Any] = {
         "name": f"{base.name} ({where})",
         "aliases": (),
         "kind": GpuKind.GENERIC,

@@ -1,9 +1,10 @@
 """Find a card by what people write: a name, a size such as 24GiB, or a file that describes one.
 
-Names are forgiving: case, spaces, hyphens and the words NVIDIA, GeForce, Tesla and Quadro do not matter, nor does
-RTX or GTX before a number (``4090``), and memory may be written 80G, 80GB or 80GiB. A name that several cards share means
-the one with the least memory, and among equals the SXM one: ``A100`` is A100 SXM 40GB, so that a program said to fit
-fits whichever of them it meets. Where the cards are too different for that (``RTX 6000``), the error names the candidates.
+Names are forgiving: case, spaces, hyphens and the words NVIDIA, GeForce and Tesla do not matter, nor does
+RTX, GTX or Quadro before a number (``4090``), and memory may be written 80, 80G, 80GB or 80GiB. A name that
+cards of one family share means the one with the least memory, and among equals the SXM one: ``A100`` is A100
+SXM 40GB, so that what is said to fit it fits whichever of them it meets. Where the cards are too different
+for that (``RTX 6000``), the error names the candidates.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ from vramfit.gpus.catalogue import ambiguous_names, catalogue
 from vramfit.gpus.spec import GpuKind, GpuSpec
 from vramfit.units import GIB, MIB, format_bytes, is_size, parse_bytes
 
-_VENDOR_WORDS = frozenset(
-    {"nvidia", "geforce", "tesla", "quadro", "corporation", "gpu", "graphics", "card", "jetson"}
-)
+_VENDOR_WORDS = frozenset({"nvidia", "geforce", "tesla", "corporation", "gpu", "graphics", "card", "jetson"})
 _SYNONYMS = {
     "mobile": "laptop",
     "notebook": "laptop",
@@ -34,9 +33,10 @@ _SYNONYMS = {
     "edition": "",
 }
 _MEMORY = re.compile(r"(?<![a-z0-9])(\d+)\s*(?:gib|gb|g)(?![a-z0-9])")
+_BARE_MEMORY = re.compile(r"(?<=\S )(4|6|8|10|11|12|16|20|24|32|40|48|64|80|94|96|141|144)$")
 _SERIES = re.compile(r"(?<![a-z])(rtx|gtx)(?=\d|a\d)")
 _SUFFIX = re.compile(r"(?<=\d)(ti|super|laptop|mobile|max|sxm\d?|pcie|nvl|ada|d)(?![a-z0-9])")
-_PREFIX_WORDS = frozenset({"rtx", "gtx"})
+_PREFIX_WORDS = frozenset({"rtx", "gtx", "quadro"})
 
 _SMALLEST = 64 * MIB
 _LARGEST = 1024 * GIB
@@ -49,7 +49,7 @@ class GpuMatch:
 
     Attributes:
         spec: the card.
-        alternatives: other cards of the catalogue that the same text fits; empty when it is one card's own name.
+        alternatives: other cards that the same text fits; empty when it is one card's own name.
     """
 
     spec: GpuSpec
@@ -58,9 +58,9 @@ class GpuMatch:
 
 def _tokens(text: str) -> frozenset[str]:
     """Split a name into the words that tell cards apart: "NVIDIA A100-80G" gives {"a100", "80gb"}."""
-    text = text.lower().replace("max-q", "maxq").replace("max q", "maxq").replace("_", " ")
-    text = re.sub(r"[\s\-/(),]+", " ", text)
-    text = _MEMORY.sub(r" \1gb ", text)
+    text = text.lower().replace("max-q", "maxq").replace("max q", "maxq").replace("tisuper", "ti super")
+    text = re.sub(r"[\s\-_/(),]+", " ", text)
+    text = _MEMORY.sub(r" \1gb ", _BARE_MEMORY.sub(r"\1gb", text.strip()))
     text = _SERIES.sub(r"\1 ", text)
     text = _SUFFIX.sub(r" \1", _SUFFIX.sub(r" \1", text))
     words = (_SYNONYMS.get(word, word) for word in text.split())
@@ -77,8 +77,11 @@ def _by_tokens() -> dict[frozenset[str], GpuSpec]:
     return names
 
 
+_Row = tuple[GpuSpec, frozenset[str], frozenset[str]]
+
+
 @cache
-def _all_tokens() -> tuple[tuple[GpuSpec, frozenset[str], frozenset[str]], ...]:
+def _all_tokens() -> tuple[_Row, ...]:
     """Each card with the words of its name and all words that may describe it."""
     rows = []
     for spec in catalogue():
@@ -103,31 +106,57 @@ def match_gpu(text: str) -> GpuMatch:
         return GpuMatch(spec=_generic(text))
     wanted = _tokens(text)
     _refuse_ambiguous(text, wanted)
-    exact = _by_tokens().get(wanted)
     fitting = [row for row in _all_tokens() if wanted and wanted <= row[2]]
+    exact = next((_by_tokens()[key] for key in _spellings(wanted) if key in _by_tokens()), None)
     if exact is not None:
-        others = tuple(
-            spec for spec, own, _ in fitting if spec is not exact and _tokens(exact.name) != wanted
-        )
+        own = _bare(_tokens(exact.name)) == _bare(wanted) or _reported_by_one(text)
+        others = () if own else tuple(spec for spec, _, _ in fitting if spec is not exact)
         return GpuMatch(spec=exact, alternatives=others)
+    return GpuMatch(spec=_nearest(text, wanted, fitting))
+
+
+def _reported_by_one(text: str) -> bool:
+    """Whether the text is what torch reports for one card and no other."""
+    return sum(text.lower() == spec.vendor_name.lower() for spec in catalogue()) == 1
+
+
+def _bare(words: frozenset[str]) -> frozenset[str]:
+    return words - _PREFIX_WORDS
+
+
+def _has_number(words: frozenset[str]) -> bool:
+    return any(char.isdigit() for word in words for char in word)
+
+
+def _spellings(wanted: frozenset[str]) -> tuple[frozenset[str], ...]:
+    """Give the words themselves, then, where there is a number, with the series before it."""
+    if not _has_number(wanted):
+        return (wanted,)
+    return wanted, wanted | {"rtx"}, wanted | {"gtx"}, wanted | {"quadro", "rtx"}
+
+
+def _nearest(text: str, wanted: frozenset[str], fitting: list[_Row]) -> GpuSpec:
+    """Of the cards that fit, give the one whose name adds the least: "4090" is not the laptop part."""
     if not fitting:
         raise UnknownGpuError(f"no GPU is called {text!r}", _suggestion(text))
-    # Of the cards that fit, those whose names say the least beyond what was asked: "4090" is not the laptop part.
-    fewest = min(len(own - wanted - _PREFIX_WORDS) for _, own, _ in fitting)
-    nearest = [spec for spec, own, _ in fitting if len(own - wanted - _PREFIX_WORDS) == fewest]
+    # A series word is no difference beside a number, and all the difference beside "titan".
+    ignored = _PREFIX_WORDS if _has_number(wanted) else frozenset()
+    extra = {spec.name: len(own - wanted - ignored) for spec, own, _ in fitting}
+    nearest = [spec for spec, _, _ in fitting if extra[spec.name] == min(extra.values())]
     if len(nearest) > 1:
-        names = ", ".join(spec.name for spec in nearest[:6])
+        more = f" and {len(nearest) - 5} more" if len(nearest) > 5 else ""
         raise UnknownGpuError(
-            f"{text!r} could be {names}{', ...' if len(nearest) > 6 else ''}", "Name one of them"
+            f"{text!r} could be {', '.join(spec.name for spec in nearest[:5])}{more}", "Name one"
         )
-    return GpuMatch(spec=nearest[0])
+    return nearest[0]
 
 
 def find_gpu(text: str) -> GpuSpec:
     """Find a card by name, alias, size or file.
 
     Args:
-        text: ``"RTX 4090"``, ``"a100-80g"``, ``"24GiB"`` (a generic card of that size) or the path of a ``.toml`` file.
+        text: ``"RTX 4090"``, ``"a100-80g"``, ``"24GiB"`` (a generic card of that size) or the path of a
+            ``.toml`` file.
 
     Raises:
         UnknownGpuError: no card fits, with the three nearest names; or several do, with theirs.
@@ -138,14 +167,14 @@ def find_gpu(text: str) -> GpuSpec:
 
 def _refuse_ambiguous(text: str, wanted: frozenset[str]) -> None:
     for name, cards in ambiguous_names().items():
-        if _tokens(name) == wanted:
+        if _tokens(name) == wanted | {"rtx"}:
             raise UnknownGpuError(
                 f"{text!r} is used for different cards: {', '.join(cards)}", "Name one of them"
             )
 
 
 def _generic(text: str) -> GpuSpec:
-    """Give a card of a size: an RTX 4090 (Ada) up to 48 GiB, an H100 SXM (Hopper) above, with that much memory."""
+    """Give a card of a size: an RTX 4090 (Ada) up to 48 GiB, an H100 SXM (Hopper) above, with that memory."""
     size = parse_bytes(text)
     if not _SMALLEST <= size <= _LARGEST:
         raise UsageError(
@@ -169,24 +198,20 @@ def _generic(text: str) -> GpuSpec:
     )
 
 
+def _letters(name: str) -> str:
+    """Write a name as its words run together, without the maker's: "NVIDIA RTX-4091" gives "rtx4091"."""
+    words = re.sub(r"[^a-z0-9]+", " ", name.lower()).split()
+    return "".join(word for word in words if word not in _VENDOR_WORDS)
+
+
 def _suggestion(text: str) -> str:
-    """Name the three nearest cards, nearest first."""
-
-    def squeeze(name: str) -> str:
-        return "".join(sorted_words(name))
-
-    def sorted_words(name: str) -> list[str]:
-        known = _tokens(name)
-        return [
-            word for word in re.findall(r"[a-z]+|\d+[a-z]*|[a-z]\d+[a-z]*", name.lower()) if word in known
-        ] or [name.lower()]
-
-    asked = squeeze(text)
-    scored: list[tuple[float, str]] = []
-    for spec in catalogue():
+    """Name the three nearest cards: first those with the same number, then by the letters shared in order."""
+    asked, numbers = _letters(text), {word for word in _tokens(text) if _has_number(frozenset({word}))}
+    scored: list[tuple[bool, float, str]] = []
+    for spec, _, words in _all_tokens():
         names = (spec.name, *spec.aliases)
-        score = max(SequenceMatcher(None, asked, squeeze(name)).ratio() for name in names)
-        scored.append((-score, spec.name))
+        likeness = max(SequenceMatcher(None, asked, _letters(name), autojunk=False).ratio() for name in names)
+        scored.append((numbers.isdisjoint(words), -likeness, spec.name))
     # sorted() is stable, so cards of equal score stay in the order of the catalogue.
-    nearest = [name for _, name in sorted(scored, key=lambda pair: pair[0])[:3]]
+    nearest = [name for _, _, name in sorted(scored, key=lambda row: row[:2])[:3]]
     return f"Did you mean {nearest[0]}, {nearest[1]} or {nearest[2]}? 'vramfit gpus' lists all"
