@@ -35,7 +35,7 @@ def test_the_table_has_every_card_within_100_columns() -> None:
 
 
 def test_an_estimated_memory_is_marked() -> None:
-    row = next(line for line in output().splitlines() if line.startswith("Titan RTX"))
+    row = next(line for line in output().splitlines() if line.startswith("RTX 4500 Ada"))
     assert "~23.56 GiB" in row
 
 
