@@ -273,26 +273,26 @@ def fitting_run() -> VirtualRun:
 
 
 def oom_run(*, handled: bool = False, exit_code: int = 1) -> VirtualRun:
-    """A larger GPT that runs out on a card of 8 GiB in its first backward."""
-    total = 8 * GIB
+    """A larger GPT that runs out on a card of 14 GiB when its optimizer has made its state."""
+    total = 14 * GIB
     recorder = Recorder(total_bytes=total)
     gpt_training(recorder, layers=24, iterations=1, hidden=1280)
     recorder.phase("step 0/step")
     request = 512 * MIB
     recorder.oom(request)
     trace = recorder.finish()
-    found = outcome(trace, total=total, gpu="RTX 4060 Ti 8GB")
-    user_line = Frame(TRAIN, 34, "main")
+    found = outcome(trace, total=total, gpu="Example 14GB")
+    user_line = Frame(TRAIN, 35, "main")
     report = OomReport(
         device=0,
         requested_bytes=request,
         stack=(TORCH_LINEAR, user_line),
         user_line=user_line,
-        op="aten.mm.default",
+        op="aten._foreach_sqrt.default",
         message="CUDA out of memory. Tried to allocate 512.00 MiB.",
         allocated_bytes=found.peak_allocated_bytes,
         reserved_bytes=found.peak_reserved_bytes,
-        free_bytes=100 * MIB,
+        free_bytes=total - found.context_bytes - found.peak_reserved_bytes,
         total_bytes=total,
         handled=handled,
     )

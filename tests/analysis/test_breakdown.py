@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from analysis.synthetic import MODEL, TRAIN, Recorder, fitting_run
 from vramfit.analysis import Measure, ModuleNode, at, curves, lifetimes, peak, timeline
 from vramfit.trace import Category, EventKind, Frame, MemoryTrace
 from vramfit.units import MIB
-
-from analysis.synthetic import MODEL, TRAIN, Recorder, fitting_run
 
 OPERATIONS = st.lists(
     st.tuples(

@@ -39,16 +39,12 @@ def at_end(trace: MemoryTrace) -> tuple[int, int, int, int, int]:
 
 
 def test_gaps_beside_live_blocks_are_fragmentation() -> None:
-    trace = trace_of(
-        (SEGMENT, 0, 20), (EventKind.ALLOC, 2, 4), (EventKind.ALLOC, 10, 4), (SEGMENT, 20, 20)
-    )
+    trace = trace_of((SEGMENT, 0, 20), (EventKind.ALLOC, 2, 4), (EventKind.ALLOC, 10, 4), (SEGMENT, 20, 20))
     assert at_end(trace) == (40, 8, 12, 20, 20)
 
 
 def test_adjacent_segments_are_not_one() -> None:
-    trace = trace_of(
-        (SEGMENT, 0, 20), (SEGMENT, 20, 20), (EventKind.ALLOC, 0, 10), (EventKind.ALLOC, 30, 10)
-    )
+    trace = trace_of((SEGMENT, 0, 20), (SEGMENT, 20, 20), (EventKind.ALLOC, 0, 10), (EventKind.ALLOC, 30, 10))
     assert at_end(trace) == (40, 20, 20, 0, 10)
 
 
@@ -63,9 +59,7 @@ def test_mapped_pages_join_and_give_back_whole_pages() -> None:
 
 
 def test_unmapped_pages_part_a_range() -> None:
-    trace = trace_of(
-        (MAP, 0, 40), (EventKind.ALLOC, 0, 10), (EventKind.ALLOC, 30, 10), (UNMAP, 10, 20)
-    )
+    trace = trace_of((MAP, 0, 40), (EventKind.ALLOC, 0, 10), (EventKind.ALLOC, 30, 10), (UNMAP, 10, 20))
     assert at_end(trace) == (20, 20, 0, 0, 0)
 
 

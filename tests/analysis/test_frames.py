@@ -2,6 +2,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+
 from vramfit.analysis import Origin, origin, short_location, user_frame
 from vramfit.trace import Frame
 

@@ -1,9 +1,9 @@
 import numpy as np
+
+from analysis.synthetic import fitting_run
 from vramfit.analysis import Measure, curves, lifetimes, timeline
 from vramfit.trace import Category, EventKind, MemoryTrace, TraceBuilder, TraceDevice
 from vramfit.units import MIB
-
-from analysis.synthetic import fitting_run
 
 A, R, C = EventKind.ALLOC, EventKind.FREE_REQUESTED, EventKind.FREE_COMPLETED
 

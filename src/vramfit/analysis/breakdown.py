@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vramfit.analysis.curves import Curves, Measure, block_categories, curves
 from vramfit.analysis.fragmentation import Fragmentation, fragmentation
@@ -189,7 +190,7 @@ def _entry(table: tuple[str, ...], index: int) -> str:
     return table[index] if index >= 0 else ""
 
 
-def _born_column(column: Ints, born: Ints) -> Ints:
+def _born_column(column: NDArray[np.int32], born: Ints) -> Ints:
     """A metadata column at the rows of allocation; -1 for blocks from before the trace."""
     if not len(column):
         return np.full(len(born), -1, dtype=np.int64)

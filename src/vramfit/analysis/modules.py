@@ -91,7 +91,7 @@ def fold_layers(node: ModuleNode) -> ModuleNode:
     names = [{grandchild.name for grandchild in child.children} for child in numbered]
     if len(numbered) >= 2 and set.intersection(*names):
         others = [child for child in node.children if not child.name.isdigit()]
-        children = [*others, _joined("*", f"{node.path}.*", numbered, len(numbered))]
+        children = [*others, _joined("*", f"{node.path}.*", numbered, sum(child.count for child in numbered))]
     else:
         children = list(node.children)
     folded = [fold_layers(child) for child in children]

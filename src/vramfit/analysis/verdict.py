@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
@@ -83,7 +83,7 @@ class Verdict:
         moment: what the program was doing then.
         smallest_gpu: the smallest card of the catalogue that holds what was seen; None if none does. A
             program that ran out would have gone on to ask for more, so there it is a lower bound.
-        needed: bytes (with context) that this choice rests on.
+        needed: bytes that this choice rests on, with this card's context; each other card counts its own.
         why: the reasons in words, most important first; empty for a run that fits.
         advice: what to try next, in words.
     """
@@ -144,7 +144,7 @@ def verdict(run: VirtualRun, *, tensors: int = 100, cards: Iterable[GpuSpec] | N
             short_by=0,
             line=None,
             moment=None,
-            smallest_gpu=_smallest_gpu(needed, offered),
+            smallest_gpu=_smallest_gpu(needed - decisive.context, offered),
             needed=needed,
             why=(),
             advice=(),
@@ -159,7 +159,7 @@ def verdict(run: VirtualRun, *, tensors: int = 100, cards: Iterable[GpuSpec] | N
         short_by=max(0, oom.requested_bytes - oom.free_bytes - reclaimable),
         line=oom.user_line,
         moment=decisive.breakdown.moment,
-        smallest_gpu=_smallest_gpu(needed, offered),
+        smallest_gpu=_smallest_gpu(needed - decisive.context, offered),
         needed=needed,
         why=tuple(_reasons(decisive, oom)),
         advice=tuple(_advice(decisive, oom, str(run.trace.meta.get("alloc_conf", "")))),
@@ -173,7 +173,7 @@ def _device(run: VirtualRun, found: DeviceOutcome, ran_out: bool, tensors: int) 
     if row is None:
         breakdown = peak(run.trace, found.index, tensors=tensors)
     else:
-        breakdown = at(run.trace, row, found.index, tensors=tensors)
+        breakdown = _with_request(at(run.trace, row, found.index, tensors=tensors), run.oom)
     return DeviceVerdict(
         index=found.index,
         gpu=found.gpu,
@@ -187,6 +187,16 @@ def _device(run: VirtualRun, found: DeviceOutcome, ran_out: bool, tensors: int) 
     )
 
 
+def _with_request(breakdown: Breakdown, oom: OomReport | None) -> Breakdown:
+    """The breakdown with the op and line of the failed request, which its event does not hold."""
+    if oom is None:
+        return breakdown
+    moment = breakdown.moment
+    return replace(
+        breakdown, moment=replace(moment, op=moment.op or oom.op, line=moment.line or oom.user_line)
+    )
+
+
 def _critical(devices: tuple[DeviceVerdict, ...], oom: OomReport | None) -> int:
     """Position of the card that ran out, else of the fullest; the first of equals."""
     for position, device in enumerate(devices):
@@ -197,10 +207,14 @@ def _critical(devices: tuple[DeviceVerdict, ...], oom: OomReport | None) -> int:
     )
 
 
-def _smallest_gpu(needed: int, cards: Iterable[GpuSpec]) -> GpuSpec | None:
-    """The smallest card that one can buy or rent apart from a laptop and that has ``needed`` bytes."""
+def _smallest_gpu(reserved: int, cards: Iterable[GpuSpec]) -> GpuSpec | None:
+    """The smallest card outside laptops and boards that has ``reserved`` bytes beside its own context."""
     order = (GpuKind.DESKTOP, GpuKind.DATACENTER, GpuKind.WORKSTATION)
-    enough = [card for card in cards if card.kind in order and card.total_bytes >= needed]
+    enough = [
+        card
+        for card in cards
+        if card.kind in order and card.total_bytes >= reserved + card.typical_context_bytes
+    ]
     return min(enough, key=lambda card: (card.total_bytes, order.index(card.kind), card.name), default=None)
 
 
@@ -216,7 +230,7 @@ def _reasons(device: DeviceVerdict, oom: OomReport) -> list[str]:
         reasons.append(f"this one request is larger than the {format_bytes(usable)} that the card offers")
     elif sum(state.values()) + oom.requested_bytes > usable:
         reasons.append(
-            f"{listed} leave no room for {request} in the usable {format_bytes(usable)}, "
+            f"{listed} leave no room for {request} more in the usable {format_bytes(usable)}, "
             "whatever the batch size"
         )
     elif sum(state.values()) > usable // 2:

@@ -42,6 +42,8 @@ _STYLES = {
 _WIDEST = 140
 _MODULES, _TENSORS, _PHASES, _WARNINGS = 9, 8, 6, 5
 _SIZE = 10
+_ASCII = str.maketrans("✓✗…×·µ█▉▊▋▌▍▎▏▓▒░", "+x~x,u#####   +c.")
+"""Stand-ins of the same width for terminals that cannot show the real ones."""
 
 
 def print_terminal(run: VirtualRun, verdict: Verdict, console: Console, *, root: Path | None = None) -> None:
@@ -53,9 +55,12 @@ def print_terminal(run: VirtualRun, verdict: Verdict, console: Console, *, root:
         console: where to; its width, colour and encoding are respected.
         root: the user's folder; file names below it are shown relative to it.
     """
-    page = _Page(console, root)
+    page = _Page(console.width, root)
     for line in page.lines(run, verdict):
         line.rstrip()
+        line.truncate(page.width, overflow="ellipsis")
+        if console.options.ascii_only:
+            line.plain = line.plain.translate(_ASCII).encode("ascii", "replace").decode("ascii")
         console.print(line, soft_wrap=True, highlight=False)
 
 
@@ -68,11 +73,10 @@ def render_terminal(run: VirtualRun, verdict: Verdict, *, width: int = 80, root:
 
 
 class _Page:
-    """The parts of the report for one console."""
+    """The parts of the report for one width."""
 
-    def __init__(self, console: Console, root: Path | None) -> None:
-        self.width = min(console.width, _WIDEST)
-        self.ascii = console.options.ascii_only
+    def __init__(self, width: int, root: Path | None) -> None:
+        self.width = min(width, _WIDEST)
         self.root = root
 
     def lines(self, run: VirtualRun, verdict: Verdict) -> Iterator[Text]:
@@ -82,10 +86,13 @@ class _Page:
         yield from self.cards(verdict)
         device = verdict.device
         yield Text()
-        yield from self.categories(device.breakdown, verdict)
-        yield from self.modules(device.breakdown)
-        yield from self.tensors(device.breakdown)
-        yield from self.phases(run, device.index)
+        if device.peak_allocated:
+            yield from self.categories(device.breakdown, verdict)
+            yield from self.modules(device.breakdown)
+            yield from self.tensors(device.breakdown)
+            yield from self.phases(run, device.index)
+        else:
+            yield Text("The program allocated nothing on the card.")
         yield from self.warnings(run)
         yield Text()
         yield self.footer(run)
@@ -98,7 +105,7 @@ class _Page:
         where = device.gpu if len(verdict.devices) == 1 else f"{device.gpu} (GPU {device.index})"
         if verdict.outcome is Outcome.FITS:
             line = Text.assemble(
-                (self.glyph("✓ fits ", "fits "), "bold green"),
+                ("✓ fits ", "bold green"),
                 (where, "bold"),
                 f": {format_bytes(device.used)} of {format_bytes(device.total)} used at the peak, "
                 f"{format_bytes(device.headroom)} free",
@@ -115,7 +122,7 @@ class _Page:
         elif verdict.outcome is Outcome.FAILED:
             reason = f": {run.error}" if run.error else ""
             line = Text.assemble(
-                (self.glyph("! the program failed", "the program failed"), "bold red"),
+                ("! the program failed", "bold red"),
                 f" (exit code {run.exit_code}){reason}",
             )
             yield from self.wrapped(line)
@@ -133,7 +140,7 @@ class _Page:
         during = f" in {verdict.moment.phase}" if verdict.moment and verdict.moment.phase else ""
         operation = f" ({short_op(oom.op)})" if oom.op else ""
         line = Text.assemble(
-            (self.glyph("✗ does not fit ", "does not fit "), "bold red"),
+            ("✗ does not fit ", "bold red"),
             (where, "bold"),
             ": ran out of memory",
             (self.at_line(verdict.line), "bold"),
@@ -185,17 +192,17 @@ class _Page:
                 yield label + self.card_bar(device, self.width - len(label) - len(figures)) + Text(figures)
         else:
             yield self.card_bar(verdict.device, self.width)
-        yield from self.card_figures(verdict.device)
+        yield from self.card_figures(verdict)
 
     def card_amounts(self, device: DeviceVerdict) -> list[tuple[str, int, str, str]]:
         """What the bar shows: name, bytes, character, style."""
         cached = max(0, device.peak_reserved - device.peak_allocated)
         free = max(0, device.total - device.used)
         return [
-            ("allocated", device.peak_allocated, self.glyph("█", "#"), "green"),
-            ("cached", cached, self.glyph("▓", "+"), "yellow"),
-            ("context", device.context, self.glyph("▒", "c"), "magenta"),
-            ("free", free, self.glyph("░", "."), "bright_black"),
+            ("allocated", device.peak_allocated, "█", "green"),
+            ("cached", cached, "▓", "yellow"),
+            ("context", device.context, "▒", "magenta"),
+            ("free", free, "░", "bright_black"),
         ]
 
     def card_bar(self, device: DeviceVerdict, width: int) -> Text:
@@ -206,12 +213,13 @@ class _Page:
             *((glyph * count, style) for (_, _, glyph, style), count in zip(amounts, cells, strict=True))
         )
 
-    def card_figures(self, device: DeviceVerdict) -> Iterator[Text]:
-        """The legend of the bar, and slack and fragmentation."""
-        legend = Text()
+    def card_figures(self, verdict: Verdict) -> Iterator[Text]:
+        """The legend of the deciding card's bar, and slack and fragmentation."""
+        device = verdict.device
+        legend = Text(f"GPU {device.index} " if len(verdict.devices) > 1 else "")
         for name, amount, glyph, style in self.card_amounts(device):
-            legend.append(f" {glyph} " if legend else f"{glyph} ", style=style)
-            legend.append(f"{name} {format_bytes(amount)}")
+            legend.append(f"{glyph} ", style=style)
+            legend.append(f"{name} {format_bytes(amount)} ")
         yield from self.wrapped(legend)
         fragments = device.breakdown.fragmentation
         split = fragments.inactive_split
@@ -233,7 +241,7 @@ class _Page:
         for kind, name in NAMES.items():
             amount = breakdown.categories[kind]
             if amount:
-                drawn = bar(amount / largest, min(40, self.width - 42), ascii_only=self.ascii)
+                drawn = bar(amount / largest, min(40, self.width - 42))
                 yield Text.assemble(
                     f"  {name:<18}{format_bytes(amount):>{_SIZE}}{percent(amount, breakdown.allocated):>7}  ",
                     (drawn, _STYLES[kind]),
@@ -254,7 +262,7 @@ class _Page:
         name_width = max(30, min(self.width - 52, 60))
         lines = tree_lines(tree, limit=_MODULES - (1 if tree.own_bytes else 0))
         for line in lines:
-            label = elide_left("  " * line.depth + line.label, name_width, ellipsis=self.glyph("…", "~"))
+            label = elide_left("  " * line.depth + line.label, name_width)
             style = "" if line.node is not None else "bright_black"
             yield self.module_line(label, line.total_bytes, breakdown, name_width, style).append_text(
                 self.mostly(line.node.categories if line.node else {}, line.total_bytes)
@@ -294,25 +302,25 @@ class _Page:
             yield self.tensor_line(group, widths, wide=wide)
         if rest := len(alike) - len(groups) + breakdown.tensors_omitted[0]:
             left = sum(group.total_bytes for group in alike[_TENSORS:]) + breakdown.tensors_omitted[1]
-            yield Text(f"  {format_bytes(left):>{_SIZE}}  in {rest} smaller groups", style="bright_black")
+            groups_left = "1 smaller group" if rest == 1 else f"{rest} smaller groups"
+            yield Text(f"  {format_bytes(left):>{_SIZE}}  in {groups_left}", style="bright_black")
 
     def tensor_line(self, group: TensorGroup, widths: tuple[int, int, int], *, wide: bool) -> Text:
         """One group of tensors."""
-        ellipsis = self.glyph("…", "~")
-        count = f"{self.glyph('×', 'x')}{group.count}" if group.count > 1 else ""
+        count = f"×{group.count}" if group.count > 1 else ""
         tensor = Text(
             group.tensor.replace(", ", ",") or f"({NAMES[group.category]})", style=_STYLES[group.category]
         )
         operation = Text(short_op(group.op))
         for text, width in ((tensor, widths[0]), (operation, widths[1])):
-            text.truncate(width, overflow="ellipsis" if not self.ascii else "crop", pad=True)
+            text.truncate(width, overflow="ellipsis", pad=True)
         location = self.location(group.line) or self.location(group.library_line) or group.module
         line = Text.assemble(
             f"  {format_bytes(group.total_bytes):>{_SIZE}} {count:<5} ", tensor, "  ", operation, "  "
         )
         if wide:
             line.append(f"{NAMES[group.category]:<16}  ")
-        line.append(elide_left(location, widths[2], ellipsis=ellipsis))
+        line.append(elide_left(location, widths[2]))
         line.rstrip()
         return line
 
@@ -332,13 +340,9 @@ class _Page:
                 yield self.phase_line(summary)
         grown = growth(found)
         if grown.per_iteration is not None and grown.per_iteration >= MIB:
-            yield from self.wrapped(
-                Text(
-                    f"  Each iteration leaves {format_bytes(grown.per_iteration)} more allocated than the last: "
-                    "this looks like a leak.",
-                    style="yellow",
-                )
-            )
+            more = format_bytes(grown.per_iteration)
+            text = f"  Each iteration leaves {more} more allocated than the last: probably a leak."
+            yield from self.wrapped(Text(text, style="yellow"))
 
     def phase_line(self, summary: PhaseSummary) -> Text:
         """One part of the iterations."""
@@ -346,13 +350,14 @@ class _Page:
         note = ""
         if summary.count > 1:
             same = summary.first.peak_allocated == worst.peak_allocated == summary.last.peak_allocated
-            note = f"  same in all {summary.count}" if same else f"  highest of {summary.count}: {worst.name}"
+            which = worst.name.removesuffix(f"/{worst.part}")
+            note = f"  same in all {summary.count}" if same else f"  worst of {summary.count}: {which}"
         figures = "".join(
             f"{format_bytes(amount):>12}"
             for amount in (worst.start_allocated, worst.peak_allocated, worst.end_allocated)
         )
         part = Text(summary.part)
-        part.truncate(18, overflow="ellipsis" if not self.ascii else "crop", pad=True)
+        part.truncate(18, overflow="ellipsis", pad=True)
         return Text.assemble("  ", part, figures, (note, "bright_black"))
 
     def warnings(self, run: VirtualRun) -> Iterator[Text]:
@@ -377,14 +382,14 @@ class _Page:
             f"{seconds(run.seconds_wall)} here",
             f"torch {run.torch_version}",
         ]
-        return Text(self.glyph(" · ", ", ").join(parts), style="bright_black")
+        return Text(" · ".join(parts), style="bright_black")
 
     # Pieces
 
     def heading(self, title: str, rest: str = "") -> Text:
         """A bold title, with figures after it, cut to the width."""
         line = Text.assemble((title, "bold"), "  " if rest else "", rest)
-        line.truncate(self.width, overflow="ellipsis" if not self.ascii else "crop")
+        line.truncate(self.width, overflow="ellipsis")
         return line
 
     def wrapped(self, text: Text, *, indent: int = 2, most: int = 3) -> Iterator[Text]:
@@ -410,10 +415,6 @@ class _Page:
     def at_line(self, frame: Frame | None) -> str:
         """The same with a preposition; empty where the line is unknown."""
         return f" at {self.location(frame)}" if frame else ""
-
-    def glyph(self, nice: str, plain: str) -> str:
-        """A character that the console's encoding can show."""
-        return plain if self.ascii else nice
 
 
 def _joined(groups: tuple[TensorGroup, ...]) -> list[TensorGroup]:

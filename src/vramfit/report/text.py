@@ -11,11 +11,9 @@ from vramfit.analysis.modules import ModuleNode
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
-def bar(share: float, width: int, *, ascii_only: bool = False) -> str:
+def bar(share: float, width: int) -> str:
     """A horizontal bar of ``share`` (0 to 1) of ``width`` characters, to an eighth of a character."""
     share = min(max(share, 0.0), 1.0)
-    if ascii_only:
-        return "#" * round(share * width)
     eighths = round(share * width * 8)
     full, rest = divmod(eighths, 8)
     return "█" * full + (_EIGHTHS[rest] if rest else "")
@@ -52,14 +50,17 @@ def percent(part: int, whole: int) -> str:
 
 
 def short_op(op: str) -> str:
-    """An operator without namespace and overload: ``aten::mm`` and ``aten.mm.default`` are both ``mm``."""
-    name = op.removeprefix("aten::").removeprefix("aten.")
-    return name.removesuffix(".default")
+    """An operator without overload, and of aten without its name: ``aten.mm.default`` is ``mm``."""
+    namespace, _, rest = op.replace("::", ".", 1).partition(".")
+    name = rest.split(".", 1)[0]
+    if not name:
+        return op
+    return name if namespace == "aten" else f"{namespace}.{name}"
 
 
-def elide_left(text: str, width: int, *, ellipsis: str = "…") -> str:
+def elide_left(text: str, width: int) -> str:
     """Cut the beginning of a path that is too long: its end, with the line number, says most."""
-    return text if len(text) <= width else ellipsis + text[len(text) - width + len(ellipsis) :]
+    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
 
 def seconds(value: float) -> str:

@@ -49,11 +49,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         WriteError: no space, no permission, no such folder; the old content is untouched.
     """
-    if _is_device(path):
-        with _explained(path), path.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-        return
-    write_with(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    write_with(path, lambda place: place.write_text(text, encoding="utf-8"))
 
 
 def write_with(path: Path, write: Callable[[Path], object]) -> None:

@@ -1,0 +1,82 @@
+from analysis.synthetic import Recorder, fitting_run
+from vramfit.analysis import growth, phases, summarise
+from vramfit.trace import Category, TraceBuilder
+from vramfit.units import MIB
+
+
+def leaking(iterations: int, leak: int) -> Recorder:
+    recorder = Recorder()
+    for iteration in range(iterations):
+        recorder.phase(f"step {iteration}/forward")
+        activation = recorder.alloc("", 64 * MIB, Category.ACTIVATIONS)
+        if leak:
+            recorder.alloc("", leak, Category.OTHER)
+        recorder.phase(f"step {iteration}/backward")
+        recorder.free(activation)
+    return recorder
+
+
+def test_each_phase_has_start_peak_and_end() -> None:
+    found = {phase.name: phase for phase in phases(leaking(2, MIB).finish())}
+    forward, backward = found["step 1/forward"], found["step 1/backward"]
+    assert (forward.iteration, forward.part) == (1, "forward")
+    assert (forward.start_allocated, forward.peak_allocated, forward.end_allocated) == (
+        MIB,
+        66 * MIB,
+        66 * MIB,
+    )
+    assert backward.start_allocated == backward.peak_allocated == 66 * MIB, "it counts what it began with"
+    assert backward.end_allocated == 2 * MIB
+    assert forward.last_row < backward.first_row
+
+
+def test_a_phase_entered_twice_is_one() -> None:
+    recorder = Recorder()
+    for size in (2, 8):
+        recorder.phase("step 0/forward")
+        first = recorder.alloc("", size * MIB, Category.ACTIVATIONS)
+        recorder.phase("step 0/backward")
+        recorder.free(first)
+    found = {phase.name: phase for phase in phases(recorder.finish())}
+    assert list(found) == ["step 0/forward", "step 0/backward"]
+    assert found["step 0/forward"].peak_allocated == 8 * MIB
+    assert found["step 0/backward"].end_allocated == 0
+
+
+def test_the_worst_iteration_is_singled_out() -> None:
+    summaries = {one.part: one for one in summarise(phases(fitting_run().trace))}
+    assert list(summaries) == ["forward", "backward", "step"]
+    backward = summaries["backward"]
+    assert backward.count == 3
+    assert backward.worst.name == "step 2/backward", "of equals the last, which has settled"
+    assert backward.first.peak_allocated < backward.worst.peak_allocated
+
+
+def test_phases_without_iterations_keep_their_name() -> None:
+    recorder = Recorder()
+    recorder.phase("inference")
+    recorder.alloc("", MIB, Category.ACTIVATIONS)
+    (phase,) = phases(recorder.finish())
+    assert (phase.iteration, phase.part) == (None, "inference")
+
+
+def test_a_trace_without_phases_has_none() -> None:
+    recorder = Recorder()
+    recorder.alloc("", MIB, Category.ACTIVATIONS)
+    assert phases(recorder.finish()) == ()
+    assert phases(TraceBuilder(devices=(), meta={}).finish()) == ()
+
+
+def test_growth_is_the_steady_change() -> None:
+    grown = growth(phases(leaking(6, MIB).finish()))
+    assert grown.iterations == tuple(range(6))
+    assert grown.end_allocated == tuple((number + 1) * MIB for number in range(6))
+    assert grown.per_iteration == MIB
+
+
+def test_a_steady_program_does_not_grow() -> None:
+    assert growth(phases(leaking(6, 0).finish())).per_iteration == 0
+
+
+def test_too_few_iterations_say_nothing_of_growth() -> None:
+    assert growth(phases(leaking(3, MIB).finish())).per_iteration is None

@@ -1,0 +1,222 @@
+from dataclasses import replace
+
+import pytest
+
+from analysis.synthetic import TORCH_LINEAR, TRAIN, Recorder, fitting_run, oom_run, outcome, virtual_run
+from vramfit.analysis import Outcome, verdict
+from vramfit.gpus import GpuKind, GpuSpec
+from vramfit.trace import Category, Frame, OomReport, VirtualRun
+from vramfit.units import GIB, MIB
+
+OPTIMIZER = Frame("/venv/lib/python3.11/site-packages/torch/optim/adamw.py", 120, "_init_group")
+
+
+def card(name: str, size: int, kind: GpuKind = GpuKind.DESKTOP) -> GpuSpec:
+    return GpuSpec(
+        name=name,
+        vendor_name=name,
+        kind=kind,
+        architecture="Ada Lovelace",
+        compute_capability=(8, 9),
+        total_bytes=size,
+        sm_count=1,
+        l2_bytes=1,
+        bandwidth=1.0,
+        memory_bus_bits=1,
+        boost_clock=1.0,
+        peak_flops={},
+        context_bytes=0,
+        link="",
+        host_link=1.0,
+        source="",
+    )
+
+
+CARDS = (card("large", 80 * GIB), card("small", 12 * GIB), card("tiny", 4 * GIB))
+
+
+def ran_out(
+    holding: dict[Category, int],
+    request: int,
+    *,
+    total: int = 8 * GIB,
+    phase: str = "step 0/forward",
+    stack: tuple[Frame, ...] = (),
+    alloc_conf: str = "",
+) -> VirtualRun:
+    """A run that held so much of each category when a request failed."""
+    recorder = Recorder(total_bytes=total, context_bytes=0)
+    recorder.builder.meta["alloc_conf"] = alloc_conf
+    recorder.phase(phase)
+    for category, size in holding.items():
+        recorder.alloc("", size, category)
+    recorder.oom(request)
+    trace = recorder.finish()
+    found = outcome(trace, total=total, context=0)
+    report = OomReport(
+        device=0,
+        requested_bytes=request,
+        stack=stack,
+        user_line=Frame(TRAIN, 1, "main"),
+        op="aten.mm.default",
+        message="CUDA out of memory.",
+        allocated_bytes=found.peak_allocated_bytes,
+        reserved_bytes=found.peak_reserved_bytes,
+        free_bytes=total - found.peak_reserved_bytes,
+        total_bytes=total,
+        handled=False,
+    )
+    return virtual_run(trace, devices=(found,), oom=report, exit_code=1)
+
+
+def test_a_run_that_fits_says_with_how_much_to_spare() -> None:
+    run = fitting_run()
+    found = verdict(run, cards=CARDS)
+    assert found.fits is True
+    assert found.outcome is Outcome.FITS
+    device = found.device
+    assert device.used == device.peak_reserved + device.context
+    assert device.headroom == device.total - device.used
+    assert device.breakdown.allocated == device.peak_allocated
+    assert found.smallest_gpu is not None
+    assert found.smallest_gpu.name == "small"
+    assert found.why == found.advice == ()
+
+
+def test_laptops_and_boards_are_not_offered() -> None:
+    cards = (*CARDS, card("board", 10 * GIB, GpuKind.EMBEDDED), card("laptop", 10 * GIB, GpuKind.LAPTOP))
+    found = verdict(fitting_run(), cards=cards)
+    assert found.smallest_gpu is not None
+    assert found.smallest_gpu.name == "small"
+    assert verdict(fitting_run(), cards=()).smallest_gpu is None
+
+
+def test_a_run_that_ran_out_is_described_at_that_moment() -> None:
+    run = oom_run()
+    found = verdict(run, cards=CARDS)
+    assert found.fits is False
+    assert found.line == Frame(TRAIN, 35, "main")
+    assert found.moment is not None
+    assert found.moment.row == len(run.trace) - 1
+    assert found.device.breakdown.moment == found.moment
+    assert found.device.breakdown.categories[Category.GRADIENTS] == 0
+
+
+def test_a_caught_error_in_a_program_that_went_on_still_fits() -> None:
+    found = verdict(oom_run(handled=True, exit_code=0), cards=CARDS)
+    assert found.fits is True
+    assert found.oom is not None
+    assert found.moment is None
+    assert found.device.breakdown.allocated == found.device.peak_allocated
+
+
+def test_a_caught_error_in_a_program_that_gave_up_does_not_fit() -> None:
+    assert verdict(oom_run(handled=True, exit_code=4), cards=CARDS).fits is False
+
+
+def test_another_failure_leaves_the_question_open() -> None:
+    run = replace(fitting_run(), exit_code=1, error="ValueError: bad")
+    found = verdict(run, cards=CARDS)
+    assert found.fits is None
+    assert found.outcome is Outcome.FAILED
+
+
+def test_the_shortage_counts_what_is_free() -> None:
+    found = verdict(ran_out({Category.ACTIVATIONS: 7 * GIB}, 2 * GIB), cards=CARDS)
+    assert found.short_by == GIB
+    assert found.needed == 9 * GIB
+    assert found.smallest_gpu is not None
+    assert found.smallest_gpu.name == "small"
+
+
+def test_model_and_optimizer_that_exceed_the_card_are_named() -> None:
+    state = {
+        Category.PARAMETERS: 2 * GIB,
+        Category.GRADIENTS: 2 * GIB,
+        Category.OPTIMIZER_STATE: 7 * GIB // 2,
+    }
+    run = ran_out(state, GIB, phase="step 0/step", stack=(TORCH_LINEAR, OPTIMIZER))
+    found = verdict(run, cards=CARDS)
+    assert found.why == (
+        "parameters 2.00 GiB + gradients 2.00 GiB + optimizer state 3.50 GiB leave no room for 1.00 GiB more "
+        "in the usable 8.00 GiB, whatever the batch size",
+        "the optimizer was still at its step",
+    )
+    assert len(found.advice) == 1
+    assert "a smaller batch does not help" in found.advice[0]
+
+
+def test_activations_that_fill_the_card_ask_for_a_smaller_batch() -> None:
+    held = {Category.PARAMETERS: GIB, Category.GRADIENTS: GIB, Category.ACTIVATIONS: 5 * GIB}
+    found = verdict(ran_out(held, 2 * GIB), cards=CARDS)
+    assert found.why[0].startswith("held at that moment: activations 5.00 GiB, ")
+    assert found.advice == ("a smaller batch, activation checkpointing or a lower precision",)
+
+
+def test_gradients_still_to_come_are_foretold() -> None:
+    held = {Category.PARAMETERS: 3 * GIB, Category.ACTIVATIONS: 9 * GIB // 2}
+    found = verdict(ran_out(held, GIB), cards=CARDS)
+    assert "gradients (up to 3.00 GiB more) were still to come" in found.why
+
+
+def test_one_request_larger_than_the_card_is_called_so() -> None:
+    found = verdict(ran_out({Category.INPUTS: MIB}, 9 * GIB), cards=CARDS)
+    assert found.why[0] == "this one request is larger than the 8.00 GiB that the card offers"
+
+
+@pytest.mark.parametrize(
+    ("alloc_conf", "advised"), [("", True), ("expandable_segments: True", False), ("backend:native", True)]
+)
+def test_fragmentation_is_told_and_cured(alloc_conf: str, advised: bool) -> None:
+    recorder = Recorder(total_bytes=60 * MIB, context_bytes=0)
+    recorder.builder.meta["alloc_conf"] = alloc_conf
+    blocks = [recorder.alloc("", 10 * MIB, Category.OTHER) for _ in range(6)]
+    for block in blocks[::2]:
+        recorder.free(block)
+    recorder.oom(20 * MIB)
+    trace = recorder.finish()
+    found = outcome(trace, total=60 * MIB, context=0)
+    report = OomReport(
+        device=0,
+        requested_bytes=20 * MIB,
+        stack=(),
+        user_line=None,
+        op="",
+        message="",
+        allocated_bytes=30 * MIB,
+        reserved_bytes=60 * MIB,
+        free_bytes=0,
+        total_bytes=60 * MIB,
+        handled=False,
+    )
+    judged = verdict(virtual_run(trace, devices=(found,), oom=report, exit_code=1), cards=CARDS)
+    assert any("30.00 MiB are reserved but lie in gaps" in reason for reason in judged.why)
+    assert any("expandable_segments:True" in advice for advice in judged.advice) == advised
+
+
+def test_the_fullest_card_decides() -> None:
+    recorder = Recorder(devices=2)
+    recorder.alloc("", GIB, Category.OTHER, device=0)
+    recorder.alloc("", 2 * GIB, Category.OTHER, device=1)
+    trace = recorder.finish()
+    run = virtual_run(trace, devices=(outcome(trace, device=0), outcome(trace, device=1)))
+    found = verdict(run, cards=CARDS)
+    assert found.device.index == 1
+    assert [device.breakdown.allocated for device in found.devices] == [GIB, 2 * GIB]
+
+
+def test_the_card_that_ran_out_decides() -> None:
+    recorder = Recorder(devices=2)
+    recorder.alloc("", GIB, Category.OTHER, device=0)
+    recorder.alloc("", 2 * GIB, Category.OTHER, device=1)
+    recorder.oom(30 * GIB, device=0)
+    trace = recorder.finish()
+    known = oom_run().oom
+    assert known is not None
+    run = virtual_run(
+        trace,
+        devices=(outcome(trace, device=0), outcome(trace, device=1)),
+        oom=replace(known, device=0, requested_bytes=30 * GIB),
+        exit_code=1,
+    )
+    assert verdict(run, cards=CARDS).device.index == 0

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from analysis.synthetic import fitting_run
+from vramfit.cli import main
+from vramfit.trace import VirtualRun
+
+
+@dataclass
+class Invocation:
+    """What a command line printed and how it ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass
+class FakeRunner:
+    """Takes the place of the child interpreter: notes what it was asked to run and gives a prepared run."""
+
+    result: VirtualRun | BaseException = field(default_factory=fitting_run)
+    calls: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
+
+    def run_in_child(self, command: list[str], **options: Any) -> VirtualRun:
+        self.calls.append((list(command), options))
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result
+
+    @property
+    def command(self) -> list[str]:
+        ((command, _),) = self.calls
+        return command
+
+    @property
+    def options(self) -> dict[str, Any]:
+        ((_, options),) = self.calls
+        return options
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> FakeRunner:
+    """The child interpreter replaced; these tests are about the command line alone."""
+    fake = FakeRunner()
+    module = ModuleType("vramfit.virtual.runner")
+    module.run_in_child = fake.run_in_child  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vramfit.virtual.runner", module)
+    return fake
+
+
+@pytest.fixture
+def vramfit(capsys: pytest.CaptureFixture[str]) -> Callable[..., Invocation]:
+    """Run a command line in this process."""
+
+    def invoke(*arguments: object) -> Invocation:
+        with pytest.raises(SystemExit) as caught:
+            main([str(argument) for argument in arguments])
+        code = caught.value.code
+        captured = capsys.readouterr()
+        return Invocation(code=code if isinstance(code, int) else 0, out=captured.out, err=captured.err)
+
+    return invoke

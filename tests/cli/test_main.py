@@ -1,0 +1,59 @@
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from cli.conftest import Invocation
+from vramfit import __version__
+
+Run = Callable[..., Invocation]
+
+
+def test_alone_it_prints_help(vramfit: Run) -> None:
+    found = vramfit()
+    assert found.code == 0
+    assert all(verb in found.out for verb in ("run", "gpus", "replay", "Usage"))
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize("verb", [[], ["run"], ["gpus"], ["replay"]])
+def test_help(vramfit: Run, verb: list[str], flag: str) -> None:
+    found = vramfit(*verb, flag)
+    assert found.code == 0
+    assert "Usage" in found.out
+
+
+def test_help_of_run_names_every_option(vramfit: Run) -> None:
+    text = vramfit("run", "--help").out
+    for option in ("--gpu", "--gpus", "--alloc-conf", "--json", "--trace", "--snapshot", "-m", "SCRIPT"):
+        assert option in text
+
+
+def test_version(vramfit: Run) -> None:
+    found = vramfit("--version")
+    assert found.code == 0
+    assert found.out.startswith(f"vramfit {__version__} (torch 2.")
+
+
+def test_an_unknown_verb_is_a_usage_error(vramfit: Run) -> None:
+    found = vramfit("rnu")
+    assert found.code == 2
+    assert "rnu" in found.err
+
+
+def test_the_command_line_loads_neither_torch_nor_numpy() -> None:
+    code = "import sys, vramfit.cli; print(sorted({'torch', 'numpy', 'scipy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_is_quick() -> None:
+    """Generous against a busy machine: importing torch alone takes longer than this."""
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "vramfit", "--help"], capture_output=True, check=True)
+        best = min(best, time.perf_counter() - start)
+    assert best < 1.0

@@ -1,0 +1,229 @@
+import errno
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.synthetic import fitting_run, oom_run
+from cli.conftest import FakeRunner, Invocation
+from vramfit.cli.program import end_options_at_module
+from vramfit.errors import EnvironmentUnfitError
+from vramfit.trace import MemoryTrace
+
+Run = Callable[..., Invocation]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text("print('hello')\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--json", "its-own.json", "-h", "--gpu", "x"],
+        ["--help"],
+        ["--version"],
+        ["-m", "module", "--", "-x"],
+        ["--", "--lr", "3"],
+        ["-"],
+        [""],
+        ["--epochs=3", "data", "--gpus", "8"],
+    ],
+)
+def test_all_after_the_script_is_the_scripts(
+    vramfit: Run, runner: FakeRunner, script: Path, arguments: list[str]
+) -> None:
+    for before in ([], ["--"]):
+        runner.calls.clear()
+        assert vramfit("run", "--gpu", "RTX 4090", *before, script, *arguments).code == 0
+        assert runner.command == [str(script), *arguments]
+        assert runner.options["gpus"] == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["--lr", "3"], ["-h"], ["--", "x"], ["-m", "y"], ["--gpu", "z"]])
+@pytest.mark.parametrize("spelled", [["-m", "package.module"], ["-mpackage.module"]])
+def test_all_after_the_module_is_the_modules(
+    vramfit: Run, runner: FakeRunner, spelled: list[str], arguments: list[str]
+) -> None:
+    assert vramfit("run", "--gpu", "RTX 4090", *spelled, *arguments).code == 0
+    assert runner.command == ["-m", "package.module", *arguments]
+
+
+def test_options_end_at_the_module_only_where_it_is_ours() -> None:
+    options = {"--gpu", "--json"}
+    assert end_options_at_module(["--gpu", "-m", "-m", "x", "y"], options) == [
+        "--gpu",
+        "-m",
+        "-m",
+        "x",
+        "--",
+        "y",
+    ]
+    assert end_options_at_module(["--gpu=a", "s.py", "-m", "x"], options) == ["--gpu=a", "s.py", "-m", "x"]
+    assert end_options_at_module(["--", "-m", "x"], options) == ["--", "-m", "x"]
+    assert end_options_at_module(["-m"], options) == ["-m", "--"]
+
+
+def test_options_reach_the_runner(vramfit: Run, runner: FakeRunner, script: Path) -> None:
+    conf = "expandable_segments:True"
+    found = vramfit("run", "--gpu", "RTX 4090", "--gpus", "2", "--alloc-conf", conf, script)
+    assert found.code == 0
+    assert runner.options["gpu"].name == "RTX 4090"
+    assert runner.options["gpus"] == 2
+    assert runner.options["alloc_conf"] == conf
+
+
+def test_the_report_is_printed_after_the_program(vramfit: Run, runner: FakeRunner, script: Path) -> None:
+    found = vramfit("run", "--gpu", "RTX 4090", script)
+    assert found.out.startswith("✓ fits RTX 4090")
+    assert found.err == ""
+
+
+@pytest.mark.parametrize(
+    ("run", "code"),
+    [
+        (fitting_run(), 0),
+        (oom_run(), 3),
+        (oom_run(handled=True, exit_code=0), 0),
+        (oom_run(handled=True, exit_code=7), 7),
+        (replace(fitting_run(), exit_code=1, error="ValueError"), 1),
+        (replace(fitting_run(), exit_code=42), 42),
+        (replace(fitting_run(), exit_code=-11), 139),
+    ],
+)
+def test_exit_codes(vramfit: Run, runner: FakeRunner, script: Path, run: Any, code: int) -> None:
+    runner.result = run
+    assert vramfit("run", "--gpu", "RTX 4090", script).code == code
+
+
+def test_files_are_written(vramfit: Run, runner: FakeRunner, script: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    files = [folder / "report.json", folder / "trace.vft", folder / "snapshot.pickle"]
+    found = vramfit(
+        "run", "--gpu", "RTX 4090", "--json", files[0], "--trace", files[1], "--snapshot", files[2], script
+    )
+    assert found.code == 0
+    assert sorted(folder.iterdir()) == sorted(files)
+    assert json.loads(files[0].read_text())["fits"] is True
+    assert len(MemoryTrace.load(files[1])) == len(fitting_run().trace)
+    assert files[2].stat().st_size > 1000
+
+
+def test_json_on_standard_output_is_alone_there(vramfit: Run, runner: FakeRunner, script: Path) -> None:
+    found = vramfit("run", "--gpu", "RTX 4090", "--json", "-", script)
+    assert json.loads(found.out)["schema"] == "vramfit.run/1"
+    assert not Path("-").exists()
+
+
+def refused(found: Invocation, runner: FakeRunner, reason: str, step: str, *, code: int = 2) -> None:
+    """A one-line reason and a next step, no traceback, and nothing was run."""
+    assert found.code == code
+    error, following = found.err.splitlines()
+    assert error.startswith("error: ")
+    assert following.startswith("next: ")
+    assert reason in error
+    assert step in following
+    assert found.out == ""
+    assert runner.calls == []
+
+
+def test_without_a_card_it_says_how_to_name_one(vramfit: Run, runner: FakeRunner, script: Path) -> None:
+    refused(vramfit("run", script), runner, "no card is given", "vramfit gpus")
+
+
+def test_an_unknown_card_gets_suggestions(vramfit: Run, runner: FakeRunner, script: Path) -> None:
+    refused(vramfit("run", "--gpu", "RTX 4099", script), runner, "RTX 4099", "RTX 4090")
+
+
+def test_no_program(vramfit: Run, runner: FakeRunner) -> None:
+    refused(vramfit("run", "--gpu", "RTX 4090"), runner, "no script", "train.py")
+    refused(vramfit("run", "--gpu", "RTX 4090", "-m", " "), runner, "-m names no module", "-m package.module")
+
+
+def test_a_missing_script_names_the_like(vramfit: Run, runner: FakeRunner, script: Path) -> None:
+    found = vramfit("run", "--gpu", "RTX 4090", script.with_name("trian.py"))
+    refused(found, runner, "there is no script", "Did you mean train.py?")
+    found = vramfit("run", "--gpu", "RTX 4090", script.with_name("zzz.py"))
+    refused(found, runner, "there is no script", "Check the path")
+    found = vramfit("run", "--gpu", "RTX 4090", script.parent / "nowhere" / "train.py")
+    refused(found, runner, "there is no script", "There is no folder")
+
+
+def test_a_folder_is_no_script(vramfit: Run, runner: FakeRunner, tmp_path: Path) -> None:
+    refused(vramfit("run", "--gpu", "RTX 4090", tmp_path), runner, "is a folder", "-m PACKAGE")
+
+
+def test_an_unreadable_allocator_setting(vramfit: Run, runner: FakeRunner, script: Path) -> None:
+    found = vramfit("run", "--gpu", "RTX 4090", "--alloc-conf", "max_split_size_mb:lots", script)
+    refused(found, runner, "lots", "")
+
+
+def test_unwritable_results_are_found_before_the_run(
+    vramfit: Run, runner: FakeRunner, script: Path, tmp_path: Path
+) -> None:
+    missing = tmp_path / "missing" / "report.json"
+    for option in ("--json", "--trace", "--snapshot"):
+        found = vramfit("run", "--gpu", "RTX 4090", option, missing, script)
+        refused(found, runner, "cannot write", "Create the folder")
+    same = tmp_path / "same"
+    found = vramfit("run", "--gpu", "RTX 4090", "--json", same, "--trace", same, script)
+    refused(found, runner, "another option names too", "its own file")
+
+
+def test_a_full_disk_after_the_run(
+    vramfit: Run, runner: FakeRunner, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    found = vramfit("run", "--gpu", "RTX 4090", "--json", tmp_path / "report.json", script)
+    assert found.code == 2
+    assert found.out.startswith("✓ fits"), "what was measured is still shown"
+    assert "no space left on device" in found.err
+    assert "Free some space" in found.err
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_an_unfit_environment_is_one_line(vramfit: Run, runner: FakeRunner, script: Path) -> None:
+    runner.result = EnvironmentUnfitError("torch 1.0 is too old", "Install torch 2.11 or newer")
+    found = vramfit("run", "--gpu", "RTX 4090", script)
+    assert found.code == 2
+    assert found.err.splitlines() == [
+        "error: torch 1.0 is too old",
+        "next:  Install torch 2.11 or newer",
+    ]
+
+
+def test_a_bug_is_told_from_the_programs_failure(vramfit: Run, runner: FakeRunner, script: Path) -> None:
+    runner.result = ZeroDivisionError("ours")
+    found = vramfit("run", "--gpu", "RTX 4090", script)
+    assert found.code == 70
+    assert "ZeroDivisionError: ours" in found.err
+    assert "This is a bug in vramfit" in found.err
+
+
+def test_an_interrupt_ends_with_the_shells_code(vramfit: Run, runner: FakeRunner, script: Path) -> None:
+    runner.result = KeyboardInterrupt()
+    found = vramfit("run", "--gpu", "RTX 4090", script)
+    assert found.code == 130
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--gpus", "0"], ["--gpus", "9"], ["--gpus", "two"], ["--no-such-option"]]
+)
+def test_wrong_options_are_usage_errors(
+    vramfit: Run, runner: FakeRunner, script: Path, arguments: list[str]
+) -> None:
+    found = vramfit("run", "--gpu", "RTX 4090", *arguments, script)
+    assert found.code == 2
+    assert runner.calls == []
+    assert arguments[0] in found.err

@@ -1,0 +1,127 @@
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from analysis.synthetic import TRAIN, Recorder, fitting_run, oom_run, outcome, virtual_run
+from report.golden_files import check_golden
+from vramfit.analysis import verdict
+from vramfit.report import print_terminal, render_terminal
+from vramfit.trace import Category, Frame, RunWarning, VirtualRun
+from vramfit.units import GIB, MIB
+
+ROOT = Path("/home/ada/project")
+
+
+def two_cards() -> VirtualRun:
+    recorder = Recorder(devices=2)
+    recorder.phase("inference")
+    recorder.alloc("float32[1024, 1024, 64]", 256 * MIB, Category.PARAMETERS, module="Net.a", device=0)
+    recorder.alloc("float32[1024, 1024, 1024]", 4 * GIB, Category.PARAMETERS, module="Net.b", device=1)
+    trace = recorder.finish()
+    return virtual_run(trace, devices=(outcome(trace, device=0), outcome(trace, device=1)))
+
+
+def nothing_allocated() -> VirtualRun:
+    return virtual_run(Recorder().finish())
+
+
+def crowded() -> VirtualRun:
+    """More of everything than a report can show, with names longer than a line."""
+    recorder = Recorder()
+    long_module = "Model." + ".".join(f"a_module_with_a_long_name_{depth}" for depth in range(4))
+    for part in range(40):
+        recorder.phase(f"a phase with a rather long name {part}")
+        for category in Category:
+            recorder.alloc(
+                f"bfloat16[{part + 1}, 1024, 1024, 16, 16, 16, 16, 16]",
+                (part + 1) * MIB + category,
+                category,
+                op="aten._scaled_dot_product_flash_attention.default",
+                module=f"{long_module}.part{part}",
+                stack=(Frame(f"{ROOT}/a/long/way/down/to/a/file/with_a_long_name.py", 10000 + part, "f"),),
+            )
+    warnings = tuple(
+        RunWarning(
+            code=str(number), message="a long warning " * 30, location=f"{TRAIN}:{number}", count=number
+        )
+        for number in range(30)
+    )
+    return virtual_run(recorder.finish(), warnings=warnings)
+
+
+def crowded_out() -> VirtualRun:
+    """The same, ended by running out with every reason there is."""
+    run, known = crowded(), oom_run().oom
+    assert known is not None
+    line = Frame(f"{ROOT}/a/long/way/down/to/a/file/with_a_long_name.py", 10000, "f")
+    return replace(run, exit_code=1, oom=replace(known, user_line=line, op="aten.a_long_operator.default"))
+
+
+RUNS = {
+    "fits": fitting_run,
+    "does-not-fit": oom_run,
+    "caught": lambda: oom_run(handled=True, exit_code=0),
+    "failed": lambda: replace(fitting_run(), exit_code=1, error="ValueError: no such data set", warnings=()),
+    "two-cards": two_cards,
+    "nothing": nothing_allocated,
+}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("name", RUNS)
+def test_report_is_as_agreed(name: str, width: int) -> None:
+    run = RUNS[name]()
+    text = render_terminal(run, verdict(run, cards=()), width=width, root=ROOT)
+    check_golden(f"{name}-{width}.txt", text)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+@pytest.mark.parametrize("make", [*RUNS.values(), crowded, crowded_out])
+def test_a_report_keeps_to_the_width_and_to_sixty_lines(make: object, width: int) -> None:
+    assert callable(make)
+    run = make()
+    lines = render_terminal(run, verdict(run, cards=()), width=width, root=ROOT).splitlines()
+    assert len(lines) <= (60 if width >= 80 else 70)
+    assert max(len(line) for line in lines) <= width
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_the_verdict_comes_first() -> None:
+    for make, first in ((fitting_run, "✓ fits RTX 4090"), (oom_run, "✗ does not fit Example 14GB")):
+        run = make()
+        assert render_terminal(run, verdict(run, cards=()), root=ROOT).startswith(first)
+
+
+def test_a_pipe_gets_no_colour_and_a_terminal_does() -> None:
+    run = fitting_run()
+    assert "\x1b" not in render_terminal(run, verdict(run, cards=()))
+    stream = io.StringIO()
+    terminal = Console(file=stream, width=80, force_terminal=True, color_system="standard")
+    print_terminal(run, verdict(run, cards=()), terminal)
+    assert "\x1b[" in stream.getvalue()
+
+
+@pytest.mark.parametrize("make", [fitting_run, oom_run, crowded])
+def test_an_ascii_terminal_gets_ascii(make: object) -> None:
+    assert callable(make)
+    run = make()
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii", errors="strict")
+    print_terminal(run, verdict(run, cards=()), Console(file=stream, width=80), root=ROOT)
+    stream.flush()
+    assert raw.getvalue().decode("ascii").startswith(("+ fits", "x does not fit"))
+
+
+def test_a_leak_is_pointed_out() -> None:
+    recorder = Recorder()
+    for iteration in range(6):
+        recorder.phase(f"step {iteration}/forward")
+        recorder.alloc("", 3 * MIB, Category.OTHER)
+    run = virtual_run(recorder.finish())
+    text = render_terminal(run, verdict(run, cards=()))
+    assert "leaves 3.00 MiB more allocated than the last: probably a leak." in text
+    run = fitting_run()
+    assert "leak" not in render_terminal(run, verdict(run, cards=()))
