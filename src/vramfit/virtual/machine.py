@@ -101,7 +101,7 @@ class VirtualDevice:
 
         return CachingAllocator(
             self.driver,
-            config=machine.config,
+            config=machine.settle_config(),
             torch_version=machine.torch_version,
             device=index,
             on_event=on_event,
@@ -137,13 +137,21 @@ class Hooks:
             (empty for ``"pop"`` and ``"end"``).
         on_synchronize: called with the device index when the program waits for a device.
         on_record_history: called with the arguments of ``_record_memory_history`` by name.
+        clear_workspaces: called when the program drops cuBLAS's workspaces.
+        malloc: serves ``torch.cuda.caching_allocator_alloc``: (device, bytes, stream id) to address.
+            Without it the device's allocator is asked directly.
+        free: serves ``torch.cuda.caching_allocator_delete``: (device, address).
+        oom_observers: what the program attached to hear of memory running out; see `Machine.notify_oom`.
     """
 
     snapshot_provider: Callable[[], dict[str, Any]] | None = None
     on_nvtx: Callable[[str, str], None] | None = None
     on_synchronize: Callable[[int], None] | None = None
     on_record_history: Callable[[dict[str, Any]], None] | None = None
-    observers: list[Callable[[int, int, int, int], object]] = field(default_factory=list)
+    clear_workspaces: Callable[[], None] | None = None
+    malloc: Callable[[int, int, int], int] | None = None
+    free: Callable[[int, int], None] | None = None
+    oom_observers: list[Callable[[int, int, int, int], object]] = field(default_factory=list)
 
 
 class _ThreadState(threading.local):
@@ -169,6 +177,11 @@ class Machine:
     Attributes:
         clock_us: simulated time in microseconds.
         on_event: called with (device, kind, address, size, stream) on each event of an allocator.
+        hooks: what the rest of the virtual GPU wants to hear.
+        init_pid: the process that initialised CUDA, None before.
+        cublas_workspace_bytes: what the program set as workspace size, by library (``"cublas"``,
+        ``"cublaslt"``).
+        history: arguments of the last ``_record_memory_history``, None while it is off.
     """
 
     def __init__(
@@ -190,7 +203,11 @@ class Machine:
         self.streams = StreamTable()
         self.pinned = PinnedMemory()
         self.init_pid: int | None = None
+        self.cublas_workspace_bytes: dict[str, int] = {}
+        self.history: dict[str, Any] | None = None
+        self._captures: set[tuple[int, int]] = set()
         self._alloc_conf = alloc_conf
+        self._config: AllocatorConfig | None = None
         self._visible = visible
         self._context_bytes = context_bytes
         self._tls = _ThreadState()
@@ -224,19 +241,35 @@ class Machine:
         """Identifiers of all devices of the machine, as ``nvidia-smi -L`` prints them (``GPU-...``)."""
         return tuple(f"GPU-{device_uuid(spec, index)}" for index, spec in enumerate(self.specs))
 
-    @cached_property
+    @property
     def config(self) -> AllocatorConfig:
-        """The allocator settings, read at first use.
+        """The allocator settings. Those of the environment may change until an allocator is first used.
 
         Raises:
             ConfigError: a setting cannot be read.
         """
+        return self._read_config() if self._config is None else self._config
+
+    def settle_config(self) -> AllocatorConfig:
+        """Read the settings for the last time: an allocator is about to be used."""
+        self._config = self.config
+        return self._config
+
+    def _read_config(self) -> AllocatorConfig:
         conf = self._alloc_conf
         if isinstance(conf, AllocatorConfig):
             return conf
         if conf is None:
             conf = alloc_conf_from_env(os.environ, torch_version=self.torch_version)
         return AllocatorConfig.parse(conf, torch_version=self.torch_version)
+
+    def set_config(self, config: AllocatorConfig) -> None:
+        """Change the allocator settings while the program runs, as torch allows."""
+        self._config = config
+        if "devices" in self.__dict__:
+            for device in self.devices:
+                if device.allocator_used:
+                    device.allocator.config = config
 
     def device(self, index: int | None = None) -> VirtualDevice:
         """A device by its number; None or a negative number means the current one.
@@ -274,6 +307,19 @@ class Machine:
         """Id of the next stream of the device's pool; the pool holds 32 per priority, and then repeats."""
         return self.streams.new(self.current_device if device is None else device, priority)
 
+    def begin_capture(self, device: int, stream: int) -> None:
+        """A CUDA graph begins to record what is sent to a stream."""
+        self._captures.add((device, stream))
+
+    def end_capture(self, device: int, stream: int) -> None:
+        """The recording of a stream ends."""
+        self._captures.discard((device, stream))
+
+    def is_capturing(self, device: int | None = None) -> bool:
+        """Whether this thread's current stream is being recorded into a CUDA graph."""
+        number = self.current_device if device is None else device
+        return (number, self.current_stream(number)) in self._captures
+
     # Time
 
     def advance(self, microseconds: float) -> None:
@@ -288,6 +334,11 @@ class Machine:
         if self.hooks.on_synchronize is not None:
             self.hooks.on_synchronize(found.index)
 
+    def notify_oom(self, device: int, requested: int, allocated: int, free: int) -> None:
+        """Tell the program's observers that an allocation failed; all figures in bytes."""
+        for observer in tuple(self.hooks.oom_observers):
+            observer(device, requested, allocated, free)
+
     # Pinned host memory
 
     @property
@@ -297,11 +348,16 @@ class Machine:
 
     def pin(self, nbytes: int) -> int:
         """Take page-locked host memory; gives a handle for `unpin` (0 for nothing)."""
-        return self.pinned.allocate(nbytes)
+        config = self.settle_config()
+        return self.pinned.allocate(
+            nbytes,
+            round_limit=config.pinned_max_round_threshold,
+            cache_limit=config.pinned_max_cached_size,
+        )
 
     def unpin(self, handle: int) -> None:
         """Give page-locked host memory back to torch's cache."""
-        self.pinned.free(handle)
+        self.pinned.free(handle, cache_limit=self.config.pinned_max_cached_size)
 
     # Warnings
 

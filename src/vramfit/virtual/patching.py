@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -16,6 +16,7 @@ class _Absent:
 
 
 _ABSENT = _Absent()
+_OURS = __name__.partition(".")[0]
 
 
 class PatchStack:
@@ -84,25 +85,25 @@ class PatchStack:
 
         self._undo.append(step)
 
-    def rebind(self, old: object, new: object) -> int:
-        """Replace `old` by `new` under every module-level name bound to it, in every imported module.
+    def rebind(self, pairs: Iterable[tuple[object, object]]) -> int:
+        """Replace objects under every module-level name bound to them, in every imported module.
 
-        ``from torch.cuda import Stream`` copies the class into the importing module; without this
-        such a module would keep the old class. Names inside classes, closures and containers are not looked at.
+        ``from torch.cuda import Stream`` copies the class into the importing module; without this such a
+        module would keep the old one. Names inside classes, closures and containers are not looked at, and
+        vramfit's own modules keep the originals.
+
+        Args:
+            pairs: (old, new) objects; the old ones are found by identity.
 
         Returns:
             How many names were rebound.
         """
-        count = 0
-        for module in list(sys.modules.values()):
-            if not isinstance(module, ModuleType):
-                continue
-            # vars(), not getattr: modules with a lazy __getattr__ must not be made to import things.
-            names = [name for name, value in list(vars(module).items()) if value is old]
-            for name in names:
-                self.item(vars(module), name, new)
-                count += 1
-        return count
+        found = list(pairs)
+        # A module that is imported while the patch stands binds the new objects by itself, so the undo looks
+        # through all modules again.
+        back = [(new, old) for old, new in found]
+        self.call(lambda: _swap_names(back))
+        return _swap_names(found)
 
     def undo(self) -> None:
         """Undo everything, last first. Idempotent; an undo that fails does not keep the others from running.
@@ -129,3 +130,19 @@ class PatchStack:
     ) -> None:
         """Undo everything, whatever happened in the block."""
         self.undo()
+
+
+def _swap_names(pairs: list[tuple[object, object]]) -> int:
+    # `pairs` keeps the objects to be found alive, so their ids are theirs alone.
+    table = {id(old): new for old, new in pairs}
+    count = 0
+    for path, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType) or path.partition(".")[0] == _OURS:
+            continue
+        # vars(), not getattr: modules with a lazy __getattr__ must not be made to import things.
+        names = vars(module)
+        for name, value in list(names.items()):
+            if id(value) in table:
+                names[name] = table[id(value)]
+                count += 1
+    return count

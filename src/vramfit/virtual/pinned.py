@@ -57,11 +57,19 @@ class PinnedMemory:
         """The most that was held from the system."""
         return self._reserved.peak
 
-    def allocate(self, nbytes: int) -> int:
-        """Take a block of at least `nbytes`; gives its handle, 0 for an empty request."""
+    def allocate(self, nbytes: int, *, round_limit: int | None = None, cache_limit: int | None = None) -> int:
+        """Take a block of at least `nbytes`; gives its handle, 0 for an empty request.
+
+        Args:
+            nbytes: the request.
+            round_limit: a larger request is not rounded (``pinned_max_round_threshold_mb``).
+            cache_limit: neither is one larger than this, which is not kept either when it is freed
+                (``pinned_max_cached_size_mb``).
+        """
         if nbytes <= 0:
             return 0
-        size = 1 << (nbytes - 1).bit_length()
+        limits = [limit for limit in (round_limit, cache_limit) if limit is not None]
+        size = nbytes if any(nbytes > limit for limit in limits) else 1 << (nbytes - 1).bit_length()
         with self._lock:
             if self._free[size]:
                 handle = self._free[size].pop()
@@ -75,25 +83,30 @@ class PinnedMemory:
             self._active.add(size)
         return handle
 
-    def free(self, handle: int) -> None:
-        """Give a block back to the cache; handle 0 is nothing."""
+    def free(self, handle: int, *, cache_limit: int | None = None) -> None:
+        """Give a block back: to the cache, or to the system if it is larger than `cache_limit`."""
         if not handle:
             return
         with self._lock:
             size = self._sizes[handle]
-            self._free[size].append(handle)
             self._requests.add(-1)
             self._active.add(-size)
+            if cache_limit is not None and size > cache_limit:
+                self._give_back(handle)
+            else:
+                self._free[size].append(handle)
 
     def empty_cache(self) -> None:
         """Give all unused blocks back to the system."""
         with self._lock:
-            for size, handles in self._free.items():
+            for handles in self._free.values():
                 for handle in handles:
-                    del self._sizes[handle]
-                    self._segments.add(-1)
-                    self._reserved.add(-size)
+                    self._give_back(handle)
             self._free.clear()
+
+    def _give_back(self, handle: int) -> None:
+        self._segments.add(-1)
+        self._reserved.add(-self._sizes.pop(handle))
 
     def stats(self) -> dict[str, Any]:
         """As ``torch.cuda.host_memory_stats_as_nested_dict()`` (torch/csrc/cuda/Module.cpp)."""

@@ -1,0 +1,123 @@
+"""Legacy tensor types: ``torch.cuda.FloatTensor(2, 3)``, ``Tensor.type``, the default tensor type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vramfit.virtual.patching import PatchStack
+
+_DTYPES = {
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16,
+    "LongTensor": torch.int64,
+    "IntTensor": torch.int32,
+    "ShortTensor": torch.int16,
+    "CharTensor": torch.int8,
+    "ByteTensor": torch.uint8,
+    "BoolTensor": torch.bool,
+}
+_PREFIX = "torch.cuda."
+
+
+class _TensorTypeMeta(type):
+    """Metaclass of the stand-ins: calling one makes a tensor, isinstance asks for dtype and device."""
+
+    dtype: torch.dtype
+
+    def __call__(cls, *args: Any, device: Any = None) -> torch.Tensor:
+        return _construct(cls.dtype, args, torch.device("cuda") if device is None else torch.device(device))
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.Tensor) and instance.is_cuda and instance.dtype == cls.dtype
+
+    def __repr__(cls) -> str:
+        return f"<class '{cls.__name__}'>"
+
+
+def _construct(dtype: torch.dtype, args: tuple[Any, ...], device: torch.device) -> torch.Tensor:
+    # torch/csrc/utils/tensor_new.cpp, legacy_tensor_generic_ctor_new
+    first = args[0] if args else ()
+    if isinstance(first, torch.Size) or not args:
+        return torch.empty(first, dtype=dtype, device=device)
+    if all(isinstance(size, int) for size in args):
+        return torch.empty(args, dtype=dtype, device=device)
+    if isinstance(first, torch.Tensor):
+        if first.dtype != dtype or first.device.type != device.type:
+            raise TypeError(f"expected {dtype} on {device.type} (got {first.dtype} on {first.device.type})")
+        return first.detach()
+    if isinstance(first, torch.UntypedStorage | torch.TypedStorage):
+        return torch.empty(0, dtype=dtype, device=device).set_(first)
+    return torch.tensor(first, dtype=dtype, device=device)
+
+
+def _stand_in(name: str, dtype: torch.dtype) -> type:
+    # The name is what Tensor.type() says of such a tensor.
+    return _TensorTypeMeta(_PREFIX + name, (), {"dtype": dtype, "is_cuda": True, "__module__": "torch.cuda"})
+
+
+def patch_legacy_tensors(patches: PatchStack) -> None:
+    """Replace the tensor types of ``torch.cuda``: C types that a CPU build refuses to call."""
+    types = {name: _stand_in(name, dtype) for name, dtype in _DTYPES.items()}
+    for name, stand_in in types.items():
+        patches.set(torch.cuda, name, stand_in)
+    # Tensor.type and the default tensor type parse such a type in C++, and ask for the CUDA library.
+    patches.set(torch.Tensor, "type", _tensor_type(torch.Tensor.type))
+    patches.set(torch, "set_default_tensor_type", _set_default_tensor_type(torch.set_default_tensor_type))
+    _restore_defaults(patches)
+
+
+def _cuda_dtype(wanted: object) -> torch.dtype | None:
+    """The dtype of a legacy cuda type given as text or stand-in, None for anything else."""
+    if isinstance(wanted, _TensorTypeMeta):
+        return wanted.dtype
+    if isinstance(wanted, str) and wanted.startswith(_PREFIX):
+        return _DTYPES.get(wanted.removeprefix(_PREFIX))
+    return None
+
+
+def _tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
+    def type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        found = _cuda_dtype(dtype)
+        if found is not None:
+            return self.to(
+                device=self.device if self.is_cuda else "cuda", dtype=found, non_blocking=non_blocking
+            )
+        if dtype is None:
+            return original(self)
+        return original(self, dtype, non_blocking, **kwargs)
+
+    type.__doc__ = original.__doc__
+    return type
+
+
+def _set_default_tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
+    def set_default_tensor_type(t: Any, /) -> None:
+        found = _cuda_dtype(t)
+        if found is None:
+            original(t)
+            torch.set_default_device(None)
+        else:
+            torch.set_default_dtype(found)
+            torch.set_default_device("cuda")
+
+    set_default_tensor_type.__doc__ = original.__doc__
+    return set_default_tensor_type
+
+
+def _restore_defaults(patches: PatchStack) -> None:
+    """A program's default dtype and device live in C++ and in a mode of torch; put them back at the undo."""
+    dtype = torch.get_default_dtype()
+    context: Any = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+
+    def undo() -> None:
+        if torch.get_default_dtype() != dtype:
+            torch.set_default_dtype(dtype)
+        if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not context:
+            torch.set_default_device(None if context is None else context.device)
+
+    patches.call(undo)
