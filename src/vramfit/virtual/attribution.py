@@ -1,0 +1,199 @@
+"""Who allocates: the Python stack, the module and the phase at this moment.
+
+The names end in the trace and in the report; nothing here changes what the program does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+import weakref
+from collections.abc import Callable
+from enum import Enum
+from types import CodeType, FrameType
+
+import torch
+from torch import nn
+
+from vramfit.trace import Frame, TraceBuilder
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+# Frames of the dispatch machinery itself: they stand between the program's line and our mode, and say nothing.
+_MACHINERY = (
+    _HERE,
+    _TORCH + "_ops.py",
+    _TORCH + "utils" + os.sep + "_python_dispatch.py",
+    _TORCH + "_subclasses" + os.sep,
+    _TORCH + "utils" + os.sep + "_device.py",
+    _TORCH + "overrides.py",
+)
+_MAX_FRAMES = 64
+_LIBRARIES = tuple(
+    {
+        sysconfig.get_paths()[key] + os.sep
+        for key in ("stdlib", "platstdlib", "purelib", "platlib")
+    }
+    | {_TORCH, os.path.dirname(os.path.dirname(_HERE)) + os.sep, "<frozen"}
+)
+
+
+def is_library_file(filename: str) -> bool:
+    """Whether a file belongs to Python, an installed package or vramfit, rather than to the program."""
+    return filename.startswith(_LIBRARIES)
+
+
+class Phase(Enum):
+    """What the program is doing, as far as torch's own hooks can tell."""
+
+    SETUP = "setup"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+class StackInterner:
+    """Turns the current Python stack into an index of the trace's stack table, quickly.
+
+    A stack is a flat tuple of code ids and line numbers: code objects themselves are slow to hash.
+    """
+
+    def __init__(self, builder: TraceBuilder) -> None:
+        self._builder = builder
+        self._known: dict[tuple[int, ...], int] = {}
+        self._hidden: dict[int, bool] = {}
+        self._codes: dict[int, CodeType] = {}  # keeps them alive, so that their ids stay theirs
+
+    def current(self, fallback: tuple[int, ...] | None = None) -> int:
+        """Index of the current stack, innermost first, without vramfit's and the dispatcher's own frames.
+
+        Args:
+            fallback: the key (from `key`) of the stack to use where this thread has no frame of the program,
+                as in autograd's own threads.
+        """
+        key = self.key() or fallback or ()
+        index = self._known.get(key)
+        return self._intern(key) if index is None else index
+
+    def key(self) -> tuple[int, ...]:
+        """The current stack as alternating code ids and line numbers, innermost first."""
+        hidden = self._hidden
+        frame: FrameType | None = sys._getframe(1)
+        key: list[int] = []
+        add = key.append
+        while frame is not None and len(key) < 2 * _MAX_FRAMES:
+            code = frame.f_code
+            number = id(code)
+            skip = hidden.get(number)
+            if skip is None:
+                skip = self._meet(code)
+            if not skip:
+                add(number)
+                add(frame.f_lineno or 0)
+            frame = frame.f_back
+        return tuple(key)
+
+    def _meet(self, code: CodeType) -> bool:
+        name = code.co_filename
+        self._codes[id(code)] = code
+        skip = self._hidden[id(code)] = name.startswith(_MACHINERY) or name.startswith("<frozen")
+        return skip
+
+    def _intern(self, key: tuple[int, ...]) -> int:
+        codes = self._codes
+        frames = tuple(
+            Frame(codes[number].co_filename, line, codes[number].co_qualname)
+            for number, line in zip(key[::2], key[1::2], strict=True)
+        )
+        index = self._known[key] = self._builder.stack(frames)
+        return index
+
+
+class ModuleStack:
+    """The nn.Module whose ``forward`` is running on each thread, as a dotted path below its root's class name."""
+
+    def __init__(self, builder: TraceBuilder) -> None:
+        self._builder = builder
+        self._local = threading.local()
+        self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+    def enter(self, module: nn.Module) -> bool:
+        """Push a module; True when it is a root (no other module is running on this thread)."""
+        stack = self._stack()
+        root = not stack
+        path = self._paths.get(module)
+        if path is None:
+            self.name_tree(stack[0][0] if stack else module)
+            path = self._paths.get(module)
+            if path is None:  # called, but registered nowhere below the root
+                path = f"{stack[-1][1]}.{type(module).__name__}" if stack else type(module).__name__
+                self._paths[module] = path
+        stack.append((module, path, self._builder.module(path)))
+        return root
+
+    def leave(self) -> bool:
+        """Pop the innermost module; True when the stack is empty again."""
+        stack = self._stack()
+        if stack:
+            stack.pop()
+        return not stack
+
+    def current(self) -> int:
+        """Index of the running module in the trace's table, -1 outside every module."""
+        stack = self._stack()
+        return stack[-1][2] if stack else -1
+
+    def knows(self, module: nn.Module) -> bool:
+        """Whether a module has its path already."""
+        return module in self._paths
+
+    def path_of(self, module: nn.Module) -> str:
+        """Dotted path of a module, naming its tree from it when it is not known yet."""
+        path = self._paths.get(module)
+        if path is None:
+            self.name_tree(module)
+            path = self._paths[module]
+        return path
+
+    def name_tree(self, root: nn.Module) -> None:
+        """Give every module below ``root`` its path; a module already named under a larger root keeps its name."""
+        base = type(root).__name__
+        for name, module in root.named_modules():
+            self._paths[module] = f"{base}.{name}" if name else base
+
+    def _stack(self) -> list[tuple[nn.Module, str, int]]:
+        stack: list[tuple[nn.Module, str, int]] | None = getattr(self._local, "stack", None)
+        if stack is None:
+            stack = self._local.stack = []
+        return stack
+
+
+class PhaseTracker:
+    """Which step and phase the program is in: ``step 0/forward``, ``step 0/backward``, ``step 0/optimizer``.
+
+    A phase lasts until another begins. A step ends with an optimizer step that follows a backward pass: two
+    optimizers that step in one iteration (a GAN) therefore count as two steps only if a backward lies between.
+    """
+
+    def __init__(self, builder: TraceBuilder, on_change: Callable[[int], None]) -> None:
+        self._builder = builder
+        self._on_change = on_change
+        self.phase = Phase.SETUP
+        self.step = 0
+        self.index = builder.phase(Phase.SETUP.value)
+        self._stepped = False
+
+    def begin(self, phase: Phase) -> None:
+        """Enter a phase; entering the current one again changes nothing."""
+        if phase in (Phase.FORWARD, Phase.BACKWARD) and self._stepped:
+            self.step += 1
+            self._stepped = False
+        elif phase is self.phase:
+            return
+        if phase is Phase.OPTIMIZER:
+            self._stepped = True
+        self.phase = phase
+        self.index = self._builder.phase(f"step {self.step}/{phase.value}")
+        self._on_change(self.index)

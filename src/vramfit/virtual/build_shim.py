@@ -1,0 +1,206 @@
+"""Lets any build of torch carry fake ``cuda`` tensors through autograd, without a card and without a compiler.
+
+NOTE [What a CPU-only build lacks]
+FakeTensorMode tensors on a ``cuda`` device go forward on any build, but the autograd engine of a CPU-only build
+aborts on them, for two reasons:
+
+1. It looks for a *device guard* of the device type in ``c10::impl::device_guard_impl_registry`` and finds none.
+   torch brings a no-op guard of its own (``FakeGuardImpl``), which ``torch._C._ensureCUDADeviceGuardSet()`` puts
+   there, but only in place of an existing guard whose ``deviceCount()`` is 0. So we register, for a moment, a dummy
+   object whose every method returns 0, and let torch replace it.
+2. It asks ``at::detail::getCUDAHooks()`` whether CUDA was built. The default object says no. We point that object
+   at a copy of its virtual table in which a few answers are ours: CUDA is built, no context exists yet, and cuDNN is
+   there or not (batch norm, channels_last and recurrent layers take their decision from it).
+
+A CUDA build brings its own guard and hooks. Without a card the guard says ``deviceCount() == 0``, and step 1 alone
+puts the no-op guard in its place; with a card the real guard stays, which is harmless: it only selects devices.
+
+The slots of the virtual table are those of ``ATen/detail/AcceleratorHooksInterface.h`` and
+``ATen/detail/CUDAHooksInterface.h``, which every torch wheel ships; they are read from those headers, so that another
+torch version finds its own order. ``self_check`` proves the result with a backward pass.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vramfit.errors import EnvironmentUnfitError
+
+_CUDA_DEVICE_TYPE = 1  # c10/core/DeviceType.h: DeviceType::CUDA
+_REGISTRY_SYMBOL = "_ZN3c104impl26device_guard_impl_registryE"
+_HOOKS_SYMBOL = "_ZN2at6detail12getCUDAHooksEv"
+_DESTRUCTOR_SLOTS = 2  # the Itanium C++ ABI gives a virtual destructor two slots
+_VTABLE_PREFIX = 2  # offset-to-top and type information stand before the first slot
+_TESTED_PLATFORMS = {("Linux", "x86_64")}
+
+# Objects that C++ keeps pointers to: they must never be collected.
+_keep_alive: list[object] = []
+_installed = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShimReport:
+    """What the shim found and did.
+
+    Attributes:
+        build: ``"cpu"`` or ``"cuda"``: how this torch was built.
+        patched_hooks: names of the CUDA hooks that answer for the virtual GPU (none on a CUDA build).
+        platform_note: empty on a platform that this project is tested on, else a sentence that says it is not.
+    """
+
+    build: str
+    patched_hooks: tuple[str, ...]
+    platform_note: str
+
+
+def install(*, cudnn: bool = True) -> ShimReport:
+    """Make this process able to run autograd on fake ``cuda`` tensors. Idempotent; it lasts as long as the process.
+
+    Args:
+        cudnn: whether torch should believe that cuDNN is present.
+
+    Raises:
+        EnvironmentUnfitError: this torch does not export what is needed; the message names its version.
+    """
+    global _installed
+    note = platform_note()
+    if _is_cuda_build():
+        torch._C._ensureCUDADeviceGuardSet()
+        return ShimReport(build="cuda", patched_hooks=(), platform_note=note)
+    names = _hook_answers(cudnn)
+    if not _installed:
+        try:
+            _register_guard()
+            _patch_hooks(names)
+        except (OSError, AttributeError, ValueError, KeyError) as error:
+            raise EnvironmentUnfitError(
+                f"torch {torch.__version__} on {sys.platform} does not export what the virtual GPU needs ({error})",
+                "Use a torch release from 2.11 on, from PyPI, on Linux; or report this version.",
+            ) from error
+        _installed = True
+    return ShimReport(build="cpu", patched_hooks=tuple(names), platform_note=note)
+
+
+def platform_note() -> str:
+    """Say that nobody has run the virtual GPU on this platform yet; empty where it is tested."""
+    system, machine = platform.system(), platform.machine()
+    if (system, machine) in _TESTED_PLATFORMS:
+        return ""
+    return f"The virtual GPU has not been run on {system} {machine} by its developers; the self-check passed here."
+
+
+def self_check() -> None:
+    """Run one tiny forward and backward pass on fake ``cuda`` tensors.
+
+    Raises:
+        EnvironmentUnfitError: it failed, so nothing else would work either.
+
+    A build that is unfit may abort the process instead of raising, which is why a child process runs this.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        with FakeTensorMode(allow_fallback_kernels=False):
+            weight = torch.empty(4, 4, device="cuda", requires_grad=True)
+            inputs = torch.empty(2, 4, device="cuda")
+            (inputs @ weight).relu().sum().backward()
+            grad = weight.grad
+        ok = grad is not None and grad.device.type == "cuda" and grad.shape == (4, 4)
+    except Exception as error:
+        raise EnvironmentUnfitError(
+            f"autograd cannot run on virtual cuda tensors in this process ({str(error).splitlines()[0]})",
+            "If a backward pass ran here before, use vramfit.run(...) or `vramfit run`, which start a fresh process; "
+            f"otherwise report torch {torch.__version__} as unfit.",
+        ) from error
+    if not ok:
+        raise EnvironmentUnfitError(f"torch {torch.__version__} lost a virtual gradient in the self-check")
+
+
+def _is_cuda_build() -> bool:
+    return bool(torch.backends.cuda.is_built())
+
+
+def _library(stem: str) -> ctypes.CDLL:
+    folder = Path(torch.__file__).parent / "lib"
+    for name in (f"lib{stem}.so", f"lib{stem}.dylib"):
+        if (folder / name).exists():
+            return ctypes.CDLL(str(folder / name))
+    raise OSError(f"no lib{stem} beside torch")
+
+
+def _register_guard() -> None:
+    registry = (ctypes.c_void_p * (_CUDA_DEVICE_TYPE + 1)).in_dll(_library("c10"), _REGISTRY_SYMBOL)
+    if registry[_CUDA_DEVICE_TYPE]:
+        return
+    zero = ctypes.CFUNCTYPE(ctypes.c_longlong)(lambda: 0)
+    address = ctypes.cast(zero, ctypes.c_void_p).value
+    slots = (ctypes.c_void_p * 64)(*([address] * 64))
+    dummy = (ctypes.c_void_p * 4)(ctypes.addressof(slots))
+    _keep_alive.extend((zero, slots, dummy))
+    registry[_CUDA_DEVICE_TYPE] = ctypes.addressof(dummy)
+    torch._C._ensureCUDADeviceGuardSet()
+    if registry[_CUDA_DEVICE_TYPE] == ctypes.addressof(dummy):
+        registry[_CUDA_DEVICE_TYPE] = None
+        raise ValueError("torch did not replace the dummy device guard")
+
+
+def _hook_answers(cudnn: bool) -> dict[str, int | float]:
+    answers: dict[str, int | float] = {"isBuilt": 1, "hasPrimaryContext": 0, "current_device": 0}
+    if cudnn:
+        # 9.1 and later take every route that the supported torch releases know (batchnorm, bf16, dilation).
+        answers |= {
+            "hasCuDNN": 1,
+            "compiledWithCuDNN": 1,
+            "supportsDilatedConvolutionWithCuDNN": 1,
+            "supportsDepthwiseConvolutionWithCuDNN": 1,
+            "supportsBFloat16ConvolutionWithCuDNNv8": 1,
+            "supportsBFloat16RNNWithCuDNN": 1,
+            "versionCuDNN": 91900,
+            "versionRuntimeCuDNN": 91900,
+            "batchnormMinEpsilonCuDNN": 0.0,  # CUDNN_BN_MIN_EPSILON of cudnn.h since cuDNN 7.5
+        }
+    return answers
+
+
+def _patch_hooks(answers: dict[str, int | float]) -> None:
+    get_hooks = getattr(_library("torch_cpu"), _HOOKS_SYMBOL)
+    get_hooks.restype = ctypes.c_void_p
+    table_pointer = ctypes.c_void_p.from_address(get_hooks())
+    slots = _hook_slots()
+    # Copy exactly the table that the headers describe: what lies behind it is not ours to read.
+    length = _VTABLE_PREFIX + max(slots.values()) + 1
+    assert table_pointer.value is not None
+    original = (ctypes.c_void_p * length).from_address(table_pointer.value - _VTABLE_PREFIX * ctypes.sizeof(ctypes.c_void_p))
+    table = (ctypes.c_void_p * length)(*original)
+    for name, answer in answers.items():
+        if name not in slots:
+            if name in ("isBuilt", "hasPrimaryContext"):
+                raise KeyError(name)
+            continue  # a question that this version does not ask
+        result_type = ctypes.c_double if isinstance(answer, float) else ctypes.c_longlong
+        function = ctypes.CFUNCTYPE(result_type)(lambda answer=answer: answer)
+        _keep_alive.append(function)
+        table[_VTABLE_PREFIX + slots[name]] = ctypes.cast(function, ctypes.c_void_p).value
+    _keep_alive.append(table)
+    table_pointer.value = ctypes.addressof(table) + _VTABLE_PREFIX * ctypes.sizeof(ctypes.c_void_p)
+
+
+def _hook_slots() -> dict[str, int]:
+    """Slot of each virtual method of the CUDA hooks, from the headers that this torch ships."""
+    folder = Path(torch.__file__).parent / "include" / "ATen" / "detail"
+    slots: dict[str, int] = {}
+    for header in ("AcceleratorHooksInterface.h", "CUDAHooksInterface.h"):
+        text = re.sub(r"/\*.*?\*/|//[^\n]*", "", (folder / header).read_text(), flags=re.DOTALL)
+        for match in re.finditer(r"\bvirtual\b[^;{]*?(~?\w+)\s*\(([^;{]*)[;{]", text):
+            name, rest = match.group(1), match.group(2)
+            if name.startswith("~") or re.search(r"\boverride\b", rest) or name in slots:
+                continue
+            slots[name] = _DESTRUCTOR_SLOTS + len(slots)
+    return slots

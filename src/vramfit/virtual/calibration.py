@@ -1,0 +1,41 @@
+"""Measures, once per process, how torch's engine presents a gradient that nobody else holds.
+
+See NOTE [Gradients summed in place] in mode.py: use counts tell whether the engine alone holds a tensor, and what
+they are for such a tensor depends on the torch version and on our own call path. A tiny backward pass on a virtual
+card of its own, in which one sum is exclusive by construction, gives the counts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses import fake_tensor
+
+from vramfit.gpus import find_gpu
+from vramfit.trace import TraceBuilder
+from vramfit.virtual.machine import Machine
+from vramfit.virtual.meter import Meter
+from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.patching import PatchStack
+from vramfit.virtual.workspaces import Workspaces
+
+_measured: tuple[int, int] | None = None
+
+
+def exclusive_counts() -> tuple[int, int] | None:
+    """Use counts of a tensor and of its storage when only the engine holds it; None where no sum was seen."""
+    global _measured
+    if _measured is None:
+        with PatchStack() as patches:
+            patches.set(fake_tensor, "init_gpu_context", lambda device: None)
+            patches.set(torch.cuda, "_lazy_init", lambda: None)
+            machine = Machine([find_gpu("24GiB")], alloc_conf="", visible="0", context_bytes=0)
+            meter = Meter(machine, TraceBuilder())
+            mode = VirtualMode(machine, meter, Workspaces(machine, meter))
+            mode.observed_counts = []
+            with mode:
+                leaf = torch.empty(4, 4, device="cuda:0", requires_grad=True)
+                product = leaf * 2.0
+                (product.sin() + product.cos()).sum().backward()
+            if mode.observed_counts:
+                _measured = mode.observed_counts[-1]
+    return _measured

@@ -1,0 +1,154 @@
+"""The child interpreter: becomes ``python script.py`` (or ``python -m module``) on a virtual GPU.
+
+Started by runner.py as ``python -P -m vramfit.virtual.child JOB``, where JOB is a JSON file that says what to run and
+where to leave the results. The exit code is the program's own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import importlib.machinery
+import json
+import os
+import runpy
+import sys
+import threading
+import traceback
+import types
+from pathlib import Path
+from typing import Any
+
+from vramfit.errors import VramfitError
+from vramfit.virtual.job import Job, Stage, save_outcome, spec_from_plain
+
+_HERE = str(Path(__file__).resolve().parent)
+
+
+def main(job_file: str) -> int:
+    """Run the job; returns the program's exit code."""
+    job = Job(**json.loads(Path(job_file).read_text(encoding="utf-8")))
+    job.enter(Stage.IMPORTING)
+    from vramfit.virtual.gpu import VirtualGPU
+
+    job.enter(Stage.CHECKING)
+    try:
+        gpu = VirtualGPU(spec_from_plain(job.gpu), gpus=job.gpus, alloc_conf=job.alloc_conf)
+        gpu.__enter__()
+    except VramfitError as error:
+        job.fail(error)
+        return error.exit_code
+    job.enter(Stage.RUNNING)
+    code, error = run_program(job.command)
+    code = _wind_down(code)
+    gpu.__exit__(type(error) if error else None, error, None)
+    save_outcome(Path(job.folder), gpu.run, exit_code=code, command=job.command)
+    job.enter(Stage.DONE)
+    return code
+
+
+def run_program(command: list[str]) -> tuple[int, BaseException | None]:
+    """Run a script or module as ``__main__``; returns its exit code and the exception that ended it, if any."""
+    try:
+        if command[0] == "-m":
+            _run_module(command[1], command[2:])
+        else:
+            _run_script(command[0], command[1:])
+    except SystemExit as stop:
+        return _exit_code(stop), None
+    except KeyboardInterrupt as error:
+        _print_exception(error)
+        return 130, error
+    except BaseException as error:
+        _print_exception(error)
+        return 1, error
+    return 0, None
+
+
+def _run_script(script: str, arguments: list[str]) -> None:
+    """As ``python script.py``: the script's folder leads ``sys.path``, and the script is the module ``__main__``."""
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    with open(script, "rb") as file:
+        source = file.read()
+    code = compile(source, script, "exec", dont_inherit=True)
+    module = types.ModuleType("__main__")
+    module.__file__ = script
+    module.__builtins__ = builtins  # type: ignore[attr-defined]
+    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", script)
+    module.__dict__["__cached__"] = None
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+def _run_module(name: str, arguments: list[str]) -> None:
+    """As ``python -m module``: the current folder leads ``sys.path``."""
+    sys.argv = [name, *arguments]
+    sys.path.insert(0, os.getcwd())
+    try:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    except ImportError as error:
+        # runpy says so itself when the module to run is missing; anything else is the program's own failure.
+        if error.__traceback__ is not None and _innermost_file(error) in ("<frozen runpy>", runpy.__file__):
+            print(f"{sys.executable}: {error}", file=sys.stderr)
+            raise SystemExit(1) from None
+        raise
+
+
+def _innermost_file(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_code.co_filename if trace is not None else ""
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code & 0xFF
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+def _print_exception(error: BaseException) -> None:
+    """Show the program's exception as python would: without the frames that started it."""
+    trace = error.__traceback__
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    error = error.with_traceback(trace)
+    sys.stdout.flush()
+    if sys.excepthook is not sys.__excepthook__:
+        sys.excepthook(type(error), error, trace)
+        return
+    traceback.print_exception(type(error), error, trace)
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith(_HERE) or filename in ("<frozen runpy>", runpy.__file__)
+
+
+def _wind_down(code: int) -> int:
+    """What an interpreter does at its end: wait for threads, run the exit handlers."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except SystemExit as stop:
+        return _exit_code(stop)
+    except BaseException as error:
+        _print_exception(error)
+    return code
+
+
+def _leave(code: int) -> Any:
+    """End the process at once: autograd's C++ threads outlive the interpreter and could abort a finished run."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            code = code or 120  # as python does when its output cannot be flushed
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _leave(main(sys.argv[1]))

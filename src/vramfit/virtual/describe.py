@@ -1,0 +1,180 @@
+"""What an op returns, by shape: FakeTensorMode says it once, a cache of our own says it again.
+
+FakeTensorMode has a cache too, but building its key and its results takes most of a virtual training step. A key here
+is the op, each tensor's shape, strides, offset, dtype and device, and the other arguments with their types (``2`` and
+``2.0`` promote differently); a result is how to build the fake tensors again: fresh, a view of an argument, or an
+argument itself. What does not fit that form is asked anew each time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_FRESH, _VIEW, _ARGUMENT, _NONE = range(4)
+_PLAIN = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format, str, type(None)})
+_MAX_ENTRIES = 100_000
+
+_Output = tuple[int, Any]
+_Recipe = tuple[type | None, tuple[_Output, ...]]
+
+
+class FakeFactory:
+    """Makes fake tensors around meta tensors, without the checks of FakeTensor's own constructor."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
+
+    def make(self, elem: torch.Tensor, device: torch.device) -> FakeTensor:
+        """A fake tensor on a device (with its index) over a meta tensor."""
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            model = FakeTensor(self._mode, torch.empty(0, device="meta"), device)
+            attributes = self._attributes[device] = dict(model.__dict__)
+        fake = torch.Tensor._make_subclass(
+            FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        fake.__dict__.update(attributes)
+        return fake
+
+
+class Describer:
+    """Results of ops on fake tensors."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._recipes: dict[Any, _Recipe | None] = {}
+        self._uncached: dict[Any, bool] = {}
+        self.factory = FakeFactory(mode)
+
+    def describe(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``func`` returns on fake tensors; raises what FakeTensorMode raises."""
+        tensors: list[FakeTensor] = []
+        key = self._key(func, args, kwargs, tensors)
+        if key is None:
+            return self._mode.dispatch(func, (), args, kwargs)
+        recipe = self._recipes.get(key, False)
+        if recipe is None:
+            return self._mode.dispatch(func, (), args, kwargs)
+        if recipe is not False:
+            return self._build(recipe, tensors)
+        out = self._mode.dispatch(func, (), args, kwargs)
+        if len(self._recipes) >= _MAX_ENTRIES:
+            self._recipes.clear()
+        self._recipes[key] = _recipe(out, tensors)
+        return out
+
+    def _key(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[FakeTensor]
+    ) -> Any:
+        uncached = self._uncached.get(func)
+        if uncached is None:
+            uncached = self._uncached[func] = _never_cached(func)
+        if uncached:
+            return None
+        parts: list[Any] = [func, torch.is_inference_mode_enabled()]
+        if not _add(args, parts, tensors):
+            return None
+        if kwargs:
+            for name, value in kwargs.items():
+                parts.append(name)
+                if not _add((value,), parts, tensors):
+                    return None
+        if not tensors:
+            parts.append(torch.get_default_dtype())
+        return tuple(parts)
+
+    def _build(self, recipe: _Recipe, tensors: list[FakeTensor]) -> Any:
+        container, outputs = recipe
+        if container is None:
+            return self._build_one(outputs[0], tensors)
+        built = [self._build_one(output, tensors) for output in outputs]
+        return built if container is list else tuple(built)
+
+    def _build_one(self, output: _Output, tensors: list[FakeTensor]) -> Any:
+        kind, facts = output
+        if kind == _FRESH:
+            shape, stride, dtype, device = facts
+            return self.factory.make(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+        if kind == _VIEW:
+            position, shape, stride, offset, dtype, device = facts
+            elem = torch.empty(0, dtype=dtype, device="meta")
+            elem.set_(tensors[position].untyped_storage(), offset, shape, stride)
+            return self.factory.make(elem, device)
+        return tensors[facts] if kind == _ARGUMENT else None
+
+
+def _never_cached(func: torch._ops.OpOverload) -> bool:
+    tags = func.tags
+    return (
+        torch.Tag.inplace_view in tags
+        or torch.Tag.dynamic_output_shape in tags
+        or torch.Tag.data_dependent_output in tags
+        or func._schema.name.startswith("prims::")
+        or any(a.alias_info is not None and a.alias_info.is_write and a.kwarg_only for a in func._schema.arguments)
+    )
+
+
+def _add(values: Any, parts: list[Any], tensors: list[FakeTensor]) -> bool:
+    """Append what identifies some arguments to a key; False when they cannot be part of one."""
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.layout is not torch.strided or value.is_conj() or value.is_neg():
+                return False
+            parts.append(
+                (value.shape, value.stride(), value.storage_offset(), value.dtype, value.__dict__["_fake_device"])
+            )
+            tensors.append(value)
+        elif kind is int or kind is float or kind is bool:
+            parts.append(kind)
+            parts.append(value)
+        elif kind in _PLAIN:
+            parts.append(value)
+        elif kind is list or kind is tuple:
+            parts.append(len(value))
+            if not _add(value, parts, tensors):
+                return False
+        else:
+            return False  # real tensors, generators, symbolic sizes, complex numbers
+    return True
+
+
+def _recipe(out: Any, tensors: list[FakeTensor]) -> _Recipe | None:
+    """How to build results again from the tensors among the arguments; None when that cannot be said."""
+    if isinstance(out, (list, tuple)):
+        seen: set[int] = set()
+        outputs = []
+        for item in out:
+            output = _output(item, tensors, seen)
+            if output is None:
+                return None
+            outputs.append(output)
+        return type(out), tuple(outputs)
+    output = _output(out, tensors, set())
+    return None if output is None else (None, (output,))
+
+
+def _output(item: Any, tensors: list[FakeTensor], seen: set[int]) -> _Output | None:
+    if item is None:
+        return _NONE, None
+    if type(item) is not FakeTensor or item.layout is not torch.strided or item.is_conj() or item.is_neg():
+        return None
+    for position, tensor in enumerate(tensors):
+        if item is tensor:
+            return _ARGUMENT, position
+    device = item.fake_device
+    key = item.untyped_storage()._cdata
+    for position, tensor in enumerate(tensors):
+        if tensor.untyped_storage()._cdata == key:
+            facts = (position, item.shape, item.stride(), item.storage_offset(), item.dtype, device)
+            return _VIEW, facts
+    model = torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
+    if key in seen or item.storage_offset() or model.untyped_storage().nbytes() != item.untyped_storage().nbytes():
+        return None  # two results in one storage, or a storage larger than its tensor
+    seen.add(key)
+    return _FRESH, (item.shape, item.stride(), item.dtype, device)

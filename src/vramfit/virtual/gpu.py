@@ -1,0 +1,220 @@
+"""The virtual GPU as a context: everything installed on entering, everything undone on leaving."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from types import TracebackType
+
+import torch
+
+from vramfit.errors import EnvironmentUnfitError, UsageError
+from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.trace import (
+    DeviceOutcome,
+    MemoryTrace,
+    RunWarning,
+    TraceBuilder,
+    TraceDevice,
+    VirtualRun,
+    snapshot_from_trace,
+)
+from vramfit.virtual import build_shim, facade, program
+from vramfit.virtual.calibration import exclusive_counts
+from vramfit.virtual.machine import Machine
+from vramfit.virtual.meter import Meter
+from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.patching import PatchStack
+from vramfit.virtual.workspaces import Workspaces
+
+MAX_GPUS = 8  # c10/core/impl/FakeGuardImpl.h: kFakeGuardImplMaxDevices
+
+
+class VirtualGPU:
+    """Runs the CUDA code inside its ``with`` block on virtual cards, and measures its memory.
+
+    Example::
+
+        with vramfit.VirtualGPU("RTX 4090") as gpu:
+            model = MyModel().cuda()
+            model(torch.empty(8, 3, 224, 224, device="cuda")).sum().backward()
+        print(gpu.peak_allocated_bytes, gpu.run.oom)
+
+    Models must be built inside the block. On leaving, every patch of Python is undone; tensors made inside hold no
+    values and should not be used further.
+
+    Args:
+        gpu: a card's name, a size (``"24GiB"``), a path to a TOML file, or a `GpuSpec`.
+        gpus: how many of them (at most 8).
+        alloc_conf: allocator settings as in ``PYTORCH_ALLOC_CONF``; None reads the environment.
+        context_bytes: memory of the CUDA context; None takes it from the card.
+
+    Raises:
+        UnknownGpuError: no such card.
+        EnvironmentUnfitError: this interpreter cannot carry the virtual GPU (see `check_interpreter`).
+    """
+
+    def __init__(
+        self,
+        gpu: str | GpuSpec,
+        *,
+        gpus: int = 1,
+        alloc_conf: str | None = None,
+        context_bytes: int | None = None,
+    ) -> None:
+        if not 1 <= gpus <= MAX_GPUS:
+            raise UsageError(f"{gpus} virtual GPUs were asked for; 1 to {MAX_GPUS} are possible")
+        self.spec = find_gpu(gpu) if isinstance(gpu, str) else gpu
+        self._machine = Machine(
+            [self.spec] * gpus,
+            alloc_conf=alloc_conf,
+            torch_version=torch_version(),
+            context_bytes=context_bytes,
+        )
+        self._machine.config  # noqa: B018  # unreadable settings are refused here, not in the middle of the program
+        self._builder = TraceBuilder(
+            meta={"source": "virtual", "torch_version": torch.__version__, "alloc_conf": self._machine.config.to_string()}
+        )
+        self._patches = PatchStack()
+        self._run: VirtualRun | None = None
+        self._started = 0.0
+        self._shim: build_shim.ShimReport | None = None
+        self.meter = Meter(self._machine, self._builder)
+        self.mode = VirtualMode(self._machine, self.meter, Workspaces(self._machine, self.meter))
+
+    def __enter__(self) -> VirtualGPU:
+        """Install the virtual GPU in this process."""
+        check_interpreter()
+        self._shim = build_shim.install()
+        build_shim.self_check()
+        if self._shim.platform_note:
+            self._machine.warn("platform-not-run", self._shim.platform_note)
+        self.mode.exclusive_counts = exclusive_counts()
+        self._started = time.perf_counter()
+        try:
+            facade.install(self._machine, self._patches)
+            program.install(self.mode, self._patches)
+            self._machine.hooks.snapshot_provider = self._snapshot
+            self._machine.hooks.clear_workspaces = self.mode.workspaces.clear
+            self.mode.__enter__()
+        except BaseException:
+            self._patches.undo()
+            raise
+        global _active
+        _active = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Undo every patch; the results stay available in `run`."""
+        global _active
+        _active = None
+        self._run = self._outcome(error)
+        self.mode.__exit__(kind, error, traceback)
+        self._patches.undo()
+
+    # -- results -------------------------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> VirtualRun:
+        """What happened so far (inside the block) or in all (after it)."""
+        return self._run if self._run is not None else self._outcome(None)
+
+    @property
+    def trace(self) -> MemoryTrace:
+        """The memory trace of the run."""
+        return self.run.trace
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        """Most bytes allocated at once on device 0 since entering."""
+        return self.run.devices[0].peak_allocated_bytes
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """Most bytes reserved at once on device 0 since entering."""
+        return self.run.devices[0].peak_reserved_bytes
+
+    def _outcome(self, error: BaseException | None) -> VirtualRun:
+        meter, machine = self.meter, self._machine
+        meter.collect()
+        oom = meter.oom
+        if oom is not None and isinstance(error, torch.OutOfMemoryError):
+            oom = meter.unhandled_oom()
+        return VirtualRun(
+            trace=self._builder.finish(devices=self._trace_devices()),
+            devices=tuple(self._device_outcome(index) for index in range(len(machine.devices))),
+            oom=oom,
+            warnings=tuple(
+                RunWarning(code=w.code, message=w.message, location=w.location, count=w.count) for w in machine.warnings
+            ),
+            ops=meter.ops,
+            seconds_simulated=machine.clock_us / 1e6,
+            seconds_wall=time.perf_counter() - self._started,
+            exit_code=0 if error is None else 1,
+            error=None if error is None else f"{type(error).__name__}: {error}",
+            program=tuple(sys.argv),
+            torch_version=torch.__version__,
+            platform=f"{platform.system()} {platform.machine()}",
+        )
+
+    def _trace_devices(self) -> tuple[TraceDevice, ...]:
+        return tuple(
+            TraceDevice(
+                index=device.index,
+                name=device.spec.name,
+                total_bytes=device.spec.total_bytes,
+                context_bytes=device.context_bytes,
+                segments=device.allocator.segments(),
+            )
+            for device in self._machine.devices
+        )
+
+    def _device_outcome(self, index: int) -> DeviceOutcome:
+        device = self._machine.devices[index]
+        lifetime = self.meter.lifetime_peaks(index)
+        return DeviceOutcome(
+            index=index,
+            gpu=device.spec.name,
+            total_bytes=device.spec.total_bytes,
+            context_bytes=device.context_bytes,
+            stats=device.allocator.memory_stats_flat(),
+            peak_allocated_bytes=lifetime.allocated,
+            peak_reserved_bytes=lifetime.reserved,
+            peak_active_bytes=lifetime.active,
+        )
+
+    def _snapshot(self) -> dict[str, object]:
+        self.meter.collect()
+        trace = self._builder.finish(devices=self._trace_devices())
+        return snapshot_from_trace(trace)
+
+
+_active: VirtualGPU | None = None
+
+
+def torch_version() -> tuple[int, int]:
+    """Major and minor version of the torch that runs."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def check_interpreter() -> None:
+    """Make sure that this interpreter can carry the virtual GPU.
+
+    A CPU backward pass that ran before the shim has started autograd's threads without one for CUDA devices, after
+    which every backward pass on ``cuda`` tensors fails: `build_shim.self_check` finds that.
+
+    Raises:
+        EnvironmentUnfitError: a virtual GPU is active already, torch is too old, or CUDA is in use.
+    """
+    if _active is not None:
+        raise EnvironmentUnfitError("a virtual GPU is active already", "Leave its block first.")
+    if torch_version() < (2, 11):
+        raise EnvironmentUnfitError(f"torch {torch.__version__} is too old", "Install torch 2.11 or later.")
+    if torch.cuda.is_initialized():
+        raise EnvironmentUnfitError(
+            "this process uses a real GPU already", "Run the code with vramfit.run(...) or `vramfit run`, in a child process."
+        )

@@ -1,0 +1,324 @@
+"""Storages that are born and die on a virtual card, placed by its allocator and written to the trace.
+
+NOTE [How a storage is followed]
+Every fake tensor owns (or views) an ``UntypedStorage`` on the meta device. torch keeps one Python object per C++
+storage for as long as the storage lives, so a weak reference to it dies exactly when the last tensor, saved variable
+or view lets go: that is the moment at which a card would return the block. The callback may run inside anything
+(even inside the allocator, when the garbage collector strikes there), so it only queues the block; the queue is
+emptied before the next request and before anyone looks at the figures. No request comes in between, so the order of
+events, and with it every address, is the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from vramfit.allocator import AllocatorEventKind, OutOfMemory
+from vramfit.trace import Category, EventKind, Frame, OomReport, TraceBuilder
+from vramfit.virtual.attribution import ModuleStack, Phase, PhaseTracker, StackInterner, is_library_file
+from vramfit.virtual.machine import Machine
+
+_KIND = {kind: EventKind[kind.name] for kind in AllocatorEventKind}
+
+
+class StorageRecord(weakref.ref[torch.UntypedStorage]):
+    """What is known of one storage on a virtual card. The weak reference itself tells its death."""
+
+    __slots__ = ("address", "category", "device", "graph", "key", "module", "nbytes", "phase", "row")
+
+    key: int
+    device: int
+    address: int
+    nbytes: int
+    row: int
+    phase: int
+    category: int
+    graph: bool
+    module: str | None
+
+
+@dataclass(slots=True)
+class Peaks:
+    """Highest figures of a device since the start, in bytes, whatever the program resets."""
+
+    allocated: int = 0
+    reserved: int = 0
+    active: int = 0
+
+
+class Meter:
+    """Places storages through the allocators of a `Machine` and writes what happens to a `TraceBuilder`."""
+
+    def __init__(self, machine: Machine, builder: TraceBuilder) -> None:
+        self.machine = machine
+        self.builder = builder
+        self.stacks = StackInterner(builder)
+        self.modules = ModuleStack(builder)
+        self.phases = PhaseTracker(builder, self._mark_phase)
+        self.ops = 0
+        self.oom: OomReport | None = None
+        self.lock = threading.RLock()
+        self.default_category = Category.OTHER
+        self._records: dict[int, StorageRecord] = {}
+        self._dead: deque[StorageRecord] = deque()
+        self._backward_stack: tuple[int, ...] | None = None
+        self._rows: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        self._peaks: defaultdict[int, Peaks] = defaultdict(Peaks)
+        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.uncertainty: Counter[int] = Counter()
+        machine.on_event = self._on_event
+
+    # -- storages ------------------------------------------------------------------------------------------------
+
+    def record_of(self, tensor: torch.Tensor) -> StorageRecord | None:
+        """The record behind a fake tensor, None when its storage is not on a virtual card."""
+        self.collect()  # a new storage may lie where a dead one lay
+        return self._records.get(tensor.untyped_storage()._cdata)
+
+    def adopt(self, tensor: torch.Tensor, op: str, category: int | None = None) -> None:
+        """Place the storage of a fake ``cuda`` tensor if it is new, or follow its change of size.
+
+        Raises:
+            torch.OutOfMemoryError: the card is full; the message is like the card's.
+        """
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self.collect()
+        record = self._records.get(key)
+        if record is not None:
+            if record.nbytes != storage.nbytes():
+                self._resize(record, storage.nbytes(), op, tensor)
+            return
+        record = StorageRecord(storage, self._dead.append)
+        record.key = key
+        record.device = tensor.device.index or 0
+        record.nbytes = storage.nbytes()
+        record.graph = torch.is_grad_enabled()
+        record.module = None
+        self._place(record, op, category, tensor)
+        self._records[key] = record
+
+    def resized(self, tensor_or_storage: torch.UntypedStorage, op: str) -> None:
+        """Follow a storage whose size was changed from outside the dispatcher (``storage.resize_``)."""
+        self.collect()
+        record = self._records.get(tensor_or_storage._cdata)
+        if record is not None and record.nbytes != tensor_or_storage.nbytes():
+            self._resize(record, tensor_or_storage.nbytes(), op, None)
+
+    def collect(self) -> None:
+        """Return the blocks of all storages that have died since the last call."""
+        if self._dead:
+            with self.lock:
+                while self._dead:
+                    self._release(self._dead.popleft())
+
+    def _place(self, record: StorageRecord, op: str, category: int | None, tensor: torch.Tensor | None) -> None:
+        record.phase = self.phases.index
+        record.category = self._category_now() if category is None else category
+        record.address, record.row = self.malloc(
+            record.nbytes,
+            record.device,
+            op=op,
+            category=record.category,
+            tensor=None if tensor is None else describe(tensor),
+        )
+
+    def _resize(self, record: StorageRecord, nbytes: int, op: str, tensor: torch.Tensor | None) -> None:
+        # aten/src/ATen/native/cuda/Resize.cpp resize_bytes_cuda: the new block is taken before the old one goes.
+        old_address, old_device, row = record.address, record.device, record.row
+        record.nbytes = nbytes
+        self._place(record, op, self.builder_category(row), tensor)
+        if old_address:
+            self.free(old_address, old_device)
+
+    def builder_category(self, row: int) -> int | None:
+        """Category of an allocation row, None for row -1 (an empty storage)."""
+        return None if row < 0 else self.builder.category(row)
+
+    def _release(self, record: StorageRecord) -> None:
+        if self._records.get(record.key) is record:
+            del self._records[record.key]
+        if not record.address:
+            return
+        # What a forward pass made and dropped again before its backward began was a temporary all along.
+        if (
+            record.category == Category.ACTIVATIONS
+            and record.graph
+            and record.phase == self.phases.index
+            and self.phases.phase is Phase.FORWARD
+        ):
+            self.builder.set_category(record.row, Category.TEMPORARIES)
+        self.free(record.address, record.device)
+
+    # -- raw blocks ----------------------------------------------------------------------------------------------
+
+    def malloc(
+        self, nbytes: int, device: int, *, op: str, category: int, tensor: str | None = None
+    ) -> tuple[int, int]:
+        """Take a block on the current stream of a device; returns its address and its row in the trace.
+
+        Raises:
+            torch.OutOfMemoryError: the card is full.
+        """
+        if nbytes == 0:
+            return 0, -1
+        machine, builder = self.machine, self.builder
+        card = machine.devices[device]
+        stream = machine.current_stream(device)
+        with self.lock:
+            self.collect()
+            try:
+                address = card.allocator.malloc(nbytes, stream)
+            except OutOfMemory as error:
+                raise self._out_of_memory(error, device, nbytes, op) from None
+            peaks = self._peaks[device]
+            peaks.allocated = max(peaks.allocated, card.allocator.allocated_bytes)
+            peaks.active = max(peaks.active, card.allocator.active_bytes)
+            peaks.reserved = max(peaks.reserved, card.allocator.reserved_bytes)
+            row = builder.append(
+                EventKind.ALLOC,
+                device=device,
+                address=address,
+                size=nbytes,
+                block=card.allocator.block_size(address),
+                stream=stream,
+                time_us=int(machine.clock_us),
+                category=category,
+                op=builder.op(op),
+                stack=self.stacks.current(self._backward_stack),
+                module=self.modules.current(),
+                phase=self.phases.index,
+                tensor=-1 if tensor is None else builder.tensor(tensor),
+            )
+            self._rows[device][address] = row
+        return address, row
+
+    def free(self, address: int, device: int) -> None:
+        """Return a block to its allocator."""
+        with self.lock:
+            self._rows[device].pop(address, None)
+            self.machine.devices[device].allocator.free(address)
+
+    def temporary(self, sizes: Iterable[int], device: int, op: str) -> list[int]:
+        """Take blocks that a kernel needs while it runs; the caller frees the returned addresses."""
+        return [
+            address
+            for size in sizes
+            if (address := self.malloc(size, device, op=op, category=Category.TEMPORARIES)[0])
+        ]
+
+    def lifetime_peaks(self, device: int) -> Peaks:
+        """Highest figures of a device since the start."""
+        return self._peaks[device]
+
+    def live_rows(self, device: int) -> dict[int, int]:
+        """Address to trace row of every block in use on a device."""
+        return self._rows[device]
+
+    # -- attribution ---------------------------------------------------------------------------------------------
+
+    def tag(self, tensor: torch.Tensor, category: Category, module: str | None = None) -> None:
+        """Say what a tensor is for; a later, better word replaces an earlier one."""
+        record = self.record_of(tensor)
+        if record is None or record.row < 0:
+            return
+        record.category = category
+        self.builder.set_category(record.row, category)
+        if module is not None:
+            record.module = module
+            self.builder.set_module(record.row, self.builder.module(module))
+        if category is Category.PARAMETERS and tensor.requires_grad:
+            self._parameters[id(tensor)] = weakref.ref(tensor)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Every trainable parameter that is alive."""
+        alive: list[torch.Tensor] = []
+        for key, reference in list(self._parameters.items()):
+            parameter = reference()
+            if parameter is None:
+                del self._parameters[key]
+            else:
+                alive.append(parameter)
+        return alive
+
+    def remember_backward(self) -> None:
+        """Keep the stack that calls the autograd engine: its own threads have no frame of the program."""
+        self._backward_stack = self.stacks.key()
+
+    def _category_now(self) -> int:
+        phase = self.phases.phase
+        if phase is Phase.FORWARD:
+            return Category.ACTIVATIONS
+        if phase is Phase.BACKWARD:
+            # A recomputed forward inside the backward pass (checkpointing) records a graph again.
+            return Category.ACTIVATIONS if torch.is_grad_enabled() else Category.TEMPORARIES
+        if phase is Phase.OPTIMIZER:
+            return Category.TEMPORARIES
+        return Category.OTHER
+
+    # -- events --------------------------------------------------------------------------------------------------
+
+    def _on_event(self, device: int, kind: AllocatorEventKind, address: int, size: int, stream: int) -> None:
+        if kind is AllocatorEventKind.ALLOC or kind is AllocatorEventKind.OOM:
+            return  # written where the request is made, with its metadata
+        self.builder.append(
+            _KIND[kind],
+            device=device,
+            address=address,
+            size=size,
+            stream=stream,
+            time_us=int(self.machine.clock_us),
+            phase=self.phases.index,
+        )
+
+    def unhandled_oom(self) -> OomReport | None:
+        """The last out-of-memory, marked as one that the program did not catch."""
+        return None if self.oom is None else replace(self.oom, handled=False)
+
+    def _mark_phase(self, index: int) -> None:
+        for device in self.machine.devices:
+            self.builder.append(
+                EventKind.MARKER, device=device.index, time_us=int(self.machine.clock_us), phase=index
+            )
+
+    def _out_of_memory(self, error: OutOfMemory, device: int, nbytes: int, op: str) -> torch.OutOfMemoryError:
+        card = self.machine.devices[device]
+        message = error.torch_message()
+        index = self.stacks.current(self._backward_stack)
+        stack: tuple[Frame, ...] = self.builder.frames_of(index)
+        self.builder.append(
+            EventKind.OOM,
+            device=device,
+            size=nbytes,
+            stream=self.machine.current_stream(device),
+            time_us=int(self.machine.clock_us),
+            op=self.builder.op(op),
+            stack=index,
+            module=self.modules.current(),
+            phase=self.phases.index,
+        )
+        self.oom = OomReport(
+            device=device,
+            requested_bytes=nbytes,
+            stack=stack,
+            user_line=next((f for f in stack if not is_library_file(f.filename)), None),
+            op=op,
+            message=message,
+            allocated_bytes=card.allocator.allocated_bytes,
+            reserved_bytes=card.allocator.reserved_bytes,
+            free_bytes=card.driver.free_bytes,
+            total_bytes=card.spec.total_bytes,
+            handled=True,
+        )
+        return torch.OutOfMemoryError(message)
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """``bfloat16[4, 1024, 768]``: dtype and shape as the trace names a tensor."""
+    return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"

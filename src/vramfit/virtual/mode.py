@@ -1,0 +1,409 @@
+"""The dispatch mode: which ops go to the virtual card, what they allocate there, and what they return.
+
+NOTE [Routing]
+Every aten op of the program arrives here, below autograd and autocast.
+
+1. An op that touches neither a ``cuda`` device nor a fake tensor runs for real on the CPU, exactly as without us.
+2. Any other op runs on fake tensors and computes nothing. Real CPU tensors among its arguments are wrapped first.
+3. Copies from the card to the host give real CPU tensors (rules/host.py), so that what follows is real again.
+4. Small results carry true values (shadow.py), on which the op runs too.
+5. An op that torch cannot describe without running it is named in an error, never run.
+
+``FakeTensorMode`` does the shape work. It is called, not entered: our mode is the only one on the stack, and torch
+takes it off while it handles an op, so whatever FakeTensorMode does inside is unseen, as a kernel's inside should be.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vramfit.trace import Category
+from vramfit.virtual import kernels, roofline
+from vramfit.virtual.describe import Describer
+from vramfit.virtual.guesses import Guesses
+from vramfit.virtual.ops import OpInfo, OpTable, mutated_tensors
+from vramfit.virtual.rules import RULES
+from vramfit.virtual.shadow import ShadowStore, guess_value, map_tensors, may_carry
+
+if TYPE_CHECKING:
+    from vramfit.virtual.machine import Machine
+    from vramfit.virtual.meter import Meter
+    from vramfit.virtual.workspaces import Workspaces
+
+_PRIM_DEVICE = torch.ops.prim.device.default
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
+_ADD = torch.ops.aten.add.Tensor
+
+
+class _Pinned(weakref.ref[torch.UntypedStorage]):
+    __slots__ = ("handle", "key")
+
+    key: int
+    handle: int
+
+
+class VirtualFakeMode(FakeTensorMode):
+    """FakeTensorMode that never touches a device, whatever ``torch.cuda.is_available()`` says."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        """Always: there is no device to initialise."""
+        return True
+
+
+class VirtualMode(TorchDispatchMode):
+    """Routes ops to the virtual card or to the CPU. See NOTE [Routing]."""
+
+    def __init__(self, machine: Machine, meter: Meter, workspaces: Workspaces) -> None:
+        super().__init__()
+        self.machine = machine
+        self.meter = meter
+        self.workspaces = workspaces
+        self.fake = VirtualFakeMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+        self.describer = Describer(self.fake)
+        self.shadows = ShadowStore()
+        self.ops = OpTable(RULES)
+        self.guesses = Guesses(machine)
+        self._pinned: dict[int, _Pinned] = {}
+        self.exclusive_counts: tuple[int, int] | None = None  # from calibration.py
+        self.observed_counts: list[tuple[int, int]] | None = None  # filled for calibration.py only
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, so torch need not wrap each call to keep its compiler away."""
+        return False
+
+    # -- routing -------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Route one op. See NOTE [Routing]."""
+        if func is _PRIM_DEVICE:
+            return args[0].fake_device if type(args[0]) is FakeTensor else func(*args)
+        kwargs = kwargs or {}
+        fake, real = _scan(args)
+        if kwargs:
+            fake_too, real_too = _scan(kwargs.values())
+            fake, real = fake or fake_too, real or real_too
+            device = kwargs.get("device")
+            on_card = device is not None and device.type == "cuda"
+        else:
+            on_card = False
+        if types and not _PLAIN_TYPES.issuperset(types):
+            if any(not issubclass(t, torch.nn.Parameter) and t not in _PLAIN_TYPES for t in types):
+                return NotImplemented  # a wrapper subclass: it takes itself apart and comes back
+        if not isinstance(func, torch._ops.OpOverload):
+            return self.fake.dispatch(func, types, args, kwargs) if fake else func(*args, **kwargs)
+        if not (fake or on_card):
+            return self._on_host(func, args, kwargs)
+        info = self.ops[func]
+        if info.handler is not None:
+            return info.handler(self, func, args, kwargs)
+        return self.run(func, info, args, kwargs, real=real)
+
+    def _on_host(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+            out = func(*args, **kwargs)
+            self.pin(out)
+            return out
+        info = self.ops[func]
+        if info.handler is not None and getattr(info.handler, "on_host", False):
+            return info.handler(self, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    # -- the general treatment -----------------------------------------------------------------------------------
+
+    def run(
+        self,
+        func: torch._ops.OpOverload,
+        info: OpInfo,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        real: bool = True,
+        category: Category | None = None,
+    ) -> Any:
+        """Run an op on fake tensors, place what it allocates, and keep the shadows true."""
+        if real:
+            written = [t for t in mutated_tensors(info, args, kwargs) if type(t) is not FakeTensor]
+            if written and written[0].device.type == "cpu":
+                return self._write_host(info, args, kwargs, written)
+            args, kwargs = self._wrap_all(args, kwargs)
+        if func is _ADD and self._accumulates(args):
+            return self._accumulate(args, info)
+        out = self.describe(func, args, kwargs)
+        self.settle(func, info, args, kwargs, out, category=category)
+        return out
+
+    def describe(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Results of an op on fake tensors, not placed yet.
+
+        Raises:
+            NotImplementedError: torch cannot say what the op returns, and vramfit has no rule for it.
+        """
+        if "generator" in kwargs:
+            kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
+        try:
+            corrected = kernels.METAS.get(func)
+            if corrected is not None:
+                return corrected(self.fake, *args, **kwargs)
+            return self.describer.describe(func, args, kwargs)
+        except (UnsupportedOperatorException, DataDependentOutputException, DynamicOutputShapeException) as error:
+            message = f"the virtual GPU has no rule for {func} yet, and does not run ops for real"
+            self.machine.warn("op-without-rule", message)
+            raise NotImplementedError(f"vramfit: {message}") from error
+
+    def settle(
+        self,
+        func: torch._ops.OpOverload,
+        info: OpInfo,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        *,
+        category: Category | None = None,
+    ) -> None:
+        """Place an op's results, temporaries and workspaces on the card, and bring the shadows up to date."""
+        meter = self.meter
+        meter.ops += 1
+        if info.view:
+            return
+        device = _device_of(out, args, kwargs)
+        if device is not None:
+            context = self.workspaces.context(device)
+            extras = kernels.extras(func, args, kwargs, out, context)
+            held = meter.temporary(extras.before, device, info.name) if extras and extras.before else []
+            try:
+                if info.fresh or info.mutated:
+                    _adopt_all(meter, out, info.name, category)
+                blas = kernels.blas_library(func, args, context)
+                if blas is not None:
+                    held += self.workspaces.use(blas, device, context)
+                if extras and extras.after:
+                    held += meter.temporary(extras.after, device, info.name)
+            finally:
+                for address in reversed(held):
+                    meter.free(address, device)
+            if extras and extras.error_bytes:
+                meter.uncertainty[device] = max(meter.uncertainty[device], extras.error_bytes)
+            self.machine.advance(1e6 * roofline.seconds(func, args, kwargs, out, self.machine.devices[device].spec))
+        self._shade(func, info, args, kwargs, out)
+
+    # -- shadows -------------------------------------------------------------------------------------------------
+
+    def _shade(
+        self,
+        func: torch._ops.OpOverload,
+        info: OpInfo,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+    ) -> None:
+        fresh = [t for t in _tensors(out) if may_carry(t)] if info.fresh else []
+        written = mutated_tensors(info, args, kwargs) if info.mutated else []
+        if not fresh and not any(w.numel() <= 4096 for w in written):
+            return
+        if info.shadowed and (inputs := self._shadow_args(args, kwargs)) is not None:
+            real_args, real_kwargs, guessed = inputs
+            try:
+                result = self._compute(func, info, real_args, real_kwargs)
+            except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):
+                # Not every CUDA op exists on the CPU: such an op's results are guessed from now on.
+                info.shadowed = False
+            else:
+                for fake, value in zip(_tensors(out), _tensors(result), strict=False):
+                    if info.fresh and may_carry(fake) and not any(fake is w for w in written):
+                        self.shadows.set(fake, value, guessed=guessed)
+                if guessed:
+                    for tensor in written:
+                        if (shadow := self.shadows.find(tensor)) is not None:
+                            shadow.guessed = True
+                return
+        for tensor in written:
+            self.shadows.forget(tensor)
+        for tensor in fresh:
+            if not any(tensor is w for w in written):
+                value = guess_value(func, tensor.dtype, args)
+                self.shadows.set(tensor, torch.full(tensor.shape, value, dtype=tensor.dtype), guessed=True)
+
+    def _shadow_args(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], bool] | None:
+        """Arguments with every fake tensor replaced by its shadow, and whether one was a guess; None if one has none."""
+        guessed = False
+        shadows = self.shadows
+        for tensor in (*_tensors(args), *_tensors(tuple(kwargs.values()))):
+            if type(tensor) is FakeTensor:
+                if tensor.numel() > 4096:
+                    return None
+                shadow = shadows.find(tensor)
+                if shadow is None:
+                    return None
+                guessed = guessed or shadow.guessed
+
+        def to_real(tensor: torch.Tensor) -> Any:
+            return shadows.view(tensor) if type(tensor) is FakeTensor else tensor
+
+        real_kwargs = {k: map_tensors(to_real, v) for k, v in kwargs.items()}
+        if "device" in real_kwargs:
+            real_kwargs["device"] = torch.device("cpu")
+        return map_tensors(to_real, args), real_kwargs, guessed
+
+    def _compute(
+        self, func: torch._ops.OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not info.random:
+            kwargs.pop("generator", None)
+            return func(*args, **kwargs)
+        if info.takes_generator:
+            return func(*args, **{**kwargs, "generator": self.shadows.generator})
+        state = torch.get_rng_state()
+        try:
+            return func(*args, **kwargs)
+        finally:
+            torch.set_rng_state(state)
+
+    # -- wrapping ------------------------------------------------------------------------------------------------
+
+    def wrap(self, tensor: torch.Tensor, device: torch.device | None = None) -> FakeTensor:
+        """A fake tensor of the same shape and strides as a real CPU one, with a shadow when it is small."""
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        fake = self.describer.factory.make(meta, device or tensor.device)
+        if may_carry(fake) and tensor.device.type == "cpu":
+            self.shadows.set(fake, tensor.detach())
+        return fake
+
+    def _wrap_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def to_fake(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if type(tensor) is FakeTensor or tensor.device.type == "meta" else self.wrap(tensor)
+
+        return map_tensors(to_fake, args), {k: map_tensors(to_fake, v) for k, v in kwargs.items()}
+
+    def _write_host(
+        self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]
+    ) -> Any:
+        """A real CPU tensor is to be written from virtual ones: its values stay, and a warning says so."""
+        self.machine.warn(
+            "host-values-unknown",
+            f"{info.name} writes virtual values into a real CPU tensor: its values stay as they were",
+        )
+        del args, kwargs
+        return written[0] if len(written) == 1 else None
+
+    # -- pinned host memory --------------------------------------------------------------------------------------
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Count a real CPU tensor's storage as pinned for as long as it lives."""
+        storage = tensor.untyped_storage()
+
+        def unpin(pinned: weakref.ref[torch.UntypedStorage]) -> None:
+            assert isinstance(pinned, _Pinned)
+            if self._pinned.pop(pinned.key, None) is not None:
+                self.machine.unpin(pinned.handle)
+
+        pinned = _Pinned(storage, unpin)
+        pinned.key = storage._cdata
+        pinned.handle = self.machine.pin(storage.nbytes())
+        self._pinned[pinned.key] = pinned
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a CPU tensor's storage counts as pinned."""
+        return tensor.untyped_storage()._cdata in self._pinned
+
+    # -- fresh fake tensors for rules ----------------------------------------------------------------------------
+
+    def fake_empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A contiguous fake tensor, not placed yet."""
+        return self.describer.factory.make(torch.empty(shape, dtype=dtype, device="meta"), device)
+
+    def fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor of the same shape, dtype, device and (dense) strides, not placed yet."""
+        strides = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return self.describer.factory.make(torch.empty_like(strides), tensor.device)
+
+    # -- gradient accumulation -----------------------------------------------------------------------------------
+
+    def _accumulates(self, args: tuple[Any, ...]) -> bool:
+        """Whether this ``add`` is the engine summing two gradients of which the first is its own.
+
+        NOTE [Gradients summed in place]
+        Where a tensor is used twice, the engine sums its gradients. On a card it does so in place when nobody else
+        holds the first one (torch/csrc/autograd/input_buffer.cpp, ``can_accumulate_inplace``), but never for tensor
+        subclasses or under a dispatch mode, so here an out-of-place ``aten.add`` arrives instead. Who holds a tensor
+        is told by the use counts of the tensor and its storage; how high they are for a tensor that only the engine
+        holds depends on how torch calls us, so calibration.py measures it once.
+        """
+        if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+            return False
+        if not (type(args[0]) is FakeTensor and type(args[1]) is FakeTensor and args[0].shape == args[1].shape):
+            return False
+        counts = (args[0]._use_count(), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata))
+        if self.observed_counts is not None:
+            self.observed_counts.append(counts)
+        limits = self.exclusive_counts
+        return limits is not None and counts[0] <= limits[0] and counts[1] <= limits[1]
+
+    def _accumulate(self, args: tuple[Any, ...], info: OpInfo) -> torch.Tensor:
+        self.meter.ops += 1
+        target: torch.Tensor = args[0]
+        self.shadows.forget(target)
+        if target.device.type == "cuda":
+            device = target.device.index or 0
+            spec = self.machine.devices[device].spec
+            self.machine.advance(1e6 * roofline.seconds(_ADD, args, {}, target, spec))
+        del info
+        return target
+
+
+def _scan(values: Any) -> tuple[bool, bool]:
+    """Whether there are fake tensors, and whether there are others, among arguments (lists one level deep)."""
+    fake = real = False
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            fake = True
+        elif kind is list or kind is tuple:
+            for item in value:
+                if type(item) is FakeTensor:
+                    fake = True
+                elif isinstance(item, torch.Tensor):
+                    real = True
+        elif isinstance(value, torch.Tensor):
+            real = True
+    return fake, real
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, (list, tuple)):
+        return [t for item in tree for t in _tensors(item)]
+    return []
+
+
+def _device_of(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Index of the card on which an op runs, None when it runs on the host."""
+    for tree in (out, args, tuple(kwargs.values())):
+        for tensor in _tensors(tree):
+            if type(tensor) is FakeTensor and tensor.fake_device.type == "cuda":
+                return tensor.fake_device.index or 0
+    return None
+
+
+def _adopt_all(meter: Meter, out: Any, op: str, category: Category | None) -> None:
+    for tensor in _tensors(out):
+        if type(tensor) is FakeTensor and tensor.fake_device.type == "cuda":
+            meter.adopt(tensor, op, category)

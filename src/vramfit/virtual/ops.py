@@ -1,0 +1,83 @@
+"""What an aten op's schema says that the dispatch mode needs, worked out once per op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Handler = Callable[[Any, torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class OpInfo:
+    """Facts of one op overload.
+
+    Attributes:
+        name: ``aten.mm``, as traces and warnings name it.
+        overload: the overload's full name, ``aten.mm.default``.
+        mutated: positions and names of the arguments that it writes.
+        view: its results only alias its arguments, and nothing is written.
+        fresh: at least one result has a storage of its own.
+        random: it draws random numbers.
+        takes_generator: it has a ``generator`` argument.
+        shadowed: whether it can run on CPU shadows; set to False once it could not.
+        handler: a rule of ours that replaces the general treatment, or None.
+    """
+
+    __slots__ = (
+        "foreach",
+        "fresh",
+        "handler",
+        "mutated",
+        "name",
+        "overload",
+        "random",
+        "shadowed",
+        "takes_generator",
+        "view",
+    )
+
+    def __init__(self, func: torch._ops.OpOverload, handler: Handler | None) -> None:
+        schema = func._schema
+        self.name = schema.name.replace("::", ".")
+        self.overload = str(func)
+        self.mutated = tuple(
+            (position, argument.name)
+            for position, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        results = schema.returns
+        self.fresh = any(r.alias_info is None and "Tensor" in str(r.type) for r in results)
+        self.view = bool(results) and not self.mutated and all(r.alias_info is not None for r in results)
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.takes_generator = any(a.name == "generator" for a in schema.arguments)
+        self.foreach = "_foreach_" in self.name or "_fused_" in self.name or "_amp_foreach" in self.name
+        self.shadowed = True
+        self.handler = handler
+
+
+class OpTable:
+    """`OpInfo` of every op met so far, with the rules registered for it."""
+
+    def __init__(self, rules: dict[torch._ops.OpOverload, Handler]) -> None:
+        self._rules = rules
+        self._known: dict[torch._ops.OpOverload, OpInfo] = {}
+
+    def __getitem__(self, func: torch._ops.OpOverload) -> OpInfo:
+        info = self._known.get(func)
+        if info is None:
+            info = self._known[func] = OpInfo(func, self._rules.get(func))
+        return info
+
+
+def mutated_tensors(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call writes, lists flattened."""
+    found: list[torch.Tensor] = []
+    for position, name in info.mutated:
+        value = args[position] if position < len(args) else kwargs.get(name)
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(item for item in value if isinstance(item, torch.Tensor))
+    return found

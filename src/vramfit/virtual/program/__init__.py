@@ -1,0 +1,20 @@
+"""Patches of torch outside ``torch.cuda`` that let an unmodified program run on fake tensors.
+
+Each module patches one thing; `install` applies them all to a `PatchStack`, which undoes them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vramfit.virtual.patching import PatchStack
+from vramfit.virtual.program import attention, autograd, checkpoints, compile_, modules, optimizers, rnn, tensors, threads
+
+if TYPE_CHECKING:
+    from vramfit.virtual.mode import VirtualMode
+
+
+def install(mode: VirtualMode, patches: PatchStack) -> None:
+    """Apply every patch of this package."""
+    for module in (tensors, modules, autograd, optimizers, checkpoints, threads, compile_, attention, rnn):
+        module.install(mode, patches)

@@ -1,0 +1,206 @@
+"""``torch.save`` and ``torch.load``: virtual values never reach a file, and come back when they are asked for.
+
+A file that holds virtual tensors would be worthless, and would replace a good one of the same name. So nothing is
+written; the object is kept in memory under the file's name, and a later ``torch.load`` of that name gets it.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from vramfit.virtual.patching import PatchStack
+
+if TYPE_CHECKING:
+    from vramfit.virtual.mode import VirtualMode
+
+
+class _VirtualInside(Exception):
+    """A virtual tensor was met while an object was pickled."""
+
+
+class _Probe(pickle.Pickler):
+    """Walks an object as pickling would, without its storages' contents."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        return "storage" if isinstance(obj, (torch.UntypedStorage, torch.TypedStorage)) else None
+
+
+class _Sink(io.RawIOBase):
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def install(mode: VirtualMode, patches: PatchStack) -> None:
+    """Patch ``torch.save``, ``torch.load``, pickling and deep copies of fake tensors, and safetensors."""
+    kept: dict[object, Any] = {}
+
+    def reduce_ex(self: FakeTensor, protocol: Any) -> Any:
+        raise _VirtualInside("a virtual tensor cannot be pickled: its values were never computed")
+
+    def deepcopy(self: FakeTensor, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment."
+            )
+        out = _duplicate(self)
+        memo[id(self)] = out
+        if self.grad is not None:
+            out.grad = copy.deepcopy(self.grad, memo)
+        out.__dict__.update(
+            {
+                k: copy.deepcopy(v, memo)
+                for k, v in self.__dict__.items()
+                if k not in out.__dict__ and not k.startswith("_fake")
+            }
+        )
+        return out
+
+    patches.set(FakeTensor, "__reduce_ex__", reduce_ex)
+    patches.set(FakeTensor, "__deepcopy__", deepcopy)
+    _patch_torch_save(mode, patches, kept)
+    _patch_safetensors(mode, patches, kept)
+
+    def _duplicate(tensor: FakeTensor) -> Any:
+        with torch.no_grad():
+            out = tensor.detach().clone()
+        if getattr(tensor, "_is_param", False):
+            return torch.nn.Parameter(out, tensor.requires_grad)
+        return out.requires_grad_(tensor.requires_grad)
+
+
+def holds_virtual(obj: Any) -> bool:
+    """Whether pickling an object would meet a virtual tensor."""
+    try:
+        _Probe(_Sink(), protocol=2).dump(obj)
+    except _VirtualInside:
+        return True
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False  # not picklable for another reason: torch.save will say so
+    return False
+
+
+def _name(file: Any) -> object:
+    return os.path.abspath(os.fspath(file)) if isinstance(file, (str, os.PathLike)) else id(file)
+
+
+def _patch_torch_save(mode: VirtualMode, patches: PatchStack, kept: dict[object, Any]) -> None:
+    save, load = torch.save, torch.load
+
+    def virtual_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if not holds_virtual(obj):
+            kept.pop(_name(f), None)
+            return save(obj, f, *args, **kwargs)
+        kept[_name(f)] = _park(mode, obj)
+        _tell(mode, f)
+        return None
+
+    def virtual_load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        name = _name(f)
+        if name in kept:
+            return _unpark(mode, kept[name], map_location)
+        return load(f, map_location, *args, **kwargs)
+
+    patches.set(torch, "save", virtual_save)
+    patches.set(torch, "load", virtual_load)
+    patches.set(torch.serialization, "save", virtual_save)
+    patches.set(torch.serialization, "load", virtual_load)
+
+
+def _patch_safetensors(mode: VirtualMode, patches: PatchStack, kept: dict[object, Any]) -> None:
+    try:
+        import safetensors.torch as safetensors
+    except ImportError:
+        return
+    save_file, load_file = safetensors.save_file, safetensors.load_file
+
+    def virtual_save_file(tensors: dict[str, torch.Tensor], filename: Any, *args: Any, **kwargs: Any) -> None:
+        if any(type(t) is FakeTensor for t in tensors.values()):
+            kept[_name(filename)] = _park(mode, dict(tensors))
+            _tell(mode, filename)
+            return
+        save_file(tensors, filename, *args, **kwargs)
+
+    def virtual_load_file(filename: Any, device: Any = "cpu", *args: Any, **kwargs: Any) -> Any:
+        if _name(filename) in kept:
+            return _unpark(mode, kept[_name(filename)], device)
+        return load_file(filename, device, *args, **kwargs)
+
+    patches.rebind(save_file, virtual_save_file)
+    patches.rebind(load_file, virtual_load_file)
+
+
+def _tell(mode: VirtualMode, file: Any) -> None:
+    what = str(Path(file)) if isinstance(file, (str, os.PathLike)) else "a file object"
+    mode.machine.warn(
+        "save-skipped",
+        f"saving to {what} was skipped: its tensors are virtual and hold no values; the file on disk is untouched",
+        location=mode.guesses.location(),
+    )
+
+
+class _Parked:
+    """A virtual tensor set aside: it holds no memory of the card, and remembers where it lived."""
+
+    def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
+        self.tensor = tensor
+        self.device = device
+
+
+def _park(mode: VirtualMode, obj: Any) -> Any:
+    """A copy of an object in which virtual tensors hold no card memory."""
+
+    def park(tensor: FakeTensor) -> _Parked:
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        aside = FakeTensor(mode.fake, meta, torch.device("cpu"))
+        view = mode.shadows.view(tensor)
+        if view is not None:
+            shadow = mode.shadows.find(tensor)
+            mode.shadows.set(aside, view.detach(), guessed=bool(shadow and shadow.guessed))
+        return _Parked(aside, tensor.device)
+
+    return _walk(obj, FakeTensor, park)
+
+
+def _unpark(mode: VirtualMode, obj: Any, map_location: Any) -> Any:
+    def unpark(parked: _Parked) -> torch.Tensor:
+        target: Any = parked.device
+        if isinstance(map_location, dict):
+            target = map_location.get(str(parked.device), parked.device)
+        elif isinstance(map_location, Callable):  # type: ignore[arg-type]
+            target = parked.device if "cuda" in str(map_location) else torch.device("cpu")
+        elif map_location is not None:
+            target = map_location
+        out = parked.tensor.clone()
+        return out.to(target) if torch.device(target).type != "cpu" else out
+
+    return _walk(obj, _Parked, unpark)
+
+
+def _walk(obj: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """Rebuild nested containers with ``change`` applied to each instance of ``kind``; other leaves are copied."""
+    if isinstance(obj, kind):
+        return change(obj)
+    if isinstance(obj, dict):
+        out = copy.copy(obj)
+        for key, value in obj.items():
+            out[key] = _walk(value, kind, change)
+        return out
+    if isinstance(obj, tuple):
+        items = [_walk(item, kind, change) for item in obj]
+        return type(obj)(*items) if hasattr(obj, "_fields") else type(obj)(items)
+    if isinstance(obj, list):
+        return [_walk(item, kind, change) for item in obj]
+    if isinstance(obj, torch.Tensor):
+        return obj.clone()
+    return copy.deepcopy(obj)

@@ -1,0 +1,128 @@
+"""``nn.Parameter`` and ``nn.Module``: parameters are virtual from birth, and keep their identity when they move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from vramfit.trace import Category
+from vramfit.virtual.attribution import Phase
+from vramfit.virtual.patching import PatchStack
+
+if TYPE_CHECKING:
+    from vramfit.virtual.mode import VirtualMode
+
+
+def install(mode: VirtualMode, patches: PatchStack) -> None:
+    """Make parameters virtual, move them in place, and follow which module runs."""
+    _patch_parameter(mode, patches)
+    _patch_apply(mode, patches)
+    _patch_call(mode, patches)
+
+
+def _patch_parameter(mode: VirtualMode, patches: PatchStack) -> None:
+    """A CPU parameter becomes virtual when it is created, so that a large model needs no host memory."""
+    original = nn.Parameter.__new__
+
+    def new(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
+        if type(data) in (torch.Tensor, nn.Parameter) and data.device.type == "cpu" and data.layout is torch.strided:
+            data = mode.wrap(data.detach())
+        parameter = original(cls, data, requires_grad)
+        if type(parameter) is FakeTensor:
+            mode.meter.tag(parameter, Category.PARAMETERS)
+        return parameter
+
+    patches.set(nn.Parameter, "__new__", new)
+
+
+def _patch_apply(mode: VirtualMode, patches: PatchStack) -> None:
+    """``Module._apply`` refuses to swap fake parameters (it sees weak references); setting their data keeps identity."""
+    original = nn.Module._apply
+    modules = mode.meter.modules
+
+    def apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        if not modules.knows(self):
+            modules.name_tree(self)
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        parameters = [p for p in self._parameters.values() if p is not None]
+        if any(is_traceable_wrapper_subclass(p) for p in parameters):
+            return original(self, fn, recurse=False)
+        for key, parameter in self._parameters.items():
+            if parameter is not None:
+                _move_parameter(mode, self, key, parameter, fn)
+        for key, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[key] = moved = fn(buffer)
+                if type(moved) is FakeTensor:
+                    mode.meter.tag(moved, Category.PARAMETERS, mode.meter.modules.path_of(self))
+        return self
+
+    patches.set(nn.Module, "_apply", apply)
+
+
+def _move_parameter(
+    mode: VirtualMode,
+    module: nn.Module,
+    key: str,
+    parameter: nn.Parameter,
+    fn: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    with torch.no_grad():
+        applied = keep_virtual(mode, fn, parameter)
+    if applied is not parameter:
+        if type(parameter) is FakeTensor and type(applied) is FakeTensor:
+            set_data(parameter, applied)
+        else:  # from meta, or built before the virtual GPU: as torch does where data cannot be set
+            gradient = parameter.grad
+            parameter = module._parameters[key] = nn.Parameter(applied, parameter.requires_grad)
+            parameter.grad = gradient
+    if parameter.grad is not None:
+        with torch.no_grad():
+            gradient = keep_virtual(mode, fn, parameter.grad)
+        if gradient is not parameter.grad:
+            # A gradient must match its parameter's device: torch checks it when it is set.
+            parameter.grad = None
+            parameter.grad = gradient
+            mode.meter.tag(gradient, Category.GRADIENTS)
+    mode.meter.tag(parameter, Category.PARAMETERS, mode.meter.modules.path_of(module))
+
+
+def keep_virtual(
+    mode: VirtualMode, fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor
+) -> torch.Tensor:
+    """Apply a conversion to a virtual tensor without making it real, even where it moves to the host."""
+    applied = fn(tensor)
+    if type(tensor) is FakeTensor and type(applied) is torch.Tensor and applied.device.type == "cpu":
+        return mode.wrap(applied)
+    return applied
+
+
+def set_data(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``target.data = source`` for fake tensors, whose device torch keeps apart."""
+    target.data = source
+    target.fake_device = source.fake_device  # type: ignore[attr-defined]
+
+
+def _patch_call(mode: VirtualMode, patches: PatchStack) -> None:
+    """Keep a stack of running modules, and see the forward phase begin."""
+    original = nn.Module.__call__
+    modules, phases = mode.meter.modules, mode.meter.phases
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        root = modules.enter(self)
+        try:
+            if root and torch._C._current_graph_task_id() == -1:
+                phases.begin(Phase.FORWARD)
+                mode.guesses.new_phase()
+            return original(self, *args, **kwargs)
+        finally:
+            modules.leave()
+
+    patches.set(nn.Module, "__call__", call)

@@ -1,0 +1,54 @@
+"""``torch.optim``: the card's code paths, the optimizer phase, and the names of its states."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import _foreach_utils
+
+from vramfit.trace import Category
+from vramfit.virtual.attribution import Phase
+from vramfit.virtual.patching import PatchStack
+from vramfit.virtual.program.autograd import tag_gradients
+
+if TYPE_CHECKING:
+    from vramfit.virtual.mode import VirtualMode
+
+
+def install(mode: VirtualMode, patches: PatchStack) -> None:
+    """Let torch.optim choose foreach and fused as on a card, and follow its steps."""
+    # torch.optim takes the foreach path by the tensors' exact type: fake ones would take the slow loop.
+    types = [*_foreach_utils._foreach_supported_types, FakeTensor]
+    before = list(_foreach_utils._foreach_supported_types)
+
+    def restore() -> None:
+        _foreach_utils._foreach_supported_types[:] = before
+
+    _foreach_utils._foreach_supported_types[:] = types
+    patches.call(restore)
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        tag_gradients(mode)
+        mode.meter.phases.begin(Phase.OPTIMIZER)
+        mode.guesses.new_phase()
+
+    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        tag_states(mode, optimizer)
+
+    patches.call(register_optimizer_step_pre_hook(before_step).remove)
+    patches.call(register_optimizer_step_post_hook(after_step).remove)
+
+
+def tag_states(mode: VirtualMode, optimizer: torch.optim.Optimizer) -> None:
+    """Name the tensors that an optimizer keeps, with the module of the parameter that they belong to."""
+    meter = mode.meter
+    for parameter, state in optimizer.state.items():
+        module = None
+        if type(parameter) is FakeTensor and (record := meter.record_of(parameter)) is not None:
+            module = record.module
+        for value in state.values() if isinstance(state, dict) else ():
+            if type(value) is FakeTensor:
+                meter.tag(value, Category.OPTIMIZER_STATE, module)

@@ -1,0 +1,99 @@
+"""Methods of tensors that torch implements below the dispatcher, for fake tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from vramfit.virtual.patching import PatchStack
+from vramfit.virtual.rules.host import download
+
+if TYPE_CHECKING:
+    from vramfit.virtual.mode import VirtualMode
+
+
+def install(mode: VirtualMode, patches: PatchStack) -> None:
+    """Give fake tensors what programs ask of real ones: values on the host, addresses, a printed form, a deep copy."""
+    # With is_available() true, FakeTensor would create a real CUDA tensor to wake the device up.
+    patches.set(fake_tensor, "init_gpu_context", lambda device: None)
+    _keep_lifting(patches)
+    _patch_host_values(mode, patches)
+    _patch_addresses(mode, patches)
+    _patch_storage_resize(mode, patches)
+    _patch_repr(mode, patches)
+
+
+def _keep_lifting(patches: PatchStack) -> None:
+    """``torch.tensor(data, device="cuda")`` must make a CPU tensor first and copy it where the mode sees it."""
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    patches.call(lambda: torch._C._set_only_lift_cpu_tensors(before))
+
+
+def _patch_host_values(mode: VirtualMode, patches: PatchStack) -> None:
+    def on_host(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu":
+            raise TypeError(
+                f"can't convert {tensor.device} device type tensor to numpy. "
+                "Use Tensor.cpu() to copy the tensor to host memory first."
+            )
+        if tensor.requires_grad:
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+            )
+        return download(mode, tensor, {})
+
+    def numpy(self: FakeTensor, *, force: bool = False) -> Any:
+        source = self.detach().cpu() if force else self
+        return (on_host(source) if type(source) is FakeTensor else source).numpy()
+
+    def array(self: FakeTensor, dtype: Any = None) -> Any:
+        values = on_host(self).numpy()
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+    def tolist(self: FakeTensor) -> Any:
+        return download(mode, self, {}).tolist()
+
+    patches.set(FakeTensor, "numpy", numpy)
+    patches.set(FakeTensor, "__array__", array)
+    patches.set(FakeTensor, "tolist", tolist)
+
+
+def _patch_addresses(mode: VirtualMode, patches: PatchStack) -> None:
+    """``data_ptr()`` on the card is the replica's address; on the host it is one that no other tensor has."""
+
+    def data_ptr(self: FakeTensor) -> int:
+        record = mode.meter.record_of(self)
+        base = record.address if record is not None else self.untyped_storage()._cdata
+        return base + self.storage_offset() * self.element_size() if base else 0
+
+    patches.set(FakeTensor, "data_ptr", data_ptr)
+
+
+def _patch_storage_resize(mode: VirtualMode, patches: PatchStack) -> None:
+    """``tensor.untyped_storage().resize_(n)`` does not pass the dispatcher."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        out = original(self, size)
+        mode.meter.resized(self, "storage.resize_")
+        return out
+
+    patches.set(torch.UntypedStorage, "resize_", resize_)
+
+
+def _patch_repr(mode: VirtualMode, patches: PatchStack) -> None:
+    def represent(self: FakeTensor, *, tensor_contents: Any = None) -> str:
+        del tensor_contents
+        view = mode.shadows.view(self)
+        shadow = mode.shadows.find(self)
+        where = f", device='{self.device}'" if self.device.type != "cpu" else ""
+        grad = ", requires_grad=True" if self.requires_grad and self.is_leaf else ""
+        if view is None or shadow is None or shadow.guessed:
+            return f"tensor(..., size={tuple(self.shape)}, dtype={self.dtype}{where}{grad})"
+        return f"{repr(view.detach())[:-1]}{where}{grad})"
+
+    patches.set(FakeTensor, "__repr__", represent)

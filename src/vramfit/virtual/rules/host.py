@@ -1,0 +1,177 @@
+"""Copies between the host and the virtual card, and the moments at which a program looks at a value."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from vramfit.trace import Category
+from vramfit.virtual.rules.registry import rule
+from vramfit.virtual.shadow import guess_value
+
+if TYPE_CHECKING:
+    from vramfit.virtual.mode import VirtualMode
+
+_TO_COPY = torch.ops.aten._to_copy.default
+_COPY_ = torch.ops.aten.copy_.default
+_CPU = torch.device("cpu")
+
+
+@rule("aten._to_copy.default")
+def to_copy(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``tensor.to(...)``: to the card gives a fake tensor, to the host a real one."""
+    source: torch.Tensor = args[0]
+    device = kwargs.get("device") or source.device
+    if device.type == "meta":
+        return torch.empty_strided(
+            source.shape, source.stride(), dtype=kwargs.get("dtype") or source.dtype, device="meta"
+        )
+    info = mode.ops[func]
+    if type(source) is not FakeTensor:
+        return _upload(mode, source, device, kwargs)
+    if device.type == "cpu" and source.fake_device.type == "cuda":
+        return download(mode, source, kwargs)
+    return mode.run(func, info, args, kwargs, real=False)
+
+
+def _upload(mode: VirtualMode, source: torch.Tensor, device: torch.device, kwargs: dict[str, Any]) -> torch.Tensor:
+    info = mode.ops[_TO_COPY]
+    if source.device.type == "meta":
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+    fake = mode.wrap(source)
+    out = mode.describe(_TO_COPY, (fake,), {**kwargs, "device": device})
+    mode.settle(_TO_COPY, info, (fake,), {**kwargs, "device": device}, out, category=Category.INPUTS)
+    _pass_link(mode, device.index or 0, source.nbytes)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def download(mode: VirtualMode, source: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    """A real CPU tensor for a virtual one: its shadow, or values nobody knows."""
+    dtype = kwargs.get("dtype") or source.dtype
+    _pass_link(mode, source.device.index or 0, source.nbytes)
+    shadow = mode.shadows.find(source)
+    if shadow is not None:
+        if shadow.guessed:
+            warn_guess(mode, "copied to the host")
+        view = mode.shadows.view(source)
+        assert view is not None
+        out = view.to(dtype, copy=True)
+    else:
+        warn_guess(mode, "copied to the host")
+        # zeros come from calloc: pages that nobody touches cost nothing
+        out = torch.zeros(source.shape, dtype=dtype)
+        if not (source.is_contiguous() or source.numel() == 0):
+            dense = torch.ops.aten.empty_like.default(torch.empty_strided(source.shape, source.stride(), device="meta"))
+            out = torch.zeros(max(source.numel(), 1), dtype=dtype)[: source.numel()].as_strided(
+                source.shape, dense.stride()
+            )
+    if kwargs.get("pin_memory"):
+        mode.pin(out)
+    return out
+
+
+@rule("aten.copy_.default")
+def copy_(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``target.copy_(source)`` in each direction."""
+    target, source = args[0], args[1]
+    info = mode.ops[func]
+    if type(target) is FakeTensor:
+        if type(source) is not FakeTensor:
+            source = mode.wrap(source)
+        if target.fake_device != source.fake_device:
+            # FakeTensorMode wants one device; the copy itself is what crosses.
+            torch.broadcast_shapes(target.shape, source.shape)
+            mode.settle(func, info, (target, source), kwargs, target)
+            return target
+        return mode.run(func, info, (target, source, *args[2:]), kwargs, real=False)
+    values = download(mode, source, {"dtype": target.dtype})
+    return func(target, values)
+
+
+@rule("aten._copy_from.default", "aten._copy_from_and_resize.default")
+def copy_from(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``_copy_from(source, target)``."""
+    del func
+    return copy_(mode, _COPY_, (args[1], args[0]), kwargs)
+
+
+@rule("aten._local_scalar_dense.default")
+def item(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``tensor.item()``: the shadow's value, else a guess with a warning."""
+    del kwargs
+    tensor: torch.Tensor = args[0]
+    shadow = mode.shadows.find(tensor)
+    view = mode.shadows.view(tensor)
+    if view is not None and shadow is not None:
+        value = func(view)
+        return mode.guesses.answer(value) if shadow.guessed else value
+    return mode.guesses.answer(_guess(tensor))
+
+
+def _guess(tensor: torch.Tensor) -> Any:
+    value = guess_value(None, tensor.dtype, (tensor,))
+    return complex(value) if tensor.dtype.is_complex else value
+
+
+@rule("aten.equal.default")
+def equal(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.equal``: true values where both have shadows, else by shape, with a warning."""
+    del kwargs
+    first, second = args
+    if first.shape != second.shape:
+        return False
+    views = [mode.shadows.view(t) if type(t) is FakeTensor else t for t in (first, second)]
+    if all(v is not None for v in views):
+        return func(*views)
+    return mode.guesses.answer(True)
+
+
+@rule("aten.is_pinned.default", on_host=True)
+def is_pinned(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a CPU tensor lies in pinned memory."""
+    del func, kwargs
+    tensor: torch.Tensor = args[0]
+    if tensor.device.type != "cpu":
+        return False
+    return mode.is_pinned(tensor)
+
+
+@rule("aten._pin_memory.default", "aten.pin_memory.default", on_host=True)
+def pin_memory(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``tensor.pin_memory()``: a real copy, counted as pinned host memory."""
+    del func, kwargs
+    tensor: torch.Tensor = args[0]
+    if tensor.device.type != "cpu":
+        raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
+    if type(tensor) is FakeTensor:
+        return mode.wrap(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype))
+    out = torch.ops.aten.clone.default(tensor)
+    mode.pin(out)
+    return out
+
+
+@rule("aten.record_stream.default")
+def record_stream(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """``tensor.record_stream(stream)``: its block is not reused before that stream has passed."""
+    del func, kwargs
+    record = mode.meter.record_of(args[0])
+    if record is not None and record.address:
+        stream = args[1]
+        mode.machine.devices[record.device].allocator.record_stream(record.address, stream.stream_id)
+
+
+def warn_guess(mode: VirtualMode, how: str) -> None:
+    """Say once per line that the program looked at a value that nobody computed."""
+    mode.machine.warn(
+        "guessed-value",
+        f"a value that the virtual GPU does not compute was {how}: a plausible one was given",
+        location=mode.guesses.location(),
+    )
+
+
+def _pass_link(mode: VirtualMode, device: int, nbytes: int) -> None:
+    """Let the time pass that a copy over the card's host link takes."""
+    mode.machine.advance(1e6 * nbytes / mode.machine.devices[device].spec.host_link)

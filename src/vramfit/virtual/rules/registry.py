@@ -1,0 +1,40 @@
+"""The table of rules: op overload to handler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vramfit.virtual.ops import Handler
+
+RULES: dict[torch._ops.OpOverload, Handler] = {}
+
+
+def rule(*overloads: str, on_host: bool = False) -> Callable[[Handler], Handler]:
+    """Register a handler for overloads named like ``aten._to_copy.default``.
+
+    Overloads that this torch does not have are passed over: versions differ.
+
+    Args:
+        overloads: full names.
+        on_host: the handler also wants calls that touch no fake tensor and no ``cuda`` device.
+    """
+
+    def register(handler: Handler) -> Handler:
+        handler.on_host = on_host  # type: ignore[attr-defined]
+        for name in overloads:
+            overload = find_overload(name)
+            if overload is not None:
+                RULES[overload] = handler
+        return handler
+
+    return register
+
+
+def find_overload(name: str) -> Any:
+    """The overload of that full name, None when this torch lacks it."""
+    namespace, packet, overload = name.split(".")
+    found = getattr(getattr(torch.ops, namespace), packet, None)
+    return getattr(found, overload, None)

@@ -1,0 +1,117 @@
+"""True values for small fake tensors: a *shadow* is a real CPU storage that follows a small virtual one.
+
+A fake tensor computes nothing, yet programs look at small values: ``loss.item()``, a GradScaler's scale, step
+counters, a generated token. So each virtual storage of at most `MAX_ELEMENTS` elements may carry a shadow, on which
+every op that touches it runs too. Views need no care: they share the storage, so they share the shadow.
+
+Where an op reads something without a shadow (a big activation), its small results are *guessed*: see `guess_value`.
+A guess is marked, the mark follows whatever is computed from it, and whoever looks at one gets a warning.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+MAX_ELEMENTS = 4096
+
+_aten = torch.ops.aten
+_INDEX_OPS = {
+    _aten.argmax.default,
+    _aten.argmin.default,
+    _aten.topk.default,
+    _aten.sort.default,
+    _aten.sort.stable,
+    _aten.multinomial.default,
+    _aten.max.dim,
+    _aten.min.dim,
+    _aten.argsort.default,
+}
+_TRUE_OPS = {_aten.isfinite.default, _aten.all.default, _aten.all.dim, _aten.eq.Tensor, _aten.isclose.default}
+
+
+class Shadow(weakref.ref[torch.UntypedStorage]):
+    """The real CPU storage behind one virtual storage. The weak reference itself tells when it is over."""
+
+    __slots__ = ("guessed", "key", "real")
+
+    key: int
+    real: torch.UntypedStorage
+    guessed: bool
+
+
+class ShadowStore:
+    """All shadows of a virtual GPU, by the address of the storage that they follow."""
+
+    def __init__(self) -> None:
+        self._shadows: dict[int, Shadow] = {}
+        # CPU work of shadows must not disturb the program's own CPU generator: random ops draw from here.
+        self.generator = torch.Generator().manual_seed(0x5EED)
+
+    def find(self, tensor: torch.Tensor) -> Shadow | None:
+        """The shadow of a fake tensor's storage, if it has one."""
+        return self._shadows.get(tensor.untyped_storage()._cdata)
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A real CPU tensor with the fake one's dtype, shape and strides over the shadow; None without one."""
+        shadow = self._shadows.get(tensor.untyped_storage()._cdata)
+        if shadow is None:
+            return None
+        return _over(shadow.real, tensor)
+
+    def set(self, tensor: torch.Tensor, value: torch.Tensor, *, guessed: bool = False) -> None:
+        """Give a fake tensor's (whole, small) storage the values of a real one of the same shape."""
+        storage = tensor.untyped_storage()
+        shadow = Shadow(storage, self._drop)
+        shadow.key = storage._cdata
+        shadow.real = torch.UntypedStorage(storage.nbytes())
+        shadow.guessed = guessed
+        self._shadows[shadow.key] = shadow
+        _over(shadow.real, tensor).copy_(value)
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Drop the shadow of a tensor that was overwritten with unknown values."""
+        self._shadows.pop(tensor.untyped_storage()._cdata, None)
+
+    def _drop(self, shadow: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(shadow, Shadow)
+        if self._shadows.get(shadow.key) is shadow:
+            del self._shadows[shadow.key]
+
+
+def may_carry(tensor: torch.Tensor) -> bool:
+    """Whether a fresh fake tensor is small enough for a shadow."""
+    return 0 < tensor.numel() <= MAX_ELEMENTS and tensor.untyped_storage().nbytes() <= MAX_ELEMENTS * 16
+
+
+def guess_value(func: Any, dtype: torch.dtype, args: tuple[Any, ...]) -> float | int | bool:
+    """A plausible value for results that nobody computed.
+
+    Indices lie a third of the way into their range: neither 0, 1, 2 nor the last entry, where vocabularies keep their
+    end-of-sequence tokens. Questions whose usual answer is yes (finite, equal, all) get yes, others no. Sums and
+    losses are 1.
+    """
+    if dtype is torch.bool:
+        return func in _TRUE_OPS
+    if dtype.is_floating_point or dtype.is_complex:
+        return 1.0
+    if func in _INDEX_OPS and isinstance(args[0], torch.Tensor) and args[0].dim():
+        axis = -1
+        if len(args) > 1 and func not in (_aten.topk.default, _aten.multinomial.default) and isinstance(args[1], int):
+            axis = args[1]
+        return args[0].shape[axis] // 3 if args[0].shape else 0
+    return 1
+
+
+def _over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(0, dtype=like.dtype)
+    out.set_(storage, like.storage_offset(), like.size(), like.stride())
+    return out
+
+
+def map_tensors(function: Any, tree: Any) -> Any:
+    """Apply ``function`` to each tensor of nested arguments."""
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)

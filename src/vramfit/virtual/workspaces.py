@@ -1,0 +1,118 @@
+"""cuBLAS and cuBLASLt workspaces: taken through the caching allocator at a library's first use, and mostly kept.
+
+NOTE [Handles and threads]
+torch keeps one cuBLAS handle per thread and device (ATen/cuda/CublasHandlePool.cpp), and one workspace per handle and
+stream. The autograd engine runs the backward pass of each device on a thread of its own, so a training program holds
+two workspaces per device: one of the thread that ran forward, one of the engine's. A thread that ends gives its
+handle back to the pool, and the next new thread takes it, workspace included.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+
+from vramfit.trace import Category
+from vramfit.virtual import kernels
+from vramfit.virtual.kernels import Blas, KernelContext
+from vramfit.virtual.machine import Machine
+from vramfit.virtual.meter import Meter
+
+
+class _Handle(threading.local):
+    """The handle of this thread; returned to the pool when the thread ends and its locals die."""
+
+    lease: _Lease | None = None
+
+
+class _Lease:
+    def __init__(self, pool: list[int], number: int) -> None:
+        self.number = number
+        self._pool = pool
+
+    def __del__(self) -> None:
+        self._pool.append(self.number)
+
+
+class Workspaces:
+    """The workspaces of every device, handle and stream."""
+
+    def __init__(self, machine: Machine, meter: Meter) -> None:
+        self._machine = machine
+        self._meter = meter
+        self._held: dict[tuple[Blas, int, int, int], int] = {}
+        self._local = _Handle()
+        self._free_handles: list[int] = []
+        self._handles = 0
+        self._contexts: dict[int, KernelContext] = {}
+        self._context_key: tuple[object, ...] = ()
+
+    def context(self, device: int) -> KernelContext:
+        """What decides how kernels on a device behave; made anew when a backend flag has changed."""
+        cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+        key = (
+            cudnn.enabled,
+            cudnn.benchmark,
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(),
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        )
+        if key != self._context_key:
+            self._contexts.clear()
+            self._context_key = key
+        context = self._contexts.get(device)
+        if context is None:
+            spec = self._machine.devices[device].spec
+            context = self._contexts[device] = KernelContext(
+                spec=spec,
+                capability=spec.compute_capability,
+                torch_version=self._machine.torch_version,
+                cudnn_enabled=bool(key[0]),
+                cudnn_benchmark=bool(key[1]),
+                deterministic=bool(key[2]),
+                allow_tf32=key[3] != "highest",
+                flash_sdp=bool(key[4]),
+                mem_efficient_sdp=bool(key[5]),
+                math_sdp=bool(key[6]),
+                cudnn_sdp=bool(key[7]),
+                environ=dict(os.environ),
+            )
+        return context
+
+    def use(self, blas: Blas, device: int, context: KernelContext) -> list[int]:
+        """Make sure the workspace of a library is there; returns blocks that last for this op only."""
+        key = (blas, device, self._handle(), self._machine.current_stream(device))
+        if key in self._held:
+            return []
+        size = kernels.workspace_bytes(blas, context)
+        if not size:
+            self._held[key] = 0
+            return []
+        address, _ = self._meter.malloc(size, device, op=f"{blas.value} workspace", category=Category.WORKSPACES)
+        if kernels.workspace_is_cached(blas, context):
+            self._held[key] = address
+            return []
+        return [address]
+
+    def clear(self) -> None:
+        """``torch._C._cuda_clearCublasWorkspaces()``: give all of them back."""
+        for (_, device, _, _), address in self._held.items():
+            if address:
+                self._meter.free(address, device)
+        self._held.clear()
+
+    def _handle(self) -> int:
+        lease = self._local.lease
+        if lease is None:
+            if self._free_handles:
+                number = self._free_handles.pop()
+            else:
+                number = self._handles
+                self._handles += 1
+            lease = self._local.lease = _Lease(self._free_handles, number)
+        return lease.number
