@@ -1,6 +1,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +12,10 @@ import pytest
 
 from analysis.synthetic import fitting_run, oom_run
 from cli.conftest import FakeRunner, Invocation
+from vramfit.cli import main
 from vramfit.cli.program import end_options_at_module
 from vramfit.errors import EnvironmentUnfitError
-from vramfit.trace import MemoryTrace
+from vramfit.trace import MemoryTrace, VirtualRun
 
 Run = Callable[..., Invocation]
 
@@ -121,6 +124,21 @@ def test_json_on_standard_output_is_alone_there(vramfit: Run, runner: FakeRunner
     found = vramfit("run", "--gpu", "RTX 4090", "--json", "-", script)
     assert json.loads(found.out)["schema"] == "vramfit.run/1"
     assert not Path("-").exists()
+
+
+def test_what_the_program_prints_does_not_mix_with_json(
+    runner: FakeRunner, script: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def prints(command: list[str], **options: Any) -> VirtualRun:
+        subprocess.run(["echo", "loss 0.5"], check=True)
+        return fitting_run()
+
+    monkeypatch.setattr(sys.modules["vramfit.virtual.runner"], "run_in_child", prints)
+    with pytest.raises(SystemExit):
+        main(["run", "--gpu", "RTX 4090", "--json", "-", str(script)])
+    captured = capfd.readouterr()
+    assert json.loads(captured.out)["fits"] is True
+    assert captured.err == "loss 0.5\n"
 
 
 def refused(found: Invocation, runner: FakeRunner, reason: str, step: str, *, code: int = 2) -> None:

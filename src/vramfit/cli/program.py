@@ -21,6 +21,11 @@ class ProgramCommand(typer.core.TyperCommand):
         """End our own options after ``-m MODULE``; the parser itself ends them at the script."""
         return super().parse_args(ctx, end_options_at_module(args, self._options_with_value()))
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Write the usage as it is meant; the parser knows only one list of arguments."""
+        del ctx
+        return ["[OPTIONS]", "(SCRIPT | -m MODULE)", "[ARGS]..."]
+
     def _options_with_value(self) -> set[str]:
         names: set[str] = set()
         for parameter in self.params:

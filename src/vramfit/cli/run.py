@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +27,7 @@ def run_command(
     program: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="SCRIPT [ARGS]...", help="The program; all after it is its own.", show_default=False
+            metavar="SCRIPT [ARGS]", help="The program; all after it is its own.", show_default=False
         ),
     ] = None,
     gpu: Annotated[
@@ -41,7 +45,11 @@ def run_command(
         typer.Option(metavar="CONF", help="Allocator settings, instead of PYTORCH_ALLOC_CONF."),
     ] = None,
     json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the report as JSON; - is standard output.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the report as JSON; with - to standard output, and the program's output to standard error.",
+        ),
     ] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the memory trace.")] = None,
     snapshot: Annotated[
@@ -62,7 +70,8 @@ def run_command(
     from vramfit.virtual.runner import run_in_child
 
     try:
-        run = run_in_child(command, gpu=spec, gpus=gpus, alloc_conf=alloc_conf)
+        with _apart_from_json(json):
+            run = run_in_child(command, gpu=spec, gpus=gpus, alloc_conf=alloc_conf)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     verdict = judge(run)
@@ -117,6 +126,23 @@ def _check_outputs(json: Path | None, trace: Path | None, snapshot: Path | None)
         check_writable(path)
 
 
+@contextlib.contextmanager
+def _apart_from_json(json: Path | None) -> Iterator[None]:
+    """Send what the program prints to standard error where standard output shall hold nothing but JSON."""
+    if json != Path("-"):
+        yield
+        return
+    sys.stdout.flush()
+    # The child inherits the descriptors, so that is where its output must be turned.
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def _show(run: VirtualRun, verdict: Verdict, json: Path | None) -> None:
     """Print the report, as JSON where that was asked for on standard output."""
     if json == Path("-"):
@@ -136,11 +162,12 @@ def _write(
 ) -> None:
     """Write the files that were asked for, each whole or not at all."""
     from vramfit.report import render_json, write_text, write_with
-    from vramfit.trace import write_snapshot
 
     if json is not None and json != Path("-"):
         write_text(json, render_json(run, verdict))
     if trace is not None:
         write_with(trace, run.trace.save)
     if snapshot is not None:
+        from vramfit.trace import write_snapshot
+
         write_with(snapshot, lambda beside: write_snapshot(run.trace, beside))

@@ -169,7 +169,7 @@ class _Page:
                 return
             size = format_bytes(card.total_bytes)
             yield from self.wrapped(
-                Text(f"  The same would fit a {card.name} ({size}).", style="bright_black")
+                Text(f"  The smallest card with as much is {card.name} ({size}).", style="bright_black")
             )
         elif card is None:
             yield from self.wrapped(
