@@ -1,0 +1,252 @@
+"""Reading and writing PYTORCH_ALLOC_CONF strings, with torch's own reasons for refusing one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vramfit.allocator.versions import TorchVersion, rules_for
+from vramfit.errors import ConfigError
+from vramfit.units import MIB
+
+if TYPE_CHECKING:
+    from vramfit.allocator.config import AllocatorConfig
+
+_INTERVALS = 16
+_MAX_PINNED_THREADS = 128
+_SIZE_MAX = 2**64 - 1
+_HINT = "Write settings as name:value,name:value, for instance max_split_size_mb:128,expandable_segments:True"
+
+
+def _tokens(text: str) -> list[str]:
+    """Split at ``,:[]`` and drop blanks, as ``ConfigTokenizer`` (c10/core/AllocatorConfig.h) does."""
+    tokens: list[str] = []
+    word = ""
+    for character in text:
+        if character in ",:[]":
+            if word:
+                tokens.append(word)
+                word = ""
+            tokens.append(character)
+        elif not character.isspace():
+            word += character
+    return [*tokens, word] if word else tokens
+
+
+def _is_power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+class _Reader:
+    """Walks over the tokens of one settings string."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tokens = _tokens(text)
+        self.at = 0
+
+    def fail(self, reason: str) -> ConfigError:
+        return ConfigError(f"allocator settings {self.text!r}: {reason}", _HINT)
+
+    @property
+    def done(self) -> bool:
+        return self.at >= len(self.tokens)
+
+    def peek(self) -> str:
+        return "" if self.done else self.tokens[self.at]
+
+    def take(self, wanted: str) -> str:
+        if self.done:
+            raise self.fail(f"expected {wanted} at the end")
+        self.at += 1
+        return self.tokens[self.at - 1]
+
+    def expect(self, mark: str, after: str) -> None:
+        found = self.peek()
+        if found != mark:
+            where = f"but found {found!r}" if found else "but the settings end"
+            raise self.fail(f"expected {mark!r} after {after!r} {where}")
+        self.at += 1
+
+    def value(self, key: str) -> str:
+        self.expect(":", key)
+        return self.take(f"a value for {key!r}")
+
+    def boolean(self, key: str) -> bool:
+        word = self.value(key)
+        if word not in ("True", "False"):
+            raise self.fail(f"expected 'True' or 'False' for {key} but got {word!r}")
+        return word == "True"
+
+    def number(self, key: str) -> int:
+        return self.as_number(key, self.value(key))
+
+    def as_number(self, key: str, word: str) -> int:
+        digits = word.removeprefix("+")
+        if not digits.isascii() or not digits.isdigit() or int(digits) > _SIZE_MAX:
+            raise self.fail(f"{word!r} is not a number that {key} takes")
+        return int(digits)
+
+    def fraction(self, key: str) -> float:
+        word = self.value(key)
+        try:
+            return float(word)
+        except ValueError:
+            raise self.fail(f"{word!r} is not a number that {key} takes") from None
+
+    def megabytes(self, key: str) -> int:
+        return min(self.number(key), _SIZE_MAX // MIB) * MIB
+
+
+def parse_settings(text: str, torch_version: TorchVersion) -> dict[str, Any]:
+    """The fields of `AllocatorConfig` that a settings string sets.
+
+    Raises:
+        ConfigError: torch would refuse the string; the reason is torch's.
+    """
+    reader = _Reader(text)
+    found: dict[str, Any] = {}
+    while not reader.done:
+        key = reader.take("a setting")
+        _read_setting(reader, key, found, torch_version)
+        if not reader.done:
+            reader.expect(",", key)
+    return found
+
+
+def _read_setting(reader: _Reader, key: str, found: dict[str, Any], version: TorchVersion) -> None:
+    rules = rules_for(version)
+    # ROCm builds spell two settings with "hip"; both spellings are accepted by either build.
+    name = {
+        "release_lock_on_hipmalloc": "release_lock_on_cudamalloc",
+        "pinned_use_hip_host_register": "pinned_use_cuda_host_register",
+    }.get(key, key)
+    if name in _BOOLEANS or (name == "throw_on_cudamalloc_oom" and rules.throw_on_oom_option):
+        found[name] = reader.boolean(key)
+    elif name in ("max_split_size_mb", "max_non_split_rounding_mb"):
+        least = found.get("large_segment_size", 20 * MIB)
+        size = reader.megabytes(key)
+        if size < least:
+            raise reader.fail(f"CachingAllocator option {key} too small, must be >= {least // MIB}")
+        found["max_split_size" if name == "max_split_size_mb" else "max_non_split_rounding"] = size
+    elif name == "large_segment_size_mb" and rules.large_segment_size_option:
+        size = reader.megabytes(key)
+        if size <= 10 * MIB:
+            raise reader.fail("CachingAllocator option large_segment_size_mb must be > 10 MB")
+        found["large_segment_size"] = size
+    elif name == "garbage_collection_threshold":
+        share = reader.fraction(key)
+        if not 0.0 < share < 1.0:
+            raise reader.fail("garbage_collect_threshold is invalid, set it in (0.0, 1.0)")
+        found[name] = share
+    elif name == "per_process_memory_fraction":
+        share = reader.fraction(key)
+        if not 0.0 <= share <= 1.0:
+            raise reader.fail("per_process_memory_fraction is invalid, set it in [0.0, 1.0]")
+        found[name] = share
+    elif name == "roundup_power2_divisions":
+        found[name] = _read_divisions(reader, key)
+    elif name == "backend":
+        found[name] = _read_backend(reader, key)
+    elif name == "pinned_num_register_threads":
+        found[name] = _read_threads(reader, key)
+    elif name == "pinned_reserve_segment_size_mb":
+        size = reader.megabytes(key)
+        if size == 0:
+            raise reader.fail("Pinned reserve segment size has to be greater than 0")
+        found["pinned_reserve_segment_size"] = size
+    elif (
+        name in ("pinned_max_round_threshold_mb", "pinned_max_cached_size_mb") and rules.pinned_round_options
+    ):
+        found[name.removesuffix("_mb")] = reader.megabytes(key)
+    else:
+        raise reader.fail(f"Unrecognized key '{key}' in CUDA allocator config")
+
+
+_BOOLEANS = frozenset(
+    {
+        "expandable_segments",
+        "release_lock_on_cudamalloc",
+        "pinned_use_cuda_host_register",
+        "pinned_use_background_threads",
+        "pinned_free_catch_all",
+        "graph_capture_record_stream_reuse",
+    }
+)
+
+
+def _read_backend(reader: _Reader, key: str) -> str:
+    name = reader.value(key)
+    if name not in ("native", "cudaMallocAsync", "hipMallocAsync"):
+        raise reader.fail(
+            f"Unknown allocator backend {name!r}, options are native, cudaMallocAsync, and hipMallocAsync"
+        )
+    return "native" if name == "native" else "cudaMallocAsync"
+
+
+def _read_threads(reader: _Reader, key: str) -> int:
+    threads = reader.number(key)
+    if not _is_power_of_two(threads):
+        raise reader.fail(f"Number of register threads has to be power of 2, got {threads}")
+    if threads > _MAX_PINNED_THREADS:
+        raise reader.fail(
+            f"Number of register threads should be less than or equal to {_MAX_PINNED_THREADS}, got {threads}"
+        )
+    return threads
+
+
+def _read_divisions(reader: _Reader, key: str) -> tuple[int, ...]:
+    """One division for all sizes, or a list of ``size:divisions`` with sizes in MiB and ``>`` for the rest."""
+    word = reader.value(key)
+    if word != "[":
+        divisions = reader.as_number(key, word)
+        if not _is_power_of_two(divisions):
+            raise reader.fail("For roundups, the divisions has to be power of 2")
+        return (divisions,) * _INTERVALS
+    table = [0] * _INTERVALS
+    last = -1
+    while (boundary := reader.take("']'")) != "]":
+        divisions = reader.number(f"{key}:[{boundary}")
+        if divisions and not _is_power_of_two(divisions):
+            raise reader.fail("For roundups, the divisions has to be power of 2 or 0 to disable roundup")
+        if boundary == ">":
+            table[last + 1 :] = [divisions] * (_INTERVALS - last - 1)
+        else:
+            size = reader.as_number(key, boundary)
+            if not _is_power_of_two(size):
+                raise reader.fail("For roundups, the intervals have to be power of 2")
+            index = min(size.bit_length() - 1, _INTERVALS - 1)
+            if last < 0:  # what lies below the first size named rounds as that size does
+                table[:index] = [divisions] * index
+            table[index] = divisions
+            last = index
+        if reader.peek() != "]":
+            reader.expect(",", boundary)
+    return tuple(table)
+
+
+def write_settings(config: AllocatorConfig) -> str:
+    """The shortest settings string that gives ``config``."""
+    plain = type(config)()
+    parts: list[str] = []
+    # The least max_split_size is the segment size, so a setting below 20 MiB has to come first.
+    sizes = ("large_segment_size", "max_split_size", "pinned_reserve_segment_size")
+    sizes += ("pinned_max_round_threshold", "pinned_max_cached_size")
+    for name in (*sizes, *(n for n in plain.__slots__ if n not in sizes)):
+        value = getattr(config, name)
+        if value == getattr(plain, name):
+            continue
+        if name in sizes:
+            parts.append(f"{name}_mb:{value // MIB}")
+        elif name == "max_non_split_rounding":
+            parts.append(f"max_non_split_rounding_mb:{value // MIB}")
+        elif name == "roundup_power2_divisions":
+            parts.append(f"{name}:{_write_divisions(value)}")
+        else:
+            parts.append(f"{name}:{value}")
+    return ",".join(parts)
+
+
+def _write_divisions(table: tuple[int, ...]) -> str:
+    if len(set(table)) == 1 and table[0]:
+        return str(table[0])
+    return "[" + ",".join(f"{1 << index}:{value}" for index, value in enumerate(table)) + "]"

@@ -1,0 +1,217 @@
+"""Getting memory when no cached block fits: the driver, and giving cached memory back to it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+from vramfit.allocator.block import ADDRESS_BITS, ADDRESS_MASK, Block, Pool, PrivatePool
+from vramfit.allocator.core import PoolId
+from vramfit.allocator.events import AllocatorEventKind
+from vramfit.allocator.expandable import ExpandableStore
+from vramfit.allocator.oom import OutOfMemory
+
+NO_POOL: PoolId = (0, 0)
+"""torch's id for the common pools."""
+
+
+class ReleasingStore(ExpandableStore):
+    """An `ExpandableStore` that knows the order of retries."""
+
+    _callbacks: list[Callable[[], bool]]
+
+    def _obtain(self, pool: Pool, stream: int, size: int, rounded: int) -> Block:
+        """A block for a request that no cached block serves, in torch's order of attempts.
+
+        Garbage collection, the driver, oversized cached blocks and the driver, all cached blocks and the
+        driver, private pools opened for this (``use_on_oom``). Source: c10/cuda/CUDACachingAllocator.cpp,
+        ``DeviceCachingAllocator::malloc``.
+
+        Raises:
+            OutOfMemory: nothing helped.
+        """
+        if self._collects:
+            self._collect_garbage()
+        self._reject_early(size, rounded)
+        block = self._allocate(pool, stream, rounded)
+        if block is None and self._release_oversized(pool, stream, rounded):
+            block = self._allocate(pool, stream, rounded)
+        if block is None and not self._captures:
+            self._release_cached()
+            self._stats.num_alloc_retries += 1
+            block = self._allocate(pool, stream, rounded)
+        if block is None and pool.owner is None:
+            block = self._take_from_opened_pools(pool, stream, rounded)
+        if block is None:
+            self._emit(AllocatorEventKind.OOM, self.driver.free_bytes, rounded, stream)
+            self._stats.num_ooms += 1
+            raise self._out_of_memory(size, rounded)
+        return block
+
+    def _allocate(self, pool: Pool, stream: int, rounded: int) -> Block | None:
+        """One attempt at the driver (``alloc_block``), within the memory fraction."""
+        segment = self._rounding.segment(rounded)
+        if self._limit is not None and self._reserved + segment > self._limit:
+            return None
+        if self._config.expandable_segments:
+            return self._grow(pool, stream, rounded)
+        return self._new_segment(pool.shelf(stream), segment)
+
+    def _reject_early(self, size: int, rounded: int) -> None:
+        """With ``throw_on_cudamalloc_oom``, a request above the fraction fails without any retry."""
+        config = self._config
+        if not (config.throw_on_cudamalloc_oom and self._limit is not None):
+            return
+        if self._reserved + self._rounding.segment(rounded) > self._limit:
+            self._stats.num_oom_rejections += 1
+            raise self._out_of_memory(size, rounded)
+
+    def _take_from_opened_pools(self, pool: Pool, stream: int, rounded: int) -> Block | None:
+        for pool_id in self._use_on_oom:
+            private = self._private[pool_id]
+            block = self._take_free(private.small if pool.small else private.large, stream, rounded)
+            if block is not None:
+                return block
+        return None
+
+    def _out_of_memory(self, size: int, rounded: int) -> OutOfMemory:
+        private = sum(p.small.cached_bytes() + p.large.cached_bytes() for p in self._private.values())
+        return OutOfMemory(
+            device=self.device,
+            requested_bytes=size,
+            rounded_bytes=rounded,
+            segment_bytes=self._rounding.segment(rounded),
+            total_bytes=self.driver.total_bytes,
+            free_bytes=self.driver.free_bytes,
+            allocated_bytes=self._stats.current("bytes"),
+            reserved_bytes=self._stats.current("reserved"),
+            allowed_bytes=self._limit,
+            private_pool_bytes=private,
+            process_bytes=self.driver.process_bytes,
+        )
+
+    def _collect_garbage(self) -> None:
+        """Free large cached segments older than the average, until the threshold is met again.
+
+        A block's age is how many searches for large blocks it has lain through. Source:
+        ``garbage_collect_cached_blocks``.
+        """
+        assert self._limit is not None
+        pool = self._large
+        target = self._reserved - int(self._config.garbage_collection_threshold * self._limit)
+        if target <= 0:
+            return
+        candidates = [block for block in self._free_blocks(pool) if self._is_whole(block)]
+        age = sum(pool.searches - block.age_base for block in candidates)
+        reclaimed, freed = 0, True
+        while reclaimed < target and freed and candidates:
+            threshold, freed = age / len(candidates), False
+            for block in tuple(candidates):
+                if pool.searches - block.age_base >= threshold:
+                    freed = True
+                    reclaimed += block.size
+                    age -= pool.searches - block.age_base
+                    candidates.remove(block)
+                    self._release_segment(block)
+
+    def _free_blocks(self, pool: Pool) -> list[Block]:
+        return [self._blocks[address] for address in pool.free_addresses()]
+
+    @staticmethod
+    def _is_whole(block: Block) -> bool:
+        return block.segment is None and not block.is_split
+
+    def _release_oversized(self, pool: Pool, stream: int, rounded: int) -> bool:
+        """Free oversized cached blocks, enough for the request (``release_available_cached_blocks``)."""
+        limit = self._max_split
+        if limit is None:
+            return False
+        keys = pool.shelf(stream).keys
+        wanted = max(rounded, limit)
+        index = bisect_left(keys, wanted << ADDRESS_BITS)
+        if index < len(keys):
+            block = self._blocks[keys[index] & ADDRESS_MASK]
+            if self._is_whole(block):
+                self._release_segment(block)
+            return True
+        released = 0
+        for key in reversed(tuple(keys)):  # no single block is large enough: the largest first
+            if released >= wanted or key >> ADDRESS_BITS < limit:
+                break
+            block = self._blocks[key & ADDRESS_MASK]
+            if self._is_whole(block):
+                released += block.size
+                self._release_segment(block)
+        return released >= wanted
+
+    def _release_cached(self, pool_id: PoolId = NO_POOL) -> None:
+        """Return all cached memory that is whole (``release_cached_blocks``).
+
+        Private pools are touched only when nothing holds them any more.
+
+        Args:
+            pool_id: only this private pool's memory; (0, 0) for everything.
+        """
+        everything = pool_id == NO_POOL
+        if everything:
+            if not self._captures:
+                self._synchronize(None)
+            self._release_pool_blocks(self._large)
+            self._release_pool_blocks(self._small)
+        for found, private in tuple(self._private.items()):
+            if private.users or not (everything or found == pool_id):
+                continue
+            if not everything:
+                self._synchronize(private)
+            self._release_pool_blocks(private.small)
+            self._release_pool_blocks(private.large)
+            if private.reserved == 0 and not self._holds_blocks(private):
+                del self._private[found]
+
+    def _holds_blocks(self, private: PrivatePool) -> bool:
+        return any(block.shelf.pool.owner is private for block in self._blocks.values())
+
+    def _release_pool_blocks(self, pool: Pool) -> None:
+        blocks = self._free_blocks(pool)
+        for block in blocks:
+            if self._is_whole(block):
+                self._release_segment(block)
+        for block in blocks:
+            if block.segment is not None:
+                self._unmap(block)
+
+    def _synchronize(self, private: PrivatePool | None) -> None:
+        """Wait for all streams, so that every pending block is free (``synchronize_and_free_events``)."""
+        self._stats.num_sync_all_streams += 1
+        self._insert_deferred_events()
+        for queue in tuple(self._events.values()):
+            for block in tuple(queue):
+                if private is None or block.shelf.pool.owner is private:
+                    queue.remove(block)
+                    self._event_done(block)
+        self._events = {stream: queue for stream, queue in self._events.items() if queue}
+
+    def _event_done(self, block: Block) -> None:
+        block.events -= 1
+        if block.events == 0:
+            self._complete(block)
+
+    def _insert_deferred_events(self) -> None:
+        """Record the events of blocks freed during a capture; streams of the capture itself need none."""
+        deferred, self._deferred = self._deferred, []
+        for block in deferred:
+            captured = self._capture_uses.pop(block.address, set())
+            block.uses = {stream: None for stream in block.uses or {} if stream not in captured}
+            self._insert_events(block)
+            if block.events == 0:
+                self._complete(block)
+
+    def _process_events(self, done: Callable[[int], bool]) -> None:
+        """Free the pending blocks whose streams are done with them, in each stream's order."""
+        self._insert_deferred_events()
+        for stream in tuple(self._events):
+            queue = self._events[stream]
+            while queue and done(stream):
+                self._event_done(queue.popleft())
+            if not queue:
+                del self._events[stream]
