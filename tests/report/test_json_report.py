@@ -103,6 +103,14 @@ def test_a_failed_program_leaves_the_question_open() -> None:
     assert (found["outcome"], found["exit_code"], found["error"]) == ("failed", 5, "KeyError: 'x'")
 
 
+def test_a_program_that_saw_no_card_fits_nowhere_in_particular() -> None:
+    found = report(replace(fitting_run(), devices=()))
+    assert found["fits"] is True
+    assert found["device"] == -1
+    assert found["devices"] == []
+    assert sum(found["categories"].values()) == 0
+
+
 def test_a_run_without_events_is_valid() -> None:
     found = report(virtual_run(Recorder().finish()))
     assert found["peak"]["allocated_bytes"] == 0

@@ -7,10 +7,11 @@ from vramfit.analysis.frames import Origin, origin, short_location, user_frame
 from vramfit.analysis.lifetimes import Lifetimes, lifetimes
 from vramfit.analysis.modules import ModuleNode, fold_layers, fold_path, module_tree
 from vramfit.analysis.phases import Growth, Phase, PhaseSummary, growth, phases, summarise
-from vramfit.analysis.verdict import NAMES, DeviceVerdict, Outcome, Verdict, verdict
+from vramfit.analysis.verdict import NAMES, NO_CARD, DeviceVerdict, Outcome, Verdict, verdict
 
 __all__ = [
     "NAMES",
+    "NO_CARD",
     "Breakdown",
     "Curves",
     "DeviceVerdict",

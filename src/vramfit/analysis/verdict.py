@@ -23,6 +23,9 @@ NAMES: Mapping[Category, str] = {
 }
 """The categories in words, in the order in which they are shown."""
 
+NO_CARD = -1
+"""Index of what stands in for the card where CUDA_VISIBLE_DEVICES hides them all from the program."""
+
 _STATE = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
 
 
@@ -74,7 +77,7 @@ class Verdict:
 
     Attributes:
         outcome: whether it fits.
-        devices: one verdict per card, by index.
+        devices: one verdict per card, by index; never empty (see `NO_CARD`).
         critical: index (into ``devices``) of the card that ran out, else of the fullest one.
         oom: the request that could not be served, also if the program caught it.
         short_by: bytes that were missing for that request, when everything releasable had been released; 0
@@ -130,7 +133,7 @@ def verdict(run: VirtualRun, *, tensors: int = 100, cards: Iterable[GpuSpec] | N
         outcome = Outcome.FAILED
     else:
         outcome = Outcome.FITS
-    devices = tuple(_device(run, found, ran_out, tensors) for found in run.devices)
+    devices = tuple(_device(run, found, ran_out, tensors) for found in run.devices) or (_no_card(run),)
     critical = _critical(devices, run.oom if ran_out else None)
     decisive = devices[critical]
     oom = run.oom
@@ -184,6 +187,21 @@ def _device(run: VirtualRun, found: DeviceOutcome, ran_out: bool, tensors: int) 
         peak_active=found.peak_active_bytes,
         headroom=found.total_bytes - found.context_bytes - found.peak_reserved_bytes,
         breakdown=breakdown,
+    )
+
+
+def _no_card(run: VirtualRun) -> DeviceVerdict:
+    """What stands for the card of a program that saw none."""
+    return DeviceVerdict(
+        index=NO_CARD,
+        gpu="no card",
+        total=0,
+        context=0,
+        peak_allocated=0,
+        peak_reserved=0,
+        peak_active=0,
+        headroom=0,
+        breakdown=peak(run.trace, NO_CARD),
     )
 
 

@@ -48,7 +48,7 @@ def run_command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the report as JSON; with - to standard output, and the program's output to standard error.",
+            help="Write the report as JSON; - is standard output (the program's goes to standard error).",
         ),
     ] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the memory trace.")] = None,

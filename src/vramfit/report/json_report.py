@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vramfit.analysis import (
+    NO_CARD,
     DeviceVerdict,
     Fragmentation,
     ModuleNode,
@@ -69,7 +70,7 @@ def run_to_json(run: VirtualRun, verdict: Verdict) -> dict[str, Any]:
         "tensors": [_group(group) for group in breakdown.tensors],
         "tensors_omitted": {"groups": breakdown.tensors_omitted[0], "bytes": breakdown.tensors_omitted[1]},
         **_phases(run, decisive.index),
-        "devices": [_device(device) for device in verdict.devices],
+        "devices": [_device(device) for device in verdict.devices if device.index != NO_CARD],
     }
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from vramfit.analysis import (
     NAMES,
+    NO_CARD,
     Breakdown,
     DeviceVerdict,
     Moment,
@@ -82,6 +83,14 @@ class _Page:
     def lines(self, run: VirtualRun, verdict: Verdict) -> Iterator[Text]:
         """All lines of the report."""
         yield from self.headline(run, verdict)
+        if verdict.device.index != NO_CARD:
+            yield from self.card(run, verdict)
+        yield from self.warnings(run)
+        yield Text()
+        yield self.footer(run)
+
+    def card(self, run: VirtualRun, verdict: Verdict) -> Iterator[Text]:
+        """All about the card that decides."""
         yield Text()
         yield from self.cards(verdict)
         device = verdict.device
@@ -93,45 +102,44 @@ class _Page:
             yield from self.phases(run, device.index)
         else:
             yield Text("The program allocated nothing on the card.")
-        yield from self.warnings(run)
-        yield Text()
-        yield self.footer(run)
 
     # The verdict
 
     def headline(self, run: VirtualRun, verdict: Verdict) -> Iterator[Text]:
-        """One or two lines that answer the question, and why not if so."""
+        """A line or two that answer the question, and why not if so."""
         device = verdict.device
         where = device.gpu if len(verdict.devices) == 1 else f"{device.gpu} (GPU {device.index})"
         if verdict.outcome is Outcome.FITS:
-            line = Text.assemble(
-                ("✓ fits ", "bold green"),
-                (where, "bold"),
-                f": {format_bytes(device.used)} of {format_bytes(device.total)} used at the peak, "
-                f"{format_bytes(device.headroom)} free",
-            )
-            yield from self.wrapped(line)
-            if verdict.oom is not None:
-                yield from self.wrapped(
-                    Text(
-                        f"  The program caught an out-of-memory error{self.at_line(verdict.oom.user_line)} "
-                        f"(asked for {format_bytes(verdict.oom.requested_bytes)}) and went on.",
-                        style="yellow",
-                    )
-                )
-        elif verdict.outcome is Outcome.FAILED:
+            yield from self.fits(verdict, where)
+        elif verdict.outcome is Outcome.DOES_NOT_FIT:
+            yield from self.does_not_fit(verdict, where)
+        else:
             reason = f": {run.error}" if run.error else ""
-            line = Text.assemble(
-                ("! the program failed", "bold red"),
-                f" (exit code {run.exit_code}){reason}",
-            )
-            yield from self.wrapped(line)
+            failed = (f" (exit code {run.exit_code}){reason}", "")
+            yield from self.wrapped(Text.assemble(("! the program failed", "bold red"), failed))
             used = f"{format_bytes(device.used)} of {format_bytes(device.total)}"
             yield from self.wrapped(Text(f"  Until then it used {used} on {where}."))
-        else:
-            yield from self.does_not_fit(verdict, where)
-        if verdict.outcome is not Outcome.FAILED:
-            yield from self.smallest(verdict)
+
+    def fits(self, verdict: Verdict, where: str) -> Iterator[Text]:
+        """With how much to spare, and which smaller card would do."""
+        device, card, oom = verdict.device, verdict.smallest_gpu, verdict.oom
+        if device.index == NO_CARD:
+            hidden = ": the program saw no card, CUDA_VISIBLE_DEVICES hides them all"
+            yield from self.wrapped(Text.assemble(("✓ fits", "bold green"), hidden))
+            return
+        used = f"{format_bytes(device.used)} of {format_bytes(device.total)} used at the peak"
+        figures = f": {used}, {format_bytes(device.headroom)} free"
+        yield from self.wrapped(Text.assemble(("✓ fits ", "bold green"), (where, "bold"), figures))
+        if oom is not None:
+            request = format_bytes(oom.requested_bytes)
+            place = self.at_line(oom.user_line)
+            text = f"  The program ran out{place} (asked for {request}), caught it and went on."
+            yield from self.wrapped(Text(text, style="yellow"))
+        if card is not None and card.total_bytes < device.total:
+            size = format_bytes(card.total_bytes)
+            yield from self.wrapped(
+                Text(f"  The smallest card with as much is {card.name} ({size}).", style="bright_black")
+            )
 
     def does_not_fit(self, verdict: Verdict, where: str) -> Iterator[Text]:
         """Where it ran out, by how much, why, and what to try."""
@@ -159,27 +167,13 @@ class _Page:
                 yield from self.wrapped(
                     Text.assemble((f"  {label if position == 0 else '   '}  ", "bold"), text), indent=7
                 )
-
-    def smallest(self, verdict: Verdict) -> Iterator[Text]:
-        """Which card would do."""
-        card = verdict.smallest_gpu
-        need = format_bytes(verdict.needed)
-        if verdict.outcome is Outcome.FITS:
-            if card is None or card.total_bytes >= verdict.device.total:
-                return
-            size = format_bytes(card.total_bytes)
-            yield from self.wrapped(
-                Text(f"  The smallest card with as much is {card.name} ({size}).", style="bright_black")
-            )
-        elif card is None:
-            yield from self.wrapped(
-                Text(f"  No card of the catalogue has the {need} or more that this needs.")
-            )
+        card, need = verdict.smallest_gpu, format_bytes(verdict.needed)
+        if card is None:
+            text = f"  No card of the catalogue has the {need} or more that this needs."
         else:
             size = format_bytes(card.total_bytes)
-            yield from self.wrapped(
-                Text(f"  It needs at least {need}: the smallest card with that is {card.name} ({size}).")
-            )
+            text = f"  It needs at least {need}: the smallest card with that is {card.name} ({size})."
+        yield from self.wrapped(Text(text))
 
     # The card
 
