@@ -51,9 +51,9 @@ def test_a_free_that_never_completes_stays_active_to_the_end() -> None:
     assert both.active[-1] == 512
 
 
-def test_recordings_without_completions_complete_at_once() -> None:
-    trace = trace_of((A, 4096, 512), (R, 4096, 512))
-    assert curves(trace, lifetimes(trace)).active.tolist() == [512, 0]
+def test_an_address_that_is_used_again_was_free() -> None:
+    trace = trace_of((A, 4096, 512), (R, 4096, 512), (A, 4096, 512))
+    assert curves(trace, lifetimes(trace)).active.tolist() == [512, 512, 512]
 
 
 def test_a_free_without_allocation_was_there_before() -> None:

@@ -79,10 +79,9 @@ def curves(trace: MemoryTrace, lives: Lifetimes) -> Curves:
     shrinks = here & ((trace.kind == EventKind.SEGMENT_FREE) | (trace.kind == EventKind.SEGMENT_UNMAP))
     delta = np.where(grows, trace.size, 0) - np.where(shrinks, trace.size, 0)
     described = trace_device(trace, lives.device)
-    reserved_start = 0
-    if described is not None and described.segments:
-        final = sum(int(segment["total_size"]) for segment in described.segments)
-        reserved_start = max(0, final - int(delta.sum()))
+    final = sum(int(segment["total_size"]) for segment in described.segments) if described else 0
+    # A recording that began late holds frees of segments that it did not see; its end is known.
+    reserved_start = max(0, final - int(delta.sum()))
     return Curves(
         device=lives.device,
         allocated=allocated,

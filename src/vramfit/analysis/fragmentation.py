@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vramfit.analysis.lifetimes import Ints, Lifetimes, trace_device
+from vramfit.analysis.lifetimes import Flags, Ints, Lifetimes, trace_device
 from vramfit.trace import EventKind, MemoryTrace
 
 # c10/cuda/CUDACachingAllocator.cpp, kSmallBuffer: the smallest page that expandable segments map and unmap.
@@ -74,7 +74,7 @@ class _Gaps:
 
     start: Ints
     size: Ints
-    is_whole: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    is_whole: Flags
     reserved: int
     segments: int
 
@@ -161,9 +161,7 @@ def _mapped_ranges(trace: MemoryTrace, device: int, row: int) -> tuple[Ints, Int
     return edges[np.flatnonzero(turns == 1)], edges[np.flatnonzero(turns == -1)]
 
 
-def _events(
-    trace: MemoryTrace, device: int, grow: EventKind, shrink: EventKind
-) -> tuple[Ints, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+def _events(trace: MemoryTrace, device: int, grow: EventKind, shrink: EventKind) -> tuple[Ints, Flags]:
     """Rows of the two kinds of events on ``device``, and which of them grow."""
     kinds = trace.kind
     rows = np.flatnonzero((trace.device == device) & ((kinds == grow) | (kinds == shrink)))
@@ -171,12 +169,28 @@ def _events(
 
 
 def _final_segments(trace: MemoryTrace, device: int, *, expandable: bool) -> list[tuple[int, int]] | None:
-    """Ranges of the segments at the end of the trace; None where the trace does not say."""
+    """Ranges of the segments at the end of the trace; None where the trace does not say.
+
+    No segments at all say so only if the events agree: as much was given back as was taken, or more.
+    """
     described = trace_device(trace, device)
-    if described is None or not described.segments:
-        return None
+    segments = described.segments if described else ()
+    if not segments:
+        return None if _net_growth(trace, device) > 0 else []
     return [
         (int(segment["address"]), int(segment["address"]) + int(segment["total_size"]))
-        for segment in described.segments
+        for segment in segments
         if bool(segment.get("is_expandable", False)) == expandable
     ]
+
+
+def _net_growth(trace: MemoryTrace, device: int) -> int:
+    """Bytes of segments taken over the trace less those given back."""
+    total = 0
+    for grow, shrink in (
+        (EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE),
+        (EventKind.SEGMENT_MAP, EventKind.SEGMENT_UNMAP),
+    ):
+        rows, added = _events(trace, device, grow, shrink)
+        total += int(np.where(added, trace.size[rows], -trace.size[rows]).sum())
+    return total

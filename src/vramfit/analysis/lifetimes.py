@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from vramfit.trace import EventKind, MemoryTrace, TraceDevice
 
 Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 # c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize: where a recording does not hold the size of a block, this
 # is the multiple to which the request was rounded up.
@@ -56,70 +57,56 @@ def lifetimes(trace: MemoryTrace, device: int = 0) -> Lifetimes:
     A free without an allocation, and a block of the final segments that was never allocated in the trace,
     was there from before the beginning: recordings are often switched on late.
     """
-    kinds = trace.kind
-    wanted = (
-        (trace.device == device)
-        & (trace.size > 0)
-        & (
-            (kinds == EventKind.ALLOC)
-            | (kinds == EventKind.FREE_REQUESTED)
-            | (kinds == EventKind.FREE_COMPLETED)
-        )
-    )
-    rows = np.flatnonzero(wanted)
-    rows = rows[np.argsort(trace.address[rows], kind="stable")]
-    address, kind = trace.address[rows], kinds[rows]
-    end = len(trace)
+    rows = _rows_by_address(trace, device)
+    kind = trace.kind[rows]
+    is_first = np.ones(len(rows), dtype=bool)
+    is_first[1:] = trace.address[rows[1:]] != trace.address[rows[:-1]]
+    is_alloc, is_request = kind == EventKind.ALLOC, kind == EventKind.FREE_REQUESTED
+    next_row, next_is_request = _following(rows, is_first, is_request, len(trace))
+    after_row = np.append(next_row[1:], len(trace))[: len(rows)]
 
-    def following(steps: int) -> tuple[Ints, NDArray[np.uint8]]:
-        """Row and kind of the event ``steps`` later at the same address; ``end`` and 255 if there is none."""
-        later_row = np.full(len(rows), end, dtype=np.int64)
-        later_kind = np.full(len(rows), 255, dtype=np.uint8)
-        same = np.flatnonzero(address[steps:] == address[: len(rows) - steps])
-        later_row[same] = rows[same + steps]
-        later_kind[same] = kind[same + steps]
-        return later_row, later_kind
+    follows_alloc = np.zeros(len(rows), dtype=bool)
+    follows_alloc[1:] = is_alloc[:-1] & ~is_first[1:]
+    late_request = is_request & ~follows_alloc
+    # Asked for before the trace began, so from its beginning active, but no longer allocated.
+    late_completion = (kind == EventKind.FREE_COMPLETED) & is_first
 
-    next_row, next_kind = following(1)
-    after_row, after_kind = following(2)
-    is_alloc = kind == EventKind.ALLOC
-    # Without its own completion, a free took effect at once if the address was used again or nothing ever
-    # completes.
-    completes = bool((kind == EventKind.FREE_COMPLETED).any())
-    unfinished = (next_kind == EventKind.FREE_REQUESTED) & (after_kind != EventKind.FREE_COMPLETED)
-    completed = np.where(next_kind == EventKind.FREE_REQUESTED, after_row, next_row)
-    completed = np.where(unfinished & ((after_row < end) | (not completes)), next_row, completed)
-
-    previous_alloc = np.zeros(len(rows), dtype=bool)
-    if len(rows) > 1:
-        previous_alloc[1:] = is_alloc[:-1] & (address[1:] == address[:-1])
-    first_of_address = np.ones(len(rows), dtype=bool)
-    first_of_address[1:] = address[1:] != address[:-1]
-    orphan_request = (kind == EventKind.FREE_REQUESTED) & ~previous_alloc
-    orphan_completion = (kind == EventKind.FREE_COMPLETED) & first_of_address
-    orphan = orphan_request | orphan_completion
-    # The orphan's own row is its free; what follows it at the address may be its completion.
-    orphan_completed = np.where(orphan_request & (next_kind == EventKind.FREE_COMPLETED), next_row, rows)
-    # A free that was asked for before the trace began is active, but no longer allocated.
-    orphan_freed = np.where(orphan_completion, -1, rows)
-
-    keep = np.flatnonzero(is_alloc | orphan)
-    allocated = is_alloc[keep]
+    # Without its own completion, a free took effect at the latest when the address was used again.
+    completed = np.where(is_alloc & next_is_request, after_row, next_row)
+    keep = np.flatnonzero(is_alloc | late_request | late_completion)
     at = rows[keep]
-    size = trace.size[at]
-    known = trace.block[at]
-    block = np.where(known > 0, known, -(-size // _MIN_BLOCK) * _MIN_BLOCK)
+    size, known = trace.size[at], trace.block[at]
     found = Lifetimes(
         device=device,
-        rows=end,
-        born=np.where(allocated, at, -1),
-        freed=np.where(allocated, next_row[keep], orphan_freed[keep]),
-        completed=np.where(allocated, completed[keep], orphan_completed[keep]),
-        address=address[keep],
+        rows=len(trace),
+        born=np.where(is_alloc, rows, -1)[keep],
+        freed=np.select([is_alloc, late_request], [next_row, rows], -1)[keep],
+        completed=np.where(late_completion, rows, completed)[keep],
+        address=trace.address[at],
         size=size,
-        block=block,
+        block=np.where(known > 0, known, -(-size // _MIN_BLOCK) * _MIN_BLOCK),
     )
     return _with_survivors(found, trace)
+
+
+def _rows_by_address(trace: MemoryTrace, device: int) -> Ints:
+    """Rows of the allocations and frees of ``device``, sorted by address and, within one, by time."""
+    kinds = trace.kind
+    wanted = (
+        (kinds == EventKind.ALLOC) | (kinds == EventKind.FREE_REQUESTED) | (kinds == EventKind.FREE_COMPLETED)
+    )
+    rows = np.flatnonzero(wanted & (trace.device == device) & (trace.size > 0))
+    return rows[np.argsort(trace.address[rows], kind="stable")]
+
+
+def _following(rows: Ints, is_first: Flags, is_request: Flags, end: int) -> tuple[Ints, Flags]:
+    """For each row the next at the same address (``end`` if there is none), and whether it asks for a free."""
+    next_row = np.full(len(rows), end, dtype=np.int64)
+    next_is_request = np.zeros(len(rows), dtype=bool)
+    same = np.flatnonzero(~is_first[1:])
+    next_row[same] = rows[same + 1]
+    next_is_request[same] = is_request[same + 1]
+    return next_row, next_is_request
 
 
 def trace_device(trace: MemoryTrace, device: int) -> TraceDevice | None:
@@ -132,26 +119,30 @@ def _with_survivors(found: Lifetimes, trace: MemoryTrace) -> Lifetimes:
     described = trace_device(trace, found.device)
     if described is None or not described.segments:
         return found
-    alive = set(found.address[found.freed == found.rows].tolist())
-    extra: list[tuple[int, int, int]] = []
+    known = set(found.address[found.completed == found.rows].tolist())
+    extra: list[tuple[int, int, int, int]] = []
     for segment in described.segments:
         cursor = int(segment["address"])
         for block in segment["blocks"]:
             here = int(block.get("address", cursor))
             cursor = here + int(block["size"])
-            if block["state"] == "active_allocated" and here not in alive:
-                extra.append((here, int(block.get("requested_size", block["size"])), int(block["size"])))
+            if here in known or not block["state"].startswith("active"):
+                continue
+            # A block that waits for a stream was given back before the trace began.
+            freed = found.rows if block["state"] == "active_allocated" else -1
+            extra.append((here, int(block.get("requested_size", block["size"])), int(block["size"]), freed))
     if not extra:
         return found
-    count = len(extra)
-    never = np.full(count, found.rows, dtype=np.int64)
+    address, size, block_bytes, freed_rows = (list(column) for column in zip(*extra, strict=True))
+    before = np.full(len(extra), -1, dtype=np.int64)
+    never = np.full(len(extra), found.rows, dtype=np.int64)
     return Lifetimes(
         device=found.device,
         rows=found.rows,
-        born=np.concatenate([found.born, np.full(count, -1, dtype=np.int64)]),
-        freed=np.concatenate([found.freed, never]),
+        born=np.concatenate([found.born, before]),
+        freed=np.concatenate([found.freed, np.array(freed_rows, dtype=np.int64)]),
         completed=np.concatenate([found.completed, never]),
-        address=np.concatenate([found.address, np.array([e[0] for e in extra], dtype=np.uint64)]),
-        size=np.concatenate([found.size, np.array([e[1] for e in extra], dtype=np.int64)]),
-        block=np.concatenate([found.block, np.array([e[2] for e in extra], dtype=np.int64)]),
+        address=np.concatenate([found.address, np.array(address, dtype=np.uint64)]),
+        size=np.concatenate([found.size, np.array(size, dtype=np.int64)]),
+        block=np.concatenate([found.block, np.array(block_bytes, dtype=np.int64)]),
     )
