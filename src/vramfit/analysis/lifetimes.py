@@ -91,10 +91,7 @@ def lifetimes(trace: MemoryTrace, device: int = 0) -> Lifetimes:
 
 def _rows_by_address(trace: MemoryTrace, device: int) -> Ints:
     """Rows of the allocations and frees of ``device``, sorted by address and, within one, by time."""
-    kinds = trace.kind
-    wanted = (
-        (kinds == EventKind.ALLOC) | (kinds == EventKind.FREE_REQUESTED) | (kinds == EventKind.FREE_COMPLETED)
-    )
+    wanted = np.isin(trace.kind, (EventKind.ALLOC, EventKind.FREE_REQUESTED, EventKind.FREE_COMPLETED))
     rows = np.flatnonzero(wanted & (trace.device == device) & (trace.size > 0))
     return rows[np.argsort(trace.address[rows], kind="stable")]
 
