@@ -97,7 +97,7 @@ def _rows_by_address(trace: MemoryTrace, device: int) -> Ints:
 
 
 def _following(rows: Ints, is_first: Flags, is_request: Flags, end: int) -> tuple[Ints, Flags]:
-    """For each row the next at the same address (``end`` if there is none), and whether it asks for a free."""
+    """The next row at the same address (``end`` if there is none), and whether it asks for a free."""
     next_row = np.full(len(rows), end, dtype=np.int64)
     next_is_request = np.zeros(len(rows), dtype=bool)
     same = np.flatnonzero(~is_first[1:])
