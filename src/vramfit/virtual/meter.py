@@ -79,6 +79,8 @@ class Meter:
     def record_of(self, tensor: torch.Tensor) -> StorageRecord | None:
         """The record behind a fake tensor, None when its storage is not on a virtual card."""
         self.collect()  # a new storage may lie where a dead one lay
+        if tensor.layout is not torch.strided:
+            return None
         return self._records.get(tensor.untyped_storage()._cdata)
 
     def adopt(self, tensor: torch.Tensor, op: str, category: int | None = None) -> None:

@@ -156,6 +156,7 @@ class VirtualMode(TorchDispatchMode):
         """
         if "generator" in kwargs:
             kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
+            func = _without_generator(func)
         try:
             corrected = kernels.METAS.get(func)
             if corrected is not None:
@@ -368,6 +369,16 @@ class VirtualMode(TorchDispatchMode):
         return target
 
 
+def _without_generator(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """The overload that takes no generator: ``randint.low_generator`` is ``randint.low``."""
+    name = func._overloadname
+    if "generator" not in name:
+        return func
+    plain = name.replace("generator_with_", "").replace("_generator", "").replace("generator", "") or "default"
+    sibling: torch._ops.OpOverload = getattr(func._overloadpacket, plain)
+    return sibling
+
+
 def _scan(values: Any) -> tuple[bool, bool]:
     """Whether there are fake tensors, and whether there are others, among arguments (lists one level deep)."""
     fake = real = False
@@ -406,4 +417,18 @@ def _device_of(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int |
 def _adopt_all(meter: Meter, out: Any, op: str, category: Category | None) -> None:
     for tensor in _tensors(out):
         if type(tensor) is FakeTensor and tensor.fake_device.type == "cuda":
-            meter.adopt(tensor, op, category)
+            for part in strided_parts(tensor):
+                meter.adopt(part, op, category)
+
+
+def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors that hold a tensor's storage: itself, or the indices and values of a sparse one."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()

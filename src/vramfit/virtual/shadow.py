@@ -53,11 +53,13 @@ class ShadowStore:
 
     def find(self, tensor: torch.Tensor) -> Shadow | None:
         """The shadow of a fake tensor's storage, if it has one."""
+        if tensor.layout is not torch.strided:
+            return None
         return self._shadows.get(tensor.untyped_storage()._cdata)
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A real CPU tensor with the fake one's dtype, shape and strides over the shadow; None without one."""
-        shadow = self._shadows.get(tensor.untyped_storage()._cdata)
+        shadow = self.find(tensor)
         if shadow is None:
             return None
         return _over(shadow.real, tensor)
@@ -74,7 +76,8 @@ class ShadowStore:
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Drop the shadow of a tensor that was overwritten with unknown values."""
-        self._shadows.pop(tensor.untyped_storage()._cdata, None)
+        if tensor.layout is torch.strided:
+            self._shadows.pop(tensor.untyped_storage()._cdata, None)
 
     def _drop(self, shadow: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(shadow, Shadow)
@@ -84,6 +87,8 @@ class ShadowStore:
 
 def may_carry(tensor: torch.Tensor) -> bool:
     """Whether a fresh fake tensor is small enough for a shadow."""
+    if tensor.layout is not torch.strided:
+        return False
     return 0 < tensor.numel() <= MAX_ELEMENTS and tensor.untyped_storage().nbytes() <= MAX_ELEMENTS * 16
 
 

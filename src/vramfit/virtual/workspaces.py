@@ -46,6 +46,7 @@ class Workspaces:
         self._local = _Handle()
         self._free_handles: list[int] = []
         self._handles = 0
+        self._dropout_states: dict[int, torch.Tensor] = {}
         self._contexts: dict[int, KernelContext] = {}
         self._context_key: tuple[object, ...] = ()
 
@@ -98,6 +99,22 @@ class Workspaces:
             self._held[key] = address
             return []
         return [address]
+
+    def dropout_state(self, device: int) -> torch.Tensor:
+        """The random states of cuDNN's dropout: one per device, made at its first use and kept.
+
+        cuDNN tells the size only on a card (``cudnnDropoutGetStatesSize``). Its generators are XORWOW states of
+        curand (48 B, ``curandStateXORWOW_t``), one for each thread that the card holds: an estimate, with an error
+        bar of its own size.
+        """
+        state = self._dropout_states.get(device)
+        if state is None:
+            spec = self._machine.devices[device].spec
+            size = 48 * spec.sm_count * spec.max_threads_per_sm
+            state = self._dropout_states[device] = torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
+            self._meter.tag(state, Category.WORKSPACES)
+            self._meter.uncertainty[device] = max(self._meter.uncertainty[device], size)
+        return state
 
     def clear(self) -> None:
         """``torch._C._cuda_clearCublasWorkspaces()``: give all of them back."""

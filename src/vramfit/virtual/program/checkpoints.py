@@ -136,8 +136,7 @@ def _patch_safetensors(mode: VirtualMode, patches: PatchStack, kept: dict[object
             return _unpark(mode, kept[_name(filename)], device)
         return load_file(filename, device, *args, **kwargs)
 
-    patches.rebind(save_file, virtual_save_file)
-    patches.rebind(load_file, virtual_load_file)
+    patches.rebind([(save_file, virtual_save_file), (load_file, virtual_load_file)])
 
 
 def _tell(mode: VirtualMode, file: Any) -> None:

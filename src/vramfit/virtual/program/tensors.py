@@ -88,6 +88,8 @@ def _patch_storage_resize(mode: VirtualMode, patches: PatchStack) -> None:
 def _patch_repr(mode: VirtualMode, patches: PatchStack) -> None:
     def represent(self: FakeTensor, *, tensor_contents: Any = None) -> str:
         del tensor_contents
+        if self.fake_mode.in_kernel_invocation:  # torch formats a message of its own: no ops from here
+            return f"tensor(..., size={tuple(self.shape)})"
         view = mode.shadows.view(self)
         shadow = mode.shadows.find(self)
         where = f", device='{self.device}'" if self.device.type != "cpu" else ""
@@ -96,4 +98,10 @@ def _patch_repr(mode: VirtualMode, patches: PatchStack) -> None:
             return f"tensor(..., size={tuple(self.shape)}, dtype={self.dtype}{where}{grad})"
         return f"{repr(view.detach())[:-1]}{where}{grad})"
 
+    def formatted(self: FakeTensor, spec: str) -> str:
+        if self.dim() == 0:
+            return str(self.item().__format__(spec))
+        return object.__format__(self, spec)
+
     patches.set(FakeTensor, "__repr__", represent)
+    patches.set(FakeTensor, "__format__", formatted)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from vramfit.virtual.rules.registry import RULES, rule
+from vramfit.virtual.rules.registry import RULES, find_overload, rule
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -45,18 +45,22 @@ def like_first(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _register() -> None:
-    for name in dir(torch.ops.aten):
-        if not (name.startswith("_foreach_") or name.startswith("_fused_")):
+    # torch.ops.aten lists only the ops that were used before; the dispatcher knows them all.
+    for full_name in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full_name.partition("::")
+        if namespace != "aten" or not name.startswith(("_foreach_", "_fused_")):
             continue
-        packet = getattr(torch.ops.aten, name)
-        for overload in packet.overloads():
-            func = getattr(packet, overload)
-            schema = func._schema
-            first = schema.arguments[0].alias_info
-            if first is not None and first.is_write and "out" not in overload:
-                RULES[func] = in_place
-            elif name.startswith("_foreach_") and name not in _OTHERWISE and overload.split("_")[-1] != "out":
-                RULES[func] = like_first
+        packet, _, overload = name.partition(".")
+        func = find_overload(f"aten.{packet}.{overload or 'default'}")
+        if func is None or overload.endswith("out"):
+            continue
+        first = func._schema.arguments[0]
+        if "List" not in str(first.type):
+            continue
+        if first.alias_info is not None and first.alias_info.is_write:
+            RULES[func] = in_place
+        elif packet.startswith("_foreach_") and packet not in _OTHERWISE:
+            RULES[func] = like_first
 
 
 _register()

@@ -167,3 +167,51 @@ def bincount(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[s
     weights = kwargs.get("weights", args[1] if len(args) > 1 else None)
     dtype = torch.int64 if weights is None else torch.float64 if weights.dtype != torch.float32 else torch.float32
     return _finish(mode, func, args, kwargs, mode.fake_empty((max(minlength, 1),), dtype, args[0].device))
+
+
+@rule("aten._pack_padded_sequence.default")
+def pack_padded_sequence(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The time steps that are not padding, and how many sequences each step has (a real CPU tensor)."""
+    data, lengths, batch_first = args
+    lengths = lengths if type(lengths) is not FakeTensor else mode.shadows.view(lengths)
+    if lengths is None:
+        raise RuntimeError("'lengths' argument should be a 1D CPU int64 tensor")
+    steps = data.shape[1] if batch_first else data.shape[0]
+    sizes = [int((lengths > step).sum()) for step in range(min(steps, int(lengths.max())))]
+    out = mode.fake_empty((int(lengths.sum()), *data.shape[2:]), data.dtype, data.device)
+    _finish(mode, func, (data,), kwargs, out)
+    return out, torch.tensor(sizes, dtype=torch.int64)
+
+
+@rule("aten._pack_padded_sequence_backward.default")
+def pack_padded_sequence_backward(
+    mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A gradient of the padded shape."""
+    grad, size = args[0], args[1]
+    return _finish(mode, func, (grad,), kwargs, mode.fake_empty(tuple(size), grad.dtype, grad.device))
+
+
+@rule("aten._to_dense.default")
+def to_dense(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A dense copy of a sparse tensor."""
+    source: torch.Tensor = args[0]
+    dtype = kwargs.get("dtype") or (args[1] if len(args) > 1 else None) or source.dtype
+    return _finish(mode, func, args, kwargs, mode.fake_empty(tuple(source.shape), dtype, source.device))
+
+
+@rule("aten._use_cudnn_ctc_loss.default", "aten._use_cudnn_ctc_loss.Tensor")
+def use_cudnn_ctc_loss(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether cuDNN computes a CTC loss: aten/src/ATen/native/cudnn/LossCTC.cpp ``_use_cudnn_ctc_loss``."""
+    del func, kwargs
+    log_probs, targets, _, target_lengths, blank = args
+    lengths = target_lengths.tolist() if isinstance(target_lengths, torch.Tensor) else list(target_lengths)
+    return bool(
+        mode.workspaces.context(log_probs.device.index or 0).cudnn_enabled
+        and blank == 0
+        and targets.dim() == 1
+        and log_probs.dtype is torch.float32
+        and targets.dtype is torch.int32
+        and targets.device.type == "cpu"
+        and max(lengths, default=0) <= 256
+    )
