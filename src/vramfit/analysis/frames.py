@@ -34,7 +34,8 @@ _INSTALLED = re.compile(r"/(?:site|dist)-packages/")
 _FOREIGN_STDLIB = re.compile(r"/lib(?:64)?/python\d+(?:\.\d+)?t?/|/python\d+\.zip/|/[Pp]ython\d+/[Ll]ib/")
 # A torch built from source lies outside site-packages; these are the parts of it that show up in stacks.
 _TORCH = re.compile(
-    r"(?:^|/)torch/(?:_[a-z]\w*|nn|optim|autograd|utils|cuda|amp|fx|func|distributed|functional\.py|library\.py)(?:/|$|\.py$)"
+    r"(?:^|/)torch/(?:_[a-z]\w*|nn/(?:modules|parallel|utils|functional\.py)|optim/|autograd/|cuda/|amp/|fx/|func/"
+    r"|utils/(?:_|data/|checkpoint\.py)|distributed/|functional\.py|library\.py)"
 )
 _SOURCE = re.compile(r"\.(?:py|pyw|ipynb)$")
 _NOTEBOOK = re.compile(r"^<(?:stdin|ipython-input|python-input)|ipykernel_\d+/")
