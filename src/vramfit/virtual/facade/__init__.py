@@ -4,7 +4,7 @@ One module per part: `devices`, `properties`, `streams`, `memory`, `graphs`, `rn
 `legacy` (old tensor types), `extras` (runtime functions, NVTX, sensors, copies between devices) and
 `releases`.
 
-Not covered: pluggable allocators and ``MemPool(use_on_oom=, no_split=)`` (a warning says so),
+Not covered: pluggable allocators (a warning says so),
 ``torch.cuda.gds``, green contexts, jiterator, ``torch.accelerator.Graph``, ``can_use_flash_attention`` and
 its kin, ``torch.profiler``'s CUDA activities, NCCL calls of ``torch.cuda.nccl``, and pynvml itself.
 """

@@ -143,14 +143,14 @@ def _patch_cudnn(functions: BackendFunctions, patches: PatchStack) -> None:
     machine = functions.machine
     version = _release(machine).cudnn
     library = _cudnn_module(version)
-    # torch.backends.cudnn replaces itself by an object; the module of its functions is behind `m`.
+    # torch.backends.cudnn and its rnn replace themselves by objects; the module of functions is behind `m`.
     front: Any = torch.backends.cudnn
     patches.set(C, "_has_cudnn", True)
     patches.set(C, "_cudnn", library)
     patches.set(front.m, "_cudnn", library)
     patches.set(front.m, "_init", lambda: True)
     patches.set(front.m, "__cudnn_version", version)
-    patches.set(front.rnn, "_cudnn", library)
+    patches.set(getattr(front.rnn, "m", front.rnn), "_cudnn", library)
     # Read at import time: without cuDNN the class has None there.
     limit = torch.backends.ContextProp(  # type: ignore[no-untyped-call]
         functions._cuda_get_cudnn_benchmark_limit, functions._cuda_set_cudnn_benchmark_limit

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch._subclasses import fake_tensor
 
 from vramfit.gpus import GpuKind
 from vramfit.virtual.facade.base import CUDA_BUILD, C, CFunctions
@@ -156,11 +157,18 @@ def patch_devices(functions: DeviceFunctions, patches: PatchStack) -> None:
     patches.set(C, "_has_cuda", True)
     patches.set(C, "_has_magma", True)
     _forget_cached_answers(patches)
+    # Fake tensors warm up a real context when is_available() says there is a card: there is none to warm up.
+    if hasattr(fake_tensor, "init_gpu_context"):
+        patches.set(fake_tensor, "init_gpu_context", _no_context)
     # A CUDA build has its own version; it stands only if it serves the cards. All cards are asked, not the
     # visible ones: CUDA_VISIBLE_DEVICES is the program's to set.
     cards = [spec.compute_capability for spec in functions.machine.specs]
     if not CUDA_BUILD or needs_older_build(cards):
         patches.set(torch.version, "cuda", release_for(functions.machine.torch_version, cards).cuda)
+
+
+def _no_context(device: torch.device) -> None:
+    """Stands for ``init_gpu_context`` of torch/_subclasses/fake_tensor.py."""
 
 
 def _forget_cached_answers(patches: PatchStack) -> None:

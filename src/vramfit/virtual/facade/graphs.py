@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from vramfit.allocator import CachingAllocator
 from vramfit.virtual.facade.base import C, CFunctions, installed_machine
 
 PoolId = tuple[int, int]
@@ -21,6 +23,13 @@ def new_pool_id(*, user_created: bool) -> PoolId:
     return (0, next(_user_pools)) if user_created else (next(_graph_pools), 0)
 
 
+def _when_gone(holder: object, function: Callable[..., object], *args: object) -> Callable[[], object]:
+    """Call a function when an object is gone, or when the result is called; not at the very end."""
+    finalizer = weakref.finalize(holder, function, *args)
+    finalizer.atexit = False
+    return finalizer
+
+
 class PoolFunctions(CFunctions):
     """The functions that send allocations to a private pool."""
 
@@ -28,7 +37,7 @@ class PoolFunctions(CFunctions):
         return new_pool_id(user_created=True)
 
     def _cuda_beginAllocateToPool(self, device: int, pool: PoolId) -> None:
-        self.device(device).allocator.begin_pool(pool)
+        self.device(device).allocator.begin_pool((pool[0], pool[1]))
 
     def _cuda_beginAllocateCurrentThreadToPool(self, device: int, pool: PoolId) -> None:
         self._cuda_beginAllocateToPool(device, pool)
@@ -37,10 +46,10 @@ class PoolFunctions(CFunctions):
         self._cuda_beginAllocateToPool(device, pool)
 
     def _cuda_endAllocateToPool(self, device: int, pool: PoolId) -> None:
-        self.device(device).allocator.end_pool()
+        self.device(device).allocator.end_pool((pool[0], pool[1]))
 
     def _cuda_releasePool(self, device: int, pool: PoolId) -> None:
-        self.device(device).allocator.release_pool(pool)
+        self.device(device).allocator.release_pool((pool[0], pool[1]))
 
 
 class CUDAGraphBase:
@@ -52,6 +61,7 @@ class CUDAGraphBase:
     _capturing: tuple[int, int] | None
     _began_us: float
     _duration_us: float | None
+    _release: Callable[[], object]
 
     def __new__(cls, keep_graph: bool = False) -> CUDAGraphBase:
         """Make a graph that holds nothing yet."""
@@ -91,7 +101,10 @@ class CUDAGraphBase:
         self._capturing = (device, stream)
         self._began_us = machine.clock_us
         machine.begin_capture(device, stream)
-        machine.devices[device].allocator.begin_pool(self._pool)
+        allocator = machine.devices[device].allocator
+        allocator.begin_pool(self._pool)
+        # The graph holds its pool until it is reset or gone.
+        self._release = _when_gone(self, allocator.release_pool, self._pool)
 
     def capture_end(self) -> None:
         """End the recording.
@@ -104,7 +117,7 @@ class CUDAGraphBase:
         machine = installed_machine()
         machine.end_capture(*self._capturing)
         self._capturing = None
-        machine.devices[self._device].allocator.end_pool()
+        machine.devices[self._device].allocator.end_pool(self._pool)
         self._duration_us = machine.clock_us - self._began_us
 
     def instantiate(self) -> None:
@@ -123,8 +136,8 @@ class CUDAGraphBase:
     def reset(self) -> None:
         """Give up the recording; its pool goes back to the card when its last tensor is gone."""
         if self._pool is not None and self._duration_us is not None:
-            pool, self._pool, self._duration_us = self._pool, None, None
-            installed_machine().devices[self._device].allocator.release_pool(pool)
+            self._pool = self._duration_us = None
+            self._release()
 
     def pool(self) -> PoolId:
         """The id of its memory pool.
@@ -168,11 +181,9 @@ class MemPoolBase:
         self._id = new_pool_id(user_created=is_user_created)
         self._allocator = allocator
         self._device = machine.current_device
-        if use_on_oom or no_split:
-            machine.warn(
-                "mem-pool-option",
-                "torch.cuda.MemPool has use_on_oom or no_split set, which the virtual GPU ignores",
-            )
+        cache = machine.device().allocator
+        cache.create_pool(self._id, use_on_oom=use_on_oom, no_split=no_split)
+        _when_gone(self, _let_go, cache, self._id)
 
     @property
     def id(self) -> PoolId:
@@ -192,6 +203,12 @@ class MemPoolBase:
     def use_count(self) -> int:
         """How many hold it: the object itself."""
         return 1
+
+
+def _let_go(allocator: CachingAllocator, pool: PoolId) -> None:
+    # As ~MemPool: the pool is released, and what is free in it goes back to the card.
+    allocator.release_pool(pool)
+    allocator.empty_cache(pool)
 
 
 class MemPool(MemPoolBase):

@@ -41,9 +41,11 @@ class _TensorTypeMeta(type):
 
 def _construct(dtype: torch.dtype, args: tuple[Any, ...], device: torch.device) -> torch.Tensor:
     # torch/csrc/utils/tensor_new.cpp, legacy_tensor_generic_ctor_new
-    first = args[0] if args else ()
-    if isinstance(first, torch.Size) or not args:
+    first = args[0] if args else 0
+    if isinstance(first, torch.Size):
         return torch.empty(first, dtype=dtype, device=device)
+    if not args:
+        return torch.empty(0, dtype=dtype, device=device)
     if all(isinstance(size, int) for size in args):
         return torch.empty(args, dtype=dtype, device=device)
     if isinstance(first, torch.Tensor):

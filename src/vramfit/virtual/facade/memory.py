@@ -11,6 +11,7 @@ import torch
 
 from vramfit.allocator import AllocatorConfig, OutOfMemory
 from vramfit.errors import ConfigError
+from vramfit.trace.settings import settings_from_conf
 from vramfit.virtual import streams as ids
 from vramfit.virtual.facade.base import CFunctions
 from vramfit.virtual.machine import Machine, VirtualDevice
@@ -22,7 +23,6 @@ class MemoryFunctions(CFunctions):
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         self.raw_owner: dict[int, VirtualDevice] = {}
-        self.fractions: dict[int, float] = {}
         self.caching = True
         self.metadata = ""
 
@@ -60,12 +60,10 @@ class MemoryFunctions(CFunctions):
         self.machine.pinned.empty_cache()
 
     def _cuda_setMemoryFraction(self, fraction: float, device: int) -> None:
-        found = self.device(device)
-        found.allocator.set_memory_fraction(fraction)
-        self.fractions[found.index] = fraction
+        self.device(device).allocator.set_memory_fraction(fraction)
 
     def _cuda_getMemoryFraction(self, device: int) -> float:
-        return self.fractions.get(self.device(device).index, self.machine.config.per_process_memory_fraction)
+        return self.device(device).allocator.memory_fraction
 
     def _cuda_cudaCachingAllocator_raw_alloc(self, size: int, stream: int) -> int:
         device = self.device()
@@ -200,7 +198,7 @@ class MemoryFunctions(CFunctions):
         return {
             "segments": [segment for device in self.used() for segment in device.allocator.segments()],
             "device_traces": [[] for _ in self.machine.devices],
-            "allocator_settings": allocator_settings(self.machine),
+            "allocator_settings": settings_from_conf(self.machine.config.to_string()),
             "external_annotations": [],
         }
 
@@ -219,18 +217,3 @@ class MemoryFunctions(CFunctions):
 
 class NativeAllocator:
     """Stands for a ``torch._C._cuda_CUDAAllocator``: the one allocator that the virtual GPU has."""
-
-
-def allocator_settings(machine: Machine) -> dict[str, Any]:
-    """The settings as a snapshot lists them (torch/csrc/cuda/Module.cpp, THCPModule_memorySnapshot)."""
-    config = machine.config
-    return {
-        "PYTORCH_CUDA_ALLOC_CONF": config.to_string(),
-        "max_split_size": -1 if config.max_split_size is None else config.max_split_size,
-        "garbage_collection_threshold": config.garbage_collection_threshold,
-        "expandable_segments": config.expandable_segments,
-        "pinned_num_register_threads": 1,
-        "release_lock_on_cudamalloc": False,
-        "pinned_use_cuda_host_register": False,
-        "roundup_power2_divisions": {},
-    }

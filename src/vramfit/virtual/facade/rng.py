@@ -19,6 +19,7 @@ import weakref
 from typing import Any, cast
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from vramfit.virtual.facade.base import C, installed_machine, invalid_device
 from vramfit.virtual.machine import DEFAULT_SEED, PhiloxState
@@ -91,7 +92,8 @@ class VirtualGenerator(_CpuGenerator):  # type: ignore[misc]
     def get_state(self) -> torch.Tensor:
         """Seed and offset as 16 bytes on the CPU."""
         packed = bytearray(_STATE.pack(self.philox.seed, self.philox.offset))
-        return torch.frombuffer(packed, dtype=torch.uint8).clone()
+        with _disable_current_modes():  # the state is a real tensor, whatever mode the program runs under
+            return torch.frombuffer(packed, dtype=torch.uint8).clone()
 
     def set_state(self, new_state: torch.Tensor) -> VirtualGenerator:
         """Take over the bytes that `get_state` gave; without an offset the sequence starts anew.

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from vramfit.virtual.patching import PatchStack
+
+
+class Base:
+    inherited = 1
+
+
+class Child(Base):
+    own = 2
+
+
+def test_set_is_undone_in_reverse_order():
+    thing = SimpleNamespace(value=1)
+    with PatchStack() as patches:
+        patches.set(thing, "value", 2)
+        patches.set(thing, "value", 3)
+        assert thing.value == 3
+    assert thing.value == 1
+
+
+def test_what_was_not_there_is_deleted_again():
+    thing = SimpleNamespace()
+    with PatchStack() as patches:
+        patches.set(thing, "added", 1)
+    assert not hasattr(thing, "added")
+
+
+def test_what_was_inherited_is_uncovered_again():
+    with PatchStack() as patches:
+        patches.set(Child, "inherited", 5)
+        patches.set(Child, "own", 6)
+        assert (Child.inherited, Child.own) == (5, 6)
+    assert "inherited" not in vars(Child)
+    assert (Child.inherited, Child.own) == (1, 2)
+
+
+def test_a_static_method_comes_back_as_one():
+    class Thing:
+        @staticmethod
+        def method() -> str:
+            return "original"
+
+    with PatchStack() as patches:
+        patches.set(Thing, "method", lambda self: "patched")
+        assert Thing().method() == "patched"
+    assert Thing().method() == "original"
+
+
+def test_keep_restores_what_somebody_else_changed():
+    thing = SimpleNamespace(kept=1)
+    with PatchStack() as patches:
+        patches.keep(thing, "kept")
+        patches.keep(thing, "appears")
+        thing.kept, thing.appears = 2, 3
+    assert vars(thing) == {"kept": 1}
+
+
+def test_delete_and_item():
+    thing, table = SimpleNamespace(gone=1), {"a": 1}
+    with PatchStack() as patches:
+        patches.delete(thing, "gone")
+        patches.delete(thing, "never_there")
+        patches.item(table, "a", 2)
+        patches.item(table, "b", 3)
+        assert not hasattr(thing, "gone") and table == {"a": 2, "b": 3}
+    assert thing.gone == 1 and table == {"a": 1}
+
+
+@pytest.fixture
+def module():
+    module = ModuleType("a_module_of_the_test")
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+def test_rebind_reaches_modules_that_copied_a_name(module: ModuleType):
+    old, new = object(), object()
+    module.copied, module.again, module.other = old, old, 1
+    with PatchStack() as patches:
+        assert patches.rebind([(old, new)]) == 2
+        assert module.copied is module.again is new
+        module.imported_meanwhile = new
+    assert module.copied is module.again is module.imported_meanwhile is old
+
+
+def test_rebind_leaves_our_own_modules_alone():
+    from vramfit.virtual import patching
+
+    original = patching._swap_names
+    with PatchStack() as patches:
+        assert patches.rebind([(original, object())]) == 0
+        assert patching._swap_names is original
+
+
+def test_a_failing_undo_does_not_keep_the_others_from_running():
+    thing = SimpleNamespace(value=1)
+    patches = PatchStack()
+    patches.set(thing, "value", 2)
+    patches.call(lambda: 1 / 0)
+    with pytest.raises(ExceptionGroup) as caught:
+        patches.undo()
+    assert isinstance(caught.value.exceptions[0], ZeroDivisionError)
+    assert thing.value == 1 and len(patches) == 0
+    patches.undo()
