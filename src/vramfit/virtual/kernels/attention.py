@@ -1,0 +1,343 @@
+"""Attention kernels: split-key accumulators forward, and what their backward passes accumulate into.
+
+Flash: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (``mha_fwd``, ``set_params_splitkv``,
+``mha_bwd``, ``mha_varlen_bwd``). Memory-efficient: .../cuda/attention.cu, .../cuda/attention_backward.cu and
+mem_eff_attention/kernel_backward.h with the kernel list of kernels/cutlassB.h. cuDNN: native/cudnn/MHA.cpp
+asks the library for its workspace, so its figures are estimates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vramfit.virtual.kernels.context import (
+    Args,
+    Extras,
+    KernelContext,
+    Kwargs,
+    Rule,
+    argument,
+    ceil_div,
+    nbytes,
+    round_up,
+    table,
+)
+
+_FLOAT = 4
+
+
+def _extras(before: list[int], after: list[int], error_bytes: int = 0) -> Extras | None:
+    first, last = tuple(size for size in before if size), tuple(size for size in after if size)
+    return Extras(first, last, error_bytes) if first or last or error_bytes else None
+
+
+def _copy_unless(contiguous: bool, tensor: torch.Tensor) -> int:
+    return 0 if contiguous else nbytes(tensor)
+
+
+# -- flash ---------------------------------------------------------------------------------------------------
+
+
+def flash_splits(blocks: int, multiprocessors: int, key_blocks: int) -> int:
+    """Into how many parts flash attention splits the keys to fill the card (``num_splits_heuristic``).
+
+    Args:
+        blocks: batch x heads x blocks of 64 queries.
+        multiprocessors: twice the SM count, as ``set_params_splitkv`` passes it.
+        key_blocks: blocks of keys.
+    """
+    if blocks >= 0.8 * multiprocessors:
+        return 1
+    most = min(128, multiprocessors, key_blocks)
+    efficiency: list[float] = []
+    for splits in range(1, most + 1):
+        if splits > 1 and ceil_div(key_blocks, splits) == ceil_div(key_blocks, splits - 1):
+            efficiency.append(-1.0)  # gives the same blocks per split as one split fewer
+            continue
+        waves = blocks * splits / multiprocessors
+        efficiency.append(waves / -(-blocks * splits // multiprocessors))
+    best = max(efficiency, default=0.0)
+    for splits, value in enumerate(efficiency, start=1):
+        if value >= 0.85 * best:
+            return splits
+    return 1
+
+
+def _flash_head(size: int) -> int:
+    return round_up(size, 32 if size <= 128 else 64)
+
+
+def _flash_forward(
+    batch: int,
+    heads: int,
+    key_heads: int,
+    length: int,
+    keys: int,
+    size: int,
+    dropout: float,
+    ctx: KernelContext,
+) -> Extras | None:
+    if dropout > 0 or not batch:
+        return None  # split-key kernels know no dropout
+    if length == 1 and heads > key_heads:  # one query: the heads that share a key head become its queries
+        length, heads = heads // key_heads, key_heads
+    key_blocks = ceil_div(keys, 256 if size <= 64 else 128 if size <= 128 else 64)
+    splits = flash_splits(batch * heads * ceil_div(length, 64), 2 * ctx.spec.sm_count, key_blocks)
+    if splits == 1:
+        return None
+    rows = splits * batch * heads * length
+    return _extras([], [rows * _FLOAT, rows * _flash_head(size) * _FLOAT])
+
+
+def _sdp_flash_forward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    del outputs
+    batch, heads, length, size = args[0].shape
+    _, key_heads, keys, _ = args[1].shape
+    dropout = argument(args, kwargs, 3, "dropout_p", 0.0)
+    return _flash_forward(batch, heads, key_heads, length, keys, size, dropout, ctx)
+
+
+def _plain_flash_forward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    del outputs, kwargs
+    if args[3] is not None:
+        return None  # varlen: splits only for single queries of grouped heads
+    batch, length, heads, size = args[0].shape
+    _, keys, key_heads, _ = args[1].shape
+    return _flash_forward(batch, heads, key_heads, length, keys, size, args[7], ctx)
+
+
+def _flash_backward(
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    contiguous: tuple[bool, bool],
+    shape: tuple[int, int, int, int, int],
+    rows: int,
+    element: int,
+    ctx: KernelContext,
+) -> Extras | None:
+    """``mha_bwd``: fp32 row sums and dQ, whole-head dK and dV where heads share keys.
+
+    Args:
+        grad: gradient of the output.
+        out: the output.
+        contiguous: whether each of the two is, as (batch, length, heads, size).
+        shape: batch, heads, key heads, total keys, head size.
+        rows: padded queries over the whole batch.
+        element: bytes of an element of the inputs.
+        ctx: the card.
+    """
+    batch, heads, key_heads, total_keys, size = shape
+    accumulator = rows * heads * _flash_head(size) * _FLOAT
+    if ctx.deterministic:  # one accumulator for each group of blocks
+        accumulator *= ceil_div(ctx.spec.sm_count, batch * heads)
+    expanded = total_keys * heads * size * element if key_heads != heads else 0
+    return _extras(
+        [_copy_unless(contiguous[0], grad), _copy_unless(contiguous[1], out)],
+        [rows * heads * _FLOAT, accumulator, expanded, expanded],
+    )
+
+
+def _sdp_flash_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    del kwargs, outputs
+    grad, query, key, _, out = args[:5]
+    batch, heads, length, size = query.shape
+    if not batch:
+        return None
+    contiguous = grad.transpose(1, 2).is_contiguous(), out.transpose(1, 2).is_contiguous()
+    shape = (batch, heads, key.shape[1], batch * key.shape[2], size)
+    return _flash_backward(
+        grad, out, contiguous, shape, batch * round_up(length, 128), query.element_size(), ctx
+    )
+
+
+def _plain_flash_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    del kwargs, outputs
+    grad, query, key, _, out = args[:5]
+    heads, size = query.shape[-2:]
+    if args[6] is not None:  # varlen (mha_varlen_bwd): 128 rows of padding for every sequence
+        batch = args[6].numel() - 1
+        rows, keys = query.shape[0] + 128 * batch, key.shape[0]
+    else:
+        batch = query.shape[0]
+        rows, keys = batch * round_up(query.shape[1], 128), batch * key.shape[1]
+    if not batch:
+        return None
+    contiguous = grad.is_contiguous(), out.is_contiguous()
+    shape = (batch, heads, key.shape[-2], keys, size)
+    return _flash_backward(grad, out, contiguous, shape, rows, query.element_size(), ctx)
+
+
+# -- memory-efficient ----------------------------------------------------------------------------------------
+
+
+def _efficient_forward(out: torch.Tensor, query_size: int) -> Extras | None:
+    """fp32 output accumulator when a head is wider than the 128 columns that registers hold
+    (kernel_forward.h)."""
+    if out.element_size() == _FLOAT or max(query_size, out.shape[-1]) <= 128:
+        return None
+    return _extras([], [out.numel() * _FLOAT])
+
+
+def _efficient_forward_rule(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    del kwargs, ctx
+    return _efficient_forward(outputs[0], args[0].shape[-1])
+
+
+# Backward kernels in the order in which they are tried: (queries per block, keys per block, widest head).
+_HALF_SM80 = (
+    (64, 64, 64),
+    (128, 64, 96),
+    (128, 128, 128),
+    (64, 64, 128),
+    (128, 64, 1 << 16),
+    (64, 64, 1 << 16),
+)
+_HALF_SM70 = ((64, 64, 64), (128, 64, 128), (64, 64, 128), (128, 64, 1 << 16), (64, 64, 1 << 16))
+_FLOAT_SM80 = ((64, 64, 64), (128, 64, 128), (64, 64, 128), (128, 64, 1 << 16), (64, 64, 1 << 16))
+_SMALL = ((64, 64, 64), (64, 64, 128), (64, 64, 1 << 16))
+_WIDE_SHARED_MEMORY = 128 << 10  # below this a block of 128 x 128 halves or 128 x 64 floats does not fit
+
+
+def _backward_kernel(half: bool, widest: int, dropout: bool, ctx: KernelContext) -> tuple[int, int, int]:
+    """The first kernel of cutlassB.h that takes the head size and fits the card's shared memory."""
+    kernels: tuple[tuple[int, int, int], ...]
+    if ctx.sm >= 80:
+        kernels = _HALF_SM80 if half else _FLOAT_SM80
+    else:
+        kernels = _HALF_SM70 if half and ctx.sm >= 70 else _SMALL
+    wide = ctx.spec.shared_memory_per_block_optin >= _WIDE_SHARED_MEMORY
+    for queries, keys, limit in kernels:
+        if widest > limit:
+            continue
+        if limit == 96 and (dropout or ctx.sm not in (86, 89)):
+            continue
+        if not wide and ctx.sm >= 80 and (keys == 128 or (not half and queries == 128)):
+            continue
+        return queries, keys, limit
+    return kernels[-1]
+
+
+def _efficient_backward(
+    shape: tuple[int, int, int, int, int, int],
+    half: bool,
+    dropout: bool,
+    split_limit: int | None,
+    ctx: KernelContext,
+) -> list[int]:
+    """Row sums and the staging area of ``AttentionBackwardKernel::Params::workspace_size``.
+
+    Args:
+        shape: batch, heads, queries, keys, head size, head size of the values.
+        half: the inputs are 16 bits wide.
+        dropout: dropout is on.
+        split_limit: ``num_splits_key`` of the call.
+        ctx: the card.
+    """
+    batch, heads, length, keys, size, value_size = shape
+    block_q, block_k, limit = _backward_kernel(half, max(size, value_size), dropout, ctx)
+    in_registers = half and limit <= block_q
+    stage_kv = half and not in_registers
+    splits = ceil_div(keys, block_k)
+    if split_limit is not None:
+        splits = min(splits, split_limit)
+    else:
+        if batch * heads >= 256 and keys <= 2 * block_k:
+            splits = 1
+        if stage_kv:
+            splits = min(splits, 200 // (batch * heads))
+    if ctx.sm < 70 or splits < 1 or ctx.deterministic:
+        splits = 1
+    elements = 0
+    if stage_kv:
+        elements += splits * block_k * (round_up(size, block_q) + round_up(value_size, block_q))
+    if ctx.sm >= 70 or half:
+        tiles = ceil_div(length, block_q) * ceil_div(size, block_k)
+        elements += tiles * (16 + _FLOAT * block_q * block_k) // _FLOAT
+    workspace = batch * heads * round_up(elements, 4) * _FLOAT
+    rows = batch * heads * length * _FLOAT
+    if half and (in_registers or not 70 <= ctx.sm < 75):
+        return [rows, workspace]
+    # Row sums by torch ops: the product of the output and its gradient in fp32 lives until it is summed.
+    product = batch * length * heads * value_size * _FLOAT
+    summing = [product * (3 if half else 1), rows]
+    return summing if sum(summing) > 2 * rows + workspace else [rows, rows, workspace]
+
+
+def _sdp_efficient_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    del outputs
+    grad, query, key, value = args[:4]
+    batch, heads, length, size = query.shape
+    dropout = argument(args, kwargs, 9, "dropout_p", 0.0) > 0
+    shape = (batch, heads, length, key.shape[2], size, value.shape[3])
+    after = _efficient_backward(shape, query.element_size() == 2, dropout, None, ctx)
+    return _extras([_copy_unless(grad.transpose(1, 2).is_contiguous(), grad)], after)
+
+
+def _plain_efficient_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    del outputs
+    grad, query, key, value = args[:4]
+    batch, length, heads, size = query.shape
+    keys = key.shape[1]
+    lengths = argument(args, kwargs, 6, "cu_seqlens_q")
+    if lengths is not None:
+        batch = lengths.numel() - 1
+        length, keys = argument(args, kwargs, 8, "max_seqlen_q"), argument(args, kwargs, 9, "max_seqlen_k")
+    dropout = argument(args, kwargs, 11, "dropout_p", 0.0) > 0
+    shape = (batch, heads, length, keys, size, value.shape[3])
+    splits = kwargs.get("num_splits_key")
+    after = _efficient_backward(shape, query.element_size() == 2, dropout, splits, ctx)
+    return _extras([_copy_unless(grad.is_contiguous(), grad)], after)
+
+
+# -- cuDNN ---------------------------------------------------------------------------------------------------
+
+
+def _cudnn_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """fp32 dQ and row sums, and whole-head dK and dV for shared keys: what the algorithm needs; the library
+    may differ.
+
+    ``run_cudnn_SDP_bprop`` copies a gradient whose last stride is not 1, then allocates
+    ``get_workspace_size()``.
+    """
+    del kwargs, outputs, ctx
+    grad, query, key, value = args[:4]
+    batch, heads, length, size = query.shape
+    rows = batch * heads * length * _FLOAT
+    accumulator = rows * size
+    expanded = 0
+    if key.shape[1] != heads:
+        expanded = batch * heads * key.shape[2] * (size + value.shape[3]) * query.element_size()
+    copy = _copy_unless(grad.stride(-1) == 1, grad)
+    return _extras([], [copy, rows + accumulator + expanded], error_bytes=accumulator)
+
+
+# -- math ----------------------------------------------------------------------------------------------------
+
+
+def _safe_softmax(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """transformers/attention.cpp, ``_safe_softmax``: the softmax, the mask of -inf, its rows, and two
+    scalars."""
+    del kwargs, ctx
+    source = args[0]
+    if not source.dim():
+        return None
+    rows = source.numel() // source.shape[args[1]] if source.numel() else 0
+    element = outputs.element_size()
+    return _extras([nbytes(outputs), element, source.numel(), rows, element], [])
+
+
+RULES: dict[torch._ops.OpOverload, Rule] = table(
+    {
+        "_scaled_dot_product_flash_attention": _sdp_flash_forward,
+        "_flash_attention_forward": _plain_flash_forward,
+        "_scaled_dot_product_flash_attention_backward": _sdp_flash_backward,
+        "_flash_attention_backward": _plain_flash_backward,
+        ("_scaled_dot_product_efficient_attention", "_efficient_attention_forward"): _efficient_forward_rule,
+        "_scaled_dot_product_efficient_attention_backward": _sdp_efficient_backward,
+        "_efficient_attention_backward": _plain_efficient_backward,
+        "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
+        "_safe_softmax": _safe_softmax,
+    }
+)

@@ -1,0 +1,229 @@
+"""Matrix products: which library computes them, its workspace, and the copies of operands it cannot take as
+they are.
+
+NOTE [Workspaces]
+torch gives cuBLAS and cuBLASLt their workspaces from the caching allocator (ATen/cuda/CublasHandlePool.cpp):
+
+* The size is ``parseChosenWorkspaceSize``: 32 MiB on capability 9.0, from 2.12 on 9.x, 10.x and 12.x, from
+  2.15 on 11.x too; elsewhere 2 x 4096 KiB + 8 x 16 KiB = 8,519,680 bytes. ``CUBLAS_WORKSPACE_CONFIG``
+  ("``:4096:8``", a sum of KiB times count) overrides it.
+* cuBLASLt (``getCUDABlasLtWorkspace``): in 2.11 it has its own, 1 MiB unless ``CUBLASLT_WORKSPACE_SIZE``
+  (KiB), and asking for its handle sets up the cuBLAS workspace first. From 2.12 the two libraries share the
+  cuBLAS one (``unified_cublas_and_lt_workspaces``) unless ``TORCH_CUBLASLT_UNIFIED_WORKSPACE=0``.
+* It is kept per handle and stream until ``torch._C._cuda_clearCublasWorkspaces()``. From 2.15 every op takes
+  one of its own and gives it back, and the libraries are apart, unless ``TORCH_CUBLAS_WORKSPACE_CACHE=1``.
+* It is taken when the product is launched, after the op's output exists (structured kernels allocate outputs
+  first).
+
+A handle belongs to a thread (``thread_local`` pool window over ``DeviceThreadHandlePool``): the program's
+thread has one and the autograd engine's device thread another, so a training program holds two workspaces
+per device. Recordings of training steps show exactly two, those of forward passes one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from enum import Enum
+
+import torch
+
+from vramfit.virtual.kernels.context import (
+    Args,
+    Extras,
+    KernelContext,
+    Kwargs,
+    Rule,
+    argument,
+    nbytes,
+    overloads,
+    table,
+    temporaries,
+)
+
+_MIB = 1 << 20
+_CONFIG = re.compile(r":([0-9]+):([0-9]+)")
+_FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+
+
+class Blas(Enum):
+    """A library whose workspace a matrix product takes."""
+
+    CUBLAS = "cublas"
+    CUBLASLT = "cublaslt"
+
+
+# -- workspaces: see NOTE [Workspaces] -----------------------------------------------------------------------
+
+
+def cublas_workspace_bytes(ctx: KernelContext) -> int:
+    """Bytes of a cuBLAS workspace (``parseChosenWorkspaceSize``)."""
+    majors = {9} if ctx.torch_version < (2, 12) else {9, 10, 12}
+    if ctx.torch_version >= (2, 15):
+        majors.add(11)
+    default = 32 * _MIB if ctx.capability[0] in majors else 2 * 4096 * 1024 + 8 * 16 * 1024
+    config = ctx.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    pairs = _CONFIG.findall(config) if config is not None else []
+    return sum(int(size) * 1024 * int(count) for size, count in pairs) if pairs else default
+
+
+def workspaces_are_unified(ctx: KernelContext) -> bool:
+    """Whether cuBLASLt uses the workspace of cuBLAS (``unified_cublas_and_lt_workspaces``)."""
+    flag = ctx.flag("TORCH_CUBLASLT_UNIFIED_WORKSPACE")
+    if ctx.torch_version < (2, 12):
+        return flag is True
+    if ctx.torch_version >= (2, 15) and ctx.flag("TORCH_CUBLAS_WORKSPACE_CACHE") is not True:
+        return False
+    return flag is not False
+
+
+def cublaslt_workspace_bytes(ctx: KernelContext) -> int:
+    """Bytes of a cuBLASLt workspace (``getCUDABlasLtWorkspaceSize``); that of cuBLAS when the two are one."""
+    if workspaces_are_unified(ctx):
+        return cublas_workspace_bytes(ctx)
+    text = ctx.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
+    digits = re.match(r"\s*\+?([0-9]+)", text)  # std::stoi reads leading digits and ignores the rest
+    return 1024 * (int(digits.group(1)) if digits else 1024)
+
+
+def workspace_bytes(blas: Blas, ctx: KernelContext) -> int:
+    """Bytes of a library's workspace."""
+    return cublas_workspace_bytes(ctx) if blas is Blas.CUBLAS else cublaslt_workspace_bytes(ctx)
+
+
+def workspace_is_cached(blas: Blas, ctx: KernelContext) -> bool:
+    """Whether the workspace stays with its handle and stream, rather than lasting for one op."""
+    del blas
+    return ctx.torch_version < (2, 15) or ctx.flag("TORCH_CUBLAS_WORKSPACE_CACHE") is True
+
+
+# -- which library -------------------------------------------------------------------------------------------
+
+
+def takes_lt(args: Args, ctx: KernelContext) -> bool:
+    """Whether ``addmm`` goes to cuBLASLt with its bias in the epilogue.
+
+    aten/src/ATen/native/cuda/Blas.cpp, ``isInputCompliesAddmmCudaLt``: beta is 1, the bias is contiguous and
+    has one dimension (ones to its left aside) as long as the result is wide, no side of the operands is 1.
+    """
+    if ctx.environ.get("DISABLE_ADDMM_CUDA_LT") == "1":
+        return False
+    bias, first, second = args[:3]
+    if first.dtype not in _FLOATS or not bias.is_contiguous():
+        return False
+    shape = bias.shape
+    if not shape or any(size != 1 for size in shape[:-1]) or shape[-1] != second.shape[1]:
+        return False
+    return bool(min(*first.shape, *second.shape) > 1)
+
+
+def _addmm(args: Args, kwargs: Kwargs, ctx: KernelContext) -> Blas | None:
+    if not args[1].numel() or not args[2].numel():
+        return None
+    if kwargs.get("beta", 1) == 1 and takes_lt(args, ctx):
+        return Blas.CUBLASLT
+    return Blas.CUBLAS
+
+
+def _plain(first: int, second: int) -> Callable[[Args, Kwargs, KernelContext], Blas | None]:
+    def library(args: Args, kwargs: Kwargs, ctx: KernelContext) -> Blas | None:
+        del kwargs, ctx
+        return Blas.CUBLAS if args[first].numel() and args[second].numel() else None
+
+    return library
+
+
+def _lt(args: Args, kwargs: Kwargs, ctx: KernelContext) -> Blas | None:
+    del args, kwargs, ctx
+    return Blas.CUBLASLT
+
+
+_LIBRARY: dict[torch._ops.OpOverload, Callable[[Args, Kwargs, KernelContext], Blas | None]] = {
+    **dict.fromkeys(
+        overloads("mm", "mm.out", "mm.dtype", "bmm", "bmm.out", "bmm.dtype", "mv", "dot", "vdot"),
+        _plain(0, 1),
+    ),
+    **dict.fromkeys(overloads("addmm", "addmm_", "addmm.out", "addmm.dtype", "_addmm_activation"), _addmm),
+    **dict.fromkeys(
+        overloads(
+            *("baddbmm", "baddbmm_", "baddbmm.out", "baddbmm.dtype"),
+            *("addbmm", "addbmm_", "addbmm.out", "addmv", "addmv_", "addmv.out"),
+        ),
+        _plain(1, 2),
+    ),
+    **dict.fromkeys(overloads("_scaled_mm", "_scaled_mm.out", "_scaled_mm_v2"), _lt),
+    **dict.fromkeys(overloads("linalg_solve_triangular", "triangular_solve"), _plain(0, 1)),
+}
+
+
+def blas_libraries(
+    func: torch._ops.OpOverload, args: Args, kwargs: Kwargs, ctx: KernelContext
+) -> tuple[Blas, ...]:
+    """Workspaces that an op makes sure of, in order: none, the one that its library uses, or two (see the
+    NOTE)."""
+    rule = _LIBRARY.get(func)
+    library = rule(args, kwargs, ctx) if rule is not None else None
+    if library is None:
+        return ()
+    if library is Blas.CUBLAS or workspaces_are_unified(ctx):
+        return (Blas.CUBLAS,)
+    if ctx.torch_version < (
+        2,
+        12,
+    ):  # getCurrentCUDABlasLtHandle() sets up the cuBLAS handle, workspace and all
+        return (Blas.CUBLAS, Blas.CUBLASLT)
+    return (Blas.CUBLASLT,)
+
+
+def blas_library(func: torch._ops.OpOverload, args: Args, ctx: KernelContext) -> Blas | None:
+    """Whose workspace an op uses; ``CUBLAS`` for both libraries when they share one. None: it needs none."""
+    libraries = blas_libraries(func, args, {}, ctx)
+    return libraries[-1] if libraries else None
+
+
+# -- copies of operands --------------------------------------------------------------------------------------
+
+
+def _matrix_copy(matrix: torch.Tensor) -> int:
+    """Bytes of the copy of a matrix whose strides no BLAS takes.
+
+    Blas.cpp, ``prepare_matrix_for_cublas`` and ``prepare_batch_matrix_for_cublas``: one of the last two
+    strides has to be 1 and the other at least as long as the side it steps over; else the operand is cloned.
+    """
+    rows, columns = matrix.shape[-2:]
+    row_stride, column_stride = matrix.stride()[-2:]
+    if row_stride == 1 and column_stride >= max(1, rows):
+        return 0
+    if column_stride == 1 and row_stride >= max(1, columns):
+        return 0
+    if (
+        row_stride
+        and column_stride
+        and (matrix.is_contiguous() or (matrix.dim() == 2 and matrix.t().is_contiguous()))
+    ):
+        return 0
+    return nbytes(matrix)
+
+
+def _copies(first: int, second: int) -> Rule:
+    def rule(args: Args, kwargs: Kwargs, outputs: object, ctx: KernelContext) -> Extras | None:
+        del kwargs, outputs, ctx
+        return temporaries(_matrix_copy(args[first]), _matrix_copy(args[second]))
+
+    return rule
+
+
+def _int_mm(args: Args, kwargs: Kwargs, outputs: object, ctx: KernelContext) -> Extras | None:
+    """``_int_mm``: operands as they are, no workspace (CUDABlas.cpp, ``int8_gemm`` passes a null one)."""
+    del ctx, outputs
+    return temporaries(_matrix_copy(args[0]), _matrix_copy(argument(args, kwargs, 1, "mat2")))
+
+
+RULES: dict[torch._ops.OpOverload, Rule] = table(
+    {
+        ("mm", "mm.out", "mm.dtype", "bmm", "bmm.out", "bmm.dtype"): _copies(0, 1),
+        ("addmm", "addmm_", "addmm.out", "addmm.dtype", "_addmm_activation"): _copies(1, 2),
+        ("baddbmm", "baddbmm_", "baddbmm.out", "baddbmm.dtype"): _copies(1, 2),
+        "_int_mm": _int_mm,
+    }
+)

@@ -1,0 +1,93 @@
+"""Outputs that torch's own descriptions get wrong for CUDA, corrected.
+
+``METAS[op](fake_mode, *args, **kwargs)`` gives the op's results as the CUDA kernel allocates them. Each
+entry names what differs and where the kernel says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from vramfit.virtual.kernels.context import overloads
+
+Meta = Callable[..., Any]
+
+
+def _fake(
+    mode: FakeTensorMode, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> FakeTensor:
+    return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
+
+
+def _results(mode: FakeTensorMode, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> list[Any]:
+    results: Any = mode.dispatch(func, (), args, kwargs)
+    return list(results)
+
+
+def _efficient_attention(func: torch._ops.OpOverload, seed_at: int) -> Meta:
+    """Memory-efficient attention keeps its RNG seed and offset on the host.
+
+    transformers/cuda/attention.cu, ``_efficient_attention_forward``: two CPU scalars outside graph capture.
+    """
+
+    def meta(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
+        results = _results(mode, func, args, kwargs)
+        host = torch.device("cpu")
+        results[seed_at] = _fake(mode, (), torch.int64, host)
+        results[seed_at + 1] = _fake(mode, (), torch.int64, host)
+        return tuple(results)
+
+    return meta
+
+
+def _cudnn_attention(func: torch._ops.OpOverload) -> Meta:
+    """cuDNN attention makes no logsumexp unless asked to (native/cudnn/MHA.cpp, ``run_cudnn_SDP_fprop``)."""
+
+    def meta(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
+        results = _results(mode, func, args, kwargs)
+        wanted = args[4] if len(args) > 4 else kwargs["compute_log_sumexp"]
+        if not wanted:
+            results[1] = None
+        return tuple(results)
+
+    return meta
+
+
+def _reduced_in_place(func: torch._ops.OpOverload, reduction_at: int) -> Meta:
+    """A loss whose scalar result keeps the storage of the unreduced loss.
+
+    native/BinaryOps.cpp, ``TORCH_META_FUNC(mse_loss)`` and ``smooth_l1_loss``: the output is built for the
+    whole input and then resized to a scalar, which keeps the storage. native/cuda/Loss.cu,
+    ``binary_cross_entropy_out_cuda`` resizes its full-size output in the same way.
+    """
+
+    def meta(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
+        out: Any = mode.dispatch(func, (), args, kwargs)
+        reduction = args[reduction_at] if len(args) > reduction_at else kwargs.get("reduction", 1)
+        if reduction == 0:
+            return out
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+        whole = torch.empty(shape, dtype=out.dtype, device="meta")
+        return FakeTensor(mode, whole.as_strided((), ()), out.device)
+
+    return meta
+
+
+def _build() -> dict[torch._ops.OpOverload, Meta]:
+    metas: dict[torch._ops.OpOverload, Meta] = {}
+    for func in overloads("_scaled_dot_product_efficient_attention", "_efficient_attention_forward"):
+        metas[func] = _efficient_attention(func, 2)
+    for func in overloads("_scaled_dot_product_cudnn_attention"):
+        metas[func] = _cudnn_attention(func)
+    for func in overloads("mse_loss", "smooth_l1_loss"):
+        metas[func] = _reduced_in_place(func, 2)
+    for func in overloads("binary_cross_entropy"):
+        metas[func] = _reduced_in_place(func, 3)
+    return metas
+
+
+METAS: Mapping[torch._ops.OpOverload, Meta] = _build()

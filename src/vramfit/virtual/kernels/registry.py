@@ -1,0 +1,33 @@
+"""One table of every rule about what a kernel allocates beyond its outputs, looked up by op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vramfit.virtual.kernels import attention, matmul
+from vramfit.virtual.kernels.context import Args, Extras, KernelContext, Kwargs, Rule
+
+_RULES: dict[torch._ops.OpOverload, Rule] = {**matmul.RULES, **attention.RULES}
+
+
+def extras(
+    func: torch._ops.OpOverload, args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext
+) -> Extras | None:
+    """Temporaries that an op's CUDA kernel allocates; None when it allocates nothing beyond its outputs.
+
+    Args:
+        func: the op.
+        args: its positional arguments (tensors may be fake).
+        kwargs: its keyword arguments.
+        outputs: what it returned.
+        ctx: the card and torch's switches.
+    """
+    rule = _RULES.get(func)
+    return rule(args, kwargs, outputs, ctx) if rule is not None else None
+
+
+def covered() -> frozenset[str]:
+    """Names of the op overloads that have a rule."""
+    return frozenset(str(func) for func in _RULES)

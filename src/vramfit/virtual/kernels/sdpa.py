@@ -1,0 +1,416 @@
+"""Scaled dot-product attention: which backend a card chooses, and the ops that the choice leads to.
+
+A CPU build answers "math" for every fake tensor. Here the choice follows
+aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (``select_sdp_backend`` and the ``can_use_*`` functions)
+and sdp_utils_cpp.h, and the wrapper does what ``scaled_dot_product_attention`` in
+aten/src/ATen/native/transformers/attention.cpp does, so that autograd saves what it saves on the card.
+Nested tensors take other paths in torch and always get the math backend here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from vramfit.virtual.kernels.context import KernelContext
+
+_aten = torch.ops.aten
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+
+
+class SdpaBackend(IntEnum):
+    """Backends, numbered as ``at::SDPBackend`` (ATen/SDPBackend.h)."""
+
+    MATH = 0
+    FLASH = 1
+    EFFICIENT = 2
+    CUDNN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call, as the checks see it (``sdp_params``)."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    dropout: float
+    causal: bool
+    gqa: bool
+    ctx: KernelContext
+
+    @property
+    def trains(self) -> bool:
+        """``input_requires_grad``."""
+        tensors = (self.query, self.key, self.value)
+        return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def choose_backend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+    ctx: KernelContext,
+) -> SdpaBackend:
+    """The backend that ``F.scaled_dot_product_attention`` takes on a card.
+
+    Args:
+        query: shape (batch, heads, length, head size); other ranks always take the math backend.
+        key: like the query; fewer heads only with ``enable_gqa``.
+        value: like the key.
+        attn_mask: boolean or additive, or None.
+        dropout_p: probability of dropping a weight.
+        is_causal: mask the future.
+        enable_gqa: let several query heads share one key head.
+        ctx: the card and torch's switches.
+
+    Raises:
+        RuntimeError: every backend that could run the call is switched off, as on a card.
+    """
+    call = _Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, ctx)
+    for backend in priority(ctx):
+        if _USABLE[backend](call):
+            return backend
+    raise RuntimeError("No available kernel. Aborting execution.")
+
+
+def priority(ctx: KernelContext) -> tuple[SdpaBackend, ...]:
+    """The order in which backends are tried.
+
+    ``check_prefer_cudnn_attention`` puts cuDNN first on capability 9.x and 10.x where cuDNN is newer than
+    9.15.0 (all default wheels since 2.11); in 2.11, and in builds for CUDA 12, only for minor versions 0 and
+    3.
+    """
+    default = (SdpaBackend.FLASH, SdpaBackend.EFFICIENT, SdpaBackend.MATH, SdpaBackend.CUDNN)
+    if ctx.sdp_priority is not None:
+        known = tuple(SdpaBackend(number) for number in ctx.sdp_priority if number in _USABLE)
+        if known != default:  # the user's own order; the default one is still to be adapted to the card
+            return known
+    major, minor = ctx.capability
+    any_minor = ctx.torch_version >= (2, 12) and ctx.cuda_version >= (13, 0)
+    preferred = (
+        ctx.flag("TORCH_CUDNN_SDPA_DEPRIORITIZED") is not True
+        and ctx.cudnn > 91500
+        and major in (9, 10)
+        and (any_minor or minor in (0, 3))
+    )
+    if preferred:
+        return (SdpaBackend.CUDNN, SdpaBackend.FLASH, SdpaBackend.EFFICIENT, SdpaBackend.MATH)
+    return default
+
+
+# -- can_use_cudnn_attention ---------------------------------------------------------------------------------
+
+
+def _can_use_cudnn(call: _Call) -> bool:
+    ctx, query = call.ctx, call.query
+    if not (ctx.cudnn_sdp and ctx.cudnn and _is_dense_4d(call)) or ctx.deterministic:
+        return False
+    if call.dropout > 0 and 91100 < ctx.cudnn < 91400:
+        return False
+    if ctx.torch_version >= (2, 14) and not (call.dropout * 16).is_integer():  # check_cudnn_dropout
+        return False
+    return (
+        _same_dtype(call, _HALVES)
+        and _cudnn_mask_shape(call)
+        and 80 <= ctx.sm <= 121
+        and query.shape[2] > 0
+        and call.key.shape[2] > 0
+        and _last_strides_are_one(call, ignore_single=True)
+        and _heads_fit(call, gqa=True, same_kv_heads=False)
+        and _cudnn_shapes(call)
+    )
+
+
+def _cudnn_mask_shape(call: _Call) -> bool:
+    """``check_attn_mask_shape``: 2-D or 4-D, each side whole or one, no gradient."""
+    mask = call.mask
+    if mask is None:
+        return True
+    if mask.requires_grad or mask.dim() not in (2, 4):
+        return False
+    whole = (*call.query.shape[:3], call.key.shape[2])[-mask.dim() :]
+    return all(size in (1, full) for size, full in zip(mask.shape, whole, strict=True))
+
+
+def _cudnn_shapes(call: _Call) -> bool:
+    """``check_cudnn_tensor_shapes``."""
+    ctx = call.ctx
+    size, value_size = call.query.shape[3], call.value.shape[3]
+    limit = 128
+    if ctx.torch_version < (2, 14):
+        if ctx.capability == (9, 0) and ctx.cudnn >= 91000:
+            limit = 256
+        if ctx.capability[0] == 10 and (size, value_size) == (192, 128):
+            limit = 192
+    elif (ctx.capability == (9, 0) or ctx.capability[0] == 10) and (size, value_size) == (192, 128):
+        limit = 192
+    if max(size, value_size) > limit or size % 8 or value_size % 8 or call.key.shape[2] == 1:
+        return False
+    return not (call.query.shape[2] == 1 and call.dropout > 0)
+
+
+# -- can_use_flash_attention ---------------------------------------------------------------------------------
+
+
+def _can_use_flash(call: _Call) -> bool:
+    ctx, query, key = call.ctx, call.query, call.key
+    if not (ctx.flash_sdp and _is_dense_4d(call)) or call.mask is not None:
+        return False
+    size = query.shape[3]
+    return (
+        size == key.shape[3] == call.value.shape[3]
+        and size <= 256
+        and 80 <= ctx.sm <= 121
+        and _flash_backward_fits(call, size)
+        and not (call.causal and query.shape[2] != key.shape[2])
+        and _same_dtype(call, _HALVES)
+        and _heads_fit(call, gqa=True, same_kv_heads=True)
+        and query.shape[2] > 0
+        and key.shape[2] > 0
+        and _last_strides_are_one(call, ignore_single=True)
+    )
+
+
+def _flash_backward_fits(call: _Call, size: int) -> bool:
+    """``check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120``."""
+    if not (86 <= call.ctx.sm <= 89 or 120 <= call.ctx.sm <= 121) or not call.trains:
+        return True
+    return size <= 192 or (size > 224 and not call.dropout)
+
+
+# -- can_use_mem_efficient_attention -------------------------------------------------------------------------
+
+
+def _can_use_efficient(call: _Call) -> bool:
+    ctx, query, key, value = call.ctx, call.query, call.key, call.value
+    if not (ctx.mem_efficient_sdp and _is_dense_4d(call)) or not 50 <= ctx.sm <= 121:
+        return False
+    alignment = gemm_alignment(query.dtype, ctx)
+    size, value_size = query.shape[3], value.shape[3]
+    if size != key.shape[3] or size % alignment or value_size % alignment or not size or not value_size:
+        return False
+    if ctx.torch_version >= (2, 14) and ctx.capability[0] >= 8 and not _offsets_are_aligned(call, alignment):
+        return False
+    allowed = {torch.float16, torch.float32} | ({torch.bfloat16} if ctx.capability[0] >= 8 else set())
+    return (
+        query.shape[2] > 0
+        and key.shape[2] > 0
+        and _last_strides_are_one(call, ignore_single=False)
+        and _heads_fit(call, gqa=ctx.torch_version >= (2, 14), same_kv_heads=True)
+        and _same_dtype(call, frozenset(allowed))
+    )
+
+
+def gemm_alignment(dtype: torch.dtype, ctx: KernelContext) -> int:
+    """Elements to which head sizes must align (``minimum_gemm_alignment``)."""
+    half = dtype in _HALVES
+    major = ctx.capability[0]
+    alignment = 4 if major >= 8 else 1
+    if major >= 8 or (major >= 7 and half):
+        alignment = max(alignment, 8 if half else 4)
+    return alignment
+
+
+def _offsets_are_aligned(call: _Call, alignment: int) -> bool:
+    """``check_data_ptr_alignment_mem_efficient``: the allocator aligns storages, so offsets decide."""
+    tensors = (call.query, call.key, call.value)
+    return all(not t.numel() or t.storage_offset() % alignment == 0 for t in tensors)
+
+
+# -- checks shared by backends (sdp_utils_cpp.h) -------------------------------------------------------------
+
+
+def _is_dense_4d(call: _Call) -> bool:
+    tensors = (call.query, call.key, call.value)
+    return all(t.dim() == 4 and not t.is_nested for t in tensors)
+
+
+def _same_dtype(call: _Call, allowed: frozenset[torch.dtype]) -> bool:
+    dtype = call.query.dtype
+    if call.ctx.capability[0] < 8 and dtype is torch.bfloat16:
+        return False
+    return dtype == call.key.dtype == call.value.dtype and dtype in allowed
+
+
+def _last_strides_are_one(call: _Call, *, ignore_single: bool) -> bool:
+    """``check_last_dim_stride_equals_1_dense``, the mask's included."""
+    fine = all(t.stride(-1) == 1 for t in (call.query, call.key, call.value))
+    if ignore_single and call.query.shape[-1] == 1:
+        fine = True
+    return fine and (call.mask is None or call.mask.stride(-1) == 1)
+
+
+def _heads_fit(call: _Call, *, gqa: bool, same_kv_heads: bool) -> bool:
+    """``check_batch_size_and_num_heads_dense`` and ``check_grouped_query_attention``."""
+    query, key, value = call.query.shape, call.key.shape, call.value.shape
+    if not query[0] == key[0] == value[0]:
+        return False
+    if not (call.gqa and gqa):
+        return query[1] == key[1] == value[1]
+    if same_kv_heads and key[1] != value[1]:
+        return False
+    return query[1] % key[1] == 0 and (same_kv_heads or query[1] % value[1] == 0)
+
+
+_USABLE: dict[SdpaBackend, Callable[[_Call], bool]] = {
+    SdpaBackend.CUDNN: _can_use_cudnn,
+    SdpaBackend.FLASH: _can_use_flash,
+    SdpaBackend.EFFICIENT: _can_use_efficient,
+    SdpaBackend.MATH: lambda call: call.ctx.math_sdp,
+}
+
+
+# -- what the composite op does ------------------------------------------------------------------------------
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    ctx: KernelContext,
+) -> torch.Tensor:
+    """``F.scaled_dot_product_attention`` as a card runs it; shapes and errors as in torch.
+
+    Differentiable: the ops are called through the dispatcher, with autograd recording.
+    """
+    backend = choose_backend(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, ctx)
+    if backend is SdpaBackend.FLASH:
+        return _flash(query, key, value, dropout_p, is_causal, scale)
+    if backend is SdpaBackend.MATH:
+        mask = _additive_mask(attn_mask, query.dtype)
+        return _math(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, ctx)
+    trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if backend is SdpaBackend.CUDNN:
+        mask = _additive_mask(attn_mask, query.dtype, lowest=-65504.0)
+        return _first(
+            _aten._scaled_dot_product_cudnn_attention(
+                query, key, value, mask, trains, dropout_p, is_causal, False, scale=scale
+            )
+        )
+    mask = _additive_mask(attn_mask, query.dtype)
+    if mask is not None:
+        mask = _mask_for_efficient(mask, query, key)
+    return _first(
+        _aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, trains, dropout_p, is_causal, scale=scale
+        )
+    )
+
+
+def _first(results: Any) -> torch.Tensor:
+    out: torch.Tensor = results[0]
+    return out
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """Pad the head size to a multiple of 8 (``pad_last_dim<8, false>``), attend, cut the padding off."""
+    size = query.shape[-1]
+    out = _first(
+        _aten._scaled_dot_product_flash_attention(
+            _pad_last(query),
+            _pad_last(key),
+            _pad_last(value),
+            dropout_p,
+            is_causal,
+            False,
+            scale=1.0 / math.sqrt(size) if scale is None else scale,
+        )
+    )
+    return out if out.shape[-1] == size else _cut_last(out, size)
+
+
+def _pad_last(tensor: torch.Tensor) -> torch.Tensor:
+    missing = -tensor.shape[-1] % 8
+    return functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _cut_last(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    cut: torch.Tensor = _aten.slice.Tensor(tensor, -1, 0, size)
+    return cut
+
+
+def _additive_mask(
+    mask: torch.Tensor | None, dtype: torch.dtype, *, lowest: float = -math.inf
+) -> torch.Tensor | None:
+    """Turn a boolean mask into an additive one (``convert_boolean_attn_mask``, and its ``_cudnn`` form)."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    zero = torch.scalar_tensor(0.0, dtype=dtype, device=mask.device)
+    return torch.where(mask.logical_not(), lowest, zero)
+
+
+def _mask_for_efficient(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Pad a mask whose rows are not aligned to 8 elements, then expand it (``preprocess_mask``)."""
+    strides = mask.stride()
+    if strides[-1] != 1 or any(stride % 8 for stride in strides[:-1]):
+        length = mask.shape[-1]
+        mask = _cut_last(functional.pad(mask, (0, 8 - length % 8)), length)
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _math(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    ctx: KernelContext,
+) -> torch.Tensor:
+    """``_scaled_dot_product_attention_math``, with the mask added in place as for plain tensors on a card."""
+    dtype = query.dtype
+    if dtype in _HALVES and not ctx.half_reduction_math_sdp:
+        query, key, value = query.float(), key.float(), value.float()
+    factor = math.sqrt(abs(scale) if scale is not None else 1.0 / math.sqrt(query.shape[-1]))
+    query = query * (-factor if scale is not None and scale < 0 else factor)
+    if is_causal:
+        if mask is not None:
+            raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
+        ones = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
+        mask = _additive_mask(ones.tril(), query.dtype)
+    if enable_gqa:
+        key = _repeat_heads(key, query)
+        value = _repeat_heads(value, query)
+    weights = torch.matmul(query, key.transpose(-2, -1) * factor)
+    if mask is not None:
+        weights = weights.add_(mask)
+    weights = _aten._safe_softmax(weights, -1)
+    if dropout_p > 0.0:
+        weights = functional.dropout(weights, dropout_p)
+    return torch.matmul(weights, value).to(dtype)
+
+
+def _repeat_heads(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Copy each head for the query heads that share it (``pre_process_group_query_attention_input``)."""
+    heads = query.shape[-3]
+    if tensor.shape[-3] == heads:
+        return tensor
+    if heads % tensor.shape[-3]:
+        raise RuntimeError("Number of heads in key and value must divide the number of heads in query")
+    return tensor.repeat_interleave(heads // tensor.shape[-3], -3)

@@ -1,0 +1,35 @@
+"""Contexts of real cards and fake tensors to ask the rules about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vramfit.gpus import find_gpu
+from vramfit.virtual.kernels import Extras, KernelContext, extras
+
+aten = torch.ops.aten
+FAKE = FakeTensorMode(allow_fallback_kernels=False)
+
+
+def context(card: str = "A100 80GB", version: tuple[int, int] = (2, 13), **changes: Any) -> KernelContext:
+    spec = find_gpu(card)
+    settings: dict[str, Any] = {"environ": {}, **changes}
+    return KernelContext(spec=spec, capability=spec.compute_capability, torch_version=version, **settings)
+
+
+def cuda(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = False) -> torch.Tensor:
+    with FAKE:
+        return torch.empty(shape, dtype=dtype, device="cuda", requires_grad=requires_grad)
+
+
+def ask(
+    func: Any, *args: Any, ctx: KernelContext | None = None, outputs: Any = None, **kwargs: Any
+) -> Extras | None:
+    """Extras of an op; its outputs are worked out on fake tensors unless given."""
+    if outputs is None:
+        with FAKE:
+            outputs = func(*args, **kwargs)
+    return extras(func, args, kwargs, outputs, ctx or context())
