@@ -2,19 +2,32 @@
 
 from vramfit.trace.builder import TraceBuilder
 from vramfit.trace.events import Category, EventKind, Frame, Segment, TraceDevice
+from vramfit.trace.export import snapshot_from_trace, write_snapshot
 from vramfit.trace.model import MemoryTrace
 from vramfit.trace.outcome import DeviceOutcome, OomReport, RunWarning, VirtualRun
+from vramfit.trace.replaying import replay
+from vramfit.trace.report import DeviceReplay, Peaks, ReplayReport
+from vramfit.trace.snapshot import load_snapshot, read_any, trace_from_snapshot
 
 __all__ = [
     "Category",
     "DeviceOutcome",
+    "DeviceReplay",
     "EventKind",
     "Frame",
     "MemoryTrace",
     "OomReport",
+    "Peaks",
+    "ReplayReport",
     "RunWarning",
     "Segment",
     "TraceBuilder",
     "TraceDevice",
     "VirtualRun",
+    "load_snapshot",
+    "read_any",
+    "replay",
+    "snapshot_from_trace",
+    "trace_from_snapshot",
+    "write_snapshot",
 ]

@@ -14,7 +14,7 @@ Segment: TypeAlias = Mapping[str, Any]
 class EventKind(IntEnum):
     """What an event of a trace says; the numbers are those of the file format and never change.
 
-    All but MARKER are the actions of torch's traces (c10/cuda/CUDACachingAllocator.h, ``TraceEntry::Action``).
+    All but MARKER are actions of torch traces (c10/cuda/CUDACachingAllocator.h, ``TraceEntry::Action``).
     """
 
     ALLOC = 0
@@ -32,9 +32,9 @@ class EventKind(IntEnum):
     SEGMENT_UNMAP = 6
     """Pages of an expandable segment were unmapped."""
     SNAPSHOT = 7
-    """torch took a snapshot here; ``size`` is what the driver then said was free."""
+    """torch took a snapshot here; ``size`` is the active bytes at that moment."""
     OOM = 8
-    """A request of ``size`` bytes failed; the address is the free bytes of the device, as in torch."""
+    """A request of ``size`` bytes failed; the address column holds the free bytes of the device."""
     MARKER = 9
     """Nothing happened to memory: a point in time, such as the beginning of a phase."""
 

@@ -51,8 +51,8 @@ class MemoryTrace:
         block: bytes of the block with its rounding and slack; 0 where it is not known.
         time_us: microseconds on the source's own clock; 0 where it is not known.
         category: `Category`; like op, stack, module and tensor it is meant for ALLOC events.
-        op, stack, module, phase, tensor: index into the table of the plural name, -1 for none. ``phase`` is set
-            on every event.
+        op, stack, module, phase, tensor: index into the table of the plural name, -1 for none. ``phase`` is
+            set on every event.
         ops: operators, such as ``aten.addmm.default``.
         modules: dotted paths below the class of the root module: ``GPT2LMHeadModel.transformer.h.0.attn``.
         phases: names such as ``step 0/forward``.

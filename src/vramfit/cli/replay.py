@@ -1,0 +1,178 @@
+"""`vramfit replay`: replay a recording through the allocator, as it was or under other settings."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from vramfit.trace import DeviceReplay, ReplayReport
+
+SCHEMA = "vramfit.replay"
+SCHEMA_VERSION = 1
+
+
+def replay_command(
+    file: Annotated[
+        Path,
+        typer.Argument(help="A trace (.vft) or a torch snapshot: pickle or JSON, gzipped or plain."),
+    ],
+    alloc_conf: Annotated[
+        str | None,
+        typer.Option(
+            "--alloc-conf",
+            metavar="SETTINGS",
+            help="What if PYTORCH_ALLOC_CONF had been this. Without it: as recorded.",
+        ),
+    ] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the result as JSON; - for standard output."),
+    ] = None,
+) -> None:
+    """Replay a recording's requests through the allocator and compare addresses, segments and peaks."""
+    from vramfit.allocator import AllocatorConfig
+    from vramfit.trace import read_any, replay
+
+    config = None if alloc_conf is None else AllocatorConfig.parse(alloc_conf)
+    report = replay(read_any(file), config)
+    if json == Path("-"):
+        typer.echo(render_replay_json(report), nl=False)
+        return
+    _print(report, file)
+    if json is not None:
+        from vramfit.report import write_text
+
+        write_text(json, render_replay_json(report))
+
+
+def render_replay_json(report: ReplayReport) -> str:
+    """The result as JSON, with its schema's name and version; all sizes are in bytes."""
+    value = {
+        "schema": SCHEMA,
+        "version": SCHEMA_VERSION,
+        "alloc_conf": report.alloc_conf,
+        "recorded_alloc_conf": report.recorded_alloc_conf,
+        "what_if": report.what_if,
+        "exact": None if report.what_if else report.exact,
+        "events": report.events,
+        "seconds": round(report.seconds, 6),
+        "devices": [_device(device) for device in report.devices],
+    }
+    return json_module.dumps(value, indent=2) + "\n"
+
+
+def _device(device: DeviceReplay) -> dict[str, Any]:
+    return {
+        "index": device.index,
+        "events": device.events,
+        "allocations": device.allocations,
+        "addresses_matched": device.addresses_matched,
+        "segments": device.segments,
+        "segments_matched": device.segments_matched,
+        "releases": device.releases,
+        "releases_matched": device.releases_matched,
+        "final_segments": device.final_segments,
+        "final_segments_matched": device.final_segments_matched,
+        "ooms": device.ooms,
+        "ooms_replayed": device.ooms_replayed,
+        "unknown_frees": device.unknown_frees,
+        "total_bytes": device.total_bytes,
+        "recorded": {
+            "peak_allocated": device.recorded.peak_allocated,
+            "peak_reserved": device.recorded.peak_reserved,
+        },
+        "replayed": {
+            "peak_allocated": device.replayed.peak_allocated,
+            "peak_reserved": device.replayed.peak_reserved,
+        },
+        "first_difference": device.first_difference,
+    }
+
+
+def _print(report: ReplayReport, file: Path) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    settings = report.alloc_conf or "the defaults"
+    if report.what_if:
+        head = f"{file.name}: what if, under {settings} instead of {report.recorded_alloc_conf or 'the defaults'}"
+    else:
+        head = f"{file.name}: replayed as recorded, under {settings}"
+    console.print(Text(head, style="bold"), soft_wrap=True)
+    if not report.devices:
+        console.print("The recording holds no events and no segments.")
+        return
+    console.print(_table(report))
+    for device in report.devices:
+        for note in _notes(report, device):
+            console.print(Text(f"GPU {device.index}: {note}"), soft_wrap=True)
+    rate = report.events / report.seconds if report.seconds else 0.0
+    console.print(Text(f"{report.events:,} events in {report.seconds:.2f} s ({rate:,.0f}/s)", style="dim"))
+
+
+def _table(report: ReplayReport) -> Table:
+    from rich.table import Table
+
+    from vramfit.units import format_bytes
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("GPU", justify="right")
+    names = ["requests", "segments", "releases", "final segments", "out of memory"]
+    for name in (*names, "peak allocated", "peak reserved"):
+        table.add_column(name, justify="right")
+    for device in report.devices:
+        table.add_row(
+            str(device.index),
+            _matched(device.addresses_matched, device.allocations),
+            _matched(device.segments_matched, device.segments),
+            _matched(device.releases_matched, device.releases),
+            _matched(device.final_segments_matched, device.final_segments),
+            _pair(device.ooms, device.ooms_replayed, str),
+            _pair(device.recorded.peak_allocated, device.replayed.peak_allocated, format_bytes),
+            _pair(device.recorded.peak_reserved, device.replayed.peak_reserved, format_bytes),
+        )
+    return table
+
+
+def _matched(matched: int | None, total: int) -> str:
+    if matched is None:
+        return f"{total:,}"
+    style = "green" if matched == total else "yellow"
+    return f"[{style}]{matched:,} of {total:,}[/]"
+
+
+def _pair(recorded: int, replayed: int, form: Any) -> str:
+    if recorded == replayed:
+        return f"{form(recorded)}"
+    return f"{form(recorded)} -> {form(replayed)}"
+
+
+def _notes(report: ReplayReport, device: DeviceReplay) -> list[str]:
+    from vramfit.units import format_bytes
+
+    notes = []
+    if device.first_difference is not None and not report.what_if:
+        notes.append(f"first difference: {device.first_difference}")
+    if device.unknown_frees:
+        notes.append(
+            f"{device.unknown_frees} frees of blocks from before the recording, of which nothing is known"
+        )
+    if report.what_if and device.ooms > device.ooms_replayed:
+        notes.append(
+            f"{device.ooms - device.ooms_replayed} requests that ran out of memory would have been served"
+        )
+    if report.what_if and device.ooms_replayed > device.ooms:
+        notes.append(f"{device.ooms_replayed - device.ooms} more requests would have run out of memory")
+    if report.what_if:
+        saved = device.recorded.peak_reserved - device.replayed.peak_reserved
+        word = "less" if saved > 0 else "more"
+        if saved:
+            notes.append(f"peak reserved would be {format_bytes(abs(saved))} {word}")
+    return notes

@@ -1,0 +1,119 @@
+"""A driver that behaves as the recording shows: its addresses in its order, and its failures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vramfit.allocator import Driver
+from vramfit.trace.events import EventKind
+
+SegmentEvent = tuple[int, int, int]
+"""Kind, address and size of an event of a segment, or of an OOM."""
+
+# Where nothing was recorded; far from every address that CUDA gives, and within the 47 bits of user space.
+_UNRECORDED_BASE = 0x2000_0000_0000
+_ALIGNMENT = 2 << 20
+
+_RELEASES = (EventKind.SEGMENT_FREE, EventKind.SEGMENT_UNMAP)
+
+
+def is_release(event: SegmentEvent) -> bool:
+    """Whether an event gives memory back."""
+    return event[0] in _RELEASES
+
+
+class RecordedDriver(Driver):
+    """Serves the segment events of a recording, a few at a time as the replay reaches them.
+
+    Where the next recorded event is a release or an OOM, a request for memory fails: that is why the
+    allocator released its cache, or gave up.
+
+    Attributes:
+        matched: segments and mappings that the allocator asked for as recorded.
+        releases_matched: segments and pages that it gave back as recorded.
+        surprises: requests and releases that were not recorded at that point.
+    """
+
+    def __init__(self, total_bytes: int) -> None:
+        """Start with nothing expected."""
+        super().__init__(total_bytes)
+        self.matched = 0
+        self.releases_matched = 0
+        self.surprises = 0
+        self.free_figure = 0
+        self._expected: list[SegmentEvent] = []
+        self._next_address = _UNRECORDED_BASE
+
+    def expect(self, events: Sequence[SegmentEvent]) -> None:
+        """What the recording shows for the next request."""
+        self._expected = list(reversed(events))
+
+    @property
+    def pending(self) -> int:
+        """Expected events that have not happened yet."""
+        return len(self._expected)
+
+    @property
+    def free_bytes(self) -> int:
+        """What the recording gives as free, where it does; otherwise what is left of the card."""
+        return self.free_figure or super().free_bytes
+
+    def malloc(self, size: int) -> int | None:
+        """The recorded address of the next segment; None where the recording shows a failure."""
+        if self._expected:
+            kind, address, recorded = self._expected[-1]
+            if kind in _RELEASES or kind == EventKind.OOM:
+                return None
+            if kind == EventKind.SEGMENT_ALLOC and recorded == size:
+                self._expected.pop()
+                self.matched += 1
+                return address
+        self.surprises += 1
+        return self._unrecorded(size)
+
+    def free(self, address: int, size: int) -> None:
+        """Take a segment back."""
+        self._release((EventKind.SEGMENT_FREE, address, size))
+
+    def reserve(self, size: int) -> int:
+        """The address of the mapping that comes next: a reservation is mapped from its beginning."""
+        if self._expected and self._expected[-1][0] == EventKind.SEGMENT_MAP:
+            return self._expected[-1][1]
+        self.surprises += 1
+        return self._unrecorded(size)
+
+    def release(self, address: int, size: int) -> None:
+        """Take a reservation back; recordings do not show it."""
+
+    def map(self, address: int, size: int) -> bool:
+        """Map pages; False where the recording shows a failure."""
+        if self._expected:
+            kind, recorded_address, recorded = self._expected[-1]
+            if kind in _RELEASES or kind == EventKind.OOM:
+                return False
+            if kind == EventKind.SEGMENT_MAP and (recorded_address, recorded) == (address, size):
+                self._expected.pop()
+                self.matched += 1
+                return True
+        self.surprises += 1
+        return True
+
+    def unmap(self, address: int, size: int) -> None:
+        """Take pages back."""
+        self._release((EventKind.SEGMENT_UNMAP, address, size))
+
+    def _release(self, event: SegmentEvent) -> None:
+        # Within one run of releases the order is the allocator's own business.
+        for index in range(len(self._expected) - 1, -1, -1):
+            if self._expected[index][0] not in _RELEASES:
+                break
+            if self._expected[index] == event:
+                del self._expected[index]
+                self.releases_matched += 1
+                return
+        self.surprises += 1
+
+    def _unrecorded(self, size: int) -> int:
+        address = self._next_address
+        self._next_address += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return address

@@ -1,0 +1,236 @@
+"""Rewinds a device to the start of its trace: which segments there were, and which blocks in them.
+
+A recording is usually switched on when the allocator is warm already. Its final segments and its events
+determine
+what was there before: the first event of an address says whether a block was alive, the last segments minus
+what was taken plus what was given back are the first ones.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vramfit.trace.events import EventKind, Segment
+from vramfit.trace.model import MemoryTrace
+from vramfit.trace.segments import ALLOCATED, INACTIVE, PENDING, SMALL_SEGMENT
+from vramfit.trace.settings import recorded_config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartBlock:
+    """A block that was in use when the trace began.
+
+    Attributes:
+        address: where it lies.
+        requested: bytes that were asked for.
+        size: bytes of the block; 0 if it was freed within the trace and the trace does not hold it.
+        state: as torch's snapshots call it.
+        freed: row of its first event; -1 if it is still in use at the end.
+    """
+
+    address: int
+    requested: int
+    size: int
+    state: str
+    freed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartSegment:
+    """A segment, or a mapped stretch of an expandable one, that was there when the trace began."""
+
+    address: int
+    size: int
+    stream: int
+    small: bool
+    pool_id: tuple[int, int]
+    expandable: bool
+
+    @property
+    def end(self) -> int:
+        """First address after it."""
+        return self.address + self.size
+
+
+def final_segments(trace: MemoryTrace, device: int) -> tuple[Segment, ...]:
+    """The segments of a device at the end of the trace; none if the trace does not hold them."""
+    return tuple(
+        segment for described in trace.devices if described.index == device for segment in described.segments
+    )
+
+
+def start_blocks(trace: MemoryTrace, device: int) -> list[StartBlock]:
+    """The blocks of a device that were in use before its first event, by address."""
+    kinds = trace.kind
+    rows = np.flatnonzero((trace.device == device) & (kinds <= EventKind.FREE_COMPLETED))
+    _, first = np.unique(trace.address[rows], return_index=True)  # the first occurrence of each address
+    first_rows = rows[first]
+    born_later = set(trace.address[first_rows[kinds[first_rows] == EventKind.ALLOC]].tolist())
+    found = {}
+    freed = first_rows[kinds[first_rows] != EventKind.ALLOC]
+    for row, address, size, block, kind in zip(
+        freed.tolist(),
+        trace.address[freed].tolist(),
+        trace.size[freed].tolist(),
+        trace.block[freed].tolist(),
+        kinds[freed].tolist(),
+        strict=True,
+    ):
+        state = ALLOCATED if kind == EventKind.FREE_REQUESTED else PENDING
+        found[address] = StartBlock(address=address, requested=size, size=block, state=state, freed=row)
+    for segment in final_segments(trace, device):
+        for block in segment["blocks"]:
+            address = block["address"]
+            # With a first event that is a free, an address in use at the end was used twice.
+            if block["state"] != INACTIVE and address not in found and address not in born_later:
+                found[address] = StartBlock(
+                    address=address,
+                    requested=block["requested_size"],
+                    size=block["size"],
+                    state=block["state"],
+                    freed=-1,
+                )
+    return [found[address] for address in sorted(found)]
+
+
+def start_segments(trace: MemoryTrace, device: int) -> list[StartSegment]:
+    """The segments of a device before its first event, by address."""
+    final = final_segments(trace, device)
+    kinds = trace.kind
+    grow_or_shrink = (kinds >= EventKind.SEGMENT_ALLOC) & (kinds <= EventKind.SEGMENT_UNMAP)
+    rows = np.flatnonzero((trace.device == device) & grow_or_shrink)
+    at_start = {
+        segment["address"]: StartSegment(
+            address=segment["address"],
+            size=segment["total_size"],
+            stream=segment["stream"],
+            small=segment["segment_type"] == "small",
+            pool_id=segment["segment_pool_id"],
+            expandable=False,
+        )
+        for segment in final
+        if not segment["is_expandable"]
+    }
+    mapping_rows = []
+    for row, kind, address, size, stream in zip(
+        rows[::-1].tolist(),
+        kinds[rows][::-1].tolist(),
+        trace.address[rows][::-1].tolist(),
+        trace.size[rows][::-1].tolist(),
+        trace.stream[rows][::-1].tolist(),
+        strict=True,
+    ):
+        if kind == EventKind.SEGMENT_ALLOC:
+            at_start.pop(address, None)
+        elif kind == EventKind.SEGMENT_FREE:
+            at_start[address] = StartSegment(
+                address=address,
+                size=size,
+                stream=stream,
+                small=size == SMALL_SEGMENT,
+                pool_id=(0, 0),
+                expandable=False,
+            )
+        else:
+            mapping_rows.append(row)
+    expandable = [segment for segment in final if segment["is_expandable"]]
+    mapped = _mapped_at_start(trace, mapping_rows, expandable) if mapping_rows or expandable else []
+    return sorted([*at_start.values(), *mapped], key=lambda segment: segment.address)
+
+
+def _mapped_at_start(
+    trace: MemoryTrace, rows_backwards: list[int], final: list[Segment]
+) -> list[StartSegment]:
+    """Undo the mappings: what is mapped at the end, without what was mapped, with what was unmapped."""
+    addresses = trace.address[rows_backwards].astype(np.int64)
+    ends = addresses + trace.size[rows_backwards]
+    marks = {*addresses.tolist(), *ends.tolist()}
+    for segment in final:
+        marks |= {segment["address"], segment["address"] + segment["total_size"]}
+    edges = sorted(marks)
+    kinds = trace.kind[rows_backwards].tolist()
+    # One entry for each stretch between two edges: what it belongs to, or None where nothing is mapped.
+    owner: list[tuple[int, bool, tuple[int, int]] | None] = [None] * len(edges)
+
+    def paint(low: int, high: int, value: tuple[int, bool, tuple[int, int]] | None) -> None:
+        first, last = bisect_left(edges, low), bisect_left(edges, high)
+        owner[first:last] = [value] * (last - first)
+
+    for segment in final:
+        key = (segment["stream"], segment["segment_type"] == "small", segment["segment_pool_id"])
+        paint(segment["address"], segment["address"] + segment["total_size"], key)
+    large_page = recorded_config(trace).large_segment_size
+    for kind, row, low, high in zip(kinds, rows_backwards, addresses.tolist(), ends.tolist(), strict=True):
+        small = bool((high - low) % large_page)
+        paint(
+            low,
+            high,
+            (int(trace.stream[row]), small, (0, 0)) if kind == EventKind.SEGMENT_UNMAP else None,
+        )
+    found: list[StartSegment] = []
+    for low, high, owned in zip(edges, edges[1:], owner, strict=False):
+        if owned is None:
+            continue
+        stream, small, pool_id = owned
+        if found and found[-1].end == low and (found[-1].stream, found[-1].small, found[-1].pool_id) == owned:
+            low = found.pop().address
+        found.append(
+            StartSegment(
+                address=low, size=high - low, stream=stream, small=small, pool_id=pool_id, expandable=True
+            )
+        )
+    return found
+
+
+def start_state(blocks: list[StartBlock], segments: list[StartSegment], device: int) -> list[dict[str, Any]]:
+    """The start as segments in the form of torch's snapshots; blocks outside all segments are left out."""
+    starts = [segment.address for segment in segments]
+    inside: list[list[StartBlock]] = [[] for _ in segments]
+    for block in blocks:
+        index = bisect_right(starts, block.address) - 1
+        if index >= 0 and block.address < segments[index].end:
+            inside[index].append(block)
+    return [_segment(segment, held, device) for segment, held in zip(segments, inside, strict=True)]
+
+
+def _segment(segment: StartSegment, held: list[StartBlock], device: int) -> dict[str, Any]:
+    entries: list[dict[str, Any]] = []
+    cursor = segment.address
+
+    def add(size: int, requested: int, state: str) -> None:
+        nonlocal cursor
+        if size > 0:
+            entries.append({"address": cursor, "size": size, "requested_size": requested, "state": state})
+            cursor += size
+
+    for position, block in enumerate(held):
+        add(block.address - cursor, 0, INACTIVE)
+        room = (held[position + 1].address if position + 1 < len(held) else segment.end) - block.address
+        add(min(block.size, room), block.requested, block.state)
+    add(segment.end - cursor, 0, INACTIVE)
+    in_use = [entry for entry in entries if entry["state"] != INACTIVE]
+    return {
+        "device": device,
+        "address": segment.address,
+        "total_size": segment.size,
+        "allocated_size": sum(entry["size"] for entry in in_use if entry["state"] == ALLOCATED),
+        "active_size": sum(entry["size"] for entry in in_use),
+        "requested_size": sum(entry["requested_size"] for entry in in_use),
+        "stream": segment.stream,
+        "segment_type": "small" if segment.small else "large",
+        "segment_pool_id": segment.pool_id,
+        "is_expandable": segment.expandable,
+        "blocks": entries,
+    }
+
+
+def rows_of(trace: MemoryTrace, device: int) -> NDArray[np.intp]:
+    """Rows of a device that are about memory, in order."""
+    return np.flatnonzero(
+        (trace.device == device) & (trace.kind != EventKind.SNAPSHOT) & (trace.kind != EventKind.MARKER)
+    )
