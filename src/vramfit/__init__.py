@@ -1,3 +1,42 @@
-"""vramfit makes PyTorch programs fit the GPU they have."""
+"""vramfit makes PyTorch programs fit the GPU they have.
+
+- `run`: a script or module on the virtual GPU, in a process of its own.
+- `VirtualGPU`: the virtual GPU around a block of code.
+- `MemoryTrace`: what every run, recording and snapshot comes to.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from vramfit.api import Report as Report
+    from vramfit.api import run as run
+    from vramfit.errors import VramfitError as VramfitError
+    from vramfit.trace import MemoryTrace as MemoryTrace
+    from vramfit.virtual.gpu import VirtualGPU as VirtualGPU
+
+__all__ = ["MemoryTrace", "Report", "VirtualGPU", "VramfitError", "__version__", "run"]
+
+# Where each name lives. They are imported at first use: `import vramfit` must not import torch.
+_HOMES = {
+    "MemoryTrace": "vramfit.trace",
+    "Report": "vramfit.api",
+    "VirtualGPU": "vramfit.virtual.gpu",
+    "VramfitError": "vramfit.errors",
+    "run": "vramfit.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

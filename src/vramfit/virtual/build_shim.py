@@ -12,8 +12,9 @@ aborts on them, for two reasons:
    at a copy of its virtual table in which a few answers are ours: CUDA is built, no context exists yet, and cuDNN is
    there or not (batch norm, channels_last and recurrent layers take their decision from it).
 
-A CUDA build brings its own guard and hooks. Without a card the guard says ``deviceCount() == 0``, and step 1 alone
-puts the no-op guard in its place; with a card the real guard stays, which is harmless: it only selects devices.
+A CUDA build brings its own guard and hooks, which ask the driver: without a card they fail, and with one they would
+select real devices for virtual tensors. So both steps are taken there too, except that the hooks keep all their own
+answers but two (no context exists, the current device is 0), and `uninstall` puts the originals back.
 
 The slots of the virtual table are those of ``ATen/detail/AcceleratorHooksInterface.h`` and
 ``ATen/detail/CUDAHooksInterface.h``, which every torch wheel ships; they are read from those headers, so that another
@@ -42,7 +43,8 @@ _TESTED_PLATFORMS = {("Linux", "x86_64")}
 
 # Objects that C++ keeps pointers to: they must never be collected.
 _keep_alive: list[object] = []
-_installed = False
+# What to write back on a CUDA build: (where, pointer). None while the shim is not in place.
+_originals: list[tuple[ctypes.c_void_p, int | None]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,23 +71,29 @@ def install(*, cudnn: bool = True) -> ShimReport:
     Raises:
         EnvironmentUnfitError: this torch does not export what is needed; the message names its version.
     """
-    global _installed
-    note = platform_note()
-    if _is_cuda_build():
-        torch._C._ensureCUDADeviceGuardSet()
-        return ShimReport(build="cuda", patched_hooks=(), platform_note=note)
-    names = _hook_answers(cudnn)
-    if not _installed:
+    global _originals
+    cuda_build = _is_cuda_build()
+    answers = {"hasPrimaryContext": 0, "current_device": 0} if cuda_build else _hook_answers(cudnn)
+    if _originals is None:
         try:
-            _register_guard()
-            _patch_hooks(names)
+            _originals = [_register_guard(), _patch_hooks(answers)]
         except (OSError, AttributeError, ValueError, KeyError) as error:
             raise EnvironmentUnfitError(
                 f"torch {torch.__version__} on {sys.platform} does not export what the virtual GPU needs ({error})",
                 "Use a torch release from 2.11 on, from PyPI, on Linux; or report this version.",
             ) from error
-        _installed = True
-    return ShimReport(build="cpu", patched_hooks=tuple(names), platform_note=note)
+    return ShimReport(
+        build="cuda" if cuda_build else "cpu", patched_hooks=tuple(answers), platform_note=platform_note()
+    )
+
+
+def uninstall() -> None:
+    """Give a CUDA build its own guard and hooks back. On a CPU build the shim stays: there is nothing to go back to."""
+    global _originals
+    if _originals is not None and _is_cuda_build():
+        for where, pointer in _originals:
+            where.value = pointer
+        _originals = None
 
 
 def platform_note() -> str:
@@ -135,20 +143,21 @@ def _library(stem: str) -> ctypes.CDLL:
     raise OSError(f"no lib{stem} beside torch")
 
 
-def _register_guard() -> None:
+def _register_guard() -> tuple[ctypes.c_void_p, int | None]:
     registry = (ctypes.c_void_p * (_CUDA_DEVICE_TYPE + 1)).in_dll(_library("c10"), _REGISTRY_SYMBOL)
-    if registry[_CUDA_DEVICE_TYPE]:
-        return
+    entry = ctypes.c_void_p.from_buffer(registry, _CUDA_DEVICE_TYPE * ctypes.sizeof(ctypes.c_void_p))
+    original = entry.value
     zero = ctypes.CFUNCTYPE(ctypes.c_longlong)(lambda: 0)
     address = ctypes.cast(zero, ctypes.c_void_p).value
     slots = (ctypes.c_void_p * 64)(*([address] * 64))
     dummy = (ctypes.c_void_p * 4)(ctypes.addressof(slots))
-    _keep_alive.extend((zero, slots, dummy))
-    registry[_CUDA_DEVICE_TYPE] = ctypes.addressof(dummy)
+    _keep_alive.extend((zero, slots, dummy, registry))
+    entry.value = ctypes.addressof(dummy)
     torch._C._ensureCUDADeviceGuardSet()
-    if registry[_CUDA_DEVICE_TYPE] == ctypes.addressof(dummy):
-        registry[_CUDA_DEVICE_TYPE] = None
+    if entry.value == ctypes.addressof(dummy):
+        entry.value = original
         raise ValueError("torch did not replace the dummy device guard")
+    return entry, original
 
 
 def _hook_answers(cudnn: bool) -> dict[str, int | float]:
@@ -169,7 +178,7 @@ def _hook_answers(cudnn: bool) -> dict[str, int | float]:
     return answers
 
 
-def _patch_hooks(answers: dict[str, int | float]) -> None:
+def _patch_hooks(answers: dict[str, int | float]) -> tuple[ctypes.c_void_p, int | None]:
     get_hooks = getattr(_library("torch_cpu"), _HOOKS_SYMBOL)
     get_hooks.restype = ctypes.c_void_p
     table_pointer = ctypes.c_void_p.from_address(get_hooks())
@@ -189,7 +198,9 @@ def _patch_hooks(answers: dict[str, int | float]) -> None:
         _keep_alive.append(function)
         table[_VTABLE_PREFIX + slots[name]] = ctypes.cast(function, ctypes.c_void_p).value
     _keep_alive.append(table)
+    before = table_pointer.value
     table_pointer.value = ctypes.addressof(table) + _VTABLE_PREFIX * ctypes.sizeof(ctypes.c_void_p)
+    return table_pointer, before
 
 
 def _hook_slots() -> dict[str, int]:

@@ -127,7 +127,7 @@ def _add(values: Any, parts: list[Any], tensors: list[FakeTensor]) -> bool:
             if value.layout is not torch.strided or value.is_conj() or value.is_neg():
                 return False
             parts.append(
-                (value.shape, value.stride(), value.storage_offset(), value.dtype, value.__dict__["_fake_device"])
+                (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
             )
             tensors.append(value)
         elif kind is int or kind is float or kind is bool:

@@ -100,6 +100,7 @@ class VirtualGPU:
             self.mode.__enter__()
         except BaseException:
             self._patches.undo()
+            build_shim.uninstall()
             raise
         global _active
         _active = self
@@ -114,6 +115,7 @@ class VirtualGPU:
         self._run = self._outcome(error)
         self.mode.__exit__(kind, error, traceback)
         self._patches.undo()
+        build_shim.uninstall()
 
     # -- results -------------------------------------------------------------------------------------------------
 

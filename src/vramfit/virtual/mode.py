@@ -190,8 +190,7 @@ class VirtualMode(TorchDispatchMode):
             try:
                 if info.fresh or info.mutated:
                     _adopt_all(meter, out, info.name, category)
-                blas = kernels.blas_library(func, args, context)
-                if blas is not None:
+                for blas in kernels.blas_libraries(func, args, kwargs, context):
                     held += self.workspaces.use(blas, device, context)
                 if extras and extras.after:
                     held += meter.temporary(extras.after, device, info.name)

@@ -49,6 +49,7 @@ class Workspaces:
         self._dropout_states: dict[int, torch.Tensor] = {}
         self._contexts: dict[int, KernelContext] = {}
         self._context_key: tuple[object, ...] = ()
+        self._default_priority = tuple(torch._C._get_sdp_priority_order())
 
     def context(self, device: int) -> KernelContext:
         """What decides how kernels on a device behave; made anew when a backend flag has changed."""
@@ -62,6 +63,8 @@ class Workspaces:
             cuda.mem_efficient_sdp_enabled(),
             cuda.math_sdp_enabled(),
             cuda.cudnn_sdp_enabled(),
+            cuda.fp16_bf16_reduction_math_sdp_allowed(),
+            tuple(torch._C._get_sdp_priority_order()),
         )
         if key != self._context_key:
             self._contexts.clear()
@@ -81,9 +84,16 @@ class Workspaces:
                 mem_efficient_sdp=bool(key[5]),
                 math_sdp=bool(key[6]),
                 cudnn_sdp=bool(key[7]),
+                half_reduction_math_sdp=bool(key[8]),
+                sdp_priority=self._priority(),
                 environ=dict(os.environ),
             )
         return context
+
+    def _priority(self) -> tuple[int, ...] | None:
+        """The order of attention backends that the program set; None while it is torch's own."""
+        order = tuple(torch._C._get_sdp_priority_order())
+        return None if order == self._default_priority else order
 
     def use(self, blas: Blas, device: int, context: KernelContext) -> list[int]:
         """Make sure the workspace of a library is there; returns blocks that last for this op only."""

@@ -135,7 +135,10 @@ def patch_backends(functions: BackendFunctions, patches: PatchStack) -> None:
         for name, function in CpuBuildFunctions(machine).functions().items():
             patches.set(C, name, function)
         _patch_cudnn(functions, patches)
-    elif needs_older_build(spec.compute_capability for spec in machine.specs):
+        return
+    # Its own cuDNN answers on a CUDA build; torch remembers the version once it has been asked for.
+    patches.keep(torch.backends.cudnn.m, "__cudnn_version")
+    if needs_older_build(spec.compute_capability for spec in machine.specs):
         _patch_cudnn(functions, patches)
 
 

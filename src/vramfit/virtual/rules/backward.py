@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.virtual.rules.registry import rule
 
@@ -59,3 +60,48 @@ def left_aligned(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: di
         "an encoder's fast path would use nested tensors on a card; dense ones are counted, which need no less memory",
     )
     return False
+
+
+@rule("aten._use_miopen_ctc_loss.default", "aten._use_miopen_ctc_loss.Tensor")
+def use_miopen(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """MIOpen is AMD's: never on a CUDA card."""
+    return False
+
+
+@rule("aten._sparse_addmm.default", "aten.sparse_sampled_addmm.default")
+def sparse_addmm(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A dense matrix plus a sparse one times a dense one: shaped like the first."""
+    out = mode.fake_empty(tuple(args[0].shape), args[0].dtype, args[0].device)
+    mode.settle(func, mode.ops[func], args, kwargs, out)
+    return out
+
+
+@rule("aten._ctc_loss.default", "aten._ctc_loss.Tensor")
+def ctc_loss(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One loss per sequence, and log alphas over time and the extended target (native/cuda/LossCTC.cu)."""
+    log_probs, targets, _, target_lengths, *_ = args
+    lengths = target_lengths
+    if isinstance(lengths, torch.Tensor):
+        known = mode.shadows.view(lengths) if isinstance(lengths, FakeTensor) else lengths
+        longest = int(known.max()) if known is not None and known.numel() else int(targets.shape[-1])
+    else:
+        longest = max(lengths, default=0)
+    steps, batch = log_probs.shape[0], log_probs.shape[1] if log_probs.dim() == 3 else 1
+    out = (
+        mode.fake_empty((batch,), log_probs.dtype, log_probs.device),
+        mode.fake_empty((batch, steps, 2 * longest + 1), log_probs.dtype, log_probs.device),
+    )
+    mode.settle(func, mode.ops[func], args, kwargs, out)
+    return out
+
+
+@rule("aten._ctc_loss_backward.default", "aten._ctc_loss_backward.Tensor")
+def ctc_loss_backward(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A gradient like the log probabilities; log betas, as large as the log alphas, live meanwhile."""
+    log_probs, log_alpha = args[1], args[6]
+    held = mode.meter.temporary([log_alpha.nbytes], log_probs.device.index or 0, mode.ops[func].name)
+    out = mode.fake_like(log_probs)
+    mode.settle(func, mode.ops[func], args, kwargs, out)
+    for address in held:
+        mode.meter.free(address, log_probs.device.index or 0)
+    return out

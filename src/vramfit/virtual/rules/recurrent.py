@@ -35,3 +35,27 @@ def cudnn_rnn_backward(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwar
             grads.append(torch.ops.aten.view.default(piece, list(weight.shape)))
             offset += weight.numel()
     return (grad_input, grad_hx, grad_cx, grads)
+
+
+@rule("aten._thnn_fused_gru_cell.default")
+def gru_cell(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The new state, and a workspace of five state sizes for backward (native/cuda/RNN.cu, GRU_WORKSPACE_MULTIPLIER)."""
+    hx: torch.Tensor = args[2]
+    out = (mode.fake_like(hx), mode.fake_empty((hx.shape[0], 5 * hx.shape[1]), hx.dtype, hx.device))
+    mode.settle(func, mode.ops[func], args, kwargs, out)
+    return out
+
+
+@rule("aten._thnn_fused_gru_cell_backward.default")
+def gru_cell_backward(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gradients of both gate products, of the state, and of the biases (native/cuda/RNN.cu)."""
+    grad, workspace, has_bias = args
+    batch, size = workspace.shape[0], workspace.shape[1] // 5
+
+    def empty(*shape: int) -> torch.Tensor:
+        return mode.fake_empty(shape, workspace.dtype, workspace.device)
+
+    biases = (empty(3 * size), empty(3 * size)) if has_bias else (None, None)
+    out = (empty(batch, 3 * size), empty(batch, 3 * size), mode.fake_like(grad), *biases)
+    mode.settle(func, mode.ops[func], args, kwargs, out)
+    return out
