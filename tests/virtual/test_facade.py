@@ -220,7 +220,7 @@ def test_sensors_and_small_answers():
         assert torch.cuda.clock_rate() == 2520
         assert torch.cuda.device_memory_used() == machine.devices[0].context_bytes
         assert torch.cuda.list_gpu_processes().startswith("GPU:0\nprocess")
-        assert torch.cuda.current_blas_handle() != torch.cuda.current_solver_handle()
+        assert torch.cuda.current_blas_handle() != torch._C._cuda_getCurrentSolverHandle()
         torch.cuda.ipc_collect()
         before = machine.clock_us
         torch.cuda._sleep(2_520_000)
@@ -261,3 +261,18 @@ def test_the_accelerator_is_cuda():
         assert torch.cuda.current_stream() == stream
         assert torch.accelerator.current_stream().stream_id == stream.stream_id
     assert torch.get_device_module("cpu") is torch.cpu
+
+
+def test_the_profiler_records_the_cpu_side(capfd):
+    from torch.profiler import ProfilerActivity, profile
+
+    with virtual_cuda() as machine:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as recorded:
+            torch.ones(2) + 1
+        with torch.autograd.profiler.profile(use_device="cuda", use_kineto=True):
+            torch.ones(2) + 1
+        with torch.autograd.profiler.emit_nvtx():
+            torch.ones(2) + 1
+        assert "aten::add" in {event.key for event in recorded.key_averages()}
+        assert [warned.code for warned in machine.warnings] == ["profiler-without-kernels"]
+    assert "Failed to record" not in capfd.readouterr().err

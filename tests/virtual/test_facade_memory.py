@@ -168,8 +168,9 @@ def test_pinned_memory_is_counted(machine):
 
 def test_what_is_not_followed_is_said(machine):
     torch.cuda.init()
-    with torch.cuda.memory.caching_allocator_disabled():
-        pass
+    torch.cuda.caching_allocator_enable(False)
+    assert not torch._C._cuda_cudaCachingAllocator_is_enabled()
+    torch.cuda.caching_allocator_enable()
     torch._C._cuda_changeCurrentAllocator(torch._C._cuda_getAllocator())
     assert [w.code for w in machine.warnings] == ["caching-allocator-disabled", "pluggable-allocator"]
 

@@ -33,7 +33,6 @@ MIB = 1 << 20
 # 3.04 MiB per SM, because what a context reserves (local memory, stacks) is per resident thread.
 CONTEXT_BYTES_PER_SM = round(3.04 * MIB)
 DEFAULT_SEED = 67280421310721  # c10/core/GeneratorImpl.h: default_rng_seed_val
-ERROR_INVALID_DEVICE = 101  # cudaErrorInvalidDevice
 
 _UUID_NAMESPACE = uuid.UUID("8d3c3b1e-6f0e-5a56-9f0e-3a1f5d3a7c11")
 

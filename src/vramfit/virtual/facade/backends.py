@@ -137,7 +137,8 @@ def patch_backends(functions: BackendFunctions, patches: PatchStack) -> None:
         _patch_cudnn(functions, patches)
         return
     # Its own cuDNN answers on a CUDA build; torch remembers the version once it has been asked for.
-    patches.keep(torch.backends.cudnn.m, "__cudnn_version")
+    front: Any = torch.backends.cudnn
+    patches.keep(front.m, "__cudnn_version")
     if needs_older_build(spec.compute_capability for spec in machine.specs):
         _patch_cudnn(functions, patches)
 

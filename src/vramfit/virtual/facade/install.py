@@ -26,6 +26,7 @@ from vramfit.virtual.facade.extras import CommFunctions, TunableFunctions, patch
 from vramfit.virtual.facade.graphs import MemPool, PoolFunctions, base_classes
 from vramfit.virtual.facade.legacy import patch_legacy_tensors
 from vramfit.virtual.facade.memory import MemoryFunctions
+from vramfit.virtual.facade.profiler import patch_profiler
 from vramfit.virtual.facade.rng import patch_rng
 from vramfit.virtual.facade.streams import StreamFunctions, patch_streams
 from vramfit.virtual.machine import Machine
@@ -80,6 +81,7 @@ def install(machine: Machine, patches: PatchStack) -> None:
     patch_devices(devices, patches)
     patch_backends(backends, patches)
     patch_extras(machine, patches)
+    patch_profiler(machine, patches)
     patch_legacy_tensors(patches)
 
 
