@@ -129,6 +129,23 @@ def test_the_shortage_counts_what_is_free() -> None:
     assert found.smallest_gpu.name == "small"
 
 
+def test_only_a_larger_card_than_the_one_that_ran_out_is_offered() -> None:
+    cards = (card("same class", 8 * GIB + 200 * MIB), card("larger", 10 * GIB))
+    run = ran_out({Category.ACTIVATIONS: 7 * GIB}, GIB + MIB)
+    found = verdict(run, cards=cards)
+    assert found.smallest_gpu is not None
+    assert found.smallest_gpu.name == "larger"
+    assert verdict(run, cards=cards[:1]).smallest_gpu is None
+
+
+def test_a_trifle_in_gaps_is_no_reason() -> None:
+    # The last segment of 20 MiB holds 1 MiB: 19 MiB lie in its gap, and 1 MiB was asked for.
+    held = {Category.ACTIVATIONS: 8 * GIB - 20 * MIB, Category.INPUTS: MIB}
+    found = verdict(ran_out(held, MIB), cards=CARDS)
+    assert found.device.breakdown.fragmentation.inactive_split == 19 * MIB
+    assert not any("gaps" in reason for reason in found.why)
+
+
 def test_model_and_optimizer_that_exceed_the_card_are_named() -> None:
     state = {
         Category.PARAMETERS: 2 * GIB,

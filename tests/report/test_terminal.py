@@ -116,6 +116,17 @@ def test_an_ascii_terminal_gets_ascii(make: object) -> None:
     assert raw.getvalue().decode("ascii").startswith(("+ fits", "x does not fit"))
 
 
+def test_a_wide_report_names_the_library_between() -> None:
+    recorder = Recorder()
+    layer = Frame("/venv/lib/python3.11/site-packages/timm/layers/mlp.py", 9, "forward")
+    user = Frame(f"{ROOT}/train.py", 5, "main")
+    recorder.alloc("float32[8]", 32, Category.ACTIVATIONS, stack=(layer, user))
+    run = virtual_run(recorder.finish())
+    found = verdict(run, cards=())
+    assert "train.py:5 via layers/mlp.py:9" in render_terminal(run, found, width=120, root=ROOT)
+    assert "mlp.py" not in render_terminal(run, found, width=80, root=ROOT)
+
+
 def test_a_leak_is_pointed_out() -> None:
     recorder = Recorder()
     for iteration in range(6):

@@ -73,6 +73,11 @@ def test_small_modules_are_summed_up() -> None:
     ]
 
 
+def test_a_single_small_module_keeps_its_name() -> None:
+    tree = module_tree([("Net.big", Category.OTHER, 1000), ("Net.head", Category.OTHER, 1)])
+    assert [line.label for line in tree_lines(tree, limit=10)] == ["Net", "big", "head"]
+
+
 @given(
     st.lists(
         st.tuples(st.lists(st.sampled_from("abc01"), max_size=5).map(".".join), st.integers(1, 100)),

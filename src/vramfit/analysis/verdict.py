@@ -29,6 +29,13 @@ NO_CARD = -1
 _STATE = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
 
 
+_LARGER = 1.05
+"""How much larger a card must be to be offered in place of one that ran out."""
+
+_NOTABLE = 0.02
+"""Share of the card from which free gaps are named as a reason: every allocator has some."""
+
+
 class Outcome(Enum):
     """How a run ended."""
 
@@ -152,17 +159,20 @@ def verdict(run: VirtualRun, *, tensors: int = 100, cards: Iterable[GpuSpec] | N
             why=(),
             advice=(),
         )
-    reclaimable = decisive.breakdown.fragmentation.releasable
-    needed = decisive.context + decisive.breakdown.active + oom.requested_bytes
+    fragments = decisive.breakdown.fragmentation
+    # As if this request had got a segment of its own: the gaps could not serve it.
+    needed = decisive.context + fragments.reserved - fragments.releasable + oom.requested_bytes
+    # The program was not at its end, so a card of the same class would only fail a little later.
+    larger = [card for card in offered if card.total_bytes >= decisive.total * _LARGER]
     return Verdict(
         outcome=outcome,
         devices=devices,
         critical=critical,
         oom=oom,
-        short_by=max(0, oom.requested_bytes - oom.free_bytes - reclaimable),
+        short_by=max(0, oom.requested_bytes - oom.free_bytes - fragments.releasable),
         line=oom.user_line,
         moment=decisive.breakdown.moment,
-        smallest_gpu=_smallest_gpu(needed - decisive.context, offered),
+        smallest_gpu=_smallest_gpu(needed - decisive.context, larger),
         needed=needed,
         why=tuple(_reasons(decisive, oom)),
         advice=tuple(_advice(decisive, oom, str(run.trace.meta.get("alloc_conf", "")))),
@@ -283,8 +293,10 @@ def _still_to_come(breakdown: Breakdown, oom: OomReport) -> str:
 
 
 def _fragmented(device: DeviceVerdict, oom: OomReport) -> bool:
-    """Whether the request would have been served if the free bytes lay together."""
+    """Whether the request would have been served had the free bytes, if no trifle, lain together."""
     fragments = device.breakdown.fragmentation
+    if fragments.inactive_split < (device.total - device.context) * _NOTABLE:
+        return False
     return oom.requested_bytes <= fragments.inactive_split + fragments.releasable + oom.free_bytes
 
 

@@ -41,7 +41,7 @@ _STYLES = {
     Category.OTHER: "bright_black",
 }
 _WIDEST = 140
-_MODULES, _TENSORS, _PHASES, _WARNINGS = 9, 8, 6, 5
+_MODULES, _TENSORS, _PHASES, _WARNINGS = 12, 8, 6, 5
 _SIZE = 10
 _ASCII = str.maketrans("✓✗…×·µ█▉▊▋▌▍▎▏▓▒░", "+x~x,u#####   +c.")
 """Stand-ins of the same width for terminals that cannot show the real ones."""
@@ -169,7 +169,7 @@ class _Page:
                 )
         card, need = verdict.smallest_gpu, format_bytes(verdict.needed)
         if card is None:
-            text = f"  No card of the catalogue has the {need} or more that this needs."
+            text = f"  It needs at least {need}: the catalogue has no larger card with that."
         else:
             size = format_bytes(card.total_bytes)
             text = f"  It needs at least {need}: the smallest card with that is {card.name} ({size})."
@@ -282,16 +282,17 @@ class _Page:
 
     def tensors(self, breakdown: Breakdown) -> Iterator[Text]:
         """The largest groups of tensors with op and line."""
-        alike = _joined(breakdown.tensors)
+        wide = self.width >= 110
+        alike = _joined(breakdown.tensors, by_library=wide)
         groups = alike[:_TENSORS]
         if not groups:
             return
         yield Text()
         yield self.heading("Largest tensors")
-        wide = self.width >= 110
         fixed = 2 + _SIZE + 6 + (18 if wide else 0)
         flexible = self.width - fixed - 6
-        widths = (flexible * 2 // 5, flexible // 5, flexible - flexible * 2 // 5 - flexible // 5)
+        tensor, operation = (flexible // 3, flexible // 7) if wide else (flexible * 2 // 5, flexible // 5)
+        widths = (tensor, operation, flexible - tensor - operation)
         for group in groups:
             yield self.tensor_line(group, widths, wide=wide)
         if rest := len(alike) - len(groups) + breakdown.tensors_omitted[0]:
@@ -308,15 +309,23 @@ class _Page:
         operation = Text(short_op(group.op))
         for text, width in ((tensor, widths[0]), (operation, widths[1])):
             text.truncate(width, overflow="ellipsis", pad=True)
-        location = self.location(group.line) or self.location(group.library_line) or group.module
+        location = self.tensor_location(group, widths[2], wide=wide)
         line = Text.assemble(
             f"  {format_bytes(group.total_bytes):>{_SIZE}} {count:<5} ", tensor, "  ", operation, "  "
         )
         if wide:
             line.append(f"{NAMES[group.category]:<16}  ")
-        line.append(elide_left(location, widths[2]))
+        line.append(location)
         line.rstrip()
         return line
+
+    def tensor_location(self, group: TensorGroup, width: int, *, wide: bool) -> str:
+        """The user's line; where there is room, also that of the library between it and torch."""
+        line, library = self.location(group.line), self.location(group.library_line)
+        left = width - len(line) - len(" via ")
+        if wide and line and library and left >= 12:
+            return f"{line} via {elide_left(library, left)}"
+        return elide_left(line or library or group.module, width)
 
     # Over time
 
@@ -411,11 +420,12 @@ class _Page:
         return f" at {self.location(frame)}" if frame else ""
 
 
-def _joined(groups: tuple[TensorGroup, ...]) -> list[TensorGroup]:
-    """Join the groups that differ only in their module or library line, which the table does not show."""
+def _joined(groups: tuple[TensorGroup, ...], *, by_library: bool) -> list[TensorGroup]:
+    """Join the groups that differ only in what the table does not show: the module, the library's line."""
     alike: dict[tuple[object, ...], TensorGroup] = {}
     for group in groups:
-        key = (group.tensor, group.op, group.category, group.line or group.library_line or group.module)
+        place = group.line or group.library_line or group.module
+        key = (group.tensor, group.op, group.category, place, group.library_line if by_library else None)
         known = alike.get(key)
         alike[key] = (
             group

@@ -133,7 +133,10 @@ def _push(heap: list[tuple[int, str, ModuleNode]], node: ModuleNode, least: floa
 
 
 def _worth(node: ModuleNode, least: float) -> list[ModuleNode]:
-    return [child for child in node.children if child.total_bytes > 0 and child.total_bytes >= least]
+    """The children that get a line of their own; a single small one takes no more room than its sum would."""
+    held = [child for child in node.children if child.total_bytes > 0]
+    worth = [child for child in held if child.total_bytes >= least]
+    return held if len(held) - len(worth) == 1 else worth
 
 
 def _cost(node: ModuleNode, least: float) -> int:
