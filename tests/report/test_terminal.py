@@ -67,6 +67,7 @@ RUNS = {
     "failed": lambda: replace(fitting_run(), exit_code=1, error="ValueError: no such data set", warnings=()),
     "two-cards": two_cards,
     "nothing": nothing_allocated,
+    "no-card-failed": lambda: replace(nothing_allocated(), devices=(), exit_code=1, error="IndexError: 0"),
     "no-card": lambda: replace(nothing_allocated(), devices=()),
 }
 

@@ -118,7 +118,10 @@ class _Page:
             failed = (f" (exit code {run.exit_code}){reason}", "")
             yield from self.wrapped(Text.assemble(("! the program failed", "bold red"), failed))
             used = f"{format_bytes(device.used)} of {format_bytes(device.total)}"
-            yield from self.wrapped(Text(f"  Until then it used {used} on {where}."))
+            until_then = f"Until then it used {used} on {where}."
+            if device.index == NO_CARD:
+                until_then = "It saw no card: CUDA_VISIBLE_DEVICES hides them all."
+            yield from self.wrapped(Text(f"  {until_then}"))
 
     def fits(self, verdict: Verdict, where: str) -> Iterator[Text]:
         """With how much to spare, and which smaller card would do."""
