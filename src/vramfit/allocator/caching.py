@@ -5,11 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 
-from vramfit.allocator.block import ALLOCATED, Block, PrivatePool
+from vramfit.allocator.block import ALLOCATED, Block
 from vramfit.allocator.config import AllocatorConfig
 from vramfit.allocator.core import PoolId
 from vramfit.allocator.driver import Driver
 from vramfit.allocator.events import AllocatorEventKind, EventCallback
+from vramfit.allocator.oom import EXABYTE
 from vramfit.allocator.release import NO_POOL, ReleasingStore
 from vramfit.allocator.snapshot import Segment, describe_segments
 from vramfit.allocator.stats import NestedStats, flatten
@@ -105,10 +106,8 @@ class CachingAllocator(ReleasingStore):
                 elif block.prev is not None:
                     stats.split_bytes_out += rounded
                 else:
-                    stats.split_count_in += 1
-                    stats.split_bytes_in += rest
-                    self._stats.note_peak(stats, "split_count")
-                    self._stats.note_peak(stats, "split_bytes")
+                    stats.add_split(rest)
+                    stats.add_split_block()
                 found = rounded
             elif after is not None or block.prev is not None:
                 stats.split_bytes_out += found
@@ -145,13 +144,21 @@ class CachingAllocator(ReleasingStore):
         if self._event_query is not None and self._pending and not self._captures:
             self._process_events(self._event_query)
         rounded = self._rounding.block(size)
+        if size >= EXABYTE:
+            raise self._out_of_memory(size, rounded)
         pool = self._pool_for(rounded, stream)
         block = self._take_free(pool, stream, rounded)
-        if block is None and any([callback() for callback in self._callbacks]):
+        if block is None and self._run_callbacks():
             block = self._take_free(pool, stream, rounded)
         if block is None:
             block = self._obtain(pool, stream, size, rounded)
         return self._hand_out(block, rounded, size)
+
+    def _run_callbacks(self) -> bool:
+        freed = False
+        for callback in self._callbacks:  # every one of them, as in trigger_free_memory_callbacks
+            freed |= callback()
+        return freed
 
     def free(self, address: int) -> None:
         """Give an allocation back; address 0 is ignored.
@@ -214,11 +221,22 @@ class CachingAllocator(ReleasingStore):
             stats.split_bytes_out += merged - size
             stats.split_count_out += 1 - change
             return
-        stats.split_bytes_in += size
-        self._stats.note_peak(stats, "split_bytes")
+        stats.split_bytes_in = merged = stats.split_bytes_in + size
+        merged -= stats.split_bytes_out
+        if merged > stats.split_bytes_peak:
+            stats.split_bytes_peak = merged
+        twin = stats.twin
+        merged += twin.split_bytes_in - twin.split_bytes_out
+        if merged > stats.total.split_bytes_peak:
+            stats.total.split_bytes_peak = merged
         if change > 0:
-            stats.split_count_in += 1
-            self._stats.note_peak(stats, "split_count")
+            stats.split_count_in = count = stats.split_count_in + 1
+            count -= stats.split_count_out
+            if count > stats.split_count_peak:
+                stats.split_count_peak = count
+            count += twin.split_count_in - twin.split_count_out
+            if count > stats.total.split_count_peak:
+                stats.total.split_count_peak = count
         elif change < 0:
             stats.split_count_out += 1
 
@@ -261,7 +279,7 @@ class CachingAllocator(ReleasingStore):
         if self._captures:
             return
         if streams is None:
-            self._process_events(lambda stream: True)
+            self._process_events(lambda _stream: True)
         else:
             done = frozenset(streams)
             self._process_events(done.__contains__)
@@ -343,10 +361,7 @@ class CachingAllocator(ReleasingStore):
         """
         private = self._private.get(pool_id)
         if private is None:
-            stats = self._stats
-            self._private[pool_id] = PrivatePool(
-                pool_id, small=stats.small, large=stats.large, no_split=no_split
-            )
+            self._new_private_pool(pool_id, no_split=no_split)
         else:
             private.users += 1
         if use_on_oom and pool_id not in self._use_on_oom:

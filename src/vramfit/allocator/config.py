@@ -21,7 +21,8 @@ class AllocatorConfig:
     Attributes:
         backend: ``native``, or ``cudaMallocAsync`` (which this replica does not model).
         max_split_size: blocks of at least this size are not split; None for no limit.
-        max_non_split_rounding: how much larger than its request an oversized block may be.
+        max_non_split_rounding: how much larger than its request an oversized block may be; settings strings
+            that do not name it make it the large_segment_size.
         large_segment_size: segment for requests above 1 MiB and below 10 MiB, and page of large expandable
             segments.
         garbage_collection_threshold: fraction of the allowed memory above which old cached blocks are freed;
@@ -69,6 +70,27 @@ class AllocatorConfig:
         from vramfit.allocator.parsing import parse_settings
 
         return cls(**parse_settings(text, torch_version))
+
+    def updated(self, text: str, *, torch_version: TorchVersion = REFERENCE_VERSION) -> AllocatorConfig:
+        """These settings after torch is given others at run time.
+
+        That is ``torch._C._accelerator_setAllocatorSettings``.
+        max_split_size, max_non_split_rounding, roundup_power2_divisions and garbage_collection_threshold
+        fall back to their defaults when ``text`` does not name them; all others stay
+        (c10/core/AllocatorConfig.cpp, ``parseArgs``).
+
+        Raises:
+            ConfigError: as `parse`.
+        """
+        from vramfit.allocator.parsing import parse_settings
+
+        found = parse_settings(text, torch_version, large_segment_size=self.large_segment_size)
+        reset = {
+            "max_split_size": None,
+            "roundup_power2_divisions": NO_ROUNDUP,
+            "garbage_collection_threshold": 0.0,
+        }
+        return replace(self, **(reset | found))
 
     def with_(self, **changes: Any) -> AllocatorConfig:
         """A copy with some settings changed."""

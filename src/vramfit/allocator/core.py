@@ -29,10 +29,14 @@ from vramfit.allocator.config import AllocatorConfig
 from vramfit.allocator.driver import Driver
 from vramfit.allocator.events import AllocatorEventKind, EventCallback
 from vramfit.allocator.rounding import MIN_BLOCK, SMALL_REQUEST, Rounding
-from vramfit.allocator.stats import DeviceStats, PoolStats
+from vramfit.allocator.stats import DeviceStats
 from vramfit.allocator.versions import REFERENCE_VERSION, TorchVersion, rules_for
 
 PoolId = tuple[int, int]
+
+_ALLOC = AllocatorEventKind.ALLOC
+_FREE_REQUESTED = AllocatorEventKind.FREE_REQUESTED
+_FREE_COMPLETED = AllocatorEventKind.FREE_COMPLETED
 
 
 class BlockStore:
@@ -73,9 +77,7 @@ class BlockStore:
         self._limit: int | None = None  # bytes that may be reserved
         self._fraction = 1.0
         self._expandable: list[ExpandableSegment] = []
-        self._events: dict[
-            int, deque[Block]
-        ] = {}  # by stream: blocks whose use there is not known to be over
+        self._events: dict[int, deque[Block]] = {}  # by stream: blocks it may still use
         self._pending: dict[int, Block] = {}  # freed blocks that are not free yet, by address
         self._deferred: list[Block] = []  # pending blocks freed during a capture: their events come later
         self._capture_uses: dict[int, set[int]] = {}  # streams that used a block during a capture, by address
@@ -89,11 +91,16 @@ class BlockStore:
     def _set_config(self, config: AllocatorConfig) -> None:
         self._config = config
         self._rounding = Rounding(config)
+        self._expands = config.expandable_segments
         self._max_split = config.max_split_size
         if config.per_process_memory_fraction != self._fraction:
             self._fraction = config.per_process_memory_fraction
             self._limit = int(self._fraction * self.driver.total_bytes)
         self.refresh_plain()
+
+    def _new_private_pool(self, pool_id: PoolId, *, no_split: bool) -> None:
+        stats = self._stats
+        self._private[pool_id] = PrivatePool(pool_id, small=stats.small, large=stats.large, no_split=no_split)
 
     @property
     def _collects(self) -> bool:
@@ -105,7 +112,7 @@ class BlockStore:
         self.plain = (
             self._rounding.plain
             and self._max_split is None
-            and not self._config.expandable_segments
+            and not self._expands
             and not self._expandable
             and not self._pending
             and not self._captures
@@ -156,7 +163,7 @@ class BlockStore:
         block = blocks[keys[index] & ADDRESS_MASK]
         if block.segment is None:
             return index
-        if self._config.expandable_segments:
+        if self._expands:
             # A block that can grow counts with the size it can grow to, so that the end of the segment
             # is kept for requests that fit nowhere else.
             while block.segment is not None and index + 1 < count:
@@ -178,7 +185,7 @@ class BlockStore:
         if pool.owner is not None and pool.owner.no_split:
             return False
         rest = block.size - rounded
-        if pool.small or self._config.expandable_segments:
+        if pool.small or self._expands:
             return rest >= MIN_BLOCK
         return rest > SMALL_REQUEST and (self._max_split is None or rounded < self._max_split)
 
@@ -192,42 +199,21 @@ class BlockStore:
                 if was_split:
                     stats.split_bytes_out += rounded
                 else:
-                    self._note_split(stats, rest.size, 1)
+                    stats.add_split(rest.size)
+                    stats.add_split_block()
         elif was_split and block.segment is None:
             stats.split_bytes_out += block.size
             stats.split_count_out += 1
         block.state = ALLOCATED
         block.requested = size
-        self._count_in(stats, block)
-        self._emit(AllocatorEventKind.ALLOC, block.address, size, block.shelf.stream)
-        return block.address
-
-    def _count_in(self, stats: PoolStats, block: Block) -> None:
-        stats.count_in += 1
-        stats.bytes_in += block.size
-        stats.requested_in += block.requested
-        note = self._stats.note_peak
-        note(stats, "count")
-        note(stats, "bytes")
-        note(stats, "requested")
+        stats.hand_out(block.size, size)
         if self._pending:
-            note(stats, "active_count")
-            note(stats, "active_bytes")
+            stats.note_active()
         if self._max_split is not None and block.size >= self._max_split:
             self._stats.oversize_allocations.add(1)
-
-    def _note_split(self, stats: PoolStats, size: int, count: int) -> None:
-        """Count a change of the inactive split blocks, each sign on its own side."""
-        if size > 0:
-            stats.split_bytes_in += size
-            self._stats.note_peak(stats, "split_bytes")
-        else:
-            stats.split_bytes_out -= size
-        if count > 0:
-            stats.split_count_in += count
-            self._stats.note_peak(stats, "split_count")
-        else:
-            stats.split_count_out -= count
+        if self._on_event is not None:
+            self._on_event(_ALLOC, block.address, size, block.shelf.stream)
+        return block.address
 
     def _split(self, block: Block, rounded: int) -> Block:
         """Cut a block at ``rounded`` bytes and put the rest among the free; the rest is returned."""
@@ -253,24 +239,29 @@ class BlockStore:
         stats = block.shelf.stats
         stats.count_out += 1
         stats.bytes_out += block.size
-        self._emit(AllocatorEventKind.FREE_REQUESTED, block.address, block.requested, block.shelf.stream)
+        if self._on_event is not None:
+            self._on_event(_FREE_REQUESTED, block.address, block.requested, block.shelf.stream)
         if self._max_split is not None and block.size >= self._max_split:
             self._stats.oversize_allocations.take(1)
         if block.uses is None:
             self._finish_free(block)
             return
-        block.state = PENDING
-        stats.pending_count += 1
-        stats.pending_bytes += block.size
-        self._pending[block.address] = block
-        self._stats.note_peak(stats, "active_count")
-        self._stats.note_peak(stats, "active_bytes")
+        self._start_pending(block)
         if self._captures:
             # An event of a capture cannot be asked, so torch records the events when no capture runs.
             self._deferred.append(block)
         else:
+            self._capture_uses.pop(block.address, None)
             self._insert_events(block)
         self.refresh_plain()
+
+    def _start_pending(self, block: Block) -> None:
+        stats = block.shelf.stats
+        block.state = PENDING
+        stats.pending_count += 1
+        stats.pending_bytes += block.size
+        self._pending[block.address] = block
+        stats.note_active()
 
     def _insert_events(self, block: Block) -> None:
         """Have each stream that used a block say when it is done with it."""
@@ -293,24 +284,31 @@ class BlockStore:
         """Put a block among the free ones, merged with free neighbours (``free_block``)."""
         shelf = block.shelf
         stats = shelf.stats
-        self._emit(AllocatorEventKind.FREE_COMPLETED, block.address, block.requested, shelf.stream)
+        if self._on_event is not None:
+            self._on_event(_FREE_COMPLETED, block.address, block.requested, shelf.stream)
         stats.requested_out += block.requested
         block.state = FREE
-        merged, bytes_gone = 0, 0
+        merged, gone = 0, 0
         for neighbour in (block.prev, block.next):
-            gone = self._merge(block, neighbour)
-            merged += gone > 0
-            bytes_gone += gone
+            if neighbour is not None and neighbour.state == FREE:
+                gone += self._merge(block, neighbour)
+                merged += 1
         shelf.add(block)
-        if block.segment is None:  # pages of expandable segments can be released, split or not
-            if block.is_split:
-                self._note_split(stats, block.size - bytes_gone, 1 - merged)
-            else:
-                self._note_split(stats, -bytes_gone, -merged)
+        if block.segment is not None:
+            return  # pages of expandable segments can be released, split or not
+        if block.prev is None and block.next is None:
+            stats.split_bytes_out += gone
+            stats.split_count_out += merged
+            return
+        stats.add_split(block.size - gone)
+        if merged == 0:
+            stats.add_split_block()
+        elif merged == 2:
+            stats.split_count_out += 1
 
     def _merge(self, block: Block, neighbour: Block | None) -> int:
         """Join a free or unmapped neighbour to a block of the same kind; the bytes that it brought."""
-        if neighbour is None or neighbour.state != block.state or block.state not in (FREE, UNMAPPED):
+        if neighbour is None or neighbour.state != block.state:
             return 0
         if neighbour.state == FREE:
             neighbour.shelf.remove(neighbour)
@@ -362,12 +360,15 @@ class BlockStore:
         block = Block(address, size, shelf)
         self._blocks[address] = block
         self._count_reserved(shelf, size)
+        self._count_segment(shelf, size)
+        self._emit(AllocatorEventKind.SEGMENT_ALLOC, address, size, shelf.stream)
+        return block
+
+    def _count_segment(self, shelf: Shelf, size: int) -> None:
         shelf.stats.segments_in += 1
         self._stats.note_peak(shelf.stats, "segments")
         if self._max_split is not None and size >= self._max_split:
             self._stats.oversize_segments.add(1)
-        self._emit(AllocatorEventKind.SEGMENT_ALLOC, address, size, shelf.stream)
-        return block
 
     def _release_segment(self, block: Block) -> None:
         """Return a segment that is one free block to the driver (``release_block``)."""

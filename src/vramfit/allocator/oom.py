@@ -5,6 +5,9 @@ from __future__ import annotations
 from vramfit import errors
 from vramfit.units import GIB, KIB, MIB
 
+EXABYTE = 1 << 60
+"""Requests from here on fail at once (c10/cuda/CUDACachingAllocator.cpp, ``allocate``)."""
+
 
 def torch_size(size: int) -> str:
     """Write bytes as torch's messages do (c10/core/CachingDeviceAllocator, ``format_size``): ``1.50 GiB``."""
@@ -31,6 +34,7 @@ class OutOfMemory(errors.OutOfMemory):
         allowed_bytes: the limit by ``set_per_process_memory_fraction``, or None.
         private_pool_bytes: cached bytes of private pools (CUDA graphs), which other requests cannot use.
         process_bytes: memory of this process by NVML (context and allocator), or None when unknown.
+        rejected: turned down by ``throw_on_cudamalloc_oom`` before any attempt.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class OutOfMemory(errors.OutOfMemory):
         allowed_bytes: int | None = None,
         private_pool_bytes: int = 0,
         process_bytes: int | None = None,
+        rejected: bool = False,
     ) -> None:
         self.device = device
         self.requested_bytes = requested_bytes
@@ -59,13 +64,22 @@ class OutOfMemory(errors.OutOfMemory):
         self.allowed_bytes = allowed_bytes
         self.private_pool_bytes = private_pool_bytes
         self.process_bytes = process_bytes
+        self.rejected = rejected
         super().__init__(self.torch_message())
 
     def torch_message(self) -> str:
         """The text of the ``torch.OutOfMemoryError`` that a card raises for the same figures.
 
-        Source: c10/cuda/CUDACachingAllocator.cpp, ``DeviceCachingAllocator::malloc``.
+        It is the same in torch 2.11 to 2.14 (c10/cuda/CUDACachingAllocator.cpp,
+        ``DeviceCachingAllocator::malloc``, and the strings of libc10_cuda.so).
         """
+        if self.requested_bytes >= EXABYTE:
+            return "CUDA out of memory. Tried to allocate more than 1EB memory."
+        if self.rejected:
+            return (
+                "CUDA out of memory. Allocation was preemptively rejected because it would exceed "
+                f"per_process_memory_fraction limit. Requested size: {torch_size(self.requested_bytes)}"
+            )
         process = allowed = private = ""
         if self.process_bytes is not None:
             use = torch_size(self.process_bytes)
@@ -77,12 +91,13 @@ class OutOfMemory(errors.OutOfMemory):
             private = f"with {use} allocated in private pools (e.g., CUDA Graphs), "
         allocated = self.allocated_bytes + self.private_pool_bytes
         return (
-            f"CUDA out of memory. Tried to allocate {torch_size(self.segment_bytes)}. GPU {self.device} has a "
-            f"total capacity of {torch_size(self.total_bytes)} of which {torch_size(self.free_bytes)} is free. "
+            f"CUDA out of memory. Tried to allocate {torch_size(self.segment_bytes)}. GPU {self.device} has "
+            f"a total capacity of {torch_size(self.total_bytes)} of which {torch_size(self.free_bytes)} is "
+            "free. "
             f"{process}{allowed}Of the allocated memory {torch_size(allocated)} is allocated by PyTorch, "
             f"{private}and {torch_size(self.reserved_bytes - allocated)} is reserved by PyTorch but "
             "unallocated. If reserved but unallocated memory is large try setting "
-            "PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for "
-            "Memory Management  "
-            "(https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for "
+            "Memory Management  (https://docs.pytorch.org/docs/stable/notes/cuda.html"
+            "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from vramfit.allocator.versions import TorchVersion, rules_for
@@ -14,6 +16,14 @@ if TYPE_CHECKING:
 _INTERVALS = 16
 _MAX_PINNED_THREADS = 128
 _SIZE_MAX = 2**64 - 1
+_SIZES = (
+    "large_segment_size",
+    "max_split_size",
+    "max_non_split_rounding",
+    "pinned_reserve_segment_size",
+    "pinned_max_round_threshold",
+    "pinned_max_cached_size",
+)  # settings in MiB, whose names end in _mb; torch checks the second and third against the first
 _HINT = "Write settings as name:value,name:value, for instance max_split_size_mb:128,expandable_segments:True"
 
 
@@ -81,39 +91,68 @@ class _Reader:
         return self.as_number(key, self.value(key))
 
     def as_number(self, key: str, word: str) -> int:
-        digits = word.removeprefix("+")
-        if not digits.isascii() or not digits.isdigit() or int(digits) > _SIZE_MAX:
+        # std::stoull: leading digits count, what follows is dropped, and a minus sign wraps around.
+        match = re.match(r"[+-]?[0-9]+", word)
+        if match is None or abs(int(match.group())) > _SIZE_MAX:
             raise self.fail(f"{word!r} is not a number that {key} takes")
-        return int(digits)
+        return int(match.group()) % (_SIZE_MAX + 1)
 
     def fraction(self, key: str) -> float:
         word = self.value(key)
-        try:
-            return float(word)
-        except ValueError:
-            raise self.fail(f"{word!r} is not a number that {key} takes") from None
+        match = re.match(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", word, re.IGNORECASE)
+        if match is None:
+            raise self.fail(f"{word!r} is not a number that {key} takes")
+        return float(match.group())
 
     def megabytes(self, key: str) -> int:
         return min(self.number(key), _SIZE_MAX // MIB) * MIB
 
 
-def parse_settings(text: str, torch_version: TorchVersion) -> dict[str, Any]:
+def parse_settings(
+    text: str, torch_version: TorchVersion, *, large_segment_size: int = 20 * MIB
+) -> dict[str, Any]:
     """The fields of `AllocatorConfig` that a settings string sets.
+
+    Args:
+        text: the settings.
+        torch_version: whose settings are known.
+        large_segment_size: in force so far; limits of other settings depend on it.
 
     Raises:
         ConfigError: torch would refuse the string; the reason is torch's.
     """
     reader = _Reader(text)
-    found: dict[str, Any] = {}
+    large = _segment_size_first(reader, torch_version) or large_segment_size
+    found: dict[str, Any] = {"max_non_split_rounding": large}  # follows the segment size unless it is named
     while not reader.done:
         key = reader.take("a setting")
-        _read_setting(reader, key, found, torch_version)
+        _read_setting(reader, key, found, torch_version, large)
         if not reader.done:
             reader.expect(",", key)
     return found
 
 
-def _read_setting(reader: _Reader, key: str, found: dict[str, Any], version: TorchVersion) -> None:
+def _segment_size_first(reader: _Reader, version: TorchVersion) -> int:
+    """The segment size that a string sets, which torch reads before all others; 0 if it sets none."""
+    size = 0
+    for index, key in enumerate(reader.tokens, start=1):
+        reader.at = index
+        if key == "large_segment_size_mb" and rules_for(version).large_segment_size_option:
+            size = _read_segment_size(reader, key)
+    reader.at = 0
+    return size
+
+
+def _read_segment_size(reader: _Reader, key: str) -> int:
+    size = reader.megabytes(key)
+    if size <= 10 * MIB:
+        raise reader.fail("CachingAllocator option large_segment_size_mb must be > 10 MB")
+    return size
+
+
+def _read_setting(
+    reader: _Reader, key: str, found: dict[str, Any], version: TorchVersion, large_segment_size: int
+) -> None:
     rules = rules_for(version)
     # ROCm builds spell two settings with "hip"; both spellings are accepted by either build.
     name = {
@@ -123,16 +162,13 @@ def _read_setting(reader: _Reader, key: str, found: dict[str, Any], version: Tor
     if name in _BOOLEANS or (name == "throw_on_cudamalloc_oom" and rules.throw_on_oom_option):
         found[name] = reader.boolean(key)
     elif name in ("max_split_size_mb", "max_non_split_rounding_mb"):
-        least = found.get("large_segment_size", 20 * MIB)
         size = reader.megabytes(key)
-        if size < least:
-            raise reader.fail(f"CachingAllocator option {key} too small, must be >= {least // MIB}")
+        if size < large_segment_size:
+            least = large_segment_size // MIB
+            raise reader.fail(f"CachingAllocator option {key} too small, must be >= {least}")
         found["max_split_size" if name == "max_split_size_mb" else "max_non_split_rounding"] = size
     elif name == "large_segment_size_mb" and rules.large_segment_size_option:
-        size = reader.megabytes(key)
-        if size <= 10 * MIB:
-            raise reader.fail("CachingAllocator option large_segment_size_mb must be > 10 MB")
-        found["large_segment_size"] = size
+        found["large_segment_size"] = _read_segment_size(reader, key)
     elif name == "garbage_collection_threshold":
         share = reader.fraction(key)
         if not 0.0 < share < 1.0:
@@ -144,7 +180,7 @@ def _read_setting(reader: _Reader, key: str, found: dict[str, Any], version: Tor
             raise reader.fail("per_process_memory_fraction is invalid, set it in [0.0, 1.0]")
         found[name] = share
     elif name == "roundup_power2_divisions":
-        found[name] = _read_divisions(reader, key)
+        found[name] = _read_divisions(reader, key, found.get(name, (0,) * _INTERVALS))
     elif name == "backend":
         found[name] = _read_backend(reader, key)
     elif name == "pinned_num_register_threads":
@@ -162,6 +198,7 @@ def _read_setting(reader: _Reader, key: str, found: dict[str, Any], version: Tor
         raise reader.fail(f"Unrecognized key '{key}' in CUDA allocator config")
 
 
+_PINNED_ROUNDING = ("pinned_max_round_threshold_mb", "pinned_max_cached_size_mb")
 _BOOLEANS = frozenset(
     {
         "expandable_segments",
@@ -194,31 +231,31 @@ def _read_threads(reader: _Reader, key: str) -> int:
     return threads
 
 
-def _read_divisions(reader: _Reader, key: str) -> tuple[int, ...]:
-    """One division for all sizes, or a list of ``size:divisions`` with sizes in MiB and ``>`` for the rest."""
+def _read_divisions(reader: _Reader, key: str, before: tuple[int, ...]) -> tuple[int, ...]:
+    """One division for all sizes, or a list of ``size:divisions`` with sizes in MiB, ``>`` for the rest."""
     word = reader.value(key)
     if word != "[":
         divisions = reader.as_number(key, word)
         if not _is_power_of_two(divisions):
             raise reader.fail("For roundups, the divisions has to be power of 2")
         return (divisions,) * _INTERVALS
-    table = [0] * _INTERVALS
-    last = -1
+    table = [*before]
+    first, last = True, 0
     while (boundary := reader.take("']'")) != "]":
         divisions = reader.number(f"{key}:[{boundary}")
         if divisions and not _is_power_of_two(divisions):
             raise reader.fail("For roundups, the divisions has to be power of 2 or 0 to disable roundup")
         if boundary == ">":
-            table[last + 1 :] = [divisions] * (_INTERVALS - last - 1)
+            table[last + 1 :] = [divisions] * (_INTERVALS - last - 1)  # a lone ">" leaves the first as it is
         else:
             size = reader.as_number(key, boundary)
             if not _is_power_of_two(size):
                 raise reader.fail("For roundups, the intervals have to be power of 2")
             index = min(size.bit_length() - 1, _INTERVALS - 1)
-            if last < 0:  # what lies below the first size named rounds as that size does
+            if first:  # what lies below the first size named rounds as that size does
                 table[:index] = [divisions] * index
             table[index] = divisions
-            last = index
+            first, last = False, index
         if reader.peek() != "]":
             reader.expect(",", boundary)
     return tuple(table)
@@ -228,17 +265,14 @@ def write_settings(config: AllocatorConfig) -> str:
     """The shortest settings string that gives ``config``."""
     plain = type(config)()
     parts: list[str] = []
-    # The least max_split_size is the segment size, so a setting below 20 MiB has to come first.
-    sizes = ("large_segment_size", "max_split_size", "pinned_reserve_segment_size")
-    sizes += ("pinned_max_round_threshold", "pinned_max_cached_size")
-    for name in (*sizes, *(n for n in plain.__slots__ if n not in sizes)):
+    others = (field.name for field in fields(config) if field.name not in _SIZES)
+    for name in (*_SIZES, *others):
         value = getattr(config, name)
-        if value == getattr(plain, name):
+        usual = config.large_segment_size if name == "max_non_split_rounding" else getattr(plain, name)
+        if value == usual:
             continue
-        if name in sizes:
+        if name in _SIZES:
             parts.append(f"{name}_mb:{value // MIB}")
-        elif name == "max_non_split_rounding":
-            parts.append(f"max_non_split_rounding_mb:{value // MIB}")
         elif name == "roundup_power2_divisions":
             parts.append(f"{name}:{_write_divisions(value)}")
         else:

@@ -64,7 +64,7 @@ class ReleasingStore(ExpandableStore):
             return
         if self._reserved + self._rounding.segment(rounded) > self._limit:
             self._stats.num_oom_rejections += 1
-            raise self._out_of_memory(size, rounded)
+            raise self._out_of_memory(size, rounded, rejected=True)
 
     def _take_from_opened_pools(self, pool: Pool, stream: int, rounded: int) -> Block | None:
         for pool_id in self._use_on_oom:
@@ -74,7 +74,7 @@ class ReleasingStore(ExpandableStore):
                 return block
         return None
 
-    def _out_of_memory(self, size: int, rounded: int) -> OutOfMemory:
+    def _out_of_memory(self, size: int, rounded: int, *, rejected: bool = False) -> OutOfMemory:
         private = sum(p.small.cached_bytes() + p.large.cached_bytes() for p in self._private.values())
         return OutOfMemory(
             device=self.device,
@@ -88,6 +88,7 @@ class ReleasingStore(ExpandableStore):
             allowed_bytes=self._limit,
             private_pool_bytes=private,
             process_bytes=self.driver.process_bytes,
+            rejected=rejected,
         )
 
     def _collect_garbage(self) -> None:
@@ -165,11 +166,18 @@ class ReleasingStore(ExpandableStore):
                 self._synchronize(private)
             self._release_pool_blocks(private.small)
             self._release_pool_blocks(private.large)
-            if private.reserved == 0 and not self._holds_blocks(private):
+            if private.reserved == 0:
+                self._drop_reservations(private)
                 del self._private[found]
 
-    def _holds_blocks(self, private: PrivatePool) -> bool:
-        return any(block.shelf.pool.owner is private for block in self._blocks.values())
+    def _drop_reservations(self, private: PrivatePool) -> None:
+        """Give back addresses that never got memory, of a pool that goes away."""
+        for pool in (private.small, private.large):
+            for shelf in pool.shelves.values():
+                for address in tuple(shelf.unmapped):
+                    block = self._blocks[address]
+                    assert block.segment is not None
+                    self._drop_segment(block, block.segment)
 
     def _release_pool_blocks(self, pool: Pool) -> None:
         blocks = self._free_blocks(pool)

@@ -1,4 +1,4 @@
-"""The memory as torch's snapshots show it, and an allocator's state taken over from one."""
+"""The memory as torch's snapshots show it."""
 
 from __future__ import annotations
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-NestedStats = dict[str, "int | NestedStats"]
+NestedStats = dict[Any, Any]
+"""Tables of tables of int by name; torch keys the one of the private pools by pairs of numbers."""
 
 QUANTITIES = ("count", "bytes", "requested", "split_count", "split_bytes", "segments", "reserved")
 
@@ -91,6 +93,62 @@ class PoolStats:
         self.pending_count = self.pending_bytes = 0
         self.active_count_peak = self.active_bytes_peak = 0
         self.bases: dict[str, tuple[int, int]] = {}
+
+    def hand_out(self, size: int, requested: int) -> None:
+        """Count a block of ``size`` bytes handed out."""
+        twin, total = self.twin, self.total
+        self.count_in += 1
+        value = self.count_in - self.count_out
+        if value > self.count_peak:
+            self.count_peak = value
+        value += twin.count_in - twin.count_out
+        if value > total.count_peak:
+            total.count_peak = value
+        self.bytes_in += size
+        value = self.bytes_in - self.bytes_out
+        if value > self.bytes_peak:
+            self.bytes_peak = value
+        value += twin.bytes_in - twin.bytes_out
+        if value > total.bytes_peak:
+            total.bytes_peak = value
+        self.requested_in += requested
+        value = self.requested_in - self.requested_out
+        if value > self.requested_peak:
+            self.requested_peak = value
+        value += twin.requested_in - twin.requested_out
+        if value > total.requested_peak:
+            total.requested_peak = value
+
+    def note_active(self) -> None:
+        """Compare the active blocks with their peaks, while some are pending."""
+        for quantity in ("active_count", "active_bytes"):
+            name = quantity + "_peak"
+            value = self.current(quantity)
+            setattr(self, name, max(getattr(self, name), value))
+            value += self.twin.current(quantity)
+            setattr(self.total, name, max(getattr(self.total, name), value))
+
+    def add_split(self, size: int) -> None:
+        """Count bytes that became inactive split ones."""
+        self.split_bytes_in += size
+        value = self.split_bytes_in - self.split_bytes_out
+        if value > self.split_bytes_peak:
+            self.split_bytes_peak = value
+        twin = self.twin
+        value += twin.split_bytes_in - twin.split_bytes_out
+        if value > self.total.split_bytes_peak:
+            self.total.split_bytes_peak = value
+
+    def add_split_block(self) -> None:
+        """Count a block that became an inactive split one."""
+        self.split_count_in += 1
+        value = self.split_count_in - self.split_count_out
+        if value > self.split_count_peak:
+            self.split_count_peak = value
+        twin = self.twin
+        value += twin.split_count_in - twin.split_count_out
+        if value > self.total.split_count_peak:
+            self.total.split_count_peak = value
 
     def current(self, quantity: str) -> int:
         """The current value of one of `QUANTITIES`, or of ``active_count`` or ``active_bytes``."""
@@ -266,7 +324,7 @@ class DeviceStats:
             result["reserved_bytes_by_private_pools"] = {
                 pool_id: {name: gauge.as_torch() for name, gauge in zip(_POOL_NAMES, gauges, strict=True)}
                 for pool_id, gauges in self.private.items()
-            }  # type: ignore[assignment]  # torch keys this one table by a pair of numbers
+            }
         result["oversize_allocations"] = self.oversize_allocations.as_torch()
         result["oversize_segments"] = self.oversize_segments.as_torch()
         return result

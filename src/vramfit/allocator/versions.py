@@ -15,16 +15,19 @@ TorchVersion = tuple[int, int]
 REFERENCE_VERSION: TorchVersion = (2, 13)
 """The version that vramfit is developed on."""
 
-ALLOC_CONF_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Environment variables with allocator settings, the winning one first."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VersionRules:
     """What one torch version does that another does not."""
 
+    alloc_conf_variables: tuple[str, ...]
+    """Environment variables with allocator settings, the winning one first.
+
+    Until 2.11 the general name won, and the others gave a deprecation warning; 2.12 took that back.
+    """
+
     large_segment_size_option: bool
-    """``large_segment_size_mb`` is a setting (torch/include/c10/core/AllocatorConfig.h)."""
+    """``large_segment_size_mb`` is a setting."""
 
     throw_on_oom_option: bool
     """``throw_on_cudamalloc_oom`` is a setting, and ``num_oom_rejections`` a statistic."""
@@ -50,7 +53,11 @@ def parse_torch_version(text: str) -> TorchVersion:
 
 def rules_for(version: TorchVersion) -> VersionRules:
     """The rules of a torch version; versions newer than known follow the newest known."""
+    order = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    if version < (2, 12):
+        order = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     return VersionRules(
+        alloc_conf_variables=order,
         large_segment_size_option=version >= (2, 11),
         throw_on_oom_option=version >= (2, 12),
         private_pool_stats=version >= (2, 13),
@@ -61,17 +68,15 @@ def rules_for(version: TorchVersion) -> VersionRules:
 def alloc_conf_from_env(environ: Mapping[str, str], torch_version: TorchVersion = REFERENCE_VERSION) -> str:
     """The allocator settings that torch takes from the environment; empty when none are set.
 
-    The first variable that exists decides alone, even when it is empty: settings are never merged.
-    ``PYTORCH_CUDA_ALLOC_CONF`` comes before ``PYTORCH_HIP_ALLOC_CONF`` and ``PYTORCH_ALLOC_CONF``, although
-    a comment in the header says the reverse (c10/core/AllocatorConfig.cpp,
-    ``AcceleratorAllocatorConfig::instance``).
+    The first variable that exists decides alone, even when it is empty: settings are never merged. From
+    2.12 on ``PYTORCH_CUDA_ALLOC_CONF`` comes first, although a comment in the header says the reverse
+    (c10/core/AllocatorConfig.cpp, ``AcceleratorAllocatorConfig::instance``; tried on 2.13 and 2.14).
 
     Args:
         environ: the environment, for instance ``os.environ``.
         torch_version: major and minor version of torch.
     """
-    del torch_version
-    for name in ALLOC_CONF_VARIABLES:
+    for name in rules_for(torch_version).alloc_conf_variables:
         if name in environ:
             return environ[name]
     return ""
