@@ -102,7 +102,8 @@ def _print(report: ReplayReport, file: Path) -> None:
     console = Console(highlight=False)
     settings = report.alloc_conf or "the defaults"
     if report.what_if:
-        head = f"{file.name}: what if, under {settings} instead of {report.recorded_alloc_conf or 'the defaults'}"
+        recorded = report.recorded_alloc_conf or "the defaults"
+        head = f"{file.name}: what if, under {settings} instead of {recorded}"
     else:
         head = f"{file.name}: replayed as recorded, under {settings}"
     console.print(Text(head, style="bold"), soft_wrap=True)
@@ -119,39 +120,33 @@ def _print(report: ReplayReport, file: Path) -> None:
 
 def _table(report: ReplayReport) -> Table:
     from rich.table import Table
+    from rich.text import Text
 
     from vramfit.units import format_bytes
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("GPU", justify="right")
-    names = ["requests", "segments", "releases", "final segments", "out of memory"]
-    for name in (*names, "peak allocated", "peak reserved"):
-        table.add_column(name, justify="right")
+    table.add_column("")
+    for name in ("", "recorded", "replayed"):
+        table.add_column(name, justify="left" if not name else "right")
     for device in report.devices:
-        table.add_row(
-            str(device.index),
-            _matched(device.addresses_matched, device.allocations),
-            _matched(device.segments_matched, device.segments),
-            _matched(device.releases_matched, device.releases),
-            _matched(device.final_segments_matched, device.final_segments),
-            _pair(device.ooms, device.ooms_replayed, str),
-            _pair(device.recorded.peak_allocated, device.replayed.peak_allocated, format_bytes),
-            _pair(device.recorded.peak_reserved, device.replayed.peak_reserved, format_bytes),
-        )
+        rows: list[tuple[str, str, int, int | None]] = [
+            ("requests, at their addresses", "", device.allocations, device.addresses_matched),
+            ("segments taken", "", device.segments, device.segments_matched),
+            ("segments given back", "", device.releases, device.releases_matched),
+            ("segments at the end", "", device.final_segments, device.final_segments_matched),
+            ("requests out of memory", "", device.ooms, device.ooms_replayed),
+            ("peak allocated", "B", device.recorded.peak_allocated, device.replayed.peak_allocated),
+            ("peak reserved", "B", device.recorded.peak_reserved, device.replayed.peak_reserved),
+        ]
+        shown = [row for row in rows if row[3] is not None and (row[2] or row[3])]
+        for number, (name, unit, recorded, replayed) in enumerate(shown):
+            form = format_bytes if unit else "{:,}".format
+            style = "" if report.what_if else ("green" if recorded == replayed else "yellow")
+            label = f"GPU {device.index}" if number == 0 else ""
+            found = "" if replayed is None else form(replayed)
+            table.add_row(label, name, form(recorded), Text(found, style=style))
+        table.add_section()
     return table
-
-
-def _matched(matched: int | None, total: int) -> str:
-    if matched is None:
-        return f"{total:,}"
-    style = "green" if matched == total else "yellow"
-    return f"[{style}]{matched:,} of {total:,}[/]"
-
-
-def _pair(recorded: int, replayed: int, form: Any) -> str:
-    if recorded == replayed:
-        return f"{form(recorded)}"
-    return f"{form(recorded)} -> {form(replayed)}"
 
 
 def _notes(report: ReplayReport, device: DeviceReplay) -> list[str]:
@@ -169,7 +164,9 @@ def _notes(report: ReplayReport, device: DeviceReplay) -> list[str]:
             f"{device.ooms - device.ooms_replayed} requests that ran out of memory would have been served"
         )
     if report.what_if and device.ooms_replayed > device.ooms:
-        notes.append(f"{device.ooms_replayed - device.ooms} more requests would have run out of memory")
+        notes.append(
+            f"requests that would have run out of memory as well: {device.ooms_replayed - device.ooms}"
+        )
     if report.what_if:
         saved = device.recorded.peak_reserved - device.replayed.peak_reserved
         word = "less" if saved > 0 else "more"

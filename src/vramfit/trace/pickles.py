@@ -269,7 +269,7 @@ def _result(stack: list[Any], marks: list[int]) -> Any:
 def _refusal(op: int) -> str:
     name = _NAMES.get(op)
     if name is None:
-        return f"is no pickle: byte 0x{op:02x} is no instruction"
+        return f"is neither a trace nor a snapshot (byte 0x{op:02x} is no pickle instruction)"
     return f"is refused: its pickle instruction {name} does more than hold plain data"
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from vramfit.allocator import AllocatorConfig, CachingAllocator, Driver, OutOfMemory
 from vramfit.allocator.restore import restore
 from vramfit.allocator.versions import TorchVersion
 from vramfit.trace.events import EventKind, Segment
-from vramfit.trace.plan import ALLOC, FREE, Plan, PoolId, Special
+from vramfit.trace.plan import FREE, Plan, PoolId, Special
 from vramfit.trace.recorded import RecordedDriver, is_release
 from vramfit.trace.segments import INACTIVE, PENDING
 
@@ -52,8 +53,13 @@ class Player(ABC):
         """Serve all steps."""
 
     @abstractmethod
-    def special(self, special: Special, address: int, size: int, stream: int) -> None:
+    def special(self, special: Special, address: int) -> None:
         """Serve a step that is more than one call."""
+
+    def _malloc(self) -> Callable[[int], int]:
+        """The allocator's malloc on the stream of the plan."""
+        malloc, stream = self.allocator.malloc, self.plan.stream
+        return partial(malloc, stream=stream) if stream else malloc
 
     def serve(self, size: int, stream: int, pool: PoolId = _COMMON) -> int:
         """An address for a request; 0 if the card has no room."""
@@ -108,31 +114,29 @@ class ExactPlayer(Player):
     def run(self) -> None:
         """Serve all steps."""
         plan, moved = self.plan, self.moved
-        malloc, free = self.allocator.malloc, self.allocator.free
+        malloc, free = self._malloc(), self.allocator.free
         specials = iter(plan.specials)
         differing = 0
-        for step, address, size, stream in zip(
-            plan.steps, plan.addresses, plan.sizes, plan.streams, strict=True
-        ):
-            if step == ALLOC:
+        for address, size in zip(plan.addresses, plan.sizes, strict=True):
+            if size > 0:
                 try:
-                    found = malloc(size, stream)
+                    found = malloc(size)
                 except OutOfMemory:
                     self.ooms += 1
                     found = 0
                 if found != address:
                     differing += 1
                     self._note(address, found, size)
-            elif step == FREE:
+            elif size == FREE:
                 try:
                     free(moved.pop(address, address) if moved else address)
                 except ValueError:
                     self.unknown_frees += 1
             else:
-                self.special(next(specials), address, size, stream)
+                self.special(next(specials), address)
         self.matched += plan.plain_allocations - differing
 
-    def special(self, special: Special, address: int, size: int, stream: int) -> None:
+    def special(self, special: Special, address: int) -> None:
         """Serve a step that is more than one call."""
         kind, driver = special.kind, self.driver
         driver.expect(special.events)
@@ -140,18 +144,18 @@ class ExactPlayer(Player):
             self.allocator.empty_cache()
         if kind == EventKind.ALLOC:
             ooms = self.ooms
-            found = self.serve(size, stream, special.pool)
+            found = self.serve(special.size, special.stream, special.pool)
             if not found:
                 # The replay has gone another way than the recording; the request itself was served there.
                 self.ooms = ooms
                 driver.expect(())
-                found = self.serve(size, stream, special.pool)
+                found = self.serve(special.size, special.stream, special.pool)
             if found == address:
                 self.matched += 1
             else:
-                self._note(address, found, size)
+                self._note(address, found, special.size)
         elif kind == EventKind.OOM:
-            found = self.serve(size, stream)
+            found = self.serve(special.size, special.stream)
             if found:
                 self.allocator.free(found)
         elif kind == EventKind.FREE_REQUESTED:
@@ -215,33 +219,31 @@ class WhatIfPlayer(Player):
     def run(self) -> None:
         """Serve all steps."""
         plan, moved = self.plan, self.moved
-        malloc, free = self.allocator.malloc, self.allocator.free
+        malloc, free = self._malloc(), self.allocator.free
         specials = iter(plan.specials)
-        for step, address, size, stream in zip(
-            plan.steps, plan.addresses, plan.sizes, plan.streams, strict=True
-        ):
-            if step == ALLOC:
+        for address, size in zip(plan.addresses, plan.sizes, strict=True):
+            if size > 0:
                 try:
-                    moved[address] = malloc(size, stream)
+                    moved[address] = malloc(size)
                 except OutOfMemory:
                     self.ooms += 1
                     moved[address] = 0
-            elif step == FREE:
+            elif size == FREE:
                 try:
                     free(moved.pop(address, 0))
                 except ValueError:
                     self.unknown_frees += 1
             else:
-                self.special(next(specials), address, size, stream)
+                self.special(next(specials), address)
 
-    def special(self, special: Special, address: int, size: int, stream: int) -> None:
+    def special(self, special: Special, address: int) -> None:
         """Serve a step that is more than one call."""
         kind = special.kind
         if kind == EventKind.ALLOC:
-            self.moved[address] = self.serve(size, stream, special.pool)
+            self.moved[address] = self.serve(special.size, special.stream, special.pool)
         elif kind == EventKind.OOM:
             # The program that was recorded did not get this block, so it did not keep it either.
-            found = self.serve(size, stream)
+            found = self.serve(special.size, special.stream)
             if found:
                 self.allocator.free(found)
         elif kind == EventKind.FREE_REQUESTED:

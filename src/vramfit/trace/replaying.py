@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vramfit.allocator import AllocatorConfig
+from vramfit.trace.device_events import DeviceEvents
 from vramfit.trace.events import EventKind, Segment
 from vramfit.trace.model import MemoryTrace
 from vramfit.trace.plan import Plan, plan_replay
 from vramfit.trace.players import ExactPlayer, Player, WhatIfPlayer
 from vramfit.trace.report import DeviceReplay, Peaks, ReplayReport
-from vramfit.trace.rewind import final_segments, start_blocks, start_segments, start_state
+from vramfit.trace.rewind import start_blocks, start_segments, start_state
 from vramfit.trace.segments import INACTIVE
 from vramfit.trace.settings import recorded_config, recorded_version
 from vramfit.trace.sizes import fill_block_sizes
@@ -44,8 +44,6 @@ def replay(trace: MemoryTrace, config: AllocatorConfig | None = None) -> ReplayR
     indices = sorted(
         {*np.unique(trace.device).tolist(), *(device.index for device in trace.devices if device.segments)}
     )
-    if any(not block.size for index in indices for block in start_blocks(trace, index)):
-        trace = fill_block_sizes(trace)
     devices = tuple(_replay_device(trace, index, used, what_if) for index in indices)
     return ReplayReport(
         devices=devices,
@@ -58,23 +56,29 @@ def replay(trace: MemoryTrace, config: AllocatorConfig | None = None) -> ReplayR
 
 
 def _replay_device(trace: MemoryTrace, index: int, config: AllocatorConfig, what_if: bool) -> DeviceReplay:
-    start = start_state(start_blocks(trace, index), start_segments(trace, index), index)
-    plan = plan_replay(trace, index, start)
-    curves = _Curves(trace, plan, start)
-    total = _total_bytes(trace, index, curves)
+    events = DeviceEvents(trace, index)
+    blocks = start_blocks(events)
+    if not all(block.size for block in blocks):
+        trace = fill_block_sizes(trace)
+        events = DeviceEvents(trace, index)
+        blocks = start_blocks(events)
+    start = start_state(blocks, start_segments(events), index)
+    plan = plan_replay(events, start, blocks)
+    curves = _Curves(events, plan, start)
+    total = _total_bytes(events, curves)
     version = recorded_version(trace)
     exact = None if what_if else ExactPlayer(plan, config, version, total or _UNKNOWN_TOTAL)
     player: Player = exact or WhatIfPlayer(plan, config, version, total or _UNKNOWN_TOTAL)
     player.begin(start)
     player.run()
-    recorded_final, allocator = final_segments(trace, index), player.allocator
+    recorded_final, allocator = events.final_segments, player.allocator
 
     def compared(figure: Callable[[ExactPlayer], int]) -> int | None:
         return None if exact is None else figure(exact)
 
     return DeviceReplay(
         index=index,
-        events=len(plan.rows),
+        events=len(events.rows),
         allocations=plan.allocations,
         addresses_matched=compared(lambda player: player.matched),
         segments=plan.segments,
@@ -101,50 +105,32 @@ def _replay_device(trace: MemoryTrace, index: int, config: AllocatorConfig, what
 class _Curves:
     """Allocated and reserved bytes of the recording, from its own figures alone."""
 
-    def __init__(self, trace: MemoryTrace, plan: Plan, start: Sequence[Segment]) -> None:
-        rows = plan.rows
-        kinds, sizes = trace.kind[rows], trace.size[rows]
-        blocks = _blocks_of(trace, rows)
-        taken = np.where(kinds == EventKind.ALLOC, blocks, 0)
-        given = np.where(kinds == EventKind.FREE_REQUESTED, blocks, 0)
-        grown = np.where((kinds == EventKind.SEGMENT_ALLOC) | (kinds == EventKind.SEGMENT_MAP), sizes, 0)
-        shrunk = np.where((kinds == EventKind.SEGMENT_FREE) | (kinds == EventKind.SEGMENT_UNMAP), sizes, 0)
-        given[plan.dropped] = 0
-        allocated = sum(segment["allocated_size"] for segment in start) + np.cumsum(taken - given)
-        self.reserved = sum(segment["total_size"] for segment in start) + np.cumsum(grown - shrunk)
+    def __init__(self, events: DeviceEvents, plan: Plan, start: Sequence[Segment]) -> None:
+        kinds = events.kinds
+        taken = np.zeros(len(EventKind), dtype=np.int64)
+        taken[EventKind.ALLOC], taken[EventKind.FREE_REQUESTED] = 1, -1
+        changes = taken[kinds] * events.block_bytes
+        changes[plan.dropped] = 0
+        allocated = sum(segment["allocated_size"] for segment in start)
+        reserved = sum(segment["total_size"] for segment in start)
+        at = np.flatnonzero(events.of_segments)
+        grown = (kinds[at] == EventKind.SEGMENT_ALLOC) | (kinds[at] == EventKind.SEGMENT_MAP)
+        held = reserved + np.cumsum(np.where(grown, events.sizes[at], -events.sizes[at]))
         self.peaks = Peaks(
-            peak_allocated=_peak(sum(segment["allocated_size"] for segment in start), allocated),
-            peak_reserved=_peak(sum(segment["total_size"] for segment in start), self.reserved),
+            peak_allocated=allocated + max(0, int(np.cumsum(changes).max(initial=0))),
+            peak_reserved=max(reserved, int(held.max(initial=0))),
         )
-        failed = kinds == EventKind.OOM
-        self.limits = self.reserved[failed] + trace.address[rows][failed].astype(np.int64)
+        failed = np.flatnonzero(kinds == EventKind.OOM)
+        before = np.concatenate([[reserved], held])[np.searchsorted(at, failed)]
+        self.limits = before + events.addresses[failed].astype(np.int64)
 
 
-def _peak(start: int, curve: NDArray[np.int64]) -> int:
-    return max(start, int(curve.max())) if len(curve) else start
-
-
-def _blocks_of(trace: MemoryTrace, rows: NDArray[np.intp]) -> NDArray[np.int64]:
-    """Bytes of the block of every event; frees without a figure take that of their allocation."""
-    blocks, kinds = trace.block[rows].copy(), trace.kind[rows]
-    missing = (kinds == EventKind.FREE_REQUESTED) & (blocks == 0)
-    if missing.any():
-        about = np.flatnonzero((kinds == EventKind.ALLOC) | missing)
-        order = about[np.argsort(trace.address[rows][about], kind="stable")]
-        addresses = trace.address[rows][order]
-        follows = np.flatnonzero(
-            missing[order[1:]] & (kinds[order[:-1]] == EventKind.ALLOC) & (addresses[1:] == addresses[:-1])
-        )
-        blocks[order[1:][follows]] = blocks[order[:-1][follows]]
-    return blocks
-
-
-def _total_bytes(trace: MemoryTrace, index: int, curves: _Curves) -> int:
+def _total_bytes(events: DeviceEvents, curves: _Curves) -> int:
     """Memory for the allocator: what the trace names, or what was reserved and free when a request failed."""
-    for device in trace.devices:
-        if device.index == index and device.total_bytes:
+    for device in events.trace.devices:
+        if device.index == events.device and device.total_bytes:
             return device.total_bytes - device.context_bytes
-    return int(curves.limits.max()) if len(curves.limits) else 0
+    return int(curves.limits.max(initial=0))
 
 
 def _same_segments(recorded: Sequence[Any], replayed: Sequence[Any]) -> int:

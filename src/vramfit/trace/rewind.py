@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from vramfit.trace.device_events import DeviceEvents
 from vramfit.trace.events import EventKind, Segment
-from vramfit.trace.model import MemoryTrace
 from vramfit.trace.segments import ALLOCATED, INACTIVE, PENDING, SMALL_SEGMENT
 from vramfit.trace.settings import recorded_config
 
@@ -30,7 +29,7 @@ class StartBlock:
         requested: bytes that were asked for.
         size: bytes of the block; 0 if it was freed within the trace and the trace does not hold it.
         state: as torch's snapshots call it.
-        freed: row of its first event; -1 if it is still in use at the end.
+        freed: position of its first event among the device's; -1 if it is still in use at the end.
     """
 
     address: int
@@ -57,36 +56,28 @@ class StartSegment:
         return self.address + self.size
 
 
-def final_segments(trace: MemoryTrace, device: int) -> tuple[Segment, ...]:
-    """The segments of a device at the end of the trace; none if the trace does not hold them."""
-    return tuple(
-        segment for described in trace.devices if described.index == device for segment in described.segments
-    )
-
-
-def start_blocks(trace: MemoryTrace, device: int) -> list[StartBlock]:
+def start_blocks(events: DeviceEvents) -> list[StartBlock]:
     """The blocks of a device that were in use before its first event, by address."""
-    kinds = trace.kind
-    rows = np.flatnonzero((trace.device == device) & (kinds <= EventKind.FREE_COMPLETED))
-    _, first = np.unique(trace.address[rows], return_index=True)  # the first occurrence of each address
-    first_rows = rows[first]
-    born_later = set(trace.address[first_rows[kinds[first_rows] == EventKind.ALLOC]].tolist())
+    first = events.first_of_address
+    kinds = events.kinds[first]
+    freed = first[kinds != EventKind.ALLOC]
     found = {}
-    freed = first_rows[kinds[first_rows] != EventKind.ALLOC]
-    for row, address, size, block, kind in zip(
+    for position, address, size, block, kind in zip(
         freed.tolist(),
-        trace.address[freed].tolist(),
-        trace.size[freed].tolist(),
-        trace.block[freed].tolist(),
-        kinds[freed].tolist(),
+        events.addresses[freed].tolist(),
+        events.sizes[freed].tolist(),
+        events.blocks[freed].tolist(),
+        events.kinds[freed].tolist(),
         strict=True,
     ):
         state = ALLOCATED if kind == EventKind.FREE_REQUESTED else PENDING
-        found[address] = StartBlock(address=address, requested=size, size=block, state=state, freed=row)
-    for segment in final_segments(trace, device):
+        found[address] = StartBlock(address=address, requested=size, size=block, state=state, freed=position)
+    born_later: set[int] = set()
+    if events.final_segments:
+        born_later.update(events.addresses[first[kinds == EventKind.ALLOC]].tolist())
+    for segment in events.final_segments:
         for block in segment["blocks"]:
             address = block["address"]
-            # With a first event that is a free, an address in use at the end was used twice.
             if block["state"] != INACTIVE and address not in found and address not in born_later:
                 found[address] = StartBlock(
                     address=address,
@@ -98,12 +89,10 @@ def start_blocks(trace: MemoryTrace, device: int) -> list[StartBlock]:
     return [found[address] for address in sorted(found)]
 
 
-def start_segments(trace: MemoryTrace, device: int) -> list[StartSegment]:
+def start_segments(events: DeviceEvents) -> list[StartSegment]:
     """The segments of a device before its first event, by address."""
-    final = final_segments(trace, device)
-    kinds = trace.kind
-    grow_or_shrink = (kinds >= EventKind.SEGMENT_ALLOC) & (kinds <= EventKind.SEGMENT_UNMAP)
-    rows = np.flatnonzero((trace.device == device) & grow_or_shrink)
+    final = events.final_segments
+    backwards = np.flatnonzero(events.of_segments)[::-1]
     at_start = {
         segment["address"]: StartSegment(
             address=segment["address"],
@@ -116,13 +105,13 @@ def start_segments(trace: MemoryTrace, device: int) -> list[StartSegment]:
         for segment in final
         if not segment["is_expandable"]
     }
-    mapping_rows = []
-    for row, kind, address, size, stream in zip(
-        rows[::-1].tolist(),
-        kinds[rows][::-1].tolist(),
-        trace.address[rows][::-1].tolist(),
-        trace.size[rows][::-1].tolist(),
-        trace.stream[rows][::-1].tolist(),
+    mappings = []
+    for position, kind, address, size, stream in zip(
+        backwards.tolist(),
+        events.kinds[backwards].tolist(),
+        events.addresses[backwards].tolist(),
+        events.sizes[backwards].tolist(),
+        events.streams[backwards].tolist(),
         strict=True,
     ):
         if kind == EventKind.SEGMENT_ALLOC:
@@ -137,23 +126,20 @@ def start_segments(trace: MemoryTrace, device: int) -> list[StartSegment]:
                 expandable=False,
             )
         else:
-            mapping_rows.append(row)
+            mappings.append(position)
     expandable = [segment for segment in final if segment["is_expandable"]]
-    mapped = _mapped_at_start(trace, mapping_rows, expandable) if mapping_rows or expandable else []
+    mapped = _mapped_at_start(events, mappings, expandable) if mappings or expandable else []
     return sorted([*at_start.values(), *mapped], key=lambda segment: segment.address)
 
 
-def _mapped_at_start(
-    trace: MemoryTrace, rows_backwards: list[int], final: list[Segment]
-) -> list[StartSegment]:
+def _mapped_at_start(events: DeviceEvents, backwards: list[int], final: list[Segment]) -> list[StartSegment]:
     """Undo the mappings: what is mapped at the end, without what was mapped, with what was unmapped."""
-    addresses = trace.address[rows_backwards].astype(np.int64)
-    ends = addresses + trace.size[rows_backwards]
-    marks = {*addresses.tolist(), *ends.tolist()}
+    lows = events.addresses[backwards].tolist()
+    highs = [low + size for low, size in zip(lows, events.sizes[backwards].tolist(), strict=True)]
+    marks = {*lows, *highs}
     for segment in final:
         marks |= {segment["address"], segment["address"] + segment["total_size"]}
     edges = sorted(marks)
-    kinds = trace.kind[rows_backwards].tolist()
     # One entry for each stretch between two edges: what it belongs to, or None where nothing is mapped.
     owner: list[tuple[int, bool, tuple[int, int]] | None] = [None] * len(edges)
 
@@ -164,14 +150,11 @@ def _mapped_at_start(
     for segment in final:
         key = (segment["stream"], segment["segment_type"] == "small", segment["segment_pool_id"])
         paint(segment["address"], segment["address"] + segment["total_size"], key)
-    large_page = recorded_config(trace).large_segment_size
-    for kind, row, low, high in zip(kinds, rows_backwards, addresses.tolist(), ends.tolist(), strict=True):
+    large_page = recorded_config(events.trace).large_segment_size
+    kinds, streams = events.kinds[backwards].tolist(), events.streams[backwards].tolist()
+    for kind, stream, low, high in zip(kinds, streams, lows, highs, strict=True):
         small = bool((high - low) % large_page)
-        paint(
-            low,
-            high,
-            (int(trace.stream[row]), small, (0, 0)) if kind == EventKind.SEGMENT_UNMAP else None,
-        )
+        paint(low, high, (stream, small, (0, 0)) if kind == EventKind.SEGMENT_UNMAP else None)
     found: list[StartSegment] = []
     for low, high, owned in zip(edges, edges[1:], owner, strict=False):
         if owned is None:
@@ -227,10 +210,3 @@ def _segment(segment: StartSegment, held: list[StartBlock], device: int) -> dict
         "is_expandable": segment.expandable,
         "blocks": entries,
     }
-
-
-def rows_of(trace: MemoryTrace, device: int) -> NDArray[np.intp]:
-    """Rows of a device that are about memory, in order."""
-    return np.flatnonzero(
-        (trace.device == device) & (trace.kind != EventKind.SNAPSHOT) & (trace.kind != EventKind.MARKER)
-    )

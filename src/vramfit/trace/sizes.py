@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from vramfit.allocator import AllocatorConfig
 from vramfit.allocator.rounding import SMALL_REQUEST, Rounding
+from vramfit.trace.device_events import DeviceEvents
 from vramfit.trace.events import EventKind
 from vramfit.trace.model import MemoryTrace
-from vramfit.trace.rewind import StartBlock, StartSegment, rows_of, start_blocks, start_segments
+from vramfit.trace.rewind import StartBlock, StartSegment, start_blocks, start_segments
 from vramfit.trace.settings import recorded_config
 
 _FAR = 1 << 62
@@ -33,15 +34,15 @@ def fill_block_sizes(trace: MemoryTrace) -> MemoryTrace:
     config = recorded_config(trace)
     blocks = trace.block.copy()
     for device in np.unique(trace.device[about_blocks]).tolist():
-        rows = rows_of(trace, device)
-        wanted = rows[(trace.kind[rows] <= EventKind.FREE_COMPLETED) & (blocks[rows] == 0)]
+        events = DeviceEvents(trace, device)
+        wanted = events.rows[(events.kinds <= EventKind.FREE_COMPLETED) & (events.blocks == 0)]
         blocks[wanted] = round_sizes(trace.size[wanted], config)
-        segments = start_segments(trace, device)
-        is_expandable = bool((trace.kind[rows] == EventKind.SEGMENT_MAP).any()) or any(
+        segments = start_segments(events)
+        is_expandable = bool((events.kinds == EventKind.SEGMENT_MAP).any()) or any(
             segment.expandable for segment in segments
         )
         if not is_expandable:
-            _Slack(trace, device, config, segments, blocks).add()
+            _Slack(events, config, segments, blocks).add()
     return replace(trace, block=blocks)
 
 
@@ -63,16 +64,15 @@ class _Slack:
 
     def __init__(
         self,
-        trace: MemoryTrace,
-        device: int,
+        events: DeviceEvents,
         config: AllocatorConfig,
         segments: list[StartSegment],
         blocks: NDArray[np.int64],
     ) -> None:
-        self.trace = trace
+        self.trace = events.trace
         self.blocks = blocks
         self.max_split = config.max_split_size
-        start = start_blocks(trace, device)
+        start = start_blocks(events)
         requests = np.array([block.requested for block in start], dtype=np.int64)
         large = [
             (block, rounded)
@@ -86,8 +86,7 @@ class _Slack:
         self.open: dict[int, int] = {}
         for block, rounded in large:
             self._start(block, rounded)
-        rows = rows_of(trace, device)
-        kinds = trace.kind[rows]
+        rows, kinds = events.rows, events.kinds
         of_blocks = (blocks[rows] > SMALL_REQUEST) & (kinds <= EventKind.FREE_COMPLETED)
         of_segments = (kinds == EventKind.SEGMENT_ALLOC) | (kinds == EventKind.SEGMENT_FREE)
         self.rows = rows[of_blocks | of_segments]
