@@ -1,0 +1,105 @@
+# One command each, from an empty clone, with nothing but python3 (3.11 to 3.13) and make:
+#   make demo    make test    make help
+#
+# Settings, each on the command line or in the environment:
+#   PYTHON=python3.12     the interpreter to build the environment with
+#   PIP_ARGS="..."        more arguments for pip, such as another package index
+#   VENV=.venv            where the environment goes
+#   GPU="RTX 4090"        the card of `make demo`
+#   JOBS=2                processes that run the tests
+#   PYTEST_ARGS="..."     more arguments for pytest
+
+PYTHON ?=
+PIP_ARGS ?=
+VENV ?= .venv
+GPU ?= RTX 4090
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.complete
+BENCHMARKS = $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
+
+# An environment whose interpreter has gone away (a moved clone, an upgraded system) is built anew.
+ifneq ($(wildcard $(STAMP)),)
+ifneq ($(shell $(BIN)/python -c 'print(1)' 2>/dev/null),1)
+$(shell rm -f $(STAMP))
+endif
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint bench clean
+
+help:
+	@echo "make demo    GPT-2 training on a virtual $(GPU): does it fit, and where does the memory go?"
+	@echo "make test    the linters, the type checker and all tests"
+	@echo "make lint    ruff, mypy and the import contracts alone"
+	@echo "make bench   every benchmark, each printing its table"
+	@echo "make env     the environment alone, in $(VENV)"
+	@echo "make clean   remove the environment, caches and built files"
+	@echo
+	@echo "Each builds what it needs. On Linux the package index offers PyTorch's CUDA build, several GB large."
+	@echo "vramfit needs no more than the CPU build, which is far smaller:"
+	@echo '  make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"'
+
+env: $(STAMP)
+
+# The stamp is written last: an environment without it is half built and starts afresh, one with an old stamp
+# is brought up to date.
+$(STAMP): pyproject.toml constraints.txt
+	@set -e; \
+	if [ ! -e $@ ]; then \
+		if [ -n "$(PYTHON)" ]; then candidates="$(PYTHON)"; \
+		else candidates="python3 python3.13 python3.12 python3.11"; fi; \
+		python=; \
+		for candidate in $$candidates; do \
+			if "$$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; \
+			then python=$$candidate; break; fi; \
+		done; \
+		if [ -z "$$python" ]; then \
+			echo "No Python 3.11, 3.12 or 3.13 among: $$candidates." >&2; \
+			echo "Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; \
+		fi; \
+		if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
+			echo "$$python lacks the venv module. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; \
+		fi; \
+		echo "== [1/3] Creating $(VENV) with $$("$$python" --version)"; \
+		rm -rf "$(VENV)"; \
+		"$$python" -m venv "$(VENV)"; \
+	fi; \
+	echo "== [2/3] Installing PyTorch and the build tool (some minutes the first time)"; \
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
+		torch hatchling editables; \
+	echo "== [3/3] Installing vramfit, the examples' libraries and the checkers"; \
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
+		--no-build-isolation -e '.[test,lint,examples]'; \
+	touch $@; \
+	echo "== The environment is ready in $(VENV)"
+
+demo: $(STAMP)
+	@echo "== Training GPT-2 small, batch 4 x 1024, on a virtual $(GPU). No GPU is used."
+	@echo '== vramfit run --gpu "$(GPU)" examples/gpt2_train.py'
+	@$(BIN)/vramfit run --gpu "$(GPU)" examples/gpt2_train.py
+
+lint: $(STAMP)
+	@echo "== ruff check: style and common mistakes"
+	@$(BIN)/ruff check .
+	@echo "== ruff format: layout"
+	@$(BIN)/ruff format --check .
+	@echo "== mypy: types"
+	@$(BIN)/mypy
+	@echo "== import-linter: the floors"
+	@$(BIN)/lint-imports
+
+test: lint
+	@echo "== pytest: all tests, in $(JOBS) processes"
+	@$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+bench: $(STAMP)
+	@set -e; for benchmark in $(BENCHMARKS); do \
+		echo "== $$benchmark"; $(BIN)/python $$benchmark; \
+	done
+
+clean:
+	rm -rf "$(VENV)" build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
