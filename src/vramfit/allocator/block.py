@@ -29,6 +29,7 @@ class Block:
         uses: other streams that used it (``record_stream``); None while there are none.
         events: events that are outstanding before a pending block is free.
         segment: its expandable segment, or None for memory of ``cudaMalloc``.
+        key: its place on the shelf, ``size << 48 | address``; right also while the block is not free.
         age_base: the pool's count of searches when the block became free, for garbage collection.
     """
 
@@ -36,6 +37,7 @@ class Block:
         "address",
         "age_base",
         "events",
+        "key",
         "next",
         "prev",
         "requested",
@@ -59,6 +61,7 @@ class Block:
         self.uses: dict[int, None] | None = None
         self.events = 0
         self.segment = segment
+        self.key = size << ADDRESS_BITS | address
         self.age_base = 0
 
     @property
@@ -100,11 +103,12 @@ class Shelf:
     def add(self, block: Block) -> None:
         """Put a block among the free ones."""
         block.age_base = self.pool.searches
-        insort(self.keys, block.size << ADDRESS_BITS | block.address)
+        block.key = key = block.size << ADDRESS_BITS | block.address
+        insort(self.keys, key)
 
     def remove(self, block: Block) -> None:
         """Take a block from the free ones."""
-        del self.keys[bisect_left(self.keys, block.size << ADDRESS_BITS | block.address)]
+        del self.keys[bisect_left(self.keys, block.key)]
 
     def add_unmapped(self, block: Block) -> None:
         """Put a block among the ranges without memory."""

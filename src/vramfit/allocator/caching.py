@@ -71,8 +71,9 @@ class CachingAllocator(ReleasingStore):
             if shelf is None:
                 return self._malloc_in_full(size, stream)
             keys = shelf.keys
+            probe = rounded << 48
             try:
-                key = keys.pop(bisect_left(keys, rounded << 48))
+                key = keys.pop(bisect_left(keys, probe))
             except IndexError:
                 return self._malloc_in_full(size, stream)
             address = key & 0xFFFFFFFFFFFF
@@ -80,7 +81,7 @@ class CachingAllocator(ReleasingStore):
             stats = shelf.stats
             total = stats.total
             twin = stats.twin
-            found = key >> 48
+            found = block.size
             rest = found - rounded
             after = block.next
             if rest >= least_rest:
@@ -98,8 +99,10 @@ class CachingAllocator(ReleasingStore):
                 tail.next = after
                 block.next = tail
                 block.size = rounded
+                block.key = probe | address
                 self._blocks[tail_address] = tail
-                insort(keys, rest << 48 | tail_address)
+                tail.key = key = key - probe + rounded
+                insort(keys, key)
                 if after is not None:
                     after.prev = tail
                     stats.split_bytes_out += rounded
@@ -188,14 +191,12 @@ class CachingAllocator(ReleasingStore):
         after = block.next
         block.state = 0
         if before is None and after is None:
-            insort(keys, size << 48 | address)
+            insort(keys, block.key)
             return
         change = 1
         if after is not None and after.state == 0:
-            other = after.size
-            other_address = after.address
-            del keys[bisect_left(keys, other << 48 | other_address)], blocks[other_address]
-            merged += other
+            del keys[bisect_left(keys, after.key)], blocks[after.address]
+            merged += after.size
             change = 0
             self._spare.append(after)
             block.next = after = after.next
@@ -203,10 +204,8 @@ class CachingAllocator(ReleasingStore):
                 after.prev = block
             block.size = merged
         if before is not None and before.state == 0:
-            other = before.size
-            other_address = before.address
-            del keys[bisect_left(keys, other << 48 | other_address)], blocks[address]
-            merged += other
+            del keys[bisect_left(keys, before.key)], blocks[address]
+            merged += before.size
             change -= 1
             self._spare.append(block)
             before.next = after
@@ -214,9 +213,11 @@ class CachingAllocator(ReleasingStore):
                 after.prev = before
             before.size = merged
             before.requested = requested
-            address = other_address
+            block = before
             before = before.prev
-        insort(keys, merged << 48 | address)
+        if merged != size:
+            block.key = merged << 48 | block.address
+        insort(keys, block.key)
         if before is None and after is None:
             stats.split_bytes_out += merged - size
             stats.split_count_out += 1 - change

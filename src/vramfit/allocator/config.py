@@ -32,7 +32,7 @@ class AllocatorConfig:
         expandable_segments: whether segments grow by mapping pages instead of one ``cudaMalloc`` each.
         per_process_memory_fraction: share of the card that may be reserved; 1 sets no limit.
         throw_on_cudamalloc_oom: give up at the limit without retries.
-        graph_capture_record_stream_reuse: reuse blocks inside a CUDA graph capture.
+        graph_capture_record_stream_reuse: read, but without effect here: a capture is replayed as if it were off.
         release_lock_on_cudamalloc: without effect on memory.
         pinned_use_cuda_host_register: pinned host memory only, as all below.
     """

@@ -63,6 +63,7 @@ class BlockStore:
         self.device = device
         self.torch_version = torch_version
         self.plain = False
+        self._collects = False
         self._rules = rules_for(torch_version)
         self._on_event = on_event
         self._event_query = event_query
@@ -102,13 +103,10 @@ class BlockStore:
         stats = self._stats
         self._private[pool_id] = PrivatePool(pool_id, small=stats.small, large=stats.large, no_split=no_split)
 
-    @property
-    def _collects(self) -> bool:
-        """Whether garbage collection is on: it takes a threshold and a limit."""
-        return self._limit is not None and self._config.garbage_collection_threshold > 0
-
     def refresh_plain(self) -> None:
-        """Find out anew which path is right."""
+        """Find out anew which path is right, and whether garbage collection is on."""
+        # It takes a threshold and a limit.
+        self._collects = self._limit is not None and self._config.garbage_collection_threshold > 0
         self.plain = (
             self._rounding.plain
             and self._max_split is None
@@ -130,12 +128,12 @@ class BlockStore:
 
     def _pool_for(self, rounded: int, stream: int) -> Pool:
         """The pool that serves a request (``get_pool``): of the capture that claims the stream, if any."""
-        small = rounded <= SMALL_REQUEST
-        for pool_id, streams in self._captures:
-            if streams is None or stream in streams:
-                private = self._private[pool_id]
-                return private.small if small else private.large
-        return self._small if small else self._large
+        if self._captures:
+            for pool_id, streams in self._captures:
+                if streams is None or stream in streams:
+                    private = self._private[pool_id]
+                    return private.small if rounded <= SMALL_REQUEST else private.large
+        return self._small if rounded <= SMALL_REQUEST else self._large
 
     def _take_free(self, pool: Pool, stream: int, rounded: int) -> Block | None:
         """Take the best fitting free block (``get_free_block``): the smallest, lowest address first."""
@@ -145,9 +143,9 @@ class BlockStore:
         index = self._first_fit(keys, rounded)
         if index is None:
             return None
-        size = keys[index] >> ADDRESS_BITS
         limit = self._max_split
         if limit is not None:
+            size = keys[index] >> ADDRESS_BITS
             if rounded < limit <= size:
                 return None
             if rounded >= limit and size >= rounded + self._config.max_non_split_rounding:
@@ -192,7 +190,7 @@ class BlockStore:
     def _hand_out(self, block: Block, rounded: int, size: int) -> int:
         """Give a block to the caller, split where the rules say so (``alloc_found_block``)."""
         stats = block.shelf.stats
-        was_split = block.is_split
+        was_split = block.prev is not None or block.next is not None
         if self._should_split(block, rounded):
             rest = self._split(block, rounded)
             if block.segment is None:
@@ -220,6 +218,7 @@ class BlockStore:
         rest = Block(block.address + rounded, block.size - rounded, block.shelf, block.segment)
         rest.requested = block.requested
         block.size = rounded
+        block.key = rounded << ADDRESS_BITS | block.address
         self._link(block, rest)
         block.shelf.add(rest)
         return rest
