@@ -70,7 +70,7 @@ def _reduced_in_place(func: torch._ops.OpOverload, reduction_at: int) -> Meta:
         reduction = args[reduction_at] if len(args) > reduction_at else kwargs.get("reduction", 1)
         if reduction == 0:
             return out
-        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
         whole = torch.empty(shape, dtype=out.dtype, device="meta")
         return FakeTensor(mode, whole.as_strided((), ()), out.device)
 

@@ -6,10 +6,39 @@ from typing import Any
 
 import torch
 
-from vramfit.virtual.kernels import attention, matmul
+from vramfit.virtual.kernels import (
+    attention,
+    convolution,
+    copying,
+    embedding,
+    indexing,
+    loss,
+    matmul,
+    norm,
+    optim,
+    reduction,
+    rnn,
+    sorting,
+)
 from vramfit.virtual.kernels.context import Args, Extras, KernelContext, Kwargs, Rule
 
-_RULES: dict[torch._ops.OpOverload, Rule] = {**matmul.RULES, **attention.RULES}
+_FAMILIES = (
+    attention,
+    convolution,
+    copying,
+    embedding,
+    indexing,
+    loss,
+    matmul,
+    norm,
+    optim,
+    reduction,
+    rnn,
+    sorting,
+)
+_RULES: dict[torch._ops.OpOverload, Rule] = {
+    op: rule for family in _FAMILIES for op, rule in family.RULES.items()
+}
 
 
 def extras(

@@ -1,0 +1,88 @@
+"""Indexing: accumulating writes sort their indices; deterministic ones sort as well.
+
+aten/src/ATen/native/cuda/Indexing.cu (``index_put_with_sort_kernel``, ``index_add_cuda_impl``) and
+native/TensorAdvancedIndexing.cpp (``_index_put_impl_``). Reading with index tensors, ``gather``,
+``index_select``, ``scatter`` and ``masked_fill`` allocate nothing but their outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vramfit.virtual.kernels.context import (
+    Args,
+    Extras,
+    KernelContext,
+    Kwargs,
+    Rule,
+    argument,
+    nbytes,
+    table,
+    temporaries,
+)
+from vramfit.virtual.kernels.cub import sort_bytes, sort_error
+
+_INDEX = 8
+
+
+def _index_put(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``index_put_(self, indices, values, accumulate)`` and ``_index_put_impl_``.
+
+    Sorted when it accumulates (or must be deterministic): flat positions, the values expanded, sorted
+    positions, their origin, a range, and CUB's storage.
+    """
+    del outputs
+    source, indices, values = args[:3]
+    accumulate = argument(args, kwargs, 3, "accumulate", False)
+    if not (accumulate or ctx.deterministic):
+        return None
+    tensors = [index for index in indices if index is not None]
+    if not tensors or any(index.dtype in (torch.bool, torch.uint8) for index in tensors):
+        return None
+    shape = torch.broadcast_shapes(*(index.shape for index in tensors))
+    count = shape.numel()
+    if not count:
+        return None
+    whole, covered = source.numel(), 1
+    for dim, index in enumerate(indices):
+        if index is not None:
+            covered *= source.shape[dim]
+    expanded = count * (whole // covered if covered else 0)
+    positions = count * _INDEX
+    copy = 0 if values.numel() == expanded and values.is_contiguous() else expanded * values.element_size()
+    return temporaries(
+        0 if source.is_contiguous() else nbytes(source),
+        positions,
+        copy,
+        *(positions, positions, positions),
+        sort_bytes(count, _INDEX, _INDEX, ctx, bits=max(1, (covered - 1).bit_length())),
+        error_bytes=sort_error(count, ctx),
+    )
+
+
+def _index_put_out_of_place(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``index_put``: a copy of the tensor, which is the output, then the same."""
+    return _index_put(args, kwargs, outputs, ctx)
+
+
+def _index_add(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``index_add``: atomic sums; in deterministic mode ``index_put_`` with accumulation."""
+    del outputs
+    if not ctx.deterministic:
+        return None
+    source = args[0]
+    dim, index = argument(args, kwargs, 1, "dim"), argument(args, kwargs, 2, "index")
+    values = argument(args, kwargs, 3, "source")
+    indices = [None] * (dim % max(1, source.dim())) + [index]
+    return _index_put((source, indices, values, True), {}, None, ctx)
+
+
+RULES: dict[torch._ops.OpOverload, Rule] = table(
+    {
+        ("index_put_", "_index_put_impl_", "_unsafe_index_put"): _index_put,
+        "index_put": _index_put_out_of_place,
+        ("index_add", "index_add_"): _index_add,
+    }
+)
