@@ -178,3 +178,29 @@ def test_every_rule_belongs_to_an_op_of_this_torch():
     names = covered()
     assert {"aten.mm.default", "aten.sort.default", "aten.convolution.default", "aten.copy_.default"} <= names
     assert len(names) > 90
+
+
+def test_a_mixed_layout_is_made_channels_last_first():
+    with FAKE:
+        source = cuda(8, 32, 32, 64).permute(0, 3, 1, 2)
+    weight = cuda(128, 64, 3, 3)
+    found = conv(source, weight)
+    assert found is not None
+    assert found.after == (128 * 64 * 9 * 4,)  # the filters, brought to the layout of the data
+
+
+def test_a_boolean_index_turns_into_positions():
+    values, mask = cuda(100, 64), cuda(100, dtype=torch.bool)
+    found = extras(aten.index.Tensor, (values, [mask]), {}, cuda(30, 64), context())
+    assert found == Extras(before=(30 * 8,))
+    assert (
+        extras(aten.index.Tensor, (values, [cuda(30, dtype=torch.int64)]), {}, cuda(30, 64), context())
+        is None
+    )
+
+
+def test_masked_scatter_counts_along_the_mask():
+    values, mask = cuda(100, 64), cuda(100, 64, dtype=torch.bool)
+    found = extras(aten.masked_scatter.default, (values, mask, values), {}, values, context())
+    assert found is not None
+    assert found.after[0] == 100 * 64 * 8

@@ -59,7 +59,7 @@ def test_group_norm_backward_keeps_sums_and_coefficients():
     args = (source, source, stats, stats, channel, 4, 64, 256, 32, [True, True, True])
     found = extras(aten.native_group_norm_backward.default, args, {}, (source, channel, channel), context())
     channels, groups = 4 * 64 * 4, 4 * 32 * 4
-    assert found == Extras(after=(channels, channels, channels, groups, groups))
+    assert found == Extras(after=(channels, channels, groups, groups, channels))
 
 
 def test_channels_last_batch_norm_stages_sums_of_blocks():
@@ -74,3 +74,14 @@ def test_channels_last_batch_norm_stages_sums_of_blocks():
     assert found == Extras(after=(4 * 64 * 128 * 4, 8))
     dense = (cuda(32, 64, 56, 56), *args[1:])
     assert extras(aten.native_batch_norm.default, dense, {}, None, context()) is None
+
+
+def test_channels_last_group_norm_backward_sums_rows_first():
+    # 56 x 56 = 3136 pixels as 56 rows: two sums a row, channel and sample, which outweigh the coefficients
+    with FAKE:
+        source = cuda(4, 56, 56, 64).permute(0, 3, 1, 2)
+    channel, stats = cuda(64), cuda(4, 32)
+    args = (source, source, stats, stats, channel, 4, 64, 3136, 32, [True, True, True])
+    found = extras(aten.native_group_norm_backward.default, args, {}, (source, channel, channel), context())
+    channels = 4 * 64 * 4
+    assert found == Extras(after=(channels, channels, channels * 56 * 2))

@@ -1,8 +1,8 @@
 """Convolutions: workspaces that cuDNN's heuristics ask for. Estimates, each with its error bar.
 
 aten/src/ATen/native/cudnn/Conv_v8.cpp (``run_conv_plan``) allocates what the chosen engine names, after the
-output. The engine is cuDNN's choice; what decides its appetite is the layout. Tensor-core engines work on
-channels-last data:
+output. Before it come the copies that bring operands to one layout (ConvShared.cpp). The engine is cuDNN's
+choice; what decides its appetite is the layout. Tensor-core engines work on channels-last data:
 
 * channels-last tensors: no copies; a few hundred bytes up to one set of filters;
 * NCHW tensors in half precision, or float32 with TF32 on capability 8.0 and up: the data is transposed into
@@ -78,20 +78,28 @@ def _uses_cudnn(source: torch.Tensor, ctx: KernelContext) -> bool:
     return ctx.cudnn_enabled and source.dtype in (*_HALVES, torch.float32, torch.float64)
 
 
+def _layout_copies(*tensors: torch.Tensor) -> list[int]:
+    """Copies that bring tensors to one layout: channels-last if any of them is
+    (``cudnn_conv_suggest_memory_format``)."""
+    if any(_is_channels_last(tensor) for tensor in tensors):
+        return [0 if _is_channels_last(tensor) else nbytes(tensor) for tensor in tensors]
+    return [0 if tensor.is_contiguous() else nbytes(tensor) for tensor in tensors]
+
+
 def _forward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
     """``convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)``."""
     source, weight = args[:2]
     if not source.numel() or not weight.numel():
         return None
     groups = argument(args, kwargs, 8, "groups", 1)
-    copy = 0 if source.is_contiguous() or _is_channels_last(source) else nbytes(source)
     if not _uses_cudnn(source, ctx):  # im2col, one image at a time (ConvolutionMM2d.cu)
-        out = outputs
-        return temporaries(copy, weight[0].numel() * out[0, 0].numel() * source.element_size())
+        pixels = outputs.numel() // (outputs.shape[0] * outputs.shape[1])
+        columns = weight.numel() // weight.shape[0] * pixels * source.element_size()
+        return temporaries(0 if source.is_contiguous() else nbytes(source), columns)
     size, error = workspace_estimate(source, weight, nbytes(outputs), groups, ctx)
     if ctx.cudnn_benchmark:
         error += nbytes(source) + nbytes(outputs) + nbytes(weight)
-    return temporaries(copy, size, error_bytes=error)
+    return temporaries(*_layout_copies(source, weight), size, error_bytes=error)
 
 
 def _backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
@@ -101,7 +109,6 @@ def _backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> E
     if not source.numel() or not weight.numel() or not _uses_cudnn(source, ctx):
         return None
     groups = argument(args, kwargs, 9, "groups", 1)
-    copy = 0 if grad.is_contiguous() or _is_channels_last(grad) else nbytes(grad)
     size = error = 0
     if outputs[0] is not None:
         size, error = workspace_estimate(grad, weight, nbytes(source), groups, ctx)
@@ -110,7 +117,7 @@ def _backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> E
         size, error = max(size, by_weight), max(error, its_error)
     if ctx.cudnn_benchmark:
         error += nbytes(source) + nbytes(grad) + nbytes(weight)
-    return temporaries(copy, size, error_bytes=error)
+    return temporaries(*_layout_copies(grad, source, weight), size, error_bytes=error)
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table(

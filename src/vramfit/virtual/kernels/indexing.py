@@ -21,8 +21,9 @@ from vramfit.virtual.kernels.context import (
     nbytes,
     table,
     temporaries,
+    workspace,
 )
-from vramfit.virtual.kernels.cub import sort_bytes, sort_error
+from vramfit.virtual.kernels.cub import scan_bytes, sort_bytes, sort_error
 
 _INDEX = 8
 
@@ -79,10 +80,31 @@ def _index_add(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> 
     return _index_put((source, indices, values, True), {}, None, ctx)
 
 
+def _index(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``index`` with a boolean mask: its positions first, one int64 for each dimension
+    (``expandTensors``)."""
+    del kwargs, ctx
+    sizes = []
+    for place, index in enumerate(args[1]):
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            found = outputs.shape[min(place, outputs.dim() - 1)] if outputs.dim() else 1
+            sizes.append(found * index.dim() * _INDEX)
+    return workspace(*sizes)
+
+
+def _masked_scatter(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``masked_scatter``: a running count of the mask (IndexKernel.cpp, ``masked_scatter__cuda``)."""
+    del kwargs, outputs, ctx
+    count = args[0].numel()
+    return temporaries(count * _INDEX, scan_bytes(count, _INDEX))
+
+
 RULES: dict[torch._ops.OpOverload, Rule] = table(
     {
         ("index_put_", "_index_put_impl_", "_unsafe_index_put"): _index_put,
         "index_put": _index_put_out_of_place,
         ("index_add", "index_add_"): _index_add,
+        "index.Tensor": _index,
+        ("masked_scatter", "masked_scatter_"): _masked_scatter,
     }
 )

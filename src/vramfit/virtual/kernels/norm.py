@@ -116,12 +116,22 @@ def _group_norm_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelCo
     source, weight, batch, channels, pixels, groups = args[1], *args[4:9]
     element = _accumulator(source)
     per_channel, per_group = batch * channels * element, batch * groups * element
-    if pixels == 1:
-        return temporaries(per_group, per_group) if outputs[0] is not None else None
     sizes = [per_channel, per_channel]
+    coefficients = []
     if outputs[0] is not None:
-        sizes += [per_channel if weight is not None else 0, per_group, per_group]
-    return temporaries(*sizes)
+        coefficients = [per_group, per_group, per_channel if weight is not None and pixels > 1 else 0]
+    if _channels_last(source) and pixels > 1:  # sums of rows, gone before the coefficients are made
+        rows = per_channel * _closest_factor(pixels) * 2
+        return temporaries(*sizes, *([rows] if rows > sum(coefficients) else coefficients))
+    return temporaries(*sizes, *coefficients)
+
+
+def _closest_factor(value: int) -> int:
+    """The largest divisor up to the square root (``ClosestFactor``)."""
+    factor = math.isqrt(value)
+    while value % factor:
+        factor -= 1
+    return factor
 
 
 # -- batch norm ---------------------------------------------------------------------------------------------

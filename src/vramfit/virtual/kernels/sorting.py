@@ -104,7 +104,7 @@ def _topk(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extra
         whole = [nbytes(source), source.numel() * _INDEX]
         sizes = stable_sort_sizes(source.numel(), length, source.element_size(), ctx)
         return temporaries(copy, *whole, *sizes, error_bytes=sort_error(source.numel(), ctx))
-    sizes = [copy, *_multi_block_sizes(slices, length, ctx)]
+    sizes = [copy, *_multi_block_sizes(slices, length, source.element_size(), ctx)]
     if argument(args, kwargs, 4, "sorted", True) and not _is_small(k):
         values = outputs[0]
         sizes += [nbytes(values), values.numel() * _INDEX]
@@ -124,17 +124,19 @@ _MULTI_BLOCK = (
 )
 
 
-def _multi_block_sizes(slices: int, length: int, ctx: KernelContext) -> list[int]:
+def _multi_block_sizes(slices: int, length: int, element: int, ctx: KernelContext) -> list[int]:
     """Buffers of the selection that gives each slice several blocks (TensorTopK.cu, ``mbtopk::launch``).
 
-    The k-th values, semaphores, remaining ranks and digits of each slice; digit counts of each block, and two
-    running counts. Blocks have 256 threads of 4 to 64 elements each, so that six blocks fill an SM.
+    The k-th value, ranks still wanted and digits found of each slice, digit counts of each block and their sums
+    over each slice, two running counts a block. Blocks have 256 threads of 4 to 64 elements each
+    (``get_items_per_thread``), so that six blocks fill an SM.
     """
     if length < next(least for most, least in _MULTI_BLOCK if slices <= most):
         return []
     per_thread = ceil_div(slices * length, ctx.spec.sm_count * 6 * 256)
     blocks = slices * ceil_div(length, 256 * max(4, min(per_thread, 64)))
-    return [slices * 4, slices * 4, slices * 8, slices * 8, blocks * 256 * 2, blocks * 4, blocks * 4]
+    digits = 2 * slices * max(4, element)
+    return [slices * element, slices * 8, digits, blocks * 512, slices * 1024, blocks * 4, blocks * 4]
 
 
 def _scan(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
