@@ -62,7 +62,9 @@ def load_plain(data: bytes, name: str) -> Any:
     except _Refused as error:
         raise TraceFormatError(f"{name} {error}", _HINT) from None
     except (IndexError, EOFError, struct.error):
-        raise TraceFormatError(f"{name} is truncated or no pickle", "Record or copy it again") from None
+        raise TraceFormatError(
+            f"{name} is truncated, or neither a trace nor a snapshot", "Record or copy it again"
+        ) from None
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
         raise TraceFormatError(
             f"{name} is a damaged pickle ({type(error).__name__}: {error!s:.80})", "Record or copy it again"

@@ -50,7 +50,8 @@ class Plan:
         device: device index.
         stream: the stream that most requests are made on.
         dropped: positions of frees of blocks that nothing is known of.
-        addresses, sizes: one entry for each step; where the size is above 0, the step is a request on ``stream`` that no segment event precedes, otherwise the size is FREE or SPECIAL.
+        addresses, sizes: one entry for each step; where the size is above 0, the step is a request on ``stream``
+            that no segment event precedes, otherwise the size is FREE or SPECIAL.
         specials: one for each SPECIAL step, in order.
         allocations, plain_allocations: all requests, and those that are no special step.
         segments, releases: recorded segment events that take and that give back.

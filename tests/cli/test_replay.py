@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vramfit.cli import main
+
+RECORDINGS = Path(__file__).parents[1] / "data" / "traces"
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["replay", *arguments])
+    return int(caught.value.code or 0)
+
+
+def test_json_has_the_documented_keys(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    assert run(str(RECORDINGS / "eor-nn.json.gz"), "--json", str(path)) == 0
+    found = json.loads(path.read_text())
+    assert (found["schema"], found["version"], found["exact"]) == ("vramfit.replay", 1, True)
+    (device,) = found["devices"]
+    assert device["allocations"] == device["addresses_matched"] == 1935
+    assert device["segments"] == device["segments_matched"] == 7
+    peaks = {"peak_allocated": 110110720, "peak_reserved": 134217728}
+    assert device["recorded"] == device["replayed"] == peaks
+
+
+def test_json_to_standard_output_is_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(str(RECORDINGS / "select-n-a.json.gz"), "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["devices"][0]["allocations"] == 1497
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(str(RECORDINGS / "expandable-3gpu-oom.json.gz")) == 0
+    text = capsys.readouterr().out
+    assert "GPU 2" in text
+    assert "requests out of memory" in text
+    assert "78.42 GiB" in text
+
+
+def test_what_if(capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(RECORDINGS / "gpt-2.7b-ctx256-train.json.gz")
+    assert run(file, "--alloc-conf", "expandable_segments:True") == 0
+    text = capsys.readouterr().out
+    assert "what if" in text
+    assert "peak reserved would be 4.12 GiB less" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["nothing.pickle"], "no such file"),
+        ([str(RECORDINGS)], "is a folder"),
+        ([str(RECORDINGS / "README.md")], "neither a trace nor a snapshot"),
+        ([str(RECORDINGS / "eor-nn.json.gz"), "--alloc-conf", "nonsense:1"], "nonsense"),
+        ([str(RECORDINGS / "eor-nn.json.gz"), "--json", "/no/such/folder/out.json"], "cannot write"),
+    ],
+)
+def test_bad_input(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments) == 2
+    error = capsys.readouterr().err
+    assert reason in error
+    assert "next:" in error
