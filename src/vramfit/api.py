@@ -109,7 +109,5 @@ def run(
     if not module and not (Path(folder or ".") / name).is_file():
         raise UsageError(f"there is no script {name}", "Give the path of a Python file, or module=True")
     command = ["-m", name, *arguments] if module else [name, *arguments]
-    outcome = run_in_child(
-        command, gpu=spec, gpus=gpus, alloc_conf=alloc_conf, environ=environ, cwd=folder
-    )
+    outcome = run_in_child(command, gpu=spec, gpus=gpus, alloc_conf=alloc_conf, environ=environ, cwd=folder)
     return Report(run=outcome, verdict=verdict(outcome))

@@ -1,13 +1,13 @@
 """The exception tree. Each error names the thing, the reason and the next step.
 
-    VramfitError                exit code 1
-    ├── UsageError              exit code 2: what the user gave cannot be used
-    │   ├── ConfigError         an allocator setting cannot be read
-    │   ├── UnknownGpuError     no such card in the catalogue
-    │   ├── TraceFormatError    a file is not a trace or snapshot that we read
-    │   └── EnvironmentUnfitError  this interpreter cannot carry the virtual GPU
-    ├── WriteError              exit code 2: a result could not be written
-    └── OutOfMemory             exit code 3: the allocator could not serve a request
+VramfitError                exit code 1
+├── UsageError              exit code 2: what the user gave cannot be used
+│   ├── ConfigError         an allocator setting cannot be read
+│   ├── UnknownGpuError     no such card in the catalogue
+│   ├── TraceFormatError    a file is not a trace or snapshot that we read
+│   └── EnvironmentUnfitError  this interpreter cannot carry the virtual GPU
+├── WriteError              exit code 2: a result could not be written
+└── OutOfMemory             exit code 3: the allocator could not serve a request
 """
 
 from __future__ import annotations

@@ -372,12 +372,16 @@ class _Page:
             return
         yield Text()
         yield self.heading("Warnings")
-        for warning in run.warnings[:_WARNINGS]:
-            times = f" ({warning.count} times)" if warning.count > 1 else ""
-            where = f" [{self.relative(warning.location)}]" if warning.location else ""
-            line = Text(f"  {warning.message}{times}{where}", style="yellow")
-            yield from self.wrapped(line, indent=4, most=2)
-        if (more := len(run.warnings) - _WARNINGS) > 0:
+        groups: dict[str, list[str]] = {}
+        for warning in run.warnings:
+            places = groups.setdefault(warning.message, [])
+            if warning.location:
+                times = f" ×{warning.count}" if warning.count > 1 else ""
+                places.append(f"{self.relative(warning.location)}{times}")
+        for message, places in list(groups.items())[:_WARNINGS]:
+            where = f" [{', '.join(places)}]" if places else ""
+            yield from self.wrapped(Text(f"  {message}{where}", style="yellow"), indent=4, most=2)
+        if (more := len(groups) - _WARNINGS) > 0:
             yield Text(f"  and {more} more: --json lists them all", style="bright_black")
 
     def footer(self, run: VirtualRun) -> Text:

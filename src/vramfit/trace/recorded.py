@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from vramfit.allocator import Driver
+from vramfit.errors import TraceFormatError
 from vramfit.trace.events import EventKind
 
 SegmentEvent = tuple[int, int, int]
@@ -13,6 +15,8 @@ SegmentEvent = tuple[int, int, int]
 # Where nothing was recorded; far from every address that CUDA gives, and within the 47 bits of user space.
 _UNRECORDED_BASE = 0x2000_0000_0000
 _ALIGNMENT = 2 << 20
+_ADDRESS_END = 1 << 47
+_BLOCK = 512
 
 _RELEASES = (EventKind.SEGMENT_FREE, EventKind.SEGMENT_UNMAP)
 
@@ -42,11 +46,25 @@ class RecordedDriver(Driver):
         self.surprises = 0
         self.free_figure = 0
         self._expected: list[SegmentEvent] = []
+        self._held: list[tuple[int, int]] = []  # (begin, end) of all segments and reservations, by address
         self._next_address = _UNRECORDED_BASE
 
     def expect(self, events: Sequence[SegmentEvent]) -> None:
         """What the recording shows for the next request."""
         self._expected = list(reversed(events))
+
+    def hold(self, address: int, size: int) -> bool:
+        """Note that a range is in use; False if it cannot be, because it overlaps another or is no address."""
+        begin, end = address, address + size
+        if address <= 0 or address % _BLOCK or size % _BLOCK or size <= 0 or end > _ADDRESS_END:
+            return False
+        index = bisect_left(self._held, (begin, end))
+        if index < len(self._held) and self._held[index][0] < end:
+            return False
+        if index and self._held[index - 1][1] > begin:
+            return False
+        self._held.insert(index, (begin, end))
+        return True
 
     @property
     def pending(self) -> int:
@@ -64,7 +82,7 @@ class RecordedDriver(Driver):
             kind, address, recorded = self._expected[-1]
             if kind in _RELEASES or kind == EventKind.OOM:
                 return None
-            if kind == EventKind.SEGMENT_ALLOC and recorded == size:
+            if kind == EventKind.SEGMENT_ALLOC and recorded == size and self.hold(address, size):
                 self._expected.pop()
                 self.matched += 1
                 return address
@@ -73,17 +91,24 @@ class RecordedDriver(Driver):
 
     def free(self, address: int, size: int) -> None:
         """Take a segment back."""
+        self._let_go(address, size)
         self._release((EventKind.SEGMENT_FREE, address, size))
 
     def reserve(self, size: int) -> int:
         """The address of the mapping that comes next: a reservation is mapped from its beginning."""
         if self._expected and self._expected[-1][0] == EventKind.SEGMENT_MAP:
-            return self._expected[-1][1]
+            address = self._expected[-1][1]
+            if self.hold(address, min(size, self._room(address))):
+                return address
         self.surprises += 1
-        return self._unrecorded(size)
+        address = self._unrecorded(size) or 0
+        if not address:
+            raise TraceFormatError("the recording makes no sense: it maps more than any address space holds")
+        return address
 
     def release(self, address: int, size: int) -> None:
         """Take a reservation back; recordings do not show it."""
+        self._let_go(address, size)
 
     def map(self, address: int, size: int) -> bool:
         """Map pages; False where the recording shows a failure."""
@@ -113,7 +138,22 @@ class RecordedDriver(Driver):
                 return
         self.surprises += 1
 
-    def _unrecorded(self, size: int) -> int:
+    def _unrecorded(self, size: int) -> int | None:
         address = self._next_address
         self._next_address += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return address
+        if self.hold(address, size):
+            return address
+        if self._next_address > _ADDRESS_END:
+            self._next_address = address
+            return None
+        return self._unrecorded(size)
+
+    def _let_go(self, address: int, size: int) -> None:
+        index = bisect_left(self._held, (address, 0))
+        if index < len(self._held) and self._held[index][0] == address:
+            del self._held[index]
+
+    def _room(self, address: int) -> int:
+        """Bytes from ``address`` to the next range in use."""
+        index = bisect_left(self._held, (address, 0))
+        return self._held[index][0] - address if index < len(self._held) else _ADDRESS_END - address

@@ -32,10 +32,7 @@ _MACHINERY = (
 )
 _MAX_FRAMES = 64
 _LIBRARIES = tuple(
-    {
-        sysconfig.get_paths()[key] + os.sep
-        for key in ("stdlib", "platstdlib", "purelib", "platlib")
-    }
+    {sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {_TORCH, os.path.dirname(os.path.dirname(_HERE)) + os.sep, "<frozen"}
 )
 

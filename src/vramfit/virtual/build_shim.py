@@ -73,7 +73,9 @@ def install(*, cudnn: bool = True) -> ShimReport:
     """
     global _originals
     cuda_build = _is_cuda_build()
-    answers = {"hasPrimaryContext": 0, "current_device": 0} if cuda_build else _hook_answers(cudnn)
+    answers: dict[str, int | float] = {"hasPrimaryContext": 0, "current_device": 0}
+    if not cuda_build:
+        answers |= _cpu_build_answers(cudnn)
     if _originals is None:
         try:
             _originals = [_register_guard(), _patch_hooks(answers)]
@@ -160,8 +162,8 @@ def _register_guard() -> tuple[ctypes.c_void_p, int | None]:
     return entry, original
 
 
-def _hook_answers(cudnn: bool) -> dict[str, int | float]:
-    answers: dict[str, int | float] = {"isBuilt": 1, "hasPrimaryContext": 0, "current_device": 0}
+def _cpu_build_answers(cudnn: bool) -> dict[str, int | float]:
+    answers: dict[str, int | float] = {"isBuilt": 1}
     if cudnn:
         # 9.1 and later take every route that the supported torch releases know (batchnorm, bf16, dilation).
         answers |= {
@@ -186,7 +188,9 @@ def _patch_hooks(answers: dict[str, int | float]) -> tuple[ctypes.c_void_p, int 
     # Copy exactly the table that the headers describe: what lies behind it is not ours to read.
     length = _VTABLE_PREFIX + max(slots.values()) + 1
     assert table_pointer.value is not None
-    original = (ctypes.c_void_p * length).from_address(table_pointer.value - _VTABLE_PREFIX * ctypes.sizeof(ctypes.c_void_p))
+    original = (ctypes.c_void_p * length).from_address(
+        table_pointer.value - _VTABLE_PREFIX * ctypes.sizeof(ctypes.c_void_p)
+    )
     table = (ctypes.c_void_p * length)(*original)
     for name, answer in answers.items():
         if name not in slots:

@@ -21,13 +21,17 @@ from vramfit.virtual.workspaces import Workspaces
 _measured: tuple[int, int] | None = None
 
 
+def _nothing(*_: object) -> None:
+    """Stands in for what would wake a real device up."""
+
+
 def exclusive_counts() -> tuple[int, int] | None:
     """Use counts of a tensor and of its storage when only the engine holds it; None where no sum was seen."""
     global _measured
     if _measured is None:
         with PatchStack() as patches:
-            patches.set(fake_tensor, "init_gpu_context", lambda device: None)
-            patches.set(torch.cuda, "_lazy_init", lambda: None)
+            patches.set(fake_tensor, "init_gpu_context", _nothing)
+            patches.set(torch.cuda, "_lazy_init", _nothing)
             machine = Machine([find_gpu("24GiB")], alloc_conf="", visible="0", context_bytes=0)
             meter = Meter(machine, TraceBuilder())
             mode = VirtualMode(machine, meter, Workspaces(machine, meter))

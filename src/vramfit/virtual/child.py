@@ -35,9 +35,9 @@ def main(job_file: str) -> int:
     try:
         gpu = VirtualGPU(spec_from_plain(job.gpu), gpus=job.gpus, alloc_conf=job.alloc_conf)
         gpu.__enter__()
-    except VramfitError as error:
-        job.fail(error)
-        return error.exit_code
+    except VramfitError as unfit:
+        job.fail(unfit)
+        return unfit.exit_code
     job.enter(Stage.RUNNING)
     code, error = run_program(job.command)
     code = _wind_down(code)
@@ -112,7 +112,7 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _print_exception(error: BaseException) -> None:
-    """Show the program's exception as python would: without the frames that started it."""
+    """Show the program's exception as python would on a card: without the frames of the virtual GPU."""
     trace = error.__traceback__
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -121,7 +121,22 @@ def _print_exception(error: BaseException) -> None:
     if sys.excepthook is not sys.__excepthook__:
         sys.excepthook(type(error), error, trace)
         return
-    traceback.print_exception(type(error), error, trace)
+    told = traceback.TracebackException(type(error), error, trace)
+    _hide_ours(told, set())
+    sys.stderr.write("".join(told.format()))
+
+
+def _hide_ours(told: traceback.TracebackException, seen: set[int]) -> None:
+    """Remove our frames from an exception and from those that led to it."""
+    if id(told) in seen:
+        return
+    seen.add(id(told))
+    told.stack = traceback.StackSummary.from_list(
+        [frame for frame in told.stack if not _is_ours(frame.filename)]
+    )
+    for other in (told.__cause__, told.__context__):
+        if other is not None:
+            _hide_ours(other, seen)
 
 
 def _is_ours(filename: str) -> bool:

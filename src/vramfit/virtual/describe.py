@@ -57,10 +57,8 @@ class Describer:
         key = self._key(func, args, kwargs, tensors)
         if key is None:
             return self._mode.dispatch(func, (), args, kwargs)
-        recipe = self._recipes.get(key, False)
-        if recipe is None:
-            return self._mode.dispatch(func, (), args, kwargs)
-        if recipe is not False:
+        recipe = self._recipes.get(key)
+        if recipe is not None:
             return self._build(recipe, tensors)
         out = self._mode.dispatch(func, (), args, kwargs)
         if len(self._recipes) >= _MAX_ENTRIES:
@@ -69,7 +67,11 @@ class Describer:
         return out
 
     def _key(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[FakeTensor]
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[FakeTensor],
     ) -> Any:
         uncached = self._uncached.get(func)
         if uncached is None:
@@ -101,11 +103,19 @@ class Describer:
             shape, stride, dtype, device = facts
             return self.factory.make(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
         if kind == _VIEW:
-            position, shape, stride, offset, dtype, device = facts
-            elem = torch.empty(0, dtype=dtype, device="meta")
-            elem.set_(tensors[position].untyped_storage(), offset, shape, stride)
-            return self.factory.make(elem, device)
+            base = tensors[facts[0]]
+            if torch.is_inference_mode_enabled() and not base.is_inference():
+                # A view of a normal tensor is normal in inference mode too: it shares the version counter.
+                with torch.inference_mode(False):
+                    return self._view(base, facts)
+            return self._view(base, facts)
         return tensors[facts] if kind == _ARGUMENT else None
+
+    def _view(self, base: FakeTensor, facts: Any) -> FakeTensor:
+        _, shape, stride, offset, dtype, device = facts
+        elem = torch.empty(0, dtype=dtype, device="meta")
+        elem.set_(base.untyped_storage(), offset, shape, stride)
+        return self.factory.make(elem, device)
 
 
 def _never_cached(func: torch._ops.OpOverload) -> bool:
@@ -115,7 +125,10 @@ def _never_cached(func: torch._ops.OpOverload) -> bool:
         or torch.Tag.dynamic_output_shape in tags
         or torch.Tag.data_dependent_output in tags
         or func._schema.name.startswith("prims::")
-        or any(a.alias_info is not None and a.alias_info.is_write and a.kwarg_only for a in func._schema.arguments)
+        or any(
+            a.alias_info is not None and a.alias_info.is_write and a.kwarg_only
+            for a in func._schema.arguments
+        )
     )
 
 
@@ -174,7 +187,11 @@ def _output(item: Any, tensors: list[FakeTensor], seen: set[int]) -> _Output | N
             facts = (position, item.shape, item.stride(), item.storage_offset(), item.dtype, device)
             return _VIEW, facts
     model = torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
-    if key in seen or item.storage_offset() or model.untyped_storage().nbytes() != item.untyped_storage().nbytes():
+    if (
+        key in seen
+        or item.storage_offset()
+        or model.untyped_storage().nbytes() != item.untyped_storage().nbytes()
+    ):
         return None  # two results in one storage, or a storage larger than its tensor
     seen.add(key)
     return _FRESH, (item.shape, item.stride(), item.dtype, device)

@@ -6,13 +6,16 @@ import platform
 import sys
 import time
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from vramfit.errors import EnvironmentUnfitError, UsageError
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.trace import (
+    Category,
     DeviceOutcome,
+    EventKind,
     MemoryTrace,
     RunWarning,
     TraceBuilder,
@@ -73,10 +76,9 @@ class VirtualGPU:
             context_bytes=context_bytes,
         )
         self._machine.config  # noqa: B018  # unreadable settings are refused here, not in the middle of the program
-        self._builder = TraceBuilder(
-            meta={"source": "virtual", "torch_version": torch.__version__, "alloc_conf": self._machine.config.to_string()}
-        )
+        self._builder = TraceBuilder(meta={"source": "virtual", "torch_version": torch.__version__})
         self._patches = PatchStack()
+        self._history_start = 0
         self._run: VirtualRun | None = None
         self._started = 0.0
         self._shim: build_shim.ShimReport | None = None
@@ -96,7 +98,11 @@ class VirtualGPU:
             facade.install(self._machine, self._patches)
             program.install(self.mode, self._patches)
             self._machine.hooks.snapshot_provider = self._snapshot
+            self._machine.hooks.collect = self.meter.collect
             self._machine.hooks.clear_workspaces = self.mode.workspaces.clear
+            self._machine.hooks.on_record_history = self._begin_history
+            self._machine.hooks.malloc = self._raw_malloc
+            self._machine.hooks.free = lambda device, address: self.meter.free(address, device)
             self.mode.__enter__()
         except BaseException:
             self._patches.undo()
@@ -139,9 +145,21 @@ class VirtualGPU:
         """Most bytes reserved at once on device 0 since entering."""
         return self.run.devices[0].peak_reserved_bytes
 
+    def _raw_malloc(self, device: int, size: int, stream: int) -> int:
+        """``torch.cuda.caching_allocator_alloc``."""
+        return self.meter.malloc(
+            size, device, op="caching_allocator_alloc", category=Category.OTHER, stream=stream
+        )[0]
+
+    def _begin_history(self, arguments: dict[str, object]) -> None:
+        """``torch.cuda.memory._record_memory_history``: events from now on belong to the program's snapshots."""
+        if arguments.get("clear_history") or self._machine.history is not None:
+            self._history_start = len(self._builder)
+
     def _outcome(self, error: BaseException | None) -> VirtualRun:
         meter, machine = self.meter, self._machine
         meter.collect()
+        self._builder.meta["alloc_conf"] = machine.config.to_string()
         oom = meter.oom
         if oom is not None and isinstance(error, torch.OutOfMemoryError):
             oom = meter.unhandled_oom()
@@ -150,7 +168,8 @@ class VirtualGPU:
             devices=tuple(self._device_outcome(index) for index in range(len(machine.devices))),
             oom=oom,
             warnings=tuple(
-                RunWarning(code=w.code, message=w.message, location=w.location, count=w.count) for w in machine.warnings
+                RunWarning(code=w.code, message=w.message, location=w.location, count=w.count)
+                for w in machine.warnings
             ),
             ops=meter.ops,
             seconds_simulated=machine.clock_us / 1e6,
@@ -188,10 +207,21 @@ class VirtualGPU:
             peak_active_bytes=lifetime.active,
         )
 
-    def _snapshot(self) -> dict[str, object]:
+    def _snapshot(self) -> dict[str, Any]:
+        """A snapshot in torch's format, with the events that the program asked to record."""
         self.meter.collect()
         trace = self._builder.finish(devices=self._trace_devices())
-        return snapshot_from_trace(trace)
+        snapshot = snapshot_from_trace(trace)
+        history = self._machine.history
+        if history is None:
+            return {**snapshot, "device_traces": [[] for _ in snapshot["device_traces"]]}
+        before = (trace.kind[: self._history_start] != EventKind.MARKER).nonzero()[0]
+        limit = int(history.get("max_entries") or sys.maxsize)
+        traces = [
+            events[int((trace.device[before] == device).sum()) :][-limit:]
+            for device, events in enumerate(snapshot["device_traces"])
+        ]
+        return {**snapshot, "device_traces": traces}
 
 
 _active: VirtualGPU | None = None
@@ -218,5 +248,6 @@ def check_interpreter() -> None:
         raise EnvironmentUnfitError(f"torch {torch.__version__} is too old", "Install torch 2.11 or later.")
     if torch.cuda.is_initialized():
         raise EnvironmentUnfitError(
-            "this process uses a real GPU already", "Run the code with vramfit.run(...) or `vramfit run`, in a child process."
+            "this process uses a real GPU already",
+            "Run the code with vramfit.run(...) or `vramfit run`, in a child process.",
         )

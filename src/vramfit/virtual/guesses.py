@@ -12,6 +12,7 @@ from vramfit.virtual.machine import Machine
 
 # A loop that has asked this often within one phase, at one place, is waiting for the other answer.
 PATIENCE = 200
+GUESSED = "the program read values that the virtual GPU does not compute; plausible ones were given"
 
 
 class Guesses:
@@ -30,7 +31,7 @@ class Guesses:
         location = self.location()
         self._machine.warn(
             "guessed-value",
-            "the program looks at a value that the virtual GPU does not compute: a plausible one was given",
+            GUESSED,
             location=location,
         )
         self._asked[location] += 1

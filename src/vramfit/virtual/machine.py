@@ -132,6 +132,7 @@ class Hooks:
 
     Attributes:
         snapshot_provider: gives a snapshot as ``torch.cuda.memory._snapshot()`` returns it.
+        collect: returns the blocks of tensors that have died; called before anyone looks at the memory.
         on_nvtx: called with ``"push"``, ``"pop"``, ``"mark"``, ``"start"`` or ``"end"`` and the name
             (empty for ``"pop"`` and ``"end"``).
         on_synchronize: called with the device index when the program waits for a device.
@@ -144,6 +145,7 @@ class Hooks:
     """
 
     snapshot_provider: Callable[[], dict[str, Any]] | None = None
+    collect: Callable[[], None] | None = None
     on_nvtx: Callable[[str, str], None] | None = None
     on_synchronize: Callable[[int], None] | None = None
     on_record_history: Callable[[dict[str, Any]], None] | None = None
@@ -279,7 +281,13 @@ class Machine:
         number = self.current_device if index is None or index < 0 else index
         if number >= len(self.devices):
             raise InvalidDevice(f"device {number} of {len(self.devices)}")
+        self.collect()
         return self.devices[number]
+
+    def collect(self) -> None:
+        """Return the blocks of all tensors that have died, so that the figures are those of this moment."""
+        if self.hooks.collect is not None:
+            self.hooks.collect()
 
     @property
     def current_device(self) -> int:

@@ -120,7 +120,13 @@ class Meter:
                 while self._dead:
                     self._release(self._dead.popleft())
 
-    def _place(self, record: StorageRecord, op: str, category: int | None, tensor: torch.Tensor | None) -> None:
+    def _place(
+        self, record: StorageRecord, op: str, category: int | None, tensor: torch.Tensor | None
+    ) -> None:
+        if self.machine.init_pid is None:
+            # The first tensor on a card initialises CUDA. torch's C++ asks for that only once in a process, which
+            # calibration.py or an earlier virtual GPU has used up.
+            torch.cuda.init()
         record.phase = self.phases.index
         record.category = self._category_now() if category is None else category
         record.address, record.row = self.malloc(
@@ -161,7 +167,14 @@ class Meter:
     # -- raw blocks ----------------------------------------------------------------------------------------------
 
     def malloc(
-        self, nbytes: int, device: int, *, op: str, category: int, tensor: str | None = None
+        self,
+        nbytes: int,
+        device: int,
+        *,
+        op: str,
+        category: int,
+        tensor: str | None = None,
+        stream: int | None = None,
     ) -> tuple[int, int]:
         """Take a block on the current stream of a device; returns its address and its row in the trace.
 
@@ -172,7 +185,8 @@ class Meter:
             return 0, -1
         machine, builder = self.machine, self.builder
         card = machine.devices[device]
-        stream = machine.current_stream(device)
+        if stream is None:
+            stream = machine.current_stream(device)
         with self.lock:
             self.collect()
             try:
@@ -318,6 +332,7 @@ class Meter:
             total_bytes=card.spec.total_bytes,
             handled=True,
         )
+        self.machine.notify_oom(device, nbytes, card.allocator.allocated_bytes, card.driver.free_bytes)
         return torch.OutOfMemoryError(message)
 
 

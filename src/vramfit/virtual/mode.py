@@ -101,9 +101,8 @@ class VirtualMode(TorchDispatchMode):
             on_card = device is not None and device.type == "cuda"
         else:
             on_card = False
-        if types and not _PLAIN_TYPES.issuperset(types):
-            if any(not issubclass(t, torch.nn.Parameter) and t not in _PLAIN_TYPES for t in types):
-                return NotImplemented  # a wrapper subclass: it takes itself apart and comes back
+        if types and not _PLAIN_TYPES.issuperset(types) and _has_wrapper(types):
+            return NotImplemented  # it takes itself apart and comes back
         if not isinstance(func, torch._ops.OpOverload):
             return self.fake.dispatch(func, types, args, kwargs) if fake else func(*args, **kwargs)
         if not (fake or on_card):
@@ -162,7 +161,11 @@ class VirtualMode(TorchDispatchMode):
             if corrected is not None:
                 return corrected(self.fake, *args, **kwargs)
             return self.describer.describe(func, args, kwargs)
-        except (UnsupportedOperatorException, DataDependentOutputException, DynamicOutputShapeException) as error:
+        except (
+            UnsupportedOperatorException,
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+        ) as error:
             message = f"the virtual GPU has no rule for {func} yet, and does not run ops for real"
             self.machine.warn("op-without-rule", message)
             raise NotImplementedError(f"vramfit: {message}") from error
@@ -184,6 +187,9 @@ class VirtualMode(TorchDispatchMode):
             return
         device = _device_of(out, args, kwargs)
         if device is not None:
+            if self.machine.init_pid is None:
+                # torch remembers in C++ that CUDA was initialised once, and would not say so again.
+                torch.cuda._lazy_init()
             context = self.workspaces.context(device)
             extras = kernels.extras(func, args, kwargs, out, context)
             held = meter.temporary(extras.before, device, info.name) if extras and extras.before else []
@@ -199,7 +205,9 @@ class VirtualMode(TorchDispatchMode):
                     meter.free(address, device)
             if extras and extras.error_bytes:
                 meter.uncertainty[device] = max(meter.uncertainty[device], extras.error_bytes)
-            self.machine.advance(1e6 * roofline.seconds(func, args, kwargs, out, self.machine.devices[device].spec))
+            self.machine.advance(
+                1e6 * roofline.seconds(func, args, kwargs, out, self.machine.devices[device].spec)
+            )
         self._shade(func, info, args, kwargs, out)
 
     # -- shadows -------------------------------------------------------------------------------------------------
@@ -225,8 +233,10 @@ class VirtualMode(TorchDispatchMode):
                 info.shadowed = False
             else:
                 for fake, value in zip(_tensors(out), _tensors(result), strict=False):
-                    if info.fresh and may_carry(fake) and not any(fake is w for w in written):
-                        self.shadows.set(fake, value, guessed=guessed)
+                    # A shape assumed by a rule (shapes.py) need not be that of a guessed value.
+                    if not may_carry(fake) or fake.shape != value.shape or any(fake is w for w in written):
+                        continue
+                    self.shadows.set(fake, value, guessed=guessed)
                 if guessed:
                     for tensor in written:
                         if (shadow := self.shadows.find(tensor)) is not None:
@@ -236,13 +246,13 @@ class VirtualMode(TorchDispatchMode):
             self.shadows.forget(tensor)
         for tensor in fresh:
             if not any(tensor is w for w in written):
-                value = guess_value(func, tensor.dtype, args)
-                self.shadows.set(tensor, torch.full(tensor.shape, value, dtype=tensor.dtype), guessed=True)
+                guess = guess_value(func, tensor.dtype, args)
+                self.shadows.set(tensor, torch.full(tensor.shape, guess, dtype=tensor.dtype), guessed=True)
 
     def _shadow_args(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], bool] | None:
-        """Arguments with every fake tensor replaced by its shadow, and whether one was a guess; None if one has none."""
+        """Arguments with shadows in place of fake tensors, and whether one was a guess; None if one is missing."""
         guessed = False
         shadows = self.shadows
         for tensor in (*_tensors(args), *_tensors(tuple(kwargs.values()))):
@@ -286,7 +296,9 @@ class VirtualMode(TorchDispatchMode):
             self.shadows.set(fake, tensor.detach())
         return fake
 
-    def _wrap_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _wrap_all(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def to_fake(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if type(tensor) is FakeTensor or tensor.device.type == "meta" else self.wrap(tensor)
 
@@ -348,9 +360,14 @@ class VirtualMode(TorchDispatchMode):
         """
         if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
             return False
-        if not (type(args[0]) is FakeTensor and type(args[1]) is FakeTensor and args[0].shape == args[1].shape):
+        if not (
+            type(args[0]) is FakeTensor and type(args[1]) is FakeTensor and args[0].shape == args[1].shape
+        ):
             return False
-        counts = (args[0]._use_count(), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata))
+        counts = (
+            args[0]._use_count(),  # type: ignore[attr-defined]
+            torch._C._storage_Use_Count(args[0].untyped_storage()._cdata),
+        )
         if self.observed_counts is not None:
             self.observed_counts.append(counts)
         limits = self.exclusive_counts
@@ -373,9 +390,16 @@ def _without_generator(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
     name = func._overloadname
     if "generator" not in name:
         return func
-    plain = name.replace("generator_with_", "").replace("_generator", "").replace("generator", "") or "default"
+    plain = (
+        name.replace("generator_with_", "").replace("_generator", "").replace("generator", "") or "default"
+    )
     sibling: torch._ops.OpOverload = getattr(func._overloadpacket, plain)
     return sibling
+
+
+def _has_wrapper(types: Any) -> bool:
+    """Whether a tensor class of the program has a dispatch of its own (quantised tensors, DTensor)."""
+    return any(not issubclass(t, torch.nn.Parameter) and t not in _PLAIN_TYPES for t in types)
 
 
 def _scan(values: Any) -> tuple[bool, bool]:

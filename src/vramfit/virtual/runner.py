@@ -46,9 +46,7 @@ def run_in_child(
     """
     with tempfile.TemporaryDirectory(prefix="vramfit-") as name:
         folder = Path(name)
-        job = Job(
-            command=list(command), gpu=plain_spec(gpu), gpus=gpus, alloc_conf=alloc_conf, folder=name
-        )
+        job = Job(command=list(command), gpu=plain_spec(gpu), gpus=gpus, alloc_conf=alloc_conf, folder=name)
         (folder / "job.json").write_text(json.dumps(asdict(job)), encoding="utf-8")
         code = _spawn(folder / "job.json", environ, cwd)
         raise_failure(folder)
@@ -110,4 +108,6 @@ def _explain(stage: Stage | None, code: int) -> VramfitError:
             f"the program's process {how} before its results could be written",
             "If it ends itself (os._exit, a signal), let it return instead.",
         )
-    return VramfitError(f"the child interpreter {how} before the program started", "Is torch installed beside vramfit?")
+    return VramfitError(
+        f"the child interpreter {how} before the program started", "Is torch installed beside vramfit?"
+    )

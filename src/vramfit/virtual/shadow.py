@@ -105,7 +105,11 @@ def guess_value(func: Any, dtype: torch.dtype, args: tuple[Any, ...]) -> float |
         return 1.0
     if func in _INDEX_OPS and isinstance(args[0], torch.Tensor) and args[0].dim():
         axis = -1
-        if len(args) > 1 and func not in (_aten.topk.default, _aten.multinomial.default) and isinstance(args[1], int):
+        if (
+            len(args) > 1
+            and func not in (_aten.topk.default, _aten.multinomial.default)
+            and isinstance(args[1], int)
+        ):
             axis = args[1]
         return args[0].shape[axis] // 3 if args[0].shape else 0
     return 1

@@ -100,11 +100,13 @@ class Workspaces:
         key = (blas, device, self._handle(), self._machine.current_stream(device))
         if key in self._held:
             return []
-        size = kernels.workspace_bytes(blas, context)
+        size = self._machine.cublas_workspace_bytes.get(blas.value, kernels.workspace_bytes(blas, context))
         if not size:
             self._held[key] = 0
             return []
-        address, _ = self._meter.malloc(size, device, op=f"{blas.value} workspace", category=Category.WORKSPACES)
+        address, _ = self._meter.malloc(
+            size, device, op=f"{blas.value} workspace", category=Category.WORKSPACES
+        )
         if kernels.workspace_is_cached(blas, context):
             self._held[key] = address
             return []
@@ -121,7 +123,9 @@ class Workspaces:
         if state is None:
             spec = self._machine.devices[device].spec
             size = 48 * spec.sm_count * spec.max_threads_per_sm
-            state = self._dropout_states[device] = torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
+            state = self._dropout_states[device] = torch.empty(
+                size, dtype=torch.uint8, device=f"cuda:{device}"
+            )
             self._meter.tag(state, Category.WORKSPACES)
             self._meter.uncertainty[device] = max(self._meter.uncertainty[device], size)
         return state

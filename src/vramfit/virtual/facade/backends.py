@@ -156,7 +156,7 @@ def _patch_cudnn(functions: BackendFunctions, patches: PatchStack) -> None:
     patches.set(front.m, "__cudnn_version", version)
     patches.set(getattr(front.rnn, "m", front.rnn), "_cudnn", library)
     # Read at import time: without cuDNN the class has None there.
-    limit = torch.backends.ContextProp(  # type: ignore[no-untyped-call]
+    limit = torch.backends.ContextProp(
         functions._cuda_get_cudnn_benchmark_limit, functions._cuda_set_cudnn_benchmark_limit
     )
     patches.set(type(front), "benchmark_limit", limit)

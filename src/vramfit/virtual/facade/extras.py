@@ -109,7 +109,7 @@ class Nvtx:
 
 
 def _split(tensor: torch.Tensor, sizes: list[int], dim: int) -> tuple[torch.Tensor, ...]:
-    return cast(tuple[torch.Tensor, ...], tensor.split(sizes, dim))  # type: ignore[no-untyped-call]
+    return cast(tuple[torch.Tensor, ...], tensor.split(sizes, dim))
 
 
 class CommFunctions(CFunctions):

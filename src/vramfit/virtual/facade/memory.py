@@ -27,7 +27,8 @@ class MemoryFunctions(CFunctions):
         self.metadata = ""
 
     def used(self) -> list[VirtualDevice]:
-        """The devices whose allocator has been used."""
+        """The devices whose allocator has been used, with the blocks of dead tensors returned to them."""
+        self.machine.collect()
         return [device for device in self.machine.devices if device.allocator_used]
 
     # Statistics

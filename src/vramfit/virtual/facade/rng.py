@@ -187,5 +187,5 @@ def patch_rng(patches: PatchStack) -> list[tuple[object, object]]:
 
 def default_generator(device: int) -> VirtualGenerator:
     """The default generator of a virtual device; initialises ``torch.cuda``."""
-    torch.cuda.init()  # type: ignore[no-untyped-call]
+    torch.cuda.init()
     return cast(VirtualGenerator, torch.cuda.default_generators[device])

@@ -71,12 +71,12 @@ def _index_put_out_of_place(args: Args, kwargs: Kwargs, outputs: Any, ctx: Kerne
 def _index_add(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
     """``index_add``: atomic sums; in deterministic mode ``index_put_`` with accumulation."""
     del outputs
-    if not ctx.deterministic:
-        return None
     source = args[0]
+    if not ctx.deterministic or not source.dim():
+        return None
     dim, index = argument(args, kwargs, 1, "dim"), argument(args, kwargs, 2, "index")
     values = argument(args, kwargs, 3, "source")
-    indices = [None] * (dim % max(1, source.dim())) + [index]
+    indices = [None] * (dim % source.dim()) + [index]
     return _index_put((source, indices, values, True), {}, None, ctx)
 
 

@@ -60,7 +60,7 @@ def _cudnn_attention(func: torch._ops.OpOverload) -> Meta:
 def _reduced_in_place(func: torch._ops.OpOverload, reduction_at: int) -> Meta:
     """A loss whose scalar result keeps the storage of the unreduced loss.
 
-    native/BinaryOps.cpp, ``TORCH_META_FUNC(mse_loss)`` and ``smooth_l1_loss``: the output is built for the
+    native/Loss.cpp, ``TORCH_META_FUNC(mse_loss)`` and ``smooth_l1_loss``: the output is built for the
     whole input and then resized to a scalar, which keeps the storage. native/cuda/Loss.cu,
     ``binary_cross_entropy_out_cuda`` resizes its full-size output in the same way.
     """

@@ -8,7 +8,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vramfit.virtual.patching import PatchStack
-from vramfit.virtual.program import attention, autograd, checkpoints, compile_, modules, optimizers, rnn, tensors, threads
+from vramfit.virtual.program import (
+    attention,
+    autograd,
+    checkpoints,
+    compile_,
+    losses,
+    modules,
+    optimizers,
+    rnn,
+    tensors,
+    threads,
+)
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -16,5 +27,16 @@ if TYPE_CHECKING:
 
 def install(mode: VirtualMode, patches: PatchStack) -> None:
     """Apply every patch of this package."""
-    for module in (tensors, modules, autograd, optimizers, checkpoints, threads, compile_, attention, rnn):
+    for module in (
+        tensors,
+        modules,
+        autograd,
+        optimizers,
+        checkpoints,
+        threads,
+        compile_,
+        attention,
+        losses,
+        rnn,
+    ):
         module.install(mode, patches)

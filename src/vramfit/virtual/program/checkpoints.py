@@ -51,7 +51,8 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError(
-                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment."
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol "
+                "at the moment."
             )
         out = _duplicate(self)
         memo[id(self)] = out

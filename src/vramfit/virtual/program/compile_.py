@@ -35,7 +35,7 @@ def _wrap_module(model: nn.Module) -> nn.Module:
     from torch._dynamo.eval_frame import OptimizedModule
 
     # The real wrapper (state_dict keys with _orig_mod., attribute forwarding) around a compiler that does nothing.
-    return OptimizedModule(model, _Eager())
+    return OptimizedModule(model, _Eager())  # type: ignore[arg-type]
 
 
 class _Eager:

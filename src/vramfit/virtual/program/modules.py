@@ -30,9 +30,13 @@ def _patch_parameter(mode: VirtualMode, patches: PatchStack) -> None:
     original = nn.Parameter.__new__
 
     def new(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
-        if type(data) in (torch.Tensor, nn.Parameter) and data.device.type == "cpu" and data.layout is torch.strided:
+        if (
+            type(data) in (torch.Tensor, nn.Parameter)
+            and data.device.type == "cpu"
+            and data.layout is torch.strided
+        ):
             data = mode.wrap(data.detach())
-        parameter = original(cls, data, requires_grad)
+        parameter: Any = original(cls, data, requires_grad)
         if type(parameter) is FakeTensor:
             mode.meter.tag(parameter, Category.PARAMETERS)
         return parameter
@@ -41,8 +45,8 @@ def _patch_parameter(mode: VirtualMode, patches: PatchStack) -> None:
 
 
 def _patch_apply(mode: VirtualMode, patches: PatchStack) -> None:
-    """``Module._apply`` refuses to swap fake parameters (it sees weak references); setting their data keeps identity."""
-    original = nn.Module._apply
+    """Move parameters by their data: ``Module._apply`` would swap fake ones, and refuses (it sees weak references)."""
+    original: Callable[..., nn.Module] = nn.Module._apply
     modules = mode.meter.modules
 
     def apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -71,7 +75,7 @@ def _move_parameter(
     mode: VirtualMode,
     module: nn.Module,
     key: str,
-    parameter: nn.Parameter,
+    parameter: torch.Tensor,
     fn: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     with torch.no_grad():

@@ -21,14 +21,9 @@ if TYPE_CHECKING:
 def install(mode: VirtualMode, patches: PatchStack) -> None:
     """Let torch.optim choose foreach and fused as on a card, and follow its steps."""
     # torch.optim takes the foreach path by the tensors' exact type: fake ones would take the slow loop.
-    types = [*_foreach_utils._foreach_supported_types, FakeTensor]
-    before = list(_foreach_utils._foreach_supported_types)
-
-    def restore() -> None:
-        _foreach_utils._foreach_supported_types[:] = before
-
-    _foreach_utils._foreach_supported_types[:] = types
-    patches.call(restore)
+    types: list[Any] = _foreach_utils._foreach_supported_types
+    types.append(FakeTensor)
+    patches.call(lambda: types.remove(FakeTensor))
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         tag_gradients(mode)

@@ -36,7 +36,11 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
 
 def _layer(mode: VirtualMode, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def layer(*args: Any) -> Any:
-        if type(args[0]) is not FakeTensor or args[0].device.type != "cuda" or not torch.backends.cudnn.enabled:
+        if (
+            type(args[0]) is not FakeTensor
+            or args[0].device.type != "cuda"
+            or not torch.backends.cudnn.enabled
+        ):
             return original(*args)
         packed = isinstance(args[1], torch.Tensor) and isinstance(args[3], (list, tuple))
         if packed:  # data, batch_sizes, hx, params, has_biases, layers, dropout, train, bidirectional
@@ -46,7 +50,18 @@ def _layer(mode: VirtualMode, name: str, original: Callable[..., Any]) -> Callab
             data, hidden, weights, biases, layers, dropout, train, bidirectional, batch_first = args
             sizes = []
         return run_cudnn(
-            mode, name, data, hidden, weights, biases, layers, dropout, train, bidirectional, batch_first, sizes
+            mode,
+            name,
+            data,
+            hidden,
+            weights,
+            biases,
+            layers,
+            dropout,
+            train,
+            bidirectional,
+            batch_first,
+            sizes,
         )
 
     return layer
@@ -121,7 +136,9 @@ def _patch_flatten(mode: VirtualMode, patches: PatchStack) -> None:
         from vramfit.trace import Category
 
         with torch.no_grad():
-            buffer = torch.empty(sum(w.numel() for w in weights), dtype=weights[0].dtype, device=weights[0].device)
+            buffer = torch.empty(
+                sum(w.numel() for w in weights), dtype=weights[0].dtype, device=weights[0].device
+            )
             mode.meter.tag(buffer, Category.PARAMETERS, mode.meter.modules.path_of(self))
             offset = 0
             for weight in weights:

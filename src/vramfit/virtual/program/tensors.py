@@ -68,7 +68,7 @@ def _patch_addresses(mode: VirtualMode, patches: PatchStack) -> None:
     def data_ptr(self: FakeTensor) -> int:
         record = mode.meter.record_of(self)
         base = record.address if record is not None else self.untyped_storage()._cdata
-        return base + self.storage_offset() * self.element_size() if base else 0
+        return base + int(self.storage_offset()) * self.element_size() if base else 0
 
     patches.set(FakeTensor, "data_ptr", data_ptr)
 

@@ -42,7 +42,9 @@ def multi_margin_loss(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwarg
 
 
 @rule("aten.multilabel_margin_loss_forward.default")
-def multilabel_margin_loss(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def multilabel_margin_loss(
+    mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """The loss and a mask of the targets."""
     source, _, reduction = args
     each = reduction == _NO_REDUCTION and source.dim() > 1

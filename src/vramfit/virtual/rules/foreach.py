@@ -23,7 +23,9 @@ _OTHERWISE = {"_foreach_norm", "_foreach_max", "_foreach_copy", "_foreach_powsum
 def in_place(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An in-place list op: shapes stay; only temporaries, time and shadows matter."""
     info = mode.ops[func]
-    written = [t for t in args[0] if isinstance(t, torch.Tensor)] if isinstance(args[0], (list, tuple)) else []
+    written = (
+        [t for t in args[0] if isinstance(t, torch.Tensor)] if isinstance(args[0], (list, tuple)) else []
+    )
     mode.settle(func, info, args, kwargs, written)
     return None if not func._schema.returns else args[0]
 

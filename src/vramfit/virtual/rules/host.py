@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.trace import Category
+from vramfit.virtual.guesses import GUESSED
 from vramfit.virtual.rules.registry import rule
 from vramfit.virtual.shadow import guess_value
 
@@ -36,7 +37,9 @@ def to_copy(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[st
     return mode.run(func, info, args, kwargs, real=False)
 
 
-def _upload(mode: VirtualMode, source: torch.Tensor, device: torch.device, kwargs: dict[str, Any]) -> torch.Tensor:
+def _upload(
+    mode: VirtualMode, source: torch.Tensor, device: torch.device, kwargs: dict[str, Any]
+) -> torch.Tensor:
     info = mode.ops[_TO_COPY]
     if source.device.type == "meta":
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
@@ -55,16 +58,18 @@ def download(mode: VirtualMode, source: torch.Tensor, kwargs: dict[str, Any]) ->
     shadow = mode.shadows.find(source)
     if shadow is not None:
         if shadow.guessed:
-            warn_guess(mode, "copied to the host")
+            warn_guess(mode)
         view = mode.shadows.view(source)
         assert view is not None
         out = view.to(dtype, copy=True)
     else:
-        warn_guess(mode, "copied to the host")
+        warn_guess(mode)
         # zeros come from calloc: pages that nobody touches cost nothing
         out = torch.zeros(source.shape, dtype=dtype)
         if not (source.is_contiguous() or source.numel() == 0):
-            dense = torch.ops.aten.empty_like.default(torch.empty_strided(source.shape, source.stride(), device="meta"))
+            dense = torch.ops.aten.empty_like.default(
+                torch.empty_strided(source.shape, source.stride(), device="meta")
+            )
             out = torch.zeros(max(source.numel(), 1), dtype=dtype)[: source.numel()].as_strided(
                 source.shape, dense.stride()
             )
@@ -148,7 +153,7 @@ def pin_memory(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict
         raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
     if type(tensor) is FakeTensor:
         return mode.wrap(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype))
-    out = torch.ops.aten.clone.default(tensor)
+    out: torch.Tensor = torch.ops.aten.clone.default(tensor)
     mode.pin(out)
     return out
 
@@ -163,11 +168,11 @@ def record_stream(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: d
         mode.machine.devices[record.device].allocator.record_stream(record.address, stream.stream_id)
 
 
-def warn_guess(mode: VirtualMode, how: str) -> None:
+def warn_guess(mode: VirtualMode) -> None:
     """Say once per line that the program looked at a value that nobody computed."""
     mode.machine.warn(
         "guessed-value",
-        f"a value that the virtual GPU does not compute was {how}: a plausible one was given",
+        GUESSED,
         location=mode.guesses.location(),
     )
 

@@ -39,7 +39,7 @@ def cudnn_rnn_backward(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwar
 
 @rule("aten._thnn_fused_gru_cell.default")
 def gru_cell(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The new state, and a workspace of five state sizes for backward (native/cuda/RNN.cu, GRU_WORKSPACE_MULTIPLIER)."""
+    """The new state, and a workspace for backward (native/cuda/RNN.cu, GRU_WORKSPACE_MULTIPLIER)."""
     hx: torch.Tensor = args[2]
     out = (mode.fake_like(hx), mode.fake_empty((hx.shape[0], 5 * hx.shape[1]), hx.dtype, hx.device))
     mode.settle(func, mode.ops[func], args, kwargs, out)

@@ -165,7 +165,9 @@ def bincount(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[s
     minlength = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
     _assume(mode, "bincount", f"{max(minlength, 1)} bins")
     weights = kwargs.get("weights", args[1] if len(args) > 1 else None)
-    dtype = torch.int64 if weights is None else torch.float64 if weights.dtype != torch.float32 else torch.float32
+    dtype = (
+        torch.int64 if weights is None else torch.float64 if weights.dtype != torch.float32 else torch.float32
+    )
     return _finish(mode, func, args, kwargs, mode.fake_empty((max(minlength, 1),), dtype, args[0].device))
 
 
