@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _foreach_supported_types,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils import _foreach_utils
 
 from vramfit.trace import Category
@@ -21,9 +26,11 @@ if TYPE_CHECKING:
 def install(mode: VirtualMode, patches: PatchStack) -> None:
     """Let torch.optim choose foreach and fused as on a card, and follow its steps."""
     # torch.optim takes the foreach path by the tensors' exact type: fake ones would take the slow loop.
-    types: list[Any] = _foreach_utils._foreach_supported_types
-    types.append(FakeTensor)
-    patches.call(lambda: types.remove(FakeTensor))
+    # There are two lists: one for gradient clipping and the like, one for the optimizers' own default.
+    supported: tuple[list[Any], ...] = (_foreach_utils._foreach_supported_types, _foreach_supported_types)
+    for types in supported:
+        types.append(FakeTensor)
+        patches.call(partial(types.remove, FakeTensor))
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         tag_gradients(mode)
