@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vramfit.virtual.kernels import Extras, covered, extras
+from vramfit.virtual.kernels import METAS, Extras, covered, extras
 from vramfit.virtual.kernels.convolution import uses_tensor_cores
 from vramfit.virtual.kernels.copying import copy_temporaries
 from vramfit.virtual.kernels.cub import sort_bytes
@@ -169,9 +169,46 @@ def test_tensor_cores_by_type_and_capability():
     assert not uses_tensor_cores(torch.float64, context("A100 80GB"))
 
 
+def lstm(train, bidirectional=False):
+    """Arguments of ``_cudnn_rnn``: 10 steps, batch 4, input 16, hidden 8, two layers."""
+    weights, states = [cuda(32, 16)], cuda(2, 4, 8)
+    return (
+        cuda(10, 4, 16),
+        weights,
+        4,
+        cuda(2000),
+        states,
+        states,
+        2,
+        8,
+        0,
+        2,
+        False,
+        0.0,
+        train,
+        bidirectional,
+        [],
+        None,
+    )
+
+
+def test_recurrent_passes_hold_the_gates_of_a_layer():
+    gates = 10 * 4 * 8 * 4 * 4  # rows x hidden x four gates x 4 bytes
+    inference = extras(aten._cudnn_rnn.default, lstm(False), {}, None, context())
+    assert inference == Extras(after=(gates,), error_bytes=gates)
+    both_ways = extras(aten._cudnn_rnn.default, lstm(True, True), {}, None, context())
+    assert both_ways is not None
+    assert both_ways.after == (2 * gates,)
+    assert both_ways.error_bytes > 2 * gates
+
+
 def test_recurrent_reserve_holds_gates_and_states():
-    # LSTM, 10 steps, batch 4, hidden 8, two layers, both directions: 4 gates, cell and hidden state
-    assert reserve_bytes(2, 10, 4, 8, 2, 2, 4) == 10 * 4 * 8 * 2 * 2 * 6 * 4
+    # Four gates, cell and hidden state, for every step and layer
+    expected = 10 * 4 * 8 * 2 * 6 * 4
+    assert reserve_bytes(2, 10, 4, 8, 2, 1, 4) == expected
+    op = aten._cudnn_rnn.default
+    assert METAS[op](FAKE, *lstm(True))[3].shape == (expected,)
+    assert METAS[op](FAKE, *lstm(False))[3].shape == (0,)
 
 
 def test_every_rule_belongs_to_an_op_of_this_torch():
@@ -204,3 +241,13 @@ def test_masked_scatter_counts_along_the_mask():
     found = extras(aten.masked_scatter.default, (values, mask, values), {}, values, context())
     assert found is not None
     assert found.after[0] == 100 * 64 * 8
+
+
+def test_recurrent_backward_reads_its_own_arguments():
+    source, *_ = lstm(True)
+    states = cuda(2, 4, 8)
+    head = (source, [cuda(32, 16)], 4, cuda(2000), states, states, cuda(10, 4, 8), None, None, None)
+    args = (*head, 2, 8, 0, 2, False, 0.0, True, False, [], None, cuda(0), [True] * 4)
+    found = extras(aten._cudnn_rnn_backward.default, args, {}, None, context())
+    assert found is not None
+    assert found.after == (10 * 4 * 8 * 4 * 4,)

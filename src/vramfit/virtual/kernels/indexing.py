@@ -82,11 +82,15 @@ def _index_add(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> 
 
 def _index(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
     """``index`` with a boolean mask: its positions first, one int64 for each dimension
-    (``expandTensors``)."""
+    (``expandTensors``); with an index on the host: its copy (``make_info``, TensorAdvancedIndexing.cpp)."""
     del kwargs, ctx
     sizes = []
     for place, index in enumerate(args[1]):
-        if index is not None and index.dtype in (torch.bool, torch.uint8):
+        if index is None:
+            continue
+        if index.device != args[0].device:
+            sizes.append(nbytes(index))
+        if index.dtype in (torch.bool, torch.uint8):
             found = outputs.shape[min(place, outputs.dim() - 1)] if outputs.dim() else 1
             sizes.append(found * index.dim() * _INDEX)
     return workspace(*sizes)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from vramfit.virtual.kernels import rnn
 from vramfit.virtual.kernels.context import overloads
 
 Meta = Callable[..., Any]
@@ -77,6 +78,22 @@ def _reduced_in_place(func: torch._ops.OpOverload, reduction_at: int) -> Meta:
     return meta
 
 
+def _recurrent(func: torch._ops.OpOverload) -> Meta:
+    """cuDNN's recurrent networks keep a reserve for backward, which torch describes as empty
+    (native/cudnn/RNN.cpp).
+
+    Its size is an estimate, whose error the op's extras carry.
+    """
+
+    def meta(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
+        results = _results(mode, func, args, kwargs)
+        size = rnn.forward_reserve(args, kwargs)
+        results[3] = _fake(mode, (size,), torch.uint8, args[0].device)
+        return tuple(results)
+
+    return meta
+
+
 def _build() -> dict[torch._ops.OpOverload, Meta]:
     metas: dict[torch._ops.OpOverload, Meta] = {}
     for func in overloads("_scaled_dot_product_efficient_attention", "_efficient_attention_forward"):
@@ -85,6 +102,8 @@ def _build() -> dict[torch._ops.OpOverload, Meta]:
         metas[func] = _cudnn_attention(func)
     for func in overloads("mse_loss", "smooth_l1_loss"):
         metas[func] = _reduced_in_place(func, 2)
+    for func in overloads("_cudnn_rnn"):
+        metas[func] = _recurrent(func)
     for func in overloads("binary_cross_entropy"):
         metas[func] = _reduced_in_place(func, 3)
     return metas

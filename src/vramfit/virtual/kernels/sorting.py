@@ -127,8 +127,8 @@ _MULTI_BLOCK = (
 def _multi_block_sizes(slices: int, length: int, element: int, ctx: KernelContext) -> list[int]:
     """Buffers of the selection that gives each slice several blocks (TensorTopK.cu, ``mbtopk::launch``).
 
-    The k-th value, ranks still wanted and digits found of each slice, digit counts of each block and their sums
-    over each slice, two running counts a block. Blocks have 256 threads of 4 to 64 elements each
+    The k-th value, ranks still wanted and digits found of each slice, digit counts of each block and their
+    sums over each slice, two running counts a block. Blocks have 256 threads of 4 to 64 elements each
     (``get_items_per_thread``), so that six blocks fill an SM.
     """
     if length < next(least for most, least in _MULTI_BLOCK if slices <= most):
