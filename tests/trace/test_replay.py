@@ -12,6 +12,7 @@ from tests.trace.programs import SIZES, Recorder
 
 from vramfit.allocator import AllocatorConfig, CachingAllocator, Driver
 from vramfit.allocator.restore import restore
+from vramfit.errors import TraceFormatError
 from vramfit.trace import EventKind, MemoryTrace, TraceBuilder, read_any, replay, write_snapshot
 from vramfit.units import GIB, MIB
 
@@ -153,6 +154,31 @@ def test_frees_of_blocks_that_nothing_is_known_of() -> None:
     (device,) = replay(recorder.finish()).devices
     assert device.unknown_frees == 1
     assert device.exact
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_damaged_recordings_end_in_a_report_or_a_reason(
+    recordings: dict[str, MemoryTrace], seed: int
+) -> None:
+    chance = np.random.default_rng(seed)
+    trace = recordings[["select-n-b.json.gz", "expandable-3gpu-oom.json.gz"][seed % 2]]
+    rows = chance.integers(0, len(trace), 60)
+    columns = {}
+    for name, values in (
+        ("kind", chance.integers(0, 9, 20)),
+        ("address", chance.integers(0, 1 << 47, 20)),
+        ("size", chance.integers(0, 1 << 44, 20)),
+    ):
+        columns[name] = getattr(trace, name).copy()
+        columns[name][rows[:20] if name == "kind" else rows[20:40]] = values
+    damaged = dataclasses.replace(trace, **columns)
+    for config in (None, AllocatorConfig(max_split_size=32 * MIB)):
+        try:
+            report = replay(damaged, config)
+        except TraceFormatError as error:
+            assert "contradicts itself" in error.message
+        else:
+            assert not (config is None and report.exact)
 
 
 def test_several_devices_and_streams(tmp_path: Any) -> None:

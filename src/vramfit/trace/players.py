@@ -109,7 +109,10 @@ class ExactPlayer(Player):
 
     def begin(self, start: Sequence[Segment]) -> None:
         """Take over the recorded state, addresses and all."""
-        restore(self.allocator, start, self.plan.lowest_mappings)
+        possible = [
+            segment for segment in start if self.driver.hold(segment["address"], segment["total_size"])
+        ]
+        restore(self.allocator, possible, self.plan.lowest_mappings)
 
     def run(self) -> None:
         """Serve all steps."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from vramfit.allocator import AllocatorConfig
+from vramfit.errors import TraceFormatError
 from vramfit.trace.device_events import DeviceEvents
 from vramfit.trace.events import EventKind, Segment
 from vramfit.trace.model import MemoryTrace
@@ -21,7 +22,7 @@ from vramfit.trace.settings import recorded_config, recorded_version
 from vramfit.trace.sizes import fill_block_sizes
 from vramfit.units import TIB
 
-_UNKNOWN_TOTAL = 16 * TIB
+_UNKNOWN_TOTAL = 1 * TIB
 """Memory of a card that nothing is known of: no request fails but where the recording says so."""
 
 
@@ -33,9 +34,16 @@ def replay(trace: MemoryTrace, config: AllocatorConfig | None = None) -> ReplayR
     allocated first, and the peaks say what the other settings would have changed. The card's size is then the
     one the trace names, or follows from an OOM in it; otherwise it is unlimited.
 
+    What a recording cannot tell is guessed: the slack (at most 1 MiB) of a block that was there from before, was
+    freed, and had free memory behind it of which nothing was handed out meanwhile; which private pool served a
+    segment that is gone at the end. A guess that is wrong shows as a difference.
+
     Args:
         trace: the recording.
         config: settings of the allocator; None for those of the recording.
+
+    Raises:
+        TraceFormatError: the recording contradicts itself, so that no allocator can have made it.
     """
     began = time.perf_counter()
     recorded = recorded_config(trace)
@@ -69,8 +77,15 @@ def _replay_device(trace: MemoryTrace, index: int, config: AllocatorConfig, what
     version = recorded_version(trace)
     exact = None if what_if else ExactPlayer(plan, config, version, total or _UNKNOWN_TOTAL)
     player: Player = exact or WhatIfPlayer(plan, config, version, total or _UNKNOWN_TOTAL)
-    player.begin(start)
-    player.run()
+    try:
+        player.begin(start)
+        player.run()
+    except (LookupError, ValueError, AssertionError) as error:
+        # What no allocator can have done, such as segments on top of each other, ends in states it does not know.
+        raise TraceFormatError(
+            f"the recording of device {index} contradicts itself ({type(error).__name__}: {error})",
+            "Record it again; if it is torch's own file, please report it",
+        ) from error
     recorded_final, allocator = events.final_segments, player.allocator
 
     def compared(figure: Callable[[ExactPlayer], int]) -> int | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from vramfit.allocator.rounding import MIN_BLOCK
 from vramfit.trace.device_events import DeviceEvents
 from vramfit.trace.events import EventKind, Segment
 from vramfit.trace.segments import ALLOCATED, INACTIVE, PENDING, SMALL_SEGMENT
@@ -176,7 +177,7 @@ def start_state(blocks: list[StartBlock], segments: list[StartSegment], device: 
     inside: list[list[StartBlock]] = [[] for _ in segments]
     for block in blocks:
         index = bisect_right(starts, block.address) - 1
-        if index >= 0 and block.address < segments[index].end:
+        if index >= 0 and block.address < segments[index].end and not block.address % MIN_BLOCK:
             inside[index].append(block)
     return [_segment(segment, held, device) for segment, held in zip(segments, inside, strict=True)]
 
@@ -194,7 +195,7 @@ def _segment(segment: StartSegment, held: list[StartBlock], device: int) -> dict
     for position, block in enumerate(held):
         add(block.address - cursor, 0, INACTIVE)
         room = (held[position + 1].address if position + 1 < len(held) else segment.end) - block.address
-        add(min(block.size, room), block.requested, block.state)
+        add(min(-(-block.size // MIN_BLOCK) * MIN_BLOCK, room), block.requested, block.state)
     add(segment.end - cursor, 0, INACTIVE)
     in_use = [entry for entry in entries if entry["state"] != INACTIVE]
     return {
