@@ -3,6 +3,11 @@ version.
 
 One module per family of kernels. Every rule names the file and function of torch's C++ that it follows;
 where a closed library decides, the figure is an estimate and carries an error bar.
+
+Most kernels allocate nothing but their outputs and need no rule: elementwise ops, dropout (its mask is an
+output), gather, scatter, cat, pooling, interpolation, foreach and fused optimisers, gradient scaling. Known
+to allocate, and not covered: FFT plans, linear algebra (cuSOLVER, MAGMA), CTC loss, sparse and nested
+tensors, histograms.
 """
 
 from vramfit.virtual.kernels.context import Extras, KernelContext
