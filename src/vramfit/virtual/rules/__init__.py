@@ -1,7 +1,6 @@
 """Rules for ops that FakeTensorMode cannot describe, or that mean more than shapes on a virtual card."""
 
-from vramfit.virtual.rules import backward, foreach, host, random, recurrent, shapes, storage
-from vramfit.virtual.rules import gradients  # isort: skip  # it builds on the rules of the others
+from vramfit.virtual.rules import backward, foreach, gradients, host, random, recurrent, shapes, storage
 from vramfit.virtual.rules.registry import RULES
 
 __all__ = ["RULES", "backward", "foreach", "gradients", "host", "random", "recurrent", "shapes", "storage"]

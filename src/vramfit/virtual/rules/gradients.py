@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.virtual.rules import shapes
 from vramfit.virtual.rules.registry import RULES, find_overload
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
     from vramfit.virtual.ops import Handler
 
+_INDEX_PUT = find_overload("aten._index_put_impl_.default")
+_MASKS = (torch.bool, torch.uint8)
 _SELECTING = ("Max", "Min", "Median", "Nanmedian", "Mode", "Kthvalue", "Sort", "Topk")
 _BINARY_CROSS_ENTROPY = ("BinaryCrossEntropyWithLogits",)  # ATen/native/Loss.cpp
 
@@ -42,25 +45,30 @@ def _in_place(plain: Any, written: Any, nodes: tuple[str, ...]) -> Handler:
     names = frozenset(node + "Backward" for node in nodes)
 
     def handler(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the in-place op where the node at work would do so on a card. See NOTE [Gradients written in place]."""
+        """Run the in-place op where the node at work does so on a card. See the NOTE above."""
         if (
             torch._C._current_graph_task_id() != -1
             and not torch.is_grad_enabled()
             and type(args[0]) is FakeTensor
             and (node := torch._C._current_autograd_node()) is not None
             and node.name().rstrip("0123456789") in names
+            and _made_in_this_pass(mode, args[0])
         ):
-            replacement = RULES.get(written)
-            if replacement is not None:
-                replacement(mode, written, args, kwargs)
-            else:
-                mode.run(written, mode.ops[written], args, kwargs)
+            if written is _INDEX_PUT and any(i is not None and i.dtype in _MASKS for i in args[1]):
+                return shapes.index_put(mode, written, args, kwargs)  # a mask becomes indices first
+            mode.settle(written, mode.ops[written], args, kwargs, args[0])
             return args[0]
         if usual is not None:
             return usual(mode, func, args, kwargs)
         return mode.run(func, mode.ops[func], args, kwargs)
 
     return handler
+
+
+def _made_in_this_pass(mode: VirtualMode, tensor: torch.Tensor) -> bool:
+    """Whether a tensor was made in the backward pass: the formulas read others, such as ``pos_weight``, as well."""
+    record = mode.meter.record_of(tensor)
+    return record is not None and record.phase == mode.meter.phases.index
 
 
 def _register() -> None:
