@@ -8,7 +8,7 @@ from vramfit.allocator import AllocatorConfig
 from vramfit.errors import ConfigError, UsageError
 from vramfit.gpus import find_gpu
 from vramfit.virtual import streams
-from vramfit.virtual.machine import InvalidDevice, Machine, context_bytes_of, visible_devices
+from vramfit.virtual.machine import InvalidDevice, Machine, visible_devices
 from vramfit.virtual.pinned import PinnedMemory
 
 MIB = 1 << 20
@@ -104,7 +104,7 @@ def test_the_context_is_outside_the_allocator():
 
 def test_an_unmeasured_context_is_estimated_from_the_multiprocessors():
     small, large = find_gpu("T4"), find_gpu("H100 SXM")
-    assert 64 * MIB <= context_bytes_of(small) < context_bytes_of(large) < 1024 * MIB
+    assert 64 * MIB <= small.typical_context_bytes < large.typical_context_bytes < 1024 * MIB
 
 
 def test_current_device_and_stream_belong_to_the_thread():

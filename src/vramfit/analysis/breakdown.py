@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from vramfit.analysis.curves import Curves, Measure, block_categories, curves
 from vramfit.analysis.fragmentation import Fragmentation, fragmentation
-from vramfit.analysis.frames import Origin, innermost, user_frame
 from vramfit.analysis.lifetimes import Ints, Lifetimes, lifetimes
 from vramfit.analysis.modules import ModuleNode, fold_path, module_tree
 from vramfit.trace import Category, EventKind, Frame, MemoryTrace
+from vramfit.trace.frames import Origin, innermost, user_frame
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 import threading
 import weakref
 from collections.abc import Callable
@@ -31,15 +30,6 @@ _MACHINERY = (
     _TORCH + "overrides.py",
 )
 _MAX_FRAMES = 64
-_LIBRARIES = tuple(
-    {sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")}
-    | {_TORCH, os.path.dirname(os.path.dirname(_HERE)) + os.sep, "<frozen"}
-)
-
-
-def is_library_file(filename: str) -> bool:
-    """Whether a file belongs to Python, an installed package or vramfit, rather than to the program."""
-    return filename.startswith(_LIBRARIES)
 
 
 class Phase(Enum):

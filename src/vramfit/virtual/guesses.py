@@ -7,7 +7,7 @@ from collections import Counter
 from types import FrameType
 from typing import Any
 
-from vramfit.virtual.attribution import is_library_file
+from vramfit.trace.frames import Origin, origin
 from vramfit.virtual.machine import Machine
 
 # A loop that has asked this often within one phase, at one place, is waiting for the other answer.
@@ -59,7 +59,7 @@ class Guesses:
         while frame is not None:
             name = frame.f_code.co_filename
             outermost = f"{name}:{frame.f_lineno}"
-            if not is_library_file(name):
+            if origin(name) is Origin.USER:
                 return outermost
             frame = frame.f_back
         return outermost

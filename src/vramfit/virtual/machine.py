@@ -29,21 +29,11 @@ from vramfit.virtual.pinned import PinnedMemory
 from vramfit.virtual.streams import StreamTable
 
 MIB = 1 << 20
-# Two contexts are known: 250 MiB on an RTX 3090 (82 SMs) and 430 MiB on an RTX 6000 Ada (142 SMs). Both are
-# 3.04 MiB per SM, because what a context reserves (local memory, stacks) is per resident thread.
-CONTEXT_BYTES_PER_SM = round(3.04 * MIB)
 DEFAULT_SEED = 67280421310721  # c10/core/GeneratorImpl.h: default_rng_seed_val
 
 _UUID_NAMESPACE = uuid.UUID("8d3c3b1e-6f0e-5a56-9f0e-3a1f5d3a7c11")
 
 EventHook = Callable[[int, AllocatorEventKind, int, int, int], None]
-
-
-def context_bytes_of(spec: GpuSpec) -> int:
-    """Bytes of a card that a CUDA context of torch takes: measured, else estimated from its SMs."""
-    if spec.context_bytes is not None:
-        return spec.context_bytes
-    return max(64 * MIB, spec.sm_count * CONTEXT_BYTES_PER_SM // (2 * MIB) * (2 * MIB))
 
 
 @dataclass(slots=True)
@@ -235,7 +225,9 @@ class Machine:
         )
 
     def _context_of(self, physical: int) -> int:
-        return context_bytes_of(self.specs[physical]) if self._context_bytes is None else self._context_bytes
+        return (
+            self.specs[physical].typical_context_bytes if self._context_bytes is None else self._context_bytes
+        )
 
     @property
     def uuids(self) -> tuple[str, ...]:

@@ -21,7 +21,8 @@ import torch
 
 from vramfit.allocator import AllocatorEventKind, OutOfMemory
 from vramfit.trace import Category, EventKind, Frame, OomReport, TraceBuilder
-from vramfit.virtual.attribution import ModuleStack, Phase, PhaseTracker, StackInterner, is_library_file
+from vramfit.trace.frames import user_frame
+from vramfit.virtual.attribution import ModuleStack, Phase, PhaseTracker, StackInterner
 from vramfit.virtual.machine import Machine
 
 _KIND = {kind: EventKind[kind.name] for kind in AllocatorEventKind}
@@ -323,7 +324,7 @@ class Meter:
             device=device,
             requested_bytes=nbytes,
             stack=stack,
-            user_line=next((f for f in stack if not is_library_file(f.filename)), None),
+            user_line=user_frame(stack),
             op=op,
             message=message,
             allocated_bytes=card.allocator.allocated_bytes,

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vramfit.trace import Category
 from vramfit.virtual import kernels, roofline
 from vramfit.virtual.describe import Describer
+from vramfit.virtual.facade import VirtualGenerator, default_generator, virtual_generator
 from vramfit.virtual.guesses import Guesses
 from vramfit.virtual.ops import OpInfo, OpTable, mutated_tensors
 from vramfit.virtual.rules import RULES
@@ -208,7 +209,8 @@ class VirtualMode(TorchDispatchMode):
             self.machine.advance(
                 1e6 * roofline.seconds(func, args, kwargs, out, self.machine.devices[device].spec)
             )
-        self._shade(func, info, args, kwargs, out)
+        drawn = self._draw(args, kwargs, out, device) if info.random and device is not None else None
+        self._shade(func, info, args, kwargs, out, drawn)
 
     # -- shadows -------------------------------------------------------------------------------------------------
 
@@ -219,6 +221,7 @@ class VirtualMode(TorchDispatchMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         out: Any,
+        drawn: VirtualGenerator | None,
     ) -> None:
         fresh = [t for t in _tensors(out) if may_carry(t)] if info.fresh else []
         written = mutated_tensors(info, args, kwargs) if info.mutated else []
@@ -227,7 +230,7 @@ class VirtualMode(TorchDispatchMode):
         if info.shadowed and (inputs := self._shadow_args(args, kwargs)) is not None:
             real_args, real_kwargs, guessed = inputs
             try:
-                result = self._compute(func, info, real_args, real_kwargs)
+                result = self._compute(func, info, real_args, real_kwargs, drawn)
             except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):
                 # Not every CUDA op exists on the CPU: such an op's results are guessed from now on.
                 info.shadowed = False
@@ -273,18 +276,39 @@ class VirtualMode(TorchDispatchMode):
         return map_tensors(to_real, args), real_kwargs, guessed
 
     def _compute(
-        self, func: torch._ops.OpOverload, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        func: torch._ops.OpOverload,
+        info: OpInfo,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        drawn: VirtualGenerator | None,
     ) -> Any:
+        generator = kwargs.pop("generator", None)
         if not info.random:
-            kwargs.pop("generator", None)
             return func(*args, **kwargs)
         if info.takes_generator:
-            return func(*args, **{**kwargs, "generator": self.shadows.generator})
+            return func(*args, **{**kwargs, "generator": drawn or generator})
+        if drawn is None:
+            return func(*args, **kwargs)
+        # An op without such an argument draws from the program's CPU generator, which is not to notice.
         state = torch.get_rng_state()
         try:
+            torch.default_generator.set_state(drawn.cpu_state())
             return func(*args, **kwargs)
         finally:
             torch.set_rng_state(state)
+
+    def _draw(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device: int) -> VirtualGenerator:
+        """Consume random numbers of a card; gives the generator from which the true values of small tensors come.
+
+        The same state gives the same values, as on a card (but not the card's values). How far the state moves is
+        ATen/native/cuda/DistributionTemplates.h: calc_execution_policy, four numbers a thread and round.
+        """
+        spec = self.machine.devices[device].spec
+        generator = virtual_generator(kwargs.get("generator")) or default_generator(device)
+        numel = max((t.numel() for t in (*_tensors(out), *_tensors(args))), default=1)
+        threads = 256 * max(1, min(spec.sm_count * (spec.max_threads_per_sm // 256), -(-numel // 256)))
+        return generator.draw(4 * -(-numel // (threads * 4)))
 
     # -- wrapping ------------------------------------------------------------------------------------------------
 

@@ -45,7 +45,10 @@ class OpInfo:
         self.mutated = tuple(
             (position, argument.name)
             for position, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
+            if argument.alias_info is not None
+            and argument.alias_info.is_write
+            # Fused kernels declare that they write the step counters; torch.optim counts them up beforehand.
+            and argument.name != "state_steps"
         )
         results = schema.returns
         self.fresh = any(r.alias_info is None and "Tensor" in str(r.type) for r in results)

@@ -48,8 +48,6 @@ class ShadowStore:
 
     def __init__(self) -> None:
         self._shadows: dict[int, Shadow] = {}
-        # CPU work of shadows must not disturb the program's own CPU generator: random ops draw from here.
-        self.generator = torch.Generator().manual_seed(0x5EED)
 
     def find(self, tensor: torch.Tensor) -> Shadow | None:
         """The shadow of a fake tensor's storage, if it has one."""

@@ -57,7 +57,8 @@ class Workspaces:
         key = (
             cudnn.enabled,
             cudnn.benchmark,
-            torch.are_deterministic_algorithms_enabled(),
+            torch.are_deterministic_algorithms_enabled()
+            and not torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.get_float32_matmul_precision(),
             cuda.flash_sdp_enabled(),
             cuda.mem_efficient_sdp_enabled(),

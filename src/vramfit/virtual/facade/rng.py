@@ -125,7 +125,12 @@ class VirtualGenerator(_CpuGenerator):  # type: ignore[misc]
         self.philox = state.philox
         return self
 
-    def draw(self, numbers: int) -> Any:
+    def cpu_state(self) -> torch.Tensor:
+        """State of the CPU generator underneath."""
+        state: torch.Tensor = super().get_state()
+        return state
+
+    def draw(self, numbers: int) -> VirtualGenerator:
         """Consume random numbers: gives the CPU generator to draw their true values from, and moves on.
 
         Args:

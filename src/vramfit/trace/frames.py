@@ -9,7 +9,7 @@ from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
 
-from vramfit.trace import Frame
+from vramfit.trace.events import Frame
 
 
 class Origin(IntEnum):
