@@ -124,10 +124,6 @@ class Meter:
     def _place(
         self, record: StorageRecord, op: str, category: int | None, tensor: torch.Tensor | None
     ) -> None:
-        if self.machine.init_pid is None:
-            # The first tensor on a card initialises CUDA. torch's C++ asks for that only once in a process, which
-            # calibration.py or an earlier virtual GPU has used up.
-            torch.cuda.init()
         record.phase = self.phases.index
         record.category = self._category_now() if category is None else category
         record.address, record.row = self.malloc(
