@@ -219,12 +219,18 @@ class Meter:
             self.machine.devices[device].allocator.free(address)
 
     def temporary(self, sizes: Iterable[int], device: int, op: str) -> list[int]:
-        """Take blocks that a kernel needs while it runs; the caller frees the returned addresses."""
-        return [
-            address
-            for size in sizes
-            if (address := self.malloc(size, device, op=op, category=Category.TEMPORARIES)[0])
-        ]
+        """Take blocks that a kernel needs while it runs; the caller frees the returned addresses.
+
+        A negative entry -n gives back the n-th block taken.
+        """
+        taken: list[int] = []
+        for size in sizes:
+            if size < 0:
+                self.free(taken[-size - 1], device)
+                taken[-size - 1] = 0
+            else:
+                taken.append(self.malloc(size, device, op=op, category=Category.TEMPORARIES)[0])
+        return [address for address in taken if address]
 
     def lifetime_peaks(self, device: int) -> Peaks:
         """Highest figures of a device since the start."""

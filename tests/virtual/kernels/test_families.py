@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from vramfit.virtual.kernels import METAS, Extras, covered, extras
+from vramfit.virtual.kernels.context import given_back
 from vramfit.virtual.kernels.convolution import uses_tensor_cores
 from vramfit.virtual.kernels.copying import copy_temporaries
 from vramfit.virtual.kernels.cub import sort_bytes
@@ -51,15 +52,28 @@ def test_accumulating_writes_sort_their_positions():
     found = extras(aten._index_put_impl_.default, args, {}, table, context())
     flat = 5000 * 8
     assert found is not None
-    assert found.after == (flat, flat, flat, flat, sort_bytes(5000, 8, 8, context(), bits=10))
+    # The index wrapped into range, times its stride (the first is given back); then what the sort needs.
+    sort = sort_bytes(5000, 8, 8, context(), bits=10)
+    assert found.after == (flat, flat, given_back(1), flat, flat, flat, sort)
     assert extras(aten._index_put_impl_.default, (*args[:3], False), {}, table, context()) is None
+
+
+def test_flat_positions_are_summed_up_one_index_after_the_other():
+    # As recorded of logits[rows, targets] with rows on the host: its product comes over, that of the targets is
+    # made on the card, added and given back.
+    logits, rows, targets = cuda(512, 10_000), torch.arange(512), cuda(512, dtype=torch.int64)
+    args = (logits, [rows, targets], cuda(512), True)
+    found = extras(aten._index_put_impl_.default, args, {}, logits, context())
+    flat = 512 * 8
+    assert found is not None
+    assert found.after[:8] == (flat, flat, flat, given_back(2), given_back(3), flat, flat, flat)
 
 
 def test_a_broadcast_value_is_expanded_before_it_is_written():
     table, ids = cuda(1000, 64), cuda(5000, dtype=torch.int64)
     found = extras(aten.index_put_.default, (table, [ids], cuda(1), True), {}, table, context())
     assert found is not None
-    assert found.after[1] == 5000 * 64 * 4
+    assert found.after[3] == 5000 * 64 * 4
 
 
 def test_index_add_sorts_only_when_it_must_be_deterministic():

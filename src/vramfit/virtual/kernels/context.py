@@ -79,6 +79,8 @@ class KernelContext:
 class Extras:
     """Temporaries of one kernel, all gone when it returns.
 
+    A negative entry gives one back earlier: see `given_back`.
+
     Attributes:
         before: bytes of those allocated before the op's outputs exist, in order.
         after: bytes of those allocated once the outputs exist, in order.
@@ -135,6 +137,11 @@ def workspace(*sizes: int, error_bytes: int = 0) -> Extras | None:
     """Extras before the outputs; None when nothing is allocated."""
     kept = tuple(size for size in sizes if size)
     return Extras(before=kept, error_bytes=error_bytes) if kept or error_bytes else None
+
+
+def given_back(number: int) -> int:
+    """An entry of `Extras` that takes no block but gives one back: the ``number``-th of its list, from 1."""
+    return -number
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -18,6 +18,7 @@ from vramfit.virtual.kernels.context import (
     Kwargs,
     Rule,
     argument,
+    given_back,
     nbytes,
     table,
     temporaries,
@@ -31,8 +32,8 @@ _INDEX = 8
 def _index_put(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
     """``index_put_(self, indices, values, accumulate)`` and ``_index_put_impl_``.
 
-    Sorted when it accumulates (or must be deterministic): flat positions, the values expanded, sorted
-    positions, their origin, a range, and CUB's storage.
+    Sorted when it accumulates (or must be deterministic): flat positions, the values expanded, a dense copy of
+    the tensor, sorted positions, their origin, a range, and CUB's storage.
     """
     del outputs
     source, indices, values = args[:3]
@@ -54,13 +55,32 @@ def _index_put(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> 
     positions = count * _INDEX
     copy = 0 if values.numel() == expanded and values.is_contiguous() else expanded * values.element_size()
     return temporaries(
-        0 if source.is_contiguous() else nbytes(source),
-        positions,
+        *_linear_index(tensors, source.device, positions),
         copy,
+        0 if source.is_contiguous() else nbytes(source),
         *(positions, positions, positions),
         sort_bytes(count, _INDEX, _INDEX, ctx, bits=max(1, (covered - 1).bit_length())),
         error_bytes=sort_error(count, ctx),
     )
+
+
+def _linear_index(indices: list[torch.Tensor], device: torch.device, positions: int) -> list[int]:
+    """Flat positions from one index tensor for each dimension (Indexing.cu, ``computeLinearIndex``).
+
+    Each index is wrapped into range and multiplied by its stride, where it lies; the products are added to the
+    first of them.
+    """
+    blocks: list[int] = []
+    taken = 0
+    for number, index in enumerate(indices):
+        here = 2 if index.device == device else 1  # one on the host comes over as a finished product
+        blocks += [positions] * here
+        taken += here
+        if here == 2:
+            blocks.append(given_back(taken - 1))
+        if number:
+            blocks.append(given_back(taken))
+    return blocks
 
 
 def _index_put_out_of_place(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
