@@ -111,7 +111,7 @@ class GpuSpec:
         """
         if self.context_bytes is not None:
             return self.context_bytes
-        return round((50 + 2.67 * self.sm_count) * MIB)
+        return round(50 + 2.67 * self.sm_count) * MIB
 
     @property
     def limits(self) -> ArchitectureLimits:

@@ -15,6 +15,7 @@ takes it off while it handles an op, so whatever FakeTensorMode does inside is u
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -54,8 +55,37 @@ class _Pinned(weakref.ref[torch.UntypedStorage]):
     handle: int
 
 
+class _PerThread(threading.local):
+    in_kernel = False
+
+    def __init__(self) -> None:
+        self.enter_stack: list[Any] = []
+
+
 class VirtualFakeMode(FakeTensorMode):
-    """FakeTensorMode that never touches a device, whatever ``torch.cuda.is_available()`` says."""
+    """FakeTensorMode that never touches a device, and whose state is per thread: programs have several."""
+
+    def __init__(self) -> None:
+        self._per_thread = _PerThread()
+        super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+
+    @property
+    def in_kernel_invocation(self) -> bool:  # type: ignore[override]
+        """Whether this thread is inside a kernel, where tensors are on the meta device."""
+        return self._per_thread.in_kernel
+
+    @in_kernel_invocation.setter
+    def in_kernel_invocation(self, value: bool) -> None:
+        self._per_thread.in_kernel = value
+
+    @property
+    def enter_stack(self) -> list[Any]:
+        """What ``__enter__`` left for ``__exit__`` on this thread."""
+        return self._per_thread.enter_stack
+
+    @enter_stack.setter
+    def enter_stack(self, value: list[Any]) -> None:
+        self._per_thread.enter_stack = value
 
     @property
     def avoid_device_init(self) -> bool:
@@ -71,7 +101,7 @@ class VirtualMode(TorchDispatchMode):
         self.machine = machine
         self.meter = meter
         self.workspaces = workspaces
-        self.fake = VirtualFakeMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+        self.fake = VirtualFakeMode()
         self.describer = Describer(self.fake)
         self.shadows = ShadowStore()
         self.ops = OpTable(RULES)

@@ -216,6 +216,8 @@ def patch_extras(machine: Machine, patches: PatchStack) -> None:
     nvtx = Nvtx(machine)
     patches.set(C, "_nvtx", nvtx)
     patches.set(torch.cuda.nvtx, "_nvtx", nvtx)
+    # Reductions between devices take torch's own path; a CPU build would also warn that it lacks NCCL.
+    patches.set(torch.cuda.nccl, "is_available", lambda tensors: False)  # noqa: ARG005
     _patch_sensors(machine, patches)
 
 

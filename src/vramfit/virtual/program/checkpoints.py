@@ -97,6 +97,7 @@ def _name(file: Any) -> object:
 
 def _patch_torch_save(mode: VirtualMode, patches: PatchStack, kept: dict[object, Any]) -> None:
     save, load = torch.save, torch.load
+    uploads = _Uploads(patches)
 
     def virtual_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if not holds_virtual(obj):
@@ -110,12 +111,58 @@ def _patch_torch_save(mode: VirtualMode, patches: PatchStack, kept: dict[object,
         name = _name(f)
         if name in kept:
             return _unpark(mode, kept[name], map_location)
-        return load(f, map_location, *args, **kwargs)
+        with uploads:
+            return load(f, map_location, *args, **kwargs)
 
     patches.set(torch, "save", virtual_save)
     patches.set(torch, "load", virtual_load)
     patches.set(torch.serialization, "save", virtual_save)
     patches.set(torch.serialization, "load", virtual_load)
+
+
+class _Uploads:
+    """Brings tensors of a real file to the card where ``torch.load`` is told to, or where they were saved.
+
+    torch moves storages, which only a CUDA build can do. Here the storage stays on the host with a note of where it
+    should go, and the tensor that is built on it is moved instead.
+    """
+
+    def __init__(self, patches: PatchStack) -> None:
+        self._wanted: dict[int, torch.device] = {}
+        self._moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        registry: list[Any] = torch.serialization._package_registry  # type: ignore[attr-defined]
+        entry = (0, lambda storage: None, self._note)
+        registry.insert(0, entry)
+        patches.call(lambda: registry.remove(entry))
+        self._rebuild: Callable[..., torch.Tensor] = torch._utils._rebuild_tensor
+        patches.set(torch._utils, "_rebuild_tensor", self._build)
+
+    def __enter__(self) -> None:
+        """A file is about to be read."""
+
+    def __exit__(self, *error: object) -> None:
+        """Forget its storages."""
+        self._wanted.clear()
+        self._moved.clear()
+
+    def _note(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+        if not location.startswith("cuda"):
+            return None
+        index: int = torch.serialization.validate_cuda_device(location)  # type: ignore[no-untyped-call]
+        self._wanted[storage._cdata] = torch.device("cuda", index)
+        return storage
+
+    def _build(self, storage: Any, offset: int, size: Any, stride: Any) -> torch.Tensor:
+        untyped: torch.UntypedStorage = storage._untyped_storage
+        device = self._wanted.get(untyped._cdata)
+        if device is None:
+            return self._rebuild(storage, offset, size, stride)
+        key = untyped._cdata, storage.dtype
+        whole = self._moved.get(key)
+        if whole is None:  # tensors that share a storage keep sharing it
+            whole = torch.empty(0, dtype=storage.dtype).set_(untyped).to(device)
+            self._moved[key] = whole
+        return whole.as_strided(size, stride, offset)
 
 
 def _patch_safetensors(mode: VirtualMode, patches: PatchStack, kept: dict[object, Any]) -> None:
