@@ -80,7 +80,9 @@ def test_every_optimizer_steps_and_keeps_its_state_on_the_card(gpu: VirtualGPU, 
         layer = nn.Linear(128, 64, bias=False).cuda()
         before = layer.weight
         try:
-            optimizer = getattr(torch.optim, name.split()[0])(layer.parameters(), lr=0.01, **options, **variant)
+            optimizer = getattr(torch.optim, name.split()[0])(
+                layer.parameters(), lr=0.01, **options, **variant
+            )
         except (TypeError, RuntimeError):  # this optimizer knows no such variant
             assert variant, "plain construction must work"
             continue
@@ -273,7 +275,9 @@ def test_checkpointing_lowers_the_memory_held_for_backward(gpu: VirtualGPU, reen
             x = checkpoint(block, x, use_reentrant=reentrant)
         return x
 
-    model(torch.randn(rows, 256, device="cuda"))  # the BLAS workspace is taken once, before anything is counted
+    model(
+        torch.randn(rows, 256, device="cuda")
+    )  # the BLAS workspace is taken once, before anything is counted
     assert held(model) == 12 * one, "the output of each linear layer and of each activation"
     assert held(checkpointed) == 6 * one, "the input of each block but the first, and the output"
     assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())

@@ -70,7 +70,7 @@ class VirtualFakeMode(FakeTensorMode):
         super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
 
     @property
-    def in_kernel_invocation(self) -> bool:  # type: ignore[override]
+    def in_kernel_invocation(self) -> bool:
         """Whether this thread is inside a kernel, where tensors are on the meta device."""
         return self._per_thread.in_kernel
 
@@ -278,7 +278,8 @@ class VirtualMode(TorchDispatchMode):
         for tensor in written:
             self.shadows.forget(tensor)
         for tensor in fresh:
-            if not any(tensor is w for w in written):
+            # Fractions are guessed when someone looks; answers and indices here, where the op tells which are usual.
+            if not tensor.is_floating_point() and not any(tensor is w for w in written):
                 guess = guess_value(func, tensor.dtype, args)
                 self.shadows.set(tensor, torch.full(tensor.shape, guess, dtype=tensor.dtype), guessed=True)
 
@@ -373,6 +374,8 @@ class VirtualMode(TorchDispatchMode):
 
     def pin(self, tensor: torch.Tensor) -> None:
         """Count a real CPU tensor's storage as pinned for as long as it lives."""
+        if self.machine.init_pid is None:
+            torch.cuda._lazy_init()  # CUDA pins it
         storage = tensor.untyped_storage()
 
         def unpin(pinned: weakref.ref[torch.UntypedStorage]) -> None:

@@ -130,7 +130,7 @@ class _Uploads:
     def __init__(self, patches: PatchStack) -> None:
         self._wanted: dict[int, torch.device] = {}
         self._moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        registry: list[Any] = torch.serialization._package_registry  # type: ignore[attr-defined]
+        registry: list[Any] = torch.serialization._package_registry
         entry = (0, lambda storage: None, self._note)
         registry.insert(0, entry)
         patches.call(lambda: registry.remove(entry))
@@ -148,7 +148,7 @@ class _Uploads:
     def _note(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
         if not location.startswith("cuda"):
             return None
-        index: int = torch.serialization.validate_cuda_device(location)  # type: ignore[no-untyped-call]
+        index: int = torch.serialization.validate_cuda_device(location)
         self._wanted[storage._cdata] = torch.device("cuda", index)
         return storage
 
