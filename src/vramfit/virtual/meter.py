@@ -224,12 +224,17 @@ class Meter:
         A negative entry -n gives back the n-th block taken.
         """
         taken: list[int] = []
-        for size in sizes:
-            if size < 0:
-                self.free(taken[-size - 1], device)
-                taken[-size - 1] = 0
-            else:
-                taken.append(self.malloc(size, device, op=op, category=Category.TEMPORARIES)[0])
+        try:
+            for size in sizes:
+                if size < 0:
+                    self.free(taken[-size - 1], device)
+                    taken[-size - 1] = 0
+                else:
+                    taken.append(self.malloc(size, device, op=op, category=Category.TEMPORARIES)[0])
+        except torch.OutOfMemoryError:
+            for address in filter(None, taken):  # a program that catches the error goes on without them
+                self.free(address, device)
+            raise
         return [address for address in taken if address]
 
     def lifetime_peaks(self, device: int) -> Peaks:
