@@ -112,7 +112,7 @@ def _check_alloc_conf(alloc_conf: str | None) -> None:
 
 def _check_outputs(json: Path | None, trace: Path | None, snapshot: Path | None) -> None:
     """Find a file that cannot be written before the program runs for minutes."""
-    from vramfit.report.write import check_writable
+    from vramfit.writing import check_writable
 
     seen: set[Path] = set()
     for option, path in (("--json", json), ("--trace", trace), ("--snapshot", snapshot)):
@@ -161,13 +161,13 @@ def _write(
     run: VirtualRun, verdict: Verdict, json: Path | None, trace: Path | None, snapshot: Path | None
 ) -> None:
     """Write the files that were asked for, each whole or not at all."""
-    from vramfit.report import render_json, write_text, write_with
+    from vramfit.report import render_json, write_text
 
     if json is not None and json != Path("-"):
         write_text(json, render_json(run, verdict))
     if trace is not None:
-        write_with(trace, run.trace.save)
+        run.trace.save(trace)
     if snapshot is not None:
         from vramfit.trace import write_snapshot
 
-        write_with(snapshot, lambda beside: write_snapshot(run.trace, beside))
+        write_snapshot(run.trace, snapshot)

@@ -2,7 +2,7 @@
 
 from vramfit.report.json_report import SCHEMA, render_json, run_to_json
 from vramfit.report.terminal import print_terminal, render_terminal
-from vramfit.report.write import check_writable, write_text, write_with
+from vramfit.writing import check_writable, write_text
 
 __all__ = [
     "SCHEMA",
@@ -12,5 +12,4 @@ __all__ = [
     "render_terminal",
     "run_to_json",
     "write_text",
-    "write_with",
 ]

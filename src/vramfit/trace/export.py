@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from vramfit.trace.events import Category, EventKind, TraceDevice
-from vramfit.trace.files import write_file
 from vramfit.trace.model import MemoryTrace
 from vramfit.trace.segments import check_segment
 from vramfit.trace.settings import settings_from_conf
+from vramfit.writing import write_file
 
 _ACTIONS = {kind.value: kind.name.lower() for kind in EventKind if kind is not EventKind.MARKER}
 _CATEGORIES = {category.value: category.name.lower() for category in Category}

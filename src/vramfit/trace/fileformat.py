@@ -27,8 +27,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from vramfit.errors import TraceFormatError
 from vramfit.trace.events import Category, EventKind, Frame, Segment, TraceDevice
-from vramfit.trace.files import read_file, write_file
+from vramfit.trace.files import read_file
 from vramfit.trace.model import COLUMNS, TABLES, MemoryTrace
+from vramfit.writing import write_file
 
 MAGIC = b"\x93vramfit"
 VERSION = 1

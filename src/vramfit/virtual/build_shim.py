@@ -24,6 +24,7 @@ torch version finds its own order. ``self_check`` proves the result with a backw
 from __future__ import annotations
 
 import ctypes
+import functools
 import platform
 import re
 import sys
@@ -96,6 +97,34 @@ def uninstall() -> None:
         for where, pointer in _originals:
             where.value = pointer
         _originals = None
+
+
+def set_current_device(index: int) -> None:
+    """Tell torch's guard which device is this thread's current one: C++ asks it where ``x.cuda()`` should go.
+
+    ``uncheckedSetDevice(Device)`` takes a ``c10::Device``, two bytes (type and index), in one register.
+    """
+    if _originals is None:
+        return
+    guard = _originals[0][0].value
+    slot = _guard_slots().get("uncheckedSetDevice")
+    if not guard or slot is None:
+        return
+    table = ctypes.c_void_p.from_address(guard).value
+    assert table is not None
+    function = ctypes.c_void_p.from_address(table + slot * ctypes.sizeof(ctypes.c_void_p)).value
+    assert function is not None
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint16)(function)(guard, _CUDA_DEVICE_TYPE | index << 8)
+
+
+@functools.cache
+def _guard_slots() -> dict[str, int]:
+    """Slot of each virtual method of a device guard, from the header that this torch ships; its destructor is last."""
+    header = Path(torch.__file__).parent / "include" / "c10" / "core" / "impl" / "DeviceGuardImplInterface.h"
+    text = re.sub(r"/\*.*?\*/|//[^\n]*", "", header.read_text(), flags=re.DOTALL)
+    body = text[text.index("struct C10_API DeviceGuardImplInterface") :]
+    names = re.findall(r"\bvirtual\b[^;{(]*?(~?\w+)\s*\(", body)
+    return {} if names[0].startswith("~") else {name: slot for slot, name in reversed([*enumerate(names)])}
 
 
 def platform_note() -> str:

@@ -99,6 +99,8 @@ class VirtualGPU:
             program.install(self.mode, self._patches)
             self._machine.hooks.snapshot_provider = self._snapshot
             self._machine.hooks.collect = self.meter.collect
+            self._machine.hooks.on_set_device = build_shim.set_current_device
+            self._patches.call(lambda: build_shim.set_current_device(0))
             self._machine.hooks.clear_workspaces = self.mode.workspaces.clear
             self._machine.hooks.on_record_history = self._begin_history
             self._machine.hooks.malloc = self._raw_malloc

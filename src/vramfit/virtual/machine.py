@@ -123,6 +123,7 @@ class Hooks:
     Attributes:
         snapshot_provider: gives a snapshot as ``torch.cuda.memory._snapshot()`` returns it.
         collect: returns the blocks of tensors that have died; called before anyone looks at the memory.
+        on_set_device: called with the number of the device that becomes this thread's current one.
         on_nvtx: called with ``"push"``, ``"pop"``, ``"mark"``, ``"start"`` or ``"end"`` and the name
             (empty for ``"pop"`` and ``"end"``).
         on_synchronize: called with the device index when the program waits for a device.
@@ -136,6 +137,7 @@ class Hooks:
 
     snapshot_provider: Callable[[], dict[str, Any]] | None = None
     collect: Callable[[], None] | None = None
+    on_set_device: Callable[[int], None] | None = None
     on_nvtx: Callable[[str, str], None] | None = None
     on_synchronize: Callable[[int], None] | None = None
     on_record_history: Callable[[dict[str, Any]], None] | None = None
@@ -291,6 +293,8 @@ class Machine:
         if not 0 <= index < len(self.devices):
             raise InvalidDevice(f"device {index} of {len(self.devices)}")
         self._tls.device = index
+        if self.hooks.on_set_device is not None:
+            self.hooks.on_set_device(index)
 
     # Streams
 

@@ -32,11 +32,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vramfit.trace import Category
 from vramfit.virtual import kernels, roofline
 from vramfit.virtual.describe import Describer
-from vramfit.virtual.facade import VirtualGenerator, default_generator, virtual_generator
+from vramfit.virtual.facade import invalid_device
 from vramfit.virtual.guesses import Guesses
-from vramfit.virtual.ops import OpInfo, OpTable, mutated_tensors
+from vramfit.virtual.ops import OpInfo, OpTable, mutated_tensors, tensors_in
 from vramfit.virtual.rules import RULES
-from vramfit.virtual.shadow import ShadowStore, guess_value, map_tensors, may_carry
+from vramfit.virtual.shading import Shading
+from vramfit.virtual.shadow import ShadowStore, map_tensors, may_carry
 
 if TYPE_CHECKING:
     from vramfit.virtual.machine import Machine
@@ -104,6 +105,7 @@ class VirtualMode(TorchDispatchMode):
         self.fake = VirtualFakeMode()
         self.describer = Describer(self.fake)
         self.shadows = ShadowStore()
+        self.shading = Shading(machine, self.shadows)
         self.ops = OpTable(RULES)
         self.guesses = Guesses(machine)
         self._pinned: dict[int, _Pinned] = {}
@@ -130,6 +132,8 @@ class VirtualMode(TorchDispatchMode):
             fake, real = fake or fake_too, real or real_too
             device = kwargs.get("device")
             on_card = device is not None and device.type == "cuda"
+            if on_card:
+                kwargs = {**kwargs, "device": self._existing(device)}
         else:
             on_card = False
         if types and not _PLAIN_TYPES.issuperset(types) and _has_wrapper(types):
@@ -142,6 +146,20 @@ class VirtualMode(TorchDispatchMode):
         if info.handler is not None:
             return info.handler(self, func, args, kwargs)
         return self.run(func, info, args, kwargs, real=real)
+
+    def _existing(self, device: torch.device) -> torch.device:
+        """The device that a program means: the current one where it gives no number.
+
+        Raises:
+            RuntimeError: there is no such device; the error is the card's.
+        """
+        count = len(self.machine.devices)
+        if count == 0:
+            torch.cuda._lazy_init()  # "No CUDA GPUs are available"
+        index = self.machine.current_device if device.index is None else device.index
+        if index >= count:
+            raise invalid_device()
+        return device if device.index is not None else torch.device("cuda", index)
 
     def _on_host(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("pin_memory"):
@@ -239,107 +257,7 @@ class VirtualMode(TorchDispatchMode):
             self.machine.advance(
                 1e6 * roofline.seconds(func, args, kwargs, out, self.machine.devices[device].spec)
             )
-        drawn = self._draw(args, kwargs, out, device) if info.random and device is not None else None
-        self._shade(func, info, args, kwargs, out, drawn)
-
-    # -- shadows -------------------------------------------------------------------------------------------------
-
-    def _shade(
-        self,
-        func: torch._ops.OpOverload,
-        info: OpInfo,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-        drawn: VirtualGenerator | None,
-    ) -> None:
-        fresh = [t for t in _tensors(out) if may_carry(t)] if info.fresh else []
-        written = mutated_tensors(info, args, kwargs) if info.mutated else []
-        if not fresh and not any(w.numel() <= 4096 for w in written):
-            return
-        if info.shadowed and (inputs := self._shadow_args(args, kwargs)) is not None:
-            real_args, real_kwargs, guessed = inputs
-            try:
-                result = self._compute(func, info, real_args, real_kwargs, drawn)
-            except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):
-                # Not every CUDA op exists on the CPU: such an op's results are guessed from now on.
-                info.shadowed = False
-            else:
-                for fake, value in zip(_tensors(out), _tensors(result), strict=False):
-                    # A shape assumed by a rule (shapes.py) need not be that of a guessed value.
-                    if not may_carry(fake) or fake.shape != value.shape or any(fake is w for w in written):
-                        continue
-                    self.shadows.set(fake, value, guessed=guessed)
-                if guessed:
-                    for tensor in written:
-                        if (shadow := self.shadows.find(tensor)) is not None:
-                            shadow.guessed = True
-                return
-        for tensor in written:
-            self.shadows.forget(tensor)
-        for tensor in fresh:
-            # Fractions are guessed when someone looks; answers and indices here, where the op tells which are usual.
-            if not tensor.is_floating_point() and not any(tensor is w for w in written):
-                guess = guess_value(func, tensor.dtype, args)
-                self.shadows.set(tensor, torch.full(tensor.shape, guess, dtype=tensor.dtype), guessed=True)
-
-    def _shadow_args(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], bool] | None:
-        """Arguments with shadows in place of fake tensors, and whether one was a guess; None if one is missing."""
-        guessed = False
-        shadows = self.shadows
-        for tensor in (*_tensors(args), *_tensors(tuple(kwargs.values()))):
-            if type(tensor) is FakeTensor:
-                if tensor.numel() > 4096:
-                    return None
-                shadow = shadows.find(tensor)
-                if shadow is None:
-                    return None
-                guessed = guessed or shadow.guessed
-
-        def to_real(tensor: torch.Tensor) -> Any:
-            return shadows.view(tensor) if type(tensor) is FakeTensor else tensor
-
-        real_kwargs = {k: map_tensors(to_real, v) for k, v in kwargs.items()}
-        if "device" in real_kwargs:
-            real_kwargs["device"] = torch.device("cpu")
-        return map_tensors(to_real, args), real_kwargs, guessed
-
-    def _compute(
-        self,
-        func: torch._ops.OpOverload,
-        info: OpInfo,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        drawn: VirtualGenerator | None,
-    ) -> Any:
-        generator = kwargs.pop("generator", None)
-        if not info.random:
-            return func(*args, **kwargs)
-        if info.takes_generator:
-            return func(*args, **{**kwargs, "generator": drawn or generator})
-        if drawn is None:
-            return func(*args, **kwargs)
-        # An op without such an argument draws from the program's CPU generator, which is not to notice.
-        state = torch.get_rng_state()
-        try:
-            torch.default_generator.set_state(drawn.cpu_state())
-            return func(*args, **kwargs)
-        finally:
-            torch.set_rng_state(state)
-
-    def _draw(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device: int) -> VirtualGenerator:
-        """Consume random numbers of a card; gives the generator from which the true values of small tensors come.
-
-        The same state gives the same values, as on a card (but not the card's values). How far the state moves is
-        ATen/native/cuda/DistributionTemplates.h: calc_execution_policy, four numbers a thread and round.
-        """
-        spec = self.machine.devices[device].spec
-        generator = virtual_generator(kwargs.get("generator")) or default_generator(device)
-        numel = max((t.numel() for t in (*_tensors(out), *_tensors(args))), default=1)
-        threads = 256 * max(1, min(spec.sm_count * (spec.max_threads_per_sm // 256), -(-numel // 256)))
-        return generator.draw(4 * -(-numel // (threads * 4)))
+        self.shading.follow(func, info, args, kwargs, out, device)
 
     # -- wrapping ------------------------------------------------------------------------------------------------
 
@@ -477,25 +395,17 @@ def _scan(values: Any) -> tuple[bool, bool]:
     return fake, real
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, (list, tuple)):
-        return [t for item in tree for t in _tensors(item)]
-    return []
-
-
 def _device_of(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """Index of the card on which an op runs, None when it runs on the host."""
     for tree in (out, args, tuple(kwargs.values())):
-        for tensor in _tensors(tree):
+        for tensor in tensors_in(tree):
             if type(tensor) is FakeTensor and tensor.fake_device.type == "cuda":
                 return tensor.fake_device.index or 0
     return None
 
 
 def _adopt_all(meter: Meter, out: Any, op: str, category: Category | None) -> None:
-    for tensor in _tensors(out):
+    for tensor in tensors_in(out):
         if type(tensor) is FakeTensor and tensor.fake_device.type == "cuda":
             for part in strided_parts(tensor):
                 meter.adopt(part, op, category)

@@ -84,3 +84,12 @@ def mutated_tensors(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any])
         elif isinstance(value, (list, tuple)):
             found.extend(item for item in value if isinstance(item, torch.Tensor))
     return found
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors of nested lists and tuples, in order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, (list, tuple)):
+        return [tensor for item in tree for tensor in tensors_in(item)]
+    return []

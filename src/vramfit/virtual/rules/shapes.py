@@ -24,7 +24,7 @@ def _finish(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 def _true_result(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the op gives on shadows, None without them."""
-    found = mode._shadow_args(args, kwargs)
+    found = mode.shading.arguments(args, kwargs)
     if found is None or found[2]:
         return None
     return func(*found[0], **found[1])
@@ -73,21 +73,26 @@ def masked_select(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: d
     return _finish(mode, func, args, kwargs, mode.fake_empty((count,), args[0].dtype, args[0].device))
 
 
+def _positions(mode: VirtualMode, indices: Any, device: torch.device) -> list[torch.Tensor | None]:
+    """Indices with each mask replaced by the positions where it holds, one tensor for each of its dimensions."""
+    expanded: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            expanded.append(index)
+            continue
+        mask = index if type(index) is FakeTensor else mode.wrap(index, device)
+        found = nonzero(mode, torch.ops.aten.nonzero.default, (mask,), {})
+        expanded.extend(torch.ops.aten.select.int(found, 1, axis) for axis in range(mask.dim()))
+    return expanded
+
+
 @rule("aten.index.Tensor")
 def index(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x[mask]``: boolean masks become index tensors first, as on the card (expandTensors in IndexingUtils.h)."""
     tensor, indices = args
     if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
         return mode.run(func, mode.ops[func], args, kwargs)
-    expanded: list[torch.Tensor | None] = []
-    for mask in indices:
-        if mask is None or mask.dtype not in (torch.bool, torch.uint8):
-            expanded.append(mask)
-            continue
-        mask = mask if type(mask) is FakeTensor else mode.wrap(mask, tensor.device)
-        found = nonzero(mode, torch.ops.aten.nonzero.default, (mask,), {})
-        expanded.extend(torch.ops.aten.select.int(found, 1, axis) for axis in range(mask.dim()))
-    return mode.run(func, mode.ops[func], (tensor, expanded), kwargs)
+    return mode.run(func, mode.ops[func], (tensor, _positions(mode, indices, tensor.device)), kwargs)
 
 
 @rule("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default")
@@ -97,14 +102,7 @@ def index_put(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[
     masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
     if not masks:
         return mode.run(func, mode.ops[func], args, kwargs)
-    expanded: list[torch.Tensor | None] = []
-    for mask in indices:
-        if mask is None or mask.dtype not in (torch.bool, torch.uint8):
-            expanded.append(mask)
-            continue
-        mask = mask if type(mask) is FakeTensor else mode.wrap(mask, tensor.device)
-        found = nonzero(mode, torch.ops.aten.nonzero.default, (mask,), {})
-        expanded.extend(torch.ops.aten.select.int(found, 1, axis) for axis in range(mask.dim()))
+    _positions(mode, indices, tensor.device)
     del rest
     if func is torch.ops.aten.index_put.default:
         out = mode.fake_like(tensor)

@@ -8,12 +8,14 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from vramfit.errors import WriteError
 
 _HINTS = {
     errno.ENOSPC: "Free some space or choose a path on another disk",
     errno.EDQUOT: "Free some of your quota or choose a path on another disk",
+    errno.EFBIG: "Choose a path on a file system that takes larger files",
     errno.EACCES: "Choose a folder that you may write to",
     errno.EPERM: "Choose a folder that you may write to",
     errno.EROFS: "Choose a path on a disk that is not read-only",
@@ -49,15 +51,11 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         WriteError: no space, no permission, no such folder; the old content is untouched.
     """
-    write_with(path, lambda place: place.write_text(text, encoding="utf-8"))
+    write_file(path, lambda stream: stream.write(text.encode()))
 
 
-def write_with(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a file beside ``path`` and rename it into place when it is complete.
-
-    Args:
-        path: where the result shall be; an existing file is replaced.
-        write: receives a path in the same folder with the same suffix.
+def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Let ``write`` fill a file beside ``path``, then flush it to disk and rename it into place.
 
     Raises:
         WriteError: as for `write_text`. Whatever else ``write`` raises passes through; no half file is left
@@ -66,13 +64,15 @@ def write_with(path: Path, write: Callable[[Path], object]) -> None:
     with _explained(path):
         _refuse_folder(path)
         if _is_device(path):
-            write(path)
+            with path.open("wb") as stream:
+                write(stream)
             return
         target = path.resolve() if path.is_symlink() else path
         beside = _beside(target)
         try:
-            write(beside)
-            with beside.open("rb+") as stream:
+            with beside.open("xb") as stream:
+                write(stream)
+                stream.flush()
                 os.fsync(stream.fileno())
             beside.replace(target)
         finally:
@@ -80,7 +80,7 @@ def write_with(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _beside(path: Path) -> Path:
-    """A fresh name in the same folder, so that the rename stays on one file system; the suffix is kept."""
+    """A fresh name in the same folder, so that the rename stays on one file system."""
     return path.with_name(f".{path.stem[:100]}.{secrets.token_hex(4)}{path.suffix}")
 
 

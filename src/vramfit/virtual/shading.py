@@ -1,0 +1,131 @@
+"""Keeps shadows true: runs each op that touches small virtual tensors on their shadows too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from vramfit.virtual.facade import VirtualGenerator, default_generator, virtual_generator
+from vramfit.virtual.ops import OpInfo, mutated_tensors, tensors_in
+from vramfit.virtual.shadow import MAX_ELEMENTS, ShadowStore, guess_value, map_tensors, may_carry
+
+if TYPE_CHECKING:
+    from vramfit.virtual.machine import Machine
+
+
+class Shading:
+    """What happens to the shadows of a virtual GPU when an op runs."""
+
+    def __init__(self, machine: Machine, shadows: ShadowStore) -> None:
+        self.machine = machine
+        self.shadows = shadows
+
+    def follow(
+        self,
+        func: torch._ops.OpOverload,
+        info: OpInfo,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        device: int | None,
+    ) -> None:
+        """Bring shadows up to date after an op: compute small results, or guess or forget them.
+
+        Args:
+            func: the op.
+            info: what its schema says.
+            args: its arguments (fake tensors).
+            kwargs: its keyword arguments.
+            out: its results.
+            device: index of the card on which it ran, None on the host.
+        """
+        drawn = self._draw(args, kwargs, out, device) if info.random and device is not None else None
+        fresh = [t for t in tensors_in(out) if may_carry(t)] if info.fresh else []
+        written = mutated_tensors(info, args, kwargs) if info.mutated else []
+        if not fresh and not any(w.numel() <= MAX_ELEMENTS for w in written):
+            return
+        if info.shadowed and (inputs := self.arguments(args, kwargs)) is not None:
+            real_args, real_kwargs, guessed = inputs
+            try:
+                result = self._compute(func, info, real_args, real_kwargs, drawn)
+            except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):
+                # Not every CUDA op exists on the CPU: such an op's results are guessed from now on.
+                info.shadowed = False
+            else:
+                for fake, value in zip(tensors_in(out), tensors_in(result), strict=False):
+                    # A shape assumed by a rule (shapes.py) need not be that of a guessed value.
+                    if not may_carry(fake) or fake.shape != value.shape or any(fake is w for w in written):
+                        continue
+                    self.shadows.set(fake, value, guessed=guessed)
+                if guessed:
+                    for tensor in written:
+                        if (shadow := self.shadows.find(tensor)) is not None:
+                            shadow.guessed = True
+                return
+        for tensor in written:
+            self.shadows.forget(tensor)
+        for tensor in fresh:
+            # Fractions are guessed when someone looks; answers and indices here, where the op tells which are usual.
+            if not tensor.is_floating_point() and not any(tensor is w for w in written):
+                guess = guess_value(func, tensor.dtype, args)
+                self.shadows.set(tensor, torch.full(tensor.shape, guess, dtype=tensor.dtype), guessed=True)
+
+    def arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], bool] | None:
+        """Arguments with shadows in place of fake tensors, and whether one was a guess; None if one is missing."""
+        guessed = False
+        shadows = self.shadows
+        for tensor in (*tensors_in(args), *tensors_in(tuple(kwargs.values()))):
+            if type(tensor) is FakeTensor:
+                if tensor.numel() > MAX_ELEMENTS:
+                    return None
+                shadow = shadows.find(tensor)
+                if shadow is None:
+                    return None
+                guessed = guessed or shadow.guessed
+
+        def to_real(tensor: torch.Tensor) -> Any:
+            return shadows.view(tensor) if type(tensor) is FakeTensor else tensor
+
+        real_kwargs = {k: map_tensors(to_real, v) for k, v in kwargs.items()}
+        if "device" in real_kwargs:
+            real_kwargs["device"] = torch.device("cpu")
+        return map_tensors(to_real, args), real_kwargs, guessed
+
+    def _compute(
+        self,
+        func: torch._ops.OpOverload,
+        info: OpInfo,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        drawn: VirtualGenerator | None,
+    ) -> Any:
+        generator = kwargs.pop("generator", None)
+        if not info.random:
+            return func(*args, **kwargs)
+        if info.takes_generator:
+            return func(*args, **{**kwargs, "generator": drawn or generator})
+        if drawn is None:
+            return func(*args, **kwargs)
+        # An op without such an argument draws from the program's CPU generator, which is not to notice.
+        state = torch.get_rng_state()
+        try:
+            torch.default_generator.set_state(drawn.cpu_state())
+            return func(*args, **kwargs)
+        finally:
+            torch.set_rng_state(state)
+
+    def _draw(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device: int) -> VirtualGenerator:
+        """Consume random numbers of a card; gives the generator from which the true values of small tensors come.
+
+        The same state gives the same values, as on a card (but not the card's values). How far the state moves is
+        ATen/native/cuda/DistributionTemplates.h: calc_execution_policy, four numbers a thread and round.
+        """
+        spec = self.machine.devices[device].spec
+        generator = virtual_generator(kwargs.get("generator")) or default_generator(device)
+        numel = max((t.numel() for t in (*tensors_in(out), *tensors_in(args))), default=1)
+        threads = 256 * max(1, min(spec.sm_count * (spec.max_threads_per_sm // 256), -(-numel // 256)))
+        return generator.draw(4 * -(-numel // (threads * 4)))
