@@ -124,7 +124,9 @@ def run_row(tool: str, name: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--full", action="store_true", help="a larger model beside MemTracker too (minutes)")
     parser.add_argument("--row", nargs=2, metavar=("TOOL", "MODEL"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -29,6 +29,7 @@ NO_CARD = -1
 _STATE = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
 
 
+_ROOM = 1.03  # contexts and allocators differ a little from card to card
 _LARGER = 1.05
 """How much larger a card must be to be offered in place of one that ran out."""
 
@@ -236,12 +237,12 @@ def _critical(devices: tuple[DeviceVerdict, ...], oom: OomReport | None) -> int:
 
 
 def _smallest_gpu(reserved: int, cards: Iterable[GpuSpec]) -> GpuSpec | None:
-    """The smallest card outside laptops and boards that has ``reserved`` bytes beside its own context."""
+    """The smallest card outside laptops and boards with ``reserved`` bytes beside its context, and some to spare."""
     order = (GpuKind.DESKTOP, GpuKind.DATACENTER, GpuKind.WORKSTATION)
     enough = [
         card
         for card in cards
-        if card.kind in order and card.total_bytes >= reserved + card.typical_context_bytes
+        if card.kind in order and card.total_bytes >= (reserved + card.typical_context_bytes) * _ROOM
     ]
     return min(enough, key=lambda card: (card.total_bytes, order.index(card.kind), card.name), default=None)
 

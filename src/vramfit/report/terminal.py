@@ -172,11 +172,11 @@ class _Page:
                 )
         card, need = verdict.smallest_gpu, format_bytes(verdict.needed)
         if card is None:
-            text = f"  It needs at least {need}: the catalogue has no larger card with that."
+            text = f"  It needs at least {need}, and no card of the catalogue has that."
         else:
             size = format_bytes(card.total_bytes)
             text = f"  It needs at least {need}: the smallest card with that is {card.name} ({size})."
-        yield from self.wrapped(Text(text))
+        yield from self.wrapped(Text(f"{text} Run it with --gpu 1TiB to see how much in all."))
 
     # The card
 
