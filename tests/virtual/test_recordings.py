@@ -1,0 +1,89 @@
+"""Our own model of a recorded program, on the virtual GPU, against the recording of a real card.
+
+The errors measured are 0: peaks to the byte, and every request in its order. `benchmarks/recordings.py` prints the
+table for all recordings of that program.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def comparisons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Figures of a training step in float32 and a forward pass under bfloat16 autocast, by recording."""
+    file = tmp_path_factory.mktemp("recordings") / "figures.json"
+    names = ["gpt-2.7b-ctx128-train", "gpt-2.7b-ctx128-forward-bf16"]
+    subprocess.run(
+        [sys.executable, BENCHMARKS / "recordings.py", *names, "--json", file],
+        check=True,
+        capture_output=True,
+    )
+    return {row["name"]: row for row in json.loads(file.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize(
+    ("name", "allocated", "reserved", "requests"),
+    [
+        ("gpt-2.7b-ctx128-train", 55_079_000_576, 61_111_009_280, 12_665),
+        ("gpt-2.7b-ctx128-forward-bf16", 24_024_505_344, 24_245_174_272, 4_117),
+    ],
+)
+def test_a_recorded_program_is_predicted_to_the_byte(
+    comparisons: dict[str, dict[str, Any]], name: str, allocated: int, reserved: int, requests: int
+) -> None:
+    row = comparisons[name]
+    assert row["differences"] == []
+    assert row["requests"] == [requests, requests]
+    assert row["peak_allocated"] == [allocated, allocated]
+    assert row["peak_reserved"] == [reserved, reserved]
+    for figure in (
+        "start_allocated",
+        "start_reserved",
+        "segments_taken",
+        "segments_released",
+        "slack",
+        "workspaces",
+    ):
+        recorded, predicted = row[figure]
+        assert recorded == predicted, figure
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("recordings_models.streams")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "missing", "extra"),
+    [
+        ("abcabba", "abcabba", [], []),
+        ("abc", "abxc", [], [2]),
+        ("abxc", "abc", [2], []),
+        ("", "ab", [], [0, 1]),
+        ("abcabba", "cbabac", [0, 1, 5], [1, 5]),
+    ],
+)
+def test_streams_are_aligned_with_the_fewest_edits(
+    streams: ModuleType, first: str, second: str, missing: list[int], extra: list[int]
+) -> None:
+    edits = streams.align(list(first), list(second))
+    left = [c for i, c in enumerate(first) if (False, i) not in edits]
+    right = [c for i, c in enumerate(second) if (True, i) not in edits]
+    assert left == right
+    assert len(edits) == len(missing) + len(extra)
+
+
+def test_streams_that_have_nothing_in_common_are_not_aligned(streams: ModuleType) -> None:
+    assert streams.align([(True, 1)] * 2000, [(True, 2)] * 2000) is None
