@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from vramfit.virtual.machine import Machine
 
 
+_COMPARISONS = {
+    getattr(torch.ops.aten, name) for name in ("lt", "le", "gt", "ge", "eq", "ne", "less", "greater")
+}
+
+
 class Shading:
     """What happens to the shadows of a virtual GPU when an op runs."""
 
@@ -69,8 +74,25 @@ class Shading:
         for tensor in fresh:
             # Fractions are guessed when someone looks; answers and indices here, where the op tells which are usual.
             if not tensor.is_floating_point() and not any(tensor is w for w in written):
-                guess = guess_value(func, tensor.dtype, args)
-                self.shadows.set(tensor, torch.full(tensor.shape, guess, dtype=tensor.dtype), guessed=True)
+                self.shadows.set(tensor, self._guess(func, tensor, args), guessed=True)
+
+    def _guess(self, func: torch._ops.OpOverload, out: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+        """Values for a small result that nobody computed."""
+        if func._overloadpacket in _COMPARISONS and all(t.numel() <= MAX_ELEMENTS for t in tensors_in(args)):
+            # Compare what the program would be told if it looked: `loss < best` agrees with the values of both.
+            answer: torch.Tensor = func(*map_tensors(self._assumed, args))
+            return answer
+        return torch.full(out.shape, guess_value(func, out.dtype, args), dtype=out.dtype)
+
+    def _assumed(self, tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is not FakeTensor:
+            return tensor
+        view = self.shadows.view(tensor)
+        return (
+            torch.full(tensor.shape, guess_value(None, tensor.dtype, (tensor,)), dtype=tensor.dtype)
+            if view is None
+            else view
+        )
 
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
