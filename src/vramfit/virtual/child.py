@@ -69,6 +69,7 @@ def _run_script(script: str, arguments: list[str]) -> None:
     """As ``python script.py``: the script's folder leads ``sys.path``, and the script is the module ``__main__``."""
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
+    script = os.path.join(os.getcwd(), script)  # Python/initconfig.c: config_run_filename_abspath
     with open(script, "rb") as file:
         source = file.read()
     code = compile(source, script, "exec", dont_inherit=True)
