@@ -266,7 +266,7 @@ def test_two_cards_have_separate_memory() -> None:
             here = block(1)
             assert here.device.index == 1
         assert torch.cuda.current_device() == 0
-        with pytest.raises(RuntimeError, match="same device|two devices"):
+        with pytest.raises(RuntimeError, match=r"same device|two devices"):
             first + second[: first.numel()]
         with pytest.raises(RuntimeError, match="invalid device ordinal"):
             block(1, "cuda:2")

@@ -88,7 +88,7 @@ def test_a_program_finds_the_interpreter_that_python_gives_it(project: Path, how
         cwd, program = project / "code", ["-m", "package.tool"]
         write(cwd / "data.txt", "the data\n")
     else:
-        cwd, program = project / "work", [os.path.join("..", "code", "mirror.py")]
+        cwd, program = project / "work", ["../code/mirror.py"]
     arguments = [*program, "--gpu", "its own", "a b", ""]
     options = {"cwd": cwd, "env": environ, "input": "first\nsecond\n"}
     real = subprocess.run(
