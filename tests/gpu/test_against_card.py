@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import vramfit
 
@@ -34,13 +35,10 @@ print(json.dumps({
 """
 
 
-def has_card() -> bool:
-    """Whether a card is there, found out in a child: this process must not create a CUDA context."""
-    probe = [sys.executable, "-c", "import torch, sys; sys.exit(not torch.cuda.is_available())"]
-    return subprocess.run(probe, check=False).returncode == 0
-
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_card(), reason="no CUDA card on this machine")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card on this machine"),
+]
 
 
 @pytest.mark.parametrize(("script", "arguments"), PROGRAMS, ids=[script for script, _ in PROGRAMS])
