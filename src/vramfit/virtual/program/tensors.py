@@ -27,6 +27,18 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
     _patch_addresses(mode, patches)
     _patch_storage_resize(mode, patches)
     _patch_repr(mode, patches)
+    _refuse_nested(mode, patches)
+
+
+def _refuse_nested(mode: VirtualMode, patches: PatchStack) -> None:
+    """Jagged nested tensors need symbolic sizes, which fake tensors here do not have: say so by name."""
+
+    def get_nested_int(self: FakeTensor, **options: Any) -> Any:
+        message = "the virtual GPU has no nested tensors (layout=torch.jagged) yet"
+        mode.machine.warn("op-without-rule", message, location=mode.guesses.location())
+        raise NotImplementedError(f"vramfit: {message}")
+
+    patches.set(FakeTensor, "get_nested_int", get_nested_int)
 
 
 def _keep_lifting(patches: PatchStack) -> None:
