@@ -23,15 +23,15 @@ def test_a_page_is_the_least_that_is_taken() -> None:
     assert driver.free_bytes == 12 * MIB
 
 
-def test_addresses_are_the_lowest_free_ones() -> None:
+def test_addresses_fall_and_holes_are_filled_from_the_top() -> None:
     driver = Driver(GIB)
     a, b, c = (driver.malloc(size * MIB) for size in (4, 8, 4))
-    assert (b - a, c - b) == (4 * MIB, 8 * MIB)
+    assert (a - b, b - c) == (8 * MIB, 4 * MIB)
     assert a % (2 * MIB) == 0
     driver.free(b, 8 * MIB)
-    assert driver.malloc(10 * MIB) == c + 4 * MIB  # the hole is too small
-    assert driver.malloc(2 * MIB) == b
-    assert driver.malloc(6 * MIB) == b + 2 * MIB
+    assert driver.malloc(10 * MIB) == c - 10 * MIB  # the hole is too small
+    assert driver.malloc(2 * MIB) == b + 6 * MIB
+    assert driver.malloc(6 * MIB) == b
 
 
 def test_holes_grow_together() -> None:
@@ -39,11 +39,11 @@ def test_holes_grow_together() -> None:
     addresses = [driver.malloc(2 * MIB) for _ in range(5)]
     for index in (1, 3, 2):
         driver.free(addresses[index], 2 * MIB)
-    assert driver.malloc(6 * MIB) == addresses[1]
-    driver.free(addresses[1], 6 * MIB)
+    assert driver.malloc(6 * MIB) == addresses[3]
+    driver.free(addresses[3], 6 * MIB)
     driver.free(addresses[4], 2 * MIB)
     driver.free(addresses[0], 2 * MIB)
-    assert driver.malloc(100 * MIB) == addresses[0]
+    assert driver.malloc(100 * MIB) == addresses[0] - 98 * MIB
 
 
 def test_reservations_take_addresses_but_no_memory() -> None:

@@ -53,6 +53,7 @@ def test_a_recorded_program_is_predicted_to_the_byte(
         "segments_taken",
         "segments_released",
         "slack",
+        "inactive_split",
         "workspaces",
     ):
         recorded, predicted = row[figure]
