@@ -126,16 +126,15 @@ class VirtualMode(TorchDispatchMode):
         if func is _PRIM_DEVICE:
             return args[0].fake_device if type(args[0]) is FakeTensor else func(*args)
         kwargs = kwargs or {}
+        on_card = False
         fake, real = _scan(args)
         if kwargs:
             fake_too, real_too = _scan(kwargs.values())
             fake, real = fake or fake_too, real or real_too
             device = kwargs.get("device")
-            on_card = device is not None and device.type == "cuda"
-            if on_card:
+            if device is not None and device.type == "cuda":
+                on_card = True
                 kwargs = {**kwargs, "device": self._existing(device)}
-        else:
-            on_card = False
         if types and not _PLAIN_TYPES.issuperset(types) and _has_wrapper(types):
             return NotImplemented  # it takes itself apart and comes back
         if not isinstance(func, torch._ops.OpOverload):
