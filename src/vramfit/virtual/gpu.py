@@ -23,6 +23,7 @@ from vramfit.trace import (
     VirtualRun,
     snapshot_from_trace,
 )
+from vramfit.units import format_bytes
 from vramfit.virtual import build_shim, facade, program
 from vramfit.virtual.calibration import exclusive_counts
 from vramfit.virtual.machine import Machine
@@ -120,6 +121,7 @@ class VirtualGPU:
         """Undo every patch; the results stay available in `run`."""
         global _active
         _active = None
+        self._tell_doubts()
         self._run = self._outcome(error)
         self.mode.__exit__(kind, error, traceback)
         self._patches.undo()
@@ -182,6 +184,15 @@ class VirtualGPU:
             torch_version=torch.__version__,
             platform=f"{platform.system()} {platform.machine()}",
         )
+
+    def _tell_doubts(self) -> None:
+        """Say how much higher the peak could be for all that closed libraries (cuDNN, CUB) do not tell."""
+        for device, (error_bytes, op) in self.meter.doubts().items():
+            self._machine.warn(
+                "estimated-workspace",
+                f"workspaces of closed libraries are estimated: the peak of GPU {device} may be up to "
+                f"{format_bytes(error_bytes)} higher ({op})",
+            )
 
     def _trace_devices(self) -> tuple[TraceDevice, ...]:
         return tuple(

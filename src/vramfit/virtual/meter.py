@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -65,14 +65,13 @@ class Meter:
         self.ops = 0
         self.oom: OomReport | None = None
         self.lock = threading.RLock()
-        self.default_category = Category.OTHER
         self._records: dict[int, StorageRecord] = {}
         self._dead: deque[StorageRecord] = deque()
         self._backward_stack: tuple[int, ...] | None = None
         self._rows: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._peaks: defaultdict[int, Peaks] = defaultdict(Peaks)
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
-        self.uncertainty: Counter[int] = Counter()
+        self._uncertain: dict[int, tuple[int, str]] = {}
         machine.on_event = self._on_event
 
     # -- storages ------------------------------------------------------------------------------------------------
@@ -138,11 +137,11 @@ class Meter:
         # aten/src/ATen/native/cuda/Resize.cpp resize_bytes_cuda: the new block is taken before the old one goes.
         old_address, old_device, row = record.address, record.device, record.row
         record.nbytes = nbytes
-        self._place(record, op, self.builder_category(row), tensor)
+        self._place(record, op, self._category_of(row), tensor)
         if old_address:
             self.free(old_address, old_device)
 
-    def builder_category(self, row: int) -> int | None:
+    def _category_of(self, row: int) -> int | None:
         """Category of an allocation row, None for row -1 (an empty storage)."""
         return None if row < 0 else self.builder.category(row)
 
@@ -241,9 +240,19 @@ class Meter:
         """Highest figures of a device since the start."""
         return self._peaks[device]
 
-    def live_rows(self, device: int) -> dict[int, int]:
-        """Address to trace row of every block in use on a device."""
-        return self._rows[device]
+    def doubt(self, device: int, error_bytes: int, op: str) -> None:
+        """Note that what an op holds at this moment was estimated, and by how much it may be more."""
+        highest = self.machine.devices[device].allocator.allocated_bytes + error_bytes
+        if highest > self._uncertain.get(device, (0, ""))[0]:
+            self._uncertain[device] = (highest, op)
+
+    def doubts(self) -> dict[int, tuple[int, str]]:
+        """By how much the peak of a device may be higher than told, in bytes, and the op to blame."""
+        over = {
+            device: (highest - self._peaks[device].allocated, op)
+            for device, (highest, op) in self._uncertain.items()
+        }
+        return {device: (error, op) for device, (error, op) in over.items() if error > 0}
 
     # -- attribution ---------------------------------------------------------------------------------------------
 

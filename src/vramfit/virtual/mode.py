@@ -248,11 +248,11 @@ class VirtualMode(TorchDispatchMode):
                     held += self.workspaces.use(blas, device, context)
                 if extras and extras.after:
                     held += meter.temporary(extras.after, device, info.name)
+                if extras and extras.error_bytes:
+                    meter.doubt(device, extras.error_bytes, info.name)
             finally:
                 for address in reversed(held):
                     meter.free(address, device)
-            if extras and extras.error_bytes:
-                meter.uncertainty[device] = max(meter.uncertainty[device], extras.error_bytes)
             self.machine.advance(
                 1e6 * roofline.seconds(func, args, kwargs, out, self.machine.devices[device].spec)
             )

@@ -128,7 +128,7 @@ class Workspaces:
                 size, dtype=torch.uint8, device=f"cuda:{device}"
             )
             self._meter.tag(state, Category.WORKSPACES)
-            self._meter.uncertainty[device] = max(self._meter.uncertainty[device], size)
+            self._meter.doubt(device, size, "cuDNN dropout")
         return state
 
     def clear(self) -> None:

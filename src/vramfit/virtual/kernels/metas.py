@@ -61,8 +61,8 @@ def _cudnn_attention(func: torch._ops.OpOverload) -> Meta:
 def _reduced_in_place(func: torch._ops.OpOverload, reduction_at: int) -> Meta:
     """A loss whose scalar result keeps the storage of the unreduced loss.
 
-    native/Loss.cpp, ``TORCH_META_FUNC(mse_loss)`` and ``smooth_l1_loss``: the output is built for the
-    whole input and then resized to a scalar, which keeps the storage. native/cuda/Loss.cu,
+    native/Loss.cpp, ``TORCH_META_FUNC(mse_loss)`` and ``smooth_l1_loss``, ``soft_margin_loss_out``: the
+    output is built for the whole input and then resized to a scalar, which keeps the storage. native/cuda/Loss.cu,
     ``binary_cross_entropy_out_cuda`` resizes its full-size output in the same way.
     """
 
@@ -100,7 +100,7 @@ def _build() -> dict[torch._ops.OpOverload, Meta]:
         metas[func] = _efficient_attention(func, 2)
     for func in overloads("_scaled_dot_product_cudnn_attention"):
         metas[func] = _cudnn_attention(func)
-    for func in overloads("mse_loss", "smooth_l1_loss"):
+    for func in overloads("mse_loss", "smooth_l1_loss", "soft_margin_loss"):
         metas[func] = _reduced_in_place(func, 2)
     for func in overloads("_cudnn_rnn"):
         metas[func] = _recurrent(func)

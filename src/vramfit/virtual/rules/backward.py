@@ -30,6 +30,24 @@ def like_input(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict
     return out
 
 
+@rule("aten.cudnn_grid_sampler.default")
+def grid_sampler(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """cuDNN's grid sampler: the input's channels at the grid's places (native/cudnn/GridSampler.cpp)."""
+    source, grid = args
+    shape = (*source.shape[:2], *grid.shape[1:3])
+    out = mode.fake_empty(shape, source.dtype, source.device)
+    mode.settle(func, mode.ops[func], args, kwargs, out)
+    return out
+
+
+@rule("aten.cudnn_grid_sampler_backward.default")
+def grid_sampler_backward(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The gradients of its input and its grid."""
+    out = tuple(mode.fake_empty(tuple(t.shape), t.dtype, t.device) for t in args[:2])
+    mode.settle(func, mode.ops[func], args, kwargs, out)
+    return out
+
+
 @rule("aten.multi_margin_loss.default")
 def multi_margin_loss(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One loss per sample, or one for all."""

@@ -134,6 +134,16 @@ def equal(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     return mode.guesses.answer(True)
 
 
+@rule("aten.allclose.default")
+def allclose(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.allclose``: as `equal`, of tensors that broadcast."""
+    torch.broadcast_shapes(args[0].shape, args[1].shape)
+    views = [mode.shadows.view(t) if type(t) is FakeTensor else t for t in args[:2]]
+    if all(v is not None for v in views):
+        return func(*views, *args[2:], **kwargs)
+    return mode.guesses.answer(True)
+
+
 @rule("aten.is_pinned.default", on_host=True)
 def is_pinned(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a CPU tensor lies in pinned memory."""
