@@ -217,6 +217,9 @@ class VirtualMode(TorchDispatchMode):
             message = f"the virtual GPU has no rule for {func} yet, and does not run ops for real"
             self.machine.warn("op-without-rule", message)
             raise NotImplementedError(f"vramfit: {message}") from error
+        except ValueError as error:
+            # torch's descriptions in Python find some misuse that its C++ reports as RuntimeError.
+            raise RuntimeError(str(error)) from None
 
     def settle(
         self,
