@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from vramfit.api import Report as Report
     from vramfit.api import run as run
     from vramfit.errors import VramfitError as VramfitError
+    from vramfit.in_process import VirtualGPU as VirtualGPU
     from vramfit.trace import MemoryTrace as MemoryTrace
-    from vramfit.virtual.gpu import VirtualGPU as VirtualGPU
 
 __all__ = ["MemoryTrace", "Report", "VirtualGPU", "VramfitError", "__version__", "run"]
 
@@ -24,7 +24,7 @@ __all__ = ["MemoryTrace", "Report", "VirtualGPU", "VramfitError", "__version__",
 _HOMES = {
     "MemoryTrace": "vramfit.trace",
     "Report": "vramfit.api",
-    "VirtualGPU": "vramfit.virtual.gpu",
+    "VirtualGPU": "vramfit.in_process",
     "VramfitError": "vramfit.errors",
     "run": "vramfit.api",
 }

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
+import gc
 import importlib.machinery
+import io
 import json
 import os
 import runpy
@@ -16,11 +19,13 @@ import sys
 import threading
 import traceback
 import types
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from vramfit.errors import VramfitError
 from vramfit.virtual.job import Job, Stage, save_outcome, spec_from_plain
+from vramfit.virtual.patching import PatchStack
 
 _HERE = str(Path(__file__).resolve().parent)
 
@@ -29,6 +34,7 @@ def main(job_file: str) -> int:
     """Run the job; returns the program's exit code."""
     job = Job(**json.loads(Path(job_file).read_text(encoding="utf-8")))
     job.enter(Stage.IMPORTING)
+    from vramfit.virtual import processes
     from vramfit.virtual.gpu import VirtualGPU
 
     job.enter(Stage.CHECKING)
@@ -39,12 +45,45 @@ def main(job_file: str) -> int:
         job.fail(unfit)
         return unfit.exit_code
     job.enter(Stage.RUNNING)
-    code, error = run_program(job.command)
-    code = _wind_down(code)
-    gpu.__exit__(type(error) if error else None, error, None)
-    save_outcome(Path(job.folder), gpu.run, exit_code=code, command=job.command)
-    job.enter(Stage.DONE)
+
+    def finish(code: int, error: BaseException | None) -> None:
+        gpu.__exit__(type(error) if error else None, error, None)
+        save_outcome(Path(job.folder), gpu.run, exit_code=code, command=job.command)
+        job.enter(Stage.DONE)
+
+    with PatchStack() as patches:
+        _save_before_exit(patches, finish)
+        processes.install(gpu.mode, patches)
+        code, error = run_program(job.command)
+        code = _wind_down(code)
+    finish(code, error)
+    _finalize()
     return code
+
+
+def _save_before_exit(patches: PatchStack, finish: Callable[[int, None], None]) -> None:
+    """``os._exit`` ends the process at once; the results are saved first. Forked children leave as they would."""
+    original, owner = os._exit, os.getpid()
+
+    def leave(status: int) -> NoReturn:
+        if os.getpid() == owner:
+            finish(status & 0xFF, None)
+        original(status)
+
+    patches.set(os, "_exit", leave)
+
+
+def _finalize() -> None:
+    """What an interpreter does after its exit handlers: drop the program's globals, and close what they held."""
+    main_module = sys.modules.get("__main__")
+    if main_module is not None:
+        main_module.__dict__.clear()
+    gc.collect()
+    for item in gc.get_objects():  # files that something else still holds
+        # By type: asking an object for its class can run code of its own.
+        if issubclass(type(item), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+            with contextlib.suppress(OSError, ValueError):
+                item.flush()
 
 
 def run_program(command: list[str]) -> tuple[int, BaseException | None]:

@@ -26,7 +26,7 @@ from vramfit.trace import (
 from vramfit.units import format_bytes
 from vramfit.virtual import build_shim, facade, program
 from vramfit.virtual.calibration import exclusive_counts
-from vramfit.virtual.machine import Machine
+from vramfit.virtual.machine import Machine, VirtualDevice
 from vramfit.virtual.meter import Meter
 from vramfit.virtual.mode import VirtualMode
 from vramfit.virtual.patching import PatchStack
@@ -185,6 +185,12 @@ class VirtualGPU:
             platform=f"{platform.system()} {platform.machine()}",
         )
 
+    def _context_bytes(self, device: VirtualDevice) -> int:
+        """Bytes of the CUDA context; none on a device that the program never touched."""
+        machine = self._machine
+        used = self.meter.lifetime_peaks(device.index).allocated or device.index == machine.current_device
+        return device.context_bytes if machine.init_pid is not None and used else 0
+
     def _tell_doubts(self) -> None:
         """Say how much higher the peak could be for all that closed libraries (cuDNN, CUB) do not tell."""
         for device, (error_bytes, op) in self.meter.doubts().items():
@@ -200,7 +206,7 @@ class VirtualGPU:
                 index=device.index,
                 name=device.spec.name,
                 total_bytes=device.spec.total_bytes,
-                context_bytes=device.context_bytes,
+                context_bytes=self._context_bytes(device),
                 segments=device.allocator.segments(),
             )
             for device in self._machine.devices
@@ -213,7 +219,7 @@ class VirtualGPU:
             index=index,
             gpu=device.spec.name,
             total_bytes=device.spec.total_bytes,
-            context_bytes=device.context_bytes,
+            context_bytes=self._context_bytes(device),
             stats=device.allocator.memory_stats_flat(),
             peak_allocated_bytes=lifetime.allocated,
             peak_reserved_bytes=lifetime.reserved,

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramfit.trace import Category
 from vramfit.virtual import kernels, roofline
+from vramfit.virtual.checks import check_arguments
 from vramfit.virtual.describe import Describer
 from vramfit.virtual.facade import invalid_device
 from vramfit.virtual.guesses import Guesses
@@ -97,6 +98,10 @@ class VirtualFakeMode(FakeTensorMode):
 class VirtualMode(TorchDispatchMode):
     """Routes ops to the virtual card or to the CPU. See NOTE [Routing]."""
 
+    supports_higher_order_operators = (
+        True  # they are named in an error of ours rather than refused in one of torch's
+    )
+
     def __init__(self, machine: Machine, meter: Meter, workspaces: Workspaces) -> None:
         super().__init__()
         self.machine = machine
@@ -138,13 +143,30 @@ class VirtualMode(TorchDispatchMode):
         if types and not _PLAIN_TYPES.issuperset(types) and _has_wrapper(types):
             return NotImplemented  # it takes itself apart and comes back
         if not isinstance(func, torch._ops.OpOverload):
-            return self.fake.dispatch(func, types, args, kwargs) if fake else func(*args, **kwargs)
+            return self._higher_order(func, args, kwargs, on_card=fake or on_card)
         if not (fake or on_card):
             return self._on_host(func, args, kwargs)
         info = self.ops[func]
         if info.handler is not None:
             return info.handler(self, func, args, kwargs)
+        if info.composite and torch.is_inference_mode_enabled():
+            # Inference mode skips the keys at which torch takes composite ops apart: they arrive whole.
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        check_arguments(func, args, kwargs)
         return self.run(func, info, args, kwargs, real=real)
+
+    def _higher_order(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, on_card: bool
+    ) -> Any:
+        """Operators over functions (flex_attention, cond, scan): real on the host, unknown on a card."""
+        if not on_card:
+            return func(*args, **kwargs)
+        message = f"the virtual GPU has no rule for the higher-order operator {func} yet"
+        self.machine.warn("op-without-rule", message)
+        raise NotImplementedError(f"vramfit: {message}")
 
     def _existing(self, device: torch.device) -> torch.device:
         """The device that a program means: the current one where it gives no number.
@@ -233,11 +255,12 @@ class VirtualMode(TorchDispatchMode):
     ) -> None:
         """Place an op's results, temporaries and workspaces on the card, and bring the shadows up to date."""
         meter = self.meter
-        meter.ops += 1
         if info.view:
+            meter.ops += 1
             return
         device = _device_of(out, args, kwargs)
         if device is not None:
+            meter.ops += 1
             if self.machine.init_pid is None:
                 # torch remembers in C++ that CUDA was initialised once, and would not say so again.
                 torch.cuda._lazy_init()
@@ -376,7 +399,8 @@ def _without_generator(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
 
 def _has_wrapper(types: Any) -> bool:
     """Whether a tensor class of the program has a dispatch of its own (quantised tensors, DTensor)."""
-    return any(not issubclass(t, torch.nn.Parameter) and t not in _PLAIN_TYPES for t in types)
+    plain = torch.Tensor.__torch_dispatch__
+    return any(t not in _PLAIN_TYPES and t.__torch_dispatch__ is not plain for t in types)
 
 
 def _scan(values: Any) -> tuple[bool, bool]:

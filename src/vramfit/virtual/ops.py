@@ -14,6 +14,7 @@ class OpInfo:
     """Facts of one op overload.
 
     Attributes:
+        composite: a card has no kernel of its own for it: torch normally shows only the ops that it is made of.
         name: ``aten.mm``, as traces and warnings name it.
         overload: the overload's full name, ``aten.mm.default``.
         mutated: positions and names of the arguments that it writes.
@@ -26,6 +27,7 @@ class OpInfo:
     """
 
     __slots__ = (
+        "composite",
         "foreach",
         "fresh",
         "handler",
@@ -56,6 +58,10 @@ class OpInfo:
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.takes_generator = any(a.name == "generator" for a in schema.arguments)
         self.foreach = "_foreach_" in self.name or "_fused_" in self.name or "_amp_foreach" in self.name
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        self.composite = has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(
+            func.name(), "CUDA"
+        )
         self.shadowed = True
         self.handler = handler
 

@@ -104,10 +104,12 @@ def _explain(stage: Stage | None, code: int) -> VramfitError:
             "Use a torch release from 2.11 on, from PyPI, on Linux; or report this version.",
         )
     if stage is Stage.RUNNING:
-        return VramfitError(
-            f"the program's process {how} before its results could be written",
-            "If it ends itself (os._exit, a signal), let it return instead.",
+        error = VramfitError(
+            f"the program's process {how}, so there is no report",
+            "If it ends itself by a signal, let it return instead.",
         )
+        error.exit_code = 128 - code if code < 0 else code or 1
+        return error
     return VramfitError(
         f"the child interpreter {how} before the program started", "Is torch installed beside vramfit?"
     )

@@ -1,0 +1,84 @@
+"""Inference mode shows composite ops whole: memory and values must be those of ``no_grad``."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vramfit.virtual.gpu import VirtualGPU
+
+
+def attend() -> torch.Tensor:
+    query = torch.randn(2, 8, 128, 64, device="cuda", dtype=torch.float16)
+    return F.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+
+FAMILIES = {
+    "linear": lambda: nn.Linear(100, 200).cuda()(torch.randn(64, 100, device="cuda")),
+    "norms": lambda: nn.LayerNorm(64).cuda()(nn.RMSNorm(64).cuda()(torch.randn(32, 64, device="cuda"))),
+    "conv": lambda: nn.Conv2d(3, 8, 3).cuda()(torch.randn(2, 3, 32, 32, device="cuda")),
+    "batch norm": lambda: nn.BatchNorm2d(3).cuda().eval()(torch.randn(2, 3, 32, 32, device="cuda")),
+    "attention": attend,
+    "einsum": lambda: torch.einsum("ij,kj->ik", *[torch.randn(64, 64, device="cuda")] * 2),
+    "lstm": lambda: nn.LSTM(16, 32).cuda()(torch.randn(5, 3, 16, device="cuda"))[0],
+    "encoder": lambda: (
+        nn.TransformerEncoderLayer(64, 4, batch_first=True)
+        .cuda()
+        .eval()(torch.randn(2, 10, 64, device="cuda"))
+    ),
+}
+
+
+def peaks(mode: type, family: str) -> tuple[int, int]:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    with mode():
+        out = FAMILIES[family]()
+        assert isinstance(out.sum().item(), float)
+        assert isinstance(float(out.mean()), float)
+        assert bool((out == out).all())
+    del out
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_memory_is_that_of_no_grad(gpu: VirtualGPU, family: str) -> None:
+    first = peaks(torch.no_grad, family)  # takes the workspaces, which stay
+    assert first[0] > 0
+    assert peaks(torch.inference_mode, family) == peaks(torch.no_grad, family)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (
+            lambda: nn.Linear(16, 4).cuda().half()(torch.randn(8, 16, device="cuda")),
+            "same dtype, but got Float and Half",
+        ),
+        (lambda: torch.mm(*[torch.ones(3, 4, device="cuda")] * 2), "cannot be multiplied .3x4 and 3x4."),
+        (lambda: nn.LayerNorm(16).cuda().half()(torch.randn(8, 16, device="cuda")), "Float but found Half"),
+        (
+            lambda: F.cross_entropy(
+                torch.randn(3, 4, device="cuda"), torch.ones(3, dtype=torch.int32, device="cuda")
+            ),
+            "Long but found Int",
+        ),
+        (
+            lambda: torch.randn(3, generator=torch.Generator(), device="cuda"),
+            "'cuda' device type for generator",
+        ),
+    ],
+)
+def test_what_a_card_refuses_is_refused(gpu: VirtualGPU, mistake: object, words: str) -> None:
+    assert callable(mistake)
+    with pytest.raises(RuntimeError, match=words):
+        mistake()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_higher_order_operators_are_named(gpu: VirtualGPU) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    query = torch.randn(1, 2, 128, 64, device="cuda")
+    with pytest.raises(NotImplementedError, match="flex_attention"):
+        flex_attention(query, query, query)
