@@ -72,9 +72,18 @@ def test_running_out_ends_with_three_and_names_the_line(project: Path) -> None:
     assert "torch.OutOfMemoryError: CUDA out of memory" in done.stderr
 
 
-def test_a_syntax_error_is_reported_as_by_python(project: Path) -> None:
-    (project / "train.py").write_text("def broken(:\n")
+def test_a_syntax_error_is_told_in_a_line(project: Path) -> None:
+    (project / "train.py").write_text("x = 1\ndef broken(:\n")
+    done = vramfit(project, "run", "--gpu", "RTX 4090", "train.py")
+    assert (done.returncode, done.stdout) == (1, "")
+    first, following = done.stderr.splitlines()
+    assert first == "error: train.py line 2: invalid syntax"
+    assert "python -m py_compile train.py" in following
+
+
+def test_a_syntax_error_in_an_import_is_reported_as_by_python(project: Path) -> None:
+    (project / "helper.py").write_text("def broken(:\n")
     done = vramfit(project, "run", "--gpu", "RTX 4090", "train.py")
     assert done.returncode == 1
-    assert "SyntaxError" in done.stderr
+    assert "SyntaxError: invalid syntax" in done.stderr
     assert "vramfit" not in done.stderr, "no frame of ours in the program's own error"

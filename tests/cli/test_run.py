@@ -71,7 +71,7 @@ def test_options_end_at_the_module_only_where_it_is_ours() -> None:
     ]
     assert end_options_at_module(["--gpu=a", "s.py", "-m", "x"], options) == ["--gpu=a", "s.py", "-m", "x"]
     assert end_options_at_module(["--", "-m", "x"], options) == ["--", "-m", "x"]
-    assert end_options_at_module(["-m"], options) == ["-m", "--"]
+    assert end_options_at_module(["--gpu", "a", "-m"], options) == ["--gpu", "a", "-m"]
 
 
 def test_options_reach_the_runner(vramfit: Run, runner: FakeRunner, script: Path) -> None:
@@ -163,7 +163,62 @@ def test_an_unknown_card_gets_suggestions(vramfit: Run, runner: FakeRunner, scri
 
 def test_no_program(vramfit: Run, runner: FakeRunner) -> None:
     refused(vramfit("run", "--gpu", "RTX 4090"), runner, "no script", "train.py")
-    refused(vramfit("run", "--gpu", "RTX 4090", "-m", " "), runner, "-m names no module", "-m package.module")
+    for module in (" ", "--", "--json"):
+        found = vramfit("run", "--gpu", "RTX 4090", "-m", module)
+        refused(found, runner, "-m names no module", "-m package.module")
+
+
+def test_a_module_option_without_a_module(vramfit: Run, runner: FakeRunner) -> None:
+    found = vramfit("run", "--gpu", "RTX 4090", "-m")
+    assert found.code == 2
+    assert "'-m' requires an argument" in found.err
+    assert runner.calls == []
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (b"import sys\n\nx = = 3\n", "train.py line 3: invalid syntax"),
+        (b"if True:\nx = 1\n", "train.py line 2: expected an indented block after 'if' statement on line 1"),
+        (b"x = '\xe9'\n", "can't decode byte 0xe9"),
+        (b"# coding: no-such-encoding\n", "unknown encoding: no-such-encoding"),
+        (b"x = 1\n\0\n", "null bytes"),
+    ],
+    ids=["syntax", "indentation", "not UTF-8", "encoding", "null"],
+)
+def test_a_script_that_cannot_be_compiled_is_not_run(
+    vramfit: Run, runner: FakeRunner, script: Path, tmp_path: Path, source: bytes, reason: str
+) -> None:
+    script.write_bytes(source)
+    report = tmp_path / "report.json"
+    found = vramfit("run", "--gpu", "RTX 4090", "--json", report, script)
+    refused(found, runner, reason, "", code=1)
+    assert "train.py" in found.err.splitlines()[0]
+    assert not report.exists()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "# coding: latin-1\nx = 'é'\n".encode("latin-1"),
+        "\ufeffx = 'é'\n".encode(),
+        b"x = '\\d'\n",
+        b"def f(x: Unknown): pass\n",
+        b"",
+    ],
+    ids=["latin-1", "byte order mark", "warning", "annotation", "empty"],
+)
+def test_what_python_compiles_is_run(vramfit: Run, runner: FakeRunner, script: Path, source: bytes) -> None:
+    script.write_bytes(source)
+    found = vramfit("run", "--gpu", "RTX 4090", script)
+    assert (found.code, found.err) == (0, "")
+    assert runner.command == [str(script)]
+
+
+def test_help_tells_of_reports_that_cannot_be_written(vramfit: Run) -> None:
+    assert "a report could not be written after the program ran" in " ".join(
+        vramfit("--help").out.replace("│", " ").split()
+    )
 
 
 def test_a_missing_script_names_the_like(vramfit: Run, runner: FakeRunner, script: Path) -> None:

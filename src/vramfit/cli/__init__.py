@@ -21,7 +21,10 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     name="vramfit",
     help="Make PyTorch programs fit the GPU they have.",
-    epilog="Exit codes: 0 fine; 1 the program failed (or its own code); 2 usage; 3 does not fit.",
+    epilog=(
+        "Exit codes: 0 fine; 1 the program failed (or its own code); 2 usage, or a report could not be written "
+        "after the program ran; 3 does not fit."
+    ),
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},

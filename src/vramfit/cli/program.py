@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import typer.core
 
-from vramfit.errors import UsageError
+from vramfit.errors import UsageError, VramfitError
 
 
 class ProgramCommand(typer.core.TyperCommand):
@@ -47,6 +48,8 @@ def end_options_at_module(arguments: list[str], with_value: set[str]) -> list[st
         if argument == "--" or not argument.startswith("-") or argument == "-":
             break
         if argument == "-m":
+            if position + 1 == len(arguments):
+                break  # the parser says that it lacks its value
             return [*arguments[: position + 2], "--", *arguments[position + 2 :]]
         if argument.startswith("-m"):
             return [*arguments[:position], "-m", argument[2:], "--", *arguments[position + 1 :]]
@@ -61,7 +64,7 @@ def program_command(module: str | None, program: list[str]) -> list[str]:
         UsageError: there is no program, or it is not a file that can be read.
     """
     if module is not None:
-        if not module.strip():
+        if not module.strip() or module.startswith("-"):
             raise UsageError(
                 "-m names no module", "Write it as in python: vramfit run --gpu NAME -m package.module"
             )
@@ -89,6 +92,36 @@ def _check_script(script: Path) -> None:
             f"cannot read {script}: {(error.strerror or str(error)).lower()}",
             "Check the permissions of the file",
         ) from error
+
+
+def check_source(command: list[str]) -> None:
+    """Find a script that python could not compile, before an interpreter is started for it.
+
+    Only the source of the script itself is looked at; what it imports is found out by running it.
+
+    Args:
+        command: as `program_command` gives it.
+
+    Raises:
+        VramfitError: the source has a syntax error or cannot be decoded; the program itself failed, so the
+            exit code is 1.
+    """
+    script = Path(command[0])
+    if command[0] == "-m" or not script.is_file():  # a pipe can be read only once, by the program
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the program's own interpreter shows them
+            compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        line = f" line {error.lineno}" if error.lineno else ""
+        raise VramfitError(
+            f"{script}{line}: {error.msg}", f"Correct it there: python -m py_compile {script} shows the place"
+        ) from None
+    except ValueError as error:  # null bytes, before Python 3.11.4
+        raise VramfitError(f"{script}: {error}", "Give a file of Python source") from None
+    except (OSError, RecursionError, MemoryError, OverflowError):
+        return  # the program's own interpreter says so, if it ends there as well
 
 
 def _beside(script: Path) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vramfit.cli.program import program_command
+from vramfit.cli.program import check_source, program_command
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -59,12 +59,14 @@ def run_command(
 ) -> None:
     """Run a CUDA program on a virtual GPU: does it fit, and where are the bytes?
 
-    The exit code is that of the program; 3 if it ran out of memory, 2 if it could not be started as asked.
+    The exit code is that of the program; 3 if it ran out of memory, 2 if it could not be started as asked or a
+    report could not be written after it ran.
     """
     command = program_command(module, program or [])
     spec = _card(gpu)
     _check_alloc_conf(alloc_conf)
     _check_outputs(json, trace, snapshot)
+    check_source(command)
 
     from vramfit.analysis import verdict as judge
     from vramfit.virtual.runner import run_in_child
