@@ -134,6 +134,7 @@ def main() -> None:
         run_row(*arguments.row)
         return
     console = Console()
+    console.width = max(console.width, 100)  # the table's own width, where the output is a file
     table = Table(title="Seconds per training step (median of 3), one process each")
     for column in ("model", "tool", "s/step", "first step", "in all", "resident", "peak allocated"):
         table.add_column(column, justify="left" if column in ("model", "tool") else "right")
