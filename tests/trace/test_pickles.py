@@ -7,6 +7,7 @@ import os
 import pickle
 import struct
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,36 @@ def test_shared_lists_do_not_multiply() -> None:
 def test_gzip_bomb_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_module, "MAX_UNPACKED_BYTES", 1 << 20)
     with pytest.raises(TraceFormatError, match="unpacks to more"):
+        load_snapshot(gzip.compress(b" " * (8 << 20)))
+
+
+def test_gzip_that_grows_as_no_snapshot_does_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.pickle.gz"
+    member = gzip.compress(b"]" * (8 << 20), 1)
+    path.write_bytes(member * 64)  # 512 MiB
+    tracemalloc.start()
+    try:
+        with pytest.raises(TraceFormatError, match="more than 200 times its size"):
+            read_any(path)
+        assert tracemalloc.get_traced_memory()[1] < 160 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_gzip_of_something_else_is_not_unpacked() -> None:
+    with pytest.raises(TraceFormatError, match="neither a trace nor a snapshot inside"):
         load_snapshot(gzip.compress(b"\0" * (8 << 20)))
+
+
+def test_gzip_of_many_members_and_padding() -> None:
+    text = b'{"segments": [], "device_traces": [[]]}'
+    members = b"".join(gzip.compress(text[at : at + 1]) + b"\0" * at for at in range(len(text)))
+    empty = gzip.compress(b"")
+    assert load_snapshot(empty + members + empty) == {"segments": [], "device_traces": [[]]}
+    with pytest.raises(TraceFormatError, match="truncated"):
+        load_snapshot(members + gzip.compress(b" ")[:-4])
+    with pytest.raises(TraceFormatError, match="is empty"):
+        load_snapshot(empty)
 
 
 def test_numbers_without_end() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickletools
 import zlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -32,9 +34,18 @@ ACTIONS: Mapping[str, EventKind] = {
 MAX_UNPACKED_BYTES = 8 << 30
 """A gzipped snapshot that unpacks to more is refused: a few kilobytes can be made to unpack to terabytes."""
 
+_CHECKED_BYTES = 64 << 20
+_MOST_EXPANSION = 200
+"""From ``_CHECKED_BYTES`` on, a gzipped snapshot may unpack to so many times what was read of it: recordings reach
+about 60, a file made to fill the memory 1000."""
+
+_PIECE = 1 << 16
+
 _HINT = "Give a file that torch.cuda.memory._dump_snapshot wrote"
 _CATEGORIES = {category.name.lower(): category for category in Category}
 _GZIP = b"\x1f\x8b"
+_FIRST_BYTES = frozenset({*(ord(opcode.code) for opcode in pickletools.opcodes), *b"{[ \t\r\n"})
+"""What a pickle or JSON can begin with."""
 
 
 def read_any(path: str | Path) -> MemoryTrace:
@@ -86,22 +97,49 @@ def _parse(data: bytes, name: str) -> Snapshot:
 
 
 def _gunzip(data: bytes, name: str) -> bytes:
-    unpacked = bytearray()
-    rest = data
-    while rest:
-        stream = zlib.decompressobj(wbits=31)
-        try:
-            unpacked += stream.decompress(rest, MAX_UNPACKED_BYTES + 1 - len(unpacked))
-        except zlib.error as error:
-            raise TraceFormatError(
-                f"{name} is damaged: it cannot be decompressed ({error})", "Copy it again"
-            ) from None
-        if len(unpacked) > MAX_UNPACKED_BYTES:
+    """Unpack piece by piece, and stop as soon as the content is not a snapshot's or grows as none does."""
+    unpacked = io.BytesIO()  # gives its content without a copy
+    position = 0
+    for piece, position in _pieces(data, name):
+        if not unpacked.tell() and piece[0] not in _FIRST_BYTES:
+            raise TraceFormatError(f"{name} is neither a trace nor a snapshot inside its gzip", _HINT)
+        unpacked.write(piece)
+        size = unpacked.tell()
+        if size > MAX_UNPACKED_BYTES:
             raise TraceFormatError(f"{name} unpacks to more than {MAX_UNPACKED_BYTES} bytes", _HINT)
-        if not stream.eof:
-            raise TraceFormatError(f"{name} is truncated: its gzip stream has no end", "Copy it again")
-        rest = stream.unused_data.lstrip(b"\0")
-    return bytes(unpacked)
+        if size > _CHECKED_BYTES and size > _MOST_EXPANSION * position:
+            raise TraceFormatError(
+                f"{name} unpacks to more than {_MOST_EXPANSION} times its size, as no snapshot does", _HINT
+            )
+    return unpacked.getvalue()
+
+
+def _pieces(data: bytes, name: str) -> Iterator[tuple[bytes, int]]:
+    """The content of a gzip file of one or more members, none empty, and how much of the file was read for it."""
+    view, position = memoryview(data), 0
+    while position < len(view):
+        stream = zlib.decompressobj(wbits=31)
+        rest = b""
+        while not stream.eof:
+            if not rest:
+                rest = bytes(view[position : position + _PIECE])
+                position += len(rest)
+                if not rest:
+                    raise TraceFormatError(
+                        f"{name} is truncated: its gzip stream has no end", "Copy it again"
+                    )
+            try:
+                piece = stream.decompress(rest, 1 << 20)
+            except zlib.error as error:
+                raise TraceFormatError(
+                    f"{name} is damaged: it cannot be decompressed ({error})", "Copy it again"
+                ) from None
+            rest = stream.unconsumed_tail
+            if piece:
+                yield piece, position
+        position -= len(stream.unused_data)
+        while data[position : position + 1] == b"\0":  # padding after a member
+            position += 1
 
 
 def _load_json(data: bytes, name: str) -> Any:
