@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,16 @@ def test_bad_input(arguments: list[str], reason: str, capsys: pytest.CaptureFixt
     error = capsys.readouterr().err
     assert reason in error
     assert "next:" in error
+
+
+@pytest.mark.parametrize("action", ["free_requested", "free_completed"])
+def test_frees_of_unknown_blocks_are_told(
+    action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    event = {"action": action, "addr": 1 << 30, "size": 1024, "stream": 0, "time_us": 1, "frames": []}
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [[event]]}))
+    assert run(str(path)) == 0
+    text = capsys.readouterr().out
+    assert "GPU 0: 1 free of unknown blocks" in text
+    assert "recorded " not in text, "no table without a row"

@@ -110,7 +110,9 @@ def _print(report: ReplayReport, file: Path) -> None:
     if not report.devices:
         console.print("The recording holds no events and no segments.")
         return
-    console.print(_table(report))
+    table = _table(report)
+    if table.row_count:
+        console.print(table)
     for device in report.devices:
         for note in _notes(report, device):
             console.print(Text(f"GPU {device.index}: {note}"), soft_wrap=True)
@@ -156,9 +158,8 @@ def _notes(report: ReplayReport, device: DeviceReplay) -> list[str]:
     if device.first_difference is not None and not report.what_if:
         notes.append(f"first difference: {device.first_difference}")
     if device.unknown_frees:
-        notes.append(
-            f"{device.unknown_frees} frees of blocks from before the recording, of which nothing is known"
-        )
+        frees = "1 free" if device.unknown_frees == 1 else f"{device.unknown_frees:,} frees"
+        notes.append(f"{frees} of unknown blocks: from before the recording, or not allocated")
     if report.what_if and device.ooms > device.ooms_replayed:
         notes.append(
             f"{device.ooms - device.ooms_replayed} requests that ran out of memory would have been served"

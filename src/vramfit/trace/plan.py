@@ -56,7 +56,7 @@ class Plan:
         allocations, plain_allocations: all requests, and those that are no special step.
         segments, releases: recorded segment events that take and that give back.
         ooms: requests that failed.
-        unknown_frees: frees among ``dropped``.
+        unknown_frees: frees among ``dropped``, a request and its completion counted as one.
         lowest_mappings: lowest address mapped within the trace by (stream, small pool).
     """
 
@@ -79,7 +79,8 @@ def plan_replay(events: DeviceEvents, start: Sequence[Segment], blocks: Sequence
     """The steps that replay a device from the state ``start``; ``blocks`` are what is in use there."""
     kinds, addresses, of_segment = events.kinds, events.addresses, events.of_segments
     sizes = events.sizes
-    dropped = _unknown_frees(events, start, blocks)
+    unknown = _unknown_blocks(start, blocks)
+    dropped = _frees_of(events, unknown)
     at_once = _completes_at_once(events)
     left_out = of_segment | events.folded
     left_out[dropped] = True
@@ -113,7 +114,7 @@ def plan_replay(events: DeviceEvents, start: Sequence[Segment], blocks: Sequence
         segments=count[EventKind.SEGMENT_ALLOC] + count[EventKind.SEGMENT_MAP],
         releases=count[EventKind.SEGMENT_FREE] + count[EventKind.SEGMENT_UNMAP],
         ooms=count[EventKind.OOM],
-        unknown_frees=int((kinds[dropped] == EventKind.FREE_REQUESTED).sum()),
+        unknown_frees=len(unknown),
         lowest_mappings=_lowest_mappings(events),
     )
 
@@ -170,17 +171,19 @@ def _main_stream(events: DeviceEvents) -> int:
     return int(found[counts.argmax()])
 
 
-def _unknown_frees(
-    events: DeviceEvents, start: Sequence[Segment], blocks: Sequence[StartBlock]
-) -> NDArray[np.intp]:
-    """Positions of frees of addresses that neither the trace nor the start state hold."""
+def _unknown_blocks(start: Sequence[Segment], blocks: Sequence[StartBlock]) -> list[StartBlock]:
+    """Blocks freed in the trace at addresses that neither the trace nor the start state hold."""
     known = {
         block["address"] for segment in start for block in segment["blocks"] if block["state"] != INACTIVE
     }
+    return [block for block in blocks if block.freed >= 0 and block.address not in known]
+
+
+def _frees_of(events: DeviceEvents, unknown: Sequence[StartBlock]) -> NDArray[np.intp]:
+    """Positions of the frees of these blocks, with the completions that follow the requests."""
     kinds, addresses = events.kinds, events.addresses
-    orphans = [block for block in blocks if block.freed >= 0 and block.address not in known]
     positions = []
-    for block in orphans:
+    for block in unknown:
         positions.append(block.freed)
         if kinds[block.freed] == EventKind.FREE_REQUESTED:
             later = np.flatnonzero(addresses[block.freed + 1 :] == block.address)

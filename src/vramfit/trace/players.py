@@ -91,7 +91,8 @@ class Player(ABC):
 
     def finish(self, address: int) -> None:
         """Complete a free that `give_back` left waiting."""
-        self.allocator.complete_free(self.moved.pop(address, address))
+        if not self.allocator.complete_free(self.moved.pop(address, address)):
+            self.unknown_frees += 1
 
 
 class ExactPlayer(Player):
