@@ -142,6 +142,25 @@ def test_a_fault_is_named_in_one_line(tmp_path: Path, text: str, fault: str) -> 
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("memory", "total_bytes"),
+        ("Memory", "total_bytes"),
+        ("total_byte", "total_bytes"),
+        ("bandwidth", "bandwidth_gbs"),
+        ("boost_clock", "boost_clock_mhz"),
+        ("peak_flops", "peak_tflops"),
+        ("Base", "base"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(tmp_path: Path, key: str, meant: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        find_gpu(write(tmp_path, f'base = "RTX 4090"\n{key} = "24GiB"'))
+    assert caught.value.message.endswith(f"unknown key {key!r}: did you mean {meant!r}?")
+    assert len(caught.value.message) < 120 + len(str(tmp_path))
+
+
 def test_an_unknown_base_suggests(tmp_path: Path) -> None:
     with pytest.raises(UnknownGpuError, match="RTX 4090"):
         find_gpu(write(tmp_path, 'base = "RTX 4091"'))

@@ -164,6 +164,35 @@ def test_an_unknown_name_suggests_the_three_nearest(text: str, suggested: str) -
     assert error.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("text", "suggested"),
+    [
+        ("RTX 4900", "RTX 4090"),
+        ("4900", "RTX 4090"),
+        ("4099", "RTX 4090"),
+        ("RTX 4099", "RTX 4090"),
+        ("RTX 0490", "RTX 4090"),
+        ("RTX 409", "RTX 4090"),
+        ("RTX 40900", "RTX 4090"),
+        ("4900 laptop", "RTX 4090 Laptop"),
+        ("3009", "RTX 3090"),
+        ("RTX 5900", "RTX 5090"),
+        ("4008", "RTX 4080"),
+    ],
+)
+def test_a_mistyped_number_suggests_the_card_meant_first(text: str, suggested: str) -> None:
+    with pytest.raises(UnknownGpuError) as caught:
+        find_gpu(text)
+    assert caught.value.hint.startswith(f"Did you mean {suggested}, ")
+
+
+@pytest.mark.parametrize("text", ["-5GiB", "- 5 GiB", "-1MB"])
+def test_a_negative_size_is_told(text: str) -> None:
+    with pytest.raises(UsageError, match=r"is not positive") as caught:
+        find_gpu(text)
+    assert "24GiB" in caught.value.hint
+
+
 @pytest.mark.parametrize("text", ["", "   ", "nvidia", "gpu", "??"])
 def test_a_name_that_says_nothing_is_refused(text: str) -> None:
     with pytest.raises(UnknownGpuError):

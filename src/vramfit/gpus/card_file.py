@@ -24,6 +24,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import date
+from difflib import SequenceMatcher
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -195,10 +196,36 @@ def link_rate(link: str, bandwidth: float) -> float:
     return _PCIE_GBS_PER_LANE[match.group(1)] * int(match.group(2)) * 1e9
 
 
+# What people call a key that has another name here.
+_SYNONYMS = {
+    "memory": "total_bytes",
+    "memory_bytes": "total_bytes",
+    "vram": "total_bytes",
+    "size": "total_bytes",
+    "cc": "compute_capability",
+    "sms": "sm_count",
+    "speed": "boost_clock_mhz",
+    "clock": "boost_clock_mhz",
+    "tflops": "peak_tflops",
+    "flops": "peak_tflops",
+    "pcie": "link",
+}
+
+
+def _nearest_key(key: str) -> str:
+    """The key that one of another name most likely stands for."""
+    asked = key.lower()
+    if asked in _SYNONYMS:
+        return _SYNONYMS[asked]
+    return max(
+        ("base", *_KEYS), key=lambda known: SequenceMatcher(None, asked, known, autojunk=False).ratio()
+    )
+
+
 def _read_keys(table: Mapping[str, Any]) -> dict[str, Any]:
     for key in table:
         if key not in _KEYS:
-            raise _Fault(f"unknown key {key!r}: the keys are base, {', '.join(_KEYS)}")
+            raise _Fault(f"unknown key {key!r}: did you mean {_nearest_key(key)!r}?")
     return {attribute: read(table[key], key) for key, (attribute, read) in _KEYS.items() if key in table}
 
 

@@ -102,6 +102,8 @@ def match_gpu(text: str) -> GpuMatch:
     text = text.strip()
     if text.lower().endswith(".toml"):
         return GpuMatch(spec=read_card_file(Path(text), find_gpu))
+    if text.startswith("-") and is_size(text[1:].lstrip()):
+        raise UsageError(f"the size {text} is not positive", "Write it as 24GiB")
     if is_size(text):
         return GpuMatch(spec=_generic(text))
     wanted = _tokens(text)
@@ -204,14 +206,47 @@ def _letters(name: str) -> str:
     return "".join(word for word in words if word not in _VENDOR_WORDS)
 
 
+_NO_SLIP = 4
+
+
+def _slip(asked: str, number: str) -> int:
+    """What it takes to make one number of another.
+
+    0: nothing, 1: two neighbours that changed places or another last digit, 2: another digit, 3: a digit too many
+    or too few, 4: more than one slip.
+    """
+    if asked == number:
+        return 0
+    if re.sub(r"\d", "", asked) != re.sub(r"\d", "", number) or sum(map(str.isdigit, number)) < 3:
+        return _NO_SLIP
+    if len(asked) == len(number):
+        at = [place for place, (one, other) in enumerate(zip(asked, number, strict=True)) if one != other]
+        if len(at) == 1:
+            return 1 if at[0] == len(number) - 1 else 2
+        swapped = (
+            len(at) == 2 and at[1] == at[0] + 1 and asked[at[0] : at[1] + 1] == number[at[1]] + number[at[0]]
+        )
+        return 1 if swapped else _NO_SLIP
+    short, long = sorted((asked, number), key=len)
+    one_more = len(long) == len(short) + 1
+    dropped = one_more and any(long[:at] + long[at + 1 :] == short for at in range(len(long)))
+    return 3 if dropped else _NO_SLIP
+
+
 def _suggestion(text: str) -> str:
-    """Name the three nearest cards: first those with the same number, then by the letters shared in order."""
+    """Name the three nearest cards: first those of the same number, then of one mistyped, then by their letters.
+
+    Among cards of a mistyped number the words beside it decide, then how the slip was made.
+    """
     asked, numbers = _letters(text), {word for word in _tokens(text) if _has_number(frozenset({word}))}
-    scored: list[tuple[bool, float, str]] = []
-    for spec, _, words in _all_tokens():
+    scored: list[tuple[tuple[int, int, float], str]] = []
+    for spec, own, words in _all_tokens():
         names = (spec.name, *spec.aliases)
         likeness = max(SequenceMatcher(None, asked, _letters(name), autojunk=False).ratio() for name in names)
-        scored.append((numbers.isdisjoint(words), -likeness, spec.name))
+        slip = min((_slip(asked, word) for asked in numbers for word in words), default=_NO_SLIP)
+        different = len((own ^ _tokens(text)) - _PREFIX_WORDS)
+        rank = (slip, different) if 0 < slip < _NO_SLIP else (slip, 0)
+        scored.append(((*rank, -likeness), spec.name))
     # sorted() is stable, so cards of equal score stay in the order of the catalogue.
-    nearest = [name for _, _, name in sorted(scored, key=lambda row: row[:2])[:3]]
+    nearest = [name for _, name in sorted(scored, key=lambda row: row[0])[:3]]
     return f"Did you mean {nearest[0]}, {nearest[1]} or {nearest[2]}? 'vramfit gpus' lists all"
