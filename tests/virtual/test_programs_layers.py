@@ -247,3 +247,25 @@ def test_mixing_devices_is_the_error_it_is_on_a_card(gpu: VirtualGPU) -> None:
         nn.Linear(4, 4).cuda()(torch.ones(1, 4))
     with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|same reduction dim"):
         cuda(2, 3) @ cuda(2, 3)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_lazy_modules_learn_their_shapes_where_they_are(gpu: VirtualGPU, device: str) -> None:
+    model = nn.Sequential(
+        nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(2, bias=False)
+    ).to(device, torch.float64)
+    before = list(model.parameters())
+    out = model(torch.ones(2, 3, 6, 6, device=device, dtype=torch.float64))
+    assert out.shape == (2, 2) and out.dtype is torch.float64 and out.device.type == device
+    assert type(model[3]) is nn.Linear and model[3].weight.shape == (2, 64)
+    after = list(model.parameters())
+    assert [id(p) for p in after] == [id(p) for p in before], "an optimizer made early keeps its parameters"
+    assert all(p.device.type == device and isinstance(p, nn.Parameter) and p.requires_grad for p in after)
+    assert model[1].running_mean.device.type == device
+    optimizer = torch.optim.Adam(before)
+    out.sum().backward()
+    optimizer.step()
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in after)
+    assert (torch.cuda.memory_allocated() > 0) is (device == "cuda")
+    if device == "cpu":
+        assert model.cuda()(torch.ones(2, 3, 6, 6, device="cuda", dtype=torch.float64)).is_cuda

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from vramfit.trace import Category
@@ -18,8 +19,12 @@ if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
 
 
+_DESTINATION = "_vramfit_destination"
+
+
 def install(mode: VirtualMode, patches: PatchStack) -> None:
     """Make parameters virtual, move them in place, and follow which module runs."""
+    _patch_lazy(mode, patches)
     _patch_parameter(mode, patches)
     _patch_apply(mode, patches)
     _patch_call(mode, patches)
@@ -59,10 +64,18 @@ def _patch_apply(mode: VirtualMode, patches: PatchStack) -> None:
         if any(is_traceable_wrapper_subclass(p) for p in parameters):
             return original(self, fn, recurse=False)
         for key, parameter in self._parameters.items():
-            if parameter is not None:
+            if parameter is None:
+                continue
+            if _is_lazy(parameter):
+                _note_move(parameter, fn)
+            else:
                 _move_parameter(mode, self, key, parameter, fn)
         for key, buffer in self._buffers.items():
-            if buffer is not None:
+            if buffer is None:
+                continue
+            if _is_lazy(buffer):
+                _note_move(buffer, fn)
+            else:
                 self._buffers[key] = moved = fn(buffer)
                 if type(moved) is FakeTensor:
                     mode.meter.tag(moved, Category.PARAMETERS, mode.meter.modules.path_of(self))
@@ -96,6 +109,53 @@ def _move_parameter(
             parameter.grad = gradient
             mode.meter.tag(gradient, Category.GRADIENTS)
     mode.meter.tag(parameter, Category.PARAMETERS, mode.meter.modules.path_of(module))
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return is_lazy(tensor)
+
+
+def _note_move(lazy: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Remember where an uninitialized parameter or buffer was sent, and as what; there is nothing to move yet."""
+    device, dtype = lazy.__dict__.get(_DESTINATION, (lazy.device, lazy.dtype))
+    moved = fn(torch.empty(0, device=device, dtype=dtype))
+    lazy.__dict__[_DESTINATION] = moved.device, moved.dtype
+
+
+def _patch_lazy(mode: VirtualMode, patches: PatchStack) -> None:
+    """Lazy modules: a parameter becomes virtual when its shape is known, and stays the object that it was."""
+
+    def materialize(
+        self: torch.Tensor,
+        shape: Any,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        sent = self.__dict__.pop(_DESTINATION, (self.device, self.dtype))
+        with torch.no_grad():
+            data = torch.empty(
+                shape, device=sent[0] if device is None else device, dtype=sent[1] if dtype is None else dtype
+            )
+        is_parameter = isinstance(self, UninitializedParameter)
+        if is_parameter and type(data) is torch.Tensor and data.device.type == "cpu":
+            data = mode.wrap(data)
+        whole = data
+        if type(data) is FakeTensor:
+            # The same memory under a tensor to which no memo of FakeTensorMode refers: it can be swapped.
+            view = torch.empty(0, dtype=data.dtype, device="meta").set_(
+                data.untyped_storage(), 0, data.shape, data.stride()
+            )
+            whole = mode.describer.factory.make(view, data.device)
+            if is_parameter:
+                whole._is_param = True
+                whole.requires_grad_(self.requires_grad)
+        # A real tensor's data cannot be set to a fake one's.
+        torch.utils.swap_tensors(self, whole)
+        if type(self) is FakeTensor:
+            mode.meter.tag(self, Category.PARAMETERS)
+
+    patches.set(UninitializedParameter, "materialize", materialize)
+    patches.set(UninitializedBuffer, "materialize", materialize)
 
 
 def keep_virtual(
