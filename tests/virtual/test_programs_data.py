@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -382,3 +384,41 @@ def test_state_dicts_pass_through_module_methods(gpu: VirtualGPU) -> None:
     assert other[0].weight.tolist() == [[0.0, 0.0], [0.0, 0.0]] and other[0].weight.is_cuda
     with pytest.raises(RuntimeError, match="size mismatch"):
         other.load_state_dict({"0.weight": torch.zeros(3, 3)}, strict=False)
+
+
+def test_storages_have_addresses(gpu: VirtualGPU) -> None:
+    x, y = torch.zeros(64, device="cuda"), torch.zeros(64, device="cuda")
+    assert x.untyped_storage().data_ptr() == x.data_ptr() == x[3:].untyped_storage().data_ptr()
+    assert x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr()
+    host = nn.Linear(2, 2)
+    addresses = {p.untyped_storage().data_ptr() for p in host.parameters()}
+    assert len(addresses) == 2 and 0 not in addresses
+    real = torch.ones(3)
+    assert real.untyped_storage().data_ptr() == real.data_ptr()
+
+
+def test_a_pretrained_model_is_not_saved(gpu: VirtualGPU, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=1
+    )
+    model = transformers.GPT2LMHeadModel(config).cuda()
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "config.json").exists()
+    assert not list(tmp_path.glob("*.safetensors")) and "save-skipped" in codes(gpu)
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+
+
+def test_a_tensor_of_the_card_is_shared_and_cannot_leave_by_pickle_or_dlpack(gpu: VirtualGPU) -> None:
+    x = torch.ones(3, device="cuda")
+    assert x.share_memory_() is x and x.is_shared()
+    layer = nn.Linear(2, 2).cuda()
+    assert layer.share_memory() is layer and layer.weight.is_cuda
+    with pytest.raises(pickle.PicklingError, match="a tensor of the virtual GPU cannot be pickled"):
+        pickle.dumps(x)
+    exports: list[Callable[[Tensor], Any]] = [torch.utils.dlpack.to_dlpack, torch.from_dlpack]
+    for export in exports:
+        with pytest.raises(NotImplementedError, match="cannot be exported with DLPack"):
+            export(x)
+    assert torch.from_dlpack(torch.arange(3)).tolist() == [0, 1, 2]

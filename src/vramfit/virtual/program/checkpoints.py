@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
 
 
-class _VirtualInside(Exception):
-    """A virtual tensor was met while an object was pickled."""
+class VirtualTensorPicklingError(pickle.PicklingError):
+    """A virtual tensor was met while an object was pickled: it has no values to write."""
 
 
 class _Probe(pickle.Pickler):
@@ -44,7 +44,9 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
     kept: dict[object, Any] = {}
 
     def reduce_ex(self: FakeTensor, protocol: Any) -> Any:
-        raise _VirtualInside("a virtual tensor cannot be pickled: its values were never computed")
+        raise VirtualTensorPicklingError(
+            "vramfit: a tensor of the virtual GPU cannot be pickled: its values were never computed"
+        )
 
     def deepcopy(self: FakeTensor, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
@@ -84,7 +86,7 @@ def holds_virtual(obj: Any) -> bool:
     """Whether pickling an object would meet a virtual tensor."""
     try:
         _Probe(_Sink(), protocol=2).dump(obj)
-    except _VirtualInside:
+    except VirtualTensorPicklingError:
         return True
     except (pickle.PicklingError, AttributeError, TypeError):
         return False  # not picklable for another reason: torch.save will say so

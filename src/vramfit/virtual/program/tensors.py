@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
     _patch_host_values(mode, patches)
     _patch_addresses(mode, patches)
     _patch_storage_resize(mode, patches)
+    _patch_sharing(mode, patches)
     _patch_repr(mode, patches)
     _refuse_nested(mode, patches)
 
@@ -86,6 +88,43 @@ def _patch_addresses(mode: VirtualMode, patches: PatchStack) -> None:
         return base + int(self.storage_offset()) * self.element_size() if base else 0
 
     patches.set(FakeTensor, "data_ptr", data_ptr)
+    original: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.data_ptr
+
+    def storage_data_ptr(self: torch.UntypedStorage) -> int:
+        if self.device.type != "meta":
+            return original(self)
+        record = mode.meter.record_of(torch.empty(0, dtype=torch.uint8, device="meta").set_(self))
+        return self._cdata if record is None else record.address
+
+    patches.set(torch.UntypedStorage, "data_ptr", storage_data_ptr)
+
+
+def _patch_sharing(mode: VirtualMode, patches: PatchStack) -> None:
+    """Shared memory: a card's always is, as torch says; DLPack would hand out an address that holds nothing."""
+
+    def share_memory_(self: FakeTensor) -> FakeTensor:
+        return self
+
+    def is_shared(self: FakeTensor) -> bool:
+        return self.device.type == "cuda"
+
+    def dlpack(self: FakeTensor, **options: Any) -> Any:
+        if self.device.type == "cpu":
+            return download(mode, self.detach(), {}).__dlpack__(**options)
+        raise NotImplementedError(
+            "vramfit: a tensor of the virtual GPU cannot be exported with DLPack (to_dlpack, from_dlpack): "
+            "its values were never computed"
+        )
+
+    original: Callable[[torch.Tensor], Any] = torch._C._to_dlpack
+
+    def to_dlpack(tensor: torch.Tensor) -> Any:
+        return dlpack(tensor) if isinstance(tensor, FakeTensor) else original(tensor)
+
+    patches.set(FakeTensor, "share_memory_", share_memory_)
+    patches.set(FakeTensor, "is_shared", is_shared)
+    patches.set(FakeTensor, "__dlpack__", dlpack)
+    patches.rebind([(original, to_dlpack)])
 
 
 def _patch_storage_resize(mode: VirtualMode, patches: PatchStack) -> None:
