@@ -72,6 +72,22 @@ def test_running_out_ends_with_three_and_names_the_line(project: Path) -> None:
     assert "torch.OutOfMemoryError: CUDA out of memory" in done.stderr
 
 
+def test_a_missing_module_is_told_without_a_report_of_an_empty_card(project: Path) -> None:
+    done = vramfit(project, "run", "--gpu", "RTX 4090", "-m", "nomodule")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0] == f"{sys.executable}: No module named nomodule"
+    assert done.stdout == "! the program failed (exit code 1) before it used a card\n"
+
+
+def test_a_program_without_cuda_gets_a_short_report(project: Path) -> None:
+    (project / "train.py").write_text("import torch\nprint(torch.ones(3).sum().item())\n")
+    done = vramfit(project, "run", "--gpu", "RTX 4090", "train.py")
+    assert done.returncode == 0
+    first, verdict, _, footer = done.stdout.splitlines()
+    assert (first, verdict) == ("3.0", "✓ fits RTX 4090: the program did not use the card")
+    assert "torch" in footer
+
+
 def test_a_syntax_error_is_told_in_a_line(project: Path) -> None:
     (project / "train.py").write_text("x = 1\ndef broken(:\n")
     done = vramfit(project, "run", "--gpu", "RTX 4090", "train.py")

@@ -28,6 +28,13 @@ def nothing_allocated() -> VirtualRun:
     return virtual_run(Recorder().finish())
 
 
+def never_used() -> VirtualRun:
+    """A program that did not come as far as a CUDA context."""
+    run = virtual_run(Recorder(context_bytes=0).finish())
+    unused = tuple(replace(device, context_bytes=0) for device in run.devices)
+    return replace(run, devices=unused, ops=0)
+
+
 def crowded() -> VirtualRun:
     """More of everything than a report can show, with names longer than a line."""
     recorder = Recorder()
@@ -67,6 +74,9 @@ RUNS = {
     "failed": lambda: replace(fitting_run(), exit_code=1, error="ValueError: no such data set", warnings=()),
     "two-cards": two_cards,
     "nothing": nothing_allocated,
+    "unused": never_used,
+    "unused-failed": lambda: replace(never_used(), exit_code=1),
+    "unused-failed-why": lambda: replace(never_used(), exit_code=1, error="ImportError: no such module"),
     "no-card-failed": lambda: replace(nothing_allocated(), devices=(), exit_code=1, error="IndexError: 0"),
     "no-card": lambda: replace(nothing_allocated(), devices=()),
 }

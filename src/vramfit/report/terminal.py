@@ -82,9 +82,28 @@ class _Page:
 
     def lines(self, run: VirtualRun, verdict: Verdict) -> Iterator[Text]:
         """All lines of the report."""
+        if _never_used_a_card(verdict):
+            yield from self.unused(run, verdict)
+            return
         yield from self.headline(run, verdict)
         if verdict.device.index != NO_CARD:
             yield from self.card(run, verdict)
+        yield from self.warnings(run)
+        yield Text()
+        yield self.footer(run)
+
+    def unused(self, run: VirtualRun, verdict: Verdict) -> Iterator[Text]:
+        """The report of a program that never came to use a card: there are no bytes to show."""
+        if verdict.outcome is Outcome.FAILED:
+            reason = f": {run.error}" if run.error else ""
+            failed = f" (exit code {run.exit_code}) before it used a card{reason}"
+            yield from self.wrapped(Text.assemble(("! the program failed", "bold red"), failed))
+            yield from self.warnings(run)
+            return
+        gpu = (verdict.device.gpu, "bold")
+        yield from self.wrapped(
+            Text.assemble(("✓ fits ", "bold green"), gpu, ": the program did not use the card")
+        )
         yield from self.warnings(run)
         yield Text()
         yield self.footer(run)
@@ -425,6 +444,17 @@ class _Page:
     def at_line(self, frame: Frame | None) -> str:
         """The same with a preposition; empty where the line is unknown."""
         return f" at {self.location(frame)}" if frame else ""
+
+
+def _never_used_a_card(verdict: Verdict) -> bool:
+    """Whether there were cards, and none has as much as a CUDA context."""
+    return (
+        verdict.device.index != NO_CARD
+        and verdict.oom is None
+        and not any(
+            device.context or device.peak_reserved or device.peak_allocated for device in verdict.devices
+        )
+    )
 
 
 def _joined(groups: tuple[TensorGroup, ...], *, by_library: bool) -> list[TensorGroup]:
