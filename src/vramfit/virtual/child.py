@@ -76,7 +76,9 @@ def _save_before_exit(patches: PatchStack, finish: Callable[[int, None], None]) 
 def _finalize() -> None:
     """What an interpreter does after its exit handlers: drop the program's globals, and close what they held."""
     main_module = sys.modules.get("__main__")
-    if main_module is not None:
+    if (
+        main_module is not None and main_module.__dict__ is not globals()
+    ):  # runpy drops a module's globals itself
         main_module.__dict__.clear()
     gc.collect()
     for item in gc.get_objects():  # files that something else still holds
