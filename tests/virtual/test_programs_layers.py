@@ -218,8 +218,10 @@ def test_shapes_from_large_data_are_assumed_full_with_a_warning(gpu: VirtualGPU)
 
 
 def test_an_op_without_a_rule_is_named_and_never_run(gpu: VirtualGPU) -> None:
-    with pytest.raises(NotImplementedError, match=r"vramfit: the virtual GPU has no rule for aten\.geqrf"):
-        torch.geqrf(cuda(4, 4))
+    with pytest.raises(
+        NotImplementedError, match=r"vramfit: the virtual GPU has no rule for aten\._to_sparse_csr"
+    ):
+        cuda(4, 4).to_sparse_csr()
     assert [w.code for w in gpu.run.warnings] == ["op-without-rule"]
     assert torch.ones(2, device="cuda").sum().item() == 2.0
 
@@ -269,3 +271,35 @@ def test_lazy_modules_learn_their_shapes_where_they_are(gpu: VirtualGPU, device:
     assert (torch.cuda.memory_allocated() > 0) is (device == "cuda")
     if device == "cpu":
         assert model.cuda()(torch.ones(2, 3, 6, 6, device="cuda", dtype=torch.float64)).is_cuda
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(8, 5), (5, 8)])
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_least_squares_and_householder_products(
+    gpu: VirtualGPU, batch: tuple[int, ...], rows: int, columns: int
+) -> None:
+    left, right = torch.randn(*batch, rows, columns), torch.randn(*batch, rows, 2)
+    for rhs in (right, right[..., 0]):
+        host = torch.linalg.lstsq(left, rhs, driver="gels")
+        card = torch.linalg.lstsq(left.cuda(), rhs.cuda())
+        assert card.solution.shape == host.solution.shape and card.solution.is_cuda
+        assert card.residuals.shape == host.residuals.shape
+        assert card.solution.untyped_storage().nbytes() == host.solution.untyped_storage().nbytes()
+    reflectors, factors = torch.geqrf(left.cuda())
+    on_host = torch.geqrf(left)
+    assert (reflectors.stride(), factors.shape) == (on_host[0].stride(), on_host[1].shape)
+    if rows > columns:
+        square = torch.linalg.householder_product(reflectors, factors)
+        assert square.shape == reflectors.shape
+        assert torch.ormqr(reflectors, factors, right.cuda()).shape == right.shape
+
+
+def test_a_dense_tensor_becomes_sparse(gpu: VirtualGPU) -> None:
+    sparse = torch.tensor([[0.0, 2.0], [3.0, 0.0]], device="cuda").to_sparse()
+    assert sparse.is_sparse and sparse.is_cuda and sparse._nnz() == 2
+    assert sparse.is_coalesced() and sparse.values().tolist() == [2.0, 3.0]
+    assert sparse.indices().tolist() == [[0, 1], [1, 0]]
+    assert torch.sparse.mm(sparse, cuda(2, 3)).shape == (2, 3)
+    assert not gpu.run.warnings
+    assert cuda(100, 100).to_sparse()._nnz() == 10_000
+    assert "shape-from-data" in {w.code for w in gpu.run.warnings}

@@ -141,3 +141,56 @@ def encoder_layer(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: d
     for address in held:
         mode.meter.free(address, device)
     return out
+
+
+def _column_major(mode: VirtualMode, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """A matrix, or a batch of them, as LAPACK and cuSOLVER want it."""
+    return mode.fake_empty((*shape[:-2], shape[-1], shape[-2]), like.dtype, like.device).mT
+
+
+@rule("aten.geqrf.default")
+def geqrf(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Householder reflectors below R, and their factors (native/BatchLinearAlgebra.cpp ``geqrf``)."""
+    source: torch.Tensor = args[0]
+    shape = tuple(source.shape)
+    factors = mode.fake_empty((*shape[:-2], min(shape[-2:])), source.dtype, source.device)
+    out = (_column_major(mode, shape, source), factors)
+    mode.settle(func, mode.ops[func], args, kwargs, out)
+    return out
+
+
+@rule("aten.ormqr.default")
+def ormqr(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A matrix times an orthogonal one: shaped like the matrix (native/BatchLinearAlgebra.cpp ``ormqr``)."""
+    other: torch.Tensor = args[2]
+    out = _column_major(mode, tuple(other.shape), other)
+    mode.settle(func, mode.ops[func], args, kwargs, out)
+    return out
+
+
+@rule("aten.linalg_lstsq.default")
+def lstsq(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Least squares on a card (driver ``gels``): solution and residuals, no rank and no singular values.
+
+    As native/BatchLinearAlgebra.cpp ``linalg_lstsq_out_info`` does it, the solution is cut from the right-hand side's
+    copy and keeps its storage; a copy of the matrix lives meanwhile, and for residuals their unsummed form.
+    """
+    left, right = args[:2]
+    rows, columns = left.shape[-2:]
+    vector = right.dim() == 1 or right.shape == left.shape[:-1]
+    count = 1 if vector else right.shape[-1]
+    batch = tuple(left.shape[:-2])
+    whole = mode.fake_empty((*batch, count, max(rows, columns)), right.dtype, right.device)
+    real = left.real.dtype if left.is_complex() else left.dtype
+    residuals = mode.fake_empty((*batch, count) if rows > columns else (0,), real, left.device)
+    rest = (mode.fake_empty((0,), torch.int64, left.device), mode.fake_empty((0,), real, left.device))
+    name, device = mode.ops[func].name, left.device.index or 0
+    sizes = [left.nbytes, right.nbytes if rows > columns else 0]
+    held = mode.meter.temporary([size for size in sizes if size], device, name)
+    mode.settle(func, mode.ops[func], args, kwargs, (whole, residuals, *rest))
+    for address in held:
+        mode.meter.free(address, device)
+    for tensor in (whole, residuals):
+        mode.shadows.forget(tensor)  # the host's default driver answers in another form
+    solution = torch.ops.aten.slice.Tensor(whole, -1, 0, columns).mT
+    return (solution.squeeze(-1) if vector else solution, residuals, *rest)

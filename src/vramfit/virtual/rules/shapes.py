@@ -200,6 +200,22 @@ def to_dense(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[s
     return _finish(mode, func, args, kwargs, mode.fake_empty(tuple(source.shape), dtype, source.device))
 
 
+@rule("aten._to_sparse.default")
+def to_sparse(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A COO copy of a dense tensor: one column of indices per element that is not zero (dense_to_sparse)."""
+    source: torch.Tensor = args[0]
+    layout = kwargs.get("layout") or torch.sparse_coo
+    if source.layout is not torch.strided or layout is not torch.sparse_coo or len(args) > 1:
+        return mode.run(func, mode.ops[func], args, kwargs)  # named as an op without a rule
+    found = nonzero(mode, torch.ops.aten.nonzero.default, (source,), {})
+    with mode:  # what follows is metered like ops of the program
+        values = source[found.unbind(1)]
+        indices = found.t().contiguous()
+        return torch.sparse_coo_tensor(
+            indices, values, source.shape, is_coalesced=True, check_invariants=False
+        )
+
+
 @rule("aten._use_cudnn_ctc_loss.default", "aten._use_cudnn_ctc_loss.Tensor")
 def use_cudnn_ctc_loss(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether cuDNN computes a CTC loss: aten/src/ATen/native/cudnn/LossCTC.cpp ``_use_cudnn_ctc_loss``."""
