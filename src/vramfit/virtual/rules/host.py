@@ -43,12 +43,31 @@ def _upload(
     info = mode.ops[_TO_COPY]
     if source.device.type == "meta":
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+    if source.layout is torch.sparse_coo:
+        return _upload_sparse(mode, source, device, kwargs)
+    if source.layout is not torch.strided:
+        message = f"the virtual GPU has no copies of {source.layout} tensors to the card yet"
+        mode.machine.warn("op-without-rule", message, location=mode.guesses.location())
+        raise NotImplementedError(f"vramfit: {message}")
     fake = mode.wrap(source)
     out = mode.describe(_TO_COPY, (fake,), {**kwargs, "device": device})
     mode.settle(_TO_COPY, info, (fake,), {**kwargs, "device": device}, out, category=Category.INPUTS)
     _pass_link(mode, device.index or 0, source.nbytes)
     assert isinstance(out, torch.Tensor)
     return out
+
+
+def _upload_sparse(
+    mode: VirtualMode, source: torch.Tensor, device: torch.device, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """Indices and values of a sparse COO tensor cross one by one (native/sparse/SparseTensor.cpp, copy_sparse_)."""
+    dtype = kwargs.get("dtype")
+    indices = _upload(mode, source._indices(), device, {})
+    values = _upload(mode, source._values(), device, {} if dtype is None else {"dtype": dtype})
+    with mode:
+        return torch.sparse_coo_tensor(
+            indices, values, source.shape, is_coalesced=source.is_coalesced(), check_invariants=False
+        )
 
 
 def download(mode: VirtualMode, source: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
