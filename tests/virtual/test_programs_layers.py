@@ -315,3 +315,13 @@ def test_sparse_tensors_cross_to_the_card_or_are_refused_by_name(gpu: VirtualGPU
         torch.sparse_csr_tensor(
             torch.tensor([0, 1, 2]), torch.tensor([0, 1]), values, (2, 2), check_invariants=False
         ).cuda()
+
+
+def test_flattened_weights_keep_their_true_values(gpu: VirtualGPU) -> None:
+    layer = nn.GRU(4, 8)
+    before = {name: weight.detach().tolist() for name, weight in layer.named_parameters()}
+    layer.cuda()
+    layer.flatten_parameters()
+    weights = dict(layer.named_parameters())
+    assert len({w.untyped_storage()._cdata for w in weights.values()}) == 1
+    assert {name: weight.detach().tolist() for name, weight in weights.items()} == before

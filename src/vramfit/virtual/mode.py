@@ -209,10 +209,10 @@ class VirtualMode(TorchDispatchMode):
         if real:
             written = [t for t in mutated_tensors(info, args, kwargs) if type(t) is not FakeTensor]
             if written and written[0].device.type == "cpu":
-                return self._write_host(info, args, kwargs, written)
+                return self._write_host(info, written)
             args, kwargs = self._wrap_all(args, kwargs)
         if func is _ADD and self._accumulates(args):
-            return self._accumulate(args, info)
+            return self._accumulate(args)
         out = self.describe(func, args, kwargs)
         self.settle(func, info, args, kwargs, out, category=category)
         return out
@@ -302,15 +302,12 @@ class VirtualMode(TorchDispatchMode):
 
         return map_tensors(to_fake, args), {k: map_tensors(to_fake, v) for k, v in kwargs.items()}
 
-    def _write_host(
-        self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]
-    ) -> Any:
+    def _write_host(self, info: OpInfo, written: list[torch.Tensor]) -> Any:
         """A real CPU tensor is to be written from virtual ones: its values stay, and a warning says so."""
         self.machine.warn(
             "host-values-unknown",
             f"{info.name} writes virtual values into a real CPU tensor: its values stay as they were",
         )
-        del args, kwargs
         return written[0] if len(written) == 1 else None
 
     # -- pinned host memory --------------------------------------------------------------------------------------
@@ -373,7 +370,7 @@ class VirtualMode(TorchDispatchMode):
         limits = self.exclusive_counts
         return limits is not None and counts[0] <= limits[0] and counts[1] <= limits[1]
 
-    def _accumulate(self, args: tuple[Any, ...], info: OpInfo) -> torch.Tensor:
+    def _accumulate(self, args: tuple[Any, ...]) -> torch.Tensor:
         self.meter.ops += 1
         target: torch.Tensor = args[0]
         self.shadows.forget(target)
@@ -381,7 +378,6 @@ class VirtualMode(TorchDispatchMode):
             device = target.device.index or 0
             spec = self.machine.devices[device].spec
             self.machine.advance(1e6 * roofline.seconds(_ADD, args, {}, target, spec))
-        del info
         return target
 
 

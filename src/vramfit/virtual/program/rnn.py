@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import rnn as rnn_module
 
+from vramfit.trace import Category
 from vramfit.virtual.patching import PatchStack
 
 if TYPE_CHECKING:
@@ -133,8 +134,6 @@ def _patch_flatten(mode: VirtualMode, patches: PatchStack) -> None:
             or len({w.untyped_storage()._cdata for w in weights}) == 1 != len(weights)
         ):
             return
-        from vramfit.trace import Category
-
         with torch.no_grad():
             buffer = torch.empty(
                 sum(w.numel() for w in weights), dtype=weights[0].dtype, device=weights[0].device
@@ -144,8 +143,7 @@ def _patch_flatten(mode: VirtualMode, patches: PatchStack) -> None:
             for weight in weights:
                 piece = buffer[offset : offset + weight.numel()].view(weight.shape)
                 offset += weight.numel()
-                values = mode.shadows.view(weight)
+                piece.copy_(weight.detach())  # small weights keep their true values
                 weight.data = piece
-                del values
 
     patches.set(nn.RNNBase, "flatten_parameters", flatten)

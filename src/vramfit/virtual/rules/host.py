@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _TO_COPY = torch.ops.aten._to_copy.default
 _COPY_ = torch.ops.aten.copy_.default
-_CPU = torch.device("cpu")
 
 
 @rule("aten._to_copy.default")
