@@ -72,7 +72,7 @@ $(STAMP): pyproject.toml constraints.txt
 		torch hatchling editables; \
 	echo "== [3/3] Installing vramfit, the examples' libraries and the checkers"; \
 	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
-		--no-build-isolation -e '.[test,lint,examples]'; \
+		--no-build-isolation -e '.[test,lint,examples,frameworks]'; \
 	touch $@; \
 	echo "== The environment is ready in $(VENV)"
 
