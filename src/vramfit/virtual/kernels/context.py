@@ -84,12 +84,14 @@ class Extras:
     Attributes:
         before: bytes of those allocated before the op's outputs exist, in order.
         after: bytes of those allocated once the outputs exist, in order.
-        error_bytes: how far their sum may be off, where a closed library decides.
+        error_bytes: how far their sum may be higher than told, where a closed library decides.
+        error_below_bytes: how far their sum may be lower than told.
     """
 
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     error_bytes: int = 0
+    error_below_bytes: int = 0
 
 
 Args = tuple[Any, ...]
@@ -127,16 +129,20 @@ def nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def temporaries(*sizes: int, error_bytes: int = 0) -> Extras | None:
+def temporaries(*sizes: int, error_bytes: int = 0, error_below_bytes: int = 0) -> Extras | None:
     """Extras after the outputs; None when nothing is allocated."""
     kept = tuple(size for size in sizes if size)
-    return Extras(after=kept, error_bytes=error_bytes) if kept or error_bytes else None
+    if not (kept or error_bytes):
+        return None
+    return Extras(after=kept, error_bytes=error_bytes, error_below_bytes=error_below_bytes)
 
 
-def workspace(*sizes: int, error_bytes: int = 0) -> Extras | None:
+def workspace(*sizes: int, error_bytes: int = 0, error_below_bytes: int = 0) -> Extras | None:
     """Extras before the outputs; None when nothing is allocated."""
     kept = tuple(size for size in sizes if size)
-    return Extras(before=kept, error_bytes=error_bytes) if kept or error_bytes else None
+    if not (kept or error_bytes):
+        return None
+    return Extras(before=kept, error_bytes=error_bytes, error_below_bytes=error_below_bytes)
 
 
 def given_back(number: int) -> int:
