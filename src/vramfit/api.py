@@ -13,6 +13,7 @@ from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.report import print_terminal, render_json, render_terminal, run_to_json
 from vramfit.trace import MemoryTrace, VirtualRun
+from vramfit.virtual.assume import assumption
 from vramfit.virtual.runner import run_in_child
 
 
@@ -85,6 +86,7 @@ def run(
     alloc_conf: str | None = None,
     environ: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
+    assume: str = "upper",
 ) -> Report:
     """Run a CUDA program on virtual GPUs, in a process of its own.
 
@@ -97,6 +99,7 @@ def run(
         alloc_conf: allocator settings, instead of ``PYTORCH_ALLOC_CONF``.
         environ: variables added to this process's.
         cwd: folder to run in.
+        assume: ``"upper"`` or ``"typical"``: what is taken for sizes that depend on data.
 
     Raises:
         UnknownGpuError: no such card.
@@ -109,5 +112,13 @@ def run(
     if not module and not (Path(folder or ".") / name).is_file():
         raise UsageError(f"there is no script {name}", "Give the path of a Python file, or module=True")
     command = ["-m", name, *arguments] if module else [name, *arguments]
-    outcome = run_in_child(command, gpu=spec, gpus=gpus, alloc_conf=alloc_conf, environ=environ, cwd=folder)
+    outcome = run_in_child(
+        command,
+        gpu=spec,
+        gpus=gpus,
+        alloc_conf=alloc_conf,
+        environ=environ,
+        cwd=folder,
+        assume=assumption(assume).value,
+    )
     return Report(run=outcome, verdict=verdict(outcome))

@@ -61,6 +61,8 @@ class DeviceVerdict:
         headroom: total less context less peak reserved.
         breakdown: where the bytes are: at the peak of allocated memory, or, where the run ended by running
             out on this card, at that moment.
+        error_below: by how much the peak may be lower, since some sizes were estimated.
+        error_above: by how much it may be higher.
     """
 
     index: int
@@ -72,6 +74,8 @@ class DeviceVerdict:
     peak_active: int
     headroom: int
     breakdown: Breakdown
+    error_below: int = 0
+    error_above: int = 0
 
     @property
     def used(self) -> int:
@@ -120,6 +124,14 @@ class Verdict:
     def fits(self) -> bool | None:
         """True or false; None if the program failed for another reason before it could be told."""
         return None if self.outcome is Outcome.FAILED else self.outcome is Outcome.FITS
+
+    @property
+    def certain(self) -> bool:
+        """Whether the answer stays the same over the whole error bar of the peak."""
+        device = self.device
+        if self.outcome is Outcome.DOES_NOT_FIT:
+            return self.needed - device.error_below > device.total
+        return self.outcome is Outcome.FITS and device.error_above <= device.headroom
 
 
 def verdict(run: VirtualRun, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = None) -> Verdict:
@@ -198,6 +210,8 @@ def _device(run: VirtualRun, found: DeviceOutcome, ran_out: bool, tensors: int) 
         peak_active=found.peak_active_bytes,
         headroom=found.total_bytes - found.context_bytes - found.peak_reserved_bytes,
         breakdown=breakdown,
+        error_below=found.error_below_bytes,
+        error_above=found.error_above_bytes,
     )
 
 

@@ -13,6 +13,7 @@ import typer
 
 from vramfit.cli.program import check_source, program_command
 from vramfit.errors import UsageError
+from vramfit.virtual.assume import Assume
 
 if TYPE_CHECKING:
     from vramfit.analysis import Verdict
@@ -44,6 +45,10 @@ def run_command(
         str | None,
         typer.Option(metavar="CONF", help="Allocator settings, instead of PYTORCH_ALLOC_CONF."),
     ] = None,
+    assume: Annotated[
+        Assume,
+        typer.Option(help="What to take for sizes that depend on data: the most, or what is to be expected."),
+    ] = Assume.UPPER,
     json: Annotated[
         Path | None,
         typer.Option(
@@ -73,7 +78,7 @@ def run_command(
 
     try:
         with _apart_from_json(json):
-            run = run_in_child(command, gpu=spec, gpus=gpus, alloc_conf=alloc_conf)
+            run = run_in_child(command, gpu=spec, gpus=gpus, alloc_conf=alloc_conf, assume=assume.value)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     verdict = judge(run)

@@ -44,10 +44,13 @@ def run_to_json(run: VirtualRun, verdict: Verdict) -> dict[str, Any]:
         "device": decisive.index,
         "gpu": {"name": decisive.gpu, "total_bytes": decisive.total},
         "fits": verdict.fits,
+        "certain": verdict.certain,
         "outcome": verdict.outcome.name.lower(),
+        "assume": run.assume,
         "peak": _peak(decisive),
         "outside_pytorch_bytes": decisive.context,
         "total_bytes": decisive.total,
+        "host_pinned_peak_bytes": run.host_pinned_peak_bytes,
         "headroom_bytes": decisive.headroom,
         "moment": _moment(breakdown.moment),
         "categories": _categories(breakdown.categories),
@@ -79,11 +82,12 @@ def render_json(run: VirtualRun, verdict: Verdict) -> str:
     return json.dumps(run_to_json(run, verdict), indent=2, ensure_ascii=False) + "\n"
 
 
-def _peak(device: DeviceVerdict) -> dict[str, int]:
+def _peak(device: DeviceVerdict) -> dict[str, Any]:
     return {
         "allocated_bytes": device.peak_allocated,
         "reserved_bytes": device.peak_reserved,
         "active_bytes": device.peak_active,
+        "error": {"below_bytes": device.error_below, "above_bytes": device.error_above},
     }
 
 

@@ -111,7 +111,7 @@ class _Page:
     def card(self, run: VirtualRun, verdict: Verdict) -> Iterator[Text]:
         """All about the card that decides."""
         yield Text()
-        yield from self.cards(verdict)
+        yield from self.cards(run, verdict)
         device = verdict.device
         yield Text()
         if device.peak_allocated:
@@ -152,6 +152,7 @@ class _Page:
         used = f"{format_bytes(device.used)} of {format_bytes(device.total)} used at the peak"
         figures = f": {used}, {format_bytes(device.headroom)} free"
         yield from self.wrapped(Text.assemble(("✓ fits ", "bold green"), (where, "bold"), figures))
+        yield from self.error_bar(verdict)
         if oom is not None:
             request = format_bytes(oom.requested_bytes)
             place = self.at_line(oom.user_line)
@@ -162,6 +163,19 @@ class _Page:
             yield from self.wrapped(
                 Text(f"  The smallest card with as much is {card.name} ({size}).", style="bright_black")
             )
+
+    def error_bar(self, verdict: Verdict) -> Iterator[Text]:
+        """How far estimated sizes let the peak be off, and whether that could change the answer."""
+        device = verdict.device
+        if not (device.error_above or device.error_below):
+            return
+        sides = ((device.error_above, "higher"), (device.error_below, "lower"))
+        off = " or ".join(f"{format_bytes(amount)} {side}" for amount, side in sides if amount)
+        text = f"  Some sizes are estimated: the peak may be up to {off}."
+        if not verdict.certain:
+            still = "then it does not fit" if verdict.outcome is Outcome.FITS else "then it fits this far"
+            text = f"{text[:-1]}; {still}."
+        yield from self.wrapped(Text(text, style="" if verdict.certain else "yellow"))
 
     def does_not_fit(self, verdict: Verdict, where: str) -> Iterator[Text]:
         """Where it ran out, by how much, why, and what to try."""
@@ -184,6 +198,7 @@ class _Page:
                 f" of {format_bytes(oom.total_bytes)}{short}."
             )
         )
+        yield from self.error_bar(verdict)
         for label, texts in (("why", verdict.why), ("try", verdict.advice)):
             for position, text in enumerate(texts):
                 yield from self.wrapped(
@@ -199,7 +214,7 @@ class _Page:
 
     # The card
 
-    def cards(self, verdict: Verdict) -> Iterator[Text]:
+    def cards(self, run: VirtualRun, verdict: Verdict) -> Iterator[Text]:
         """A bar of each card's memory, and in figures what it shows."""
         if len(verdict.devices) > 1:
             for device in verdict.devices:
@@ -208,7 +223,7 @@ class _Page:
                 yield label + self.card_bar(device, self.width - len(label) - len(figures)) + Text(figures)
         else:
             yield self.card_bar(verdict.device, self.width)
-        yield from self.card_figures(verdict)
+        yield from self.card_figures(run, verdict)
 
     def card_amounts(self, device: DeviceVerdict) -> list[tuple[str, int, str, str]]:
         """What the bar shows: name, bytes, character, style."""
@@ -229,7 +244,7 @@ class _Page:
             *((glyph * count, style) for (_, _, glyph, style), count in zip(amounts, cells, strict=True))
         )
 
-    def card_figures(self, verdict: Verdict) -> Iterator[Text]:
+    def card_figures(self, run: VirtualRun, verdict: Verdict) -> Iterator[Text]:
         """The legend of the deciding card's bar, and slack and fragmentation."""
         device = verdict.device
         legend = Text(f"GPU {device.index} " if len(verdict.devices) > 1 else "")
@@ -245,6 +260,8 @@ class _Page:
             f"slack {format_bytes(fragments.slack)}",
         )
         yield from self.wrapped(Text(f"reserved {format_bytes(device.peak_reserved)}: {', '.join(parts)}"))
+        if pinned := run.host_pinned_peak_bytes:
+            yield Text(f"pinned host memory {format_bytes(pinned)}, apart from the card")
 
     # Where the bytes are
 

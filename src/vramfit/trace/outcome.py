@@ -66,6 +66,8 @@ class DeviceOutcome:
         context_bytes: taken by the CUDA context, outside the allocator.
         stats: ``torch.cuda.memory_stats()`` at exit, with the peaks of the whole run.
         peak_allocated_bytes, peak_reserved_bytes, peak_active_bytes: over the whole run, whatever it reset.
+        error_below_bytes: by how much the peak of allocated bytes may be lower, since sizes were estimated.
+        error_above_bytes: by how much it may be higher.
     """
 
     index: int
@@ -76,6 +78,8 @@ class DeviceOutcome:
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     peak_active_bytes: int
+    error_below_bytes: int = 0
+    error_above_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +99,8 @@ class VirtualRun:
         program: the command line of the program.
         torch_version: version of torch it ran with.
         platform: operating system and architecture.
+        assume: what was taken for sizes that depend on data, ``upper`` or ``typical``.
+        host_pinned_peak_bytes: most page-locked host memory that torch held at once, its cache included.
     """
 
     trace: MemoryTrace
@@ -109,3 +115,5 @@ class VirtualRun:
     program: tuple[str, ...]
     torch_version: str
     platform: str
+    assume: str = "upper"
+    host_pinned_peak_bytes: int = 0

@@ -39,7 +39,9 @@ def main(job_file: str) -> int:
 
     job.enter(Stage.CHECKING)
     try:
-        gpu = VirtualGPU(spec_from_plain(job.gpu), gpus=job.gpus, alloc_conf=job.alloc_conf)
+        gpu = VirtualGPU(
+            spec_from_plain(job.gpu), gpus=job.gpus, alloc_conf=job.alloc_conf, assume=job.assume
+        )
         gpu.__enter__()
     except VramfitError as unfit:
         job.fail(unfit)

@@ -25,6 +25,7 @@ from vramfit.trace import (
 )
 from vramfit.units import format_bytes
 from vramfit.virtual import build_shim, facade, program
+from vramfit.virtual.assume import Assume, assumption
 from vramfit.virtual.calibration import exclusive_counts
 from vramfit.virtual.machine import Machine, VirtualDevice
 from vramfit.virtual.meter import Meter
@@ -53,6 +54,7 @@ class VirtualGPU:
         gpus: how many of them (at most 8).
         alloc_conf: allocator settings as in ``PYTORCH_ALLOC_CONF``; None reads the environment.
         context_bytes: memory of the CUDA context; None takes it from the card.
+        assume: ``"upper"`` or ``"typical"``: what is taken for sizes that depend on data (see `Assume`).
 
     Raises:
         UnknownGpuError: no such card.
@@ -66,6 +68,7 @@ class VirtualGPU:
         gpus: int = 1,
         alloc_conf: str | None = None,
         context_bytes: int | None = None,
+        assume: str | Assume = Assume.UPPER,
     ) -> None:
         if not 1 <= gpus <= MAX_GPUS:
             raise UsageError(f"{gpus} virtual GPUs were asked for; 1 to {MAX_GPUS} are possible")
@@ -75,6 +78,7 @@ class VirtualGPU:
             alloc_conf=alloc_conf,
             torch_version=torch_version(),
             context_bytes=context_bytes,
+            assume=assumption(assume),
         )
         self._machine.config  # noqa: B018  # unreadable settings are refused here, not in the middle of the program
         self._builder = TraceBuilder(meta={"source": "virtual", "torch_version": torch.__version__})
@@ -122,6 +126,7 @@ class VirtualGPU:
         global _active
         _active = None
         self._tell_doubts()
+        self._tell_shapes(error)
         self._run = self._outcome(error)
         self.mode.__exit__(kind, error, traceback)
         self._patches.undo()
@@ -183,6 +188,8 @@ class VirtualGPU:
             program=tuple(sys.argv),
             torch_version=torch.__version__,
             platform=f"{platform.system()} {platform.machine()}",
+            assume=machine.assume.value,
+            host_pinned_peak_bytes=machine.pinned.peak_reserved_bytes,
         )
 
     def _context_bytes(self, device: VirtualDevice) -> int:
@@ -192,12 +199,28 @@ class VirtualGPU:
         return device.context_bytes if machine.init_pid is not None and used else 0
 
     def _tell_doubts(self) -> None:
-        """Say how much higher the peak could be for all that closed libraries (cuDNN, CUB) do not tell."""
-        for device, (error_bytes, op) in self.meter.doubts().items():
+        """Say what the error bar of a peak comes from."""
+        for device in range(len(self._machine.devices)):
+            below, above = self.meter.error_bar(device)
+            doubted = self.meter.lifetime_peaks(device).doubted
+            if above and doubted:
+                self._machine.warn(
+                    "estimated-size",
+                    f"sizes that closed libraries or data decide are estimated: the peak of GPU {device} may be up to "
+                    f"{format_bytes(above)} higher and {format_bytes(below)} lower ({doubted})",
+                )
+
+    def _tell_shapes(self, error: BaseException | None) -> None:
+        """A program that failed after a size was assumed may have failed because of that."""
+        if error is None or isinstance(error, (torch.OutOfMemoryError, SystemExit, KeyboardInterrupt)):
+            return
+        lines = [w.location for w in self._machine.warnings if w.code == "shape-from-data" and w.location]
+        if lines:
+            other = Assume.TYPICAL if self._machine.assume is Assume.UPPER else Assume.UPPER
             self._machine.warn(
-                "estimated-workspace",
-                f"workspaces of closed libraries are estimated: the peak of GPU {device} may be up to "
-                f"{format_bytes(error_bytes)} higher ({op})",
+                "assumed-size-failed",
+                f"the program failed after sizes were assumed at {', '.join(lines[:3])}: its error may come from that. "
+                f"Try --assume {other.value}, or let the size not depend on data for this run",
             )
 
     def _trace_devices(self) -> tuple[TraceDevice, ...]:
@@ -215,6 +238,7 @@ class VirtualGPU:
     def _device_outcome(self, index: int) -> DeviceOutcome:
         device = self._machine.devices[index]
         lifetime = self.meter.lifetime_peaks(index)
+        below, above = self.meter.error_bar(index)
         return DeviceOutcome(
             index=index,
             gpu=device.spec.name,
@@ -224,6 +248,8 @@ class VirtualGPU:
             peak_allocated_bytes=lifetime.allocated,
             peak_reserved_bytes=lifetime.reserved,
             peak_active_bytes=lifetime.active,
+            error_below_bytes=below,
+            error_above_bytes=above,
         )
 
     def _snapshot(self) -> dict[str, Any]:

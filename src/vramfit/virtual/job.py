@@ -33,6 +33,7 @@ class Job:
         gpus: how many.
         alloc_conf: allocator settings, None to read the environment.
         folder: where the results go.
+        assume: what is taken for sizes that depend on data.
     """
 
     command: list[str]
@@ -40,6 +41,7 @@ class Job:
     gpus: int
     alloc_conf: str | None
     folder: str
+    assume: str = "upper"
 
     def enter(self, stage: Stage) -> None:
         """Note how far the child has come."""

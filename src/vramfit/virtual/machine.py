@@ -25,6 +25,7 @@ from vramfit.allocator import (
 )
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
+from vramfit.virtual.assume import Assume
 from vramfit.virtual.pinned import PinnedMemory
 from vramfit.virtual.streams import StreamTable
 
@@ -166,6 +167,7 @@ class Machine:
         visible: value of ``CUDA_VISIBLE_DEVICES``; None reads the environment when the program first asks for
             devices, as the driver does.
         context_bytes: memory outside torch per device; None takes it from the card.
+        assume: what is taken for sizes that depend on data.
 
     Attributes:
         clock_us: simulated time in microseconds.
@@ -185,10 +187,12 @@ class Machine:
         torch_version: tuple[int, int] = (2, 13),
         visible: str | None = None,
         context_bytes: int | None = None,
+        assume: Assume = Assume.UPPER,
     ) -> None:
         if not specs:
             raise UsageError("a virtual machine needs at least one GPU")
         self.specs = tuple(specs)
+        self.assume = assume
         self.torch_version = torch_version
         self.clock_us = 0.0
         self.on_event: EventHook | None = None

@@ -22,7 +22,9 @@ import torch
 from vramfit.allocator import AllocatorEventKind, OutOfMemory
 from vramfit.trace import Category, EventKind, Frame, OomReport, TraceBuilder
 from vramfit.trace.frames import user_frame
+from vramfit.virtual.assume import Extent, bounds, merged
 from vramfit.virtual.attribution import ModuleStack, Phase, PhaseTracker, StackInterner
+from vramfit.virtual.expectations import NOTHING, Expectation, is_whole
 from vramfit.virtual.machine import Machine
 
 _KIND = {kind: EventKind[kind.name] for kind in AllocatorEventKind}
@@ -31,7 +33,21 @@ _KIND = {kind: EventKind[kind.name] for kind in AllocatorEventKind}
 class StorageRecord(weakref.ref[torch.UntypedStorage]):
     """What is known of one storage on a virtual card. The weak reference itself tells its death."""
 
-    __slots__ = ("address", "category", "device", "graph", "key", "module", "nbytes", "phase", "row")
+    __slots__ = (
+        "above",
+        "address",
+        "below",
+        "category",
+        "device",
+        "expected",
+        "extents",
+        "graph",
+        "key",
+        "module",
+        "nbytes",
+        "phase",
+        "row",
+    )
 
     key: int
     device: int
@@ -42,15 +58,38 @@ class StorageRecord(weakref.ref[torch.UntypedStorage]):
     category: int
     graph: bool
     module: str | None
+    extents: tuple[Extent, ...]  # assumed sizes on which it rests
+    below: int  # bytes by which it may be smaller
+    above: int  # bytes by which it may be larger
+    expected: Expectation | None
 
 
 @dataclass(slots=True)
 class Peaks:
-    """Highest figures of a device since the start, in bytes, whatever the program resets."""
+    """Highest figures of a device since the start, in bytes, whatever the program resets.
+
+    Attributes:
+        allocated, reserved, active: as torch counts them.
+        lowest: the highest sum of the least bytes that each allocation could be.
+        highest: the highest sum of the most bytes that each could be.
+        doubted: the op whose uncertain size was the last to count in `highest`.
+    """
 
     allocated: int = 0
     reserved: int = 0
     active: int = 0
+    lowest: int = 0
+    highest: int = 0
+    doubted: str = ""
+
+
+@dataclass(slots=True)
+class Doubt:
+    """Bytes by which what is allocated on a device at this moment may be less, and more, than told."""
+
+    below: int = 0
+    above: int = 0
+    op: str = ""
 
 
 class Meter:
@@ -71,7 +110,8 @@ class Meter:
         self._rows: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._peaks: defaultdict[int, Peaks] = defaultdict(Peaks)
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._uncertain: dict[int, tuple[int, str]] = {}
+        self._doubts: defaultdict[int, Doubt] = defaultdict(Doubt)
+        self.assuming = False  # whether any size rests on an assumption so far
         machine.on_event = self._on_event
 
     # -- storages ------------------------------------------------------------------------------------------------
@@ -83,8 +123,16 @@ class Meter:
             return None
         return self._records.get(tensor.untyped_storage()._cdata)
 
-    def adopt(self, tensor: torch.Tensor, op: str, category: int | None = None) -> None:
+    def adopt(
+        self, tensor: torch.Tensor, op: str, category: int | None = None, extents: tuple[Extent, ...] = ()
+    ) -> None:
         """Place the storage of a fake ``cuda`` tensor if it is new, or follow its change of size.
+
+        Args:
+            tensor: the tensor.
+            op: what made it.
+            category: what it is for; None tells it from the moment.
+            extents: assumed sizes on which its shape rests.
 
         Raises:
             torch.OutOfMemoryError: the card is full; the message is like the card's.
@@ -103,7 +151,18 @@ class Meter:
         record.nbytes = storage.nbytes()
         record.graph = torch.is_grad_enabled()
         record.module = None
-        self._place(record, op, category, tensor)
+        record.extents = extents
+        record.expected = None
+        record.below = record.above = 0
+        if extents:
+            low, high = bounds(record.nbytes, tensor.shape, extents)
+            record.below, record.above = record.nbytes - low, high - record.nbytes
+            self.widen(record.device, record.below, record.above, op)
+        try:
+            self._place(record, op, category, tensor)
+        except torch.OutOfMemoryError:
+            self.narrow(record.device, record.below, record.above)
+            raise
         self._records[key] = record
 
     def resized(self, tensor_or_storage: torch.UntypedStorage, op: str) -> None:
@@ -148,6 +207,8 @@ class Meter:
     def _release(self, record: StorageRecord) -> None:
         if self._records.get(record.key) is record:
             del self._records[record.key]
+        if record.extents:
+            self.narrow(record.device, record.below, record.above)
         if not record.address:
             return
         # What a forward pass made and dropped again before its backward began was a temporary all along.
@@ -189,10 +250,7 @@ class Meter:
                 address = card.allocator.malloc(nbytes, stream)
             except OutOfMemory as error:
                 raise self._out_of_memory(error, device, nbytes, op) from None
-            peaks = self._peaks[device]
-            peaks.allocated = max(peaks.allocated, card.allocator.allocated_bytes)
-            peaks.active = max(peaks.active, card.allocator.active_bytes)
-            peaks.reserved = max(peaks.reserved, card.allocator.reserved_bytes)
+            self._note_peaks(device)
             row = builder.append(
                 EventKind.ALLOC,
                 device=device,
@@ -240,19 +298,73 @@ class Meter:
         """Highest figures of a device since the start."""
         return self._peaks[device]
 
-    def doubt(self, device: int, error_bytes: int, op: str) -> None:
-        """Note that what an op holds at this moment was estimated, and by how much it may be more."""
-        highest = self.machine.devices[device].allocator.allocated_bytes + error_bytes
-        if highest > self._uncertain.get(device, (0, ""))[0]:
-            self._uncertain[device] = (highest, op)
+    def _note_peaks(self, device: int) -> None:
+        allocator, peaks, doubt = (
+            self.machine.devices[device].allocator,
+            self._peaks[device],
+            self._doubts[device],
+        )
+        allocated = allocator.allocated_bytes
+        peaks.allocated = max(peaks.allocated, allocated)
+        peaks.active = max(peaks.active, allocator.active_bytes)
+        peaks.reserved = max(peaks.reserved, allocator.reserved_bytes)
+        peaks.lowest = max(peaks.lowest, allocated - doubt.below)
+        if allocated + doubt.above > peaks.highest:
+            peaks.highest = allocated + doubt.above
+            peaks.doubted = doubt.op if doubt.above else ""
 
-    def doubts(self) -> dict[int, tuple[int, str]]:
-        """By how much the peak of a device may be higher than told, in bytes, and the op to blame."""
-        over = {
-            device: (highest - self._peaks[device].allocated, op)
-            for device, (highest, op) in self._uncertain.items()
-        }
-        return {device: (error, op) for device, (error, op) in over.items() if error > 0}
+    def widen(self, device: int, below: int, above: int, op: str) -> None:
+        """Note that what is allocated from now on may be less or more than told; `narrow` ends it.
+
+        Args:
+            device: index of the card.
+            below: bytes by which it may be less.
+            above: bytes by which it may be more.
+            op: which op's size is not known exactly.
+        """
+        doubt = self._doubts[device]
+        doubt.below += below
+        doubt.above += above
+        doubt.op = op
+
+    def narrow(self, device: int, below: int, above: int) -> None:
+        """What was uncertain is gone."""
+        doubt = self._doubts[device]
+        doubt.below -= below
+        doubt.above -= above
+
+    def note_doubt(self, device: int) -> None:
+        """Count what is uncertain at this moment, also if nothing was allocated since it became so."""
+        self._note_peaks(device)
+
+    def error_bar(self, device: int) -> tuple[int, int]:
+        """By how many bytes the peak of allocated memory may be lower, and higher, than told."""
+        peaks = self._peaks[device]
+        return peaks.allocated - peaks.lowest, peaks.highest - peaks.allocated
+
+    def expected(self, tensor: torch.Tensor) -> Expectation:
+        """What is expected of the values of a tensor on a card."""
+        record = self.record_of(tensor)
+        if record is None or record.expected is None:
+            return NOTHING
+        if record.expected.exact and not is_whole(tensor):
+            return replace(record.expected, exact=False)
+        return record.expected
+
+    def expect(self, tensor: torch.Tensor, expected: Expectation | None) -> None:
+        """Say what is expected of the values of a tensor on a card."""
+        record = self.record_of(tensor)
+        if record is not None:
+            record.expected = expected
+
+    def extents_of(self, tensors: Iterable[torch.Tensor]) -> tuple[Extent, ...]:
+        """The assumed sizes on which tensors rest."""
+        found: list[tuple[Extent, ...]] = []
+        for tensor in tensors:
+            record = self.record_of(tensor)
+            if record is not None and record.extents:
+                found.append(record.extents)
+        return merged(*found) if found else ()
 
     # -- attribution ---------------------------------------------------------------------------------------------
 

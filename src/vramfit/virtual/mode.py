@@ -31,14 +31,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramfit.trace import Category
 from vramfit.virtual import kernels, roofline
+from vramfit.virtual.assume import Extent, merged, resting_on
 from vramfit.virtual.checks import check_arguments
 from vramfit.virtual.describe import Describer
+from vramfit.virtual.expectations import WATCHED, expectation
 from vramfit.virtual.facade import invalid_device
 from vramfit.virtual.guesses import Guesses
 from vramfit.virtual.ops import OpInfo, OpTable, mutated_tensors, tensors_in
 from vramfit.virtual.rules import RULES
 from vramfit.virtual.shading import Shading
 from vramfit.virtual.shadow import ShadowStore, map_tensors, may_carry
+from vramfit.virtual.subclasses import Twins
 
 if TYPE_CHECKING:
     from vramfit.virtual.machine import Machine
@@ -110,9 +113,10 @@ class VirtualMode(TorchDispatchMode):
         self.fake = VirtualFakeMode()
         self.describer = Describer(self.fake)
         self.shadows = ShadowStore()
-        self.shading = Shading(machine, self.shadows)
+        self.shading = Shading(machine, self.shadows, meter.expected)
         self.ops = OpTable(RULES)
         self.guesses = Guesses(machine)
+        self.twins = Twins()
         self._pinned: dict[int, _Pinned] = {}
         self.exclusive_counts: tuple[int, int] | None = None  # from calibration.py
         self.observed_counts: list[tuple[int, int]] | None = None  # filled for calibration.py only
@@ -129,7 +133,8 @@ class VirtualMode(TorchDispatchMode):
     ) -> Any:
         """Route one op. See NOTE [Routing]."""
         if func is _PRIM_DEVICE:
-            return args[0].fake_device if type(args[0]) is FakeTensor else func(*args)
+            virtual = type(args[0]) is FakeTensor or type(args[0]) in self.twins
+            return args[0].fake_device if virtual else func(*args)
         kwargs = kwargs or {}
         on_card = False
         fake, real = _scan(args)
@@ -140,8 +145,12 @@ class VirtualMode(TorchDispatchMode):
             if device is not None and device.type == "cuda":
                 on_card = True
                 kwargs = {**kwargs, "device": self._existing(device)}
-        if types and not _PLAIN_TYPES.issuperset(types) and _has_wrapper(types):
-            return NotImplemented  # it takes itself apart and comes back
+        if types and not _PLAIN_TYPES.issuperset(types):
+            if self.twins.among(types):
+                with self.twins.as_fake((*tensors_in(args), *tensors_in(tuple(kwargs.values())))):
+                    return self.__torch_dispatch__(func, _others(types, self.twins), args, kwargs)
+            if _has_wrapper(types):
+                return NotImplemented  # it takes itself apart and comes back
         if not isinstance(func, torch._ops.OpOverload):
             return self._higher_order(func, args, kwargs, on_card=fake or on_card)
         if not (fake or on_card):
@@ -252,8 +261,18 @@ class VirtualMode(TorchDispatchMode):
         out: Any,
         *,
         category: Category | None = None,
+        extents: tuple[Extent, ...] = (),
     ) -> None:
-        """Place an op's results, temporaries and workspaces on the card, and bring the shadows up to date."""
+        """Place an op's results, temporaries and workspaces on the card, and bring the shadows up to date.
+
+        Args:
+            func: the op.
+            info: what its schema says.
+            args, kwargs: its arguments (fake tensors).
+            out: its results, not placed yet.
+            category: what they are for; None tells it from the moment.
+            extents: assumed sizes of the results, beside those on which the arguments rest.
+        """
         meter = self.meter
         if info.view:
             meter.ops += 1
@@ -266,23 +285,52 @@ class VirtualMode(TorchDispatchMode):
                 torch.cuda._lazy_init()
             context = self.workspaces.context(device)
             extras = kernels.extras(func, args, kwargs, out, context)
-            held = meter.temporary(extras.before, device, info.name) if extras and extras.before else []
+            if meter.assuming:
+                extents = merged(
+                    extents, meter.extents_of((*tensors_in(args), *tensors_in(tuple(kwargs.values()))))
+                )
+            doubtful = extras is not None and (extras.error_bytes or extras.error_below_bytes)
+            if extras is not None and doubtful:
+                meter.widen(device, extras.error_below_bytes, extras.error_bytes, info.name)
+            held: list[int] = []
             try:
+                if extras and extras.before:
+                    held = meter.temporary(extras.before, device, info.name)
                 if info.fresh or info.mutated:
-                    _adopt_all(meter, out, info.name, category)
+                    _adopt_all(meter, out, info.name, category, extents)
                 for blas in kernels.blas_libraries(func, args, kwargs, context):
                     held += self.workspaces.use(blas, device, context)
                 if extras and extras.after:
                     held += meter.temporary(extras.after, device, info.name)
-                if extras and extras.error_bytes:
-                    meter.doubt(device, extras.error_bytes, info.name)
+                if doubtful:
+                    meter.note_doubt(device)
             finally:
                 for address in reversed(held):
                     meter.free(address, device)
+                if extras is not None and doubtful:
+                    meter.narrow(device, extras.error_below_bytes, extras.error_bytes)
+            self._expect(func, info, args, kwargs, out)
             self.machine.advance(
                 1e6 * roofline.seconds(func, args, kwargs, out, self.machine.devices[device].spec)
             )
         self.shading.follow(func, info, args, kwargs, out, device)
+
+    def _expect(
+        self,
+        func: torch._ops.OpOverload,
+        info: OpInfo,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+    ) -> None:
+        """Follow what can be expected of values: what is written loses it, what is made from it may have it."""
+        found = expectation(func, self.meter.expected, args, kwargs, out)
+        if info.mutated:
+            for tensor in mutated_tensors(info, args, kwargs):
+                if tensor.dtype in WATCHED:
+                    self.meter.expect(tensor, None)
+        if found is not None:
+            self.meter.expect(*found)
 
     # -- wrapping ------------------------------------------------------------------------------------------------
 
@@ -393,6 +441,11 @@ def _without_generator(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
     return sibling
 
 
+def _others(types: Any, twins: Twins) -> tuple[type, ...]:
+    """Classes without those that stand for FakeTensor."""
+    return tuple(t for t in types if t not in twins)
+
+
 def _has_wrapper(types: Any) -> bool:
     """Whether a tensor class of the program has a dispatch of its own (quantised tensors, DTensor)."""
     plain = torch.Tensor.__torch_dispatch__
@@ -426,11 +479,13 @@ def _device_of(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int |
     return None
 
 
-def _adopt_all(meter: Meter, out: Any, op: str, category: Category | None) -> None:
+def _adopt_all(
+    meter: Meter, out: Any, op: str, category: Category | None, extents: tuple[Extent, ...]
+) -> None:
     for tensor in tensors_in(out):
         if type(tensor) is FakeTensor and tensor.fake_device.type == "cuda":
             for part in strided_parts(tensor):
-                meter.adopt(part, op, category)
+                meter.adopt(part, op, category, resting_on(part.shape, extents) if extents else ())
 
 
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

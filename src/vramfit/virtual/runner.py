@@ -27,6 +27,7 @@ def run_in_child(
     alloc_conf: str | None = None,
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    assume: str = "upper",
 ) -> VirtualRun:
     """Run ``[script, *args]`` or ``["-m", module, *args]`` as python would, on virtual GPUs.
 
@@ -39,6 +40,7 @@ def run_in_child(
         alloc_conf: allocator settings; None leaves them to the environment.
         environ: variables added to this process's.
         cwd: folder to run in; None for the current one.
+        assume: ``upper`` or ``typical``, for sizes that depend on data.
 
     Raises:
         EnvironmentUnfitError: this torch cannot carry the virtual GPU.
@@ -46,7 +48,14 @@ def run_in_child(
     """
     with tempfile.TemporaryDirectory(prefix="vramfit-") as name:
         folder = Path(name)
-        job = Job(command=list(command), gpu=plain_spec(gpu), gpus=gpus, alloc_conf=alloc_conf, folder=name)
+        job = Job(
+            command=list(command),
+            gpu=plain_spec(gpu),
+            gpus=gpus,
+            alloc_conf=alloc_conf,
+            folder=name,
+            assume=assume,
+        )
         (folder / "job.json").write_text(json.dumps(asdict(job)), encoding="utf-8")
         code = _spawn(folder / "job.json", environ, cwd)
         raise_failure(folder)

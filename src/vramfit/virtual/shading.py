@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.virtual.counting import COUNTING, counts
+from vramfit.virtual.expectations import Expectation
 from vramfit.virtual.facade import VirtualGenerator, default_generator, virtual_generator
 from vramfit.virtual.ops import OpInfo, mutated_tensors, tensors_in
 from vramfit.virtual.shadow import MAX_ELEMENTS, ShadowStore, guess_value, map_tensors, may_carry
@@ -23,9 +26,12 @@ _COMPARISONS = {
 class Shading:
     """What happens to the shadows of a virtual GPU when an op runs."""
 
-    def __init__(self, machine: Machine, shadows: ShadowStore) -> None:
+    def __init__(
+        self, machine: Machine, shadows: ShadowStore, expected: Callable[[torch.Tensor], Expectation]
+    ) -> None:
         self.machine = machine
         self.shadows = shadows
+        self.expected = expected
 
     def follow(
         self,
@@ -73,7 +79,9 @@ class Shading:
             self.shadows.forget(tensor)
         for tensor in fresh:
             # Fractions are guessed when someone looks; answers and indices here, where the op tells which are usual.
-            if not tensor.is_floating_point() and not any(tensor is w for w in written):
+            if tensor.is_floating_point() and func not in COUNTING:
+                continue
+            if not any(tensor is w for w in written):
                 self.shadows.set(tensor, self._guess(func, tensor, args), guessed=True)
 
     def _guess(self, func: torch._ops.OpOverload, out: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
@@ -82,6 +90,9 @@ class Shading:
             # Compare what the program would be told if it looked: `loss < best` agrees with the values of both.
             answer: torch.Tensor = func(*map_tensors(self._assumed, args))
             return answer
+        counted = counts(func, args, out, self.expected, self.machine.assume)
+        if counted is not None:
+            return counted
         return torch.full(out.shape, guess_value(func, out.dtype, args), dtype=out.dtype)
 
     def _assumed(self, tensor: torch.Tensor) -> torch.Tensor:

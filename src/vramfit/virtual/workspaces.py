@@ -128,7 +128,8 @@ class Workspaces:
                 size, dtype=torch.uint8, device=f"cuda:{device}"
             )
             self._meter.tag(state, Category.WORKSPACES)
-            self._meter.doubt(device, size, "cuDNN dropout")
+            self._meter.widen(device, size, size, "cuDNN dropout")
+            self._meter.note_doubt(device)
         return state
 
     def clear(self) -> None:

@@ -15,8 +15,10 @@ from vramfit.virtual.program import (
     compile_,
     losses,
     modules,
+    one_hot,
     optimizers,
     rnn,
+    subclasses,
     tensors,
     threads,
 )
@@ -29,6 +31,7 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
     """Apply every patch of this package."""
     for module in (
         tensors,
+        subclasses,
         modules,
         autograd,
         optimizers,
@@ -37,6 +40,7 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
         compile_,
         attention,
         losses,
+        one_hot,
         rnn,
     ):
         module.install(mode, patches)

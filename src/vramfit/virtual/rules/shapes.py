@@ -1,7 +1,8 @@
 """Ops whose result's shape depends on data: a stated assumption takes the place of the data.
 
-Where the argument has a shadow the true shape is known. Otherwise the largest possible result is assumed (every
-element selected, every value distinct), with a warning that names the line: the memory is then an upper bound.
+Where the argument has a shadow the true shape is known. Otherwise `Assume` says what is taken: the largest possible
+result, or the one to be expected (expectations.py). A warning names the line, and what rests on the assumption
+carries an error bar (NOTE [Error bars] in assume.py).
 """
 
 from __future__ import annotations
@@ -11,14 +12,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.virtual.assume import Assume, Extent
 from vramfit.virtual.rules.registry import rule
+from vramfit.virtual.shadow import may_carry
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
 
 
-def _finish(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-    mode.settle(func, mode.ops[func], args, kwargs, out)
+def _finish(
+    mode: VirtualMode,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    out: Any,
+    extent: Extent | None = None,
+) -> Any:
+    mode.settle(func, mode.ops[func], args, kwargs, out, extents=() if extent is None else (extent,))
     return out
 
 
@@ -30,10 +40,27 @@ def _true_result(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: di
     return func(*found[0], **found[1])
 
 
-def _assume(mode: VirtualMode, name: str, what: str) -> None:
+def _selected(mode: VirtualMode, name: str, mask: torch.Tensor, elements: int) -> Extent:
+    """How many elements a mask selects: all or the share that is expected, with a warning unless that is exact."""
+    expected = mode.meter.expected(mask)
+    if expected.exact:
+        count = expected.count(elements)
+        return Extent(count, count, count)
+    count = elements if mode.machine.assume is Assume.UPPER else expected.count(elements)
+    _tell(mode, name, f"{count:,} of {elements:,} elements")
+    return _assumed(mode, count, 0, elements)
+
+
+def _assumed(mode: VirtualMode, shown: int, low: int, high: int) -> Extent:
+    mode.meter.assuming = True
+    return Extent(shown, min(low, shown), max(high, shown))
+
+
+def _tell(mode: VirtualMode, name: str, what: str) -> None:
+    kind = "an upper bound" if mode.machine.assume is Assume.UPPER else "what is to be expected"
     mode.machine.warn(
         "shape-from-data",
-        f"the result of {name} has a shape that depends on data: {what} is assumed (an upper bound)",
+        f"the result of {name} has a shape that depends on data: {what} are assumed ({kind})",
         location=mode.guesses.location(),
     )
 
@@ -57,10 +84,26 @@ def nonzero(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[st
     tensor: torch.Tensor = args[0]
     if (true := _true_result(mode, func, args, kwargs)) is not None:
         return _finish(mode, func, args, kwargs, _like(mode, true, _device(args)))
-    _assume(mode, "nonzero", "every element")
+    extent = _selected(mode, "nonzero", tensor, tensor.numel())
     # CUDA returns the transpose of a (dim, n) tensor: aten/src/ATen/native/cuda/Nonzero.cu
-    out = mode.fake_empty((tensor.dim(), tensor.numel()), torch.int64, tensor.device).t()
-    return _finish(mode, func, args, kwargs, out)
+    out = mode.fake_empty((tensor.dim(), extent.shown), torch.int64, tensor.device).t()
+    _finish(mode, func, args, kwargs, out, extent)
+    _guess_positions(mode, tensor, out)
+    return out
+
+
+def _guess_positions(mode: VirtualMode, mask: torch.Tensor, out: torch.Tensor) -> None:
+    """Give small positions values, so that a loop over them visits different ones."""
+    if not may_carry(out) or out.numel() == 0:
+        return
+    found = mode.shading.arguments((mask,), {})
+    values = None if found is None else found[0][0].nonzero()
+    if values is None or values.shape != out.shape:
+        flat = torch.linspace(0, max(0, mask.numel() - 1), out.shape[0]).long()
+        values = (
+            torch.stack(torch.unravel_index(flat, mask.shape), -1) if mask.dim() else flat.reshape(out.shape)
+        )
+    mode.shadows.set(out, values, guessed=True)
 
 
 @rule("aten.masked_select.default")
@@ -68,9 +111,11 @@ def masked_select(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: d
     """Elements where a mask holds."""
     if (true := _true_result(mode, func, args, kwargs)) is not None:
         return _finish(mode, func, args, kwargs, _like(mode, true, _device(args)))
-    _assume(mode, "masked_select", "every element")
-    count = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
-    return _finish(mode, func, args, kwargs, mode.fake_empty((count,), args[0].dtype, args[0].device))
+    elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+    mask = args[1] if type(args[1]) is FakeTensor else mode.wrap(args[1], args[0].device)
+    extent = _selected(mode, "masked_select", mask, elements)
+    out = mode.fake_empty((extent.shown,), args[0].dtype, args[0].device)
+    return _finish(mode, func, args, kwargs, out, extent)
 
 
 def _positions(mode: VirtualMode, indices: Any, device: torch.device) -> list[torch.Tensor | None]:
@@ -122,14 +167,19 @@ def unique(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str
     """Distinct values, their inverse and their counts."""
     if (true := _true_result(mode, func, args, kwargs)) is not None:
         return _finish(mode, func, args, kwargs, _like(mode, true, _device(args)))
-    _assume(mode, mode.ops[func].name, "every value distinct")
     tensor: torch.Tensor = args[0]
     bound = {a.name: a.default_value for a in func._schema.arguments[1:]}
     bound |= dict(zip([a.name for a in func._schema.arguments[1:]], args[1:], strict=False)) | kwargs
     axis = bound.get("dim")
-    count = tensor.numel() if axis is None else tensor.shape[axis]
-    inverse_shape = tuple(tensor.shape) if axis is None else (count,)
-    values_shape = (count,) if axis is None else tuple(tensor.shape)
+    elements = tensor.numel() if axis is None else tensor.shape[axis]
+    extent = _distinct(mode, mode.ops[func].name, tensor, elements, whole=axis is not None)
+    count = extent.shown
+    inverse_shape = tuple(tensor.shape) if axis is None else (elements,)
+    values_shape = (
+        (count,)
+        if axis is None
+        else tuple(count if i == axis % tensor.dim() else n for i, n in enumerate(tensor.shape))
+    )
     wants_inverse = bool(bound.get("return_inverse"))
     wants_counts = bool(bound.get("return_counts"))
     device = tensor.device
@@ -138,7 +188,21 @@ def unique(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str
         mode.fake_empty(inverse_shape if wants_inverse else (0,), torch.int64, device),
         mode.fake_empty((count,) if wants_counts else (0,), torch.int64, device),
     )[: len(func._schema.returns)]
-    return _finish(mode, func, args, kwargs, out)
+    return _finish(mode, func, args, kwargs, out, extent)
+
+
+def _distinct(mode: VirtualMode, name: str, tensor: torch.Tensor, elements: int, *, whole: bool) -> Extent:
+    """How many different values (or slices, ``whole``) there are among so many."""
+    values = None if whole else mode.meter.expected(tensor).values
+    most = min(elements, values) if values else elements
+    if mode.machine.assume is Assume.UPPER:
+        count = most
+    elif values:  # draws with replacement
+        count = round(values * (1 - (1 - 1 / values) ** elements))
+    else:
+        count = -(-elements // 2)
+    _tell(mode, name, f"{count:,} different ones among {elements:,}")
+    return _assumed(mode, count, min(1, elements), most)
 
 
 @rule("aten.repeat_interleave.Tensor")
@@ -150,8 +214,8 @@ def repeat_interleave(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwarg
         if view is not None:
             size = int(view.sum())
         else:
-            _assume(mode, "repeat_interleave", "one repeat each")
             size = args[0].numel()
+            _tell(mode, "repeat_interleave", f"{size:,} repeats, one each,")
     return _finish(mode, func, args, kwargs, mode.fake_empty((size,), args[0].dtype, args[0].device))
 
 
@@ -161,12 +225,14 @@ def bincount(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[s
     if (true := _true_result(mode, func, args, kwargs)) is not None:
         return _finish(mode, func, args, kwargs, _like(mode, true, _device(args)))
     minlength = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
-    _assume(mode, "bincount", f"{max(minlength, 1)} bins")
+    bins = max(minlength, mode.meter.expected(args[0]).values or 1)
+    if bins > minlength:
+        _tell(mode, "bincount", f"{bins:,} bins")
     weights = kwargs.get("weights", args[1] if len(args) > 1 else None)
     dtype = (
         torch.int64 if weights is None else torch.float64 if weights.dtype != torch.float32 else torch.float32
     )
-    return _finish(mode, func, args, kwargs, mode.fake_empty((max(minlength, 1),), dtype, args[0].device))
+    return _finish(mode, func, args, kwargs, mode.fake_empty((bins,), dtype, args[0].device))
 
 
 @rule("aten._pack_padded_sequence.default")
