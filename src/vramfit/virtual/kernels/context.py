@@ -29,6 +29,8 @@ class KernelContext:
         cudnn_benchmark: ``torch.backends.cudnn.benchmark``.
         deterministic: ``torch.use_deterministic_algorithms(True)`` (not in its warn-only form).
         allow_tf32: float32 matrix products may use TF32.
+        prefers_cublaslt: the program prefers cuBLASLt to cuBLAS
+            (``torch.backends.cuda.preferred_blas_library``, ``TORCH_BLAS_PREFER_CUBLASLT``).
         environ: the program's environment variables.
         flash_sdp: flash attention may be chosen (``torch.backends.cuda.flash_sdp_enabled()``).
         mem_efficient_sdp: memory-efficient attention may be chosen.
@@ -50,6 +52,7 @@ class KernelContext:
     cudnn_benchmark: bool = False
     deterministic: bool = False
     allow_tf32: bool = False
+    prefers_cublaslt: bool = False
     environ: Mapping[str, str]
     flash_sdp: bool = True
     mem_efficient_sdp: bool = True

@@ -37,6 +37,7 @@ from vramfit.virtual.kernels.context import (
     argument,
     nbytes,
     overloads,
+    round_up,
     table,
     temporaries,
 )
@@ -117,15 +118,36 @@ def takes_lt(args: Args, ctx: KernelContext) -> bool:
     return bool(min(*first.shape, *second.shape) > 1)
 
 
+def _gemm(dtype: torch.dtype, ctx: KernelContext) -> Blas:
+    """Who computes a plain product (CUDABlas.cpp, ``gemm_internal`` and ``bgemm_internal``): cuBLAS, unless the
+    program prefers cuBLASLt, which knows no complex numbers."""
+    return Blas.CUBLASLT if ctx.prefers_cublaslt and dtype in _FLOATS else Blas.CUBLAS
+
+
+_Library = Callable[[Args, Kwargs, KernelContext], Blas | None]
+
+
 def _addmm(args: Args, kwargs: Kwargs, ctx: KernelContext) -> Blas | None:
     if not args[1].numel() or not args[2].numel():
         return None
     if kwargs.get("beta", 1) == 1 and takes_lt(args, ctx):
         return Blas.CUBLASLT
-    return Blas.CUBLAS
+    return _gemm(args[1].dtype, ctx)
 
 
-def _plain(first: int, second: int) -> Callable[[Args, Kwargs, KernelContext], Blas | None]:
+def _product(first: int, second: int) -> _Library:
+    """Products of matrices, or of batches of them."""
+
+    def library(args: Args, kwargs: Kwargs, ctx: KernelContext) -> Blas | None:
+        del kwargs
+        return _gemm(args[first].dtype, ctx) if args[first].numel() and args[second].numel() else None
+
+    return library
+
+
+def _plain(first: int, second: int) -> _Library:
+    """Products with vectors and triangular solves: cuBLAS whatever the program prefers."""
+
     def library(args: Args, kwargs: Kwargs, ctx: KernelContext) -> Blas | None:
         del kwargs, ctx
         return Blas.CUBLAS if args[first].numel() and args[second].numel() else None
@@ -138,20 +160,40 @@ def _lt(args: Args, kwargs: Kwargs, ctx: KernelContext) -> Blas | None:
     return Blas.CUBLASLT
 
 
-_LIBRARY: dict[torch._ops.OpOverload, Callable[[Args, Kwargs, KernelContext], Blas | None]] = {
-    **dict.fromkeys(
-        overloads("mm", "mm.out", "mm.dtype", "bmm", "bmm.out", "bmm.dtype", "mv", "dot", "vdot"),
-        _plain(0, 1),
-    ),
+def _bare_lt(args: Args, kwargs: Kwargs, ctx: KernelContext) -> Blas | None:
+    """``_int_mm`` (CUDABlas.cpp, ``int8_gemm``): a null workspace, but asking for the handle of cuBLASLt sets up
+    that of cuBLAS, with its workspace, before 2.12."""
+    del args, kwargs
+    return Blas.CUBLAS if ctx.torch_version < (2, 12) else None
+
+
+def _grouped_is_fused(args: Args, kwargs: Kwargs, ctx: KernelContext) -> bool:
+    """Whether one CUTLASS kernel computes all groups (GroupedBlas.cpp, ``_grouped_mm_cuda``)."""
+    bfloat16 = torch.bfloat16
+    wanted = argument(args, kwargs, 4, "out_dtype") or bfloat16
+    return ctx.capability[0] in (9, 10) and args[0].dtype == args[1].dtype == wanted == bfloat16
+
+
+def _grouped(args: Args, kwargs: Kwargs, ctx: KernelContext) -> Blas | None:
+    """``_grouped_mm``: elsewhere one ``mm_out`` or ``bmm_out`` for each group (``_grouped_mm_fallback``)."""
+    return None if _grouped_is_fused(args, kwargs, ctx) else _gemm(args[0].dtype, ctx)
+
+
+_LIBRARY: dict[torch._ops.OpOverload, _Library] = {
+    **dict.fromkeys(overloads("mm", "mm.out", "mm.dtype", "bmm", "bmm.out", "bmm.dtype"), _product(0, 1)),
+    **dict.fromkeys(overloads("mv", "mv.out", "dot", "dot.out", "vdot", "vdot.out"), _plain(0, 1)),
     **dict.fromkeys(overloads("addmm", "addmm_", "addmm.out", "addmm.dtype", "_addmm_activation"), _addmm),
     **dict.fromkeys(
         overloads(
             *("baddbmm", "baddbmm_", "baddbmm.out", "baddbmm.dtype"),
-            *("addbmm", "addbmm_", "addbmm.out", "addmv", "addmv_", "addmv.out"),
+            *("addbmm", "addbmm_", "addbmm.out"),
         ),
-        _plain(1, 2),
+        _product(1, 2),
     ),
+    **dict.fromkeys(overloads("addmv", "addmv_", "addmv.out"), _plain(1, 2)),
     **dict.fromkeys(overloads("_scaled_mm", "_scaled_mm.out", "_scaled_mm_v2"), _lt),
+    **dict.fromkeys(overloads("_int_mm", "_int_mm.out"), _bare_lt),
+    **dict.fromkeys(overloads("_grouped_mm"), _grouped),
     **dict.fromkeys(overloads("linalg_solve_triangular", "triangular_solve"), _plain(0, 1)),
 }
 
@@ -170,7 +212,7 @@ def blas_libraries(
     if ctx.torch_version < (
         2,
         12,
-    ):  # getCurrentCUDABlasLtHandle() sets up the cuBLAS handle, workspace and all
+    ):  # asking for the handle of cuBLASLt sets up that of cuBLAS, workspace and all
         return (Blas.CUBLAS, Blas.CUBLASLT)
     return (Blas.CUBLASLT,)
 
@@ -184,39 +226,108 @@ def blas_library(func: torch._ops.OpOverload, args: Args, ctx: KernelContext) ->
 # -- copies of operands --------------------------------------------------------------------------------------
 
 
-def _matrix_copy(matrix: torch.Tensor) -> int:
-    """Bytes of the copy of a matrix whose strides no BLAS takes.
+def _is_row_major(rows: int, columns: int, row_stride: int, column_stride: int) -> bool:
+    return column_stride == 1 and row_stride >= max(1, columns)
 
-    Blas.cpp, ``prepare_matrix_for_cublas`` and ``prepare_batch_matrix_for_cublas``: one of the last two
-    strides has to be 1 and the other at least as long as the side it steps over; else the operand is cloned.
+
+def _matrix_copy(matrix: torch.Tensor) -> int:
+    """Bytes of the copy of a matrix that cuBLAS cannot take as it is.
+
+    cuBlasCommonArgs.h, ``prepare_matrix_for_cublas``: taken are dense matrices of either order (the stride of a
+    side of one does not count) and those of which one stride is 1 and the other at least as long as the side it
+    steps over. A conjugated row-major operand is resolved first: cuBLAS conjugates only what it transposes, and
+    row-major results swap and transpose the operands.
     """
-    rows, columns = matrix.shape[-2:]
-    row_stride, column_stride = matrix.stride()[-2:]
+    if matrix.is_contiguous():
+        return nbytes(matrix) if matrix.is_conj() else 0
+    rows, columns = matrix.shape
+    row_stride, column_stride = matrix.stride()
     if row_stride == 1 and column_stride >= max(1, rows):
         return 0
     if column_stride == 1 and row_stride >= max(1, columns):
+        return nbytes(matrix) if matrix.is_conj() else 0
+    return 0 if matrix.t().is_contiguous() else nbytes(matrix)
+
+
+def _batch_copy(matrices: torch.Tensor) -> int:
+    """Bytes of the copy of a batch of matrices that cuBLAS cannot take as it is.
+
+    Blas.cpp, ``prepare_batch_matrix_for_cublas``: as for one matrix, but strides of 0 (an expanded side) are
+    refused even where the side is 1 long.
+    """
+    rows, columns = matrices.shape[1:]
+    _, row_stride, column_stride = matrices.stride()
+    if column_stride == 1 and row_stride >= max(1, columns):
+        return nbytes(matrices) if matrices.is_conj() else 0
+    if row_stride == 1 and column_stride >= max(1, rows):
         return 0
-    if (
-        row_stride
-        and column_stride
-        and (matrix.is_contiguous() or (matrix.dim() == 2 and matrix.t().is_contiguous()))
-    ):
+    if row_stride and column_stride and matrices.is_contiguous():
+        return nbytes(matrices) if matrices.is_conj() else 0
+    return nbytes(matrices)
+
+
+def _result_copy(outputs: object) -> int:
+    """Bytes of the stand-in for a result that cuBLAS cannot write in place (``out=`` and in-place forms)."""
+    if not isinstance(outputs, torch.Tensor) or outputs.is_contiguous():
         return 0
-    return nbytes(matrix)
+    return _matrix_copy(outputs) if outputs.dim() == 2 else _batch_copy(outputs)
 
 
 def _copies(first: int, second: int) -> Rule:
     def rule(args: Args, kwargs: Kwargs, outputs: object, ctx: KernelContext) -> Extras | None:
+        del kwargs, ctx
+        one, other = args[first], args[second]
+        copy = _matrix_copy if one.dim() == 2 else _batch_copy
+        return temporaries(_result_copy(outputs), copy(other), copy(one))
+
+    return rule
+
+
+def _vector_copies(matrix: int) -> Rule:
+    """``addmv_out_cuda``: a matrix of other strides is made contiguous, and a vector expanded from one value."""
+
+    def rule(args: Args, kwargs: Kwargs, outputs: object, ctx: KernelContext) -> Extras | None:
         del kwargs, outputs, ctx
-        return temporaries(_matrix_copy(args[first]), _matrix_copy(args[second]))
+        vector = args[matrix + 1]
+        expanded = vector.stride(0) == 0 and vector.numel() > 1
+        rows, columns = args[matrix].shape
+        row_stride, column_stride = args[matrix].stride()
+        fits = _is_row_major(rows, columns, row_stride, column_stride) or _is_row_major(
+            columns, rows, column_stride, row_stride
+        )
+        copied = not fits and not args[matrix].is_contiguous()
+        return temporaries(nbytes(vector) if expanded else 0, nbytes(args[matrix]) if copied else 0)
 
     return rule
 
 
 def _int_mm(args: Args, kwargs: Kwargs, outputs: object, ctx: KernelContext) -> Extras | None:
-    """``_int_mm``: operands as they are, no workspace (CUDABlas.cpp, ``int8_gemm`` passes a null one)."""
+    """``_int_mm``: operands are prepared as for any product."""
     del ctx, outputs
-    return temporaries(_matrix_copy(args[0]), _matrix_copy(argument(args, kwargs, 1, "mat2")))
+    return temporaries(_matrix_copy(argument(args, kwargs, 1, "mat2")), _matrix_copy(args[0]))
+
+
+_TENSOR_MAP = 128  # bytes of a CUtensorMap
+
+
+def _grouped_mm(args: Args, kwargs: Kwargs, outputs: object, ctx: KernelContext) -> Extras | None:
+    """``_grouped_mm`` in one kernel: pointers, strides and shapes of the groups, then CUTLASS's workspace.
+
+    GroupMM.cu, ``bf16bf16_grouped_gemm_impl_sm90_sm100``. The workspace is CUTLASS's own: a tensor map of each
+    operand and of the result for every multiprocessor, give or take one.
+    """
+    del outputs
+    if not _grouped_is_fused(args, kwargs, ctx):
+        return None
+    first, second, offsets = args[0], args[1], argument(args, kwargs, 2, "offs")
+    if first.dim() == second.dim() == 2:
+        groups = offsets.numel()
+    else:
+        groups = (second if first.dim() == 2 else first).shape[0]
+    pointers = 3 * 8 * round_up(groups, 2)
+    shapes, strides = 3 * 4 * groups, 3 * 8 * groups
+    maps = _TENSOR_MAP * ctx.spec.sm_count
+    return temporaries(pointers + shapes + strides, 3 * maps, error_bytes=maps, error_below_bytes=maps)
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table(
@@ -224,6 +335,9 @@ RULES: dict[torch._ops.OpOverload, Rule] = table(
         ("mm", "mm.out", "mm.dtype", "bmm", "bmm.out", "bmm.dtype"): _copies(0, 1),
         ("addmm", "addmm_", "addmm.out", "addmm.dtype", "_addmm_activation"): _copies(1, 2),
         ("baddbmm", "baddbmm_", "baddbmm.out", "baddbmm.dtype"): _copies(1, 2),
+        ("mv", "mv.out"): _vector_copies(0),
+        ("addmv", "addmv_", "addmv.out"): _vector_copies(1),
         "_int_mm": _int_mm,
+        "_grouped_mm": _grouped_mm,
     }
 )
