@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.allocator import AllocatorEventKind, OutOfMemory
 from vramfit.trace import Category, EventKind, Frame, OomReport, TraceBuilder
@@ -26,6 +27,7 @@ from vramfit.virtual.assume import Extent, bounds, merged
 from vramfit.virtual.attribution import ModuleStack, Phase, PhaseTracker, StackInterner
 from vramfit.virtual.expectations import NOTHING, Expectation, is_whole
 from vramfit.virtual.machine import Machine
+from vramfit.virtual.subclasses import parts
 
 _KIND = {kind: EventKind[kind.name] for kind in AllocatorEventKind}
 
@@ -369,7 +371,11 @@ class Meter:
     # -- attribution ---------------------------------------------------------------------------------------------
 
     def tag(self, tensor: torch.Tensor, category: Category, module: str | None = None) -> None:
-        """Say what a tensor is for; a later, better word replaces an earlier one."""
+        """Say what a tensor is for, or those inside a wrapper; a later, better word replaces an earlier one."""
+        if type(tensor) is not FakeTensor:
+            for part in parts(tensor):
+                self.tag(part, category, module)
+            return
         record = self.record_of(tensor)
         if record is None or record.row < 0:
             return

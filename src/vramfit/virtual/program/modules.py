@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from vramfit.trace import Category
 from vramfit.virtual.attribution import Phase
 from vramfit.virtual.patching import PatchStack
+from vramfit.virtual.subclasses import is_wrapper
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -42,16 +42,33 @@ def _patch_parameter(mode: VirtualMode, patches: PatchStack) -> None:
         ):
             data = mode.wrap(data.detach())
         parameter: Any = original(cls, data, requires_grad)
-        if type(parameter) is FakeTensor:
+        if isinstance(parameter, torch.Tensor):
             mode.meter.tag(parameter, Category.PARAMETERS)
         return parameter
 
     patches.set(nn.Parameter, "__new__", new)
+    _patch_rebuild(patches)
+
+
+def _patch_rebuild(patches: PatchStack) -> None:
+    """``type(parameter)(data, **parameter.__dict__)``, as big-model loaders rebuild a parameter elsewhere.
+
+    The type of a virtual parameter is FakeTensor, whose constructor wants a mode, or takes the device of the old
+    parameter for that of the new one. A FakeTensor made from a tensor is meant as the parameter that the program sees.
+    """
+    original = FakeTensor.__new__
+
+    def new(cls: type, first: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(first, torch.Tensor):
+            return original(cls, first, *args, **kwargs)
+        requires_grad = kwargs.get("requires_grad", args[0] if args else True)
+        return nn.Parameter(first, requires_grad=bool(requires_grad))
+
+    patches.set(FakeTensor, "__new__", staticmethod(new))
 
 
 def _patch_apply(mode: VirtualMode, patches: PatchStack) -> None:
     """Move parameters by their data: ``Module._apply`` would swap fake ones, and refuses (it sees weak references)."""
-    original: Callable[..., nn.Module] = nn.Module._apply
     modules = mode.meter.modules
 
     def apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -60,9 +77,6 @@ def _patch_apply(mode: VirtualMode, patches: PatchStack) -> None:
         if recurse:
             for child in self.children():
                 child._apply(fn)
-        parameters = [p for p in self._parameters.values() if p is not None]
-        if any(is_traceable_wrapper_subclass(p) for p in parameters):
-            return original(self, fn, recurse=False)
         for key, parameter in self._parameters.items():
             if parameter is None:
                 continue
@@ -96,6 +110,8 @@ def _move_parameter(
     if applied is not parameter:
         if type(parameter) is FakeTensor and type(applied) is FakeTensor:
             set_data(parameter, applied)
+        elif is_wrapper(parameter) and is_wrapper(applied):
+            torch.utils.swap_tensors(parameter, nn.Parameter(applied, parameter.requires_grad))
         else:  # from meta, or built before the virtual GPU: as torch does where data cannot be set
             gradient = parameter.grad
             parameter = module._parameters[key] = nn.Parameter(applied, parameter.requires_grad)

@@ -52,5 +52,5 @@ def tag_states(mode: VirtualMode, optimizer: torch.optim.Optimizer) -> None:
         if type(parameter) is FakeTensor and (record := meter.record_of(parameter)) is not None:
             module = record.module
         for value in state.values() if isinstance(state, dict) else ():
-            if type(value) is FakeTensor:
+            if isinstance(value, torch.Tensor):
                 meter.tag(value, Category.OPTIMIZER_STATE, module)
