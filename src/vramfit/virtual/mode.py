@@ -298,14 +298,12 @@ class VirtualMode(TorchDispatchMode):
             try:
                 if extras and extras.before:
                     held = meter.temporary(extras.before, device, info.name)
-                if extras is not None and extras.between:
-                    _adopt_in_turn(meter, out, info.name, category, extents, extras.between, device)
-                elif info.fresh or info.mutated:
+                if info.fresh or info.mutated:
                     _adopt_all(meter, out, info.name, category, extents)
-                if extras and extras.after:
-                    held += meter.temporary(extras.after, device, info.name)
                 for blas in kernels.blas_libraries(func, args, kwargs, context):
                     held += self.workspaces.use(blas, device, context)
+                if extras and extras.after:
+                    held += meter.temporary(extras.after, device, info.name)
                 if doubtful:
                     meter.note_doubt(device)
             finally:
@@ -490,25 +488,6 @@ def _adopt_all(
         if type(tensor) is FakeTensor and tensor.fake_device.type == "cuda":
             for part in strided_parts(tensor):
                 meter.adopt(part, op, category, resting_on(part.shape, extents) if extents else ())
-
-
-def _adopt_in_turn(
-    meter: Meter,
-    out: tuple[Any, ...],
-    op: str,
-    category: Category | None,
-    extents: tuple[Extent, ...],
-    between: tuple[tuple[int, ...], ...],
-    device: int,
-) -> None:
-    """Place results one after the other, each with the temporaries of its own computation."""
-    for result, sizes in zip(out, between, strict=True):
-        if result is not None:
-            _adopt_all(meter, result, op, category, extents)
-        held = meter.temporary(sizes, device, op)
-        meter.note_doubt(device)
-        for address in reversed(held):
-            meter.free(address, device)
 
 
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
