@@ -490,6 +490,25 @@ def _adopt_all(
                 meter.adopt(part, op, category, resting_on(part.shape, extents) if extents else ())
 
 
+def _adopt_in_turn(
+    meter: Meter,
+    out: tuple[Any, ...],
+    op: str,
+    category: Category | None,
+    extents: tuple[Extent, ...],
+    between: tuple[tuple[int, ...], ...],
+    device: int,
+) -> None:
+    """Place results one after the other, each with the temporaries of its own computation."""
+    for result, sizes in zip(out, between, strict=True):
+        if result is not None:
+            _adopt_all(meter, result, op, category, extents)
+        held = meter.temporary(sizes, device, op)
+        meter.note_doubt(device)
+        for address in reversed(held):
+            meter.free(address, device)
+
+
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors that hold a tensor's storage: itself, or the indices and values of a sparse one."""
     if tensor.layout is torch.strided:
