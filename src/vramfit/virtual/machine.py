@@ -176,6 +176,8 @@ class Machine:
         init_pid: the process that initialised CUDA, None before.
         cublas_workspace_bytes: what the program set as workspace size, by library (``"cublas"``,
         ``"cublaslt"``).
+        conv_benchmark_empties_cache: the search for a convolution's algorithm ends with an emptied cache
+            (native/Convolution.cpp, ``conv_benchmark_empty_cache``).
         history: arguments of the last ``_record_memory_history``, None while it is off.
     """
 
@@ -201,6 +203,7 @@ class Machine:
         self.pinned = PinnedMemory()
         self.init_pid: int | None = None
         self.cublas_workspace_bytes: dict[str, int] = {}
+        self.conv_benchmark_empties_cache = True
         self.history: dict[str, Any] | None = None
         self._captures: set[tuple[int, int]] = set()
         self._alloc_conf = alloc_conf

@@ -26,6 +26,7 @@ from vramfit.trace.frames import user_frame
 from vramfit.virtual.assume import Extent, bounds, merged
 from vramfit.virtual.attribution import ModuleStack, Phase, PhaseTracker, StackInterner
 from vramfit.virtual.expectations import NOTHING, Expectation, is_whole
+from vramfit.virtual.kernels.context import EMPTY_CACHE, Spare
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.subclasses import parts
 
@@ -280,14 +281,19 @@ class Meter:
     def temporary(self, sizes: Iterable[int], device: int, op: str) -> list[int]:
         """Take blocks that a kernel needs while it runs; the caller frees the returned addresses.
 
-        A negative entry -n gives back the n-th block taken.
+        A negative entry -n gives back the n-th block taken; see `kernels.Extras` for the other entries.
         """
         taken: list[int] = []
         try:
             for size in sizes:
-                if size < 0:
+                if size == EMPTY_CACHE:
+                    with self.lock:
+                        self.machine.devices[device].allocator.empty_cache()
+                elif size < 0:
                     self.free(taken[-size - 1], device)
                     taken[-size - 1] = 0
+                elif type(size) is Spare:
+                    taken.append(self._spare(size, device, op))
                 else:
                     taken.append(self.malloc(size, device, op=op, category=Category.TEMPORARIES)[0])
         except torch.OutOfMemoryError:
@@ -295,6 +301,13 @@ class Meter:
                 self.free(address, device)
             raise
         return [address for address in taken if address]
+
+    def _spare(self, size: int, device: int, op: str) -> int:
+        """A block that its kernel does without where it does not fit: its address, or 0."""
+        try:
+            return self.malloc(size, device, op=op, category=Category.TEMPORARIES)[0]
+        except torch.OutOfMemoryError:
+            return 0
 
     def lifetime_peaks(self, device: int) -> Peaks:
         """Highest figures of a device since the start."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Hashable
 
 import torch
 
@@ -42,13 +43,14 @@ class Workspaces:
     def __init__(self, machine: Machine, meter: Meter) -> None:
         self._machine = machine
         self._meter = meter
-        self._held: dict[tuple[Blas, int, int, int], int] = {}
+        self._held: dict[tuple[Blas, int, int, int], tuple[int, int]] = {}  # bytes and address
         self._local = _Handle()
         self._free_handles: list[int] = []
         self._handles = 0
         self._dropout_states: dict[int, torch.Tensor] = {}
         self._contexts: dict[int, KernelContext] = {}
         self._context_key: tuple[object, ...] = ()
+        self._searched: set[Hashable] = set()
         self._default_priority = tuple(torch._C._get_sdp_priority_order())
 
     def context(self, device: int) -> KernelContext:
@@ -66,6 +68,10 @@ class Workspaces:
             cuda.cudnn_sdp_enabled(),
             cuda.fp16_bf16_reduction_math_sdp_allowed(),
             tuple(torch._C._get_sdp_priority_order()),
+            torch._C._get_blas_preferred_backend() == torch._C._BlasBackend.Cublaslt,
+            cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
+            torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32",
+            self._machine.conv_benchmark_empties_cache,
         )
         if key != self._context_key:
             self._contexts.clear()
@@ -87,6 +93,11 @@ class Workspaces:
                 cudnn_sdp=bool(key[7]),
                 half_reduction_math_sdp=bool(key[8]),
                 sdp_priority=self._priority(),
+                prefers_cublaslt=bool(key[10]),
+                cudnn_deterministic=bool(key[11]),
+                cudnn_tf32=bool(key[12]),
+                conv_benchmark_empties_cache=bool(key[13]),
+                searched=self._searched,
                 environ=dict(os.environ),
             )
         return context
@@ -99,19 +110,22 @@ class Workspaces:
     def use(self, blas: Blas, device: int, context: KernelContext) -> list[int]:
         """Make sure the workspace of a library is there; returns blocks that last for this op only."""
         key = (blas, device, self._handle(), self._machine.current_stream(device))
-        if key in self._held:
+        held, old = self._held.get(key, (-1, 0))
+        chosen = self._machine.cublas_workspace_bytes.get(blas.value)
+        if held >= 0 and (chosen is None or held >= chosen):
             return []
-        size = self._machine.cublas_workspace_bytes.get(blas.value, kernels.workspace_bytes(blas, context))
-        if not size:
-            self._held[key] = 0
-            return []
-        address, _ = self._meter.malloc(
-            size, device, op=f"{blas.value} workspace", category=Category.WORKSPACES
-        )
-        if kernels.workspace_is_cached(blas, context):
-            self._held[key] = address
-            return []
-        return [address]
+        size = kernels.workspace_bytes(blas, context) if chosen is None else chosen
+        address = 0
+        if size:
+            address, _ = self._meter.malloc(
+                size, device, op=f"{blas.value} workspace", category=Category.WORKSPACES
+            )
+        if not kernels.workspace_is_cached(blas, context):
+            return [address] if address else []
+        self._held[key] = (size, address)
+        if old:  # the program asked for more than it had (``setWorkspaceForHandle``)
+            self._meter.free(old, device)
+        return []
 
     def dropout_state(self, device: int) -> torch.Tensor:
         """The random states of cuDNN's dropout: one per device, made at its first use and kept.
@@ -134,7 +148,7 @@ class Workspaces:
 
     def clear(self) -> None:
         """``torch._C._cuda_clearCublasWorkspaces()``: give all of them back."""
-        for (_, device, _, _), address in self._held.items():
+        for (_, device, _, _), (_, address) in self._held.items():
             if address:
                 self._meter.free(address, device)
         self._held.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 from types import ModuleType
 from typing import Any
 
@@ -29,7 +30,6 @@ class BackendFunctions(CFunctions):
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         self.benchmark_limit = 10  # ATen/Context.h: benchmark_limit_cudnn
-        self.benchmark_empty_cache = False
 
     def _cuda_get_cudnn_benchmark_limit(self) -> int:
         return self.benchmark_limit
@@ -38,10 +38,10 @@ class BackendFunctions(CFunctions):
         self.benchmark_limit = limit
 
     def _cuda_get_conv_benchmark_empty_cache(self) -> bool:
-        return self.benchmark_empty_cache
+        return self.machine.conv_benchmark_empties_cache
 
     def _cudnn_set_conv_benchmark_empty_cache(self, enable: bool) -> None:
-        self.benchmark_empty_cache = enable
+        self.machine.conv_benchmark_empties_cache = enable
 
     def _cuda_getCublasWorkspaceSize(self) -> int:
         hopper = self.device().spec.compute_capability[0] >= 9
@@ -72,7 +72,9 @@ class CpuBuildFunctions(CFunctions):
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         self.linalg = C._LinalgBackend.Default
-        self.blas = C._BlasBackend.Cublas
+        # ATen/Context.h, blas_preferred_backend
+        preferred = os.environ.get("TORCH_BLAS_PREFER_CUBLASLT") == "1"
+        self.blas = C._BlasBackend.Cublaslt if preferred else C._BlasBackend.Cublas
 
     def _get_linalg_preferred_backend(self) -> Any:
         return self.linalg

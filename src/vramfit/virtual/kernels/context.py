@@ -3,8 +3,8 @@ outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,11 @@ class KernelContext:
         allow_tf32: float32 matrix products may use TF32.
         prefers_cublaslt: the program prefers cuBLASLt to cuBLAS
             (``torch.backends.cuda.preferred_blas_library``, ``TORCH_BLAS_PREFER_CUBLASLT``).
+        cudnn_deterministic: ``torch.backends.cudnn.deterministic``, or deterministic algorithms even in their
+            warn-only form.
+        cudnn_tf32: float32 convolutions may use TF32 (``torch.backends.cudnn.conv.fp32_precision``).
+        conv_benchmark_empties_cache: the search of benchmark mode ends with ``torch.cuda.empty_cache()``
+            (``torch._C._cudnn_set_conv_benchmark_empty_cache``).
         environ: the program's environment variables.
         flash_sdp: flash attention may be chosen (``torch.backends.cuda.flash_sdp_enabled()``).
         mem_efficient_sdp: memory-efficient attention may be chosen.
@@ -43,6 +48,7 @@ class KernelContext:
         cudnn_version: cuDNN as ``torch.backends.cudnn.version()`` numbers it; 0 for that of the default
             wheel.
         cuda_version: CUDA that torch was built with, ``(13, 0)`` in the default wheels since 2.11.
+        searched: convolutions for which benchmark mode has searched an algorithm already; grows.
     """
 
     spec: GpuSpec
@@ -53,6 +59,9 @@ class KernelContext:
     deterministic: bool = False
     allow_tf32: bool = False
     prefers_cublaslt: bool = False
+    cudnn_deterministic: bool = False
+    cudnn_tf32: bool = True
+    conv_benchmark_empties_cache: bool = True
     environ: Mapping[str, str]
     flash_sdp: bool = True
     mem_efficient_sdp: bool = True
@@ -62,6 +71,7 @@ class KernelContext:
     sdp_priority: tuple[int, ...] | None = None
     cudnn_version: int = 0
     cuda_version: tuple[int, int] = (13, 0)
+    searched: set[Hashable] = field(default_factory=set, compare=False)
 
     @property
     def cudnn(self) -> int:
@@ -82,11 +92,14 @@ class KernelContext:
 class Extras:
     """Temporaries of one kernel, all gone when it returns.
 
-    A negative entry gives one back earlier: see `given_back`.
+    Entries are bytes. A negative entry gives a block back earlier (`given_back`), a `Spare` one is done without
+    where it does not fit, and `EMPTY_CACHE` hands unused segments back to the card.
 
     Attributes:
-        before: bytes of those allocated before the op's outputs exist, in order.
-        after: bytes of those allocated once the outputs exist, in order.
+        before: those allocated before the op's outputs exist, in order.
+        after: those allocated once the outputs exist, in order.
+        between: for ops that make one output after the other, the i-th are allocated once the i-th output
+            exists and are gone before the next one does.
         error_bytes: how far their sum may be higher than told, where a closed library decides.
         error_below_bytes: how far their sum may be lower than told.
     """
@@ -95,7 +108,15 @@ class Extras:
     after: tuple[int, ...] = ()
     error_bytes: int = 0
     error_below_bytes: int = 0
+    between: tuple[tuple[int, ...], ...] = ()
 
+
+class Spare(int):
+    """An entry of `Extras` that the kernel does without, or takes a smaller algorithm for, where it does not fit."""
+
+
+EMPTY_CACHE = -(1 << 62)
+"""An entry of `Extras`: the allocator gives its unused segments back to the card."""
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
