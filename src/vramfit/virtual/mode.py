@@ -298,12 +298,14 @@ class VirtualMode(TorchDispatchMode):
             try:
                 if extras and extras.before:
                     held = meter.temporary(extras.before, device, info.name)
-                if info.fresh or info.mutated:
+                if extras is not None and extras.between:
+                    _adopt_in_turn(meter, out, info.name, category, extents, extras.between, device)
+                elif info.fresh or info.mutated:
                     _adopt_all(meter, out, info.name, category, extents)
-                for blas in kernels.blas_libraries(func, args, kwargs, context):
-                    held += self.workspaces.use(blas, device, context)
                 if extras and extras.after:
                     held += meter.temporary(extras.after, device, info.name)
+                for blas in kernels.blas_libraries(func, args, kwargs, context):
+                    held += self.workspaces.use(blas, device, context)
                 if doubtful:
                     meter.note_doubt(device)
             finally:
