@@ -12,7 +12,11 @@ from configurations.training import DEVICE, Program, images, inference, place, t
 SIZES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"use_cache": False}),
     "bert": ("BertConfig", "BertForMaskedLM", {}),
-    "t5": ("T5Config", "T5ForConditionalGeneration", {"use_cache": False}),
+    "t5": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {"use_cache": False, "decoder_start_token_id": 0},
+    ),
     "vit": ("ViTConfig", "ViTForImageClassification", {"num_labels": 1000}),
     "llama": (
         "LlamaConfig",

@@ -1,0 +1,1 @@
+"""Predictions beside recordings: `rows` says what is compared, `predictions` and `peers` predict, `tables` shows it."""

@@ -1,0 +1,356 @@
+"""Works out rows: runs recorded programs on the virtual GPU, compares request by request, asks the other tools."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import recordings
+from configurations import ALL
+from recording import store
+from recordings_models import streams
+
+from comparing import published, results
+from comparing.results import Results
+from comparing.rows import Figure, Origin, Row, Stream, Tool
+from vramfit.analysis import Measure, curves, lifetimes
+from vramfit.errors import VramfitError
+from vramfit.gpus import find_gpu
+from vramfit.trace import EventKind, MemoryTrace, VirtualRun, read_any
+from vramfit.virtual.runner import run_in_child
+
+BENCHMARKS = Path(__file__).parents[1]
+PROGRAM = BENCHMARKS / "recording" / "program.py"
+PEERS = BENCHMARKS / "comparing" / "peers.py"
+COMPARED = ("segment.all.allocated", "segment.all.freed", "num_alloc_retries", "num_ooms")
+"""Statistics that are compared beside the peaks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sequence:
+    """Requests in order, as `streams.differences` reads them: whether one takes a block, its bytes, what asked."""
+
+    requests: list[streams.Request]
+    labels: list[str]
+
+
+def sequence_of(trace: MemoryTrace) -> Sequence:
+    """The requests of device 0."""
+    asked = (trace.kind == EventKind.ALLOC) | (trace.kind == EventKind.FREE_REQUESTED)
+    rows = np.flatnonzero(asked & (trace.device == 0))
+    takes = (trace.kind[rows] == EventKind.ALLOC).tolist()
+    labels: list[str] = []
+    made: dict[int, str] = {}
+    for row, taken in zip(rows.tolist(), takes, strict=True):
+        address = int(trace.address[row])
+        if taken:
+            made[address] = label(trace, row)
+        labels.append(made.get(address, ""))
+    return Sequence(requests=list(zip(takes, trace.size[rows].tolist(), strict=True)), labels=labels)
+
+
+def label(trace: MemoryTrace, row: int) -> str:
+    """What asked for a block, as far as the trace knows: the operator and module, or the innermost frames."""
+    if trace.op[row] >= 0:
+        module = trace.modules[trace.module[row]] if trace.module[row] >= 0 else ""
+        return f"{trace.ops[trace.op[row]]} {module}".rstrip()
+    if trace.stack[row] >= 0:
+        frames = [trace.frames[index] for index in trace.stacks[trace.stack[row]]]
+        return " < ".join(f"{frame.filename}:{frame.line}" for frame in frames)
+    return ""
+
+
+# -- recordings of `record.py` -------------------------------------------------------------------------------
+
+
+def row_of(recording: store.Recording) -> Row:
+    """The row of a recording, with nothing predicted yet."""
+    return Row(
+        name=recording.name,
+        origin=Origin(recording.source.value),
+        device=recording.facts["device"]["name"],
+        torch=recording.facts["device"]["torch"],
+        allocated=recording.peak_allocated_bytes,
+        reserved=recording.peak_reserved_bytes,
+        context=recording.context_bytes,
+        out_of_memory=recording.facts["oom"] is not None,
+    )
+
+
+def predict(recording: store.Recording, kept: Results) -> Row:
+    """Run a recorded configuration on the virtual GPU and compare."""
+    row = row_of(recording)
+    reason = why_not(recording)
+    if reason is not None:
+        return row.with_figures({Tool.VRAMFIT: Figure(reason=reason)})
+    key = results.digest(
+        results.of_vramfit(),
+        recording.file,
+        recording.file.with_suffix(".vft"),
+        BENCHMARKS / "recording",
+        BENCHMARKS / "comparing" / "predictions.py",
+        results.versions(*ALL[recording.name].packages),
+    )
+    name = f"{recording.file.parent.name}-{recording.name}"
+    found = kept.get(name, key)
+    if found is None:
+        found = _prediction(recording)
+        kept.put(name, key, found)
+    stream = found["stream"]
+    return replace(
+        row.with_figures({Tool.VRAMFIT: Figure(**found["figure"])}),
+        stream=None if stream is None else _stream(stream),
+        predicted_context=found["context"],
+        doubt=found["doubt"],
+    )
+
+
+def why_not(recording: store.Recording) -> str | None:
+    """Why a recording cannot be predicted here, None if it can."""
+    if recording.name not in ALL:
+        return "there is no such configuration any more"
+    if not recording.is_of_these_programs:
+        return "the configuration has changed since: record it again"
+    missing = [p for p in ALL[recording.name].packages if results.versions(p).endswith("absent")]
+    return f"needs {', '.join(missing)}, which is not installed" if missing else None
+
+
+def _stream(plain: Mapping[str, Any]) -> Stream:
+    lists = {name: tuple(plain[name]) for name in ("differences", "unequal")}
+    return Stream(**{**plain, **lists})
+
+
+def _prediction(recording: store.Recording) -> dict[str, Any]:
+    configuration = ALL[recording.name]
+    began = time.perf_counter()
+    try:
+        spec = find_gpu(recording.facts["device"]["name"])
+        spec = replace(spec, total_bytes=int(recording.facts["device"]["total_bytes"]))
+        with tempfile.TemporaryDirectory(prefix="vramfit-") as folder:
+            run = run_in_child(
+                [str(PROGRAM), configuration.name, "--out", folder],
+                gpu=spec,
+                alloc_conf=configuration.alloc_conf,
+            )
+            if run.exit_code:
+                return _failed(run.error or f"the program ended with code {run.exit_code}")
+            file = Path(folder) / f"{configuration.name}.json"
+            facts = json.loads(file.read_text(encoding="utf-8"))
+    except VramfitError as error:
+        return _failed(error.message)
+    seconds = time.perf_counter() - began
+    device = run.devices[0]
+    return {
+        "figure": asdict(
+            Figure(
+                allocated=facts["statistics"]["allocated_bytes.all.peak"],
+                reserved=facts["statistics"]["reserved_bytes.all.peak"],
+                seconds=seconds,
+            )
+        ),
+        "stream": asdict(_compare(recording, run, facts)),
+        "context": device.context_bytes,
+        "doubt": device.error_above_bytes,
+    }
+
+
+def _failed(reason: str) -> dict[str, Any]:
+    return {"figure": asdict(Figure(reason=reason)), "stream": None, "context": None, "doubt": 0}
+
+
+def _compare(recording: store.Recording, run: VirtualRun, facts: Mapping[str, Any]) -> Stream:
+    recorded, predicted = sequence_of(recording.trace), sequence_of(run.trace)
+    found = streams.differences(recorded, predicted)
+    unequal = [
+        f"{name} {recording.facts['statistics'][name]:,} recorded, {facts['statistics'][name]:,} predicted"
+        for name in COMPARED
+        if recording.facts["statistics"][name] != facts["statistics"][name]
+    ]
+    for one, other, how in ((recording.facts, facts, "predicted"), (facts, recording.facts, "recorded")):
+        if one["oom"] and not other["oom"]:
+            unequal.append(f"ran out of memory in step {one['oom']['step']}, not so {how}")
+    return Stream(
+        recorded=len(recorded.requests),
+        predicted=len(predicted.requests),
+        differing=sum(difference.count for difference in found),
+        differences=tuple(str(difference) for difference in found[:10]),
+        unequal=tuple(unequal),
+    )
+
+
+# -- published recordings ------------------------------------------------------------------------------------
+
+
+def published_names() -> list[str]:
+    """Every published recording that lies here."""
+    return sorted(file.name.removesuffix(".json.gz") for file in recordings.RECORDINGS.glob("*.json.gz"))
+
+
+def predict_published(names: Iterable[str], kept: Results) -> list[Row]:
+    """Rows of published recordings: predicted where we have the program, else with the reason why not."""
+    wanted = set(names)
+    comparisons = {
+        comparison["name"]: comparison
+        for session in recordings.SESSIONS
+        if wanted & set(session.snapshots)
+        for comparison in _session(session, kept)
+    }
+    return [
+        _compared(name, comparisons[name]) if name in comparisons else _unpredicted(name, kept)
+        for name in sorted(wanted)
+    ]
+
+
+def _session(session: recordings.Session, kept: Results) -> list[dict[str, Any]]:
+    key = results.digest(
+        results.of_vramfit(),
+        repr(session),
+        recordings.MODELS,
+        BENCHMARKS / "recordings.py",
+        *(recordings.RECORDINGS / f"{name}.json.gz" for name in session.snapshots),
+    )
+    name = "session-" + min(session.snapshots)
+    found = kept.get(name, key)
+    if found is None:
+        began = time.perf_counter()
+        compared = [asdict(c) for c in recordings.run(session, list(session.snapshots))]
+        seconds = (time.perf_counter() - began) / len(compared)
+        found = [{**c, "seconds": seconds} for c in compared]
+        kept.put(name, key, found)
+    return found
+
+
+def _compared(name: str, comparison: Mapping[str, Any]) -> Row:
+    """A row of the comparison that `recordings.py` makes."""
+    pairs = (
+        "start_allocated",
+        "start_reserved",
+        "workspaces",
+        "segments_taken",
+        "segments_released",
+        "slack",
+        "inactive_split",
+    )
+    allocated, reserved = comparison["peak_allocated"], comparison["peak_reserved"]
+    return Row(
+        name=name,
+        origin=Origin.PUBLISHED,
+        device=next(s.card for s in recordings.SESSIONS if name in s.snapshots),
+        torch="2.6",
+        allocated=allocated[0],
+        reserved=reserved[0],
+        figures={
+            Tool.VRAMFIT: Figure(allocated=allocated[1], reserved=reserved[1], seconds=comparison["seconds"])
+        },
+        stream=Stream(
+            recorded=comparison["requests"][0],
+            predicted=comparison["requests"][1],
+            differing=comparison["requests_differing"],
+            differences=tuple(comparison["differences"]),
+            unequal=tuple(
+                f"{pair.replace('_', ' ')} {comparison[pair][0]:,} recorded, {comparison[pair][1]:,} predicted"
+                for pair in pairs
+                if comparison[pair][0] != comparison[pair][1]
+            ),
+        ),
+    )
+
+
+def _unpredicted(name: str, kept: Results) -> Row:
+    """A published recording without a program of ours: its fullest device, and why it has none."""
+    file = recordings.RECORDINGS / f"{name}.json.gz"
+    key = results.digest(results.of_vramfit(), file)
+    found = kept.get(f"peaks-{name}", key)
+    if found is None:
+        trace = read_any(file)
+        peaks = [_peaks(trace, device.index) for device in trace.devices]
+        found = max(peaks, key=lambda pair: pair[1])
+        kept.put(f"peaks-{name}", key, found)
+    return Row(
+        name=name,
+        origin=Origin.PUBLISHED,
+        device="not told",
+        torch="not told",
+        allocated=found[0],
+        reserved=found[1],
+        figures={
+            Tool.VRAMFIT: Figure(
+                reason=published.NOT_REPRODUCED.get(name, "no program of ours reproduces it")
+            )
+        },
+    )
+
+
+def _peaks(trace: MemoryTrace, device: int) -> list[int]:
+    over = curves(trace, lifetimes(trace, device))
+    return [over.peak(Measure.ALLOCATED), over.peak(Measure.RESERVED)]
+
+
+# -- other tools ---------------------------------------------------------------------------------------------
+
+
+def ask_peers(row: Row, kept: Results, *, seconds: float) -> Row:
+    """The row with the figures of the other tools, where its program can be given to them.
+
+    Args:
+        row: a row.
+        kept: finished results.
+        seconds: how long they may take together; what they have not said by then counts as not said.
+    """
+    peers = (Tool.MEM_TRACKER, Tool.ACCELERATE, Tool.FORMULA)
+    if row.origin is Origin.PUBLISHED:
+        if row.name not in published.REPRODUCED:
+            return row
+        kind, sources = (
+            "published",
+            [BENCHMARKS / "recordings_models", BENCHMARKS / "comparing" / "published.py"],
+        )
+    elif row.figures[Tool.VRAMFIT].reason is not None:
+        return row
+    else:
+        kind, sources = "configuration", [store.key_of(ALL[row.name])]
+    packages = results.versions("torch", "accelerate", "transformers")
+    formula = BENCHMARKS / "comparing" / "formula.py"
+    key = results.digest(PEERS, formula, packages, str(seconds), *sources)
+    name = f"peers-{row.name}"
+    found = kept.get(name, key)
+    if found is None:
+        found = _peers(kind, row.name, seconds)
+        kept.put(name, key, found)
+    figures = {}
+    for tool in peers:
+        told = found.get(tool.value, {"reason": found.get("reason", f"not done in {seconds:.0f} s")})
+        size = told.get("bytes")
+        figures[tool] = Figure(
+            allocated=size, reserved=size, seconds=told.get("seconds"), reason=told.get("reason")
+        )
+    return row.with_figures(figures)
+
+
+def _peers(kind: str, name: str, seconds: float) -> dict[str, Any]:
+    command = [sys.executable, str(PEERS), kind, name]
+    reason = None
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, check=False, env={**os.environ}
+        )
+        output = done.stdout
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["no message"])[-1][:160]
+    except subprocess.TimeoutExpired as late:
+        output = (late.stdout or b"").decode() if isinstance(late.stdout, bytes) else late.stdout or ""
+    found: dict[str, Any] = {} if reason is None else {"reason": reason}
+    for line in output.splitlines():
+        if line.startswith('{"tool"'):
+            told = json.loads(line)
+            found[told.pop("tool")] = told
+    return found

@@ -1,0 +1,213 @@
+"""One row of the accuracy table: what was recorded, what each tool predicted, and whether cards are judged rightly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from vramfit.gpus import find_gpu
+
+
+class Origin(Enum):
+    """Where a recording is from."""
+
+    PUBLISHED = "published"
+    """Others recorded it on a card and published it (tests/data/traces)."""
+    CARD = "card"
+    """`benchmarks/record.py` recorded it on a card."""
+    VIRTUAL = "virtual"
+    """`benchmarks/record.py --gpu` recorded it on the virtual GPU: it tests the machinery and proves nothing."""
+
+    @property
+    def is_evidence(self) -> bool:
+        """Whether a card made it."""
+        return self is not Origin.VIRTUAL
+
+
+class Tool(Enum):
+    """Who predicts."""
+
+    VRAMFIT = "vramfit"
+    MEM_TRACKER = "MemTracker"
+    """torch.distributed._tools.mem_tracker, under FakeTensorMode."""
+    ACCELERATE = "accelerate"
+    """accelerate.commands.estimate."""
+    FORMULA = "formula"
+    """Bytes per parameter: see `comparing.formula`."""
+
+
+CARDS = ("RTX 3060 12GB", "RTX 4080", "RTX 4090", "RTX 5090", "RTX 6000 Ada", "H100 SXM")
+"""Cards on which verdicts are compared: 12, 16, 24, 32, 48 and 80 GB."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """What a tool says of a row. Sizes are in bytes; a tool that gives one number gives it for both.
+
+    Attributes:
+        allocated: peak of allocated bytes, None if the tool gives nothing.
+        reserved: peak of reserved bytes.
+        seconds: time it took.
+        reason: why there is no figure.
+    """
+
+    allocated: int | None = None
+    reserved: int | None = None
+    seconds: float | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stream:
+    """The requests of a recording beside those of its prediction, in order.
+
+    Attributes:
+        recorded, predicted: blocks taken and given back.
+        differing: requests that only one of them makes.
+        differences: the most frequent of those, in words.
+        unequal: other figures that differ (segments, slack, retries, the end), in words.
+    """
+
+    recorded: int
+    predicted: int
+    differing: int
+    differences: tuple[str, ...] = ()
+    unequal: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One recording and what is predicted of it. Sizes are in bytes.
+
+    Attributes:
+        name: of the recording.
+        origin: where it is from.
+        device: the card.
+        torch: version it was recorded with.
+        allocated, reserved: recorded peaks.
+        context: recorded bytes outside the allocator, None where nobody measured them.
+        out_of_memory: whether it ended by running out of memory, which fixes its reserved bytes from above.
+        figures: by tool.
+        stream: None where nothing was predicted.
+        predicted_context: what the virtual GPU holds outside the allocator.
+        doubt: by how much the prediction itself says that its peak may be higher.
+    """
+
+    name: str
+    origin: Origin
+    device: str
+    torch: str
+    allocated: int
+    reserved: int
+    context: int | None = None
+    out_of_memory: bool = False
+    figures: Mapping[Tool, Figure] = field(default_factory=dict)
+    stream: Stream | None = None
+    predicted_context: int | None = None
+    doubt: int = 0
+
+    def with_figures(self, figures: Mapping[Tool, Figure]) -> Row:
+        """The row with more figures."""
+        return replace(self, figures={**self.figures, **figures})
+
+    def error(self, tool: Tool, *, of: str) -> float | None:
+        """Relative error in percent of ``allocated`` or ``reserved``; None without a figure."""
+        figure = self.figures.get(tool)
+        predicted = getattr(figure, of) if figure is not None else None
+        recorded: int = getattr(self, of)
+        return None if predicted is None or not recorded else 100 * (predicted - recorded) / recorded
+
+    def truth(self, card: str) -> bool | None:
+        """Whether the program fits a card by what was recorded; None where the recording does not tell.
+
+        With less memory the allocator gives cached segments back before it fails. So a program whose allocated
+        peak fits and whose reserved peak does not may fit or not. What a card holds outside the allocator is taken
+        from the catalogue, for the recording and for every tool alike.
+        """
+        room = room_on(card)
+        if self.allocated > room or (self.out_of_memory and self.reserved > room):
+            return False
+        return True if self.reserved <= room and not self.out_of_memory else None
+
+    def verdict(self, tool: Tool, card: str) -> bool | None:
+        """Whether a tool says that the program fits; None without a figure."""
+        figure = self.figures.get(tool)
+        return None if figure is None or figure.reserved is None else figure.reserved <= room_on(card)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as JSON can hold it."""
+        plain = asdict(self)
+        plain["origin"] = self.origin.value
+        plain["figures"] = {tool.value: asdict(figure) for tool, figure in self.figures.items()}
+        plain["errors_percent"] = {
+            tool.value: {of: self.error(tool, of=of) for of in ("allocated", "reserved")}
+            for tool in self.figures
+        }
+        plain["fits"] = {
+            card: {
+                "recorded": self.truth(card),
+                **{tool.value: self.verdict(tool, card) for tool in self.figures},
+            }
+            for card in CARDS
+        }
+        return plain
+
+
+def room_on(card: str) -> int:
+    """Bytes that the allocator can take on a card: all but the context."""
+    spec = find_gpu(card)
+    return spec.total_bytes - spec.typical_context_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """How a tool did over some rows; errors are absolute and in percent.
+
+    Attributes:
+        rows: with a figure.
+        failed: without one.
+        allocated, reserved: (median, worst) error, None without a row.
+        right, judged: verdicts on `CARDS`; those that a recording leaves open are not judged.
+        seconds: median time, None where the tool takes none worth measuring.
+    """
+
+    tool: Tool
+    rows: int
+    failed: int
+    allocated: tuple[float, float] | None
+    reserved: tuple[float, float] | None
+    right: int
+    judged: int
+    seconds: float | None
+
+
+def score(tool: Tool, rows: list[Row]) -> Score:
+    """Errors and verdicts of one tool over the rows that it was asked about."""
+    from statistics import median
+
+    asked = [row for row in rows if tool in row.figures]
+    told = [row for row in asked if row.figures[tool].reserved is not None]
+
+    def spread(of: str) -> tuple[float, float] | None:
+        errors = [abs(error) for row in told if (error := row.error(tool, of=of)) is not None]
+        return (median(errors), max(errors)) if errors else None
+
+    judged = [
+        row.verdict(tool, card) == truth
+        for row in told
+        for card in CARDS
+        if (truth := row.truth(card)) is not None
+    ]
+    seconds = [s for row in told if (s := row.figures[tool].seconds) is not None]
+    return Score(
+        tool=tool,
+        rows=len(told),
+        failed=len(asked) - len(told),
+        allocated=spread("allocated"),
+        reserved=spread("reserved"),
+        right=sum(judged),
+        judged=len(judged),
+        seconds=median(seconds) if seconds else None,
+    )

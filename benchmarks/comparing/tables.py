@@ -1,0 +1,117 @@
+"""The tables of the accuracy benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from comparing.rows import CARDS, Origin, Row, Score, Tool, score
+
+MIB = 1 << 20
+TITLES = {
+    Origin.PUBLISHED: "Recordings that others published",
+    Origin.CARD: "Our own recordings of cards",
+    Origin.VIRTUAL: "The virtual GPU in the place of a card: a test of the machinery, no evidence",
+}
+
+
+def percent(error: float | None) -> str:
+    """An error with its sign; what is not 0 never reads as 0."""
+    if error is None:
+        return "-"
+    if error == 0:
+        return "0 %"
+    return f"{error:+.3f} %" if abs(error) < 10 else f"{error:+.0f} %"
+
+
+def print_rows(console: Console, rows: Sequence[Row], origin: Origin) -> None:
+    """Predicted against recorded peaks, and the other tools' errors on the same rows."""
+    shown = [row for row in rows if row.origin is origin]
+    if not shown:
+        return
+    table = Table(title=TITLES[origin], title_justify="left")
+    table.add_column("recording", no_wrap=True)
+    for column in (
+        "allocated\nMiB",
+        "predicted",
+        "error",
+        "reserved\nMiB",
+        "predicted",
+        "error",
+        "requests",
+        "differ",
+        "s",
+        *(f"{tool.value}\nof reserved" for tool in Tool if tool is not Tool.VRAMFIT),
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in shown:
+        table.add_row(*_cells(row))
+    console.print(table)
+    for row in shown:
+        _print_notes(console, row)
+
+
+def _cells(row: Row) -> list[str]:
+    ours = row.figures[Tool.VRAMFIT]
+    cells = [row.name]
+    for of in ("allocated", "reserved"):
+        predicted = getattr(ours, of)
+        cells.append(f"{getattr(row, of) / MIB:,.2f}")
+        cells.append("-" if predicted is None else f"{predicted / MIB:,.2f}")
+        cells.append(percent(row.error(Tool.VRAMFIT, of=of)))
+    stream = row.stream
+    cells += ["-", "-"] if stream is None else [f"{stream.recorded:,}", f"{stream.differing:,}"]
+    cells.append("-" if ours.seconds is None else f"{ours.seconds:.1f}")
+    peers = [tool for tool in Tool if tool is not Tool.VRAMFIT]
+    cells += [percent(row.error(tool, of="reserved")) for tool in peers]
+    return cells
+
+
+def _print_notes(console: Console, row: Row) -> None:
+    lines = [
+        f"{tool.value}: {figure.reason}" for tool, figure in row.figures.items() if figure.reason is not None
+    ]
+    if row.stream is not None:
+        lines += [*row.stream.unequal, *row.stream.differences]
+    if row.doubt and row.error(Tool.VRAMFIT, of="reserved"):
+        lines.append(f"the prediction itself says: up to {row.doubt / MIB:,.0f} MiB more")
+    for line in lines:
+        console.print(f"  {row.name}: {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def print_scores(console: Console, rows: Sequence[Row], title: str) -> list[Score]:
+    """Median and worst error and verdicts of each tool."""
+    scores = [score(tool, list(rows)) for tool in Tool]
+    scores = [s for s in scores if s.rows or s.failed]
+    table = Table(title=title, title_justify="left")
+    table.add_column("tool", no_wrap=True)
+    for column in (
+        "rows",
+        "without\na figure",
+        "allocated\nmedian",
+        "worst",
+        "reserved\nmedian",
+        "worst",
+        "verdicts\nright",
+        "median s",
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    for s in scores:
+        spread = [
+            cell
+            for pair in (s.allocated, s.reserved)
+            for cell in (("-", "-") if pair is None else tuple(f"{value:.3g} %" for value in pair))
+        ]
+        verdicts = f"{s.right} of {s.judged}" if s.judged else "-"
+        seconds = "-" if s.seconds is None else f"{s.seconds:.1f}"
+        table.add_row(s.tool.value, str(s.rows), str(s.failed), *spread, verdicts, seconds)
+    console.print(table)
+    console.print(
+        f"Verdicts: fits or not, on {', '.join(CARDS)}. A tool with one number is compared by it with both peaks. "
+        "Recordings that leave a card open are not judged on it.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return scores
