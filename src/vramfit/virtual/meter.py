@@ -290,7 +290,8 @@ class Meter:
                     with self.lock:
                         self.machine.devices[device].allocator.empty_cache()
                 elif size < 0:
-                    self.free(taken[-size - 1], device)
+                    if taken[-size - 1]:
+                        self.free(taken[-size - 1], device)
                     taken[-size - 1] = 0
                 elif type(size) is Spare:
                     taken.append(self._spare(size, device, op))

@@ -5,7 +5,6 @@ import torch
 
 from vramfit.virtual.kernels import METAS, Extras, covered, extras
 from vramfit.virtual.kernels.context import given_back
-from vramfit.virtual.kernels.convolution import uses_tensor_cores
 from vramfit.virtual.kernels.copying import copy_temporaries
 from vramfit.virtual.kernels.cub import sort_bytes
 from vramfit.virtual.kernels.rnn import reserve_bytes
@@ -135,54 +134,6 @@ def test_converting_copies():
     assert copy_temporaries(half, cuda(64, 32), False) == ()  # on one device a kernel does it all
 
 
-def conv(source, weight, ctx=None):
-    return ask(
-        aten.convolution.default, source, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, ctx=ctx
-    )
-
-
-def test_convolution_workspaces_are_estimates_with_error_bars():
-    source, weight = cuda(8, 64, 32, 32), cuda(128, 64, 3, 3)
-    filters = 128 * 64 * 9 * 4
-    on_t4 = conv(source, weight, context("T4"))  # float32 without tensor cores: the filters and little else
-    assert on_t4 is not None
-    assert filters <= on_t4.after[0] <= filters + 1024
-    assert on_t4.error_bytes > 0
-    on_a100 = conv(source, weight)  # TF32 on NCHW data: everything is transposed
-    assert on_a100 is not None
-    assert on_a100.after == (8 * 64 * 32 * 32 * 4 + filters + 8 * 128 * 32 * 32 * 4,)
-    assert on_a100.error_bytes >= on_a100.after[0]
-    tried = conv(source, weight, context(cudnn_benchmark=True))
-    assert tried is not None
-    assert tried.error_bytes > on_a100.error_bytes
-
-
-def test_channels_last_convolutions_need_no_transposing():
-    with FAKE:
-        source = cuda(8, 32, 32, 64).permute(0, 3, 1, 2)
-        weight = cuda(128, 3, 3, 64).permute(0, 3, 1, 2)
-    found = conv(source, weight)
-    assert found is not None
-    assert found.after == ()
-    assert found.error_bytes > 0
-
-
-def test_recorded_filters_stay_within_the_error_bar():
-    # Filters of 81,920, 51,200 and 204,800 bytes took 82,880, 51,328 and 205,056 on a card of capability 7.5.
-    for channels, out, recorded in ((32, 16, 51_328), (64, 32, 205_056)):
-        weight = cuda(out, channels, 5, 5)
-        found = conv(cuda(8, channels, 32, 32), weight, context("T4"))
-        assert found is not None
-        assert abs(sum(found.after) - recorded) <= found.error_bytes
-
-
-def test_tensor_cores_by_type_and_capability():
-    assert uses_tensor_cores(torch.float16, context("T4"))
-    assert not uses_tensor_cores(torch.float32, context("T4"))
-    assert uses_tensor_cores(torch.float32, context("A100 80GB"))
-    assert not uses_tensor_cores(torch.float64, context("A100 80GB"))
-
-
 def lstm(train, bidirectional=False):
     """Arguments of ``_cudnn_rnn``: 10 steps, batch 4, input 16, hidden 8, two layers."""
     weights, states = [cuda(32, 16)], cuda(2, 4, 8)
@@ -229,15 +180,6 @@ def test_every_rule_belongs_to_an_op_of_this_torch():
     names = covered()
     assert {"aten.mm.default", "aten.sort.default", "aten.convolution.default", "aten.copy_.default"} <= names
     assert len(names) > 90
-
-
-def test_a_mixed_layout_is_made_channels_last_first():
-    with FAKE:
-        source = cuda(8, 32, 32, 64).permute(0, 3, 1, 2)
-    weight = cuda(128, 64, 3, 3)
-    found = conv(source, weight)
-    assert found is not None
-    assert found.after == (128 * 64 * 9 * 4,)  # the filters, brought to the layout of the data
 
 
 def test_a_boolean_index_turns_into_positions():

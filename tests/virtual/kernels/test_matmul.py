@@ -7,6 +7,7 @@ from vramfit.virtual.kernels import (
     blas_library,
     cublas_workspace_bytes,
     cublaslt_workspace_bytes,
+    extras,
     workspace_bytes,
     workspace_is_cached,
     workspaces_are_unified,
@@ -137,9 +138,9 @@ def test_transposed_and_padded_operands_are_taken_as_they_are():
 def test_an_operand_with_two_wide_strides_is_cloned():
     with FAKE:
         strided = aten.slice.Tensor(cuda(4, 8), 1, 0, 8, 2)  # strides (8, 2): neither is 1
-    extras = ask(aten.mm.default, strided, cuda(4, 5))
-    assert extras is not None
-    assert extras.after == (4 * 4 * 4,)  # the dense copy of 4 x 4 floats
+    found = ask(aten.mm.default, strided, cuda(4, 5))
+    assert found is not None
+    assert found.after == (4 * 4 * 4,)  # the dense copy of 4 x 4 floats
 
 
 def test_an_expanded_batch_is_no_copy_but_an_expanded_row_is():
@@ -147,7 +148,76 @@ def test_an_expanded_batch_is_no_copy_but_an_expanded_row_is():
         batch = cuda(1, 4, 3).expand(2, 4, 3)  # strides (0, 3, 1)
         row = cuda(2, 1, 3).expand(2, 4, 3)  # strides (3, 0, 1): rows overlap
     assert ask(aten.bmm.default, batch, cuda(2, 3, 5)) is None
-    extras = ask(aten.bmm.default, row, cuda(2, 3, 5))
-    assert extras is not None
-    assert extras.after == (2 * 4 * 3 * 4,)
+    found = ask(aten.bmm.default, row, cuda(2, 3, 5))
+    assert found is not None
+    assert found.after == (2 * 4 * 3 * 4,)
     assert torch.float32.itemsize == 4
+
+
+def test_a_row_expanded_from_one_is_taken_by_mm_and_copied_by_bmm():
+    with FAKE:
+        row = cuda(3).expand(1, 3)  # strides (0, 1): contiguous, since a side of one has no stride
+        batch = cuda(2, 3).as_strided((2, 1, 3), (3, 0, 1))
+    assert ask(aten.mm.default, row, cuda(3, 5)) is None
+    found = ask(aten.bmm.default, batch, cuda(2, 3, 5))
+    assert found is not None
+    assert found.after == (2 * 1 * 3 * 4,)  # prepare_batch_matrix_for_cublas wants strides other than 0
+
+
+def test_a_conjugated_row_major_operand_is_resolved_first():
+    with FAKE:
+        conjugated = cuda(4, 4, dtype=torch.complex64).conj()
+        other = cuda(4, 4, dtype=torch.complex64)
+    found = extras(aten.mm.default, (conjugated, other), {}, other, context())
+    assert found is not None
+    assert found.after == (4 * 4 * 8,)
+    adjoint = conjugated.t()  # column-major: cuBLAS conjugates what it transposes
+    assert extras(aten.mm.default, (adjoint, other), {}, other, context()) is None
+
+
+def test_vectors_expanded_from_one_value_are_made_dense():
+    with FAKE:
+        ones = cuda(1).expand(3)
+        strided = aten.slice.Tensor(cuda(4, 6), 1, 0, 6, 2)
+    found = ask(aten.mv.default, cuda(4, 3), ones)
+    assert found is not None and found.after == (3 * 4,)
+    found = ask(aten.mv.default, strided, cuda(3))
+    assert found is not None and found.after == (4 * 3 * 4,)
+    assert ask(aten.mv.default, cuda(4, 3), cuda(3)) is None
+
+
+def test_a_strided_result_is_computed_beside_it():
+    with FAKE:
+        result = aten.slice.Tensor(cuda(4, 10), 1, 0, 10, 2)
+    found = extras(aten.mm.out, (cuda(4, 3), cuda(3, 5)), {"out": result}, result, context())
+    assert found is not None and found.after == (4 * 5 * 4,)
+
+
+def test_a_program_may_prefer_lt():
+    first, second = cuda(4, 3), cuda(3, 5)
+    prefers = context(prefers_cublaslt=True, environ=APART)
+    assert blas_library(aten.mm.default, (first, second), prefers) is Blas.CUBLASLT
+    assert blas_library(aten.mm.default, (first, second), context(environ=APART)) is Blas.CUBLAS
+    assert blas_library(aten.mv.default, (first, cuda(3)), prefers) is Blas.CUBLAS
+    matrices = cuda(4, 4, dtype=torch.complex64), cuda(4, 4, dtype=torch.complex64)
+    assert blas_library(aten.mm.default, matrices, prefers) is Blas.CUBLAS
+
+
+def test_integer_products_have_no_workspace_but_a_handle():
+    args = (cuda(32, 16, dtype=torch.int8), cuda(16, 8, dtype=torch.int8))
+    assert blas_libraries(aten._int_mm.default, args, {}, context()) == ()
+    assert blas_libraries(aten._int_mm.default, args, {}, context(version=(2, 11))) == (Blas.CUBLAS,)
+
+
+def test_grouped_products_are_one_kernel_on_hopper_and_many_elsewhere():
+    # Eight groups: pointers 3 x 8 x 8, shapes 8 x 12, strides 3 x 8 x 8; three maps of 128 bytes for 132 SMs
+    tokens, experts = cuda(100, 64, dtype=torch.bfloat16), cuda(8, 64, 32, dtype=torch.bfloat16)
+    args = (tokens, experts, cuda(8, dtype=torch.int32))
+    hopper = context("H100 SXM")
+    found = extras(aten._grouped_mm.default, args, {}, None, hopper)
+    assert found is not None
+    assert found.after == (192 + 96 + 192, 3 * 132 * 128)
+    assert found.error_bytes == found.error_below_bytes == 132 * 128
+    assert blas_libraries(aten._grouped_mm.default, args, {}, hopper) == ()
+    assert extras(aten._grouped_mm.default, args, {}, None, context()) is None
+    assert blas_libraries(aten._grouped_mm.default, args, {}, context()) == (Blas.CUBLAS,)

@@ -1,23 +1,29 @@
-"""Convolutions: workspaces that cuDNN's heuristics ask for. Estimates, each with its error bar.
+"""Convolutions: which kernels a card runs, the copies that bring operands to one layout, and workspaces.
 
-aten/src/ATen/native/cudnn/Conv_v8.cpp (``run_conv_plan``) allocates what the chosen engine names, after the
-output. Before it come the copies that bring operands to one layout (ConvShared.cpp). The engine is cuDNN's
-choice; what decides its appetite is the layout. Tensor-core engines work on channels-last data:
+aten/src/ATen/native/Convolution.cpp (``_select_conv_backend``, ``_convolution``, ``convolution_backward``)
+chooses between cuDNN and torch's own kernels; native/cudnn/ConvShared.cpp makes the copies and results for cuDNN.
+The gradients of input, filters and bias come one after the other, each with its own workspace. What cuDNN takes
+is estimated in `conv_workspace`; the kernels of torch itself allocate what stands here.
 
-* channels-last tensors: no copies; a few hundred bytes up to one set of filters;
-* NCHW tensors in half precision, or float32 with TF32 on capability 8.0 and up: the data is transposed into
-  the workspace (input, filters and output, the ``nchwToNhwc`` kernels of any profile);
-* float32 otherwise: precomputed indices and filters, as recorded on a card of capability 7.5: the bytes of
-  the filters plus at most 1,680 (82,880, 51,328, 205,056 bytes for filters of 81,920, 51,200 and 204,800).
-
-Benchmark mode tries every engine once with the largest workspace among them, and keeps the fastest.
+NOTE [Native kernels]
+* Depthwise kernels (cuda/DepthwiseConv2d.cu, DepthwiseConv3d.cu) allocate nothing; they serve every depthwise
+  convolution of contiguous tensors except some in float16.
+* The others unfold one image at a time into a matrix of columns (cuda/ConvolutionMM2d.cu,
+  NaiveDilatedConvolution.cu, NaiveConvolutionTranspose2d.cu, NaiveConvolutionTranspose3d.cu), multiply it with
+  cuBLAS, and know no groups: each group is a convolution of its own, and the results are concatenated.
 """
 
 from __future__ import annotations
 
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from vramfit.virtual.kernels.context import (
     Args,
@@ -28,101 +34,332 @@ from vramfit.virtual.kernels.context import (
     argument,
     nbytes,
     table,
-    temporaries,
 )
-
-_HALVES = (torch.float16, torch.bfloat16)
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    if tensor.dim() not in (4, 5) or tensor.is_contiguous():
-        return False
-    memory_format = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
-    return tensor.is_contiguous(memory_format=memory_format)
+from vramfit.virtual.kernels.conv_workspace import Estimate, Pass, Shapes, estimate, searched
+from vramfit.virtual.kernels.reduction import reduce_extras
 
 
-def uses_tensor_cores(dtype: torch.dtype, ctx: KernelContext) -> bool:
-    """Whether cuDNN runs a convolution of this type on tensor cores.
+class ConvBackend(Enum):
+    """Who computes a convolution (native/ConvUtils.h, ``ConvBackend``)."""
 
-    ``torch.backends.cudnn.allow_tf32`` is on by default, apart from the matrix products' switch.
+    CUDNN = auto()
+    DEPTHWISE = auto()
+    COLUMNS = auto()
+    COLUMNS_TRANSPOSED = auto()
+    EMPTY = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convolution:
+    """One convolution, forward or backward.
+
+    Attributes:
+        source: its input.
+        weight: its filters.
+        stride, padding, dilation, output_padding: as given, one value or one for each spatial dimension.
+        transposed: ``conv_transpose``.
+        groups: groups of channels.
     """
-    if dtype in _HALVES:
-        return ctx.sm >= 70
-    return dtype is torch.float32 and ctx.sm >= 80
+
+    source: torch.Tensor
+    weight: torch.Tensor
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    output_padding: Sequence[int]
+    groups: int
+
+    @property
+    def layout(self) -> torch.memory_format:
+        """The layout that cuDNN is given (``cudnn_conv_suggest_memory_format``)."""
+        return conv_layout(self.source, self.weight)
+
+    @property
+    def depthwise(self) -> bool:
+        """One input channel a group (``ConvParams::is_depthwise``)."""
+        channels = self.source.shape[1]
+        return (
+            not self.transposed
+            and channels == self.groups
+            and self.groups > 1
+            and self.weight.shape[0] % channels == 0
+        )
+
+    def backend(self, ctx: KernelContext) -> ConvBackend:
+        """Who computes it (``_select_conv_backend``)."""
+        source, weight = self.source, self.weight
+        if not source.numel() or not weight.numel():
+            return ConvBackend.EMPTY
+        usable = self._cudnn_takes_it(ctx)
+        if self.depthwise:
+            dense = self.layout is torch.contiguous_format
+            # Some float16 shapes go to cuDNN as well (``use_cudnn_depthwise``); neither kernel has a workspace.
+            return ConvBackend.CUDNN if usable and not dense else ConvBackend.DEPTHWISE
+        if usable:
+            return ConvBackend.CUDNN
+        return ConvBackend.COLUMNS_TRANSPOSED if self.transposed else ConvBackend.COLUMNS
+
+    def _cudnn_takes_it(self, ctx: KernelContext) -> bool:
+        """``ConvParams::use_cudnn``."""
+        if not ctx.cudnn_enabled:
+            return False
+        if ctx.sm < 80 and torch.bfloat16 in (self.source.dtype, self.weight.dtype):
+            return False
+        dilated = any(value != 1 for value in self.dilation)
+        if dilated and ctx.cudnn_deterministic and self.layout is torch.contiguous_format:
+            return False
+        return not any(extra >= step for extra, step in zip(self.output_padding, self.stride, strict=False))
+
+    def columns(self, outputs: torch.Size) -> int:
+        """Bytes of the columns of one image and one group; 0 where a plain product does (NOTE [Native kernels])."""
+        kernel = self.weight.shape[2:]
+        plain = all(size == 1 for size in kernel) and set(self.stride) == {1} and not any(self.padding)
+        if plain and self.source.dim() <= 4:
+            return 0
+        channels = self.weight.shape[1] if self.transposed else self.source.shape[1] // self.groups
+        pixels = self.source.shape[2:] if self.transposed else outputs[2:]
+        return channels * math.prod(kernel) * math.prod(pixels) * self.source.element_size()
 
 
-def workspace_estimate(
-    source: torch.Tensor, weight: torch.Tensor, out_bytes: int, groups: int, ctx: KernelContext
-) -> tuple[int, int]:
-    """Bytes of a convolution's workspace, and how far that may be off.
-
-    Args:
-        source: input (or the gradient that stands in for it).
-        weight: filters.
-        out_bytes: size of the result.
-        groups: 1 for a full convolution; depthwise kernels need nothing.
-        ctx: the card.
-    """
-    filters = nbytes(weight)
-    if groups > 1 and weight.shape[1] == 1:
-        return 0, filters
-    if _is_channels_last(source) or _is_channels_last(weight):
-        return 0, filters
-    if uses_tensor_cores(source.dtype, ctx):
-        whole = nbytes(source) + filters + out_bytes
-        return whole, whole
-    return filters + 256, filters + 4096
+def conv_layout(source: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    """Channels-last if either tensor is, except for float64 (native/ConvUtils.h)."""
+    if source.dim() not in (4, 5) or torch.float64 in (source.dtype, weight.dtype):
+        return torch.contiguous_format
+    for tensor in (source, weight):
+        if tensor.is_contiguous():
+            continue
+        found = suggest_memory_format(tensor)
+        if found is not torch.contiguous_format:
+            return found
+    return torch.contiguous_format
 
 
-def _uses_cudnn(source: torch.Tensor, ctx: KernelContext) -> bool:
-    return ctx.cudnn_enabled and source.dtype in (*_HALVES, torch.float32, torch.float64)
+def layout_copy(tensor: torch.Tensor, layout: torch.memory_format) -> int:
+    """Bytes of the copy that brings a tensor to a layout."""
+    return 0 if tensor.is_contiguous(memory_format=layout) else nbytes(tensor)
 
 
-def _layout_copies(*tensors: torch.Tensor) -> list[int]:
-    """Copies that bring tensors to one layout: channels-last if any of them is
-    (``cudnn_conv_suggest_memory_format``)."""
-    if any(_is_channels_last(tensor) for tensor in tensors):
-        return [0 if _is_channels_last(tensor) else nbytes(tensor) for tensor in tensors]
-    return [0 if tensor.is_contiguous() else nbytes(tensor) for tensor in tensors]
+def _kept(*sizes: int) -> tuple[int, ...]:
+    return tuple(size for size in sizes if size)
 
 
-def _forward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _followed(copies: tuple[int, ...], workspace: Estimate) -> tuple[int, ...]:
+    return copies + workspace.entries(len(copies))
+
+
+# -- forward -------------------------------------------------------------------------------------------------
+
+
+def _forward_rule(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
     """``convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)``."""
-    source, weight = args[:2]
-    if not source.numel() or not weight.numel():
+    return _forward(
+        Convolution(
+            source=args[0],
+            weight=args[1],
+            stride=argument(args, kwargs, 3, "stride"),
+            padding=argument(args, kwargs, 4, "padding"),
+            dilation=argument(args, kwargs, 5, "dilation"),
+            transposed=argument(args, kwargs, 6, "transposed", False),
+            output_padding=argument(args, kwargs, 7, "output_padding", (0,)),
+            groups=argument(args, kwargs, 8, "groups", 1),
+        ),
+        argument(args, kwargs, 2, "bias"),
+        outputs,
+        ctx,
+    )
+
+
+def _forward(
+    conv: Convolution,
+    bias: torch.Tensor | None,
+    outputs: torch.Tensor,
+    ctx: KernelContext,
+    zeros: int = 0,
+) -> Extras | None:
+    backend = conv.backend(ctx)
+    if backend is ConvBackend.EMPTY:
         return None
-    groups = argument(args, kwargs, 8, "groups", 1)
-    if not _uses_cudnn(source, ctx):  # im2col, one image at a time (ConvolutionMM2d.cu)
-        pixels = outputs.numel() // (outputs.shape[0] * outputs.shape[1])
-        columns = weight.numel() // weight.shape[0] * pixels * source.element_size()
-        return temporaries(0 if source.is_contiguous() else nbytes(source), columns)
-    size, error = workspace_estimate(source, weight, nbytes(outputs), groups, ctx)
-    if ctx.cudnn_benchmark:
-        error += nbytes(source) + nbytes(outputs) + nbytes(weight)
-    return temporaries(*_layout_copies(source, weight), size, error_bytes=error)
+    source, weight = conv.source, conv.weight
+    if backend is ConvBackend.CUDNN:
+        layout = conv.layout
+        found = _workspace(
+            conv, Pass.BACKWARD_DATA if conv.transposed else Pass.FORWARD, outputs, layout, ctx
+        )
+        return Extras(
+            before=_kept(layout_copy(source, layout)),
+            after=_followed(_kept(zeros, layout_copy(weight, layout)), found),
+            error_bytes=found.above,
+            error_below_bytes=found.below,
+        )
+    dense = torch.contiguous_format
+    before, copy = _kept(layout_copy(source, dense)), layout_copy(weight, dense)
+    if backend is ConvBackend.DEPTHWISE:
+        return Extras(before=before, after=_kept(copy)) if before or copy else None
+    columns = conv.columns(outputs.shape)
+    ones = math.prod(outputs.shape[2:]) * source.element_size() if conv.transposed and bias is not None else 0
+    parts = nbytes(outputs) if conv.groups > 1 else 0
+    return Extras(before=before + _kept(copy, parts), after=_kept(columns, ones))
+
+
+def _workspace(
+    conv: Convolution,
+    kind: Pass,
+    outputs: torch.Tensor,
+    layout: torch.memory_format,
+    ctx: KernelContext,
+) -> Estimate:
+    """Workspace of one call of cuDNN, the search of benchmark mode before it included."""
+    shapes = Shapes(
+        images=(tuple(conv.source.shape), tuple(outputs.shape)),
+        weight=tuple(conv.weight.shape),
+        dtype=conv.source.dtype,
+        channels_last=layout is not torch.contiguous_format,
+        unit_stride=set(conv.stride) == {1} and set(conv.dilation) == {1},
+        groups=conv.groups,
+    )
+    found = estimate(shapes, kind, ctx)
+    if not ctx.cudnn_benchmark:
+        return found
+    geometry = tuple(conv.padding), tuple(conv.stride), tuple(conv.dilation)
+    key = (threading.get_ident(), shapes, kind, geometry)  # plans belong to threads
+    return searched(found, shapes, key, ctx)
+
+
+# -- backward ------------------------------------------------------------------------------------------------
 
 
 def _backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """``convolution_backward(grad, input, weight, ..., groups, output_mask)``: one workspace after the
-    other."""
-    grad, source, weight = args[:3]
-    if not source.numel() or not weight.numel() or not _uses_cudnn(source, ctx):
+    """``convolution_backward(grad, input, weight, bias_sizes, stride, padding, dilation, transposed,
+    output_padding, groups, output_mask)``."""
+    grad = args[0]
+    conv = Convolution(
+        source=args[1],
+        weight=args[2],
+        stride=argument(args, kwargs, 4, "stride"),
+        padding=argument(args, kwargs, 5, "padding"),
+        dilation=argument(args, kwargs, 6, "dilation"),
+        transposed=argument(args, kwargs, 7, "transposed", False),
+        output_padding=argument(args, kwargs, 8, "output_padding", (0,)),
+        groups=argument(args, kwargs, 9, "groups", 1),
+    )
+    backend = conv.backend(ctx)
+    if backend is ConvBackend.EMPTY:
         return None
-    groups = argument(args, kwargs, 9, "groups", 1)
-    size = error = 0
+    summed = _bias_sums(grad, outputs[2], ctx)
+    if backend is ConvBackend.CUDNN:
+        return _cudnn_backward(conv, grad, outputs, summed, ctx)
+    dense = torch.contiguous_format
+    before = _kept(layout_copy(grad, dense), layout_copy(conv.source, dense), layout_copy(conv.weight, dense))
+    columns: tuple[int, ...] = ()
+    if backend is not ConvBackend.DEPTHWISE:
+        columns = _kept(conv.columns(grad.shape))
+        if conv.groups > 1:  # gradients of single groups, concatenated at the end
+            before += _kept(*(0 if result is None else nbytes(result) for result in outputs[:2]))
+    between = (
+        columns if outputs[0] is not None else (),
+        columns if outputs[1] is not None else (),
+        summed,
+    )
+    return Extras(before=before, between=between) if before or any(between) else None
+
+
+def _bias_sums(grad: torch.Tensor, result: torch.Tensor | None, ctx: KernelContext) -> tuple[int, ...]:
+    """Buffers of the sum over all but the channels, once the gradients of input and filters are there."""
+    if result is None:
+        return ()
+    found = reduce_extras(grad, [d for d in range(grad.dim()) if d != 1], max(4, grad.element_size()), ctx)
+    return found.after if found is not None else ()
+
+
+def _cudnn_backward(
+    conv: Convolution, grad: torch.Tensor, outputs: Any, summed: tuple[int, ...], ctx: KernelContext
+) -> Extras:
+    """``cudnn_convolution_backward`` and ``cudnn_convolution_transpose_backward``."""
+    layout = conv.layout
+    source, weight = conv.source, conv.weight
+    before = _kept(layout_copy(source, layout) if outputs[1] is not None else 0)
+    input_layout = layout if outputs[1] is not None else suggest_memory_format(source)
+    copied = suggest_memory_format(grad) is not input_layout
+    if copied:  # brought to the input's layout for both gradients
+        before += (nbytes(grad),)
+    dense = input_layout is torch.contiguous_format
+    taken = conv_layout(weight, weight) if dense else layout  # for the gradient of the input
+    parts: list[tuple[int, ...]] = [(), (), summed]
+    above = below = 0
     if outputs[0] is not None:
-        size, error = workspace_estimate(grad, weight, nbytes(source), groups, ctx)
+        kind = Pass.FORWARD if conv.transposed else Pass.BACKWARD_DATA
+        found = _workspace(conv, kind, grad, taken, ctx)
+        copy = 0 if copied and input_layout is taken else layout_copy(grad, taken)
+        parts[0] = _followed(_kept(layout_copy(weight, taken), copy), found)
+        above, below = found.above, found.below
     if outputs[1] is not None:
-        by_weight, its_error = workspace_estimate(source, weight, nbytes(grad), groups, ctx)
-        size, error = max(size, by_weight), max(error, its_error)
-    if ctx.cudnn_benchmark:
-        error += nbytes(source) + nbytes(grad) + nbytes(weight)
-    return temporaries(*_layout_copies(grad, source, weight), size, error_bytes=error)
+        found = _workspace(conv, Pass.BACKWARD_FILTER, grad, layout, ctx)
+        copy = 0 if copied and input_layout is layout else layout_copy(grad, layout)
+        parts[1] = _followed(_kept(copy), found)
+        above, below = max(above, found.above), max(below, found.below)
+    return Extras(before=before, between=tuple(parts), error_bytes=above, error_below_bytes=below)
+
+
+# -- ops that name their kernel ------------------------------------------------------------------------------
+
+
+def _named(names: str, first: int, bias: int | None = None) -> Rule:
+    """``cudnn_convolution`` and its transposed and fused forms.
+
+    Args:
+        names: their geometry in order, from the ``first``-th argument on.
+        first: see ``names``.
+        bias: which argument the bias is; a fused op makes zeros where it is missing.
+    """
+    order = names.split()
+
+    def rule(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+        given = {name: argument(args, kwargs, first + i, name) for i, name in enumerate(order)}
+        conv = Convolution(
+            source=args[0],
+            weight=args[1],
+            stride=given["stride"],
+            padding=given["padding"],
+            dilation=given["dilation"],
+            transposed="output_padding" in given,
+            output_padding=given.get("output_padding", (0,)),
+            groups=given["groups"],
+        )
+        missing = bias is not None and argument(args, kwargs, bias, "bias") is None
+        zeros = outputs.shape[1] * outputs.element_size() if missing else 0
+        return _forward(conv, None, outputs, ctx, zeros)
+
+    return rule
+
+
+def multiplies_columns(args: Args, kwargs: Kwargs, ctx: KernelContext) -> bool:
+    """Whether ``convolution`` takes a kernel that multiplies columns with cuBLAS."""
+    conv = Convolution(
+        source=args[0],
+        weight=args[1],
+        stride=argument(args, kwargs, 3, "stride"),
+        padding=argument(args, kwargs, 4, "padding"),
+        dilation=argument(args, kwargs, 5, "dilation"),
+        transposed=argument(args, kwargs, 6, "transposed", False),
+        output_padding=argument(args, kwargs, 7, "output_padding", (0,)),
+        groups=argument(args, kwargs, 8, "groups", 1),
+    )
+    return conv.backend(ctx) in (ConvBackend.COLUMNS, ConvBackend.COLUMNS_TRANSPOSED)
+
+
+def backward_multiplies_columns(args: Args, kwargs: Kwargs, ctx: KernelContext) -> bool:
+    """The same of ``convolution_backward``."""
+    return multiplies_columns((args[1], args[2], None, *args[4:]), kwargs, ctx)
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table(
     {
-        ("convolution", "_convolution", "cudnn_convolution"): _forward,
+        ("convolution", "_convolution"): _forward_rule,
         "convolution_backward": _backward,
+        "cudnn_convolution": _named("padding stride dilation groups", 2),
+        "cudnn_convolution_transpose": _named("padding output_padding stride dilation groups", 2),
+        "cudnn_convolution_relu": _named("stride padding dilation groups", 3, bias=2),
+        "cudnn_convolution_add_relu": _named("stride padding dilation groups", 5, bias=4),
     }
 )

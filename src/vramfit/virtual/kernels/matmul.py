@@ -28,6 +28,7 @@ from enum import Enum
 
 import torch
 
+from vramfit.virtual.kernels import convolution
 from vramfit.virtual.kernels.context import (
     Args,
     Extras,
@@ -179,7 +180,18 @@ def _grouped(args: Args, kwargs: Kwargs, ctx: KernelContext) -> Blas | None:
     return None if _grouped_is_fused(args, kwargs, ctx) else _gemm(args[0].dtype, ctx)
 
 
+def _when(multiplies: Callable[[Args, Kwargs, KernelContext], bool]) -> _Library:
+    """Ops some of whose kernels call cuBLAS."""
+
+    def library(args: Args, kwargs: Kwargs, ctx: KernelContext) -> Blas | None:
+        return Blas.CUBLAS if multiplies(args, kwargs, ctx) else None
+
+    return library
+
+
 _LIBRARY: dict[torch._ops.OpOverload, _Library] = {
+    **dict.fromkeys(overloads("convolution", "_convolution"), _when(convolution.multiplies_columns)),
+    **dict.fromkeys(overloads("convolution_backward"), _when(convolution.backward_multiplies_columns)),
     **dict.fromkeys(overloads("mm", "mm.out", "mm.dtype", "bmm", "bmm.out", "bmm.dtype"), _product(0, 1)),
     **dict.fromkeys(overloads("mv", "mv.out", "dot", "dot.out", "vdot", "vdot.out"), _plain(0, 1)),
     **dict.fromkeys(overloads("addmm", "addmm_", "addmm.out", "addmm.dtype", "_addmm_activation"), _addmm),
@@ -224,10 +236,6 @@ def blas_library(func: torch._ops.OpOverload, args: Args, ctx: KernelContext) ->
 
 
 # -- copies of operands --------------------------------------------------------------------------------------
-
-
-def _is_row_major(rows: int, columns: int, row_stride: int, column_stride: int) -> bool:
-    return column_stride == 1 and row_stride >= max(1, columns)
 
 
 def _matrix_copy(matrix: torch.Tensor) -> int:
@@ -292,9 +300,8 @@ def _vector_copies(matrix: int) -> Rule:
         expanded = vector.stride(0) == 0 and vector.numel() > 1
         rows, columns = args[matrix].shape
         row_stride, column_stride = args[matrix].stride()
-        fits = _is_row_major(rows, columns, row_stride, column_stride) or _is_row_major(
-            columns, rows, column_stride, row_stride
-        )
+        by_row = column_stride == 1 and row_stride >= max(1, columns)
+        fits = by_row or (row_stride == 1 and column_stride >= max(1, rows))
         copied = not fits and not args[matrix].is_contiguous()
         return temporaries(nbytes(vector) if expanded else 0, nbytes(args[matrix]) if copied else 0)
 

@@ -94,6 +94,32 @@ def _recurrent(func: torch._ops.OpOverload) -> Meta:
     return meta
 
 
+def _cudnn_convolution(names: str, first: int) -> Meta:
+    """cuDNN's convolutions by name, which torch describes only as ``convolution`` (native/cudnn/ConvShared.cpp)."""
+    order = names.split()
+
+    def meta(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
+        given = {
+            name: args[first + i] if len(args) > first + i else kwargs[name] for i, name in enumerate(order)
+        }
+        padded = given.get("output_padding", [0] * len(given["stride"]))
+        call = (args[0], args[1], None, given["stride"], given["padding"], given["dilation"])
+        transposed = "output_padding" in given
+        return mode.dispatch(
+            torch.ops.aten.convolution.default, (), (*call, transposed, padded, given["groups"]), {}
+        )
+
+    return meta
+
+
+_CUDNN_CONVOLUTIONS = {
+    "cudnn_convolution": ("padding stride dilation groups", 2),
+    "cudnn_convolution_transpose": ("padding output_padding stride dilation groups", 2),
+    "cudnn_convolution_relu": ("stride padding dilation groups", 3),
+    "cudnn_convolution_add_relu": ("stride padding dilation groups", 5),
+}
+
+
 def _build() -> dict[torch._ops.OpOverload, Meta]:
     metas: dict[torch._ops.OpOverload, Meta] = {}
     for func in overloads("_scaled_dot_product_efficient_attention", "_efficient_attention_forward"):
@@ -104,6 +130,9 @@ def _build() -> dict[torch._ops.OpOverload, Meta]:
         metas[func] = _reduced_in_place(func, 2)
     for func in overloads("_cudnn_rnn"):
         metas[func] = _recurrent(func)
+    for name, order in _CUDNN_CONVOLUTIONS.items():
+        for func in overloads(name):
+            metas[func] = _cudnn_convolution(*order)
     for func in overloads("binary_cross_entropy"):
         metas[func] = _reduced_in_place(func, 3)
     return metas

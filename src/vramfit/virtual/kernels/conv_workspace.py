@@ -1,0 +1,187 @@
+"""What cuDNN takes as workspace for a convolution: estimates, each with how far it may be off either way.
+
+aten/src/ATen/native/cudnn/Conv_v8.cpp: ``run_single_conv`` asks cuDNN's heuristics for engines and takes the first
+that runs (``try_configs``; one whose workspace cannot be allocated is passed over, so a convolution never runs out
+of memory for want of workspace). ``run_conv_plan`` allocates what the engine names, after the result.
+
+Which engine that is, and its appetite, cuDNN does not publish. What is known:
+
+* Tensor-core engines work on channels-last data. Contiguous (NCHW) tensors are transposed into the workspace and
+  back (kernels named ``nchwToNhwc`` and ``nhwcToNchw`` in any profile): input, filters and result once each.
+  Channels that do not fill 16 bytes are padded (``nhwcAddPadding``).
+* Engines without tensor cores take transformed filters. Recorded in float32 on a card of capability 7.5 (the
+  recording ``eor-nn``, filters of 3 x 3 with unit stride): filters of 18,432, 73,728 and 73,728 bytes with 32,
+  64 and 32 channels made took 51,328, 205,056 and 204,928 bytes, which is 25/9 of the filters (tiles of 5 x 5)
+  and four bytes for each channel made. Where 16 channels are made there are 32,768 more, with 30 2,048 more.
+
+NOTE [Benchmark mode]
+``torch.backends.cudnn.benchmark`` tries every engine once for each new convolution of a thread
+(``get_plans_from_find``): it allocates the largest workspace among them (``generate_and_filter_plans``: those that
+fit into the largest block that could be had), times them, gives it back, empties the cache of the allocator, and
+runs the fastest with a workspace of its own. What the largest is, is estimated as that of the unfused Winograd
+engine for filters of 3 x 3 (tiles of 6 x 6 for 16 results: 36/16 of the data, 36/9 of the filters), else as the
+transposed data.
+
+``CUDNN_CONV_WSCAP_DBG`` (MiB) bounds what cuDNN may take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+
+from vramfit.virtual.kernels.context import EMPTY_CACHE, KernelContext, Spare, given_back, round_up
+
+_MIB = 1 << 20
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class Pass(Enum):
+    """What a convolution computes (``cudnnBackendDescriptorType_t``)."""
+
+    FORWARD = auto()
+    BACKWARD_DATA = auto()
+    BACKWARD_FILTER = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """What decides a workspace.
+
+    Attributes:
+        images: shapes of input and output.
+        weight: shape of the filters.
+        dtype: of all three.
+        channels_last: their layout.
+        unit_stride: stride and dilation are 1.
+        groups: groups of channels.
+    """
+
+    images: tuple[tuple[int, ...], tuple[int, ...]]
+    weight: tuple[int, ...]
+    dtype: torch.dtype
+    channels_last: bool
+    unit_stride: bool
+    groups: int
+
+    @property
+    def filters(self) -> int:
+        """Bytes of the filters."""
+        return math.prod(self.weight) * self.dtype.itemsize
+
+    @property
+    def data(self) -> int:
+        """Bytes of input and output."""
+        return sum(math.prod(shape) for shape in self.images) * self.dtype.itemsize
+
+    @property
+    def is_3x3(self) -> bool:
+        """The filters that Winograd engines take."""
+        return self.unit_stride and self.groups == 1 and self.weight[2:] == (3, 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Workspace of one call of cuDNN.
+
+    Attributes:
+        size: its bytes.
+        above, below: by how many bytes it may be more, and less.
+        trial: bytes of the largest workspace of the search that comes before it; 0 for no search.
+        clears: the search ends with an emptied cache.
+    """
+
+    size: int
+    above: int
+    below: int
+    trial: int = 0
+    clears: bool = False
+
+    def entries(self, preceding: int) -> tuple[int, ...]:
+        """The same as entries of `Extras`, in a list that takes so many blocks before it."""
+        found: tuple[int, ...] = ()
+        if self.trial:
+            found = (Spare(self.trial), given_back(preceding + 1))
+        if self.clears:
+            found += (EMPTY_CACHE,)
+        return (*found, Spare(self.size)) if self.size else found
+
+
+def uses_tensor_cores(dtype: torch.dtype, ctx: KernelContext) -> bool:
+    """Whether cuDNN runs a convolution of this type on tensor cores; float32 as TF32, where that is allowed."""
+    if dtype in _HALVES:
+        return ctx.sm >= 70
+    return dtype is torch.float32 and ctx.sm >= 80 and ctx.cudnn_tf32
+
+
+def estimate(shapes: Shapes, kind: Pass, ctx: KernelContext) -> Estimate:
+    """Workspace of one convolution with the engine that cuDNN's heuristics put first."""
+    size, above, below = _uncapped(shapes, kind, ctx)
+    return _capped(size, above, below, ctx)
+
+
+def _uncapped(shapes: Shapes, kind: Pass, ctx: KernelContext) -> tuple[int, int, int]:
+    filters, whole = shapes.filters, shapes.data + shapes.filters
+    if shapes.groups > 1 and shapes.weight[1] == 1:
+        return 0, filters, 0
+    if not uses_tensor_cores(shapes.dtype, ctx):
+        made = shapes.images[0 if kind is Pass.BACKWARD_DATA else 1][1]
+        if kind is not Pass.BACKWARD_FILTER and shapes.is_3x3 and shapes.dtype is torch.float32:
+            size = filters * 25 // 9 + 4 * made
+            return size, max(64 << 10, size), size
+        return filters, whole, filters
+    if shapes.channels_last:
+        padded = _padding(shapes)
+        # Gradients of filters in half precision are summed in float32.
+        sums = math.prod(shapes.weight) * 4 if kind is Pass.BACKWARD_FILTER and shapes.dtype in _HALVES else 0
+        return padded + sums, 8 * sums + 2 * filters, padded + sums
+    return whole, whole, whole
+
+
+def _padding(shapes: Shapes) -> int:
+    """Bytes of the stand-ins of tensors whose channels do not fill 16 bytes."""
+    unit = 16 // shapes.dtype.itemsize
+    total = 0
+    for shape in (*shapes.images, shapes.weight):
+        if shape[1] % unit:
+            total += math.prod(shape) // shape[1] * round_up(shape[1], unit) * shapes.dtype.itemsize
+    return total
+
+
+def _capped(size: int, above: int, below: int, ctx: KernelContext) -> Estimate:
+    text = ctx.environ.get("CUDNN_CONV_WSCAP_DBG", "")
+    if text.isdigit():
+        cap = int(text) * _MIB
+        size = min(size, cap)
+        above, below = min(above, cap - size), min(below, size)
+    return Estimate(size=size, above=above, below=below)
+
+
+def searched(found: Estimate, shapes: Shapes, key: Hashable, ctx: KernelContext) -> Estimate:
+    """The same in benchmark mode: at the first call, the search comes before it. See NOTE [Benchmark mode].
+
+    Args:
+        found: workspace of the engine that runs.
+        shapes: of the convolution.
+        key: what cuDNN's plans are kept by, thread included.
+        ctx: the card; remembers the keys.
+    """
+    if key in ctx.searched:
+        return found
+    ctx.searched.add(key)
+    whole = shapes.data + shapes.filters
+    most, over = whole, 3 * whole
+    if shapes.is_3x3:
+        most, over = shapes.data * 36 // 16 + 4 * shapes.filters, 2 * whole + 121 * shapes.filters
+    trial = _capped(most, over, most, ctx)
+    return Estimate(
+        size=found.size,
+        above=max(found.above, trial.above),
+        below=max(found.below, trial.below),
+        trial=trial.size,
+        clears=ctx.conv_benchmark_empties_cache,
+    )

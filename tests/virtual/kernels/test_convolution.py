@@ -1,0 +1,279 @@
+"""Which kernels compute a convolution, in which order they allocate, and how wide estimates are."""
+
+import pytest
+import torch
+
+from vramfit.virtual.kernels import Blas, Extras, blas_libraries, extras
+from vramfit.virtual.kernels.context import EMPTY_CACHE, Spare, given_back
+from vramfit.virtual.kernels.conv_workspace import uses_tensor_cores
+from vramfit.virtual.kernels.convolution import ConvBackend, Convolution, conv_layout
+
+from .support import FAKE, ask, aten, context, cuda
+
+HALF = torch.float16
+
+
+def channels_last(*shape, dtype=torch.float32):
+    with FAKE:
+        return cuda(*shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
+
+
+def conv(source, weight, ctx=None, *, stride=1, padding=1, dilation=1, transposed=False, groups=1, bias=None):
+    rank = source.dim() - 2
+    geometry = ([stride] * rank, [padding] * rank, [dilation] * rank, transposed, [0] * rank, groups)
+    found = ask(aten.convolution.default, source, weight, bias, *geometry, ctx=ctx)
+    assert found is not None
+    return found
+
+
+def backward(grad, source, weight, mask, ctx=None, *, padding=1, groups=1, transposed=False):
+    rank = source.dim() - 2
+    geometry = ([1] * rank, [padding] * rank, [1] * rank, transposed, [0] * rank, groups)
+    bias = [grad.shape[1]]
+    found = ask(aten.convolution_backward.default, grad, source, weight, bias, *geometry, mask, ctx=ctx)
+    assert found is not None
+    return found
+
+
+def who(source, weight, ctx=None, **changes):
+    settings = {
+        "stride": (1, 1),
+        "padding": (0, 0),
+        "dilation": (1, 1),
+        "transposed": False,
+        "output_padding": (0, 0),
+        "groups": 1,
+        **changes,
+    }
+    return Convolution(source=source, weight=weight, **settings).backend(ctx or context())
+
+
+# -- which kernel (_select_conv_backend)
+
+
+def test_depthwise_convolutions_of_contiguous_tensors_are_torchs_own():
+    depthwise = cuda(8, 64, 32, 32), cuda(64, 1, 3, 3)
+    assert who(*depthwise, groups=64) is ConvBackend.DEPTHWISE
+    assert who(channels_last(8, 64, 32, 32), depthwise[1], groups=64) is ConvBackend.CUDNN
+    assert who(cuda(8, 64, 32, 32), cuda(64, 2, 3, 3), groups=32) is ConvBackend.CUDNN
+
+
+def test_what_cudnn_does_not_take_is_unfolded_into_columns():
+    source, weight = cuda(8, 64, 32, 32), cuda(64, 64, 3, 3)
+    assert who(source, weight) is ConvBackend.CUDNN
+    assert who(source, weight, context(cudnn_enabled=False)) is ConvBackend.COLUMNS
+    assert who(source, weight, transposed=True, output_padding=(1, 1)) is ConvBackend.COLUMNS_TRANSPOSED
+    dilated = context(cudnn_deterministic=True)
+    assert who(source, weight, dilated, dilation=(2, 2)) is ConvBackend.COLUMNS
+    assert who(channels_last(8, 64, 32, 32), weight, dilated, dilation=(2, 2)) is ConvBackend.CUDNN
+
+
+def test_bfloat16_needs_capability_8():
+    tensors = cuda(8, 64, 32, 32, dtype=torch.bfloat16), cuda(64, 64, 3, 3, dtype=torch.bfloat16)
+    assert who(*tensors) is ConvBackend.CUDNN
+    assert who(*tensors, context("T4")) is ConvBackend.COLUMNS
+
+
+def test_the_layout_is_channels_last_if_either_tensor_is():
+    dense, last = cuda(8, 64, 32, 32), channels_last(8, 64, 32, 32)
+    weight, last_weight = cuda(64, 64, 3, 3), channels_last(64, 64, 3, 3)
+    assert conv_layout(dense, weight) is torch.contiguous_format
+    assert conv_layout(last, weight) is conv_layout(dense, last_weight) is torch.channels_last
+    double = channels_last(8, 64, 32, 32, dtype=torch.float64)
+    assert conv_layout(double, double) is torch.contiguous_format
+
+
+# -- torch's own kernels: exact
+
+
+def test_columns_of_one_image():
+    # ConvolutionMM2d.cu, slow_conv2d_forward: C x kH x kW rows of 30 x 30 pixels
+    off = context(cudnn_enabled=False)
+    found = conv(cuda(8, 64, 32, 32), cuda(128, 64, 3, 3), off, padding=0)
+    assert found == Extras(after=(64 * 9 * 30 * 30 * 4,))
+    pointwise = ask(
+        *(aten.convolution.default, cuda(8, 64, 32, 32), cuda(128, 64, 1, 1), None),
+        *([1, 1], [0, 0], [1, 1], False, [0, 0], 1),
+        ctx=off,
+    )
+    assert pointwise == Extras()  # a plain product
+
+
+def test_columns_of_groups_are_concatenated():
+    found = conv(cuda(8, 64, 32, 32), cuda(128, 16, 3, 3), context(cudnn_enabled=False), groups=4)
+    assert found == Extras(before=(8 * 128 * 32 * 32 * 4,), after=(16 * 9 * 32 * 32 * 4,))
+
+
+def test_transposed_columns_lie_over_the_input_and_a_bias_needs_ones():
+    # NaiveConvolutionTranspose2d.cu: output channels x kernel rows of input pixels; ones as wide as the output
+    off = context(cudnn_enabled=False)
+    found = conv(cuda(8, 64, 32, 32), cuda(64, 32, 3, 3), off, transposed=True, bias=cuda(32), padding=0)
+    assert found == Extras(after=(32 * 9 * 32 * 32 * 4, 34 * 34 * 4))
+
+
+def test_three_dimensions_without_cudnn():
+    found = conv(cuda(2, 8, 16, 16, 16), cuda(4, 8, 3, 3, 3), context(cudnn_enabled=False))
+    assert found == Extras(after=(8 * 27 * 16 * 16 * 16 * 4,))
+
+
+def test_columns_are_multiplied_by_cublas():
+    args = (cuda(8, 64, 32, 32), cuda(128, 64, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    assert blas_libraries(aten.convolution.default, args, {}, context()) == ()
+    off = context(cudnn_enabled=False)
+    assert blas_libraries(aten.convolution.default, args, {}, off) == (Blas.CUBLAS,)
+    backward_args = (cuda(8, 128, 32, 32), *args[:2], [128], *args[3:], [True] * 3)
+    assert blas_libraries(aten.convolution_backward.default, backward_args, {}, off) == (Blas.CUBLAS,)
+
+
+def test_depthwise_kernels_allocate_nothing():
+    source, weight = cuda(8, 64, 32, 32), cuda(64, 1, 3, 3)
+    geometry = ([1, 1], [1, 1], [1, 1], False, [0, 0], 64)
+    assert ask(aten.convolution.default, source, weight, None, *geometry) is None
+    with FAKE:
+        strided = cuda(8, 64, 32, 64)[..., ::2]
+    found = ask(aten.convolution.default, strided, weight, None, *geometry)
+    assert found == Extras(before=(8 * 64 * 32 * 32 * 4,))
+
+
+def test_gradients_of_columns_come_one_after_the_other():
+    off = context(cudnn_enabled=False)
+    grad, source, weight = cuda(8, 128, 32, 32), cuda(8, 64, 32, 32), cuda(128, 64, 3, 3)
+    columns = 64 * 9 * 32 * 32 * 4
+    found = backward(grad, source, weight, [True, True, False], off)
+    assert found == Extras(between=((columns,), (columns,), ()))
+
+
+# -- cuDNN
+
+
+def test_the_recorded_workspaces():
+    # Recording eor-nn: batches of 16 in float32 on a card of capability 7.5, filters of 3 x 3: 25/9 of the
+    # filters and 4 bytes a channel made; a first layer of 30 channels takes 34,816 bytes more.
+    t4 = context("T4")
+    middle = cuda(16, 16, 32, 32), cuda(32, 16, 3, 3)
+    last = cuda(16, 32, 16, 16), cuda(64, 32, 3, 3)
+    assert conv(*middle, t4).after == (51_328,)
+    assert conv(*last, t4).after == (205_056,)
+    gradient = backward(cuda(16, 64, 16, 16), *last, [True, False, False], t4)
+    assert gradient.between == ((204_928,), (), ())
+    first = conv(cuda(16, 30, 64, 64), cuda(16, 30, 3, 3), t4)
+    assert first.after[0] <= 82_880 <= first.after[0] + first.error_bytes
+    into_16 = backward(cuda(16, 32, 32, 32), *middle, [True, False, False], t4)
+    assert into_16.between[0][0] <= 84_032 <= into_16.between[0][0] + into_16.error_bytes
+
+
+def test_contiguous_data_of_tensor_cores_is_transposed():
+    whole = 8 * 64 * 32 * 32 * 4 + 128 * 64 * 9 * 4 + 8 * 128 * 32 * 32 * 4
+    found = conv(cuda(8, 64, 32, 32), cuda(128, 64, 3, 3))
+    assert found.after == (whole,)
+    assert type(found.after[0]) is Spare  # where it does not fit, cuDNN takes an engine that needs less
+    assert (found.error_bytes, found.error_below_bytes) == (whole, whole)
+    plain = conv(cuda(8, 64, 32, 32), cuda(128, 64, 3, 3), context(cudnn_tf32=False))
+    assert plain.after == (128 * 64 * 25 * 4 + 4 * 128,)
+
+
+def test_channels_last_needs_no_transposing():
+    found = conv(channels_last(8, 64, 32, 32), channels_last(128, 64, 3, 3))
+    assert found.before == found.after == ()
+    assert found.error_bytes > 0
+    assert found.error_below_bytes == 0
+
+
+def test_narrow_channels_are_padded():
+    # Three channels of halves to eight, in the input and in the filters
+    found = conv(channels_last(8, 3, 32, 32, dtype=HALF), channels_last(64, 3, 3, 3, dtype=HALF))
+    assert found.after == (8 * 8 * 32 * 32 * 2 + 64 * 8 * 9 * 2,)
+
+
+def test_a_mixed_layout_is_made_channels_last_first():
+    found = conv(channels_last(8, 64, 32, 32), cuda(128, 64, 3, 3))
+    assert found.after == (
+        128 * 64 * 9 * 4,
+    )  # the filters, brought to the layout of the data, after the result
+    source = conv(cuda(8, 64, 32, 32), channels_last(128, 64, 3, 3))
+    assert source.before == (8 * 64 * 32 * 32 * 4,)  # the input before it
+
+
+def test_a_strided_sequence_is_made_contiguous():
+    with FAKE:
+        sequence = cuda(8, 100, 64).transpose(1, 2)
+    found = conv(sequence, cuda(32, 64, 3), context("T4"))
+    assert found.before == (8 * 64 * 100 * 4,)
+
+
+def test_the_gradients_of_cudnn_come_in_turn():
+    grad, source, weight = cuda(8, 128, 32, 32), cuda(8, 64, 32, 32), cuda(128, 64, 3, 3)
+    whole = 8 * 64 * 32 * 32 * 4 + 128 * 64 * 9 * 4 + 8 * 128 * 32 * 32 * 4
+    found = backward(grad, source, weight, [True, True, False])
+    assert found.between == ((whole,), (whole,), ())
+    with FAKE:
+        expanded = cuda(8, 128, 1, 1).expand(8, 128, 32, 32)
+    copied = backward(expanded, source, weight, [True, True, False])
+    dense = 8 * 128 * 32 * 32 * 4
+    assert copied.between == ((dense, whole), (dense, whole), ())
+
+
+def test_a_gradient_of_the_other_layout_is_copied_once():
+    grad, source = cuda(8, 128, 32, 32), channels_last(8, 64, 32, 32)
+    weight = channels_last(128, 64, 3, 3)
+    found = backward(grad, source, weight, [True, True, False])
+    assert found.before == (8 * 128 * 32 * 32 * 4,)
+    assert found.between[0] == ()
+
+
+def test_the_bias_is_summed_last():
+    # 64 channels of 64 x 56 x 56: the sum over batch and pixels is split over blocks
+    grad, source, weight = cuda(64, 64, 56, 56), cuda(64, 64, 56, 56), cuda(64, 64, 1, 1)
+    found = backward(grad, source, weight, [False, False, True], padding=0)
+    summed = ask(aten.sum.dim_IntList, grad, [0, 2, 3])
+    assert summed is not None
+    assert found.between == ((), (), summed.after)
+
+
+def test_the_environment_bounds_workspaces():
+    capped = context(environ={"CUDNN_CONV_WSCAP_DBG": "1"})
+    found = conv(cuda(8, 64, 32, 32), cuda(128, 64, 3, 3), capped)
+    assert found.after == (1 << 20,)
+    assert found.error_bytes == 0
+
+
+def test_benchmark_mode_searches_once_and_empties_the_cache():
+    ctx = context(cudnn_benchmark=True, cudnn_tf32=False)
+    source, weight = cuda(8, 64, 32, 32), cuda(128, 64, 3, 3)
+    data, filters = 8 * (64 + 128) * 32 * 32 * 4, 128 * 64 * 9 * 4
+    kept = 128 * 64 * 25 * 4 + 4 * 128
+    first = conv(source, weight, ctx)
+    assert first.after == (data * 36 // 16 + 4 * filters, given_back(1), EMPTY_CACHE, kept)
+    assert conv(source, weight, ctx).after == (kept,)
+    assert conv(cuda(16, 64, 32, 32), weight, ctx).after != (kept,)  # another shape is searched anew
+    quiet = context(cudnn_benchmark=True, conv_benchmark_empties_cache=False)
+    assert EMPTY_CACHE not in conv(source, weight, quiet).after
+
+
+def test_the_search_gives_back_its_own_block_beside_a_copy():
+    ctx = context(cudnn_benchmark=True)
+    found = conv(channels_last(8, 64, 32, 32), cuda(128, 64, 3, 3), ctx)
+    assert found.after[0] == 128 * 64 * 9 * 4
+    assert found.after[2] == given_back(2)
+
+
+def test_fused_ops_make_a_missing_bias():
+    source, weight = cuda(8, 64, 32, 32), cuda(128, 64, 3, 3)
+    out = cuda(8, 128, 32, 32)
+    args = (source, weight, None, [1, 1], [1, 1], [1, 1], 1)
+    found = extras(aten.cudnn_convolution_relu.default, args, {}, out, context(cudnn_tf32=False))
+    assert found is not None
+    assert found.after == (128 * 4, 128 * 64 * 25 * 4 + 4 * 128)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "card", "expected"),
+    [
+        (torch.float16, "T4", True),
+        (torch.float32, "T4", False),
+        (torch.float32, "A100 80GB", True),
+        (torch.float64, "A100 80GB", False),
+    ],
+)
+def test_tensor_cores_by_type_and_capability(dtype, card, expected):
+    assert uses_tensor_cores(dtype, context(card)) is expected
