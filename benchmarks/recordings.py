@@ -11,8 +11,10 @@ workspace's size held at the end (activations of 32 MiB among them at context 25
 at the peak. The last two also tell where blocks lie: of equal free blocks the allocator takes the lowest, so they
 depend on the addresses that the driver gives to segments.
 
-Which card it was is told by the recordings themselves: workspaces of 32 MiB exist on Hopper alone in torch 2.6, and
-the buffers of two reductions (164,626,432 and 41,156,608 bytes) fit 132 multiprocessors: an H100 SXM.
+Which card it was is told by the recordings themselves. gpt-2.7b: workspaces of 32 MiB exist on Hopper alone in torch
+2.6, and the buffers of two reductions (164,626,432 and 41,156,608 bytes) fit 132 multiprocessors: an H100 SXM. eor-nn:
+the buffers of its means (576 bytes) are those of 144 blocks, two on each of the 72 multiprocessors of a Quadro RTX
+6000. Its torch 2.2 takes 1 MiB from the allocator for each linear layer (cuBLASLt); newer releases keep that memory.
 """
 
 from __future__ import annotations
@@ -46,12 +48,14 @@ class Session:
         arguments: its command line.
         snapshots: name of a recording to the name of the snapshot that the script writes.
         card: the card it ran on.
+        torch: version that was recorded.
     """
 
     script: str
     arguments: tuple[str, ...]
     snapshots: dict[str, str]
     card: str = "H100 SXM"
+    torch: str = "2.6"
 
 
 SESSIONS = (
@@ -74,6 +78,13 @@ SESSIONS = (
             "gpt-2.7b-ctx128-train-after-forward": "train-128",
             "gpt-2.7b-ctx256-train": "train-256",
         },
+    ),
+    Session(
+        script="eor_nn.py",
+        arguments=(),
+        snapshots={"eor-nn": "images"},
+        card="Quadro RTX 6000",
+        torch="2.2",
     ),
 )
 

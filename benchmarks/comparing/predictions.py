@@ -240,12 +240,13 @@ def _compared(name: str, comparison: Mapping[str, Any]) -> Row:
         "slack",
         "inactive_split",
     )
+    session = next(s for s in recordings.SESSIONS if name in s.snapshots)
     allocated, reserved = comparison["peak_allocated"], comparison["peak_reserved"]
     return Row(
         name=name,
         origin=Origin.PUBLISHED,
-        device=next(s.card for s in recordings.SESSIONS if name in s.snapshots),
-        torch="2.6",
+        device=session.card,
+        torch=session.torch,
         allocated=allocated[0],
         reserved=reserved[0],
         figures={

@@ -111,6 +111,17 @@ def test_snapshots_can_be_recorded_and_dumped(gpu: VirtualGPU, tmp_path: Path) -
     assert early.numel() + late.numel() == 3 * MIB
 
 
+def test_a_recording_holds_no_tensor_that_died_before_it(gpu: VirtualGPU) -> None:
+    early = block(1)
+    del early
+    torch.cuda.memory._record_memory_history()
+    block(2)
+    entries = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    returned = [entry["size"] for entry in entries if entry["action"] == "free_requested"]
+    assert returned == [2 * MIB]
+
+
 def test_properties_are_the_cards(gpu: VirtualGPU) -> None:
     assert torch.cuda.is_available() and torch.cuda.device_count() == 1
     assert torch.cuda.get_device_name() == "NVIDIA GeForce RTX 4090"

@@ -162,6 +162,7 @@ class VirtualGPU:
 
     def _begin_history(self, arguments: dict[str, object]) -> None:
         """``torch.cuda.memory._record_memory_history``: events from now on belong to the program's snapshots."""
+        self.meter.collect()  # tensors that have died before are no part of them
         if arguments.get("clear_history") or self._machine.history is not None:
             self._history_start = len(self._builder)
 

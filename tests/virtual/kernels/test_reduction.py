@@ -16,6 +16,8 @@ def test_the_recorded_mean_and_all():
     assert ask(aten.mean.default, cuda(1_966_080), ctx=ctx) == Extras(after=(576, 4))
     flags = cuda(1_966_080, dtype=torch.bool)
     assert ask(aten.all.default, flags, ctx=ctx) == Extras(after=(144, 4))
+    # What anomaly detection asks is the same kernel.
+    assert ask(aten._is_any_true.default, flags, ctx=ctx) == Extras(after=(144, 4))
 
 
 def test_rows_fit_in_blocks_of_their_own():

@@ -213,6 +213,8 @@ RULES: dict[torch._ops.OpOverload, Rule] = table(
         ("amax", "amin", "max", "min"): _extreme,
         ("argmax", "argmin", "max.dim", "min.dim"): _with_index,
         ("any", "any.dim", "any.dims", "all", "all.dim", "all.dims"): _logical,
+        # The whole of `any` and `all`, which anomaly detection asks (TensorCompare.cpp).
+        ("_is_any_true", "_is_all_true"): _logical,
         ("linalg_vector_norm", "linalg_vector_norm.out"): _norm,
         ("norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.Scalar"): _old_norm,
         ("var.correction", "std.correction", "var_mean.correction", "std_mean.correction"): _variance,
