@@ -226,6 +226,8 @@ class VirtualMode(TorchDispatchMode):
             return self._accumulate(args)
         out = self.describe(func, args, kwargs)
         self.settle(func, info, args, kwargs, out, category=category)
+        if kwargs.get("pin_memory") and isinstance(out, torch.Tensor) and out.device.type == "cpu":
+            self.pin(out)
         return out
 
     def describe(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

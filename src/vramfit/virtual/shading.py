@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _COMPARISONS = {
     getattr(torch.ops.aten, name) for name in ("lt", "le", "gt", "ge", "eq", "ne", "less", "greater")
 }
+_WHERE = torch.ops.aten.where.self
 
 
 class Shading:
@@ -57,7 +58,8 @@ class Shading:
         written = mutated_tensors(info, args, kwargs) if info.mutated else []
         if not fresh and not any(w.numel() <= MAX_ELEMENTS for w in written):
             return
-        if info.shadowed and (inputs := self.arguments(args, kwargs)) is not None:
+        read = self._chosen(args) if func is _WHERE else args
+        if info.shadowed and (inputs := self.arguments(read, kwargs)) is not None:
             real_args, real_kwargs, guessed = inputs
             try:
                 result = self._compute(func, info, real_args, real_kwargs, drawn)
@@ -83,6 +85,15 @@ class Shading:
                 continue
             if not any(tensor is w for w in written):
                 self.shadows.set(tensor, self._guess(func, tensor, args), guessed=True)
+
+    def _chosen(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments of ``where`` without the branch that nobody takes, whose values may be unknown."""
+        condition = self.shadows.view(args[0]) if type(args[0]) is FakeTensor else None
+        if condition is None or condition.dtype is not torch.bool:
+            return args
+        if bool(condition.all()):
+            return args[0], args[1], args[1]
+        return args if bool(condition.any()) else (args[0], args[2], args[2])
 
     def _guess(self, func: torch._ops.OpOverload, out: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
         """Values for a small result that nobody computed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
 
 _TO_COPY = torch.ops.aten._to_copy.default
 _COPY_ = torch.ops.aten.copy_.default
+_CLONE = torch.ops.aten.clone.default
+_UNTOUCHED_BYTES = 1 << 20
+# Windows has no such flags, and needs none: its mappings without a file are private to the process.
+_MMAP: dict[str, int] = (
+    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+)
 
 
 @rule("aten._to_copy.default")
@@ -82,18 +89,23 @@ def download(mode: VirtualMode, source: torch.Tensor, kwargs: dict[str, Any]) ->
         out = view.to(dtype, copy=True)
     else:
         warn_guess(mode)
-        # zeros come from calloc: pages that nobody touches cost nothing
-        out = torch.zeros(source.shape, dtype=dtype)
+        out = _zeros(source.numel(), dtype).view(source.shape)
         if not (source.is_contiguous() or source.numel() == 0):
             dense = torch.ops.aten.empty_like.default(
                 torch.empty_strided(source.shape, source.stride(), device="meta")
             )
-            out = torch.zeros(max(source.numel(), 1), dtype=dtype)[: source.numel()].as_strided(
-                source.shape, dense.stride()
-            )
+            out = out.view(-1).as_strided(source.shape, dense.stride())
     if kwargs.get("pin_memory"):
         mode.pin(out)
     return out
+
+
+def _zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that cost nothing while nobody touches them: torch, and malloc with memory used before, write them."""
+    nbytes = count * dtype.itemsize
+    if nbytes <= _UNTOUCHED_BYTES:
+        return torch.zeros(count, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, **_MMAP), dtype=dtype)
 
 
 @rule("aten.copy_.default")
@@ -110,8 +122,22 @@ def copy_(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str,
             mode.settle(func, info, (target, source), kwargs, target)
             return target
         return mode.run(func, info, (target, source, *args[2:]), kwargs, real=False)
-    values = download(mode, source, {"dtype": target.dtype})
-    return func(target, values)
+    return _fill_host(mode, func, target, source)
+
+
+def _fill_host(mode: VirtualMode, func: Any, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Copy a virtual tensor into a real one.
+
+    A large target keeps what it holds where nobody knows the values: a program that moves its activations to the host
+    would otherwise fill the memory of this machine, page by page, with zeros.
+    """
+    if mode.shadows.find(source) is None and target.nbytes > _UNTOUCHED_BYTES and target.is_floating_point():
+        torch.broadcast_shapes(target.shape, source.shape)
+        warn_guess(mode)
+        _pass_link(mode, source.device.index or 0, source.nbytes)
+        return target
+    filled: torch.Tensor = func(target, download(mode, source, {"dtype": target.dtype}))
+    return filled
 
 
 @rule("aten._copy_from.default", "aten._copy_from_and_resize.default")
@@ -174,14 +200,16 @@ def is_pinned(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 @rule("aten._pin_memory.default", "aten.pin_memory.default", on_host=True)
 def pin_memory(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """``tensor.pin_memory()``: a real copy, counted as pinned host memory."""
+    """``tensor.pin_memory()``: a copy, counted as pinned host memory."""
     del func, kwargs
     tensor: torch.Tensor = args[0]
     if tensor.device.type != "cpu":
         raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
+    out: torch.Tensor
     if type(tensor) is FakeTensor:
-        return mode.wrap(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype))
-    out: torch.Tensor = torch.ops.aten.clone.default(tensor)
+        out = mode.run(_CLONE, mode.ops[_CLONE], (tensor,), {}, real=False)
+    else:
+        out = _CLONE(tensor)
     mode.pin(out)
     return out
 
