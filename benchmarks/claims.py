@@ -1,9 +1,12 @@
 """Common sayings about GPU memory, each checked on the virtual GPU.
 
-python benchmarks/claims.py                      # all of them, a table each
-python benchmarks/claims.py randn lazy-to        # some
-python benchmarks/claims.py --list
-python benchmarks/claims.py --write docs/claims.md
+    python benchmarks/claims.py                      # all of them, a table each
+    python benchmarks/claims.py randn lazy-to        # some
+    python benchmarks/claims.py --list
+    python benchmarks/claims.py --write docs/claims.md
+    python benchmarks/claims.py --check docs/claims.md [NAME ...]     # exit code 3 where the page is out of date
+
+All take some minutes.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ SAYINGS = (
         check=runtime.empty_cache,
     ),
 )
+OUT_OF_DATE = 3
 STYLES = {Answer.RIGHT: "green", Answer.WRONG: "red", Answer.DEPENDS: "yellow"}
 
 
@@ -74,13 +78,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="which of them; none: all")
     parser.add_argument("--list", action="store_true", help="print the names and the sayings")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page of all of them")
+    parser.add_argument(
+        "--check", type=Path, metavar="FILE", help="compare with the page instead of printing"
+    )
     options = parser.parse_args(arguments)
     console = Console()
     known = {saying.name: saying for saying in SAYINGS}
     if unknown := [name for name in options.names if name not in known]:
         parser.error(f"there is no saying {', '.join(unknown)}; --list names them")
-    if options.write is not None and options.names:
-        parser.error("--write writes the page of all sayings; leave out their names")
+    if options.write is not None and (options.names or options.check is not None):
+        parser.error("--write writes the page of all sayings; leave out names and --check")
+    if options.check is not None and not options.check.is_file():
+        parser.error(f"there is no page {options.check}; --write makes it")
     if options.list:
         for saying in SAYINGS:
             console.print(f"{saying.name:<16} {saying.text}", highlight=False)
@@ -93,12 +102,21 @@ def main(arguments: list[str] | None = None) -> int:
             progress.update(task, description=saying.name)
             found.append((saying, saying.check()))
             progress.advance(task)
-            if options.write is None:
+            if options.write is None and options.check is None:
                 show(*found[-1], console)
     if options.write is not None:
         options.write.write_text(page(found), encoding="utf-8")
         console.print(f"{len(found)} sayings written to {options.write}")
-    return 0
+    return 0 if options.check is None else compare(options.check, found, console)
+
+
+def compare(path: Path, found: list[tuple[Saying, Finding]], console: Console) -> int:
+    """Tell which sections of the page are out of date; returns the exit code."""
+    written = path.read_text(encoding="utf-8")
+    stale = [saying.name for saying, finding in found if section(saying, finding) not in written]
+    for name in stale:
+        console.print(f"{path} is out of date: {name}", soft_wrap=True)
+    return OUT_OF_DATE if stale else 0
 
 
 def show(saying: Saying, finding: Finding, console: Console) -> None:
@@ -128,20 +146,23 @@ def page(found: list[tuple[Saying, Finding]]) -> str:
         "|---|---|",
         *(f"| [{saying.text}](#{saying.name}) | {finding.answer.value} |" for saying, finding in found),
     ]
-    for saying, finding in found:
-        lines += [
-            "",
-            f'<a id="{saying.name}"></a>',
-            f"## {saying.text}",
-            "",
-            f"**{finding.answer.value}.** {finding.why}",
-            "",
-            "| " + " | ".join(finding.columns) + " |",
-            "|" + "---|" * len(finding.columns),
-            *("| " + " | ".join(row) + " |" for row in finding.rows),
-            "",
-            f"    python benchmarks/claims.py {saying.name}",
-        ]
+    return "\n".join(lines) + "\n" + "".join("\n" + section(saying, finding) for saying, finding in found)
+
+
+def section(saying: Saying, finding: Finding) -> str:
+    """The part of the page about one saying."""
+    lines = [
+        f'<a id="{saying.name}"></a>',
+        f"## {saying.text}",
+        "",
+        f"**{finding.answer.value}.** {finding.why}",
+        "",
+        "| " + " | ".join(finding.columns) + " |",
+        "|" + "---|" * len(finding.columns),
+        *("| " + " | ".join(row) + " |" for row in finding.rows),
+        "",
+        f"    python benchmarks/claims.py {saying.name}",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -62,9 +62,9 @@ def fragmentation() -> Finding:
     return Finding(
         answer=Answer.DEPENDS,
         why=f"Equal sizes fit the gaps that they leave: {percent(equal)} lost. Lengths that vary lose "
-        f"{percent(varied)}, a tensor that grows by a little each step {percent(grown)}: no gap is large enough for the next. "
-        f"Expandable segments bring these three to {percent(equal_expandable)}, {percent(varied_expandable)} and "
-        f"{percent(grown_expandable)}.",
+        f"{percent(varied)}, a tensor that grows by a little each step {percent(grown)}: no gap is large enough for "
+        f"the next. Expandable segments bring these three to {percent(equal_expandable)}, "
+        f"{percent(varied_expandable)} and {percent(grown_expandable)}.",
         columns=("program", "allocator", "peak allocated", "peak reserved", "reserved beyond the peak"),
         rows=tuple(rows),
     )

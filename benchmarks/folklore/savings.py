@@ -193,9 +193,9 @@ def half() -> Finding:
         why="It halves the numbers to the byte; what the allocator takes for them falls a little less, since the rest "
         "of a segment that is too small to split counts too. Inference nearly halves: "
         f"{percent(lean.allocated / plain.allocated)} of it is left here. Called on a model that is on the card "
-        f"already, the peak is higher than before, {gib(on_card.allocated)}: each old tensor goes only when its copy is "
-        "there. In training, gradients and optimizer state follow the parameters, but fp16 without fp32 master weights loses "
-        "small updates.",
+        f"already, the peak is higher than before, {gib(on_card.allocated)}: each old tensor goes only when its copy "
+        "is there. In training, gradients and optimizer state follow the parameters, but fp16 without fp32 master "
+        "weights loses small updates.",
         columns=("GPT-2 small", "fp32", "fp16"),
         rows=(
             ("bytes of the parameters", f"{numbers:,}", f"{numbers // 2:,}"),

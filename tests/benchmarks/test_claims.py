@@ -1,0 +1,53 @@
+"""The page of common sayings holds what its command finds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "claims.md"
+
+
+@pytest.fixture(scope="module")
+def claims() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import claims
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    return claims
+
+
+def test_every_saying_has_its_section_and_command(claims: ModuleType) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert len(claims.SAYINGS) == 17
+    for saying in claims.SAYINGS:
+        assert f"[{saying.text}](#{saying.name})" in text and f'<a id="{saying.name}">' in text
+        assert f"    python benchmarks/claims.py {saying.name}\n" in text
+
+
+def test_the_page_holds_what_the_command_finds_and_nothing_older(tmp_path: Path) -> None:
+    stale = tmp_path / "claims.md"
+    stale.write_text(PAGE.read_text(encoding="utf-8").replace("4,000,256", "8,000,000"), encoding="utf-8")
+    names = ["resnet50", "randn", "lazy-to", "empty-cache"]
+    command = [sys.executable, ROOT / "benchmarks" / "claims.py", "--check", stale, *names]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 3, checked.stderr
+    assert checked.stdout.splitlines() == [f"{stale} is out of date: randn"]
+
+
+def test_usage_errors_are_told(claims: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, told in (
+        (["perpetual-motion"], "perpetual-motion"),
+        (["--write", "x.md", "randn"], "leave out names"),
+        (["--check", "there-is-none.md"], "there-is-none.md"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            claims.main(arguments)
+        assert stop.value.code == 2
+        assert told in capsys.readouterr().err
