@@ -21,6 +21,9 @@ STAMP := $(VENV)/.complete
 # record.py needs a card.
 BENCHMARKS = $(sort $(filter-out benchmarks/_% benchmarks/record.py,$(wildcard benchmarks/*.py)))
 
+# torchao's compiled extensions want a CUDA build of torch; without this each import of it warns that they do not load.
+export TORCHAO_FORCE_SKIP_LOADING_SO_FILES := 1
+
 # An environment whose interpreter has gone away (a moved clone, an upgraded system) is built anew.
 ifneq ($(wildcard $(STAMP)),)
 ifneq ($(shell $(BIN)/python -c 'print(1)' 2>/dev/null),1)
