@@ -122,6 +122,14 @@ def test_a_recording_holds_no_tensor_that_died_before_it(gpu: VirtualGPU) -> Non
     assert returned == [2 * MIB]
 
 
+def test_a_snapshot_tells_the_allocators_settings() -> None:
+    with VirtualGPU("RTX 4090", alloc_conf="expandable_segments:True") as gpu:
+        kept = block(2)
+        snapshot = torch.cuda.memory._snapshot()
+        assert snapshot["allocator_settings"]["expandable_segments"] is True
+        assert snapshot["segments"][0]["is_expandable"] and kept.is_cuda and gpu.run.oom is None
+
+
 def test_properties_are_the_cards(gpu: VirtualGPU) -> None:
     assert torch.cuda.is_available() and torch.cuda.device_count() == 1
     assert torch.cuda.get_device_name() == "NVIDIA GeForce RTX 4090"

@@ -256,6 +256,7 @@ class VirtualGPU:
     def _snapshot(self) -> dict[str, Any]:
         """A snapshot in torch's format, with the events that the program asked to record."""
         self.meter.collect()
+        self._builder.meta["alloc_conf"] = self._machine.config.to_string()
         trace = self._builder.finish(devices=self._trace_devices())
         snapshot = snapshot_from_trace(trace)
         history = self._machine.history
