@@ -84,3 +84,37 @@ def test_an_index_on_the_host_is_copied_for_the_time_of_the_op(gpu: VirtualGPU) 
     before = torch.cuda.memory_allocated()
     y = x[rows]
     assert torch.cuda.memory_allocated() == before + y.nbytes
+
+
+def kept_bytes(gpu: VirtualGPU, op: str) -> list[int]:
+    """Bytes that an op asked for, in order."""
+    trace = gpu.trace
+    return [
+        int(size)
+        for size, kind, name in zip(trace.size, trace.kind, trace.op, strict=True)
+        if kind == EventKind.ALLOC and trace.ops[name] == op
+    ]
+
+
+def test_one_number_written_through_a_mask_fills_it() -> None:
+    with VirtualGPU("RTX 4090") as gpu:
+        x = torch.zeros(1000, 64, device="cuda")
+        x[x > 0] = 1.0  # a number of the host: canDispatchToMaskedFill
+    assert kept_bytes(gpu, "aten.nonzero") == []
+    with VirtualGPU("RTX 4090") as gpu:
+        x = torch.zeros(1000, 64, device="cuda")
+        x[x > 0] = torch.ones((), device="cuda")  # a number of the card: positions first
+    assert kept_bytes(gpu, "aten.nonzero")[-1] > 0
+
+
+def test_only_a_program_s_own_accumulating_writes_look_for_indices_out_of_range() -> None:
+    def written(write: Callable[[Tensor, Tensor], object]) -> list[int]:
+        with VirtualGPU("RTX 4090") as gpu:
+            x = torch.zeros(100, 64, device="cuda", requires_grad=True)
+            write(x, torch.zeros(500, dtype=torch.int64, device="cuda"))
+        return kept_bytes(gpu, "aten._index_put_impl_") + kept_bytes(gpu, "aten.index_put_")
+
+    backward = written(lambda x, ids: (x[ids] * 2).sum().backward())
+    direct = written(lambda x, ids: x.detach().index_put_((ids,), x.new_ones(500, 64), accumulate=True))
+    assert direct[:4] == [8, 8, 1, 1]  # least and greatest, and each compared
+    assert direct[4:] == backward

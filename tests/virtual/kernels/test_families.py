@@ -1,84 +1,13 @@
-"""Embedding, indexing, losses, optimisers, copies, convolutions and recurrent networks."""
+"""Losses, optimisers, copies and recurrent networks."""
 
 import pytest
 import torch
 
 from vramfit.virtual.kernels import METAS, Extras, covered, extras
-from vramfit.virtual.kernels.context import given_back
 from vramfit.virtual.kernels.copying import copy_temporaries
-from vramfit.virtual.kernels.cub import sort_bytes
 from vramfit.virtual.kernels.rnn import reserve_bytes
 
 from .support import FAKE, ask, aten, context, cuda
-
-
-def embedding(tokens, weights=50_257, width=768, dtype=torch.float32, ctx=None):
-    grad, indices = cuda(tokens, width, dtype=dtype), cuda(tokens, dtype=torch.int64)
-    return ask(aten.embedding_dense_backward.default, grad, indices, weights, -1, False, ctx=ctx)
-
-
-def test_embedding_backward_of_few_tokens_needs_nothing():
-    assert embedding(3072) is None
-    assert embedding(3073) is not None
-
-
-def test_embedding_backward_sorts_and_sums_segments():
-    # 4096 tokens of 768 on an A100: at most 4096 segments and 4096 / 10 + 4096 = 4505 parts of ten rows.
-    # 4096 x 768 / 768 = 4096 blocks >= 108 x 4, so the parts are summed in two steps: a row of floats a part.
-    ids = 4096 * 8
-    found = embedding(4096)
-    assert found is not None
-    assert found.before == (ids, ids)
-    assert found.after == (ids, 8, ids, ids, 8, 4505 * 8, 4505 * 768 * 4)
-
-
-def test_embedding_backward_of_a_small_table_sums_atomically():
-    # 100,000 tokens of 128 into 64 rows: 64 blocks < 432, and 10,064 parts > 4 x 64. Float32 sums in place,
-    # halves into a float32 table.
-    single = embedding(100_000, weights=64, width=128)
-    half = embedding(100_000, weights=64, width=128, dtype=torch.bfloat16)
-    assert single is not None and half is not None
-    assert single.before == half.before
-    assert sum(half.after) >= sum(single.after)
-    deterministic = embedding(100_000, weights=64, width=128, ctx=context(deterministic=True))
-    assert deterministic is not None
-    assert deterministic.after[-1] == 10_064 * 128 * 4
-
-
-def test_accumulating_writes_sort_their_positions():
-    table, ids, values = cuda(1000, 64), cuda(5000, dtype=torch.int64), cuda(5000, 64)
-    args = (table, [ids], values, True)
-    found = extras(aten._index_put_impl_.default, args, {}, table, context())
-    flat = 5000 * 8
-    assert found is not None
-    # The index wrapped into range, times its stride (the first is given back); then what the sort needs.
-    sort = sort_bytes(5000, 8, 8, context(), bits=10)
-    assert found.after == (flat, flat, given_back(1), flat, flat, flat, sort)
-    assert extras(aten._index_put_impl_.default, (*args[:3], False), {}, table, context()) is None
-
-
-def test_flat_positions_are_summed_up_one_index_after_the_other():
-    # As recorded of logits[rows, targets] with rows on the host: its product comes over, that of the targets is
-    # made on the card, added and given back.
-    logits, rows, targets = cuda(512, 10_000), torch.arange(512), cuda(512, dtype=torch.int64)
-    args = (logits, [rows, targets], cuda(512), True)
-    found = extras(aten._index_put_impl_.default, args, {}, logits, context())
-    flat = 512 * 8
-    assert found is not None
-    assert found.after[:8] == (flat, flat, flat, given_back(2), given_back(3), flat, flat, flat)
-
-
-def test_a_broadcast_value_is_expanded_before_it_is_written():
-    table, ids = cuda(1000, 64), cuda(5000, dtype=torch.int64)
-    found = extras(aten.index_put_.default, (table, [ids], cuda(1), True), {}, table, context())
-    assert found is not None
-    assert found.after[3] == 5000 * 64 * 4
-
-
-def test_index_add_sorts_only_when_it_must_be_deterministic():
-    args = (cuda(1000, 64), 0, cuda(5000, dtype=torch.int64), cuda(5000, 64))
-    assert extras(aten.index_add.default, args, {}, args[0], context()) is None
-    assert extras(aten.index_add.default, args, {}, args[0], context(deterministic=True)) is not None
 
 
 def test_softmax_backward_multiplies_beside_its_result():
@@ -180,23 +109,6 @@ def test_every_rule_belongs_to_an_op_of_this_torch():
     names = covered()
     assert {"aten.mm.default", "aten.sort.default", "aten.convolution.default", "aten.copy_.default"} <= names
     assert len(names) > 90
-
-
-def test_a_boolean_index_turns_into_positions():
-    values, mask = cuda(100, 64), cuda(100, dtype=torch.bool)
-    found = extras(aten.index.Tensor, (values, [mask]), {}, cuda(30, 64), context())
-    assert found == Extras(before=(30 * 8,))
-    assert (
-        extras(aten.index.Tensor, (values, [cuda(30, dtype=torch.int64)]), {}, cuda(30, 64), context())
-        is None
-    )
-
-
-def test_masked_scatter_counts_along_the_mask():
-    values, mask = cuda(100, 64), cuda(100, 64, dtype=torch.bool)
-    found = extras(aten.masked_scatter.default, (values, mask, values), {}, values, context())
-    assert found is not None
-    assert found.after[0] == 100 * 64 * 8
 
 
 def test_recurrent_backward_reads_its_own_arguments():

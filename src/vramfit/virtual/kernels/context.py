@@ -153,6 +153,16 @@ def nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements fill their memory without gaps or overlap, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def temporaries(*sizes: int, error_bytes: int = 0, error_below_bytes: int = 0) -> Extras | None:
     """Extras after the outputs; None when nothing is allocated."""
     kept = tuple(size for size in sizes if size)

@@ -1,7 +1,8 @@
-"""Embedding backward: sorting the indices, and summing the rows that share one.
+"""Embedding tables: their gradients sort the indices and sum the rows that share one.
 
-aten/src/ATen/native/cuda/Embedding.cu (``embedding_dense_backward_cuda``) and EmbeddingBackwardKernel.cu
-(``embedding_backward_cuda_kernel``). Up to 3072 indices are handled without sorting.
+aten/src/ATen/native/cuda/Embedding.cu (``embedding_dense_backward_cuda``), EmbeddingBackwardKernel.cu
+(``embedding_backward_cuda_kernel``) and EmbeddingBag.cu. Up to 3072 indices are handled without sorting. torch sums
+at once what has few long segments since 2.11.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from vramfit.virtual.kernels.context import (
     round_up,
     table,
 )
-from vramfit.virtual.kernels.cub import sort_bytes, sort_error
+from vramfit.virtual.kernels.cub import scan_bytes, scan_error, select_bytes, sort_bytes, sort_error
+from vramfit.virtual.kernels.scratch import Scratch, sequence
+from vramfit.virtual.kernels.sorting import sort
 
 _UNSORTED = 3072
 _ROWS_PER_THREAD = 10  # NROWS_PER_THREAD
 _BLOCK = 1024  # MAX_BLOCK_SIZE
 _BLOCKS_PER_SM = 4  # MAX_ATOMIC_ACCUM_BLOCKS_PER_SM
+_MAX = 2  # EmbeddingBagMode
 
 
 def _dense_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
@@ -38,70 +42,110 @@ def _dense_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext
     del outputs
     grad, indices = args[:2]
     weights = argument(args, kwargs, 2, "num_weights")
-    by_frequency = argument(args, kwargs, 4, "scale_grad_by_freq")
-    count, index, width = indices.numel(), indices.element_size(), grad.shape[-1]
-    before = [
-        0 if indices.is_contiguous() else nbytes(indices),
-        0 if grad.is_contiguous() else nbytes(grad),
-    ]
-    if not count or (count <= _UNSORTED and not by_frequency):
-        kept = tuple(size for size in before if size)
-        return Extras(before=kept) if kept else None
+    by_frequency = bool(argument(args, kwargs, 4, "scale_grad_by_freq"))
+    count, index = indices.numel(), indices.element_size()
+    before, after = Scratch(), Scratch()
+    before.take(0 if indices.is_contiguous() else nbytes(indices))
+    before.take(0 if grad.is_contiguous() else nbytes(grad))
+    if count > _UNSORTED or (by_frequency and count):
+        _sorted(before, count, index, ctx, counted=by_frequency)
+        _segments(after, count, index, grad.shape[-1], weights, grad.element_size(), ctx)
+    return sequence(before, after)
+
+
+def _sorted(scratch: Scratch, count: int, index: int, ctx: KernelContext, *, counted: bool) -> None:
+    """Sorted indices, where they came from, and how often each occurs if that is wanted."""
     size = count * index
-    before += [size, size, size if by_frequency else 0]
-    sorting = size + sort_bytes(count, index, index, ctx)  # a range of positions, and CUB's storage
-    summing = _segments(count, index, width, weights, grad.element_size(), ctx)
-    after = summing if sum(summing) >= sorting else [sorting]
-    error = sort_error(count, ctx) if after is not summing else 8192
-    return Extras(tuple(s for s in before if s), tuple(s for s in after if s), error_bytes=error)
+    scratch.take(size)
+    scratch.take(size)
+    positions = scratch.take(size)
+    scratch.use(sort_bytes(count, index, index, ctx))
+    scratch.doubt(sort_error(count, index, index, ctx))
+    scratch.give(positions)
+    if counted:
+        scratch.take(size)
+        for _ in range(2):  # two scans by key: descriptors of tiles, and a key of each
+            storage = 2 * scan_bytes(count, index)
+            scratch.use(storage)
+            scratch.doubt(scan_error(storage))
 
 
 def _segments(
-    count: int, index: int, width: int, weights: int, element: int, ctx: KernelContext
-) -> list[int]:
-    """Buffers of ``embedding_backward_cuda_kernel``: bounds of segments of equal indices, and their partial
-    sums."""
+    scratch: Scratch,
+    count: int,
+    index: int,
+    width: int,
+    weights: int,
+    element: int,
+    ctx: KernelContext,
+    *,
+    bags: bool = False,
+) -> None:
+    """Buffers of ``embedding_backward_cuda_kernel``: bounds of segments of equal indices, their partial sums."""
     segments = min(count, weights)
     partials = count // _ROWS_PER_THREAD + segments
     accumulator = max(4, element)
-    sizes = [
-        count * index,  # where segments start
-        8,
-        segments * index,  # parts of each
-        segments * index,  # their running sum
-        8,
-        partials * index,  # where parts start
-    ]
+    scratch.take(count * index)  # where segments start
+    scratch.take(8)
+    scratch.use(select_bytes(count, index))
+    scratch.take(segments * index)  # parts of each
+    scratch.take(segments * index)  # their running sum
+    scratch.use(scan_bytes(segments, index))
+    scratch.take(8)
+    scratch.take(partials * index)  # where parts start
     stride = round_up(width, 32)
     block = min(stride, _BLOCK)
     grid = ceil_div(segments * stride, block)
-    fused = grid < ctx.spec.sm_count * _BLOCKS_PER_SM and partials > grid * 4 and not ctx.deterministic
-    if fused:  # few long segments: atomic sums, in float32 for halves
-        sizes += [partials * index, weights * width * accumulator if accumulator != element else 0]
+    few_and_long = grid < ctx.spec.sm_count * _BLOCKS_PER_SM and partials > grid * 4
+    if few_and_long and not bags and not ctx.deterministic:  # atomic sums, in float32 for halves
+        scratch.take(partials * index)
+        scratch.take(weights * width * accumulator if accumulator != element else 0)
     else:
-        sizes.append(partials * width * accumulator)
-    return sizes
+        scratch.take(partials * width * accumulator)
 
 
-def _bag(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """``_embedding_bag`` backward (EmbeddingBag.cu, ``_embedding_bag_dense_backward_cuda``): sorted as
-    above."""
+def _renorm(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``embedding_renorm_`` (``max_norm``): sorted indices, which are unique among them (Embedding.cu)."""
+    del kwargs, outputs
+    indices = args[1]
+    count, index = indices.numel(), indices.element_size()
+    if not count:
+        return None
+    scratch = Scratch()
+    scratch.take(count * index)
+    order = scratch.take(count * 8)
+    sort(scratch, indices, -1, ctx)
+    scratch.give(order)
+    scratch.take(count * index)
+    scratch.take(8)
+    scratch.use(select_bytes(count, index))
+    return sequence(before=scratch)
+
+
+def _bag_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``_embedding_bag_dense_backward``: sums and means sort, as above; the largest are added where they came from.
+
+    EmbeddingBag.cu ``_embedding_bag_dense_backward_cuda``: an index array of the bags is sorted along. Repeated
+    indices are counted when ``scale_grad_by_freq`` is set.
+    """
     del outputs
     grad, indices = args[:2]
-    mode = argument(args, kwargs, 7, "mode", 0)
-    if mode == 2 or not indices.numel():  # max: a kernel with atomics
-        return None
     weights = argument(args, kwargs, 5, "num_weights")
+    by_frequency = bool(argument(args, kwargs, 6, "scale_grad_by_freq", False))
+    mode = argument(args, kwargs, 7, "mode", 0)
     count, index = indices.numel(), indices.element_size()
-    sizes = _segments(count, index, grad.shape[-1], weights, grad.element_size(), ctx)
-    return Extras(
-        (count * index, count * index), tuple(s for s in sizes if s), error_bytes=sort_error(count, ctx)
-    )
+    before, after = Scratch(), Scratch()
+    before.take(0 if grad.is_contiguous() else nbytes(grad))
+    if mode != _MAX and count:
+        _sorted(before, count, index, ctx, counted=by_frequency)
+        _segments(after, count, index, grad.shape[-1], weights, grad.element_size(), ctx, bags=True)
+    return sequence(before, after)
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table(
     {
         "embedding_dense_backward": _dense_backward,
-        "_embedding_bag_dense_backward": _bag,
+        "embedding_renorm_": _renorm,
+        "_embedding_bag_dense_backward": _bag_backward,
     }
 )

@@ -1,8 +1,9 @@
 """Indexing: accumulating writes sort their indices; deterministic ones sort as well.
 
-aten/src/ATen/native/cuda/Indexing.cu (``index_put_with_sort_kernel``, ``index_add_cuda_impl``) and
-native/TensorAdvancedIndexing.cpp (``_index_put_impl_``). Reading with index tensors, ``gather``,
-``index_select``, ``scatter`` and ``masked_fill`` allocate nothing but their outputs.
+aten/src/ATen/native/cuda/Indexing.cu (``index_put_with_sort_kernel``, ``index_add_cuda_impl``),
+native/TensorAdvancedIndexing.cpp (``_index_put_impl_``, ``put_``, ``masked_scatter_backward``), cuda/IndexKernel.cpp.
+Reading with index tensors, ``gather``, ``index_select``, ``index_fill``, ``scatter`` and ``masked_fill`` allocate
+nothing but their outputs.
 """
 
 from __future__ import annotations
@@ -18,117 +19,279 @@ from vramfit.virtual.kernels.context import (
     Kwargs,
     Rule,
     argument,
-    given_back,
     nbytes,
     table,
     temporaries,
     workspace,
 )
-from vramfit.virtual.kernels.cub import scan_bytes, sort_bytes, sort_error
+from vramfit.virtual.kernels.cub import scan_bytes, scan_error, sort_bytes, sort_error
+from vramfit.virtual.kernels.reduction import reduce_extras
+from vramfit.virtual.kernels.scratch import Scratch, sequence
 
 _INDEX = 8
+_MASKS = (torch.bool, torch.uint8)
 
 
 def _index_put(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """``index_put_(self, indices, values, accumulate)`` and ``_index_put_impl_``.
-
-    Sorted when it accumulates (or must be deterministic): flat positions, the values expanded, a dense copy of
-    the tensor, sorted positions, their origin, a range, and CUB's storage.
-    """
+    """``index_put_(self, indices, values, accumulate)`` of a program: out-of-range indices are looked for."""
     del outputs
-    source, indices, values = args[:3]
+    return _written(args, kwargs, ctx, unsafe=False)
+
+
+def _index_put_impl(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``_index_put_impl_``: autograd's own writes are ``unsafe``, forward has checked their indices."""
+    del outputs
+    return _written(args, kwargs, ctx, unsafe=bool(argument(args, kwargs, 4, "unsafe", False)))
+
+
+def _written(args: Args, kwargs: Kwargs, ctx: KernelContext, *, unsafe: bool) -> Extras | None:
+    target, indices, values = args[:3]
     accumulate = argument(args, kwargs, 3, "accumulate", False)
-    if not (accumulate or ctx.deterministic):
+    if not (accumulate or (ctx.deterministic and values.numel() > 1)):
         return None
+    scratch = Scratch()
+    put_sorted(scratch, target, indices, values, ctx, unsafe=unsafe)
+    return sequence(after=scratch)
+
+
+def put_sorted(
+    scratch: Scratch,
+    target: torch.Tensor,
+    indices: list[torch.Tensor | None],
+    values: torch.Tensor,
+    ctx: KernelContext,
+    *,
+    unsafe: bool,
+) -> None:
+    """Temporaries of ``index_put_with_sort_kernel``.
+
+    Flat positions, the values expanded, sorted positions, their origin, a range, and CUB's storage. Masks must have
+    been turned into positions.
+    """
     tensors = [index for index in indices if index is not None]
-    if not tensors or any(index.dtype in (torch.bool, torch.uint8) for index in tensors):
-        return None
-    shape = torch.broadcast_shapes(*(index.shape for index in tensors))
-    count = shape.numel()
+    if not tensors or any(index.dtype in _MASKS for index in tensors):
+        return
+    count = torch.broadcast_shapes(*(index.shape for index in tensors)).numel()
     if not count:
-        return None
-    whole, covered = source.numel(), 1
-    for dim, index in enumerate(indices):
-        if index is not None:
-            covered *= source.shape[dim]
+        return
+    scratch.take(0 if target.is_contiguous() else nbytes(target))
+    for index in tensors:
+        scratch.take(index.numel() * _INDEX if index.dtype is torch.int32 else 0)
+    _linear_index(scratch, tensors, target.device, count, ctx, unsafe=unsafe)
+    whole, covered, slice_size = _slices(target, indices)
     expanded = count * (whole // covered if covered else 0)
+    dense = values.numel() == expanded and values.is_contiguous()
+    scratch.take(0 if dense else expanded * values.element_size())
+    if not slice_size:
+        return
+    scratch.take(0 if _adjacent(indices) else nbytes(target))  # indexed dimensions come to the front
     positions = count * _INDEX
-    copy = 0 if values.numel() == expanded and values.is_contiguous() else expanded * values.element_size()
-    return temporaries(
-        *_linear_index(tensors, source.device, positions),
-        copy,
-        0 if source.is_contiguous() else nbytes(source),
-        *(positions, positions, positions),
-        sort_bytes(count, _INDEX, _INDEX, ctx, bits=max(1, (covered - 1).bit_length())),
-        error_bytes=sort_error(count, ctx),
-    )
+    for _ in range(3):
+        scratch.take(positions)
+    bits = max(1, ((whole - 1) // slice_size).bit_length())
+    scratch.use(sort_bytes(count, _INDEX, _INDEX, ctx, bits=bits))
+    scratch.doubt(sort_error(count, _INDEX, _INDEX, ctx))
 
 
-def _linear_index(indices: list[torch.Tensor], device: torch.device, positions: int) -> list[int]:
+def _slices(target: torch.Tensor, indices: list[torch.Tensor | None]) -> tuple[int, int, int]:
+    """Elements of a tensor, positions of its indexed dimensions, and elements that each position addresses."""
+    whole = target.numel()
+    covered, after = 1, 1
+    indexed = [dim for dim, index in enumerate(indices) if index is not None]
+    for dim, size in enumerate(target.shape):
+        if dim in indexed:
+            covered *= size
+        elif dim > indexed[0] or not _adjacent(indices):
+            after *= size
+    return whole, covered, after
+
+
+def _adjacent(indices: list[torch.Tensor | None]) -> bool:
+    """Whether the indexed dimensions are neighbours (IndexingUtils.h, ``hasContiguousSubspace``)."""
+    indexed = [dim for dim, index in enumerate(indices) if index is not None]
+    return indexed[-1] - indexed[0] + 1 == len(indexed)
+
+
+def _linear_index(
+    scratch: Scratch,
+    indices: list[torch.Tensor],
+    device: torch.device,
+    count: int,
+    ctx: KernelContext,
+    *,
+    unsafe: bool,
+) -> None:
     """Flat positions from one index tensor for each dimension (Indexing.cu, ``computeLinearIndex``).
 
     Each index is wrapped into range and multiplied by its stride, where it lies; the products are added to the
-    first of them.
+    first of them. Where a program writes, the least and the largest index are compared with the size before that
+    (``wrapIndexOnce``).
     """
-    blocks: list[int] = []
-    taken = 0
+    positions = count * _INDEX
     for number, index in enumerate(indices):
-        here = 2 if index.device == device else 1  # one on the host comes over as a finished product
-        blocks += [positions] * here
-        taken += here
-        if here == 2:
-            blocks.append(given_back(taken - 1))
+        here = index.device == device
+        if here and not unsafe:
+            ends = [scratch.take(_INDEX), scratch.take(_INDEX)]
+            found = reduce_extras(index, None, 2 * _INDEX, ctx)
+            for partial in reversed([scratch.take(size) for size in (found.after if found else ())]):
+                scratch.give(partial)
+            scratch.use(1)
+            scratch.use(1)
+            scratch.give(*reversed(ends))
+        wrapped = scratch.take(positions) if here else 0
+        product = scratch.take(positions)  # one on the host comes over as a finished product
+        scratch.give(wrapped)
         if number:
-            blocks.append(given_back(taken))
-    return blocks
-
-
-def _index_put_out_of_place(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """``index_put``: a copy of the tensor, which is the output, then the same."""
-    return _index_put(args, kwargs, outputs, ctx)
+            scratch.give(product)
 
 
 def _index_add(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """``index_add``: atomic sums; in deterministic mode ``index_put_`` with accumulation."""
+    """``index_add``: atomic sums; in deterministic mode ``index_put_`` with accumulation of the scaled source."""
     del outputs
-    source = args[0]
-    if not ctx.deterministic or not source.dim():
+    target = args[0]
+    if not ctx.deterministic or not target.dim():
         return None
     dim, index = argument(args, kwargs, 1, "dim"), argument(args, kwargs, 2, "index")
     values = argument(args, kwargs, 3, "source")
-    indices = [None] * (dim % source.dim()) + [index]
-    return _index_put((source, indices, values, True), {}, None, ctx)
+    scratch = Scratch()
+    scratch.take(index.numel() * _INDEX if index.dtype is torch.int32 else 0)
+    scratch.take(nbytes(values))  # source * alpha
+    indices = [None] * (dim % target.dim()) + [index]
+    put_sorted(scratch, target, indices, values.new_empty(values.shape), ctx, unsafe=False)
+    return sequence(after=scratch)
+
+
+def _index_copy(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``index_copy``: in deterministic mode ``index_put_`` without accumulation (TensorAdvancedIndexing.cpp)."""
+    del outputs
+    target = args[0]
+    if not ctx.deterministic or not target.dim():
+        return None
+    dim, index = argument(args, kwargs, 1, "dim"), argument(args, kwargs, 2, "index")
+    values = argument(args, kwargs, 3, "source")
+    scratch = Scratch()
+    if values.numel() > 1:
+        indices = [None] * (dim % target.dim()) + [index]
+        put_sorted(scratch, target, indices, values, ctx, unsafe=False)
+    return sequence(after=scratch)
+
+
+def _scatter(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``scatter`` and ``scatter_add``: in deterministic mode ``index_put_``.
+
+    ``scatter_impl`` calls ``_scatter_via_index_put``: an index expanded over the other dimensions addresses whole
+    slices; otherwise each other dimension gets a range of its own. Releases before that change wrote all positions
+    into one array first, which the error bar covers.
+    """
+    del outputs
+    target = args[0]
+    if not ctx.deterministic or not target.dim():
+        return None
+    dim, index = argument(args, kwargs, 1, "dim") % target.dim(), argument(args, kwargs, 2, "index")
+    source = argument(args, kwargs, 3, "src")
+    if not isinstance(source, torch.Tensor) or not index.numel():
+        return None
+    scratch = Scratch()
+    others = [axis for axis in range(index.dim()) if axis != dim]
+    part = source.as_strided(index.shape, source.stride())
+    indices: list[torch.Tensor | None]
+    if target.dim() == 1 or not any(index.stride(axis) for axis in others):
+        for axis in reversed(others):
+            index = index.select(axis, 0)
+        indices = [None] * dim + [index]
+    else:
+        for axis in others:
+            scratch.take(index.shape[axis] * _INDEX)
+        indices = [index] * target.dim()
+        scratch.doubt((index.numel() * index.dim() * _INDEX, 0))
+    put_sorted(scratch, target, indices, part, ctx, unsafe=False)
+    return sequence(after=scratch)
+
+
+def _scatter_reduce(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``scatter_reduce`` with ``mean`` counts what falls into each place (``scatter_reduce_two``)."""
+    del ctx
+    if argument(args, kwargs, 4, "reduce") != "mean" or not isinstance(outputs, torch.Tensor):
+        return None
+    source = argument(args, kwargs, 3, "src")
+    return temporaries(nbytes(source), nbytes(outputs), outputs.numel())
+
+
+def _put(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``put_``: positions of a flat tensor; deterministic accumulation is an ``index_put_`` (``put_``)."""
+    del outputs
+    target, index, source = args[:3]
+    accumulate = argument(args, kwargs, 3, "accumulate", False)
+    if not (ctx.deterministic and accumulate):
+        return None
+    scratch = Scratch()
+    put_sorted(scratch, target.reshape(-1), [index.reshape(-1)], source.reshape(-1), ctx, unsafe=False)
+    return sequence(after=scratch)
+
+
+def _take(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``take``: a contiguous source (TensorAdvancedIndexing.cpp, ``take_out``, through ``index`` of TensorIterator)."""
+    del kwargs, outputs, ctx
+    return workspace(0 if args[0].is_contiguous() else nbytes(args[0]))
 
 
 def _index(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """``index`` with a boolean mask: its positions first, one int64 for each dimension
-    (``expandTensors``); with an index on the host: its copy (``make_info``, TensorAdvancedIndexing.cpp)."""
+    """``index``: 32-bit indices are widened; a copy of one on the host (``make_info``, TensorAdvancedIndexing.cpp);
+    positions of a mask, one int64 for each of its dimensions (``expandTensors``)."""
     del kwargs, ctx
     sizes = []
     for place, index in enumerate(args[1]):
         if index is None:
             continue
-        if index.device != args[0].device:
-            sizes.append(nbytes(index))
-        if index.dtype in (torch.bool, torch.uint8):
+        if index.dtype in _MASKS:
             found = outputs.shape[min(place, outputs.dim() - 1)] if outputs.dim() else 1
             sizes.append(found * index.dim() * _INDEX)
+        elif index.device != args[0].device or index.dtype is torch.int32:
+            sizes.append(index.numel() * _INDEX)
     return workspace(*sizes)
 
 
 def _masked_scatter(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """``masked_scatter``: a running count of the mask (IndexKernel.cpp, ``masked_scatter__cuda``)."""
+    """``masked_scatter``: a running count of the mask (IndexKernel.cpp, ``masked_scatter__cuda``; IndexKernel.cu,
+    ``launch_masked_scatter_kernel``), of contiguous tensors."""
     del kwargs, outputs, ctx
-    count = args[0].numel()
-    return temporaries(count * _INDEX, scan_bytes(count, _INDEX))
+    target, mask, source = args[:3]
+    count = target.numel()
+    scratch = Scratch()
+    scratch.take(count * _INDEX)
+    scratch.take(0 if mask.shape == target.shape and mask.is_contiguous() else count)
+    storage = scan_bytes(count, _INDEX)
+    scratch.use(storage)
+    scratch.doubt(scan_error(storage))
+    scratch.take(0 if source.is_contiguous() else nbytes(source))
+    return sequence(after=scratch)
+
+
+def _index_reduce(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``index_reduce`` with ``mean`` counts what falls into each place (Indexing.cu,
+    ``index_reduce_func_cuda_impl``)."""
+    del ctx
+    if argument(args, kwargs, 4, "reduce") != "mean" or not isinstance(outputs, torch.Tensor):
+        return None
+    scratch = Scratch()
+    scratch.take(nbytes(outputs))
+    scratch.use(nbytes(argument(args, kwargs, 3, "source")))  # ones
+    scratch.use(outputs.numel())  # where nothing fell
+    return sequence(after=scratch)
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table(
     {
-        ("index_put_", "_index_put_impl_", "_unsafe_index_put"): _index_put,
-        "index_put": _index_put_out_of_place,
+        ("index_put_", "index_put", "_unsafe_index_put"): _index_put,
+        "_index_put_impl_": _index_put_impl,
         ("index_add", "index_add_"): _index_add,
+        ("index_copy", "index_copy_"): _index_copy,
+        ("scatter.src", "scatter_.src", "scatter_add", "scatter_add_"): _scatter,
+        ("scatter_reduce.two", "scatter_reduce_.two"): _scatter_reduce,
+        ("put_", "put"): _put,
+        "take": _take,
         "index.Tensor": _index,
         ("masked_scatter", "masked_scatter_"): _masked_scatter,
+        ("index_reduce", "index_reduce_"): _index_reduce,
     }
 )

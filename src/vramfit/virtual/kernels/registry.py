@@ -18,6 +18,9 @@ from vramfit.virtual.kernels import (
     optim,
     reduction,
     rnn,
+    sampling,
+    scanning,
+    selecting,
     sorting,
 )
 from vramfit.virtual.kernels.context import Args, Extras, KernelContext, Kwargs, Rule
@@ -34,6 +37,9 @@ _FAMILIES = (
     optim,
     reduction,
     rnn,
+    sampling,
+    scanning,
+    selecting,
     sorting,
 )
 _RULES: dict[torch._ops.OpOverload, Rule] = {

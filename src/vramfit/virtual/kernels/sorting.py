@@ -1,8 +1,7 @@
-"""Sorting and selecting: sort, argsort, topk, cumulative sums, unique, nonzero, random permutations,
-multinomial.
+"""Sorting and selecting by rank: sort, argsort, topk, kthvalue, median, mode.
 
 aten/src/ATen/native/cuda/Sort.cpp (``sort_cuda_kernel``), SortStable.cu (``launch_stable_sort_kernel``),
-TensorTopK.cpp and TensorTopK.cu, ScanKernels.cu, Unique.cu, Nonzero.cu, Randperm.cu, MultinomialKernel.cu.
+TensorTopK.cpp and TensorTopK.cu, Sorting.cpp, TensorModeKernel.cpp.
 """
 
 from __future__ import annotations
@@ -19,97 +18,150 @@ from vramfit.virtual.kernels.context import (
     Rule,
     argument,
     ceil_div,
+    is_dense,
     nbytes,
-    round_up,
     table,
-    temporaries,
-    workspace,
 )
-from vramfit.virtual.kernels.cub import scan_bytes, sort_bytes, sort_error
+from vramfit.virtual.kernels.cub import segmented_sort_bytes, sort_bytes, sort_error
+from vramfit.virtual.kernels.scratch import Scratch, sequence
 
 _SMALL_SORT = 4096  # Sort.h, should_use_small_sort: sorted in place by one block per slice
+_LARGE_SEGMENT = 1_000_000  # do_launch_stable_sort_kernel: one such slice keeps a card busy
+_FEW_SEGMENTS = 128
+_SMALL_MODE = 2048  # TensorModeKernel.cpp, MAX_BLOCK_SIZE: one block finds the mode of a slice
 _INDEX = 8
+_MAX_ITEMS = 2**31 - 1
 
 
-def _is_small(length: int) -> bool:
-    return length <= _SMALL_SORT
+def is_dense_along(source: torch.Tensor, dim: int) -> bool:
+    """Whether slices along a dimension lie contiguously in memory without gaps (``sort_cuda_kernel``)."""
+    if source.stride(dim) != 1:
+        return False
+    return source.is_contiguous() or is_dense(source)
 
 
-def stable_sort_sizes(count: int, length: int, element: int, ctx: KernelContext) -> list[int]:
+def stable_sort(
+    scratch: Scratch, count: int, length: int, element: int, ctx: KernelContext, *, floating: bool = False
+) -> None:
     """Temporaries of ``launch_stable_sort_kernel``: index arrays and CUB's storage.
 
     Args:
-        count: elements in all, at most 2**31 - 1 at a time.
+        scratch: where to write them.
+        count: elements in all; at most 2**31 - 1 are sorted at a time.
         length: elements of one slice.
         element: bytes of an element.
         ctx: the card.
+        floating: whether elements are floating-point numbers.
     """
-    count = min(count, (2**31 - 1) // length * length)
+    count = min(count, _MAX_ITEMS // length * length)
     segments = count // length
-    if segments == 1 or length >= 1_000_000:
-        return [length * _INDEX, sort_bytes(length, element, _INDEX, ctx)]
-    if segments < 128:  # sort everything by value, then stably by segment
-        pairs = count * 8
-        by_value = [count * element, sort_bytes(count, element, 8, ctx)]
-        by_segment = [sort_bytes(count, 4, 8, ctx, bits=max(1, (segments - 1).bit_length())), count * 4]
-        return [pairs, pairs, *max(by_value, by_segment, key=sum)]
-    # Segmented sort: indices of every slice, and CUB's second set of keys and values.
-    return [count * _INDEX, round_up(count * element, 256) + round_up(count * _INDEX, 256) + 255]
+    if segments == 1 or length >= _LARGE_SEGMENT:  # segmented_sort_large_segments
+        indices = scratch.take(length * _INDEX)
+        scratch.use(sort_bytes(length, element, _INDEX, ctx, floating=floating))
+        scratch.doubt(sort_error(length, element, _INDEX, ctx))
+        scratch.give(indices)
+    elif segments < _FEW_SEGMENTS:  # segmented_sort_pairs_by_full_sort: by value, then stably by segment
+        pairs = [scratch.take(count * 8), scratch.take(count * 8)]  # (index, segment), as int2
+        values = scratch.take(count * element)  # sorted keys that nobody wants
+        scratch.use(sort_bytes(count, element, 8, ctx, floating=floating))
+        scratch.give(values)
+        scratch.use(sort_bytes(count, 8, 0, ctx, bits=max(1, (segments - 1).bit_length())))
+        scratch.doubt(sort_error(count, element, 8, ctx))
+        scratch.give(*reversed(pairs))
+    else:  # segmented_sort_pairs
+        indices = scratch.take(count * _INDEX)
+        scratch.use(segmented_sort_bytes(count, element, _INDEX))
+        scratch.give(indices)
 
 
-def _sort(source: torch.Tensor, dim: int, ctx: KernelContext) -> Extras | None:
+def sort(scratch: Scratch, source: torch.Tensor, dim: int, ctx: KernelContext, *, dense: bool = True) -> None:
+    """Temporaries of ``sort_cuda_kernel``.
+
+    Args:
+        scratch: where to write them.
+        source: what is sorted.
+        dim: along which dimension.
+        ctx: the card.
+        dense: whether the outputs are laid out like the source, as fresh ones are.
+    """
     if not source.numel() or not source.dim():
-        return None
+        return
     length = source.shape[dim]
-    if length == 1 or _is_small(length):
-        return None
-    copy = 0 if source.stride(dim) == 1 and source.is_contiguous() else nbytes(source)
-    # Sorted beside the outputs, then copied into them.
-    results = copy + source.numel() * _INDEX if copy else 0
-    sizes = stable_sort_sizes(source.numel(), length, source.element_size(), ctx)
-    return temporaries(copy, results, *sizes, error_bytes=sort_error(source.numel(), ctx))
+    if length <= _SMALL_SORT:
+        scratch.use(length * _INDEX)  # fillSliceWithIndex: a range, copied into every slice
+        return
+    stand_ins = []
+    if not (dense and is_dense_along(source, dim)):
+        # Sorted beside the outputs, in slices that lie contiguously, then copied into them.
+        stand_ins = [scratch.take(nbytes(source)), scratch.take(nbytes(source))]
+        stand_ins.append(scratch.take(source.numel() * _INDEX))
+    stable_sort(
+        scratch, source.numel(), length, source.element_size(), ctx, floating=source.is_floating_point()
+    )
+    scratch.give(*reversed(stand_ins))
 
 
 def _sort_rule(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
     del outputs
-    return _sort(args[0], argument(args, kwargs, 1, "dim", -1), ctx)
+    scratch = Scratch()
+    sort(scratch, args[0], argument(args, kwargs, 1, "dim", -1), ctx)
+    return sequence(after=scratch)
 
 
 def _sort_stable_rule(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
     """``sort.stable(self, *, stable, dim, descending)``."""
     del outputs
-    return _sort(args[0], kwargs.get("dim", -1), ctx)
+    scratch = Scratch()
+    sort(scratch, args[0], kwargs.get("dim", argument(args, kwargs, 2, "dim", -1)), ctx)
+    return sequence(after=scratch)
 
 
 def _argsort(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
     """``argsort`` throws the sorted values away (native/Sorting.cpp)."""
-    source, dim = args[0], kwargs.get("dim", argument(args, kwargs, 1, "dim", -1))
-    sorting = _sort(source, dim if isinstance(dim, int) and not isinstance(dim, bool) else -1, ctx)
     del outputs
-    rest = sorting.after if sorting else ()
-    return Extras((nbytes(source),), rest, sorting.error_bytes if sorting else 0) if source.numel() else None
+    source = args[0]
+    dim = kwargs.get("dim", next((a for a in args[1:] if type(a) is int), -1))
+    before, after = Scratch(), Scratch()
+    before.take(nbytes(source))
+    sort(after, source, dim, ctx)
+    return sequence(before, after)
 
 
 def _topk(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """``topk_out_cuda``: few long slices are sorted whole; else radix selection, then a sort of the k
-    found."""
+    """``topk_out_cuda``: radix selection, then a sort of the k found.
+
+    Sorting everything is for AMD's cards and for CUDA before 11.6 (``should_use_sort``).
+    """
     source, k = args[0], argument(args, kwargs, 1, "k")
     dim = argument(args, kwargs, 2, "dim", -1)
     if not source.dim() or not source.numel() or not k:
         return None
+    values = outputs[0]
+    scratch = Scratch()
+    topk(scratch, source, k, dim, argument(args, kwargs, 4, "sorted", True), values, ctx)
+    return sequence(after=scratch)
+
+
+def topk(
+    scratch: Scratch,
+    source: torch.Tensor,
+    k: int,
+    dim: int,
+    ordered: bool,
+    values: torch.Tensor,
+    ctx: KernelContext,
+) -> None:
+    """Temporaries of ``topk_out_cuda`` into values like the given ones."""
     length = source.shape[dim]
     slices = source.numel() // length
-    copy = 0 if source.is_contiguous() else nbytes(source)
-    if source.dtype is not torch.bool and slices <= 10 and length >= 100_000:  # should_use_sort
-        whole = [nbytes(source), source.numel() * _INDEX]
-        sizes = stable_sort_sizes(source.numel(), length, source.element_size(), ctx)
-        return temporaries(copy, *whole, *sizes, error_bytes=sort_error(source.numel(), ctx))
-    sizes = [copy, *_multi_block_sizes(slices, length, source.element_size(), ctx)]
-    if argument(args, kwargs, 4, "sorted", True) and not _is_small(k):
-        values = outputs[0]
-        sizes += [nbytes(values), values.numel() * _INDEX]
-        sizes += stable_sort_sizes(values.numel(), k, values.element_size(), ctx)
-    return temporaries(*sizes)
+    copy = scratch.take(0 if source.is_contiguous() else nbytes(source))
+    buffers = [scratch.take(n) for n in _multi_block_sizes(slices, length, source.element_size(), ctx)]
+    scratch.give(*reversed(buffers), copy)
+    if ordered and values.numel() > 1 and k > _SMALL_SORT:
+        kept = [scratch.take(values.numel() * _INDEX), scratch.take(nbytes(values))]
+        sort(scratch, values, dim, ctx)
+        scratch.use(values.numel() * _INDEX)  # indices.gather(dim, sortedIndices)
+        scratch.give(*reversed(kept))
 
 
 # should_use_multiblock: slices up to this many, of at least so many elements.
@@ -139,75 +191,54 @@ def _multi_block_sizes(slices: int, length: int, element: int, ctx: KernelContex
     return [slices * element, slices * 8, digits, blocks * 512, slices * 1024, blocks * 4, blocks * 4]
 
 
-def _scan(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """``cumsum`` and its like: one long row goes through CUB, others need nothing (ScanUtils.cuh,
-    ``scan_dim``)."""
-    del ctx
-    source, dim = args[0], argument(args, kwargs, 1, "dim", -1)
-    if not source.numel() or not source.dim():
+def _kthvalue(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``kthvalue`` and ``median(dim)`` select in a contiguous copy (Sorting.cpp)."""
+    del kwargs, outputs, ctx
+    scratch = Scratch()
+    scratch.take(0 if args[0].is_contiguous() else nbytes(args[0]))
+    return sequence(before=scratch)
+
+
+def _median(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``median()`` sorts the flattened tensor and looks at its middle (Sorting.cpp, ``median_impl``)."""
+    del kwargs, outputs
+    source = args[0]
+    if not source.numel():
         return None
-    out = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
-    copy = 0 if source.is_contiguous() else nbytes(source)
-    cub = scan_bytes(source.numel(), out.element_size()) if source.numel() == source.shape[dim] else 0
-    return temporaries(copy, cub, error_bytes=4096 if cub else 0)
+    count, element = source.numel(), source.element_size()
+    scratch = Scratch()
+    scratch.take(0 if source.is_contiguous() else nbytes(source))
+    scratch.take(count * element)
+    indices = scratch.take(count * _INDEX)
+    if count <= _SMALL_SORT:
+        scratch.use(count * _INDEX)
+    else:
+        stable_sort(scratch, count, count, element, ctx, floating=source.is_floating_point())
+    scratch.give(indices)
+    return sequence(before=scratch)
 
 
-def _unique(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """``_unique2``: a sorted copy (with its order, if wanted), and CUB's storage (Unique.cu,
-    UniqueCub.cu)."""
+def _mode(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``mode``: slices that lie contiguously; longer than 2048, each is sorted with its positions by Thrust.
+
+    TensorModeKernel.cpp ``mode_kernel_impl``, TensorModeKernel.cu ``calculate_mode``. Thrust's own storage is
+    estimated as CUB's.
+    """
     del outputs
     source = args[0]
-    count, element = source.numel(), source.element_size()
-    if not count:
+    if not source.numel() or not source.dim():
         return None
-    ordered = argument(args, kwargs, 2, "return_inverse", False)
-    counted = argument(args, kwargs, 3, "return_counts", False)
-    sizes = [count * element, sort_bytes(count, element, _INDEX if ordered else 0, ctx)]
-    if ordered:
-        sizes += [count * _INDEX] * 4  # range, order, and places of first occurrences
-    if counted:
-        sizes += [count * _INDEX]
-    return workspace(*sizes, error_bytes=sort_error(count, ctx) + count * _INDEX)
-
-
-def _nonzero(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """``nonzero_cuda_out_impl``: the count, CUB's reduction, then flat positions (Nonzero.cu)."""
-    del kwargs, outputs, ctx
-    count = args[0].numel()
-    if not count:
-        return None
-    copy = 0 if args[0].is_contiguous() else nbytes(args[0])
-    return Extras(tuple(s for s in (copy, 4, 1024) if s), (scan_bytes(count, 4),), error_bytes=4096)
-
-
-def _randperm(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """``randperm_out_cuda``: random keys, their sorted form, a range, and CUB's storage (Randperm.cpp)."""
-    del kwargs
-    count = args[0]
-    if not isinstance(count, int) or count < 2:
-        return None
-    bits = min(64, 3 * (count - 1).bit_length() + 12)  # enough that the same key is rarely drawn twice
-    key = 4 if bits <= 32 else 8
-    element = outputs.element_size()
-    sizes = [count * key, count * key, count * element, sort_bytes(count, key, element, ctx, bits=bits)]
-    return temporaries(*sizes, error_bytes=sort_error(count, ctx))
-
-
-def _multinomial(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """``multinomial_out``: without replacement, noise as large as the weights; with it, their cumulative sum.
-
-    native/Distributions.cpp divides the weights by exponential noise and takes the largest;
-    MultinomialKernel.cu copies, sums and normalises them.
-    """
-    del ctx
-    weights = args[0]
-    samples = argument(args, kwargs, 1, "num_samples")
-    replacement = argument(args, kwargs, 2, "replacement", False)
-    size = nbytes(weights)
-    if not replacement or samples == 1:
-        return temporaries(size)
-    rows = outputs.numel() // samples
-    return temporaries(size, size, rows * weights.element_size(), outputs.numel() * weights.element_size())
+    dim = argument(args, kwargs, 1, "dim", -1)
+    length, element = source.shape[dim], source.element_size()
+    scratch = Scratch()
+    scratch.take(0 if source.transpose(dim, -1).is_contiguous() else nbytes(source))
+    if length > _SMALL_MODE:
+        scratch.take(length * element)
+        scratch.take(length * _INDEX)
+        storage = sort_bytes(length, element, _INDEX, ctx)
+        scratch.use(storage)
+        scratch.doubt((storage + length * (element + _INDEX), storage))
+    return sequence(after=scratch)
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table(
@@ -216,10 +247,8 @@ RULES: dict[torch._ops.OpOverload, Rule] = table(
         "sort.stable": _sort_stable_rule,
         ("argsort", "argsort.stable"): _argsort,
         "topk": _topk,
-        ("cumsum", "cumprod", "logcumsumexp", "cumsum_", "cumprod_"): _scan,
-        ("_unique2", "unique_consecutive", "_unique"): _unique,
-        "nonzero": _nonzero,
-        ("randperm", "randperm.generator"): _randperm,
-        "multinomial": _multinomial,
+        ("kthvalue", "median.dim", "nanmedian.dim"): _kthvalue,
+        ("median", "nanmedian"): _median,
+        "mode": _mode,
     }
 )

@@ -54,8 +54,10 @@ def _in_place(plain: Any, written: Any, nodes: tuple[str, ...]) -> Handler:
             and node.name().rstrip("0123456789") in names
             and _made_in_this_pass(mode, args[0])
         ):
-            if written is _INDEX_PUT and any(i is not None and i.dtype in _MASKS for i in args[1]):
-                return shapes.index_put(mode, written, args, kwargs)  # a mask becomes indices first
+            if written is _INDEX_PUT:
+                args = (*args[:3], True, True)  # accumulating, with indices that the forward pass has checked
+                if any(i is not None and i.dtype in _MASKS for i in args[1]):
+                    return shapes.index_put(mode, written, args, kwargs)  # a mask becomes indices first
             mode.settle(written, mode.ops[written], args, kwargs, args[0])
             return args[0]
         if usual is not None:

@@ -142,18 +142,40 @@ def index(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 @rule("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default")
 def index_put(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x[mask] = y``: a boolean mask with one value is a masked fill; otherwise its indices are made first."""
+    """``x[mask] = y``: a single number is a masked fill; otherwise the mask's positions are made first."""
     tensor, indices, *rest = args
-    masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
-    if not masks:
+    if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
         return mode.run(func, mode.ops[func], args, kwargs)
-    _positions(mode, indices, tensor.device)
-    del rest
-    if func is torch.ops.aten.index_put.default:
-        out = mode.fake_like(tensor)
-        return _finish(mode, func, args, kwargs, out)
-    mode.settle(func, mode.ops[func], args, kwargs, tensor)
-    return tensor
+    if func is not torch.ops.aten.index_put.default:
+        mask = _filled_by(args, kwargs)
+        if mask is not None:
+            value = args[2].item()
+            return mode.run(_MASKED_FILL, mode.ops[_MASKED_FILL], (tensor, mask, value), {})
+    positions = _positions(mode, indices, tensor.device)  # they live until the kernel is done
+    out = mode.fake_like(tensor) if func is torch.ops.aten.index_put.default else tensor
+    return _finish(mode, func, (tensor, positions, *rest), kwargs, out)
+
+
+_MASKED_FILL = torch.ops.aten.masked_fill_.Scalar
+
+
+def _filled_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The mask of a write that is a masked fill (TensorAdvancedIndexing.cpp, ``canDispatchToMaskedFill``).
+
+    It writes one number of the host where a single mask on the card says so.
+    """
+    tensor, indices, value = args[:3]
+    accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    given = [index for index in indices if index is not None]
+    if accumulates or value.numel() != 1 or type(value) is FakeTensor or value.device.type != "cpu":
+        return None
+    if len(given) != 1 or given[0].device != tensor.device:
+        return None
+    before = next(place for place, index in enumerate(indices) if index is not None)
+    mask: torch.Tensor = given[0]
+    for _ in range(tensor.dim() - before - mask.dim()):
+        mask = torch.ops.aten.unsqueeze.default(mask, -1)
+    return mask
 
 
 @rule(

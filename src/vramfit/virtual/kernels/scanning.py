@@ -1,0 +1,71 @@
+"""Running sums and their like: cumsum, cumprod, logcumsumexp, cummax, cummin.
+
+aten/src/ATen/native/cuda/ScanKernels.cpp and ScanUtils.cuh (``scan_dim``, ``scan_dim_with_indices``): one long row
+goes through CUB, several rows are scanned by kernels that need no storage. native/ReduceOps.cpp
+(``impl_func_cum_ops``) converts the input to the type of the result first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vramfit.virtual.kernels.context import (
+    Args,
+    Extras,
+    KernelContext,
+    Kwargs,
+    Rule,
+    argument,
+    nbytes,
+    table,
+)
+from vramfit.virtual.kernels.cub import scan_bytes, scan_error
+from vramfit.virtual.kernels.scratch import Scratch, sequence
+
+
+def scan_row(scratch: Scratch, count: int, dtype: torch.dtype, ctx: KernelContext) -> None:
+    """Storage of a scan over one row of numbers of a type.
+
+    In deterministic mode, sums of floating-point numbers keep one sum for each block instead
+    (cub.cuh, ``inclusive_deterministic_scan``).
+    """
+    if ctx.deterministic and (dtype.is_floating_point or dtype.is_complex):
+        scratch.use(ctx.spec.sm_count * dtype.itemsize)
+        return
+    storage = scan_bytes(count, dtype.itemsize)
+    scratch.use(storage)
+    scratch.doubt(scan_error(storage))
+
+
+def _scan(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``cumsum`` and its like."""
+    source, dim = args[0], argument(args, kwargs, 1, "dim", -1)
+    if not source.numel() or not source.dim():
+        return None
+    wanted = outputs.dtype
+    scratch = Scratch()
+    if source.dtype != wanted:
+        scratch.take(source.numel() * wanted.itemsize)  # keeps the strides of a dense source
+    scratch.take(0 if outputs.is_contiguous() else nbytes(outputs))
+    scratch.take(0 if source.is_contiguous() else source.numel() * wanted.itemsize)
+    if source.numel() == source.shape[dim]:
+        scan_row(scratch, source.numel(), wanted, ctx)
+    return sequence(after=scratch)
+
+
+def _with_indices(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``cummax``, ``cummin``: a contiguous copy; no library (``scan_dim_with_indices``)."""
+    del kwargs, outputs, ctx
+    scratch = Scratch()
+    scratch.take(0 if args[0].is_contiguous() else nbytes(args[0]))
+    return sequence(after=scratch)
+
+
+RULES: dict[torch._ops.OpOverload, Rule] = table(
+    {
+        ("cumsum", "cumprod", "logcumsumexp", "_logcumsumexp", "cumsum_", "cumprod_"): _scan,
+        ("cummax", "cummin", "_cummax_helper", "_cummin_helper"): _with_indices,
+    }
+)
