@@ -130,6 +130,26 @@ def test_a_snapshot_tells_the_allocators_settings() -> None:
         assert snapshot["segments"][0]["is_expandable"] and kept.is_cuda and gpu.run.oom is None
 
 
+def test_a_dropout_makes_its_mask_first(gpu: VirtualGPU) -> None:
+    x = torch.empty(1 << 20, device="cuda", requires_grad=True)
+    torch.cuda.memory._record_memory_history()
+    kept = torch.nn.functional.dropout(x, 0.1)
+    entries = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    assert [e["size"] for e in entries if e["action"] == "alloc"] == [MIB, kept.nbytes]
+
+
+def test_a_block_that_may_be_done_without_is_a_plain_figure(gpu: VirtualGPU) -> None:
+    layer = torch.nn.Conv2d(16, 16, 3, padding=1).cuda()
+    torch.backends.cudnn.benchmark = True
+    try:
+        layer(torch.empty(2, 16, 64, 64, device="cuda"))
+    finally:
+        torch.backends.cudnn.benchmark = False
+    blocks = [b for s in torch.cuda.memory._snapshot()["segments"] for b in s["blocks"]]
+    assert blocks and all(type(b["requested_size"]) is int for b in blocks if "requested_size" in b)
+
+
 def test_properties_are_the_cards(gpu: VirtualGPU) -> None:
     assert torch.cuda.is_available() and torch.cuda.device_count() == 1
     assert torch.cuda.get_device_name() == "NVIDIA GeForce RTX 4090"

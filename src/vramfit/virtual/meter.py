@@ -294,7 +294,7 @@ class Meter:
                         self.free(taken[-size - 1], device)
                     taken[-size - 1] = 0
                 elif type(size) is Spare:
-                    taken.append(self._spare(size, device, op))
+                    taken.append(self._spare(int(size), device, op))  # figures are plain numbers
                 else:
                     taken.append(self.malloc(size, device, op=op, category=Category.TEMPORARIES)[0])
         except torch.OutOfMemoryError:

@@ -38,7 +38,7 @@ from vramfit.virtual.expectations import WATCHED, expectation
 from vramfit.virtual.facade import invalid_device
 from vramfit.virtual.guesses import Guesses
 from vramfit.virtual.ops import OpInfo, OpTable, mutated_tensors, tensors_in
-from vramfit.virtual.rules import RULES
+from vramfit.virtual.rules import LATE, RULES
 from vramfit.virtual.shading import Shading
 from vramfit.virtual.shadow import ShadowStore, map_tensors, may_carry
 from vramfit.virtual.subclasses import Twins
@@ -114,7 +114,7 @@ class VirtualMode(TorchDispatchMode):
         self.describer = Describer(self.fake)
         self.shadows = ShadowStore()
         self.shading = Shading(machine, self.shadows, meter.expected)
-        self.ops = OpTable(RULES)
+        self.ops = OpTable(RULES, LATE)
         self.guesses = Guesses(machine)
         self.twins = Twins()
         self._pinned: dict[int, _Pinned] = {}
@@ -242,7 +242,8 @@ class VirtualMode(TorchDispatchMode):
         try:
             corrected = kernels.METAS.get(func)
             if corrected is not None:
-                return corrected(self.fake, *args, **kwargs)
+                out = corrected(self.fake, *args, **kwargs)
+                return out if self.machine.measured is None else self._with_reserve(func, args, kwargs, out)
             return self.describer.describe(func, args, kwargs)
         except (
             UnsupportedOperatorException,
@@ -255,6 +256,23 @@ class VirtualMode(TorchDispatchMode):
         except ValueError as error:
             # torch's descriptions in Python find some misuse that its C++ reports as RuntimeError.
             raise RuntimeError(str(error)) from None
+
+    def _with_reserve(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> Any:
+        """Results of an op, the bytes that cuDNN keeps among them as many as were measured."""
+        device, measured = _device_of(out, args, kwargs), self.machine.measured
+        if device is None or measured is None:
+            return out
+        size = measured.reserve(func, args, kwargs, self.workspaces.context(device))
+        if size is None:
+            return out
+        return tuple(
+            self.fake_empty((size,), torch.uint8, item.device)
+            if isinstance(item, torch.Tensor) and item.dtype is torch.uint8 and item.dim() == 1
+            else item
+            for item in out
+        )
 
     def settle(
         self,
@@ -288,6 +306,8 @@ class VirtualMode(TorchDispatchMode):
                 # torch remembers in C++ that CUDA was initialised once, and would not say so again.
                 torch.cuda._lazy_init()
             context = self.workspaces.context(device)
+            if context.profile is not None and (library := context.profile.library(func)) is not None:
+                self.machine.devices[device].use_library(library)
             extras = kernels.extras(func, args, kwargs, out, context)
             if meter.assuming:
                 extents = merged(
@@ -303,7 +323,8 @@ class VirtualMode(TorchDispatchMode):
                 if extras is not None and extras.between:
                     _adopt_in_turn(meter, out, info.name, category, extents, extras.between, device)
                 elif info.fresh or info.mutated:
-                    _adopt_all(meter, out, info.name, category, extents)
+                    placed = out[::-1] if info.last_first else out
+                    _adopt_all(meter, placed, info.name, category, extents)
                 if extras and extras.after:
                     held += meter.temporary(extras.after, device, info.name)
                 for blas in kernels.blas_libraries(func, args, kwargs, context):
@@ -316,9 +337,8 @@ class VirtualMode(TorchDispatchMode):
                 if extras is not None and doubtful:
                     meter.narrow(device, extras.error_below_bytes, extras.error_bytes)
             self._expect(func, info, args, kwargs, out)
-            self.machine.advance(
-                1e6 * roofline.seconds(func, args, kwargs, out, self.machine.devices[device].spec)
-            )
+            spec, rates = self.machine.devices[device].spec, self.machine.rates
+            self.machine.advance(1e6 * roofline.seconds(func, args, kwargs, out, spec, rates))
         self.shading.follow(func, info, args, kwargs, out, device)
 
     def _expect(
@@ -431,7 +451,7 @@ class VirtualMode(TorchDispatchMode):
         if target.device.type == "cuda":
             device = target.device.index or 0
             spec = self.machine.devices[device].spec
-            self.machine.advance(1e6 * roofline.seconds(_ADD, args, {}, target, spec))
+            self.machine.advance(1e6 * roofline.seconds(_ADD, args, {}, target, spec, self.machine.rates))
         return target
 
 

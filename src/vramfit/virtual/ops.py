@@ -10,6 +10,11 @@ import torch
 Handler = Callable[[Any, torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
+_LAST_FIRST = frozenset({"aten.native_dropout", "aten._fused_dropout"})
+"""Ops whose CUDA kernels make their results from the last to the first: the mask of a dropout (Dropout.cu:
+dropout_cuda; the recorded stream of eor-nn shows it) before what is kept."""
+
+
 class OpInfo:
     """Facts of one op overload.
 
@@ -20,6 +25,7 @@ class OpInfo:
         mutated: positions and names of the arguments that it writes.
         view: its results only alias its arguments, and nothing is written.
         fresh: at least one result has a storage of its own.
+        last_first: its kernel makes the last result first.
         random: it draws random numbers.
         takes_generator: it has a ``generator`` argument.
         shadowed: whether it can run on CPU shadows; set to False once it could not.
@@ -31,6 +37,7 @@ class OpInfo:
         "foreach",
         "fresh",
         "handler",
+        "last_first",
         "mutated",
         "name",
         "overload",
@@ -55,6 +62,7 @@ class OpInfo:
         results = schema.returns
         self.fresh = any(r.alias_info is None and "Tensor" in str(r.type) for r in results)
         self.view = bool(results) and not self.mutated and all(r.alias_info is not None for r in results)
+        self.last_first = self.name in _LAST_FIRST
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.takes_generator = any(a.name == "generator" for a in schema.arguments)
         self.foreach = "_foreach_" in self.name or "_fused_" in self.name or "_amp_foreach" in self.name
@@ -69,14 +77,19 @@ class OpInfo:
 class OpTable:
     """`OpInfo` of every op met so far, with the rules registered for it."""
 
-    def __init__(self, rules: dict[torch._ops.OpOverload, Handler]) -> None:
+    def __init__(
+        self, rules: dict[torch._ops.OpOverload, Handler], late: dict[str, Handler] | None = None
+    ) -> None:
+        """Takes the rules by op, and those by name of ops that may be registered later."""
         self._rules = rules
+        self._late = late or {}
         self._known: dict[torch._ops.OpOverload, OpInfo] = {}
 
     def __getitem__(self, func: torch._ops.OpOverload) -> OpInfo:
         info = self._known.get(func)
         if info is None:
-            info = self._known[func] = OpInfo(func, self._rules.get(func))
+            handler = self._rules.get(func) or self._late.get(str(func))
+            info = self._known[func] = OpInfo(func, handler)
         return info
 
 
