@@ -160,8 +160,8 @@ class VirtualMode(TorchDispatchMode):
         info = self.ops[func]
         if info.handler is not None:
             return info.handler(self, func, args, kwargs)
-        if info.composite and torch.is_inference_mode_enabled():
-            # Inference mode skips the keys at which torch takes composite ops apart: they arrive whole.
+        if info.composite and _skips_autograd(args):
+            # Without autograd's keys, at which torch takes composite ops apart, they arrive whole.
             with self:
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
@@ -470,6 +470,11 @@ def _without_generator(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
 def _others(types: Any, twins: Twins) -> tuple[type, ...]:
     """Classes without those that stand for FakeTensor."""
     return tuple(t for t in types if t not in twins)
+
+
+def _skips_autograd(args: tuple[Any, ...]) -> bool:
+    """Whether an op passes autograd by: in inference mode, and later on tensors that were made in it."""
+    return torch.is_inference_mode_enabled() or any(t.is_inference() for t in tensors_in(args))
 
 
 def _has_wrapper(types: Any) -> bool:

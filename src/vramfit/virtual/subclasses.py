@@ -59,6 +59,11 @@ class Twins:
         """Whether a class is one of the twins."""
         return cls in self._origins
 
+    @property
+    def classes(self) -> tuple[type, ...]:
+        """All twins so far."""
+        return tuple(self._origins)
+
     def among(self, types: Iterable[type]) -> bool:
         """Whether a twin is among classes."""
         return not self._origins.keys().isdisjoint(types)

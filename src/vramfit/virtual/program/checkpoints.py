@@ -1,7 +1,8 @@
 """``torch.save`` and ``torch.load``: virtual values never reach a file, and come back when they are asked for.
 
 A file that holds virtual tensors would be worthless, and would replace a good one of the same name. So nothing is
-written; the object is kept in memory under the file's name, and a later ``torch.load`` of that name gets it.
+written; the object is kept in memory under the file's name, and a later ``torch.load`` of that name gets it. Into a
+file object goes a mark that leads back to the object, wherever the program takes what it wrote there.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import copy
 import io
 import os
 import pickle
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +20,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.virtual.patching import PatchStack
+from vramfit.virtual.subclasses import is_wrapper
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
+
+
+_MARK = "checkpoint of a virtual run, without values"
 
 
 class VirtualTensorPicklingError(pickle.PicklingError):
@@ -94,7 +100,7 @@ def holds_virtual(obj: Any) -> bool:
 
 
 def _name(file: Any) -> object:
-    return os.path.abspath(os.fspath(file)) if isinstance(file, (str, os.PathLike)) else id(file)
+    return os.path.abspath(os.fspath(file)) if isinstance(file, (str, os.PathLike)) else None
 
 
 def _patch_torch_save(mode: VirtualMode, patches: PatchStack, kept: dict[object, Any]) -> None:
@@ -105,16 +111,26 @@ def _patch_torch_save(mode: VirtualMode, patches: PatchStack, kept: dict[object,
         if not holds_virtual(obj):
             kept.pop(_name(f), None)
             return save(obj, f, *args, **kwargs)
-        kept[_name(f)] = _park(mode, obj)
+        parked = _park(mode, obj)
+        if isinstance(f, (str, os.PathLike)):
+            kept[_name(f)] = parked
+        else:  # a file that the program has opened, or a buffer that it will write somewhere else
+            token = uuid.uuid4().hex
+            kept[token] = parked
+            save({_MARK: token}, f, *args, **kwargs)
         _tell(mode, f)
         return None
 
     def virtual_load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        name = _name(f)
-        if name in kept:
+        if (name := _name(f)) in kept:
             return _unpark(mode, kept[name], map_location)
         with uploads:
-            return load(f, map_location, *args, **kwargs)
+            out = load(f, map_location, *args, **kwargs)
+        if not (isinstance(out, dict) and out.keys() == {_MARK}):
+            return out
+        if out[_MARK] not in kept:
+            raise RuntimeError(f"vramfit: this file is of another virtual run, and holds no values: {f}")
+        return _unpark(mode, kept[out[_MARK]], map_location)
 
     patches.set(torch, "save", virtual_save)
     patches.set(torch, "load", virtual_load)
@@ -206,19 +222,37 @@ class _Parked:
         self.device = device
 
 
+class _ParkedWrapper:
+    """A wrapper tensor (see NOTE [Tensor classes]) whose inner tensors are set aside."""
+
+    def __init__(self, wrapper: Any, inside: dict[str, Any], context: Any) -> None:
+        self.cls = type(wrapper)
+        self.inside = inside
+        self.context = context
+        self.shape, self.strides = wrapper.shape, wrapper.stride()
+
+    def rebuild(self, inside: dict[str, Any]) -> Any:
+        """The wrapper around other tensors."""
+        return self.cls.__tensor_unflatten__(inside, self.context, self.shape, self.strides)
+
+
 def _park(mode: VirtualMode, obj: Any) -> Any:
     """A copy of an object in which virtual tensors hold no card memory."""
 
-    def park(tensor: FakeTensor) -> _Parked:
+    def park(tensor: Any) -> _Parked:
+        with mode.twins.as_fake((tensor,)):
+            return aside(tensor)
+
+    def aside(tensor: FakeTensor) -> _Parked:
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        aside = FakeTensor(mode.fake, meta, torch.device("cpu"))
+        parked = FakeTensor(mode.fake, meta, torch.device("cpu"))
         view = mode.shadows.view(tensor)
         if view is not None:
             shadow = mode.shadows.find(tensor)
-            mode.shadows.set(aside, view.detach(), guessed=bool(shadow and shadow.guessed))
-        return _Parked(aside, tensor.device)
+            mode.shadows.set(parked, view.detach(), guessed=bool(shadow and shadow.guessed))
+        return _Parked(parked, tensor.device)
 
-    return _walk(obj, FakeTensor, park)
+    return _walk(obj, (FakeTensor, *mode.twins.classes), park)
 
 
 def _unpark(mode: VirtualMode, obj: Any, map_location: Any) -> Any:
@@ -236,7 +270,7 @@ def _unpark(mode: VirtualMode, obj: Any, map_location: Any) -> Any:
     return _walk(obj, _Parked, unpark)
 
 
-def _walk(obj: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+def _walk(obj: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
     """Rebuild nested containers with ``change`` applied to each instance of ``kind``; other leaves are copied."""
     if isinstance(obj, kind):
         return change(obj)
@@ -250,6 +284,12 @@ def _walk(obj: Any, kind: type, change: Callable[[Any], Any]) -> Any:
         return type(obj)(*items) if hasattr(obj, "_fields") else type(obj)(items)
     if isinstance(obj, list):
         return [_walk(item, kind, change) for item in obj]
+    if isinstance(obj, _ParkedWrapper):
+        return obj.rebuild({name: _walk(inner, kind, change) for name, inner in obj.inside.items()})
+    if is_wrapper(obj):
+        names, context = obj.__tensor_flatten__()
+        inside = {name: _walk(getattr(obj, name), kind, change) for name in names}
+        return _ParkedWrapper(obj, inside, copy.copy(context))
     if isinstance(obj, torch.Tensor):
         return obj.clone()
     return copy.deepcopy(obj)
