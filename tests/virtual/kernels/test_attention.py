@@ -149,9 +149,69 @@ def test_cudnn_backward_is_an_estimate_with_its_error():
     found = extras(
         aten._scaled_dot_product_cudnn_attention_backward.default, args, {}, None, context("H100 SXM")
     )
-    assert found == Extras(
-        after=(2 * 16 * 128 * 4 + 2 * 16 * 128 * 64 * 4,), error_bytes=2 * 16 * 128 * 64 * 4
-    )
+    # get_fe_workspace_size_node of cudnn-frontend: softmax_sum_size and dQ_accum_size
+    accumulator = 2 * 16 * 128 * 64 * 4
+    assert found == Extras(after=(2 * 16 * 128 * 4 + accumulator,), error_bytes=accumulator // 2)
+
+
+def test_cudnn_backward_finds_room_for_gradients_of_shared_heads():
+    query, key, lse = heads_last(2, 16, 128, 64), heads_last(2, 4, 128, 64), cuda(2, 16, 128, 1)
+    seed = cuda()
+    args = (query, query, key, key, query, lse, seed, seed, None, None, None, 128, 128, 0.0, False)
+    op = aten._scaled_dot_product_cudnn_attention_backward.default
+    found = extras(op, args, {}, None, context("H100 SXM"))
+    assert found is not None
+    rows, expanded = 2 * 16 * 128 * 4, 2 * 16 * 128 * (64 + 64) * 2
+    assert found.after == (rows + rows * 64 + expanded,)
+    assert found.error_below_bytes == expanded
+
+
+def test_cudnn_forward_is_sure_to_be_small_for_many_queries_only():
+    op = aten._scaled_dot_product_cudnn_attention.default
+    many = heads_last(2, 16, 128, 64)
+    found = extras(op, (many, many, many, None, True), {}, None, context("H100 SXM"))
+    assert found == Extras(error_bytes=2 * 16 * 128 * 4)
+    one, keys = heads_last(2, 16, 1, 64), heads_last(2, 16, 4096, 64)
+    found = extras(op, (one, keys, keys, None, False), {}, None, context("H100 SXM"))
+    assert found == Extras(error_bytes=16 * 2 * 16 * 65 * 4)
+
+
+def test_packed_single_queries_of_grouped_heads_split_their_keys():
+    # Four sequences of one query: 8 key heads x 4 queries each, as in the dense case of batch 4: 32 blocks of
+    # queries for 216 slots and 16 blocks of keys give 6 splits.
+    query, key = cuda(4, 32, 128, dtype=HALF), cuda(8192, 8, 128, dtype=HALF)
+    lengths = cuda(5, dtype=torch.int32)
+    args = (query, key, key, lengths, lengths, 1, 2048, 0.0, False, False)
+    op = aten._flash_attention_forward.default
+    found = extras(op, args, {}, None, context())
+    assert flash_splits(4 * 8, 216, 16) == 6
+    assert found == Extras(after=(6 * 4 * 8 * 4 * 4, 6 * 4 * 8 * 4 * 128 * 4))
+    assert extras(op, args, {"window_size_left": 100}, None, context()) is None
+    assert extras(op, (*args[:5], 4, *args[6:]), {}, None, context()) is None
+
+
+def test_a_program_may_ask_for_splits():
+    query = cuda(1, 1024, 32, 64, dtype=HALF)
+    args = (query, query, query, None, None, 1024, 1024, 0.0, False, False)
+    op = aten._flash_attention_forward.default
+    assert extras(op, args, {}, None, context()) is None
+    found = extras(op, args, {"num_splits": 2}, None, context())
+    assert found == Extras(after=(2 * 32 * 1024 * 4, 2 * 32 * 1024 * 64 * 4))
+
+
+def test_batches_above_65535_are_computed_in_chunks():
+    # _scaled_dot_product_efficient_attention_cuda: results of 65,535 samples before those of all 70,000
+    query = cuda(70_000, 1, 8, 32, dtype=HALF)
+    op = aten._scaled_dot_product_efficient_attention.default
+    found = ask(op, query, query, query, None, True)
+    assert found == Extras(before=(65_535 * 8 * 32 * 2, 65_535 * 32 * 4))
+    with FAKE:
+        grad = cuda(70_000, 8, 1, 32, dtype=HALF).transpose(1, 2)
+    args = (grad, query, query, query, None, query, cuda(70_000, 1, 32), cuda(), cuda(), 0.0, [True] * 3)
+    backward = aten._scaled_dot_product_efficient_attention_backward.default
+    found = extras(backward, (*args[:-1], [True, True, True, False]), {}, None, context())
+    assert found is not None
+    assert found.after[:3] == (65_535 * 8 * 32 * 2,) * 3
 
 
 # -- corrected outputs

@@ -1,9 +1,10 @@
 """Attention kernels: split-key accumulators forward, and what their backward passes accumulate into.
 
-Flash: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (``mha_fwd``, ``set_params_splitkv``,
-``mha_bwd``, ``mha_varlen_bwd``). Memory-efficient: .../cuda/attention.cu, .../cuda/attention_backward.cu and
-mem_eff_attention/kernel_backward.h with the kernel list of kernels/cutlassB.h. cuDNN: native/cudnn/MHA.cpp
-asks the library for its workspace, so its figures are estimates.
+Flash: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (``mha_fwd``, ``mha_varlen_fwd``,
+``set_params_splitkv``, ``mha_bwd``, ``mha_varlen_bwd``). Memory-efficient: .../cuda/attention.cu,
+.../cuda/attention_backward.cu and mem_eff_attention/kernel_backward.h with the kernel list of kernels/cutlassB.h.
+cuDNN: native/cudnn/MHA.cpp asks the graph for its workspace, part of which cudnn-frontend itself lays out and part of
+which the library adds, so these figures are estimates.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from vramfit.virtual.kernels.context import (
 _FLOAT = 4
 
 
-def _extras(before: list[int], after: list[int], error_bytes: int = 0) -> Extras | None:
+def _extras(before: list[int], after: list[int]) -> Extras | None:
     first, last = tuple(size for size in before if size), tuple(size for size in after if size)
-    return Extras(first, last, error_bytes) if first or last or error_bytes else None
+    return Extras(first, last) if first or last else None
 
 
 def _copy_unless(contiguous: bool, tensor: torch.Tensor) -> int:
@@ -78,13 +79,17 @@ def _flash_forward(
     size: int,
     dropout: float,
     ctx: KernelContext,
+    *,
+    windowed: bool = False,
+    splits: int = 0,
 ) -> Extras | None:
     if dropout > 0 or not batch:
         return None  # split-key kernels know no dropout
-    if length == 1 and heads > key_heads:  # one query: the heads that share a key head become its queries
-        length, heads = heads // key_heads, key_heads
-    key_blocks = ceil_div(keys, 256 if size <= 64 else 128 if size <= 128 else 64)
-    splits = flash_splits(batch * heads * ceil_div(length, 64), 2 * ctx.spec.sm_count, key_blocks)
+    if length == 1 and heads > key_heads and not windowed:
+        length, heads = heads // key_heads, key_heads  # heads that share a key head become queries of it
+    if splits < 1:
+        key_blocks = ceil_div(keys, 256 if size <= 64 else 128 if size <= 128 else 64)
+        splits = flash_splits(batch * heads * ceil_div(length, 64), 2 * ctx.spec.sm_count, key_blocks)
     if splits == 1:
         return None
     rows = splits * batch * heads * length
@@ -100,12 +105,26 @@ def _sdp_flash_forward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelCont
 
 
 def _plain_flash_forward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    del outputs, kwargs
-    if args[3] is not None:
-        return None  # varlen: splits only for single queries of grouped heads
-    batch, length, heads, size = args[0].shape
-    _, keys, key_heads, _ = args[1].shape
-    return _flash_forward(batch, heads, key_heads, length, keys, size, args[7], ctx)
+    """``_flash_attention_forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, ...)``."""
+    del outputs
+    query, key, dropout = args[0], args[1], args[7]
+    windows = (
+        argument(args, kwargs, 11 + i, f"window_size_{side}") for i, side in enumerate(("left", "right"))
+    )
+    windowed = any(window is not None and window >= 0 for window in windows)
+    windowed |= argument(args, kwargs, 14, "alibi_slopes") is not None
+    heads, size = query.shape[-2:]
+    key_heads = key.shape[-2]
+    if args[3] is None:
+        batch, length, keys = query.shape[0], query.shape[1], key.shape[1]
+    else:  # packed sequences: split only where single queries have their heads grouped
+        batch, length, keys = args[3].numel() - 1, args[5], args[6]
+        if length != 1 or heads == key_heads or windowed:
+            return None
+    splits = argument(args, kwargs, 16, "num_splits") or 0
+    return _flash_forward(
+        *(batch, heads, key_heads, length, keys, size, dropout, ctx), windowed=windowed, splits=splits
+    )
 
 
 def _flash_backward(
@@ -180,7 +199,21 @@ def _efficient_forward(out: torch.Tensor, query_size: int) -> Extras | None:
     return _extras([], [out.numel() * _FLOAT])
 
 
+_MOST_BATCHES = (1 << 16) - 1  # of one launch; larger batches are computed in chunks
+
+
 def _efficient_forward_rule(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``_scaled_dot_product_efficient_attention_cuda``: the first chunk's results come before those of the whole."""
+    del kwargs, ctx
+    batch = args[0].shape[0]
+    if batch <= _MOST_BATCHES:
+        return _efficient_forward(outputs[0], args[0].shape[-1])
+    parts = [nbytes(result) // batch * _MOST_BATCHES for result in outputs[:2]]
+    accumulator = _efficient_forward(outputs[0][:_MOST_BATCHES], args[0].shape[-1])
+    return _extras(parts, list(accumulator.after) if accumulator is not None else [])
+
+
+def _plain_efficient_forward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
     del kwargs, ctx
     return _efficient_forward(outputs[0], args[0].shape[-1])
 
@@ -270,9 +303,16 @@ def _sdp_efficient_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: Kerne
     grad, query, key, value = args[:4]
     batch, heads, length, size = query.shape
     dropout = argument(args, kwargs, 9, "dropout_p", 0.0) > 0
-    shape = (batch, heads, length, key.shape[2], size, value.shape[3])
+    chunk = min(batch, _MOST_BATCHES)
+    shape = (chunk, heads, length, key.shape[2], size, value.shape[3])
     after = _efficient_backward(shape, query.element_size() == 2, dropout, None, ctx)
-    return _extras([_copy_unless(grad.transpose(1, 2).is_contiguous(), grad)], after)
+    copy = _copy_unless(grad.transpose(1, 2).is_contiguous(), grad)
+    if chunk == batch:
+        return _extras([copy], after)
+    gradients = [
+        nbytes(tensor) // batch * chunk for tensor in (query, key, value)
+    ]  # of one chunk, then copied
+    return _extras([], [copy // batch * chunk, *gradients, *after])
 
 
 def _plain_efficient_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
@@ -294,12 +334,29 @@ def _plain_efficient_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: Ker
 # -- cuDNN ---------------------------------------------------------------------------------------------------
 
 
-def _cudnn_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """fp32 dQ and row sums, and whole-head dK and dV for shared keys: what the algorithm needs; the library
-    may differ.
+def _cudnn_forward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """Nothing for usual lengths: the forward node of cudnn-frontend lays out no workspace.
 
-    ``run_cudnn_SDP_bprop`` copies a gradient whose last stride is not 1, then allocates
-    ``get_workspace_size()``.
+    Engines for few queries may split the keys, with partial results in float32: up to sixteen of them, unless told.
+    """
+    del kwargs, outputs, ctx
+    batch, heads, length, _ = args[0].shape
+    row = batch * heads * length * _FLOAT
+    if length > _FEW_QUERIES:
+        return Extras(error_bytes=row)
+    return Extras(error_bytes=16 * row * (args[2].shape[3] + 1))
+
+
+_FEW_QUERIES = 64
+
+
+def _cudnn_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """fp32 dQ and row sums, and whole-head dK and dV for shared keys.
+
+    cudnn-frontend, node/scaled_dot_product_flash_attention.h (``SDPABackwardNode``): ``get_fe_workspace_size_node``
+    counts ``dQ_accum_size`` and ``softmax_sum_size`` of what is not padded; dK and dV of all query heads are virtual
+    tensors, for which the library finds room. What it adds beside them is not known. ``run_cudnn_SDP_bprop`` copies a
+    gradient whose last stride is not 1 first.
     """
     del kwargs, outputs, ctx
     grad, query, key, value = args[:4]
@@ -310,7 +367,11 @@ def _cudnn_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext
     if key.shape[1] != heads:
         expanded = batch * heads * key.shape[2] * (size + value.shape[3]) * query.element_size()
     copy = _copy_unless(grad.stride(-1) == 1, grad)
-    return _extras([], [copy, rows + accumulator + expanded], error_bytes=accumulator)
+    return Extras(
+        after=tuple(s for s in (copy, rows + accumulator + expanded) if s),
+        error_bytes=accumulator // 2 + expanded,
+        error_below_bytes=expanded,
+    )
 
 
 # -- math ----------------------------------------------------------------------------------------------------
@@ -334,9 +395,11 @@ RULES: dict[torch._ops.OpOverload, Rule] = table(
         "_flash_attention_forward": _plain_flash_forward,
         "_scaled_dot_product_flash_attention_backward": _sdp_flash_backward,
         "_flash_attention_backward": _plain_flash_backward,
-        ("_scaled_dot_product_efficient_attention", "_efficient_attention_forward"): _efficient_forward_rule,
+        "_scaled_dot_product_efficient_attention": _efficient_forward_rule,
+        "_efficient_attention_forward": _plain_efficient_forward,
         "_scaled_dot_product_efficient_attention_backward": _sdp_efficient_backward,
         "_efficient_attention_backward": _plain_efficient_backward,
+        "_scaled_dot_product_cudnn_attention": _cudnn_forward,
         "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
         "_safe_softmax": _safe_softmax,
     }

@@ -3,6 +3,7 @@
 from vramfit.virtual.rules import (
     attention,
     backward,
+    encoder,
     foreach,
     gradients,
     host,
@@ -11,12 +12,14 @@ from vramfit.virtual.rules import (
     shapes,
     storage,
 )
-from vramfit.virtual.rules.registry import RULES
+from vramfit.virtual.rules.registry import LATE, RULES
 
 __all__ = [
+    "LATE",
     "RULES",
     "attention",
     "backward",
+    "encoder",
     "foreach",
     "gradients",
     "host",

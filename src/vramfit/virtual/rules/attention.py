@@ -1,8 +1,10 @@
-"""Attention that arrives whole, as it does in inference mode."""
+"""Attention that arrives whole: as it does in inference mode, and for packed sequences."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from vramfit.virtual.kernels import sdpa
 from vramfit.virtual.rules.registry import rule
@@ -20,3 +22,61 @@ def attention(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[
     context = mode.workspaces.context(given["query"].device.index or 0)
     with mode:
         return sdpa.scaled_dot_product_attention(ctx=context, **given)
+
+
+_PACKED = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k")
+
+
+@rule("torch_attn._varlen_attn.default")
+def packed_attention(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Attention over packed sequences (torch/nn/attention/varlen.py): flash attention, and a state it never reads."""
+    names = (
+        *_PACKED,
+        "is_causal",
+        "scale",
+        "window_size",
+        "enable_gqa",
+        "seqused_k",
+        "block_table",
+        "num_splits",
+    )
+    given = {argument.name: argument.default_value for argument in func._schema.arguments}
+    given |= dict(zip(names, args, strict=False)) | kwargs
+    left, right = given.get("window_size") or (-1, -1)
+    with mode:
+        results = torch.ops.aten._flash_attention_forward(
+            *(given[name] for name in _PACKED),
+            0.0,
+            given["is_causal"],
+            False,
+            scale=given["scale"],
+            window_size_left=left,
+            window_size_right=right,
+            **{name: given[name] for name in ("seqused_k", "block_table", "num_splits") if name in given},
+        )
+        state = torch.zeros(2, dtype=torch.uint64, device=given["query"].device)
+    return results[0], results[1], state
+
+
+@rule("torch_attn._varlen_attn_backward.default")
+def packed_attention_backward(
+    mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Its gradients."""
+    first = ("grad_out", "query", "key", "value", "out", "lse", "cu_seq_q", "cu_seq_k", "max_q", "max_k")
+    names = (*first, "is_causal", "rng_state", "scale", "window_size")
+    given = {argument.name: argument.default_value for argument in func._schema.arguments}
+    given |= dict(zip(names, args, strict=False)) | kwargs
+    left, right = given["window_size"] or (-1, -1)
+    with mode:
+        unused = torch.empty(0, device=given["query"].device)
+        return torch.ops.aten._flash_attention_backward(
+            *(given[name] for name in first),
+            0.0,
+            given["is_causal"],
+            given["rng_state"],
+            unused,
+            scale=given["scale"],
+            window_size_left=left,
+            window_size_right=right,
+        )

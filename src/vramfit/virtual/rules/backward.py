@@ -127,22 +127,6 @@ def ctc_loss_backward(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwarg
     return out
 
 
-@rule("aten._transformer_encoder_layer_fwd.default")
-def encoder_layer(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An encoder layer's fast path gives a tensor like its input (transformers/transformer.cpp).
-
-    Meanwhile it holds the projections of queries, keys and values, and the wider of the two feed-forward layers.
-    """
-    source, width = args[0], args[14].shape[0]
-    name, device = mode.ops[func].name, source.device.index or 0
-    held = mode.meter.temporary([3 * source.nbytes, source.nbytes // source.shape[-1] * width], device, name)
-    out = mode.fake_like(source)
-    mode.settle(func, mode.ops[func], args, kwargs, out)
-    for address in held:
-        mode.meter.free(address, device)
-    return out
-
-
 def _column_major(mode: VirtualMode, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """A matrix, or a batch of them, as LAPACK and cuSOLVER want it."""
     return mode.fake_empty((*shape[:-2], shape[-1], shape[-2]), like.dtype, like.device).mT

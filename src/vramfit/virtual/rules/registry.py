@@ -10,6 +10,8 @@ import torch
 from vramfit.virtual.ops import Handler
 
 RULES: dict[torch._ops.OpOverload, Handler] = {}
+LATE: dict[str, Handler] = {}
+"""Handlers by full name of ops that exist only once the module that defines them is imported."""
 
 
 def rule(*overloads: str, on_host: bool = False) -> Callable[[Handler], Handler]:
@@ -28,6 +30,8 @@ def rule(*overloads: str, on_host: bool = False) -> Callable[[Handler], Handler]
             overload = find_overload(name)
             if overload is not None:
                 RULES[overload] = handler
+            elif not name.startswith("aten."):
+                LATE[name] = handler
         return handler
 
     return register
