@@ -44,18 +44,27 @@ class Sequence:
 
 
 def sequence_of(trace: MemoryTrace) -> Sequence:
-    """The requests of device 0."""
+    """The requests of device 0; blocks that are given back one after the other are sorted by size.
+
+    Their order says nothing of memory, and is not the same in two runs of one program: autocast empties its cache of
+    weights in the order of a hash table of addresses (aten/src/ATen/autocast_mode.cpp: clear_cache).
+    """
     asked = (trace.kind == EventKind.ALLOC) | (trace.kind == EventKind.FREE_REQUESTED)
     rows = np.flatnonzero(asked & (trace.device == 0))
     takes = (trace.kind[rows] == EventKind.ALLOC).tolist()
-    labels: list[str] = []
+    requests: list[tuple[streams.Request, str]] = []
+    returned: list[tuple[streams.Request, str]] = []
     made: dict[int, str] = {}
     for row, taken in zip(rows.tolist(), takes, strict=True):
-        address = int(trace.address[row])
+        address, size = int(trace.address[row]), int(trace.size[row])
         if taken:
             made[address] = label(trace, row)
-        labels.append(made.get(address, ""))
-    return Sequence(requests=list(zip(takes, trace.size[rows].tolist(), strict=True)), labels=labels)
+            requests += [*sorted(returned), ((True, size), made[address])]
+            returned = []
+        else:
+            returned.append(((False, size), made.pop(address, "")))
+    requests += sorted(returned)
+    return Sequence(requests=[request for request, _ in requests], labels=[label for _, label in requests])
 
 
 def label(trace: MemoryTrace, row: int) -> str:

@@ -200,7 +200,16 @@ LISTED = (
         alloc_conf="roundup_power2_divisions:8,max_split_size_mb:256",
     ),
     # Under pressure: the allocator gives cached segments back and retries; the second runs out of memory.
-    row("gpt2-small-pressed", GPT, BF16, FOREACH, batch=8, length=1024, memory_bytes=19 * GIB // 2),
+    row(
+        "llama-1b-pressed",
+        LLAMA,
+        BF16_WEIGHTS,
+        FUSED,
+        batch=1,
+        length=8192,
+        recompute="non-reentrant",
+        memory_bytes=23 * GIB,
+    ),
     row("llama-1b-too-large", LLAMA, BF16_WEIGHTS, FOREACH, batch=8, length=2048, memory_bytes=24 * GIB),
     # Sizes.
     row("gpt2-small-batch-1", GPT, BF16, FOREACH, batch=1, length=256),
