@@ -1,6 +1,6 @@
 import torch
 
-from vramfit.virtual.kernels import Extras, extras
+from vramfit.virtual.kernels import METAS, Extras, extras
 from vramfit.virtual.kernels.norm import channels_last_grid, partial_rows
 
 from .support import FAKE, ask, aten, context, cuda
@@ -76,12 +76,48 @@ def test_channels_last_batch_norm_stages_sums_of_blocks():
     assert extras(aten.native_batch_norm.default, dense, {}, None, context()) is None
 
 
-def test_channels_last_group_norm_backward_sums_rows_first():
-    # 56 x 56 = 3136 pixels as 56 rows: two sums a row, channel and sample, which outweigh the coefficients
+def test_rows_of_channels_are_channels_last():
+    # BatchNorm1d of 100,352 rows of 64: strides (64, 1), the same launch as above
+    source, channel = cuda(100_352, 64), cuda(64)
+    args = (source, channel, channel, channel, channel, True, 0.1, 1e-5)
+    found = extras(aten.native_batch_norm.default, args, {}, None, context())
+    assert found == Extras(after=(4 * 64 * 128 * 4, 8))
+    sums = 64 * 4
+    args = (source, source, channel, channel, channel, channel, channel, True, 1e-5, [True] * 3)
+    found = extras(aten.native_batch_norm_backward.default, args, {}, None, context())
+    assert found == Extras(after=(sums, sums, 2 * 64 * 128 * 4, 8))
+
+
+def test_a_gradient_of_another_layout_makes_both_dense():
     with FAKE:
-        source = cuda(4, 56, 56, 64).permute(0, 3, 1, 2)
-    channel, stats = cuda(64), cuda(4, 32)
-    args = (source, source, stats, stats, channel, 4, 64, 3136, 32, [True, True, True])
-    found = extras(aten.native_group_norm_backward.default, args, {}, (source, channel, channel), context())
-    channels = 4 * 64 * 4
-    assert found == Extras(after=(channels, channels, channels * 56 * 2))
+        source = cuda(32, 56, 56, 64).permute(0, 3, 1, 2)
+    grad, channel = cuda(32, 64, 56, 56), cuda(64)
+    args = (grad, source, channel, channel, channel, channel, channel, True, 1e-5, [True] * 3)
+    found = extras(aten.native_batch_norm_backward.default, args, {}, None, context())
+    assert found == Extras(before=(32 * 64 * 56 * 56 * 4,), after=(64 * 4, 64 * 4))
+
+
+def test_synchronised_batch_norm_has_its_parts():
+    with FAKE:
+        source = cuda(32, 56, 56, 64, dtype=torch.bfloat16).permute(0, 3, 1, 2)
+    mean, deviation = METAS[aten.batch_norm_stats.default](FAKE, source, 1e-5)
+    assert mean.shape == deviation.shape == (64,)
+    assert mean.dtype is torch.float32
+    found = extras(aten.batch_norm_stats.default, (source, 1e-5), {}, None, context())
+    assert found == Extras(after=(4 * 64 * 128 * 4, 8))
+    out = METAS[aten.batch_norm_elemt.default](FAKE, source, None, None, mean, deviation, 1e-5)
+    assert (out.shape, out.stride()) == (source.shape, source.stride())
+    sums = METAS[aten.batch_norm_backward_reduce.default](
+        FAKE, out, source, mean, deviation, mean, True, True, False
+    )
+    assert [None if tensor is None else tensor.shape for tensor in sums] == [(64,), (64,), (64,), None]
+
+
+def test_cudnn_batch_norm_is_sure_of_contiguous_data_only():
+    op = aten.cudnn_batch_norm.default
+    channel = cuda(64)
+    rest = (channel, channel, channel, channel, True, 0.1, 1e-5)
+    assert extras(op, (cuda(8, 64, 32, 32), *rest), {}, None, context()) is None
+    with FAKE:
+        source = cuda(8, 32, 32, 64).permute(0, 3, 1, 2)
+    assert extras(op, (source, *rest), {}, None, context()) == Extras(error_bytes=64 * 8 * 512)

@@ -112,6 +112,46 @@ def _cudnn_convolution(names: str, first: int) -> Meta:
     return meta
 
 
+def _per_channel(mode: FakeTensorMode, source: torch.Tensor, dtype: torch.dtype) -> FakeTensor:
+    return _fake(mode, (source.shape[1],), dtype, source.device)
+
+
+def _channel_statistics(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
+    """Mean and deviation of every channel, in the type that sums are taken in (native/cuda/Normalization.cu)."""
+    del kwargs
+    dtype = torch.float64 if args[0].dtype is torch.float64 else torch.float32
+    return _per_channel(mode, args[0], dtype), _per_channel(mode, args[0], dtype)
+
+
+def _like_batch(source_at: int) -> Meta:
+    """A normalised batch, or its gradient."""
+
+    def meta(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
+        del kwargs
+        return mode.dispatch(torch.ops.aten.empty_like.default, (), (args[source_at],), {})
+
+    return meta
+
+
+def _batch_norm_sums(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
+    """Two sums of every channel, and the gradients of weight and bias (``batch_norm_backward_reduce_cuda``)."""
+    del kwargs
+    _, source, mean, _, weight, input_g, weight_g, bias_g = args
+    sums = [_per_channel(mode, source, mean.dtype) if input_g else None for _ in range(2)]
+    dtype = mean.dtype if weight is None else weight.dtype
+    return *sums, *(_per_channel(mode, source, dtype) if wanted else None for wanted in (weight_g, bias_g))
+
+
+_BATCH_NORM: dict[str, Meta] = {
+    "batch_norm_stats": _channel_statistics,
+    "batch_norm_update_stats": _channel_statistics,
+    "batch_norm_gather_stats": _channel_statistics,
+    "batch_norm_gather_stats_with_counts": _channel_statistics,
+    "batch_norm_elemt": _like_batch(0),
+    "batch_norm_backward_elemt": _like_batch(1),
+    "batch_norm_backward_reduce": _batch_norm_sums,
+}
+
 _CUDNN_CONVOLUTIONS = {
     "cudnn_convolution": ("padding stride dilation groups", 2),
     "cudnn_convolution_transpose": ("padding output_padding stride dilation groups", 2),
@@ -130,6 +170,9 @@ def _build() -> dict[torch._ops.OpOverload, Meta]:
         metas[func] = _reduced_in_place(func, 2)
     for func in overloads("_cudnn_rnn"):
         metas[func] = _recurrent(func)
+    for name, meta in _BATCH_NORM.items():
+        for func in overloads(name):
+            metas[func] = meta
     for name, order in _CUDNN_CONVOLUTIONS.items():
         for func in overloads(name):
             metas[func] = _cudnn_convolution(*order)

@@ -23,6 +23,7 @@ from vramfit.virtual.kernels.context import (
     table,
     temporaries,
 )
+from vramfit.virtual.kernels.reduction import reduce_extras
 
 
 def _dense_copy(tensor: torch.Tensor | None) -> int:
@@ -120,28 +121,24 @@ def _group_norm_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelCo
     coefficients = []
     if outputs[0] is not None:
         coefficients = [per_group, per_group, per_channel if weight is not None and pixels > 1 else 0]
-    if _channels_last(source) and pixels > 1:  # sums of rows, gone before the coefficients are made
-        rows = per_channel * _closest_factor(pixels) * 2
-        return temporaries(*sizes, *([rows] if rows > sum(coefficients) else coefficients))
     return temporaries(*sizes, *coefficients)
-
-
-def _closest_factor(value: int) -> int:
-    """The largest divisor up to the square root (``ClosestFactor``)."""
-    factor = math.isqrt(value)
-    while value % factor:
-        factor -= 1
-    return factor
 
 
 # -- batch norm ---------------------------------------------------------------------------------------------
 
 
 def _channels_last(tensor: torch.Tensor) -> bool:
-    if tensor.dim() not in (4, 5) or tensor.is_contiguous():
-        return False
-    memory_format = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
-    return tensor.is_contiguous(memory_format=memory_format)
+    """Whether kernels for channels-last data take it: rows of channels too (``batch_norm_choose_impl``)."""
+    if tensor.is_contiguous():
+        return tensor.stride(1) == 1
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _channels_last_backward(tensor: torch.Tensor) -> bool:
+    """The same of gradients, and three dimensions (``batch_norm_use_channels_last_kernels``)."""
+    if tensor.dim() == 5 and not tensor.is_contiguous():
+        return tensor.is_contiguous(memory_format=torch.channels_last_3d)
+    return _channels_last(tensor)
 
 
 def channels_last_grid(rows: int, channels: int) -> int:
@@ -170,34 +167,71 @@ def _staging(source: torch.Tensor, values: int) -> tuple[int, int]:
 
 
 def _native_batch_norm(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """``batch_norm_cuda``: channels-last statistics over several blocks
-    (``batch_norm_stats_channels_last``)."""
-    del outputs, ctx
-    training = argument(args, kwargs, 5, "training", False)
-    if not training or not _channels_last(args[0]):
+    """``batch_norm_cuda``: channels-last statistics over several blocks (``batch_norm_stats_channels_last``), and
+    those of any other strides by ``var_mean``."""
+    del outputs
+    source = args[0]
+    if not argument(args, kwargs, 5, "training", False):
         return None
-    return temporaries(*_staging(args[0], 4))
+    return _statistics(source, ctx)
+
+
+def _statistics(source: torch.Tensor, ctx: KernelContext) -> Extras | None:
+    if _channels_last(source):
+        return temporaries(*_staging(source, 4))
+    if source.is_contiguous():
+        return None
+    welford = 32 if source.element_size() == 8 else 16
+    return reduce_extras(source, [d for d in range(source.dim()) if d != 1], welford, ctx, vector=2)
+
+
+def _batch_norm_stats(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``batch_norm_stats`` and ``batch_norm_update_stats``, of synchronised batch norm."""
+    del kwargs, outputs
+    return _statistics(args[0], ctx)
 
 
 def _native_batch_norm_backward(
     args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext
 ) -> Extras | None:
-    """``batch_norm_backward_cuda``: channels-last reductions stage two sums a channel, and keep both."""
+    """``batch_norm_backward_cuda``: channels-last reductions stage two sums a channel, and keep both.
+
+    Where only one of gradient and input is channels-last, both are made dense (``reshape`` to three dimensions).
+    """
     del kwargs, outputs, ctx
     grad, source = args[0], args[1]
-    if not _channels_last(source):
+    if not _channels_last_backward(source):
         return _before(_dense_copy(grad))
     sums = source.shape[1] * 4
+    if not _channels_last_backward(grad):
+        return Extras(
+            before=tuple(s for s in (_dense_copy(grad), _dense_copy(source)) if s), after=(sums, sums)
+        )
     return temporaries(sums, sums, *_staging(source, 2))
 
 
+def _batch_norm_backward_reduce(
+    args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext
+) -> Extras | None:
+    """``batch_norm_backward_reduce``: the sums are its results."""
+    del kwargs, outputs, ctx
+    grad, source = args[:2]
+    if _channels_last_backward(grad) and _channels_last_backward(source):
+        return temporaries(*_staging(source, 2))
+    return _before(_dense_copy(grad), _dense_copy(source))
+
+
 def _cudnn_batch_norm_error(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """cuDNN names its own workspace (``cudnnGetBatchNormalization*WorkspaceSize``): none seen for NCHW."""
+    """cuDNN names its own workspace and reserve (``cudnnGetBatchNormalization*Size``).
+
+    None for contiguous data, as recorded (``eor-nn``). Training on channels-last data takes the persistent kernels
+    (``getCudnnBatchNormMode``), which sum over blocks: two floats a channel for each of at most 512 blocks.
+    """
     del kwargs, outputs, ctx
     source = args[0]
-    if not _channels_last(source):
+    if source.is_contiguous():
         return None
-    return Extras(error_bytes=source.shape[1] * 4 * 1024)
+    return Extras(error_bytes=source.shape[1] * 8 * 512)
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table(
@@ -210,6 +244,8 @@ RULES: dict[torch._ops.OpOverload, Rule] = table(
         "native_group_norm_backward": _group_norm_backward,
         ("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"): _native_batch_norm,
         ("native_batch_norm_backward", "batch_norm_backward"): _native_batch_norm_backward,
+        ("batch_norm_stats", "batch_norm_update_stats"): _batch_norm_stats,
+        "batch_norm_backward_reduce": _batch_norm_backward_reduce,
         ("cudnn_batch_norm", "cudnn_batch_norm_backward"): _cudnn_batch_norm_error,
     }
 )

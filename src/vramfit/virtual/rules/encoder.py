@@ -35,7 +35,12 @@ _LAYER = (
 def attention(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Attention with packed projections, and its weights where they are wanted."""
     del func
-    given = {"mask": None, "need_weights": True, "average_attn_weights": True, "mask_type": None}
+    given: dict[str, Any] = {
+        "mask": None,
+        "need_weights": True,
+        "average_attn_weights": True,
+        "mask_type": None,
+    }
     given |= dict(zip(_ATTENTION, args, strict=False)) | kwargs
     with mode:
         return _attend(mode, **given)
@@ -45,7 +50,7 @@ def attention(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[
 def encoder_layer(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A whole layer: attention and two feed-forward products, each with its residual and its norm."""
     del func
-    given = {"mask": None, "mask_type": None} | dict(zip(_LAYER, args, strict=False)) | kwargs
+    given: dict[str, Any] = {"mask": None, "mask_type": None} | dict(zip(_LAYER, args, strict=False)) | kwargs
     with mode:
         return _layer(mode, given)
 
