@@ -87,6 +87,7 @@ def run(
     environ: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     assume: str = "upper",
+    profile: str | os.PathLike[str] = "auto",
 ) -> Report:
     """Run a CUDA program on virtual GPUs, in a process of its own.
 
@@ -100,6 +101,7 @@ def run(
         environ: variables added to this process's.
         cwd: folder to run in.
         assume: ``"upper"`` or ``"typical"``: what is taken for sizes that depend on data.
+        profile: a file that ``vramfit calibrate`` wrote, ``"none"``, or ``"auto"`` for that of this card and torch.
 
     Raises:
         UnknownGpuError: no such card.
@@ -120,5 +122,6 @@ def run(
         environ=environ,
         cwd=folder,
         assume=assumption(assume).value,
+        profile=profile,
     )
     return Report(run=outcome, verdict=verdict(outcome))

@@ -49,6 +49,13 @@ def run_command(
         Assume,
         typer.Option(help="What to take for sizes that depend on data: the most, or what is to be expected."),
     ] = Assume.UPPER,
+    profile: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|auto|none",
+            help="What vramfit calibrate measured; auto is that of this card and this torch, if there is any.",
+        ),
+    ] = "auto",
     json: Annotated[
         Path | None,
         typer.Option(
@@ -78,7 +85,9 @@ def run_command(
 
     try:
         with _apart_from_json(json):
-            run = run_in_child(command, gpu=spec, gpus=gpus, alloc_conf=alloc_conf, assume=assume.value)
+            run = run_in_child(
+                command, gpu=spec, gpus=gpus, alloc_conf=alloc_conf, assume=assume.value, profile=profile
+            )
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     verdict = judge(run)

@@ -47,6 +47,7 @@ def run_to_json(run: VirtualRun, verdict: Verdict) -> dict[str, Any]:
         "certain": verdict.certain,
         "outcome": verdict.outcome.name.lower(),
         "assume": run.assume,
+        "profile": _profile(run),
         "peak": _peak(decisive),
         "outside_pytorch_bytes": decisive.context,
         "total_bytes": decisive.total,
@@ -80,6 +81,20 @@ def run_to_json(run: VirtualRun, verdict: Verdict) -> dict[str, Any]:
 def render_json(run: VirtualRun, verdict: Verdict) -> str:
     """The report as text, indented, ending with a newline."""
     return json.dumps(run_to_json(run, verdict), indent=2, ensure_ascii=False) + "\n"
+
+
+def _profile(run: VirtualRun) -> dict[str, Any] | None:
+    note = run.profile
+    if note is None:
+        return None
+    return {
+        "file": note.file or None,
+        "gpu": note.gpu,
+        "torch": note.torch,
+        "date": note.date,
+        "source": note.source,
+        "calls_used": note.used,
+    }
 
 
 def _peak(device: DeviceVerdict) -> dict[str, Any]:

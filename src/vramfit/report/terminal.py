@@ -262,6 +262,12 @@ class _Page:
         yield from self.wrapped(Text(f"reserved {format_bytes(device.peak_reserved)}: {', '.join(parts)}"))
         if pinned := run.host_pinned_peak_bytes:
             yield Text(f"pinned host memory {format_bytes(pinned)}, apart from the card")
+        if (note := run.profile) is not None:
+            yield from self.wrapped(
+                Text(
+                    f"by a profile of {note.date} ({note.gpu}, torch {note.torch}): {note.used:,} calls as measured"
+                )
+            )
 
     # Where the bytes are
 

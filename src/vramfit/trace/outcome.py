@@ -83,6 +83,27 @@ class DeviceOutcome:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileNote:
+    """The profile of measurements that a run used.
+
+    Attributes:
+        file: where it lies, empty for one that was given as a value.
+        gpu: the card it was measured on.
+        torch: the version of torch it was measured with.
+        date: when, ISO form.
+        source: ``card``, or ``virtual`` when the virtual GPU took the card's place.
+        used: how many calls of the run it answered.
+    """
+
+    file: str
+    gpu: str
+    torch: str
+    date: str
+    source: str
+    used: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VirtualRun:
     """A finished run of a program on virtual GPUs.
 
@@ -101,6 +122,7 @@ class VirtualRun:
         platform: operating system and architecture.
         assume: what was taken for sizes that depend on data, ``upper`` or ``typical``.
         host_pinned_peak_bytes: most page-locked host memory that torch held at once, its cache included.
+        profile: the measurements that were used, None without any.
     """
 
     trace: MemoryTrace
@@ -117,3 +139,4 @@ class VirtualRun:
     platform: str
     assume: str = "upper"
     host_pinned_peak_bytes: int = 0
+    profile: ProfileNote | None = None

@@ -40,7 +40,11 @@ def main(job_file: str) -> int:
     job.enter(Stage.CHECKING)
     try:
         gpu = VirtualGPU(
-            spec_from_plain(job.gpu), gpus=job.gpus, alloc_conf=job.alloc_conf, assume=job.assume
+            spec_from_plain(job.gpu),
+            gpus=job.gpus,
+            alloc_conf=job.alloc_conf,
+            assume=job.assume,
+            profile=job.profile,
         )
         gpu.__enter__()
     except VramfitError as unfit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 import time
+from os import PathLike
 from types import TracebackType
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 
 from vramfit.errors import EnvironmentUnfitError, UsageError
 from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.gpus.profile import MeasuredProfile, chosen_profile
 from vramfit.trace import (
     Category,
     DeviceOutcome,
     EventKind,
     MemoryTrace,
+    ProfileNote,
     RunWarning,
     TraceBuilder,
     TraceDevice,
@@ -27,6 +30,7 @@ from vramfit.units import format_bytes
 from vramfit.virtual import build_shim, facade, program
 from vramfit.virtual.assume import Assume, assumption
 from vramfit.virtual.calibration import exclusive_counts
+from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.machine import Machine, VirtualDevice
 from vramfit.virtual.meter import Meter
 from vramfit.virtual.mode import VirtualMode
@@ -55,11 +59,15 @@ class VirtualGPU:
         alloc_conf: allocator settings as in ``PYTORCH_ALLOC_CONF``; None reads the environment.
         context_bytes: memory of the CUDA context; None takes it from the card.
         assume: ``"upper"`` or ``"typical"``: what is taken for sizes that depend on data (see `Assume`).
+        profile: what ``vramfit calibrate`` measured: a file, a `MeasuredProfile`, ``"none"``, or ``"auto"`` for the
+            one that was written for this card and this torch, if there is one.
 
     Raises:
         UnknownGpuError: no such card.
         EnvironmentUnfitError: this interpreter cannot carry the virtual GPU (see `check_interpreter`).
     """
+
+    meter_type: type[Meter] = Meter
 
     def __init__(
         self,
@@ -69,6 +77,7 @@ class VirtualGPU:
         alloc_conf: str | None = None,
         context_bytes: int | None = None,
         assume: str | Assume = Assume.UPPER,
+        profile: MeasuredProfile | str | PathLike[str] = "auto",
     ) -> None:
         if not 1 <= gpus <= MAX_GPUS:
             raise UsageError(f"{gpus} virtual GPUs were asked for; 1 to {MAX_GPUS} are possible")
@@ -79,6 +88,7 @@ class VirtualGPU:
             torch_version=torch_version(),
             context_bytes=context_bytes,
             assume=assumption(assume),
+            measured=_measured(profile, self.spec),
         )
         self._machine.config  # noqa: B018  # unreadable settings are refused here, not in the middle of the program
         self._builder = TraceBuilder(meta={"source": "virtual", "torch_version": torch.__version__})
@@ -87,7 +97,7 @@ class VirtualGPU:
         self._run: VirtualRun | None = None
         self._started = 0.0
         self._shim: build_shim.ShimReport | None = None
-        self.meter = Meter(self._machine, self._builder)
+        self.meter = self.meter_type(self._machine, self._builder)
         self.mode = VirtualMode(self._machine, self.meter, Workspaces(self._machine, self.meter))
 
     def __enter__(self) -> VirtualGPU:
@@ -191,6 +201,21 @@ class VirtualGPU:
             platform=f"{platform.system()} {platform.machine()}",
             assume=machine.assume.value,
             host_pinned_peak_bytes=machine.pinned.peak_reserved_bytes,
+            profile=self._profile_note(),
+        )
+
+    def _profile_note(self) -> ProfileNote | None:
+        measured = self._machine.measured
+        if measured is None:
+            return None
+        profile = measured.profile
+        return ProfileNote(
+            file=profile.file or "",
+            gpu=profile.gpu_name,
+            torch=profile.torch_version,
+            date=profile.date,
+            source=profile.source,
+            used=measured.used,
         )
 
     def _context_bytes(self, device: VirtualDevice) -> int:
@@ -272,6 +297,12 @@ class VirtualGPU:
 
 
 _active: VirtualGPU | None = None
+
+
+def _measured(profile: MeasuredProfile | str | PathLike[str], spec: GpuSpec) -> MeasuredTable | None:
+    """The measured calls of the profile that was asked for; None without one."""
+    found = chosen_profile(profile, spec.vendor_name, torch.__version__)
+    return None if found is None else MeasuredTable(found)
 
 
 def torch_version() -> tuple[int, int]:

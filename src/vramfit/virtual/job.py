@@ -11,7 +11,7 @@ from typing import Any
 
 from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError
 from vramfit.gpus import GpuKind, GpuSpec, Price
-from vramfit.trace import DeviceOutcome, Frame, MemoryTrace, OomReport, RunWarning, VirtualRun
+from vramfit.trace import DeviceOutcome, Frame, MemoryTrace, OomReport, ProfileNote, RunWarning, VirtualRun
 
 
 class Stage(Enum):
@@ -34,6 +34,7 @@ class Job:
         alloc_conf: allocator settings, None to read the environment.
         folder: where the results go.
         assume: what is taken for sizes that depend on data.
+        profile: ``auto``, ``none`` or the full path of a file.
     """
 
     command: list[str]
@@ -42,6 +43,7 @@ class Job:
     alloc_conf: str | None
     folder: str
     assume: str = "upper"
+    profile: str = "auto"
 
     def enter(self, stage: Stage) -> None:
         """Note how far the child has come."""
@@ -112,12 +114,14 @@ def load_outcome(folder: Path) -> VirtualRun | None:
         stack = tuple(Frame(*frame) for frame in oom.pop("stack"))
         line = oom.pop("user_line")
         oom = OomReport(stack=stack, user_line=Frame(*line) if line else None, **oom)
+    profile = facts.pop("profile")
     return VirtualRun(
         trace=MemoryTrace.load(folder / "run.vft"),
         devices=tuple(DeviceOutcome(**device) for device in facts.pop("devices")),
         oom=oom,
         warnings=tuple(RunWarning(**warning) for warning in facts.pop("warnings")),
         program=tuple(facts.pop("program")),
+        profile=None if profile is None else ProfileNote(**profile),
         **facts,
     )
 

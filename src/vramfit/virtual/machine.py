@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vramfit.allocator import (
     AllocatorConfig,
@@ -25,9 +25,13 @@ from vramfit.allocator import (
 )
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
+from vramfit.gpus.profile import Rates
 from vramfit.virtual.assume import Assume
 from vramfit.virtual.pinned import PinnedMemory
 from vramfit.virtual.streams import StreamTable
+
+if TYPE_CHECKING:
+    from vramfit.virtual.kernels.measured import MeasuredTable
 
 MIB = 1 << 20
 DEFAULT_SEED = 67280421310721  # c10/core/GeneratorImpl.h: default_rng_seed_val
@@ -69,6 +73,7 @@ class VirtualDevice:
         self.physical_index = physical_index
         self.spec = spec
         self.context_bytes = context_bytes
+        self._libraries: set[str] = set()
         self.rng = PhiloxState()
         self.uuid = device_uuid(spec, physical_index)
 
@@ -96,6 +101,16 @@ class VirtualDevice:
             device=index,
             on_event=on_event,
         )
+
+    def use_library(self, name: str) -> None:
+        """A library of CUDA is about to be used: by what was measured, its first use makes the context grow."""
+        if name in self._libraries:
+            return
+        self._libraries.add(name)
+        measured = self._machine.measured
+        growth = 0 if measured is None else measured.profile.library_bytes.get(name, 0)
+        self.context_bytes += growth
+        self.driver.outside_bytes += growth
 
     @property
     def allocator_used(self) -> bool:
@@ -168,6 +183,7 @@ class Machine:
             devices, as the driver does.
         context_bytes: memory outside torch per device; None takes it from the card.
         assume: what is taken for sizes that depend on data.
+        measured: what was measured on such a card; None without a profile.
 
     Attributes:
         clock_us: simulated time in microseconds.
@@ -190,11 +206,13 @@ class Machine:
         visible: str | None = None,
         context_bytes: int | None = None,
         assume: Assume = Assume.UPPER,
+        measured: MeasuredTable | None = None,
     ) -> None:
         if not specs:
             raise UsageError("a virtual machine needs at least one GPU")
         self.specs = tuple(specs)
         self.assume = assume
+        self.measured = measured
         self.torch_version = torch_version
         self.clock_us = 0.0
         self.on_event: EventHook | None = None
@@ -234,9 +252,15 @@ class Machine:
         )
 
     def _context_of(self, physical: int) -> int:
-        return (
-            self.specs[physical].typical_context_bytes if self._context_bytes is None else self._context_bytes
-        )
+        if self._context_bytes is not None:
+            return self._context_bytes
+        known = None if self.measured is None else self.measured.profile.context_bytes
+        return self.specs[physical].typical_context_bytes if known is None else known
+
+    @property
+    def rates(self) -> Rates | None:
+        """Speeds as measured; None without a profile."""
+        return None if self.measured is None else self.measured.profile.rates
 
     @property
     def uuids(self) -> tuple[str, ...]:

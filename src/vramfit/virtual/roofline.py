@@ -1,8 +1,8 @@
 """Simulated seconds of one op: the larger of its arithmetic and its memory traffic, plus a launch.
 
 FLOPs come from ``torch.utils.flop_counter`` (matrix products, convolutions, attention), bytes from the tensors that
-the op reads and writes, the rates from the card's data sheet times an efficiency that real kernels reach. These are
-estimates: no card has been asked.
+the op reads and writes. The rates are those that a profile holds, as measured on the card; without one they come
+from the data sheet, times an efficiency that real kernels reach.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from vramfit.gpus import GpuSpec
+from vramfit.gpus.profile import Rates
 
 # What large, well-shaped kernels reach of the data sheet's figures (dense matmul and device copy).
 COMPUTE_EFFICIENCY = 0.7
@@ -30,7 +31,17 @@ _DTYPE_PEAKS = {
 }
 
 
-def seconds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, spec: GpuSpec) -> float:
+_UNMEASURED = Rates()
+
+
+def seconds(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    out: Any,
+    spec: GpuSpec,
+    rates: Rates | None = None,
+) -> float:
     """Estimated seconds of one op on a card.
 
     Args:
@@ -39,9 +50,11 @@ def seconds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
         kwargs: its keyword arguments.
         out: its results.
         spec: the card.
+        rates: what was measured on it, None without a profile.
     """
+    rates = rates or _UNMEASURED
     moved = _nbytes(args) + _nbytes(tuple(kwargs.values())) + _nbytes(out)
-    time = moved / (spec.bandwidth * BANDWIDTH_EFFICIENCY)
+    time = moved / (rates.bandwidth or spec.bandwidth * BANDWIDTH_EFFICIENCY)
     count = flop_registry.get(func._overloadpacket)
     if count is not None:
         try:
@@ -49,17 +62,41 @@ def seconds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
         except (TypeError, AssertionError, ValueError, IndexError):
             flops = 0  # a form of the op that the counter does not know: its traffic still counts
         if flops:
-            time = max(time, flops / (peak_flops(spec, _dtype(args)) * COMPUTE_EFFICIENCY))
-    return time + LAUNCH_SECONDS
+            time = max(time, flops / flops_per_second(spec, _dtype(args), rates))
+    return time + (LAUNCH_SECONDS if rates.launch_seconds is None else rates.launch_seconds)
 
 
-def peak_flops(spec: GpuSpec, dtype: torch.dtype | None) -> float:
-    """Dense peak of a card for a dtype, in FLOP/s; TF32 where the program allows it for float32."""
+def link_seconds(nbytes: int, spec: GpuSpec, rates: Rates | None, *, upwards: bool, pinned: bool) -> float:
+    """Estimated seconds of a copy between the host and a card.
+
+    Args:
+        nbytes: bytes that cross.
+        spec: the card.
+        rates: what was measured on it, None without a profile.
+        upwards: from the host to the card.
+        pinned: whether the host's memory is page-locked.
+    """
+    measured = {} if rates is None else rates.to_card if upwards else rates.to_host
+    return nbytes / (measured.get("pinned" if pinned else "pageable") or spec.host_link)
+
+
+def flops_per_second(spec: GpuSpec, dtype: torch.dtype | None, rates: Rates = _UNMEASURED) -> float:
+    """What a large product of matrices reaches, in FLOP/s."""
+    name = _peak_name(spec, dtype)
     peaks = spec.peak_flops
+    return rates.flops.get(name) or (peaks.get(name) or peaks["float32"]) * COMPUTE_EFFICIENCY
+
+
+def _peak_name(spec: GpuSpec, dtype: torch.dtype | None) -> str:
+    """What a card calls its rate for a dtype; TF32 where the program allows it for float32."""
     name = _DTYPE_PEAKS.get(dtype, "float32") if dtype is not None else "float32"
-    if name == "float32" and "tf32" in peaks and torch.get_float32_matmul_precision() != "highest":
+    if (
+        name == "float32"
+        and "tf32" in spec.peak_flops
+        and torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
+    ):
         name = "tf32"
-    return peaks.get(name) or peaks["float32"]
+    return name
 
 
 def _nbytes(tree: Any) -> int:

@@ -15,6 +15,7 @@ from types import FrameType
 
 from vramfit.errors import EnvironmentUnfitError, VramfitError
 from vramfit.gpus import GpuSpec
+from vramfit.gpus.profile import NO_PROFILE, OWN_PROFILE, load_profile
 from vramfit.trace import VirtualRun
 from vramfit.virtual.job import Job, Stage, load_outcome, plain_spec, raise_failure, stage_of
 
@@ -28,6 +29,7 @@ def run_in_child(
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     assume: str = "upper",
+    profile: str | os.PathLike[str] = OWN_PROFILE,
 ) -> VirtualRun:
     """Run ``[script, *args]`` or ``["-m", module, *args]`` as python would, on virtual GPUs.
 
@@ -41,11 +43,16 @@ def run_in_child(
         environ: variables added to this process's.
         cwd: folder to run in; None for the current one.
         assume: ``upper`` or ``typical``, for sizes that depend on data.
+        profile: a file of `vramfit calibrate`, ``none``, or ``auto`` for that of this card and torch.
 
     Raises:
         EnvironmentUnfitError: this torch cannot carry the virtual GPU.
         VramfitError: the child died before it could tell its results; the message says how.
     """
+    named = os.fspath(profile)
+    if named not in (NO_PROFILE, OWN_PROFILE):
+        load_profile(Path(named))  # one that cannot be read is refused before anything starts
+        named = os.path.abspath(named)
     with tempfile.TemporaryDirectory(prefix="vramfit-") as name:
         folder = Path(name)
         job = Job(
@@ -55,6 +62,7 @@ def run_in_child(
             alloc_conf=alloc_conf,
             folder=name,
             assume=assume,
+            profile=named,
         )
         (folder / "job.json").write_text(json.dumps(asdict(job)), encoding="utf-8")
         code = _spawn(folder / "job.json", environ, cwd)

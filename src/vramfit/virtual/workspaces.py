@@ -21,6 +21,14 @@ from vramfit.virtual.kernels import Blas, KernelContext
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.meter import Meter
 
+# What sets the size of a workspace by itself, whatever was measured (see kernels/matmul.py).
+_WORKSPACE_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "TORCH_CUBLAS_WORKSPACE_CACHE",
+    "TORCH_CUBLASLT_UNIFIED_WORKSPACE",
+)
+
 
 class _Handle(threading.local):
     """The handle of this thread; returned to the pool when the thread ends and its locals die."""
@@ -61,7 +69,7 @@ class Workspaces:
             cudnn.benchmark,
             torch.are_deterministic_algorithms_enabled()
             and not torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.get_float32_matmul_precision(),
+            torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32",
             cuda.flash_sdp_enabled(),
             cuda.mem_efficient_sdp_enabled(),
             cuda.math_sdp_enabled(),
@@ -86,7 +94,7 @@ class Workspaces:
                 cudnn_enabled=bool(key[0]),
                 cudnn_benchmark=bool(key[1]),
                 deterministic=bool(key[2]),
-                allow_tf32=key[3] != "highest",
+                allow_tf32=bool(key[3]),
                 flash_sdp=bool(key[4]),
                 mem_efficient_sdp=bool(key[5]),
                 math_sdp=bool(key[6]),
@@ -98,6 +106,7 @@ class Workspaces:
                 cudnn_tf32=bool(key[12]),
                 conv_benchmark_empties_cache=bool(key[13]),
                 searched=self._searched,
+                profile=self._machine.measured,
                 environ=dict(os.environ),
             )
         return context
@@ -111,10 +120,11 @@ class Workspaces:
         """Make sure the workspace of a library is there; returns blocks that last for this op only."""
         key = (blas, device, self._handle(), self._machine.current_stream(device))
         held, old = self._held.get(key, (-1, 0))
+        self._machine.devices[device].use_library(blas.value)
         chosen = self._machine.cublas_workspace_bytes.get(blas.value)
         if held >= 0 and (chosen is None or held >= chosen):
             return []
-        size = kernels.workspace_bytes(blas, context) if chosen is None else chosen
+        size = self._workspace_bytes(blas, context) if chosen is None else chosen
         address = 0
         if size:
             address, _ = self._meter.malloc(
@@ -127,6 +137,14 @@ class Workspaces:
             self._meter.free(old, device)
         return []
 
+    def _workspace_bytes(self, blas: Blas, context: KernelContext) -> int:
+        """As measured with torch's own settings, else by the rule, which knows the variables that change it."""
+        measured = self._machine.measured
+        if measured is None or any(name in context.environ for name in _WORKSPACE_VARIABLES):
+            return kernels.workspace_bytes(blas, context)
+        found = measured.profile.workspace_bytes.get(blas.value)
+        return kernels.workspace_bytes(blas, context) if found is None else found
+
     def dropout_state(self, device: int) -> torch.Tensor:
         """The random states of cuDNN's dropout: one per device, made at its first use and kept.
 
@@ -137,13 +155,16 @@ class Workspaces:
         state = self._dropout_states.get(device)
         if state is None:
             spec = self._machine.devices[device].spec
-            size = 48 * spec.sm_count * spec.max_threads_per_sm
+            measured = self._machine.measured
+            known = None if measured is None else measured.profile.workspace_bytes.get("cudnn_dropout")
+            size = 48 * spec.sm_count * spec.max_threads_per_sm if known is None else known
             state = self._dropout_states[device] = torch.empty(
                 size, dtype=torch.uint8, device=f"cuda:{device}"
             )
             self._meter.tag(state, Category.WORKSPACES)
-            self._meter.widen(device, size, size, "cuDNN dropout")
-            self._meter.note_doubt(device)
+            if known is None:
+                self._meter.widen(device, size, size, "cuDNN dropout")
+                self._meter.note_doubt(device)
         return state
 
     def clear(self) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vramfit.gpus import GpuSpec
+
+if TYPE_CHECKING:
+    from vramfit.virtual.kernels.measured import MeasuredTable
 
 # cuDNN that the default wheel of each torch release asks for (its `nvidia-cudnn-cu13` requirement on PyPI),
 # in cuDNN's own numbering: 9.19.0 is 91900. Later releases count as the last one known.
@@ -49,6 +52,7 @@ class KernelContext:
             wheel.
         cuda_version: CUDA that torch was built with, ``(13, 0)`` in the default wheels since 2.11.
         searched: convolutions for which benchmark mode has searched an algorithm already; grows.
+        profile: calls that were measured on the card, which go before any rule; None without a profile.
     """
 
     spec: GpuSpec
@@ -72,6 +76,7 @@ class KernelContext:
     cudnn_version: int = 0
     cuda_version: tuple[int, int] = (13, 0)
     searched: set[Hashable] = field(default_factory=set, compare=False)
+    profile: MeasuredTable | None = field(default=None, compare=False)
 
     @property
     def cudnn(self) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.trace import Category
+from vramfit.virtual import roofline
 from vramfit.virtual.guesses import GUESSED
 from vramfit.virtual.rules.registry import rule
 from vramfit.virtual.shadow import guess_value
@@ -58,7 +59,7 @@ def _upload(
     fake = mode.wrap(source)
     out = mode.describe(_TO_COPY, (fake,), {**kwargs, "device": device})
     mode.settle(_TO_COPY, info, (fake,), {**kwargs, "device": device}, out, category=Category.INPUTS)
-    _pass_link(mode, device.index or 0, source.nbytes)
+    _pass_link(mode, device.index or 0, source.nbytes, upwards=True, pinned=mode.is_pinned(source))
     assert isinstance(out, torch.Tensor)
     return out
 
@@ -79,7 +80,8 @@ def _upload_sparse(
 def download(mode: VirtualMode, source: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
     """A real CPU tensor for a virtual one: its shadow, or values nobody knows."""
     dtype = kwargs.get("dtype") or source.dtype
-    _pass_link(mode, source.device.index or 0, source.nbytes)
+    pinned = bool(kwargs.get("pin_memory"))
+    _pass_link(mode, source.device.index or 0, source.nbytes, upwards=False, pinned=pinned)
     shadow = mode.shadows.find(source)
     if shadow is not None:
         if shadow.guessed:
@@ -134,7 +136,7 @@ def _fill_host(mode: VirtualMode, func: Any, target: torch.Tensor, source: torch
     if mode.shadows.find(source) is None and target.nbytes > _UNTOUCHED_BYTES and target.is_floating_point():
         torch.broadcast_shapes(target.shape, source.shape)
         warn_guess(mode)
-        _pass_link(mode, source.device.index or 0, source.nbytes)
+        _pass_link(mode, source.device.index or 0, source.nbytes, upwards=False, pinned=False)
         return target
     filled: torch.Tensor = func(target, download(mode, source, {"dtype": target.dtype}))
     return filled
@@ -233,6 +235,7 @@ def warn_guess(mode: VirtualMode) -> None:
     )
 
 
-def _pass_link(mode: VirtualMode, device: int, nbytes: int) -> None:
+def _pass_link(mode: VirtualMode, device: int, nbytes: int, *, upwards: bool, pinned: bool) -> None:
     """Let the time pass that a copy over the card's host link takes."""
-    mode.machine.advance(1e6 * nbytes / mode.machine.devices[device].spec.host_link)
+    spec, rates = mode.machine.devices[device].spec, mode.machine.rates
+    mode.machine.advance(1e6 * roofline.link_seconds(nbytes, spec, rates, upwards=upwards, pinned=pinned))

@@ -1,0 +1,304 @@
+"""What was measured on a card: kernels' temporaries, the context and its libraries, and rates; as a file.
+
+``vramfit calibrate`` writes profiles, the virtual GPU reads them. docs/calibrate.md describes the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vramfit.errors import UsageError
+from vramfit.writing import write_text
+
+SCHEMA = "vramfit.profile/1"
+FOLDER_VARIABLE = "VRAMFIT_PROFILE_DIR"
+NO_PROFILE = "none"
+OWN_PROFILE = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredOp:
+    """What one call of an op allocated, as `vramfit.virtual.kernels.Extras` lists it; sizes in bytes.
+
+    Attributes:
+        before: temporaries taken before the first result.
+        between: those of each result in turn, for ops that make one result after the other.
+        after: temporaries taken after the last result.
+        reserve: size of a result whose bytes a library decides (a cuDNN reserve), None without one.
+    """
+
+    before: tuple[int, ...] = ()
+    between: tuple[tuple[int, ...], ...] = ()
+    after: tuple[int, ...] = ()
+    reserve: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredCall:
+    """An op with arguments of certain shapes.
+
+    Attributes:
+        usual: what each call allocates.
+        first: what the first such call of a process allocates, where that differs (cuDNN's benchmark mode).
+    """
+
+    usual: MeasuredOp
+    first: MeasuredOp | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """Speeds of a card, as measured; None or absent where they were not.
+
+    Attributes:
+        flops: FLOP/s of a large matrix product, by dtype (``"float32"``, ``"tf32"``, ``"bfloat16"``, ...).
+        bandwidth: bytes per second that a large elementwise kernel reads and writes.
+        launch_seconds: seconds of a kernel on next to no data, one after the other.
+        to_card: host to card, bytes per second, by kind of host memory (``"pinned"``, ``"pageable"``).
+        to_host: card to host, likewise.
+    """
+
+    flops: Mapping[str, float] = field(default_factory=dict)
+    bandwidth: float | None = None
+    launch_seconds: float | None = None
+    to_card: Mapping[str, float] = field(default_factory=dict)
+    to_host: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredProfile:
+    """All that was measured on one card with one torch. Sizes are bytes.
+
+    Attributes:
+        gpu_name: the card as ``torch.cuda.get_device_name()`` says.
+        total_bytes: its memory.
+        torch_version: version of torch, in full.
+        cuda_version, cudnn_version, driver: of what lay below it; empty or 0 where unknown.
+        date: day of the measurement, ISO form.
+        source: ``"card"``, or ``"virtual"`` when the virtual GPU took the card's place.
+        context_bytes: memory that the CUDA context takes outside torch's allocator, None if not measured.
+        library_bytes: by how much that grows at the first use of a library, in the order of measurement.
+        workspace_bytes: what a library keeps in torch's allocator (``"cublas"``, ``"cublaslt"``,
+            ``"cudnn_dropout"``).
+        rates: speeds.
+        ops: measured calls, by full name of the op (``aten.mm.default``) and by signature of the arguments.
+        file: where it was read from, None if it was not.
+    """
+
+    gpu_name: str
+    total_bytes: int
+    torch_version: str
+    cuda_version: str = ""
+    cudnn_version: int = 0
+    driver: str = ""
+    date: str
+    source: str = "card"
+    context_bytes: int | None = None
+    library_bytes: Mapping[str, int] = field(default_factory=dict)
+    workspace_bytes: Mapping[str, int] = field(default_factory=dict)
+    rates: Rates = field(default_factory=Rates)
+    ops: Mapping[str, Mapping[str, MeasuredCall]] = field(default_factory=dict)
+    file: str | None = None
+
+    @property
+    def calls(self) -> int:
+        """How many measured calls it holds."""
+        return sum(len(found) for found in self.ops.values())
+
+
+# -- the file ------------------------------------------------------------------------------------------------
+
+
+def save_profile(profile: MeasuredProfile, path: Path) -> None:
+    """Write a profile, whole or not at all; its folder is made if it is missing.
+
+    Raises:
+        WriteError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, profile_to_text(profile))
+
+
+def profile_to_text(profile: MeasuredProfile) -> str:
+    """A profile as JSON text: one line for each measured call."""
+    facts = asdict(profile)
+    del facts["file"], facts["ops"]
+    head = json.dumps({"schema": SCHEMA, **facts}, indent=1)
+    ops = ",\n".join(
+        f"  {json.dumps(name)}: {{\n"
+        + ",\n".join(
+            f"   {json.dumps(key)}: {json.dumps(_call_to_plain(call))}" for key, call in calls.items()
+        )
+        + "\n  }"
+        for name, calls in sorted(profile.ops.items())
+    )
+    return f'{head[:-2]},\n "ops": {{\n{ops}\n }}\n}}\n'
+
+
+def load_profile(path: Path) -> MeasuredProfile:
+    """Read a profile.
+
+    Raises:
+        UsageError: there is no such file, it is not a profile, or one of a version that is not read here.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the profile {path}: {(error.strerror or str(error)).lower()}",
+            "Give the file that vramfit calibrate wrote, or --profile none",
+        ) from None
+    except ValueError:
+        raise _no_profile(path, "it is not JSON") from None
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        found = document.get("schema") if isinstance(document, dict) else None
+        raise _no_profile(path, f"its schema is {found!r}, not {SCHEMA!r}")
+    try:
+        return _profile(document, str(path))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _no_profile(path, f"{type(error).__name__}: {error}") from None
+
+
+def _no_profile(path: Path, reason: str) -> UsageError:
+    return UsageError(
+        f"{path} is not a profile that this version reads: {reason}", "Write it anew with vramfit calibrate"
+    )
+
+
+def _profile(document: dict[str, Any], file: str) -> MeasuredProfile:
+    known = {name: document[name] for name in _PLAIN if name in document}
+    return MeasuredProfile(
+        **known,
+        library_bytes=_numbers(document.get("library_bytes", {}), int),
+        workspace_bytes=_numbers(document.get("workspace_bytes", {}), int),
+        rates=_rates(document.get("rates", {})),
+        ops={
+            name: {key: _call_from_plain(call) for key, call in calls.items()}
+            for name, calls in document["ops"].items()
+        },
+        file=file,
+    )
+
+
+_PLAIN = (
+    "gpu_name",
+    "total_bytes",
+    "torch_version",
+    "cuda_version",
+    "cudnn_version",
+    "driver",
+    "date",
+    "source",
+    "context_bytes",
+)
+
+
+def _numbers(values: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
+    return {name: kind(value) for name, value in values.items()}
+
+
+def _rates(values: Mapping[str, Any]) -> Rates:
+    return Rates(
+        flops=_numbers(values.get("flops", {}), float),
+        bandwidth=values.get("bandwidth"),
+        launch_seconds=values.get("launch_seconds"),
+        to_card=_numbers(values.get("to_card", {}), float),
+        to_host=_numbers(values.get("to_host", {}), float),
+    )
+
+
+def _call_to_plain(call: MeasuredCall) -> dict[str, Any]:
+    plain = _op_to_plain(call.usual)
+    return plain if call.first is None else plain | {"first": _op_to_plain(call.first)}
+
+
+def _call_from_plain(plain: Mapping[str, Any]) -> MeasuredCall:
+    first = plain.get("first")
+    return MeasuredCall(usual=_op_from_plain(plain), first=None if first is None else _op_from_plain(first))
+
+
+def _op_to_plain(op: MeasuredOp) -> dict[str, Any]:
+    return {name: value for name, value in asdict(op).items() if value not in ((), None)}
+
+
+def _op_from_plain(plain: Mapping[str, Any]) -> MeasuredOp:
+    return MeasuredOp(
+        before=tuple(int(size) for size in plain.get("before", ())),
+        between=tuple(tuple(int(size) for size in sizes) for sizes in plain.get("between", ())),
+        after=tuple(int(size) for size in plain.get("after", ())),
+        reserve=plain.get("reserve"),
+    )
+
+
+# -- the folder of profiles ----------------------------------------------------------------------------------
+
+
+def profile_folder() -> Path:
+    """Where profiles are kept: ``VRAMFIT_PROFILE_DIR``, else the platform's folder for a user's data."""
+    chosen = os.environ.get(FOLDER_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    if platform.system() == "Windows":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData/Local") / "vramfit/profiles"
+    if platform.system() == "Darwin":
+        return Path.home() / "Library/Application Support/vramfit/profiles"
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share") / "vramfit/profiles"
+
+
+def profile_file(gpu_name: str, torch_version: str) -> Path:
+    """Where the profile of a card and a torch version is kept by default."""
+    name = re.sub(r"[^a-z0-9]+", "-", gpu_name.lower()).strip("-")
+    return profile_folder() / f"{name}-torch-{_release(torch_version)}.json"
+
+
+def chosen_profile(
+    profile: MeasuredProfile | str | os.PathLike[str], gpu_name: str, torch_version: str
+) -> MeasuredProfile | None:
+    """The profile that a user asks for.
+
+    Args:
+        profile: a profile, ``"none"``, ``"auto"`` for that of the card and torch version, or a file.
+        gpu_name: as for `find_profile`.
+        torch_version: as for `find_profile`.
+
+    Raises:
+        UsageError: a file cannot be read.
+    """
+    if isinstance(profile, MeasuredProfile):
+        return profile
+    text = os.fspath(profile)
+    if text == NO_PROFILE:
+        return None
+    return find_profile(gpu_name, torch_version) if text == OWN_PROFILE else load_profile(Path(text))
+
+
+def find_profile(gpu_name: str, torch_version: str) -> MeasuredProfile | None:
+    """The profile of a card and a torch version among those in the user's folder, None without one.
+
+    The build of torch (``+cu130``) does not matter; another patch release of the same minor version will do.
+
+    Args:
+        gpu_name: what ``torch.cuda.get_device_name()`` says.
+        torch_version: ``torch.__version__``.
+
+    Raises:
+        UsageError: the file that should be it cannot be read.
+    """
+    exact = profile_file(gpu_name, torch_version)
+    if exact.exists():
+        return load_profile(exact)
+    major, minor, *_ = _release(torch_version).split(".")
+    others = sorted(exact.parent.glob(f"{exact.stem.rpartition('-')[0]}-{major}.{minor}.*.json"))
+    return load_profile(others[-1]) if others else None
+
+
+def _release(torch_version: str) -> str:
+    """``2.11.0`` of ``2.11.0+cu130``."""
+    return torch_version.partition("+")[0]
