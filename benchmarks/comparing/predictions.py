@@ -207,14 +207,19 @@ def published_names() -> list[str]:
 def predict_published(names: Iterable[str], kept: Results) -> list[Row]:
     """Rows of published recordings: predicted where we have the program, else with the reason why not."""
     wanted = set(names)
-    comparisons = {
-        comparison["name"]: comparison
-        for session in recordings.SESSIONS
-        if wanted & set(session.snapshots)
-        for comparison in _session(session, kept)
-    }
+    comparisons: dict[str, dict[str, Any]] = {}
+    reasons = dict(published.NOT_REPRODUCED)
+    for session in recordings.SESSIONS:
+        if not wanted & set(session.snapshots):
+            continue
+        try:
+            comparisons |= {comparison["name"]: comparison for comparison in _session(session, kept)}
+        except (VramfitError, SystemExit) as error:
+            reasons |= dict.fromkeys(session.snapshots, f"its program failed here: {error}")
     return [
-        _compared(name, comparisons[name]) if name in comparisons else _unpredicted(name, kept)
+        _compared(name, comparisons[name])
+        if name in comparisons
+        else _unpredicted(name, reasons.get(name, "no program of ours reproduces it"), kept)
         for name in sorted(wanted)
     ]
 
@@ -275,7 +280,7 @@ def _compared(name: str, comparison: Mapping[str, Any]) -> Row:
     )
 
 
-def _unpredicted(name: str, kept: Results) -> Row:
+def _unpredicted(name: str, reason: str, kept: Results) -> Row:
     """A published recording without a program of ours: its fullest device, and why it has none."""
     file = recordings.RECORDINGS / f"{name}.json.gz"
     key = results.digest(results.of_vramfit(), file)
@@ -292,11 +297,7 @@ def _unpredicted(name: str, kept: Results) -> Row:
         torch="not told",
         allocated=found[0],
         reserved=found[1],
-        figures={
-            Tool.VRAMFIT: Figure(
-                reason=published.NOT_REPRODUCED.get(name, "no program of ours reproduces it")
-            )
-        },
+        figures={Tool.VRAMFIT: Figure(reason=reason)},
     )
 
 

@@ -1,6 +1,7 @@
-"""The examples on a real card and on the virtual one of the same name: peaks within one per cent.
+"""Programs on a real card and on the virtual one of the same name: peaks within one per cent.
 
-These tests need a card, and are skipped without one.
+The examples run as they are; configurations of the benchmarks are recorded and compared request by request, of which
+`benchmarks/record.py` and `benchmarks/accuracy.py` do all. These tests need a card, and are skipped without one.
 """
 
 import json
@@ -14,6 +15,8 @@ import torch
 import vramfit
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+CONFIGURATIONS = ("gpt2-small-fp32", "llama-1b-expandable", "resnet18-fp32")
 PROGRAMS = (
     ("gpt2_train.py", ()),
     ("resnet_train.py", ("--amp", "--channels-last")),
@@ -52,3 +55,32 @@ def test_peaks_are_those_of_the_card(script: str, arguments: tuple[str, ...]) ->
     assert report.exit_code == 0
     assert report.peak_allocated_bytes == pytest.approx(real["allocated"], rel=0.01)
     assert report.peak_reserved_bytes == pytest.approx(real["reserved"], rel=0.01)
+
+
+def test_recorded_configurations_are_predicted(tmp_path: Path) -> None:
+    folder, figures = tmp_path / "recordings", tmp_path / "figures.json"
+    only = ["--only", *CONFIGURATIONS]
+    commands = (
+        ["record.py", *only, "--output", folder],
+        [
+            "accuracy.py",
+            *only,
+            "--recordings",
+            folder,
+            "--no-peers",
+            "--results",
+            tmp_path / "results",
+            "--json",
+            figures,
+        ],
+    )
+    for script, *arguments in commands:
+        subprocess.run([sys.executable, BENCHMARKS / str(script), *arguments], check=True)
+    rows = json.loads(figures.read_text(encoding="utf-8"))["rows"]
+    here = [row for row in rows if row["name"] in CONFIGURATIONS and row["torch"] == torch.__version__]
+    assert {row["name"] for row in here} == set(CONFIGURATIONS)
+    for row in here:
+        ours = row["figures"]["vramfit"]
+        assert ours["reason"] is None and row["origin"] == "card"
+        assert ours["allocated"] == pytest.approx(row["allocated"], rel=0.01)
+        assert ours["reserved"] == pytest.approx(row["reserved"], rel=0.01)
