@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 _PRIM_DEVICE = torch.ops.prim.device.default
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 _ADD = torch.ops.aten.add.Tensor
+_AUTOGRAD = torch._C.DispatchKey.AutogradCUDA
 
 
 class _Pinned(weakref.ref[torch.UntypedStorage]):
@@ -473,8 +474,12 @@ def _others(types: Any, twins: Twins) -> tuple[type, ...]:
 
 
 def _skips_autograd(args: tuple[Any, ...]) -> bool:
-    """Whether an op passes autograd by: in inference mode, and later on tensors that were made in it."""
-    return torch.is_inference_mode_enabled() or any(t.is_inference() for t in tensors_in(args))
+    """Whether an op passes autograd by: in inference mode, later on tensors made in it, and inside a kernel."""
+    return (
+        torch.is_inference_mode_enabled()
+        or any(t.is_inference() for t in tensors_in(args))
+        or torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
+    )
 
 
 def _has_wrapper(types: Any) -> bool:

@@ -30,7 +30,14 @@ _INDEX_OPS = {
     _aten.min.dim,
     _aten.argsort.default,
 }
-_TRUE_OPS = {_aten.isfinite.default, _aten.all.default, _aten.all.dim, _aten.eq.Tensor, _aten.isclose.default}
+_TRUE_OPS = {
+    _aten.isfinite.default,
+    _aten.all.default,
+    _aten.all.dim,
+    _aten._is_all_true.default,  # torch.distributions asks it of every argument
+    _aten.eq.Tensor,
+    _aten.isclose.default,
+}
 
 
 class Shadow(weakref.ref[torch.UntypedStorage]):

@@ -1,6 +1,7 @@
 """Rules for ops that FakeTensorMode cannot describe, or that mean more than shapes on a virtual card."""
 
 from vramfit.virtual.rules import (
+    apart,
     attention,
     backward,
     encoder,
@@ -17,6 +18,7 @@ from vramfit.virtual.rules.registry import LATE, RULES
 __all__ = [
     "LATE",
     "RULES",
+    "apart",
     "attention",
     "backward",
     "encoder",
