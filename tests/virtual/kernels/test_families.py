@@ -1,13 +1,12 @@
-"""Losses, optimisers, copies and recurrent networks."""
+"""Losses, optimisers and copies."""
 
 import pytest
 import torch
 
-from vramfit.virtual.kernels import METAS, Extras, covered, extras
+from vramfit.virtual.kernels import Extras, covered
 from vramfit.virtual.kernels.copying import copy_temporaries
-from vramfit.virtual.kernels.rnn import reserve_bytes
 
-from .support import FAKE, ask, aten, context, cuda
+from .support import FAKE, ask, aten, cuda
 
 
 def test_softmax_backward_multiplies_beside_its_result():
@@ -63,59 +62,7 @@ def test_converting_copies():
     assert copy_temporaries(half, cuda(64, 32), False) == ()  # on one device a kernel does it all
 
 
-def lstm(train, bidirectional=False):
-    """Arguments of ``_cudnn_rnn``: 10 steps, batch 4, input 16, hidden 8, two layers."""
-    weights, states = [cuda(32, 16)], cuda(2, 4, 8)
-    return (
-        cuda(10, 4, 16),
-        weights,
-        4,
-        cuda(2000),
-        states,
-        states,
-        2,
-        8,
-        0,
-        2,
-        False,
-        0.0,
-        train,
-        bidirectional,
-        [],
-        None,
-    )
-
-
-def test_recurrent_passes_hold_the_gates_of_a_layer():
-    gates = 10 * 4 * 8 * 4 * 4  # rows x hidden x four gates x 4 bytes
-    inference = extras(aten._cudnn_rnn.default, lstm(False), {}, None, context())
-    assert inference == Extras(after=(gates,), error_bytes=gates)
-    both_ways = extras(aten._cudnn_rnn.default, lstm(True, True), {}, None, context())
-    assert both_ways is not None
-    assert both_ways.after == (2 * gates,)
-    assert both_ways.error_bytes > 2 * gates
-
-
-def test_recurrent_reserve_holds_gates_and_states():
-    # Four gates, cell and hidden state, for every step and layer
-    expected = 10 * 4 * 8 * 2 * 6 * 4
-    assert reserve_bytes(2, 10, 4, 8, 2, 1, 4) == expected
-    op = aten._cudnn_rnn.default
-    assert METAS[op](FAKE, *lstm(True))[3].shape == (expected,)
-    assert METAS[op](FAKE, *lstm(False))[3].shape == (0,)
-
-
 def test_every_rule_belongs_to_an_op_of_this_torch():
     names = covered()
     assert {"aten.mm.default", "aten.sort.default", "aten.convolution.default", "aten.copy_.default"} <= names
     assert len(names) > 90
-
-
-def test_recurrent_backward_reads_its_own_arguments():
-    source, *_ = lstm(True)
-    states = cuda(2, 4, 8)
-    head = (source, [cuda(32, 16)], 4, cuda(2000), states, states, cuda(10, 4, 8), None, None, None)
-    args = (*head, 2, 8, 0, 2, False, 0.0, True, False, [], None, cuda(0), [True] * 4)
-    found = extras(aten._cudnn_rnn_backward.default, args, {}, None, context())
-    assert found is not None
-    assert found.after == (10 * 4 * 8 * 4 * 4,)

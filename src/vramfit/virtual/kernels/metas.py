@@ -79,8 +79,8 @@ def _reduced_in_place(func: torch._ops.OpOverload, reduction_at: int) -> Meta:
 
 
 def _recurrent(func: torch._ops.OpOverload) -> Meta:
-    """cuDNN's recurrent networks keep a reserve for backward, which torch describes as empty
-    (native/cudnn/RNN.cpp).
+    """cuDNN's recurrent networks keep a reserve for backward, which torch describes as empty, and a buffer of
+    weights where those do not share one (native/cudnn/RNN.cpp).
 
     Its size is an estimate, whose error the op's extras carry.
     """
@@ -89,6 +89,9 @@ def _recurrent(func: torch._ops.OpOverload) -> Meta:
         results = _results(mode, func, args, kwargs)
         size = rnn.forward_reserve(args, kwargs)
         results[3] = _fake(mode, (size,), torch.uint8, args[0].device)
+        if results[4] is None:  # weights apart are copied into one buffer
+            count = sum(weight.numel() for weight in args[1])
+            results[4] = _fake(mode, (count,), args[0].dtype, args[0].device)
         return tuple(results)
 
     return meta

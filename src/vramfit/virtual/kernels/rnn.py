@@ -1,7 +1,10 @@
-"""cuDNN's recurrent networks: the workspace of a pass. An estimate: the library names its size.
+"""cuDNN's recurrent networks: copies of sequences, and the workspace of a pass, which is an estimate.
 
-aten/src/ATen/native/cudnn/RNN.cpp, ``_cudnn_rnn`` and ``_cudnn_rnn_backward``: a uint8 workspace of
-``cudnnGetRNNTempSpaceSizes`` for each pass, beside the reserve that training keeps.
+aten/src/ATen/native/cudnn/RNN.cpp. ``_cudnn_rnn`` makes a dense copy of a sequence that lies batch first, then its
+results, then a uint8 workspace whose size the library names (``cudnnGetRNNTempSpaceSizes``), beside the reserve that
+training keeps. ``_cudnn_rnn_backward`` makes zeros for the gradients of states that nobody used, and runs two passes
+with a workspace each: for the data (``_cudnn_rnn_backward_input``), then for the weights. Weights that do not lie in
+one buffer (``flatten_parameters``) are copied into one at every call, which is kept for backward.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from vramfit.virtual.kernels.context import (
     Kwargs,
     Rule,
     argument,
+    nbytes,
     table,
 )
 
@@ -66,21 +70,50 @@ def _gate_bytes(source: torch.Tensor, mode: int, hidden: int, bidirectional: boo
     return rows * hidden * _GATES[mode] * (2 if bidirectional else 1) * source.element_size()
 
 
+def _sequence_copy(tensor: torch.Tensor | None, batch_first: bool) -> int:
+    """Bytes of the dense copy of a sequence, time first."""
+    if tensor is None:
+        return 0
+    ordered = tensor.transpose(0, 1) if batch_first and tensor.dim() == 3 else tensor
+    return 0 if ordered.is_contiguous() else nbytes(tensor)
+
+
 def _workspace(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
     """Gate products of one layer; as uncertain as large, and a third of the reserve besides."""
     del outputs, ctx
     mode, hidden = argument(args, kwargs, 6, "mode"), argument(args, kwargs, 7, "hidden_size")
     size = _gate_bytes(args[0], mode, hidden, argument(args, kwargs, 13, "bidirectional", False))
-    return Extras(after=(size,), error_bytes=size + forward_reserve(args, kwargs) // 3) if size else None
+    if not size:
+        return None
+    copy = _sequence_copy(args[0], argument(args, kwargs, 10, "batch_first", False))
+    doubt = size + forward_reserve(args, kwargs) // 3
+    return Extras(before=(copy,) if copy else (), after=(size,), error_bytes=doubt, error_below_bytes=doubt)
 
 
 def _backward_workspace(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """``_cudnn_rnn_backward(input, weight, stride0, buf, hx, cx, output, 3 gradients, mode, hidden,
-    ...)``."""
+    """``_cudnn_rnn_backward(input, weight, stride0, buf, hx, cx, output, grad_output, grad_hy, grad_cy, mode,
+    hidden, ...)``, whose weights' gradients are one buffer here."""
     del outputs, ctx
     mode, hidden = argument(args, kwargs, 10, "mode"), argument(args, kwargs, 11, "hidden_size")
     size = _gate_bytes(args[0], mode, hidden, argument(args, kwargs, 17, "bidirectional", False))
-    return Extras(after=(size,), error_bytes=size) if size else None
+    if not size:
+        return None
+    source, hx, cx, output = args[0], args[4], args[5], args[6]
+    batch_first = argument(args, kwargs, 14, "batch_first", False)
+    zeros = [
+        nbytes(like)
+        for like, grad in zip((output, hx, cx), args[7:10], strict=True)
+        if grad is None and like is not None
+    ]
+    copies = [_sequence_copy(source, batch_first), _sequence_copy(args[7], batch_first)]
+    reserve = argument(args, kwargs, 20, "reserve")
+    doubt = size + (0 if reserve is None else nbytes(reserve) // 3)
+    return Extras(
+        before=tuple(zeros),
+        between=((), (), tuple(s for s in (*copies, size) if s), tuple(s for s in (copies[0], size) if s)),
+        error_bytes=doubt,
+        error_below_bytes=doubt,
+    )
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table(
