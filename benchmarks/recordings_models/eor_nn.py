@@ -83,8 +83,10 @@ def change(image: Tensor, old: Tensor, model: nn.Module, file: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
         model.zero_grad()
-        for index, value in enumerate((loss, of_image, of_answer)):
-            history[index] = torch.cat((history[index], value.cpu().view((1,)).detach()))
+        history = [
+            torch.cat((values, latest.cpu().view((1,)).detach()))
+            for values, latest in zip(history, (loss, of_image, of_answer), strict=True)
+        ]
         torch.cuda.memory._dump_snapshot(str(file))
 
 

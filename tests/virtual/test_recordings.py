@@ -1,7 +1,7 @@
 """Our own model of a recorded program, on the virtual GPU, against the recording of a real card.
 
-The errors measured of the transformer are 0: peaks to the byte, and every request in its order. Of the convolutional
-network, recorded with torch 2.2, peak reserved is equal and peak allocated a block of 512 bytes off.
+The errors measured are 0: peaks to the byte, and every request in its order; of the convolutional network, recorded
+with torch 2.2, the peaks and what does not depend on the release.
 `benchmarks/recordings.py` prints the table for all recordings of these programs.
 """
 
@@ -64,12 +64,11 @@ def test_a_recorded_program_is_predicted_to_the_byte(
 def test_a_recorded_convolutional_network_is_predicted(comparisons: dict[str, dict[str, Any]]) -> None:
     row = comparisons["eor-nn"]
     assert row["peak_reserved"] == [134_217_728, 134_217_728]
-    recorded, predicted = row["peak_allocated"]
-    assert recorded == 110_110_720 and abs(predicted - recorded) <= 512
-    for figure in ("start_allocated", "start_reserved", "segments_taken", "segments_released"):
+    assert row["peak_allocated"] == [110_110_720, 110_110_720]
+    for figure in ("start_allocated", "start_reserved", "segments_taken", "slack", "inactive_split"):
         assert row[figure][0] == row[figure][1], figure
     # What differs: workspaces of cuDNN, and 1 MiB of cuBLASLt for each linear layer, which newer releases keep.
-    assert row["requests_differing"] <= 198
+    assert row["requests_differing"] <= 180
 
 
 @pytest.fixture
