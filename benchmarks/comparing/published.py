@@ -21,12 +21,14 @@ class Reproduced:
 
     Attributes:
         name: of the recording.
+        script: its program in `recordings_models`.
         task: ``forward`` or ``train`` of the transformer, ``images`` of the convolutional regressor.
         length: tokens of a sequence.
         precision: its number formats.
     """
 
     name: str
+    script: str
     task: str
     length: int = 0
     precision: Precision = Precision.TF32
@@ -42,20 +44,28 @@ class Reproduced:
         return _images() if self.task == "images" else _gpt(self)
 
 
+TRANSFORMER = "gpt_2_7b.py"
 REPRODUCED = {
     row.name: row
     for row in (
-        Reproduced(name="eor-nn", task="images", precision=Precision.FP32),
-        Reproduced(name="gpt-2.7b-ctx128-forward", task="forward", length=128),
-        Reproduced(name="gpt-2.7b-ctx128-forward-bf16", task="forward", length=128, precision=Precision.BF16),
-        Reproduced(name="gpt-2.7b-ctx256-forward", task="forward", length=256),
-        Reproduced(name="gpt-2.7b-ctx128-train", task="train", length=128),
-        Reproduced(name="gpt-2.7b-ctx128-train-after-forward", task="train", length=128),
-        Reproduced(name="gpt-2.7b-ctx256-train", task="train", length=256),
+        Reproduced(name="eor-nn", script="eor_nn.py", task="images", precision=Precision.FP32),
+        Reproduced(name="gpt-2.7b-ctx128-forward", script=TRANSFORMER, task="forward", length=128),
+        Reproduced(
+            name="gpt-2.7b-ctx128-forward-bf16",
+            script=TRANSFORMER,
+            task="forward",
+            length=128,
+            precision=Precision.BF16,
+        ),
+        Reproduced(name="gpt-2.7b-ctx256-forward", script=TRANSFORMER, task="forward", length=256),
+        Reproduced(name="gpt-2.7b-ctx128-train", script=TRANSFORMER, task="train", length=128),
+        Reproduced(name="gpt-2.7b-ctx128-train-after-forward", script=TRANSFORMER, task="train", length=128),
+        Reproduced(name="gpt-2.7b-ctx256-train", script=TRANSFORMER, task="train", length=256),
     )
 }
 
-NOT_REPRODUCED = {
+NOT_TRANSFORMER = "gpt_2_7b.py"
+REPRODUCED = {
     "expandable-3gpu-oom": "a graph network beside a language model; the sizes of its graphs are not published",
     "finetune-course": "4-bit weights of bitsandbytes, with kernels of its own, under peft and transformers of 2024",
     "gpt-small-forward": "recorded while torch.compile searched for kernels (Inductor's 256 MiB buffers)",
