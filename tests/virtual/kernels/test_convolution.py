@@ -146,20 +146,24 @@ def test_gradients_of_columns_come_one_after_the_other():
 # -- cuDNN
 
 
-def test_the_recorded_workspaces():
-    # Recording eor-nn: batches of 16 in float32 on a card of capability 7.5, filters of 3 x 3: 25/9 of the
-    # filters and 4 bytes a channel made; a first layer of 30 channels takes 34,816 bytes more.
-    t4 = context("T4")
-    middle = cuda(16, 16, 32, 32), cuda(32, 16, 3, 3)
-    last = cuda(16, 32, 16, 16), cuda(64, 32, 3, 3)
-    assert conv(*middle, t4).after == (51_328,)
-    assert conv(*last, t4).after == (205_056,)
-    gradient = backward(cuda(16, 64, 16, 16), *last, [True, False, False], t4)
-    assert gradient.between == ((204_928,), (), ())
-    first = conv(cuda(16, 30, 64, 64), cuda(16, 30, 3, 3), t4)
-    assert first.after[0] <= 82_880 <= first.after[0] + first.error_bytes
-    into_16 = backward(cuda(16, 32, 32, 32), *middle, [True, False, False], t4)
-    assert into_16.between[0][0] <= 84_032 <= into_16.between[0][0] + into_16.error_bytes
+@pytest.mark.parametrize(
+    ("made", "read", "recorded"), [(16, 30, 82_880), (32, 16, 51_328), (64, 32, 205_056)]
+)
+def test_the_recorded_workspaces_forward(made, read, recorded):
+    # Recording eor-nn: float32 on a card of capability 7.5, filters of 3 x 3. 36 bytes a filter, 64 bytes for a tile
+    # of the transform, made channels to 32 and read ones to 8: 32 x 32 x 64 + 16 x 30 x 36 + 4 x 16 = 82,880.
+    found = conv(cuda(16, read, 32, 32), cuda(made, read, 3, 3), context("T4"))
+    assert found.after == (recorded,)
+
+
+@pytest.mark.parametrize(
+    ("made", "read", "recorded"), [(32, 64, 204_928), (16, 32, 84_032), (30, 16, 50_168)]
+)
+def test_the_recorded_workspaces_of_gradients(made, read, recorded):
+    # The gradient of the input makes the channels that the filters read
+    source, weight = cuda(16, made, 32, 32), cuda(read, made, 3, 3)
+    found = backward(cuda(16, read, 32, 32), source, weight, [True, False, False], context("T4"))
+    assert found.between == ((recorded,), (), ())
 
 
 def test_contiguous_data_of_tensor_cores_is_transposed():
@@ -169,7 +173,7 @@ def test_contiguous_data_of_tensor_cores_is_transposed():
     assert type(found.after[0]) is Spare  # where it does not fit, cuDNN takes an engine that needs less
     assert (found.error_bytes, found.error_below_bytes) == (whole, whole)
     plain = conv(cuda(8, 64, 32, 32), cuda(128, 64, 3, 3), context(cudnn_tf32=False))
-    assert plain.after == (128 * 64 * 25 * 4 + 4 * 128,)
+    assert plain.after == (128 * 64 * (9 + 16) * 4 + 4 * 128,)
 
 
 def test_channels_last_needs_no_transposing():

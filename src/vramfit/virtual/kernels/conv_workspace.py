@@ -9,10 +9,11 @@ Which engine that is, and its appetite, cuDNN does not publish. What is known:
 * Tensor-core engines work on channels-last data. Contiguous (NCHW) tensors are transposed into the workspace and
   back (kernels named ``nchwToNhwc`` and ``nhwcToNchw`` in any profile): input, filters and result once each.
   Channels that do not fill 16 bytes are padded (``nhwcAddPadding``).
-* Engines without tensor cores take transformed filters. Recorded in float32 on a card of capability 7.5 (the
-  recording ``eor-nn``, filters of 3 x 3 with unit stride): filters of 18,432, 73,728 and 73,728 bytes with 32,
-  64 and 32 channels made took 51,328, 205,056 and 204,928 bytes, which is 25/9 of the filters (tiles of 5 x 5)
-  and four bytes for each channel made. Where 16 channels are made there are 32,768 more, with 30 2,048 more.
+* Float32 without tensor cores takes Winograd engines for filters of 3 x 3 with unit stride (``winograd_..._tile148``
+  in profiles): a copy of the filters, their transform to tiles of 4 x 4 with the channels made rounded up to 32 and
+  those read to 8, and four bytes for each channel made. All six workspaces of the recording ``eor-nn`` (a card of
+  capability 7.5) are that to the byte: (made, read) of (16, 30) 82,880, (32, 16) 51,328, (64, 32) 205,056 forward,
+  and (32, 64) 204,928, (16, 32) 84,032, (30, 16) 50,168 for the gradients of inputs.
 
 NOTE [Benchmark mode]
 ``torch.backends.cudnn.benchmark`` tries every engine once for each new convolution of a thread
@@ -129,10 +130,10 @@ def _uncapped(shapes: Shapes, kind: Pass, ctx: KernelContext) -> tuple[int, int,
     if shapes.groups > 1 and shapes.weight[1] == 1:
         return 0, filters, 0
     if not uses_tensor_cores(shapes.dtype, ctx):
-        made = shapes.images[0 if kind is Pass.BACKWARD_DATA else 1][1]
         if kind is not Pass.BACKWARD_FILTER and shapes.is_3x3 and shapes.dtype is torch.float32:
-            size = filters * 25 // 9 + 4 * made
-            return size, max(64 << 10, size), size
+            made, read = shapes.weight[:2] if kind is Pass.FORWARD else shapes.weight[1::-1]
+            size = filters + round_up(made, 32) * round_up(read, 8) * 16 * 4 + 4 * made
+            return size, size, size
         return filters, whole, filters
     if shapes.channels_last:
         padded = _padding(shapes)
