@@ -124,6 +124,19 @@ def test_nothing_left_raises_as_on_a_card():
         choose(qkv(), ctx)
 
 
+def test_cudnn_takes_at_most_65535_samples():
+    assert choose(qkv((65_535, 1, 16, 64)), context("H100 SXM")) is SdpaBackend.CUDNN
+    assert choose(qkv((65_536, 1, 16, 64)), context("H100 SXM")) is SdpaBackend.FLASH
+
+
+def test_single_queries_are_kept_from_some_versions_of_cudnn():
+    tensors = qkv((2, 8, 1, 64), (2, 8, 128, 64))
+    assert choose(tensors, context("B200", (2, 13))) is SdpaBackend.CUDNN
+    assert choose(tensors, context("B200", (2, 15))) is SdpaBackend.FLASH
+    assert choose(tensors, context("B200", (2, 15), cudnn_version=92401)) is SdpaBackend.CUDNN
+    assert choose(tensors, context("H100 SXM", (2, 15))) is SdpaBackend.CUDNN
+
+
 # -- the wrapper
 
 

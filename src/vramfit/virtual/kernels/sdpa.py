@@ -145,8 +145,19 @@ def _cudnn_mask_shape(call: _Call) -> bool:
 
 
 def _cudnn_shapes(call: _Call) -> bool:
-    """``check_cudnn_tensor_shapes``."""
+    """``check_cudnn_tensor_shapes``; and single queries, which 2.15 keeps from cuDNN 9.19 to 9.25.0 on capability
+    10.x and 11.x (``is_cudnn_attention_decode_disabled``)."""
     ctx = call.ctx
+    if max(call.query.shape[:2]) > 65_535:
+        return False
+    if (
+        call.query.shape[2] == 1
+        and ctx.torch_version >= (2, 15)
+        and ctx.capability[0] in (10, 11)
+        and 91900 <= ctx.cudnn <= 92500
+        and ctx.cudnn != 92401
+    ):
+        return False
     size, value_size = call.query.shape[3], call.value.shape[3]
     limit = 128
     if ctx.torch_version < (2, 14):
