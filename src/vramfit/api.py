@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vramfit.analysis import Breakdown, Verdict, peak, verdict
+from vramfit.analysis import (
+    Breakdown,
+    Reconciliation,
+    Tolerance,
+    Verdict,
+    check_device,
+    peak,
+    reconcile,
+    verdict,
+)
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec, find_gpu
-from vramfit.report import print_terminal, render_json, render_terminal, run_to_json
-from vramfit.trace import MemoryTrace, VirtualRun
+from vramfit.report import (
+    print_against,
+    print_terminal,
+    render_against,
+    render_json,
+    render_terminal,
+    run_to_json,
+)
+from vramfit.trace import Actual, MemoryTrace, VirtualRun, read_actual
+from vramfit.trace.actual import together
 from vramfit.virtual.assume import assumption
 from vramfit.virtual.runner import run_in_child
 
@@ -24,10 +41,12 @@ class Report:
     Attributes:
         run: the facts: devices, warnings, out-of-memory, exit code.
         verdict: whether it fits, and why not.
+        against: how it differs from the real run that it was compared with; None if it was not.
     """
 
     run: VirtualRun
     verdict: Verdict
+    against: Reconciliation | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -58,23 +77,47 @@ class Report:
         """Where the bytes are at the peak of a device."""
         return peak(self.run.trace, device)
 
+    def reconcile(
+        self, *files: str | os.PathLike[str], device: int | None = None, tolerance: str = "1%"
+    ) -> Report:
+        """The report with ``against``: how the run differs from a real one.
+
+        Args:
+            files: the real run's snapshot or trace, its figures as JSON, or one of each; docs/json.md lists the forms.
+            device: the device of the real run to compare; by default those of the same index.
+            tolerance: how far they may differ, ``"0.5%"`` or ``"50MiB"``; ``against.within`` says whether they do.
+
+        Raises:
+            TraceFormatError: a file is of none of these forms.
+            UsageError: the two have no device in common.
+        """
+        return self._beside(read_actual(*together(files)), device, Tolerance.parse(tolerance))
+
+    def _beside(self, actual: Actual, device: int | None, tolerance: Tolerance) -> Report:
+        return replace(self, against=reconcile(self.run, actual, device=device, tolerance=tolerance))
+
     def to_dict(self) -> dict[str, Any]:
         """The report as ``vramfit run --json`` writes it."""
-        return run_to_json(self.run, self.verdict)
+        return run_to_json(self.run, self.verdict, self.against)
 
     def to_json(self) -> str:
         """The same as text."""
-        return render_json(self.run, self.verdict)
+        return render_json(self.run, self.verdict, self.against)
 
     def print(self) -> None:
         """Print the report as ``vramfit run`` does."""
         from rich.console import Console
 
-        print_terminal(self.run, self.verdict, Console(), root=Path.cwd())
+        console = Console()
+        print_terminal(self.run, self.verdict, console, root=Path.cwd())
+        if self.against is not None:
+            console.print()
+            print_against(self.against, console, root=Path.cwd())
 
     def __str__(self) -> str:
         """The report as plain text."""
-        return render_terminal(self.run, self.verdict)
+        text = render_terminal(self.run, self.verdict)
+        return text if self.against is None else f"{text}\n{render_against(self.against)}"
 
 
 def run(
@@ -88,6 +131,8 @@ def run(
     cwd: str | os.PathLike[str] | None = None,
     assume: str = "upper",
     profile: str | os.PathLike[str] = "auto",
+    against: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    tolerance: str = "1%",
 ) -> Report:
     """Run a CUDA program on virtual GPUs, in a process of its own.
 
@@ -102,10 +147,13 @@ def run(
         cwd: folder to run in.
         assume: ``"upper"`` or ``"typical"``: what is taken for sizes that depend on data.
         profile: a file that ``vramfit calibrate`` wrote, ``"none"``, or ``"auto"`` for that of this card and torch.
+        against: files that tell of a real run of the same program, to compare with; see `Report.reconcile`.
+        tolerance: how far they may differ.
 
     Raises:
         UnknownGpuError: no such card.
-        UsageError: no such script.
+        UsageError: no such script, or nothing in common with the real run.
+        TraceFormatError: a file of the real run cannot be read.
         EnvironmentUnfitError: this torch cannot carry the virtual GPU.
     """
     spec = find_gpu(gpu) if isinstance(gpu, str) else gpu
@@ -113,6 +161,10 @@ def run(
     name = os.fspath(program)
     if not module and not (Path(folder or ".") / name).is_file():
         raise UsageError(f"there is no script {name}", "Give the path of a Python file, or module=True")
+    bound = Tolerance.parse(tolerance)
+    actual = None if against is None else read_actual(*together(against))
+    if actual is not None:
+        check_device(actual, None)  # a wrong file should not cost a run
     command = ["-m", name, *arguments] if module else [name, *arguments]
     outcome = run_in_child(
         command,
@@ -124,4 +176,5 @@ def run(
         assume=assumption(assume).value,
         profile=profile,
     )
-    return Report(run=outcome, verdict=verdict(outcome))
+    report = Report(run=outcome, verdict=verdict(outcome))
+    return report if actual is None else report._beside(actual, None, bound)

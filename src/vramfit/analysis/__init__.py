@@ -1,34 +1,71 @@
 """What a trace means: pure functions from a MemoryTrace or a run to a value. No torch, no printing."""
 
+from vramfit.analysis.alignment import Alignment, Ends, align
 from vramfit.analysis.breakdown import Breakdown, Moment, TensorGroup, at, oom_row, peak
 from vramfit.analysis.curves import Curves, Measure, Timeline, curves, timeline
 from vramfit.analysis.fragmentation import Fragmentation, fragmentation
 from vramfit.analysis.lifetimes import Lifetimes, lifetimes
 from vramfit.analysis.modules import ModuleNode, fold_layers, fold_path, module_tree
 from vramfit.analysis.phases import Growth, Phase, PhaseSummary, growth, phases, summarise
+from vramfit.analysis.reconcile import check_device, reconcile
+from vramfit.analysis.reconciliation import (
+    Cause,
+    Comparison,
+    Counterfactual,
+    DeviceReconciliation,
+    Difference,
+    Part,
+    PartDifference,
+    Quantity,
+    Reconciliation,
+    StreamComparison,
+    StreamDifference,
+    When,
+)
+from vramfit.analysis.requests import Label
+from vramfit.analysis.tolerance import DEFAULT_TOLERANCE, Tolerance
 from vramfit.analysis.verdict import NAMES, NO_CARD, DeviceVerdict, Outcome, Verdict, verdict
 from vramfit.trace.frames import Origin, origin, short_location, user_frame
 
 __all__ = [
+    "DEFAULT_TOLERANCE",
     "NAMES",
     "NO_CARD",
+    "Alignment",
     "Breakdown",
+    "Cause",
+    "Comparison",
+    "Counterfactual",
     "Curves",
+    "DeviceReconciliation",
     "DeviceVerdict",
+    "Difference",
+    "Ends",
     "Fragmentation",
     "Growth",
+    "Label",
     "Lifetimes",
     "Measure",
     "ModuleNode",
     "Moment",
     "Origin",
     "Outcome",
+    "Part",
+    "PartDifference",
     "Phase",
     "PhaseSummary",
+    "Quantity",
+    "Reconciliation",
+    "StreamComparison",
+    "StreamDifference",
     "TensorGroup",
     "Timeline",
+    "Tolerance",
     "Verdict",
+    "When",
+    "align",
     "at",
+    "check_device",
     "curves",
     "fold_layers",
     "fold_path",
@@ -40,6 +77,7 @@ __all__ = [
     "origin",
     "peak",
     "phases",
+    "reconcile",
     "short_location",
     "summarise",
     "timeline",

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vramfit.cli.against import DEFAULT_TOLERANCE, read_reference
 from vramfit.cli.program import check_source, program_command
 from vramfit.errors import UsageError
 from vramfit.virtual.assume import Assume
 
 if TYPE_CHECKING:
-    from vramfit.analysis import Verdict
+    from vramfit.analysis import Reconciliation, Verdict
     from vramfit.gpus import GpuSpec
     from vramfit.trace import VirtualRun
 
 DOES_NOT_FIT = 3
+DIFFERS = 3
 _MOST_GPUS = 8
 
 
@@ -68,16 +70,36 @@ def run_command(
         Path | None,
         typer.Option(metavar="FILE", help="Write a torch memory snapshot, for pytorch.org/memory_viz."),
     ] = None,
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Compare with a real run: its torch snapshot, its memory_stats() as JSON, or both (give it twice).",
+        ),
+    ] = None,
+    against_device: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="The device of that run to compare; by default those of the same index."
+        ),
+    ] = None,
+    tolerance: Annotated[
+        str,
+        typer.Option(
+            metavar="T", help='How far they may differ, "0.5%" or "50MiB": the exit code is 3 beyond.'
+        ),
+    ] = DEFAULT_TOLERANCE,
 ) -> None:
     """Run a CUDA program on a virtual GPU: does it fit, and where are the bytes?
 
-    The exit code is that of the program; 3 if it ran out of memory, 2 if it could not be started as asked or a
-    report could not be written after it ran.
+    The exit code is that of the program; 3 if it ran out of memory, or differs from --against by more than the
+    tolerance; 2 if it could not be started as asked or a report could not be written after it ran.
     """
     command = program_command(module, program or [])
     spec = _card(gpu)
     _check_alloc_conf(alloc_conf)
     _check_outputs(json, trace, snapshot)
+    reference = read_reference(against or [], against_device, tolerance)
     check_source(command)
 
     from vramfit.analysis import verdict as judge
@@ -91,19 +113,23 @@ def run_command(
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     verdict = judge(run)
-    _show(run, verdict, json)
-    _write(run, verdict, json, trace, snapshot)
-    raise typer.Exit(exit_code(run, verdict))
+    found = None if reference is None else reference.reconcile(run)
+    _show(run, verdict, found, json)
+    _write(run, verdict, found, json, trace, snapshot)
+    raise typer.Exit(exit_code(run, verdict, found))
 
 
-def exit_code(run: VirtualRun, verdict: Verdict) -> int:
+def exit_code(run: VirtualRun, verdict: Verdict, found: Reconciliation | None = None) -> int:
     """The exit code of a run: 3 if it ended by running out of memory, else the program's own.
 
     A program that catches the error and leaves by itself keeps the code that it chose. A signal's number
-    counts from 128, as in a shell.
+    counts from 128, as in a shell. Where the program ended well, it is 3 if it differs too much from what it
+    was compared with.
     """
     if verdict.fits is False and run.oom is not None and not run.oom.handled:
         return DOES_NOT_FIT
+    if run.exit_code == 0 and found is not None and not found.within:
+        return DIFFERS
     return run.exit_code if run.exit_code >= 0 else 128 - run.exit_code
 
 
@@ -159,28 +185,37 @@ def _apart_from_json(json: Path | None) -> Iterator[None]:
         os.close(kept)
 
 
-def _show(run: VirtualRun, verdict: Verdict, json: Path | None) -> None:
+def _show(run: VirtualRun, verdict: Verdict, found: Reconciliation | None, json: Path | None) -> None:
     """Print the report, as JSON where that was asked for on standard output."""
     if json == Path("-"):
         from vramfit.report import render_json
 
-        typer.echo(render_json(run, verdict), nl=False)
+        typer.echo(render_json(run, verdict, found), nl=False)
         return
     from rich.console import Console
 
-    from vramfit.report import print_terminal
+    from vramfit.report import print_against, print_terminal
 
-    print_terminal(run, verdict, Console(), root=Path.cwd())
+    console = Console()
+    print_terminal(run, verdict, console, root=Path.cwd())
+    if found is not None:
+        console.print()
+        print_against(found, console, root=Path.cwd())
 
 
 def _write(
-    run: VirtualRun, verdict: Verdict, json: Path | None, trace: Path | None, snapshot: Path | None
+    run: VirtualRun,
+    verdict: Verdict,
+    found: Reconciliation | None,
+    json: Path | None,
+    trace: Path | None,
+    snapshot: Path | None,
 ) -> None:
     """Write the files that were asked for, each whole or not at all."""
     from vramfit.report import render_json, write_text
 
     if json is not None and json != Path("-"):
-        write_text(json, render_json(run, verdict))
+        write_text(json, render_json(run, verdict, found))
     if trace is not None:
         run.trace.save(trace)
     if snapshot is not None:

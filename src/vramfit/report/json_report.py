@@ -12,11 +12,13 @@ from vramfit.analysis import (
     Fragmentation,
     ModuleNode,
     Moment,
+    Reconciliation,
     TensorGroup,
     Verdict,
     growth,
     phases,
 )
+from vramfit.report.against import against_to_json
 from vramfit.trace import Category, Frame, OomReport, VirtualRun
 
 SCHEMA = "vramfit.run/1"
@@ -25,11 +27,12 @@ SCHEMA = "vramfit.run/1"
 _HOLDERS = 20
 
 
-def run_to_json(run: VirtualRun, verdict: Verdict) -> dict[str, Any]:
+def run_to_json(run: VirtualRun, verdict: Verdict, against: Reconciliation | None = None) -> dict[str, Any]:
     """The whole report as values that `json` can write. Sizes are bytes, times are seconds unless the key
     says else.
 
-    The keys at the top describe the card that decides (``device``); ``devices`` has all of them.
+    The keys at the top describe the card that decides (``device``); ``devices`` has all of them. ``against`` is what
+    the run was compared with, None if it was not.
     """
     decisive = verdict.device
     breakdown = decisive.breakdown
@@ -75,12 +78,13 @@ def run_to_json(run: VirtualRun, verdict: Verdict) -> dict[str, Any]:
         "tensors_omitted": {"groups": breakdown.tensors_omitted[0], "bytes": breakdown.tensors_omitted[1]},
         **_phases(run, decisive.index),
         "devices": [_device(device) for device in verdict.devices if device.index != NO_CARD],
+        "against": None if against is None else against_to_json(against),
     }
 
 
-def render_json(run: VirtualRun, verdict: Verdict) -> str:
+def render_json(run: VirtualRun, verdict: Verdict, against: Reconciliation | None = None) -> str:
     """The report as text, indented, ending with a newline."""
-    return json.dumps(run_to_json(run, verdict), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(run_to_json(run, verdict, against), indent=2, ensure_ascii=False) + "\n"
 
 
 def _profile(run: VirtualRun) -> dict[str, Any] | None:

@@ -26,7 +26,16 @@ from vramfit.analysis import (
     short_location,
     summarise,
 )
-from vramfit.report.text import bar, elide_left, percent, seconds, short_op, split_width, tree_lines
+from vramfit.report.text import (
+    bar,
+    elide_left,
+    percent,
+    print_lines,
+    seconds,
+    short_op,
+    split_width,
+    tree_lines,
+)
 from vramfit.trace import Category, Frame, VirtualRun
 from vramfit.units import MIB, format_bytes
 
@@ -43,8 +52,6 @@ _STYLES = {
 _WIDEST = 140
 _MODULES, _TENSORS, _PHASES, _WARNINGS = 12, 8, 6, 5
 _SIZE = 10
-_ASCII = str.maketrans("✓✗…×·µ█▉▊▋▌▍▎▏▓▒░", "+x~x,u#####   +c.")
-"""Stand-ins of the same width for terminals that cannot show the real ones."""
 
 
 def print_terminal(run: VirtualRun, verdict: Verdict, console: Console, *, root: Path | None = None) -> None:
@@ -57,12 +64,7 @@ def print_terminal(run: VirtualRun, verdict: Verdict, console: Console, *, root:
         root: the user's folder; file names below it are shown relative to it.
     """
     page = _Page(console.width, root)
-    for line in page.lines(run, verdict):
-        line.rstrip()
-        line.truncate(page.width, overflow="ellipsis")
-        if console.options.ascii_only:
-            line.plain = line.plain.translate(_ASCII).encode("ascii", "replace").decode("ascii")
-        console.print(line, soft_wrap=True, highlight=False)
+    print_lines(console, page.lines(run, verdict), page.width)
 
 
 def render_terminal(run: VirtualRun, verdict: Verdict, *, width: int = 80, root: Path | None = None) -> str:

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from rich.console import Console
+from rich.text import Text
 
 from vramfit.analysis.modules import ModuleNode
 
 _EIGHTHS = " ▏▎▍▌▋▊▉"
+_ASCII = str.maketrans("✓✗…×·µ█▉▊▋▌▍▎▏▓▒░", "+x~x,u#####   +c.")
+"""Stand-ins of the same width for terminals that cannot show the real ones."""
+
+
+def print_lines(console: Console, lines: Iterable[Text], width: int) -> None:
+    """Print lines, each cut to ``width`` and in characters that the terminal can show."""
+    for line in lines:
+        line.rstrip()
+        line.truncate(width, overflow="ellipsis")
+        if console.options.ascii_only:
+            line.plain = line.plain.translate(_ASCII).encode("ascii", "replace").decode("ascii")
+        console.print(line, soft_wrap=True, highlight=False)
 
 
 def bar(share: float, width: int) -> str:

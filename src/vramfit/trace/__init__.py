@@ -1,5 +1,6 @@
 """The record that everything else reads: MemoryTrace, its files, torch snapshots, and replay."""
 
+from vramfit.trace.actual import Actual, Figures, read_actual
 from vramfit.trace.builder import TraceBuilder
 from vramfit.trace.events import Category, EventKind, Frame, Segment, TraceDevice
 from vramfit.trace.export import snapshot_from_trace, write_snapshot
@@ -10,10 +11,12 @@ from vramfit.trace.report import DeviceReplay, Peaks, ReplayReport
 from vramfit.trace.snapshot import load_snapshot, read_any, trace_from_snapshot
 
 __all__ = [
+    "Actual",
     "Category",
     "DeviceOutcome",
     "DeviceReplay",
     "EventKind",
+    "Figures",
     "Frame",
     "MemoryTrace",
     "OomReport",
@@ -26,6 +29,7 @@ __all__ = [
     "TraceDevice",
     "VirtualRun",
     "load_snapshot",
+    "read_actual",
     "read_any",
     "replay",
     "snapshot_from_trace",

@@ -80,6 +80,16 @@ def load_snapshot(source: str | Path | bytes) -> Snapshot:
 
 
 def _parse(data: bytes, name: str) -> Snapshot:
+    value, size = parse_plain(data, name)
+    return as_snapshot(value, size, name)
+
+
+def parse_plain(data: bytes, name: str) -> tuple[Any, int]:
+    """The value in a pickle or JSON document, gzipped or plain, and how many bytes it was unpacked from.
+
+    Raises:
+        TraceFormatError: it is neither, or damaged, or wants more than plain data.
+    """
     if data.startswith(_GZIP):
         data = _gunzip(data, name)
     if not data:
@@ -87,12 +97,21 @@ def _parse(data: bytes, name: str) -> Snapshot:
     start = data[:64].lstrip()[:1]
     # A pickle of protocol 0 may begin with "(", one of protocol 1 with "}" or "]"; JSON with "{" or "[".
     value = _load_json(data, name) if start in (b"{", b"[") else load_plain(data, name)
+    return value, len(data)
+
+
+def as_snapshot(value: Any, size: int, name: str) -> Snapshot:
+    """A value that was read from ``size`` bytes as a snapshot.
+
+    Raises:
+        TraceFormatError: it is something else.
+    """
     if isinstance(value, list):  # torch before 2.0: the segments alone
         value = {"segments": value, "device_traces": []}
     if not isinstance(value, dict) or not {"segments", "device_traces"} & set(value):
         raise TraceFormatError(f"{name} holds something else than a snapshot", _HINT)
     snapshot = {"segments": [], "device_traces": [], **value}
-    _check_extent(snapshot, len(data), name)
+    _check_extent(snapshot, size, name)
     return snapshot
 
 

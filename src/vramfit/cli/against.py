@@ -1,0 +1,55 @@
+"""What ``--against``, ``--against-device`` and ``--tolerance`` name: the run that a prediction is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vramfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from vramfit.analysis import Reconciliation, Tolerance
+    from vramfit.trace import Actual, VirtualRun
+
+DEFAULT_TOLERANCE = "1%"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """The run to compare with, read before the program starts: a wrong file should not cost a run."""
+
+    actual: Actual
+    device: int | None
+    tolerance: Tolerance
+
+    def reconcile(self, run: VirtualRun) -> Reconciliation:
+        """Compare a prediction with it.
+
+        Raises:
+            UsageError: the two have no device in common.
+        """
+        from vramfit.analysis import reconcile
+
+        return reconcile(run, self.actual, device=self.device, tolerance=self.tolerance)
+
+
+def read_reference(files: Sequence[Path], device: int | None, tolerance: str) -> Reference | None:
+    """Read what the options name; None where there is nothing to compare with.
+
+    Raises:
+        UsageError: a file or an option cannot be used, or options stand without ``--against``.
+    """
+    if not files:
+        if device is not None or tolerance != DEFAULT_TOLERANCE:
+            option = "--tolerance" if device is None else "--against-device"
+            raise UsageError(f"{option} compares with nothing", "Name the real run too: --against SNAPSHOT")
+        return None
+    from vramfit.analysis import Tolerance, check_device
+    from vramfit.trace import read_actual
+
+    bound = Tolerance.parse(tolerance)
+    actual = read_actual(*files)
+    check_device(actual, device)
+    return Reference(actual=actual, device=device, tolerance=bound)
