@@ -114,13 +114,17 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     ]
     if not any(row.origin is Origin.CARD for row in rows):
         found.append(
-            "Not measured: no recording of a card of our own is among these rows (benchmarks/record.py makes them), so "
-            "convolutional, recurrent, mixed-precision and library workspaces are not compared with a card here."
+            "Not measured: no recording of a card of our own is among these rows (benchmarks/record.py makes them). So "
+            "recurrent layers, most convolutions, training in mixed precision, fused optimizers, attention kernels and "
+            "memory outside the allocator are not compared with a card here."
         )
-    if any(row.origin is Origin.PUBLISHED for row in rows):
+    releases = sorted(
+        {row.torch for row in rows if row.stream is not None and row.origin is Origin.PUBLISHED}
+    )
+    if releases:
         found.append(
-            "The published recordings that are predicted are of torch 2.6; their programs spell out what it calls, "
-            f"and predictions ran with torch {here}."
+            f"The published recordings that are predicted are of torch {' and '.join(releases)}; our programs of them "
+            f"spell out what those releases call, and predictions ran with torch {here}."
         )
     return found
 

@@ -228,7 +228,8 @@ def _session(session: recordings.Session, kept: Results) -> list[dict[str, Any]]
     key = results.digest(
         results.of_vramfit(),
         repr(session),
-        recordings.MODELS,
+        recordings.MODELS / session.script,
+        Path(streams.__file__),
         BENCHMARKS / "recordings.py",
         *(recordings.RECORDINGS / f"{name}.json.gz" for name in session.snapshots),
     )
@@ -321,10 +322,9 @@ def ask_peers(row: Row, kept: Results, *, seconds: float) -> Row:
     if row.origin is Origin.PUBLISHED:
         if row.name not in published.REPRODUCED:
             return row
-        kind, sources = (
-            "published",
-            [BENCHMARKS / "recordings_models", BENCHMARKS / "comparing" / "published.py"],
-        )
+        kind = "published"
+        script = recordings.MODELS / published.REPRODUCED[row.name].script
+        sources: list[str | Path] = [script, BENCHMARKS / "comparing" / "published.py"]
     elif row.figures[Tool.VRAMFIT].reason is not None:
         return row
     else:

@@ -64,8 +64,7 @@ REPRODUCED = {
     )
 }
 
-NOT_TRANSFORMER = "gpt_2_7b.py"
-REPRODUCED = {
+NOT_REPRODUCED = {
     "expandable-3gpu-oom": "a graph network beside a language model; the sizes of its graphs are not published",
     "finetune-course": "4-bit weights of bitsandbytes, with kernels of its own, under peft and transformers of 2024",
     "gpt-small-forward": "recorded while torch.compile searched for kernels (Inductor's 256 MiB buffers)",
