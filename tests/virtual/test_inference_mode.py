@@ -76,9 +76,31 @@ def test_what_a_card_refuses_is_refused(gpu: VirtualGPU, mistake: object, words:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_higher_order_operators_are_named(gpu: VirtualGPU) -> None:
+def test_operators_over_functions_run_their_plain_form(gpu: VirtualGPU) -> None:
+    from torch._higher_order_ops.out_dtype import out_dtype
+    from torch._higher_order_ops.scan import scan
     from torch.nn.attention.flex_attention import flex_attention
 
+    codes = torch.ones(32, 64, dtype=torch.int8, device="cuda")
+    product = out_dtype(torch.ops.aten.mm.default, torch.int32, codes, codes.t().contiguous())
+    assert product.dtype is torch.int32 and product.is_cuda and product[0, 0].item() == 64
+    final, partial = scan(lambda total, x: (total + x, total), torch.zeros(3).cuda(), torch.ones(4, 3).cuda())
+    assert final.tolist() == [4.0] * 3 and partial[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+    bigger = torch.cond(final.sum() > 10, lambda x: x + 1, lambda x: x - 1, (final,))
+    assert bigger.tolist() == [5.0] * 3
+
     query = torch.randn(1, 2, 128, 64, device="cuda")
-    with pytest.raises(NotImplementedError, match="flex_attention"):
-        flex_attention(query, query, query)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    flex_attention(query, query, query, score_mod=lambda score, b, h, i, j: score + i - j)
+    # Without a compiler a card materialises the scores, too.
+    assert torch.cuda.max_memory_allocated() - before >= 2 * 2 * 128 * 128 * 4
+
+
+def test_an_operator_over_functions_without_a_plain_form_is_named(gpu: VirtualGPU) -> None:
+    class Unheard(torch._ops.HigherOrderOperator):
+        def __call__(self, *args: object) -> object:
+            return super().__call__(*args)
+
+    with pytest.raises(NotImplementedError, match="unheard_of"):
+        Unheard("unheard_of")(torch.ones(1, device="cuda"))

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +40,7 @@ from vramfit.virtual.expectations import WATCHED, expectation
 from vramfit.virtual.facade import invalid_device
 from vramfit.virtual.guesses import Guesses
 from vramfit.virtual.ops import OpInfo, OpTable, mutated_tensors, tensors_in
+from vramfit.virtual.patching import PatchStack
 from vramfit.virtual.rules import LATE, RULES
 from vramfit.virtual.shading import Shading
 from vramfit.virtual.shadow import ShadowStore, map_tensors, may_carry
@@ -51,7 +54,7 @@ if TYPE_CHECKING:
 _PRIM_DEVICE = torch.ops.prim.device.default
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 _ADD = torch.ops.aten.add.Tensor
-_AUTOGRAD = torch._C.DispatchKey.AutogradCUDA
+_CURRENT_MODE = "_get_current_dispatch_mode"
 
 
 class _Pinned(weakref.ref[torch.UntypedStorage]):
@@ -161,8 +164,9 @@ class VirtualMode(TorchDispatchMode):
         info = self.ops[func]
         if info.handler is not None:
             return info.handler(self, func, args, kwargs)
-        if info.composite and _skips_autograd(args):
-            # Without autograd's keys, at which torch takes composite ops apart, they arrive whole.
+        if info.composite:
+            # Below autograd's keys, at which torch takes composite ops apart, they arrive whole: in inference mode,
+            # on tensors made in it, inside a kernel and inside operators over functions.
             with self:
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
@@ -173,9 +177,12 @@ class VirtualMode(TorchDispatchMode):
     def _higher_order(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, on_card: bool
     ) -> Any:
-        """Operators over functions (flex_attention, cond, scan): real on the host, unknown on a card."""
+        """Operators over functions (out_dtype, cond, scan): on a card, the ops that torch makes of them there."""
         if not on_card:
             return func(*args, **kwargs)
+        if (dense := func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)) is not None:
+            with self, _unnoticed(dense):
+                return dense(*args, **kwargs)
         message = f"the virtual GPU has no rule for the higher-order operator {func} yet"
         self.machine.warn("op-without-rule", message)
         raise NotImplementedError(f"vramfit: {message}")
@@ -473,13 +480,13 @@ def _others(types: Any, twins: Twins) -> tuple[type, ...]:
     return tuple(t for t in types if t not in twins)
 
 
-def _skips_autograd(args: tuple[Any, ...]) -> bool:
-    """Whether an op passes autograd by: in inference mode, later on tensors made in it, and inside a kernel."""
-    return (
-        torch.is_inference_mode_enabled()
-        or any(t.is_inference() for t in tensors_in(args))
-        or torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
-    )
+@contextmanager
+def _unnoticed(dense: Any) -> Iterator[None]:
+    """Let an operator over functions run its plain form under our mode: several insist that there is none."""
+    with PatchStack() as patches:
+        if _CURRENT_MODE in dense.__globals__:
+            patches.item(dense.__globals__, _CURRENT_MODE, lambda: None)
+        yield
 
 
 def _has_wrapper(types: Any) -> bool:
