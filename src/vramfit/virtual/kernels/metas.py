@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from vramfit.virtual.kernels import rnn
+from vramfit.virtual.kernels import grouped, rnn
 from vramfit.virtual.kernels.context import overloads
 
 Meta = Callable[..., Any]
@@ -179,6 +179,8 @@ def _build() -> dict[torch._ops.OpOverload, Meta]:
     for name, order in _CUDNN_CONVOLUTIONS.items():
         for func in overloads(name):
             metas[func] = _cudnn_convolution(*order)
+    for func in overloads("_grouped_mm"):
+        metas[func] = grouped.grouped_mm
     for func in overloads("binary_cross_entropy"):
         metas[func] = _reduced_in_place(func, 3)
     return metas
