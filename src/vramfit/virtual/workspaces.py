@@ -63,22 +63,22 @@ class Workspaces:
 
     def context(self, device: int) -> KernelContext:
         """What decides how kernels on a device behave; made anew when a backend flag has changed."""
-        cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+        switches = torch._C  # asked for every op: the functions behind torch.backends, which are slower
         key = (
-            cudnn.enabled,
-            cudnn.benchmark,
-            torch.are_deterministic_algorithms_enabled()
-            and not torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32",
-            cuda.flash_sdp_enabled(),
-            cuda.mem_efficient_sdp_enabled(),
-            cuda.math_sdp_enabled(),
-            cuda.cudnn_sdp_enabled(),
-            cuda.fp16_bf16_reduction_math_sdp_allowed(),
-            tuple(torch._C._get_sdp_priority_order()),
-            torch._C._get_blas_preferred_backend() == torch._C._BlasBackend.Cublaslt,
-            cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
-            torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32",
+            switches._get_cudnn_enabled(),
+            switches._get_cudnn_benchmark(),
+            switches._get_cudnn_deterministic(),
+            switches._get_deterministic_algorithms(),
+            switches._get_deterministic_algorithms_warn_only(),
+            switches._get_fp32_precision_getter("cuda", "matmul"),
+            switches._get_fp32_precision_getter("cuda", "conv"),
+            switches._get_flash_sdp_enabled(),
+            switches._get_mem_efficient_sdp_enabled(),
+            switches._get_math_sdp_enabled(),
+            switches._get_cudnn_sdp_enabled(),
+            switches._get_math_sdp_allow_fp16_bf16_reduction(),
+            switches._get_sdp_priority_order(),
+            switches._get_blas_preferred_backend(),
             self._machine.conv_benchmark_empties_cache,
         )
         if key != self._context_key:
@@ -86,30 +86,36 @@ class Workspaces:
             self._context_key = key
         context = self._contexts.get(device)
         if context is None:
-            spec = self._machine.devices[device].spec
-            context = self._contexts[device] = KernelContext(
-                spec=spec,
-                capability=spec.compute_capability,
-                torch_version=self._machine.torch_version,
-                cudnn_enabled=bool(key[0]),
-                cudnn_benchmark=bool(key[1]),
-                deterministic=bool(key[2]),
-                allow_tf32=bool(key[3]),
-                flash_sdp=bool(key[4]),
-                mem_efficient_sdp=bool(key[5]),
-                math_sdp=bool(key[6]),
-                cudnn_sdp=bool(key[7]),
-                half_reduction_math_sdp=bool(key[8]),
-                sdp_priority=self._priority(),
-                prefers_cublaslt=bool(key[10]),
-                cudnn_deterministic=bool(key[11]),
-                cudnn_tf32=bool(key[12]),
-                conv_benchmark_empties_cache=bool(key[13]),
-                searched=self._searched,
-                profile=self._machine.measured,
-                environ=dict(os.environ),
-            )
+            context = self._contexts[device] = self._new_context(device)
         return context
+
+    def _new_context(self, device: int) -> KernelContext:
+        cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+        precision = torch._C._get_fp32_precision_getter
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        spec = self._machine.devices[device].spec
+        return KernelContext(
+            spec=spec,
+            capability=spec.compute_capability,
+            torch_version=self._machine.torch_version,
+            cudnn_enabled=cudnn.enabled,
+            cudnn_benchmark=cudnn.benchmark,
+            cudnn_deterministic=cudnn.deterministic or deterministic,
+            cudnn_tf32=precision("cuda", "conv") == "tf32",
+            deterministic=deterministic and not torch.is_deterministic_algorithms_warn_only_enabled(),
+            allow_tf32=precision("cuda", "matmul") == "tf32",
+            prefers_cublaslt=torch._C._get_blas_preferred_backend() == torch._C._BlasBackend.Cublaslt,
+            flash_sdp=cuda.flash_sdp_enabled(),
+            mem_efficient_sdp=cuda.mem_efficient_sdp_enabled(),
+            math_sdp=cuda.math_sdp_enabled(),
+            cudnn_sdp=cuda.cudnn_sdp_enabled(),
+            half_reduction_math_sdp=cuda.fp16_bf16_reduction_math_sdp_allowed(),
+            sdp_priority=self._priority(),
+            conv_benchmark_empties_cache=self._machine.conv_benchmark_empties_cache,
+            searched=self._searched,
+            profile=self._machine.measured,
+            environ=dict(os.environ),
+        )
 
     def _priority(self) -> tuple[int, ...] | None:
         """The order of attention backends that the program set; None while it is torch's own."""
