@@ -31,6 +31,9 @@ from vramfit.virtual.runner import run_in_child
 BENCHMARKS = Path(__file__).parents[1]
 PROGRAM = BENCHMARKS / "recording" / "program.py"
 PEERS = BENCHMARKS / "comparing" / "peers.py"
+CHANGED = (
+    "the sources of its program have changed since it was recorded; record it again if a difference remains"
+)
 COMPARED = ("segment.all.allocated", "segment.all.freed", "num_alloc_retries", "num_ooms")
 """Statistics that are compared beside the peaks."""
 
@@ -92,6 +95,7 @@ def row_of(recording: store.Recording) -> Row:
         reserved=recording.peak_reserved_bytes,
         context=recording.context_bytes,
         out_of_memory=recording.facts["oom"] is not None,
+        note=CHANGED if recording.name in ALL and not recording.is_of_these_programs else "",
     )
 
 
@@ -127,8 +131,6 @@ def why_not(recording: store.Recording) -> str | None:
     """Why a recording cannot be predicted here, None if it can."""
     if recording.name not in ALL:
         return "there is no such configuration any more"
-    if not recording.is_of_these_programs:
-        return "the configuration has changed since: record it again"
     missing = [p for p in ALL[recording.name].packages if results.versions(p).endswith("absent")]
     return f"needs {', '.join(missing)}, which is not installed" if missing else None
 

@@ -93,6 +93,7 @@ class Row:
         stream: None where nothing was predicted.
         predicted_context: what the virtual GPU holds outside the allocator.
         doubt: by how much the prediction itself says that its peak may be higher.
+        note: what a reader should know of the row, empty for nothing.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Row:
     stream: Stream | None = None
     predicted_context: int | None = None
     doubt: int = 0
+    note: str = ""
 
     def with_figures(self, figures: Mapping[Tool, Figure]) -> Row:
         """The row with more figures."""

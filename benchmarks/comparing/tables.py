@@ -73,6 +73,8 @@ def _print_notes(console: Console, row: Row) -> None:
     lines = [
         f"{tool.value}: {figure.reason}" for tool, figure in row.figures.items() if figure.reason is not None
     ]
+    if row.note:
+        lines.append(row.note)
     if row.stream is not None:
         lines += [*row.stream.unequal, *row.stream.differences]
     if row.doubt and row.error(Tool.VRAMFIT, of="reserved"):

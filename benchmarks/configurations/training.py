@@ -80,7 +80,8 @@ def training(
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     chosen = make_optimizer(optimizer, parameters, **(optimizer_options or {}))
-    scaler = torch.amp.GradScaler(DEVICE, enabled=precision == "fp16")
+    # With the usual 65536 the first gradients overflow and their steps are skipped: when would depend on the values.
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0, enabled=precision == "fp16")
 
     def step() -> None:
         chosen.zero_grad(set_to_none=True)

@@ -146,13 +146,15 @@ def test_a_recording_of_another_release_is_warned_of(recorded: Path) -> None:
     assert accuracy.remarks([row])[0].startswith("Not measured")
 
 
-def test_a_changed_configuration_is_not_predicted(recorded: Path) -> None:
+def test_what_changed_since_the_recording_is_said(recorded: Path) -> None:
     recording = store.load(recorded / "tiny-resnet.json")
-    changed = store.Recording(
-        recording.name, recording.source, {**recording.facts, "key": "x"}, recording.file
-    )
+    assert accuracy.predictions.row_of(recording).note == ""
+    facts = {**recording.facts, "key": "x"}
+    changed = store.Recording(recording.name, recording.source, facts, recording.file)
+    assert "have changed since" in accuracy.predictions.row_of(changed).note
+    gone = store.Recording("no-longer", recording.source, facts, recording.file)
     assert accuracy.predictions.why_not(recording) is None
-    assert "record it again" in str(accuracy.predictions.why_not(changed))
+    assert "no such configuration" in str(accuracy.predictions.why_not(gone))
 
 
 @pytest.mark.parametrize(
