@@ -25,7 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from comparing import predictions, tables
+from comparing import asking, predictions, tables
 from comparing.results import Results
 from comparing.rows import CARDS, Origin, Row, Score
 from recording import store
@@ -77,7 +77,7 @@ def work_out(options: argparse.Namespace, say: Callable[[str], None]) -> list[Ro
 
     def finish(row: Row) -> Row:
         if options.peers:
-            row = predictions.ask_peers(row, kept, seconds=options.peer_seconds)
+            row = asking.ask_peers(row, kept, seconds=options.peer_seconds)
         say(f"{row.name} ({row.origin.value})")
         return row
 

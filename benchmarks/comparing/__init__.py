@@ -1,1 +1,1 @@
-"""Predictions beside recordings: `rows` says what is compared, `predictions` and `peers` predict, `tables` shows it."""
+"""Predictions beside recordings: rows, who works them out, and the tables that show them."""

@@ -75,7 +75,7 @@ def test_other_tools_are_asked_about_the_same_program(recorded: Path, tmp_path: 
     row = accuracy.predictions.row_of(store.load(recorded / "tiny-resnet.json"))
     row = row.with_figures({Tool.VRAMFIT: Figure()})
     kept = Results(folder=tmp_path)
-    asked = accuracy.predictions.ask_peers(row, kept, seconds=120)
+    asked = accuracy.asking.ask_peers(row, kept, seconds=120)
     for tool in (Tool.MEM_TRACKER, Tool.ACCELERATE, Tool.FORMULA):
         figure = asked.figures[tool]
         assert figure.reason is None
@@ -83,7 +83,7 @@ def test_other_tools_are_asked_about_the_same_program(recorded: Path, tmp_path: 
     # A finished answer is not asked for again.
     file = next(tmp_path.glob("peers-*"))
     file.write_text(file.read_text().replace(str(asked.figures[Tool.FORMULA].allocated), "7"))
-    again = accuracy.predictions.ask_peers(row, kept, seconds=120)
+    again = accuracy.asking.ask_peers(row, kept, seconds=120)
     assert again.figures[Tool.FORMULA].allocated == 7
 
 
