@@ -6,7 +6,6 @@ one when it ends, cut the history into the parts of single ops.
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -93,7 +92,6 @@ class Meter:
         """Run something once and tell what each of its ops did with memory."""
         listener = _History(self._marks)
         memory = torch.cuda.memory
-        gc.collect()
         memory._record_memory_history("all", context=None, max_entries=_HISTORY, clear_history=True)
         try:
             self._marks.set()

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from vramfit import __version__
+from vramfit.cli.calibrate import calibrate_command
 from vramfit.cli.errors import INTERNAL_ERROR, print_bug, print_error
 from vramfit.cli.gpus import gpus_command
 from vramfit.cli.program import ProgramCommand
@@ -37,6 +38,7 @@ app.command(
 )(run_command)
 app.command("gpus")(gpus_command)
 app.command("replay")(replay_command)
+app.command("calibrate")(calibrate_command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -178,7 +178,7 @@ def _profile(document: dict[str, Any], file: str) -> MeasuredProfile:
         **known,
         library_bytes=_numbers(document.get("library_bytes", {}), int),
         workspace_bytes=_numbers(document.get("workspace_bytes", {}), int),
-        rates=_rates(document.get("rates", {})),
+        rates=rates_from_plain(document.get("rates", {})),
         ops={
             name: {key: _call_from_plain(call) for key, call in calls.items()}
             for name, calls in document["ops"].items()
@@ -204,7 +204,8 @@ def _numbers(values: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
     return {name: kind(value) for name, value in values.items()}
 
 
-def _rates(values: Mapping[str, Any]) -> Rates:
+def rates_from_plain(values: Mapping[str, Any]) -> Rates:
+    """Speeds as they stand in a profile."""
     return Rates(
         flops=_numbers(values.get("flops", {}), float),
         bandwidth=values.get("bandwidth"),

@@ -1,0 +1,257 @@
+"""A child process that measures or predicts: it reads one command a line and writes one reply a line, both JSON.
+
+Started by `children.Child` as ``python -P -m vramfit.calibrate.worker CONFIG``. An op that destroys the CUDA context
+takes this process with it, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from typing import Any, TextIO
+
+from vramfit.errors import VramfitError
+from vramfit.virtual.job import spec_from_plain
+
+_FRESH_AFTER = 25  # cases on one virtual GPU, whose trace grows with each
+
+
+class Role(Enum):
+    """What a worker stands for."""
+
+    CARD = "card"
+    VIRTUAL_CARD = "virtual card"
+    """The virtual GPU in the card's place: measured by the same code."""
+    PREDICTOR = "predictor"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerConfig:
+    """How a worker is started.
+
+    Attributes:
+        role: what it stands for.
+        device: index of the card.
+        gpu: the virtual GPU, as `vramfit.virtual.job.plain_spec` gives it; None for a card.
+        memory_bytes: most that it may allocate, None without a limit.
+        profile: the profile of a virtual card, ``none`` without one.
+    """
+
+    role: str
+    device: int = 0
+    gpu: dict[str, Any] | None = None
+    memory_bytes: int | None = None
+    profile: str = "none"
+
+
+def main(text: str) -> None:
+    """Serve commands until there are no more."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what torch or a library prints is no reply
+    config = WorkerConfig(**json.loads(text))
+    try:
+        server = _server(config)
+    except VramfitError as error:
+        _reply(replies, {"unfit": [error.message, error.hint]})
+        return
+    _reply(replies, {"ready": True})
+    gc.collect()
+    gc.freeze()
+    for line in sys.stdin:
+        command = json.loads(line)
+        found, fine = server.answer(command)
+        _reply(replies, found)
+        if not fine:
+            break
+    server.close()
+
+
+def _reply(replies: TextIO, value: dict[str, Any]) -> None:
+    replies.write(json.dumps(value) + "\n")
+    replies.flush()
+
+
+class _Server:
+    """Answers commands on the device of this process."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+
+    def answer(self, command: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """The reply to a command, and whether this process can go on."""
+        import torch
+
+        try:
+            found = getattr(self, f"do_{command.pop('do')}")(**command)
+            return {"found": found}, True
+        except torch.OutOfMemoryError as error:
+            return {"failed": "memory", "text": _first_line(error)}, True
+        except Exception as error:
+            text = f"{type(error).__name__}: {_first_line(error)}"
+            broken = "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"
+            return {"failed": "broken" if broken else "error", "text": text}, not broken
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def prepare(self) -> None:
+        """Be ready for one more case."""
+
+    def do_about(self) -> dict[str, Any]:
+        """What the card and the software are."""
+        import torch
+
+        card: Any = torch.cuda.get_device_properties(self.config.device)
+        return {
+            "name": card.name,
+            "total_bytes": card.total_memory,
+            "capability": [card.major, card.minor],
+            "sm_count": card.multi_processor_count,
+            "l2_bytes": card.L2_cache_size,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda or "",
+            "cudnn": int(torch.backends.cudnn.version() or 0),
+        }
+
+    def do_memory(self) -> dict[str, int]:
+        """Free and total bytes of the card."""
+        import torch
+
+        free, total = torch.cuda.mem_get_info(self.config.device)
+        return {"free": free, "total": total}
+
+    def do_context(self) -> dict[str, Any]:
+        """See `surroundings.make_context`."""
+        from vramfit.calibrate.surroundings import make_context
+
+        return asdict(make_context(self.config.device))
+
+    def do_limit(self, nbytes: int) -> None:
+        """Allocate no more than so many bytes."""
+        import torch
+
+        total = torch.cuda.get_device_properties(self.config.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.config.device)
+        self.config = replace(self.config, memory_bytes=nbytes)
+
+    def do_first_uses(self) -> list[dict[str, Any]]:
+        """See `surroundings.first_uses`."""
+        from vramfit.calibrate.surroundings import first_uses
+
+        return [asdict(growth) for growth in first_uses(self.config.device)]
+
+    def do_rates(self) -> dict[str, Any]:
+        """See `surroundings.rates`."""
+        from vramfit.calibrate.surroundings import rates
+
+        return asdict(rates(self.config.device))
+
+    def do_case(self, name: str, timed: bool = True) -> dict[str, Any]:
+        """Measure a case."""
+        import torch
+
+        from vramfit.calibrate.cases import find_case
+        from vramfit.calibrate.measure import Meter
+        from vramfit.calibrate.records import record_to_plain
+
+        self.prepare()
+        gc.collect()
+        torch.cuda.empty_cache()
+        return record_to_plain(Meter(self.config.device).measure(find_case(name), timed=timed))
+
+
+class _CardServer(_Server):
+    def __init__(self, config: WorkerConfig) -> None:
+        super().__init__(config)
+        import torch
+
+        from vramfit.errors import UsageError
+
+        if not torch.cuda.is_available():
+            raise UsageError(
+                "PyTorch sees no CUDA card on this machine, so there is nothing to measure",
+                "Run it where the card is; --gpu NAME lets the virtual GPU take its place, to try the command",
+            )
+        count = torch.cuda.device_count()
+        if config.device >= count:
+            raise UsageError(
+                f"there is no card {config.device}; PyTorch sees {count}", "Choose another --device"
+            )
+        torch.cuda.set_device(config.device)
+        if config.memory_bytes is not None:
+            self.do_limit(config.memory_bytes)
+
+
+class _VirtualServer(_Server):
+    """The virtual GPU as the card; a new one now and then, since its trace grows."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        super().__init__(config)
+        self._cases = 0
+        self._enter()
+
+    def _make(self) -> Any:
+        from vramfit.virtual.gpu import VirtualGPU
+
+        assert self.config.gpu is not None
+        return VirtualGPU(spec_from_plain(self.config.gpu), alloc_conf="", profile=self.config.profile)
+
+    def _enter(self) -> None:
+        self.gpu = self._make()
+        self.gpu.__enter__()
+        if self.config.memory_bytes is not None:
+            self.do_limit(self.config.memory_bytes)
+
+    def prepare(self) -> None:
+        """Change to a new virtual GPU when the old one's trace has grown long."""
+        self._cases += 1
+        if self._cases % _FRESH_AFTER == 0:
+            self.gpu.__exit__(None, None, None)
+            self._enter()
+
+    def close(self) -> None:
+        """Leave the virtual GPU."""
+        with contextlib.suppress(Exception):
+            self.gpu.__exit__(None, None, None)
+
+
+class _PredictingServer(_VirtualServer):
+    def _make(self) -> Any:
+        from vramfit.calibrate.predict import PredictingGPU
+
+        assert self.config.gpu is not None
+        return PredictingGPU(spec_from_plain(self.config.gpu), alloc_conf="", profile="none")
+
+    def do_case(self, name: str, timed: bool = True) -> dict[str, Any]:
+        """Predict a case."""
+        from vramfit.calibrate.cases import find_case
+        from vramfit.calibrate.records import record_to_plain
+
+        del timed
+        self.prepare()
+        gc.collect()
+        return record_to_plain(self.gpu.predict(find_case(name)))
+
+
+def _server(config: WorkerConfig) -> _Server:
+    kinds = {
+        Role.CARD: _CardServer,
+        Role.VIRTUAL_CARD: _VirtualServer,
+        Role.PREDICTOR: _PredictingServer,
+    }
+    return kinds[Role(config.role)](config)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:300]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+    sys.stdout.flush()
+    os._exit(0)  # autograd's threads outlive the interpreter and could abort a finished process

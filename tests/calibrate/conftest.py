@@ -1,0 +1,12 @@
+"""The virtual GPU inside the test process."""
+
+import pytest
+
+from vramfit.virtual import build_shim
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fit_interpreter() -> None:
+    """Prepare autograd before any test runs a CPU backward pass; see tests/virtual/conftest.py."""
+    build_shim.install()
+    build_shim.self_check()
