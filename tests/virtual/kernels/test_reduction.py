@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from vramfit.virtual.kernels import Extras
+from vramfit.virtual.kernels.context import given_back
 
 from .support import FAKE, ask, aten, context, cuda
 
@@ -46,7 +47,8 @@ def test_index_reductions_keep_pairs_of_sixteen_bytes():
 def test_halves_accumulate_in_float32_and_integers_in_int64():
     ctx = context(TURING_72)
     assert ask(aten.sum.default, cuda(1_966_080, dtype=torch.float16), ctx=ctx) == Extras(after=(576, 4))
-    assert ask(aten.sum.default, cuda(1_966_080, dtype=torch.int32), ctx=ctx) == Extras(after=(1152, 4))
+    wide = ask(aten.sum.default, cuda(1_966_080, dtype=torch.int64), ctx=ctx)
+    assert wide == Extras(after=(1152, 4))
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (100,), (1, 1, 1)])
@@ -65,3 +67,50 @@ def test_variance_keeps_four_numbers_an_output():
     found = ask(aten.var.correction, cuda(1_966_080), [0], ctx=ctx)
     assert found is not None
     assert found.after[0] % 16 == 0
+
+
+def test_counting_a_mask_widens_it_to_int64():
+    # sum of booleans: ReduceOps.cpp, make_reduction_from_ty copies them in the type of the result
+    found = ask(aten.sum.default, cuda(1000, dtype=torch.bool))
+    assert found == Extras(after=(8000,))
+    assert ask(aten.sum.default, cuda(1000, dtype=torch.int64)) is None
+    assert ask(aten.sum.dim_IntList, cuda(8, 128, dtype=torch.int32), [1]) == Extras(after=(8 * 128 * 8,))
+    assert ask(aten.count_nonzero.dim_IntList, cuda(1000), []) == Extras(before=(1000,), after=(8000,))
+
+
+def test_halves_are_summed_as_float32_without_a_copy():
+    assert ask(aten.sum.default, cuda(1000, dtype=torch.float16), dtype=torch.float32) is None
+    doubled = ask(aten.sum.default, cuda(1000, dtype=torch.float16), dtype=torch.float64)
+    assert doubled == Extras(after=(8000,))
+
+
+def test_inputs_beyond_two_gibibytes_are_reduced_in_pieces():
+    # 8192 x 128,256 floats are 4.2 GB: two halves of 4096 rows reach 2.1 GB - 4 rows' worth, still more than
+    # 2**31 - 1 bytes by 0: 4096 x 128,256 x 4 = 2,101,346,304, which fits.
+    found = ask(aten.sum.dim_IntList, cuda(8192, 128_256), [0])
+    assert found is not None
+    buffers = [size for size in found.after if size > 0]
+    assert len(buffers) == 4  # partial results and counters of each half
+    assert buffers[:2] == buffers[2:]
+    assert list(found.after).count(given_back(1)) == 1
+    # Each half: 4096 rows by 32,064 vectors of four; 128 threads, 32 wide and 4 high: 1024 rows each, at least
+    # 64; 1002 columns of blocks <= 108 x 16; max(min(ceil(1728 / 1002), 1024 / 16), 1024 / 256) = 4 blocks.
+    assert buffers[0] == 4 * 128_256 * 4 * (32 * 4)
+    assert buffers[1] == 1002 * 4
+
+
+def test_halves_in_pieces_accumulate_beside_their_output():
+    found = ask(aten.sum.dim_IntList, cuda(16_384, 128_256, dtype=torch.bfloat16), [0])
+    assert found is not None
+    assert found.after[0] == 128_256 * 4  # float32 sums, which a bfloat16 output cannot hold
+    largest = ask(aten.max.dim, cuda(8192, 128_256), 0)
+    assert largest is not None
+    assert largest.after[0] == 128_256 * 16
+
+
+def test_the_position_in_a_whole_strided_tensor_is_found_in_a_copy():
+    with FAKE:
+        transposed = cuda(100, 50).t()
+    found = ask(aten.argmax.default, transposed)
+    assert found == Extras(after=(20_000,))
+    assert ask(aten.argmax.default, transposed, 1) is None

@@ -2,12 +2,13 @@
 
 aten/src/ATen/native/cuda/Reduce.cuh: ``setReduceConfig`` decides the launch; when it splits an output over
 blocks (``ctas_per_output`` > 1), ``gpu_reduce_kernel`` allocates a buffer of partial results and one counter
-per block column, after the output.
+per block column, after the output. Inputs beyond 2 GiB are reduced in pieces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,11 +21,14 @@ from vramfit.virtual.kernels.context import (
     Rule,
     argument,
     ceil_div,
+    is_dense,
+    nbytes,
     table,
-    temporaries,
 )
+from vramfit.virtual.kernels.scratch import Scratch, sequence
 
 _VALUES_PER_THREAD = (16, 256)  # min_values_per_thread, max_values_per_thread
+_MAX_OFFSET = 2**31 - 1  # bytes and elements that 32-bit indexing reaches
 
 
 def _last_power(value: int) -> int:
@@ -127,58 +131,202 @@ def _dims(value: Any, rank: int) -> frozenset[int]:
 
 
 def reduce_extras(
-    source: torch.Tensor, dim: Any, argument_bytes: int, ctx: KernelContext, *, vector: int = 4
+    source: torch.Tensor,
+    dim: Any,
+    argument_bytes: int,
+    ctx: KernelContext,
+    *,
+    vector: int = 4,
+    accumulates: bool = True,
 ) -> Extras | None:
-    """Extras of reducing a tensor over dimensions (None for all)."""
+    """Extras of reducing a tensor over dimensions (None for all).
+
+    Args:
+        source: the input.
+        dim: dimensions that go.
+        argument_bytes: size of an accumulator.
+        ctx: the card.
+        vector: elements loaded at once along the input.
+        accumulates: whether the outputs can hold accumulators, so that inputs beyond 2 GiB, which are reduced in
+            pieces, need no buffer of their own.
+    """
     count = source.numel()
     if count < 4096 or not source.dim():  # one block's worth: 256 values for each of at least 16 threads
         return None
-    buffer, counters = global_buffers(
-        source.shape, source.stride(), _dims(dim, source.dim()), argument_bytes, ctx, vector=vector
+    scratch = Scratch()
+    _reduce(
+        scratch,
+        tuple(source.shape),
+        source.stride(),
+        source.element_size(),
+        _dims(dim, source.dim()),
+        _Accumulator(argument_bytes, vector, accumulates),
+        ctx,
     )
-    return temporaries(buffer, counters)
+    return sequence(after=scratch)
 
 
-def _accumulator(source: torch.Tensor, dtype: torch.dtype | None) -> int:
-    """Bytes of the type that a sum accumulates in: float32 for halves, int64 for integers."""
-    dtype = dtype or source.dtype
-    if dtype.is_floating_point or dtype.is_complex:
-        return max(4, dtype.itemsize)
-    return 8
+@dataclass(frozen=True, slots=True)
+class _Accumulator:
+    """What a reduction keeps: bytes of ``arg_t``, elements loaded at once, and whether outputs can hold it."""
+
+    nbytes: int
+    vector: int = 4
+    fits_output: bool = True
+
+
+def _reduce(
+    scratch: Scratch,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    element: int,
+    reduced: frozenset[int],
+    kind: _Accumulator,
+    ctx: KernelContext,
+) -> None:
+    """``gpu_reduce_kernel``: partial results and counters; of each piece where 32-bit offsets do not reach."""
+    pieces = _pieces(shape, strides, element)
+    if len(pieces) == 1:
+        for size in global_buffers(shape, strides, reduced, kind.nbytes, ctx, vector=kind.vector):
+            scratch.take(size)
+        return
+    if not kind.fits_output:  # AccumulationBuffer
+        outputs = 1
+        for axis, size in enumerate(shape):
+            outputs *= 1 if axis in reduced else size
+        scratch.take(outputs * kind.nbytes)
+    for piece in pieces:
+        blocks = [
+            scratch.take(size)
+            for size in global_buffers(piece, strides, reduced, kind.nbytes, ctx, vector=kind.vector)
+        ]
+        scratch.give(*reversed(blocks))
+
+
+def _pieces(shape: tuple[int, ...], strides: tuple[int, ...], element: int) -> list[tuple[int, ...]]:
+    """Shapes that 32-bit offsets reach, halved along the longest dimension until they do.
+
+    TensorIterator.cpp ``can_use_32bit_indexing``, ``get_dim_to_split`` and ``SplitUntil32Bit``.
+    """
+    extents = [(size - 1) * abs(stride) * element for size, stride in zip(shape, strides, strict=True)]
+    numel = 1
+    for size in shape:
+        numel *= size
+    if numel <= _MAX_OFFSET and 1 + sum(extents) <= _MAX_OFFSET:
+        return [shape]
+    longest = max(range(len(shape)), key=lambda axis: (extents[axis], -axis))
+    half = shape[longest] // 2
+    first, second = list(shape), list(shape)
+    first[longest], second[longest] = half, shape[longest] - half
+    return _pieces(tuple(first), strides, element) + _pieces(tuple(second), strides, element)
+
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def _converting(
+    source: torch.Tensor, dim: Any, wanted: torch.dtype, ctx: KernelContext, accumulator: int
+) -> Extras | None:
+    """A reduction whose input is converted first, unless halves are summed as float32 on the way.
+
+    ReduceOps.cpp ``make_reduction_from_ty``: a sum of booleans or narrow integers copies them as int64.
+    """
+    if not source.numel() or not source.dim():
+        return None
+    scratch = Scratch()
+    shape, strides, element = tuple(source.shape), source.stride(), source.element_size()
+    lowp = source.dtype in _HALVES and wanted in (torch.float32, source.dtype)
+    if source.dtype != wanted and not lowp:
+        element = wanted.itemsize
+        scratch.take(source.numel() * element)
+        if not is_dense(source):
+            strides = torch.empty(shape, device="meta").stride()
+    if source.numel() >= 4096:
+        kind = _Accumulator(
+            accumulator, 8 if lowp else 4, source.dtype not in _HALVES or wanted not in _HALVES
+        )
+        _reduce(scratch, shape, strides, element, _dims(dim, source.dim()), kind, ctx)
+    return sequence(after=scratch)
+
+
+def _accumulator(wanted: torch.dtype) -> int:
+    """Bytes of the type that a sum of such results accumulates in: float32 for halves."""
+    return max(4, wanted.itemsize) if wanted.is_floating_point or wanted.is_complex else 8
 
 
 def _sum(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
     """``sum``, ``mean``, ``nansum`` over some dimensions."""
-    del outputs
-    source = args[0]
-    return reduce_extras(
-        source, argument(args, kwargs, 1, "dim"), _accumulator(source, kwargs.get("dtype")), ctx
-    )
+    dim = argument(args, kwargs, 1, "dim")
+    return _converting(args[0], dim, outputs.dtype, ctx, _accumulator(outputs.dtype))
 
 
 def _sum_all(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    del outputs
-    return reduce_extras(args[0], None, _accumulator(args[0], kwargs.get("dtype")), ctx)
+    del kwargs
+    return _converting(args[0], None, outputs.dtype, ctx, _accumulator(outputs.dtype))
 
 
 def _prod(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    del outputs
     dim = argument(args, kwargs, 1, "dim")
-    return reduce_extras(args[0], dim, _accumulator(args[0], kwargs.get("dtype")), ctx)
+    dim = dim if isinstance(dim, int) else None
+    return _converting(args[0], dim, outputs.dtype, ctx, _accumulator(outputs.dtype))
+
+
+def _count_nonzero(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``count_nonzero``: where the input is not zero, summed as int64 (TensorAdvancedIndexing.cpp,
+    ``count_nonzero_cuda``)."""
+    del outputs
+    source = args[0]
+    if not source.numel():
+        return None
+    before, after = Scratch(), Scratch()
+    before.take(source.numel())
+    after.take(source.numel() * 8)
+    shape = tuple(source.shape)
+    if source.dim() and source.numel() >= 4096:
+        strides = source.stride() if is_dense(source) else torch.empty(shape, device="meta").stride()
+        dims = _dims(argument(args, kwargs, 1, "dim"), source.dim())
+        _reduce(after, shape, strides, 8, dims, _Accumulator(8), ctx)
+    return sequence(before, after)
 
 
 def _extreme(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
     """``amax``, ``amin``, ``max()``, ``min()``: accumulate in the input's own type
     (ReduceMinValuesKernel.cu)."""
     del outputs
-    return reduce_extras(args[0], argument(args, kwargs, 1, "dim"), args[0].element_size(), ctx)
+    halves = args[0].dtype in _HALVES
+    return reduce_extras(
+        args[0],
+        argument(args, kwargs, 1, "dim"),
+        args[0].element_size(),
+        ctx,
+        accumulates=not halves,
+    )
+
+
+def _both_extremes(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``aminmax``: pairs of values (ReduceMinValuesKernel.cu, ``aminmax_allreduce_launch_kernel``)."""
+    del outputs
+    dim = kwargs.get("dim", argument(args, kwargs, 1, "dim"))
+    return reduce_extras(args[0], dim, 2 * args[0].element_size(), ctx, accumulates=False)
 
 
 def _with_index(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
     """``argmax``, ``max(dim)``: pairs of a value and an int64 index, 16 bytes (ReduceOps.cu,
     TensorCompare.cu)."""
     del outputs
-    return reduce_extras(args[0], argument(args, kwargs, 1, "dim"), 16, ctx)
+    return reduce_extras(args[0], argument(args, kwargs, 1, "dim"), 16, ctx, accumulates=False)
+
+
+def _argument(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``argmax``, ``argmin``: over a whole tensor, of its contiguous form (ReduceOps.cpp,
+    ``argmax_argmin_impl``)."""
+    source = args[0]
+    if argument(args, kwargs, 1, "dim") is not None or source.is_contiguous():
+        return _with_index(args, kwargs, outputs, ctx)
+    scratch = Scratch()
+    scratch.take(nbytes(source))
+    _reduce(scratch, (source.numel(),), (1,), source.element_size(), frozenset({0}), _Accumulator(16), ctx)
+    return sequence(after=scratch)
 
 
 def _logical(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
@@ -188,21 +336,19 @@ def _logical(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Ex
 
 
 def _norm(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """``linalg_vector_norm`` (ReduceNormKernel.cu)."""
-    del outputs
-    return reduce_extras(args[0], argument(args, kwargs, 2, "dim"), max(4, args[0].element_size()), ctx)
-
-
-def _old_norm(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    del outputs
-    return reduce_extras(args[0], argument(args, kwargs, 2, "dim"), max(4, args[0].element_size()), ctx)
+    """``linalg_vector_norm`` and ``norm``: real numbers, float32 for halves (ReduceNormKernel.cu)."""
+    source = args[0]
+    accumulator = max(4, source.element_size() // (2 if source.is_complex() else 1))
+    halves = source.dtype in _HALVES and outputs.dtype in _HALVES
+    dim = argument(args, kwargs, 2, "dim")
+    return reduce_extras(source, dim, accumulator, ctx, accumulates=not halves)
 
 
 def _variance(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
     """``var``, ``std``, ``var_mean``: Welford's four numbers (ReduceMomentKernel.cu), two values a load."""
     del outputs
     size = 32 if args[0].element_size() == 8 else 16
-    return reduce_extras(args[0], argument(args, kwargs, 1, "dim"), size, ctx, vector=2)
+    return reduce_extras(args[0], argument(args, kwargs, 1, "dim"), size, ctx, vector=2, accumulates=False)
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table(
@@ -210,13 +356,16 @@ RULES: dict[torch._ops.OpOverload, Rule] = table(
         ("sum.dim_IntList", "mean.dim", "nansum", "sum.IntList_out", "mean.out"): _sum,
         ("sum", "mean"): _sum_all,
         ("prod", "prod.dim_int"): _prod,
+        ("count_nonzero", "count_nonzero.dim_IntList"): _count_nonzero,
         ("amax", "amin", "max", "min"): _extreme,
-        ("argmax", "argmin", "max.dim", "min.dim"): _with_index,
+        ("aminmax", "_aminmax", "_aminmax.dim"): _both_extremes,
+        ("max.dim", "min.dim"): _with_index,
+        ("argmax", "argmin"): _argument,
         ("any", "any.dim", "any.dims", "all", "all.dim", "all.dims"): _logical,
         # The whole of `any` and `all`, which anomaly detection asks (TensorCompare.cpp).
         ("_is_any_true", "_is_all_true"): _logical,
         ("linalg_vector_norm", "linalg_vector_norm.out"): _norm,
-        ("norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.Scalar"): _old_norm,
+        ("norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.Scalar"): _norm,
         ("var.correction", "std.correction", "var_mean.correction", "std_mean.correction"): _variance,
     }
 )
