@@ -214,6 +214,27 @@ def test_positions_of_small_masks_that_nobody_knows_differ() -> None:
     assert visited == list(range(EXPERTS))
 
 
+def test_a_choice_among_few_is_spread_and_names_nothing_twice() -> None:
+    def program() -> None:
+        chosen = torch.topk(cuda(64, 1000) @ cuda(1000, EXPERTS), 2, dim=-1).indices
+        assert all(len(set(row)) == 2 for row in chosen.tolist())
+        assert torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist() == [16] * EXPERTS
+        order = torch.sort(cuda(4, 10_000).sum(1), descending=True).indices
+        assert sorted(order.tolist()) == [0, 1, 2, 3]
+        columns = torch.topk(cuda(10_000, 3).sum(0).repeat(5, 1), 2, dim=0).indices
+        assert all(len(set(column)) == 2 for column in columns.T.tolist())
+
+    measure(program)
+
+
+def test_a_choice_among_many_keeps_away_from_special_tokens() -> None:
+    def program() -> None:
+        tokens = torch.topk(cuda(4, 50_000), 3, dim=-1).indices
+        assert tokens.tolist() == [[16_666, 16_667, 16_668]] * 4
+
+    measure(program)
+
+
 def test_a_program_that_fails_on_an_assumed_size_is_told_what_to_try() -> None:
     def program() -> None:
         x = cuda(100, 100)

@@ -12,6 +12,7 @@ from vramfit.virtual.counting import COUNTING, counts
 from vramfit.virtual.expectations import Expectation
 from vramfit.virtual.facade import VirtualGenerator, default_generator, virtual_generator
 from vramfit.virtual.ops import OpInfo, mutated_tensors, tensors_in
+from vramfit.virtual.ranking import ranks
 from vramfit.virtual.shadow import MAX_ELEMENTS, ShadowStore, guess_value, map_tensors, may_carry
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Shading:
             if tensor.is_floating_point() and func not in COUNTING:
                 continue
             if not any(tensor is w for w in written):
-                self.shadows.set(tensor, self._guess(func, tensor, args), guessed=True)
+                self.shadows.set(tensor, self._guess(func, tensor, args, kwargs), guessed=True)
 
     def _chosen(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments of ``where`` without the branch that nobody takes, whose values may be unknown."""
@@ -95,7 +96,9 @@ class Shading:
             return args[0], args[1], args[1]
         return args if bool(condition.any()) else (args[0], args[2], args[2])
 
-    def _guess(self, func: torch._ops.OpOverload, out: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+    def _guess(
+        self, func: torch._ops.OpOverload, out: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor:
         """Values for a small result that nobody computed."""
         if func._overloadpacket in _COMPARISONS and all(t.numel() <= MAX_ELEMENTS for t in tensors_in(args)):
             # Compare what the program would be told if it looked: `loss < best` agrees with the values of both.
@@ -104,6 +107,9 @@ class Shading:
         counted = counts(func, args, out, self.expected, self.machine.assume)
         if counted is not None:
             return counted
+        ranked = ranks(func, args, kwargs, out)
+        if ranked is not None:
+            return ranked
         return torch.full(out.shape, guess_value(func, out.dtype, args), dtype=out.dtype)
 
     def _assumed(self, tensor: torch.Tensor) -> torch.Tensor:
