@@ -32,7 +32,10 @@ _GRAMS = (256, 64, 16, 4)
 _NEAR = 1 << 14
 _MOST_PLACES = 32
 """A stretch that is found in more places says nothing about where the other sequence begins."""
-_AS_GOOD = 0.95
+_SAME_PLACE = 16
+"""Places so near one another count as one: elements that are missing or extra on the way move them."""
+_AS_GOOD = 0.995
+"""Share of the most votes with which another place counts as equally good. One layer of many makes more than that."""
 _UNREACHED = -(1 << 40)
 
 
@@ -266,8 +269,7 @@ def _anchor(matcher: _Matcher, cost_of_start: Ints | None) -> tuple[int, int] | 
         shift = right - left
         order = np.argsort(shift, kind="stable")
         ordered = shift[order]
-        near = max(32, len(matcher.first) // 20)
-        votes = np.searchsorted(ordered, ordered + near, side="right") - np.arange(len(ordered))
+        votes = np.searchsorted(ordered, ordered + _SAME_PLACE, side="right") - np.arange(len(ordered))
         good = np.flatnonzero(votes >= _AS_GOOD * votes.max())
         if cost_of_start is not None and len(cost_of_start):
             cost = cost_of_start[np.clip(ordered[good], 0, len(cost_of_start) - 1)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable
+from functools import cached_property
 
 import numpy as np
 
@@ -76,7 +77,7 @@ class Pairing:
         there = there[np.argsort(~self.predicted_workspaces[there], kind="stable")]
         for block, size in zip(there.tolist(), two.size[there].tolist(), strict=True):
             waiting[size].append(block)
-        for block in np.flatnonzero((one.born < 0) & (self.of_recorded == _UNPAIRED)).tolist():
+        for block in one.alive(-1)[self.of_recorded[one.alive(-1)] == _UNPAIRED].tolist():
             found = waiting.get(int(one.size[block]))
             if found:
                 self._join(np.array([block]), np.array([found.pop()]))
@@ -93,6 +94,16 @@ class Pairing:
         known = self.predicted.lives.size[self.predicted_workspaces].tolist()
         found |= _likely_workspaces(self.recorded, WORKSPACE_BYTES | set(known), ~paired, found)
         return found
+
+    def recorded_row(self, row: int) -> int:
+        """The event of the recording that is, or comes right before, an event of the prediction."""
+        index = int(np.searchsorted(self.predicted.rows[self.alignment.second], row, side="right")) - 1
+        return int(self.recorded.rows[self.alignment.first[index]]) if index >= 0 else -1
+
+    def predicted_row(self, row: int) -> int:
+        """The event of the prediction that is, or comes right before, an event of the recording."""
+        index = int(np.searchsorted(self.recorded.rows[self.alignment.first], row, side="right")) - 1
+        return int(self.predicted.rows[self.alignment.second[index]]) if index >= 0 else self.start_row
 
     # -- what differs ----------------------------------------------------------------------------------------
 
@@ -191,13 +202,18 @@ class Pairing:
         row = int(self.recorded.lives.born[block])
         if row < 0:
             return own, False
-        index = int(np.searchsorted(self.recorded.rows, row))
-        before = int(np.searchsorted(self.alignment.first, index)) - 1
+        rows, second = self._common_requests
+        before = int(np.searchsorted(rows, row)) - 1
         if before < 0:
             return own, True
-        near = int(self.alignment.second[before])
-        block_before = int(self.predicted.block[near])
-        return self.predicted.label(block_before)._replace(category=Category.OTHER, tensor=""), True
+        near = self.predicted.label(int(self.predicted.block[second[before]]))
+        return near._replace(category=Category.OTHER, tensor=""), True
+
+    @cached_property
+    def _common_requests(self) -> tuple[Ints, Ints]:
+        """Rows of the recording at which both ask for a block, and the requests of the prediction that these are."""
+        takes = self.recorded.takes[self.alignment.first]
+        return self.recorded.rows[self.alignment.first[takes]], self.alignment.second[takes]
 
     def streams(self) -> StreamComparison:
         """How the two sequences of requests differ, at whatever moment."""
@@ -222,30 +238,27 @@ class Pairing:
             matched=int(one.takes[alignment.first].sum()),
             before=int(two.takes[: alignment.start].sum()),
             after=int(two.takes[alignment.stop :].sum()),
-            moved_frees=self._moved(missing[~one.takes[missing]]),
+            moved_frees=self._moved(),
             differing=tuple(sorted(differing, key=lambda each: -each.size * each.count)),
         )
 
-    def _moved(self, frees: Ints) -> int:
-        """How many of these returns come after another request in the prediction.
+    def _moved(self) -> int:
+        """How many blocks that both have are given back after another request in the prediction.
 
-        Those between the same requests do not count: in which order a program lets go of several objects at once is
-        chance, and makes no difference to the allocator.
+        The order of returns between the same two requests does not count: in which order a program lets go of several
+        objects at once is chance, and makes no difference to the allocator.
         """
         one, two = self.recorded, self.predicted
-        partner = self.of_recorded[one.block[frees]]
-        frees, partner = frees[partner != _UNPAIRED], partner[partner != _UNPAIRED]
-        of_request = np.full(len(one) + 1, _UNPAIRED, dtype=np.int64)
-        of_request[self.alignment.first] = self.alignment.second
-        last = np.searchsorted(two.rows, two.lives.freed[partner])
-        return int((of_request[_request_before(one)[frees]] != _request_before(two)[last]).sum())
-
-
-def _request_before(requests: Requests) -> Ints:
-    """For each place, and the one behind the end: the last place before it where a block was asked for, or -1."""
-    places = np.where(requests.takes, np.arange(len(requests)), _UNPAIRED)
-    last: Ints = np.maximum.accumulate(np.concatenate([[_UNPAIRED], places]))
-    return last
+        rows, second = self._common_requests
+        here = np.flatnonzero(self.of_recorded != _UNPAIRED)
+        freed_here = one.lives.freed[here]
+        freed_there = two.lives.freed[self.of_recorded[here]]
+        before_here = np.searchsorted(rows, freed_here)
+        before_there = np.searchsorted(two.rows[second], freed_there)
+        kept_here = freed_here >= one.lives.rows
+        kept_there = (freed_there >= two.lives.rows) | (freed_there > self.stop_row)
+        moved = np.where(kept_here | kept_there, kept_here != kept_there, before_here != before_there)
+        return int(moved.sum())
 
 
 def _unlike(

@@ -162,15 +162,41 @@ def _with_trace(
 
 
 def _compare(pairing: Pairing, quantity: Quantity, moment: int | None) -> Comparison:
-    """One quantity: at both peaks, or at the end of the recording and at ``moment`` of the prediction."""
+    """One quantity: at both peaks, or at the end of the recording and at ``moment`` of the prediction.
+
+    Programs have many moments that are nearly as high as the peak, and a small difference may make another of them the
+    highest. So the side that is lower may be looked at where the higher one has its peak, since that is where the
+    reason shows; how much higher it is at its own is then a part. Of the two ways, and of three where both peaks are
+    equal, the one is taken in which the fewest bytes differ.
+    """
     one, two = pairing.recorded, pairing.predicted
-    if moment is None:
-        here = _peak_row(one, quantity, -1, one.lives.rows - 1)
-        there = _peak_row(two, quantity, pairing.start_row, pairing.stop_row)
-    else:
-        here, there = one.lives.rows - 1, moment
-    recorded = _parts(one, here, quantity, pairing.recorded_workspaces)
-    predicted = _parts(two, there, quantity, pairing.predicted_workspaces)
+    if moment is not None:
+        return _at_moments(pairing, quantity, (one.lives.rows - 1, moment), (0, 0))
+    here = _peak_row(one, quantity, -1, one.lives.rows - 1)
+    there = _peak_row(two, quantity, pairing.start_row, pairing.stop_row)
+    recorded, predicted = _value(one, quantity, here), _value(two, quantity, there)
+    pairs = {(here, there)}
+    if predicted >= recorded:
+        pairs.add((pairing.recorded_row(there), there))
+    if recorded >= predicted:
+        pairs.add((here, pairing.predicted_row(here)))
+    found = []
+    for recorded_row, predicted_row in sorted(pairs):
+        higher = (
+            recorded - _value(one, quantity, recorded_row),
+            predicted - _value(two, quantity, predicted_row),
+        )
+        found.append(_at_moments(pairing, quantity, (recorded_row, predicted_row), higher))
+    return min(found, key=_unlikeness)
+
+
+def _at_moments(
+    pairing: Pairing, quantity: Quantity, rows: tuple[int, int], higher: tuple[int, int]
+) -> Comparison:
+    """One quantity at (recorded, predicted) rows; ``higher``: how much higher each is at its own peak."""
+    recorded = _parts(pairing.recorded, rows[0], quantity, pairing.recorded_workspaces)
+    predicted = _parts(pairing.predicted, rows[1], quantity, pairing.predicted_workspaces)
+    recorded[Part.ELSEWHERE], predicted[Part.ELSEWHERE] = higher
     return Comparison(
         quantity=quantity,
         predicted=sum(predicted.values()),
@@ -179,8 +205,19 @@ def _compare(pairing: Pairing, quantity: Quantity, moment: int | None) -> Compar
             PartDifference(part=part, predicted=predicted[part], recorded=recorded[part])
             for part in predicted
         ),
-        differing=pairing.at(here, there),
+        differing=pairing.at(*rows),
     )
+
+
+def _unlikeness(found: Comparison) -> int:
+    """Bytes of the blocks by which two moments differ, and of what is not at these moments."""
+    blocks = sum(abs(row.total) for row in found.differing)
+    return blocks + sum(part.predicted + part.recorded for part in found.parts if part.part is Part.ELSEWHERE)
+
+
+def _value(requests: Requests, quantity: Quantity, row: int) -> int:
+    measure = _MEASURES[quantity]
+    return requests.curves.start[measure] if row < 0 else int(requests.curves.of(measure)[row])
 
 
 def _peak_row(requests: Requests, quantity: Quantity, first: int, last: int) -> int:
@@ -198,7 +235,7 @@ def _peak_row(requests: Requests, quantity: Quantity, first: int, last: int) -> 
 
 def _parts(requests: Requests, row: int, quantity: Quantity, workspaces: Flags) -> dict[Part, int]:
     """What a quantity consists of after an event; the parts sum to it."""
-    lives, curves = requests.lives, requests.curves
+    lives = requests.lives
     alive = lives.alive(row)
     library = workspaces[alive]
     size, block = lives.size[alive], lives.block[alive]
@@ -209,7 +246,7 @@ def _parts(requests: Requests, row: int, quantity: Quantity, workspaces: Flags) 
     }
     if quantity is Quantity.ALLOCATED:
         return parts
-    reserved = curves.start[Measure.RESERVED] if row < 0 else int(curves.reserved[row])
+    reserved = _value(requests, Quantity.RESERVED, row)
     active = int(lives.block[lives.active(row)].sum())
     cached = fragmentation(requests.trace, lives, row).releasable
     parts[Part.WAITING] = active - sum(parts.values())

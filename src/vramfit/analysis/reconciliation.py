@@ -44,6 +44,8 @@ class Part(Enum):
     """Free, in a segment that also holds a live block: fragmentation."""
     CACHED = "free segments"
     """Segments without a live block, which the allocator keeps for later."""
+    ELSEWHERE = "higher at another moment"
+    """The parts above are those where the other side has its peak; at its own this one is so much higher."""
     OUTSIDE = "outside PyTorch"
     """The CUDA context and whatever else is no memory of torch's allocator."""
     REQUESTED = "requests and workspaces"

@@ -103,7 +103,7 @@ class Actual:
         found = {figures.device or 0 for figures in self.figures}
         if self.trace is not None:
             used = {device.index for device in self.trace.devices if device.segments}
-            events = self.trace.kind != EventKind.MARKER
+            events = (self.trace.kind != EventKind.MARKER) & (self.trace.kind != EventKind.SNAPSHOT)
             found |= used | {int(index) for index in set(self.trace.device[events].tolist())}
         return tuple(sorted(found))
 
