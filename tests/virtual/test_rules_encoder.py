@@ -32,10 +32,10 @@ def test_the_feed_forward_layers_are_the_peak(layer):
 
 
 def test_a_mask_keeps_attention_from_the_fused_kernels(layer):
-    # Packed heads, scores of 8 x 4 x 128 x 128 floats beside their softmax, and the mask as floats
+    # Packed heads, scores of 8 x 4 x 128 x 128 floats beside their softmax, and the mask as floats and as booleans
     mask = torch.zeros(8, 128, dtype=torch.bool, device="cuda")
     scores = 8 * 4 * 128 * 128 * 4
-    assert held(layer, src_key_padding_mask=mask) == 3 * WIDTH + 2 * scores + 8 * 128 * 4
+    assert held(layer, src_key_padding_mask=mask) == 3 * WIDTH + 2 * scores + 8 * 128 * (4 + 1)
 
 
 def test_weights_of_attention_are_averaged_over_heads(layer):
@@ -57,3 +57,11 @@ def test_packed_sequences_attend_with_flash(layer):
     out.backward(torch.ones_like(out))
     # Beside gradients: float32 sums of 300 + 3 x 128 rows, a value and a head of 64 wide, for each of 8 heads
     assert torch.cuda.max_memory_allocated() - before >= 684 * 8 * 65 * 4
+
+
+def test_the_choice_of_a_backend_is_told(layer):
+    halves = torch.randn(2, 8, 128, 64, device="cuda", dtype=torch.float16)
+    assert torch._fused_sdp_choice(halves, halves, halves) == 1  # flash
+    singles = halves.float()
+    assert torch._fused_sdp_choice(singles, singles, singles) == 2  # memory-efficient
+    assert torch._fused_sdp_choice(singles.double(), singles.double(), singles.double()) == 0  # math

@@ -24,6 +24,17 @@ def attention(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[
         return sdpa.scaled_dot_product_attention(ctx=context, **given)
 
 
+@rule("aten._fused_sdp_choice.default")
+def choice(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The number of the backend that attention would take (transformers/cuda/sdp_utils.cpp, ``select_sdp_backend``)."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+    given = defaults | dict(zip(names, args, strict=False)) | kwargs
+    context = mode.workspaces.context(given["query"].device.index or 0)
+    del given["scale"]
+    return int(sdpa.choose_backend(ctx=context, **given))
+
+
 _PACKED = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k")
 
 
