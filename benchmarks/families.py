@@ -1,0 +1,161 @@
+"""Which model families of transformers run on the virtual GPU: trained, run without gradients, asked to generate.
+
+    python benchmarks/families.py                       # all; goes on where an earlier run stopped
+    python benchmarks/families.py --only llama t5       # some
+    python benchmarks/families.py --realistic           # a few at their real size
+    python benchmarks/families.py --write docs/families.md
+
+Each family is built from a tiny configuration, twice: on the virtual GPU, and for real on the CPU. It runs if all
+steps succeed and every output has the type and shape of the real one. A configuration that fails alike on the CPU says
+nothing about the virtual GPU and is listed apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformer_families.table import Entry, Status, judge, page, summary, terminal_table
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / ".families.jsonl"
+SECONDS = 120
+"""Longest that one family may take before its process is ended."""
+
+
+class Worker:
+    """A process that tries families, one after the other; started anew when one has ended it."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._process: subprocess.Popen[str] | None = None
+
+    def attempt(self, name: str) -> dict[str, Any]:
+        """The result of one family; a crash or a hang is one too."""
+        process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(name + "\n")
+            process.stdin.flush()
+            ready, _, _ = select.select([process.stdout], [], [], SECONDS)
+            line = process.stdout.readline() if ready else ""
+        except BrokenPipeError:
+            line, ready = "", [process.stdout]
+        if line:
+            return json.loads(line)
+        self.stop()
+        why = f"its process ended with code {process.returncode}" if ready else f"took more than {SECONDS} s"
+        return {"family": name, "device": self.device, "build": why}
+
+    def _start(self) -> subprocess.Popen[str]:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH")))),
+            "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "transformer_families.worker", self.device],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        return self._process
+
+    def stop(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Try what the command line names; returns the exit code: 3 if a family failed on the virtual GPU alone."""
+    parser = argparse.ArgumentParser(description="Try model families of transformers on the virtual GPU.")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these families, tried anew")
+    parser.add_argument("--fresh", action="store_true", help="forget what earlier runs found")
+    parser.add_argument("--list", action="store_true", help="print the families")
+    parser.add_argument("--realistic", action="store_true", help="some families at their real size instead")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where results are kept")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page from what was found")
+    options = parser.parse_args(arguments)
+    console = Console()
+    names = _names(options, parser)
+    if options.list:
+        for name in names:
+            console.print(name, highlight=False)
+        return 0
+    if options.fresh:
+        options.results.unlink(missing_ok=True)
+    known = _known(options.results)
+    wanted = [name for name in names if options.only or name not in known]
+    found = known | _try_all(wanted, options.results, console)
+    entries = [found[name] for name in names if name in found]
+    if options.write is not None:
+        options.write.write_text(page(entries), encoding="utf-8")
+    console.print(terminal_table(entries))
+    console.print(summary(entries))
+    return 3 if any(entry.status is Status.FAILED for entry in entries) else 0
+
+
+def _names(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    from transformer_families.kinds import families
+    from transformer_families.realistic import REALISTIC
+
+    names = [f"realistic:{name}" for name in REALISTIC] if options.realistic else list(families())
+    if options.only:
+        if unknown := [name for name in options.only if name not in names]:
+            parser.error(f"there is no family {', '.join(unknown)}; --list names them")
+        return list(options.only)
+    return names
+
+
+def _known(results: Path) -> dict[str, Entry]:
+    """What earlier runs found; a line that was cut off is left out."""
+    found: dict[str, Entry] = {}
+    if results.is_file():
+        for line in results.read_text(encoding="utf-8").splitlines():
+            try:
+                kept = json.loads(line)
+            except ValueError:
+                continue
+            entry = judge(kept["virtual"], kept["cpu"])
+            found[entry.family] = entry
+    return found
+
+
+def _try_all(names: list[str], results: Path, console: Console) -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
+    virtual, real = Worker("cuda"), Worker("cpu")
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("", total=len(names))
+            for name in names:
+                progress.update(task, description=name)
+                on_card = virtual.attempt(name)
+                on_cpu = None if name.startswith("realistic:") else real.attempt(name)
+                with results.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"virtual": on_card, "cpu": on_cpu}) + "\n")
+                found[name] = judge(on_card, on_cpu)
+                progress.advance(task)
+    except KeyboardInterrupt:
+        console.print("stopped; run again to go on")
+    finally:
+        virtual.stop()
+        real.stop()
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

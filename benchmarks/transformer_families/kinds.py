@@ -1,0 +1,41 @@
+"""Which class of a family is tried, and what goes into it."""
+
+from __future__ import annotations
+
+from enum import Enum
+from functools import cache
+
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from transformer_families.overrides import CLASSES, LEFT_OUT
+
+
+class Kind(Enum):
+    """What a model does, by the name of the mapping that lists its classes."""
+
+    CAUSAL_LM = "CAUSAL_LM"
+    SEQ_TO_SEQ = "SEQ_TO_SEQ_CAUSAL_LM"
+    SPEECH_TO_TEXT = "SPEECH_SEQ_2_SEQ"
+    MASKED_LM = "MASKED_LM"
+    IMAGE_CLASSES = "IMAGE_CLASSIFICATION"
+    VIDEO_CLASSES = "VIDEO_CLASSIFICATION"
+    SPEECH_CTC = "CTC"
+    AUDIO_CLASSES = "AUDIO_CLASSIFICATION"
+    SEGMENTATION = "SEMANTIC_SEGMENTATION"
+    DEPTH = "DEPTH_ESTIMATION"
+    DETECTION = "OBJECT_DETECTION"
+    SEQUENCE_CLASSES = "SEQUENCE_CLASSIFICATION"
+
+
+@cache
+def families() -> dict[str, tuple[Kind, str]]:
+    """Families to try: model type to its kind and its class, the first kind that it has."""
+    found: dict[str, tuple[Kind, str]] = {}
+    for kind in Kind:
+        mapping = getattr(modeling_auto, f"MODEL_FOR_{kind.value}_MAPPING_NAMES")
+        for model_type, names in mapping.items():
+            name = CLASSES.get(model_type) or (names if isinstance(names, str) else names[0])
+            if model_type in CONFIG_MAPPING_NAMES and model_type not in LEFT_OUT:
+                found.setdefault(model_type, (kind, name))
+    return found

@@ -1,0 +1,40 @@
+"""What single families want besides small sizes, and which are left out with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+CLASSES: dict[str, str] = {}
+"""The class to take where the first of the mapping is not meant for use by itself."""
+
+_MAMBA_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2}
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"num_hidden_layers": 8},
+    "bamba": {**_MAMBA_HEADS, "attn_layer_indices": [1]},
+    "falcon_h1": {**_MAMBA_HEADS, "mamba_d_ssm": 128},
+    "git": {"vision_config": {}, "num_image_with_embedding": None},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {**_MAMBA_HEADS, "layer_types": ["mamba", "attention"]},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "use_mamba_kernels": False,
+    },
+    "kimi_linear": {"num_hidden_layers": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm3": {"num_hidden_layers": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
+    "ministral": {"head_dim": 16},
+    "mra": {"approx_mode": "full"},
+    "nemotron": {"head_dim": 16},
+    "nemotron_h": {"num_hidden_layers": 4},
+    "t5": {"decoder_start_token_id": 0},
+}
+"""Keyword arguments of the configuration."""
+
+LEFT_OUT: dict[str, str] = {}
+"""Families that are not tried, with the reason."""
