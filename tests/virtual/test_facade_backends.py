@@ -66,6 +66,7 @@ def test_workspace_sizes(machine):
     if not hasattr(torch.backends.cuda, "cublas_workspace_size"):
         pytest.skip("this torch has no setting for it")
     assert torch.backends.cuda.cublas_workspace_size() == 8_519_680
+    assert torch.backends.cuda.cublaslt_workspace_size() == 8_519_680  # the two share one since 2.12
     assert torch.backends.cuda.cublas_workspace_size(1 << 20) == 1 << 20
     assert machine.cublas_workspace_bytes == {"cublas": 1 << 20}
 

@@ -4,7 +4,8 @@ NOTE [Handles and threads]
 torch keeps one cuBLAS handle per thread and device (ATen/cuda/CublasHandlePool.cpp), and one workspace per handle and
 stream. The autograd engine runs the backward pass of each device on a thread of its own, so a training program holds
 two workspaces per device: one of the thread that ran forward, one of the engine's. A thread that ends gives its
-handle back to the pool, and the next new thread takes it, workspace included.
+handle back to the pool, and the next new thread takes it, workspace included. cuDNN's handles (ATen/cudnn/Handle.cpp)
+belong to threads likewise, but take nothing from the allocator; its convolution plans are kept for each thread.
 """
 
 from __future__ import annotations

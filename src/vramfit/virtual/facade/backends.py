@@ -11,17 +11,11 @@ import torch
 
 from vramfit.virtual.facade.base import CUDA_BUILD, C, CFunctions
 from vramfit.virtual.facade.releases import Release, needs_older_build, release_for
+from vramfit.virtual.kernels import Blas, KernelContext, workspace_bytes
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.patching import PatchStack
 
-KIB = 1 << 10
-MIB = 1 << 20
 _CUFFT_PLANS = 4096  # aten/src/ATen/native/cuda/CuFFTPlanCache.h, CUFFT_DEFAULT_CACHE_SIZE
-# aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: ":4096:2:16:8" or 32 MiB.
-_CUBLAS_DEFAULT = 4096 * 2 * KIB + 16 * 8 * KIB
-_CUBLAS_HOPPER = 32 * MIB
-_CUBLASLT_DEFAULT = 1 * MIB
-_CUBLASLT_HOPPER = 32 * MIB
 
 
 class BackendFunctions(CFunctions):
@@ -44,9 +38,7 @@ class BackendFunctions(CFunctions):
         self.machine.conv_benchmark_empties_cache = enable
 
     def _cuda_getCublasWorkspaceSize(self) -> int:
-        hopper = self.device().spec.compute_capability[0] >= 9
-        default = _CUBLAS_HOPPER if hopper else _CUBLAS_DEFAULT
-        return self.machine.cublas_workspace_bytes.get("cublas", default)
+        return self._workspace_bytes(Blas.CUBLAS)
 
     def _cuda_setCublasWorkspaceSize(self, size: int) -> None:
         self.machine.cublas_workspace_bytes["cublas"] = size
@@ -55,15 +47,27 @@ class BackendFunctions(CFunctions):
         self.machine.cublas_workspace_bytes.pop("cublas", None)
 
     def _cuda_getCublasLtWorkspaceSize(self) -> int:
-        hopper = self.device().spec.compute_capability[0] >= 9
-        default = _CUBLASLT_HOPPER if hopper else _CUBLASLT_DEFAULT
-        return self.machine.cublas_workspace_bytes.get("cublaslt", default)
+        return self._workspace_bytes(Blas.CUBLASLT)
 
     def _cuda_setCublasLtWorkspaceSize(self, size: int) -> None:
         self.machine.cublas_workspace_bytes["cublaslt"] = size
 
     def _cuda_resetCublasLtWorkspaceSize(self) -> None:
         self.machine.cublas_workspace_bytes.pop("cublaslt", None)
+
+    def _workspace_bytes(self, blas: Blas) -> int:
+        """What the program chose, else what the library takes on this card."""
+        chosen = self.machine.cublas_workspace_bytes.get(blas.value)
+        if chosen is not None:
+            return chosen
+        spec = self.device().spec
+        context = KernelContext(
+            spec=spec,
+            capability=spec.compute_capability,
+            torch_version=self.machine.torch_version,
+            environ=os.environ,
+        )
+        return workspace_bytes(blas, context)
 
 
 class CpuBuildFunctions(CFunctions):
