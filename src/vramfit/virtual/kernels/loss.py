@@ -21,7 +21,7 @@ from vramfit.virtual.kernels.context import (
     temporaries,
     workspace,
 )
-from vramfit.virtual.kernels.reduction import reduce_extras
+from vramfit.virtual.kernels.reduction import reduce_dense
 
 
 def _copy(tensor: Any) -> int:
@@ -36,10 +36,10 @@ def _softmax(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Ex
 
 def _softmax_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
     """``softmax_backward_cuda_out`` multiplies gradient and output into a tensor of their size, beside the
-    result."""
+    result; ``host_softmax_backward`` wants both contiguous."""
     del kwargs, outputs, ctx
     grad, output = args[:2]
-    return temporaries(nbytes(grad), _copy(output))
+    return temporaries(nbytes(grad), _copy(grad), _copy(output))
 
 
 def _log_softmax_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
@@ -48,50 +48,57 @@ def _log_softmax_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelC
 
 
 def _nll(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """``nll_loss_forward_out_cuda_template``: contiguous log-probabilities, targets and weights."""
+    """``nll_loss_forward_out_cuda_template``: contiguous log-probabilities, targets and weights; of losses that
+    are not reduced the weights alone."""
     del outputs, ctx
     weight = argument(args, kwargs, 2, "weight")
+    if argument(args, kwargs, 3, "reduction", 1) == 0 and args[0].dim() != 1:
+        return temporaries(_copy(weight))
     return temporaries(_copy(args[0]), _copy(args[1]), _copy(weight))
 
 
 def _nll_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """``nll_loss_backward_out_cuda_template``: likewise, with the gradient."""
-    del kwargs, outputs, ctx
-    return temporaries(_copy(args[0]), _copy(args[2]), _copy(args[3]))
+    """``nll_loss_backward_out_cuda_template``: likewise; the log-probabilities are not read."""
+    del outputs, ctx
+    weight = argument(args, kwargs, 3, "weight")
+    if argument(args, kwargs, 4, "reduction", 1) == 0 and args[1].dim() != 1:
+        return temporaries(_copy(weight))
+    return temporaries(_copy(args[0]), _copy(args[2]), _copy(weight))
 
 
-def _elementwise_loss(position: int) -> Rule:
+def _reducing(count: int, dtype: torch.dtype, ctx: KernelContext) -> tuple[int, ...]:
+    """Partial results of reducing so many unreduced losses, which lie densely."""
+    found = reduce_dense(count, dtype, ctx)
+    return found.after if found is not None else ()
+
+
+def _elementwise_loss(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
     """``mse_loss_out``, ``smooth_l1_loss_out``: the unreduced loss, reduced into the result.
 
     The result's own storage is as large (see metas.py), so a reduced loss takes the size twice for a moment.
     """
-
-    def rule(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-        del ctx
-        if argument(args, kwargs, position, "reduction", 1) == 0:
-            return None
-        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-        element = outputs.element_size()
-        return Extras(after=(shape.numel() * element,)) if shape.numel() else None
-
-    return rule
+    if argument(args, kwargs, 2, "reduction", 1) == 0:
+        return None
+    count = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+    return temporaries(count * outputs.element_size(), *_reducing(count, outputs.dtype, ctx))
 
 
 def _huber(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
     """``huber_loss``: the unreduced loss exists first, then its mean (Loss.cpp)."""
-    del ctx
     if argument(args, kwargs, 2, "reduction", 1) == 0:
         return None
-    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-    return workspace(shape.numel() * outputs.element_size())
+    count = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+    if not count:
+        return None
+    return Extras((count * outputs.element_size(),), _reducing(count, outputs.dtype, ctx))
 
 
 def _bce(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
     """``binary_cross_entropy_out_cuda``: the reduced scalar, which is copied into the whole-size result."""
     if argument(args, kwargs, 3, "reduction", 1) == 0:
         return None
-    reducing = reduce_extras(args[0], None, max(4, outputs.element_size()), ctx)
-    return Extras(after=(outputs.element_size(), *(reducing.after if reducing else ())))
+    count = args[0].numel()
+    return Extras(after=(outputs.element_size(), *_reducing(count, outputs.dtype, ctx)))
 
 
 def _multilabel(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
@@ -111,7 +118,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = table(
         "_log_softmax_backward_data": _log_softmax_backward,
         ("nll_loss_forward", "nll_loss2d_forward"): _nll,
         ("nll_loss_backward", "nll_loss2d_backward"): _nll_backward,
-        ("mse_loss", "smooth_l1_loss"): _elementwise_loss(2),
+        ("mse_loss", "smooth_l1_loss"): _elementwise_loss,
         "huber_loss": _huber,
         "binary_cross_entropy": _bce,
         ("multilabel_margin_loss_forward", "multi_margin_loss"): _multilabel,

@@ -221,6 +221,17 @@ def _pieces(shape: tuple[int, ...], strides: tuple[int, ...], element: int) -> l
     return _pieces(tuple(first), strides, element) + _pieces(tuple(second), strides, element)
 
 
+def reduce_dense(count: int, dtype: torch.dtype, ctx: KernelContext) -> Extras | None:
+    """Extras of summing so many numbers of a type that lie densely, or of taking their mean."""
+    if count < 4096:
+        return None
+    scratch = Scratch()
+    halves = dtype in _HALVES
+    kind = _Accumulator(_accumulator(dtype), 8 if halves else 4, not halves)
+    _reduce(scratch, (count,), (1,), dtype.itemsize, frozenset({0}), kind, ctx)
+    return sequence(after=scratch)
+
+
 _HALVES = (torch.float16, torch.bfloat16)
 
 

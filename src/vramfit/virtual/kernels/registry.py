@@ -11,7 +11,9 @@ from vramfit.virtual.kernels import (
     convolution,
     copying,
     embedding,
+    fft,
     indexing,
+    linalg,
     loss,
     matmul,
     norm,
@@ -22,6 +24,7 @@ from vramfit.virtual.kernels import (
     scanning,
     selecting,
     sorting,
+    vision,
 )
 from vramfit.virtual.kernels.context import Args, Extras, KernelContext, Kwargs, Rule
 
@@ -30,7 +33,9 @@ _FAMILIES = (
     convolution,
     copying,
     embedding,
+    fft,
     indexing,
+    linalg,
     loss,
     matmul,
     norm,
@@ -41,6 +46,7 @@ _FAMILIES = (
     scanning,
     selecting,
     sorting,
+    vision,
 )
 _RULES: dict[torch._ops.OpOverload, Rule] = {
     op: rule for family in _FAMILIES for op, rule in family.RULES.items()

@@ -1,0 +1,137 @@
+"""Interpolation, pooling, padding, rolling, distances: dense stand-ins for strided tensors, and a few buffers.
+
+aten/src/ATen/native/cuda/UpSampleNearest2d.cu, UpSampleNearest3d.cu, UpSampleBilinear2d.cu, DilatedMaxPool2d.cu,
+AveragePool2d.cu, AdaptiveAveragePooling.cu, ReflectionPad.cu, ReplicationPadding.cu, TensorTransformations.cu and
+native/TensorTransformations.h (``roll_common``), DistanceKernel.cu. Grid sampling, bicubic and trilinear
+interpolation, constant padding, flipping and ``cat`` read any strides and keep nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vramfit.virtual.kernels.context import Args, Extras, KernelContext, Kwargs, Rule, argument, nbytes, table
+from vramfit.virtual.kernels.scratch import Scratch, sequence
+
+_CHANNELS_LAST = torch.channels_last
+_NEAREST_CHANNELS = 4  # upsample_nearest2d_out_cuda_template: so many channels have a channels_last kernel
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.dim() == 4
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=_CHANNELS_LAST)
+    )
+
+
+def _nearest(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """Nearest neighbours, forward and backward: a kernel for channels_last, else contiguous forms of both."""
+    del kwargs, ctx
+    source = args[0]
+    if not isinstance(outputs, torch.Tensor) or not source.numel():
+        return None
+    if _is_channels_last(source) and source.shape[1] >= _NEAREST_CHANNELS and _is_channels_last(outputs):
+        return None
+    scratch = Scratch()
+    scratch.take(0 if source.is_contiguous() else nbytes(source))
+    scratch.take(0 if outputs.is_contiguous() else nbytes(outputs))
+    return sequence(after=scratch)
+
+
+def _dense_2d(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """Planes that the kernel reads contiguously or in channels_last, in whichever order the input lies."""
+    del kwargs, outputs, ctx
+    source = args[0]
+    if source.is_contiguous() or _is_channels_last(source):
+        return None
+    scratch = Scratch()
+    scratch.take(nbytes(source))
+    return sequence(after=scratch)
+
+
+def _dense_2d_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """A gradient brought to the memory format of the input that follows it."""
+    del kwargs, outputs, ctx
+    grad, source = args[:2]
+    wanted = _is_channels_last if _is_channels_last(source) else torch.Tensor.is_contiguous
+    scratch = Scratch()
+    scratch.take(0 if wanted(grad) else nbytes(grad))
+    return sequence(after=scratch)
+
+
+def _contiguous(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """A contiguous copy of a strided first argument."""
+    del kwargs, outputs, ctx
+    scratch = Scratch()
+    scratch.take(0 if args[0].is_contiguous() else nbytes(args[0]))
+    return sequence(after=scratch)
+
+
+def _roll(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``roll``: one dimension after the other; what was rolled before lives until the last is done."""
+    del outputs, ctx
+    source = args[0]
+    dims = argument(args, kwargs, 2, "dims", ())
+    count = 1 if isinstance(dims, int) else len(dims)
+    scratch = Scratch()
+    scratch.take(0 if source.is_contiguous() else nbytes(source))
+    for _ in range(count - 1):
+        scratch.take(nbytes(source))
+    return sequence(before=scratch)
+
+
+def _cdist_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``_cdist_backward``: the gradient from every pair of rows, before it is summed (DistanceKernel.cu,
+    ``cdist_backward_kernel_impl``)."""
+    del kwargs, ctx
+    first, second = args[1], args[2]
+    if not outputs.numel() or not second.numel():
+        return None
+    scratch = Scratch()
+    for tensor in (first, second, args[0]):
+        scratch.take(0 if tensor.is_contiguous() else nbytes(tensor))
+    scratch.take(nbytes(outputs) * second.shape[-2])
+    return sequence(after=scratch)
+
+
+def _pdist_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``_pdist_backward``: the same for pairs within one matrix (``pdist_backward_kernel_impl``)."""
+    del kwargs, outputs, ctx
+    source = args[1]
+    if source.shape[0] < 2:
+        return None
+    scratch = Scratch()
+    scratch.take((source.shape[0] - 1) * nbytes(source))
+    return sequence(after=scratch)
+
+
+RULES: dict[torch._ops.OpOverload, Rule] = table(
+    {
+        (
+            *("upsample_nearest2d", "_upsample_nearest_exact2d"),
+            *("upsample_nearest2d_backward", "_upsample_nearest_exact2d_backward"),
+        ): _nearest,
+        (
+            *("upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_nearest3d_backward"),
+            *("_upsample_nearest_exact3d_backward", "upsample_nearest1d", "upsample_nearest1d_backward"),
+            *("reflection_pad1d", "reflection_pad2d", "reflection_pad2d_backward"),
+            *("reflection_pad3d", "reflection_pad3d_backward", "replication_pad1d_backward"),
+            *("replication_pad2d_backward", "replication_pad3d_backward"),
+            *("avg_pool3d", "avg_pool3d_backward", "max_pool3d_with_indices", "_adaptive_avg_pool3d"),
+            *("_adaptive_avg_pool3d_backward", "adaptive_max_pool3d", "max_pool3d_with_indices_backward"),
+        ): _contiguous,
+        ("upsample_bilinear2d_backward", "max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d"): (
+            _dense_2d
+        ),
+        (
+            *("max_pool2d_with_indices_backward", "avg_pool2d_backward"),
+            "_adaptive_avg_pool2d_backward",
+        ): _dense_2d_backward,
+        "roll": _roll,
+        "_cdist_backward": _cdist_backward,
+        "_pdist_backward": _pdist_backward,
+    }
+)
