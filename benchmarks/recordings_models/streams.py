@@ -8,14 +8,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vramfit.analysis import Fragmentation, Measure, curves, fragmentation, lifetimes
+import numpy as np
+from numpy.typing import NDArray
+
+from vramfit.analysis import Fragmentation, Measure, align, curves, fragmentation, lifetimes
 from vramfit.trace import EventKind, MemoryTrace, load_snapshot, trace_from_snapshot
 
 WORKSPACES = (8_519_680, 33_554_432)
 """Bytes of a cuBLAS workspace on most cards, and on Hopper."""
 
-MOST_EDITS = 3000
-"""Streams that differ in more requests are not aligned; their sizes are counted instead."""
+LEAST_ALIKE = 0.5
+"""Streams that have a smaller share of requests in common are not aligned; their sizes are counted instead."""
 
 Request = tuple[bool, int]  # whether it takes or gives back, and bytes
 
@@ -116,17 +119,19 @@ class Difference:
 
 def differences(recorded: Recording, predicted: Recording) -> list[Difference]:
     """What the prediction lacks or has too many of, the most frequent first; empty when the streams are equal."""
-    edits = align(recorded.requests, predicted.requests)
+    first, second = recorded.requests, predicted.requests
+    aligned = align(_tokens(first), _tokens(second))
     found: Counter[tuple[bool, Request, str]] = Counter()
-    if edits is None:
-        counts = Counter(predicted.requests)
-        counts.subtract(recorded.requests)
+    if len(aligned.first) < LEAST_ALIKE * min(len(first), len(second)):
+        counts = Counter(second)
+        counts.subtract(first)
         for request, count in counts.items():
             found[count > 0, request, "(not aligned)"] = abs(count)
     else:
-        for extra, index in edits:
-            side = predicted if extra else recorded
-            found[extra, side.requests[index], side.labels[index]] += 1
+        for index in np.setdiff1d(np.arange(len(second)), aligned.second).tolist():
+            found[True, second[index], predicted.labels[index]] += 1
+        for index in np.setdiff1d(np.arange(len(first)), aligned.first).tolist():
+            found[False, first[index], recorded.labels[index]] += 1
     return [
         Difference(extra=extra, takes=takes, size=size, count=count, label=label)
         for (extra, (takes, size), label), count in found.most_common()
@@ -134,39 +139,5 @@ def differences(recorded: Recording, predicted: Recording) -> list[Difference]:
     ]
 
 
-def align(first: list[Request], second: list[Request]) -> list[tuple[bool, int]] | None:
-    """The fewest edits that turn one stream into the other: (in the second only, its index).
-
-    Myers, "An O(ND) Difference Algorithm and Its Variations" (1986): cheap where streams hardly differ. None if
-    more than `MOST_EDITS` are needed.
-    """
-    furthest = {1: 0}
-    history: list[dict[int, int]] = []
-    for edits in range(MOST_EDITS):
-        history.append(dict(furthest))
-        for diagonal in range(-edits, edits + 1, 2):
-            x = _step(furthest, diagonal, edits)
-            y = x - diagonal
-            while x < len(first) and y < len(second) and first[x] == second[y]:
-                x, y = x + 1, y + 1
-            furthest[diagonal] = x
-            if x >= len(first) and y >= len(second):
-                return _trace_back(history, x, y)
-    return None
-
-
-def _step(furthest: dict[int, int], diagonal: int, edits: int) -> int:
-    down = diagonal == -edits or (diagonal != edits and furthest[diagonal - 1] < furthest[diagonal + 1])
-    return furthest[diagonal + 1] if down else furthest[diagonal - 1] + 1
-
-
-def _trace_back(history: list[dict[int, int]], x: int, y: int) -> list[tuple[bool, int]]:
-    found: list[tuple[bool, int]] = []
-    for edits in range(len(history) - 1, 0, -1):
-        furthest, diagonal = history[edits], x - y
-        down = diagonal == -edits or (diagonal != edits and furthest[diagonal - 1] < furthest[diagonal + 1])
-        before = diagonal + 1 if down else diagonal - 1
-        x = furthest[before]
-        y = x - before
-        found.append((True, y) if down else (False, x))
-    return found[::-1]
+def _tokens(requests: list[Request]) -> NDArray[np.int64]:
+    return np.array([2 * size + takes for takes, size in requests], dtype=np.int64)

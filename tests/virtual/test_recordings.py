@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,25 +77,28 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("recordings_models.streams")
 
 
+def stream(sizes: str) -> SimpleNamespace:
+    """Requests of so many bytes as the characters' numbers; each is labelled with its place."""
+    return SimpleNamespace(
+        requests=[(True, ord(size)) for size in sizes], labels=[f"#{place}" for place in range(len(sizes))]
+    )
+
+
 @pytest.mark.parametrize(
-    ("first", "second", "missing", "extra"),
+    ("recorded", "predicted", "expected"),
     [
-        ("abcabba", "abcabba", [], []),
-        ("abc", "abxc", [], [2]),
-        ("abxc", "abc", [2], []),
-        ("", "ab", [], [0, 1]),
-        ("abcabba", "cbabac", [0, 1, 5], [1, 5]),
+        ("abcabba", "abcabba", []),
+        ("abc", "abxc", ["extra x1: block taken, 120 B #2"]),
+        ("abxc", "abc", ["missing x1: block taken, 120 B #2"]),
+        (
+            "aaaa",
+            "bbab",
+            ["extra x3: block taken, 98 B (not aligned)", "missing x3: block taken, 97 B (not aligned)"],
+        ),
     ],
 )
-def test_streams_are_aligned_with_the_fewest_edits(
-    streams: ModuleType, first: str, second: str, missing: list[int], extra: list[int]
+def test_differences_of_streams(
+    streams: ModuleType, recorded: str, predicted: str, expected: list[str]
 ) -> None:
-    edits = streams.align(list(first), list(second))
-    left = [c for i, c in enumerate(first) if (False, i) not in edits]
-    right = [c for i, c in enumerate(second) if (True, i) not in edits]
-    assert left == right
-    assert len(edits) == len(missing) + len(extra)
-
-
-def test_streams_that_have_nothing_in_common_are_not_aligned(streams: ModuleType) -> None:
-    assert streams.align([(True, 1)] * 2000, [(True, 2)] * 2000) is None
+    found = [str(difference) for difference in streams.differences(stream(recorded), stream(predicted))]
+    assert sorted(found) == expected

@@ -45,7 +45,7 @@ class Pairing:
         self.predicted = predicted
         self.alignment = alignment
         rows, start, stop = predicted.rows, alignment.start, alignment.stop
-        self.start_row = int(rows[start - 1]) if start else -1
+        self.start_row = predicted.settled(int(rows[start - 1])) if start else -1
         self.stop_row = int(rows[stop - 1]) if 0 < stop < len(rows) else predicted.lives.rows - 1
         self.of_recorded: Ints = np.full(len(recorded.lives.born), _UNPAIRED, dtype=np.int64)
         self.of_predicted: Ints = np.full(len(predicted.lives.born), _UNPAIRED, dtype=np.int64)
@@ -98,12 +98,16 @@ class Pairing:
     def recorded_row(self, row: int) -> int:
         """The event of the recording that is, or comes right before, an event of the prediction."""
         index = int(np.searchsorted(self.predicted.rows[self.alignment.second], row, side="right")) - 1
-        return int(self.recorded.rows[self.alignment.first[index]]) if index >= 0 else -1
+        if index < 0:
+            return -1
+        return self.recorded.settled(int(self.recorded.rows[self.alignment.first[index]]))
 
     def predicted_row(self, row: int) -> int:
         """The event of the prediction that is, or comes right before, an event of the recording."""
         index = int(np.searchsorted(self.recorded.rows[self.alignment.first], row, side="right")) - 1
-        return int(self.predicted.rows[self.alignment.second[index]]) if index >= 0 else self.start_row
+        if index < 0:
+            return self.start_row
+        return self.predicted.settled(int(self.predicted.rows[self.alignment.second[index]]))
 
     # -- what differs ----------------------------------------------------------------------------------------
 

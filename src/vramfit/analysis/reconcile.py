@@ -274,7 +274,7 @@ def _most_alike(recorded: Requests, predicted: Requests) -> int:
             wanted[size] = missing + 1
         if off <= least:
             row, least = at_row, off
-    return row
+    return predicted.settled(row)
 
 
 def _replayed(pairing: Pairing, reserved: Comparison) -> tuple[Counterfactual | None, str]:

@@ -14,7 +14,7 @@ from vramfit.analysis.alignment import Alignment, Ends, align
 from vramfit.analysis.breakdown import stack_frames
 from vramfit.analysis.curves import Curves, Measure, curves
 from vramfit.analysis.lifetimes import Flags, Ints, Lifetimes, lifetimes
-from vramfit.trace import Category, Frame, MemoryTrace
+from vramfit.trace import Category, EventKind, Frame, MemoryTrace
 from vramfit.trace.frames import user_frame
 
 ALIKE = 0.5
@@ -95,6 +95,14 @@ class Requests:
         stack = np.full(len(born), -1, dtype=np.int64)
         stack[born >= 0] = self.trace.stack[born[born >= 0]]
         return np.array([*of_stack, 0], dtype=np.int64)[stack]
+
+    def settled(self, row: int) -> int:
+        """The event itself; where it asks for a block's return that takes effect at once, the one that says so."""
+        trace = self.trace
+        if 0 <= row < len(trace) - 1 and trace.kind[row] == EventKind.FREE_REQUESTED:
+            completes = trace.kind[row + 1] == EventKind.FREE_COMPLETED
+            return row + int(completes and trace.address[row + 1] == trace.address[row])
+        return row
 
     def label(self, block: int) -> Label:
         """Who asked for a block."""

@@ -52,7 +52,7 @@ class Tolerance:
 
     def __str__(self) -> str:
         """As it would be written on the command line."""
-        return format_bytes(self.size) if self.share is None else f"{100 * self.share:g} %"
+        return format_bytes(self.size) if self.share is None else f"{100 * self.share:g}%"
 
 
 DEFAULT_TOLERANCE = Tolerance(share=0.01)

@@ -179,6 +179,8 @@ class _Page:
         first, *others = text.wrap(Console(width=self.width), self.width) or [Text()]
         yield first
         if others:
+            for part in others:
+                part.rstrip()
             tail = Text(" ").join(others)
             for line in tail.wrap(Console(width=self.width), self.width - indent):
                 yield Text(" " * indent) + line
@@ -186,8 +188,11 @@ class _Page:
 
 def _verdict(found: Reconciliation) -> Text:
     """One sentence: whether they agree, and by how much they do not."""
+    order = (Quantity.RESERVED, Quantity.ALLOCATED, Quantity.TOTAL)
     measured = [
-        (device, comparison) for device in found.devices for comparison in reversed(device.comparisons)
+        (device, comparison)
+        for device in found.devices
+        for comparison in sorted(device.comparisons, key=lambda one: order.index(one.quantity))
     ]
     beyond = [(device, each) for device, each in measured if each in device.beyond(found.tolerance)]
     if beyond:
