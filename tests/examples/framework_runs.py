@@ -1,0 +1,61 @@
+"""Runs scripts one after the other on virtual GPUs, in one interpreter: importing the frameworks takes longest.
+
+Usage: ``python framework_runs.py CASES.json FOLDER``. Each case has a name, a script, its arguments and a card; its
+report, output and error go to ``FOLDER/NAME.json``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import vramfit
+
+CONTEXT_BYTES = 256 << 20
+
+
+def run(script: str, arguments: list[str], gpu: str) -> dict[str, Any]:
+    """Report, output and error of one script."""
+    sys.argv = [script, *arguments]
+    output, error = io.StringIO(), None
+    machine = vramfit.VirtualGPU(gpu, alloc_conf="", context_bytes=CONTEXT_BYTES)
+    with contextlib.redirect_stdout(output):
+        try:
+            with machine:
+                runpy.run_path(script, run_name="__main__")
+        except BaseException:
+            error = traceback.format_exc()
+    forget_singletons()
+    return {**machine.report.to_dict(), "output": output.getvalue(), "traceback": error}
+
+
+def forget_singletons() -> None:
+    """Drop what a framework keeps per process, as if each script had one of its own."""
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    gc.collect()
+
+
+def main(cases: str, folder: str) -> None:
+    """Run all cases."""
+    for case in json.loads(Path(cases).read_text(encoding="utf-8")):
+        result = run(case["script"], case["arguments"], case["gpu"])
+        target = Path(folder, f"{case['name']}.json")
+        target.write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # autograd's threads may outlive the interpreter
