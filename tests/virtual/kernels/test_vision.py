@@ -75,3 +75,21 @@ def test_unreduced_losses_of_classes_read_any_strides():
     args = (log_probabilities, target, weight)
     assert ask(aten.nll_loss_forward.default, *args, 1, -100) == Extras(after=(12_800,))
     assert ask(aten.nll_loss_forward.default, *args, 0, -100) is None
+
+
+def test_temporal_classification_keeps_log_betas_and_lengths():
+    log_probs, targets = cuda(50, 4, 20), cuda(4, 10, dtype=torch.int64)
+    lengths, sizes = [50] * 4, [10] * 4
+    alphas = cuda(4, 50, 21)
+    forward = extras(
+        aten._ctc_loss.default, (log_probs, targets, lengths, sizes), {}, (cuda(4), alphas), context()
+    )
+    assert forward == Extras(after=(32, 32, 32))
+    args = (cuda(4), log_probs, targets, lengths, sizes, cuda(4), alphas, 0, False)
+    backward = extras(aten._ctc_loss_backward.default, args, {}, log_probs, context())
+    assert backward == Extras(before=(4 * 50 * 21 * 4,), after=(32, 32, 32))
+    library = (log_probs, targets, lengths, sizes, 0, False, False)
+    found = extras(aten._cudnn_ctc_loss.default, library, {}, (cuda(4), log_probs), context())
+    assert found is not None
+    assert found.after == (2 * 50 * 4 * 21 * 4,)
+    assert found.error_below_bytes == found.after[0] < found.error_bytes

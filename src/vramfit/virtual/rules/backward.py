@@ -117,14 +117,21 @@ def ctc_loss(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[s
 
 @rule("aten._ctc_loss_backward.default", "aten._ctc_loss_backward.Tensor")
 def ctc_loss_backward(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A gradient like the log probabilities; log betas, as large as the log alphas, live meanwhile."""
-    log_probs, log_alpha = args[1], args[6]
-    held = mode.meter.temporary([log_alpha.nbytes], log_probs.device.index or 0, mode.ops[func].name)
-    out = mode.fake_like(log_probs)
+    """A contiguous gradient of the log probabilities (native/cuda/LossCTC.cu)."""
+    log_probs = args[1]
+    out = mode.fake_empty(tuple(log_probs.shape), log_probs.dtype, log_probs.device)
     mode.settle(func, mode.ops[func], args, kwargs, out)
-    for address in held:
-        mode.meter.free(address, log_probs.device.index or 0)
     return out
+
+
+@rule("aten._cudnn_ctc_loss.default", "aten._cudnn_ctc_loss.Tensor")
+def cudnn_ctc_loss(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One loss per sequence, and their gradient at once (native/cudnn/LossCTC.cpp ``_cudnn_ctc_loss``)."""
+    log_probs = args[0]
+    losses = mode.fake_empty((log_probs.shape[1],), log_probs.dtype, log_probs.device)
+    gradient = mode.fake_empty(tuple(log_probs.shape), log_probs.dtype, log_probs.device)
+    mode.settle(func, mode.ops[func], args, kwargs, (losses, gradient))
+    return losses, gradient
 
 
 def _column_major(mode: VirtualMode, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vramfit.virtual.rules.registry import RULES, find_overload
+from vramfit.virtual.rules.registry import RULES, find_overload, rule
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -58,6 +58,17 @@ _OPS: dict[str, _Describe] = {
     "_fake_quantize_learnable_per_tensor_affine_backward.default": _learnable_backward,
     "_fake_quantize_learnable_per_channel_affine_backward.default": _learnable_backward,
 }
+
+
+@rule("aten._is_all_true.default")
+def is_all_true(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``torch.distributions`` asks of its arguments: yes, unless their true values say otherwise."""
+    out = mode.fake_empty((), torch.bool, args[0].device)
+    mode.settle(func, mode.ops[func], args, kwargs, out)
+    shadow = mode.shadows.find(out)
+    if shadow is None or shadow.guessed:
+        mode.shadows.set(out, torch.tensor(True), guessed=True)
+    return out
 
 
 def _handler(describe: _Describe) -> Handler:

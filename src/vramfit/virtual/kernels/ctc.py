@@ -1,0 +1,64 @@
+"""Connectionist temporal classification: lengths on the card, log betas in backward, cuDNN's workspace.
+
+aten/src/ATen/native/cuda/LossCTC.cu (``ctc_loss_gpu_template``, ``ctc_loss_backward_gpu_template``) and
+native/cudnn/LossCTC.cpp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vramfit.virtual.kernels.context import Args, Extras, KernelContext, Kwargs, Rule, nbytes, table
+from vramfit.virtual.kernels.scratch import Scratch, sequence
+
+
+def _lengths(scratch: Scratch, lengths: Any) -> None:
+    """Offsets of the targets, and both lists of lengths where the program gave numbers, as int64."""
+    batch = len(lengths)
+    given = isinstance(lengths, torch.Tensor) and lengths.device.type == "cuda"
+    for _ in range(1 if given else 3):
+        scratch.take(batch * 8)
+
+
+def _forward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``_ctc_loss``: its log alphas are an output."""
+    del kwargs, outputs, ctx
+    scratch = Scratch()
+    _lengths(scratch, args[2])
+    return sequence(after=scratch)
+
+
+def _backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``_ctc_loss_backward``: log betas as large as the log alphas, before the gradient."""
+    del kwargs, outputs, ctx
+    before, after = Scratch(), Scratch()
+    before.take(nbytes(args[6]))
+    _lengths(after, args[3])
+    return sequence(before, after)
+
+
+def _cudnn(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``_cudnn_ctc_loss``: its workspace is estimated as alphas and betas of the extended targets in float32."""
+    del kwargs, outputs, ctx
+    log_probs, lengths = args[0], args[3]
+    longest = 0
+    if not isinstance(lengths, torch.Tensor):
+        longest = max(lengths, default=0)
+    elif args[1].dim() == 1 and len(lengths):
+        longest = args[1].shape[0] // len(lengths)
+    states = log_probs.shape[0] * len(lengths) * (2 * longest + 1) * 4
+    scratch = Scratch()
+    scratch.take(2 * states)
+    scratch.doubt((2 * states + 4096, 2 * states))
+    return sequence(after=scratch)
+
+
+RULES: dict[torch._ops.OpOverload, Rule] = table(
+    {
+        ("_ctc_loss", "_ctc_loss.Tensor"): _forward,
+        ("_ctc_loss_backward", "_ctc_loss_backward.Tensor"): _backward,
+        ("_cudnn_ctc_loss", "_cudnn_ctc_loss.Tensor"): _cudnn,
+    }
+)
