@@ -91,10 +91,10 @@ def calibrate(options: Options, observer: Observer) -> Calibration:
         observer.about(about, journal)
         limit = _limit(card, options)
         found = _Found()
-        if options.surroundings:
-            _surroundings(options, journal, card, observer)
-            found.expected_growths = _first_uses(_predictor_config(about, options.gpu), None)
         with Child(_predictor_config(about, options.gpu)) as predictor:
+            if options.surroundings:
+                _surroundings(options, journal, card, observer)
+                found.expected_growths = _first_uses(predictor, None)
             _cases(options, journal, card, predictor, found, observer, deadline=deadline, limit=limit)
     return _outcome(journal, found)
 
@@ -102,15 +102,14 @@ def calibrate(options: Options, observer: Observer) -> Calibration:
 def compare_again(journal: Journal, cases: Sequence[str], observer: Observer) -> Calibration:
     """Compare what was measured earlier, perhaps elsewhere, with what the virtual GPU says now."""
     found = _Found()
-    config = _predictor_config(journal.about, None)
     names = [name for name in cases if name in journal.records]
-    with Child(config) as predictor:
+    with Child(_predictor_config(journal.about, None)) as predictor:
+        if "growths" in journal.facts:
+            found.expected_growths = _first_uses(predictor, None)
         for number, name in enumerate(names, 1):
             predictor.send("case", name=name)
             _receive_prediction(predictor, name, found)
             observer.case(number, len(names), name, found.unpredicted.get(name, ""))
-    if "growths" in journal.facts:
-        found.expected_growths = _first_uses(config, None)
     return _outcome(journal, found)
 
 
@@ -202,7 +201,8 @@ def _surroundings(options: Options, journal: Journal, card: Child, observer: Obs
     if "growths" not in journal.facts:
         observer.doing("context and libraries")
         witness = card if options.gpu is None else None
-        growths = _first_uses(_card_config(options), witness)
+        with Child(_card_config(options)) as fresh:
+            growths = _first_uses(fresh, witness)
         if growths:
             journal.note("growths", growths)
     if "rates" not in journal.facts:
@@ -213,20 +213,20 @@ def _surroundings(options: Options, journal: Journal, card: Child, observer: Obs
             journal.fail(Failure(case="speeds", kind=error.kind, text=str(error)))
 
 
-def _first_uses(config: WorkerConfig, witness: Child | None) -> tuple[dict[str, Any], ...]:
-    """First uses in a fresh process.
+def _first_uses(fresh: Child, witness: Child | None) -> tuple[dict[str, Any], ...]:
+    """First uses in a process that has not used the card yet.
 
     A process cannot see the card before it has a context; another one that has its own can. So a witness tells how
     much is free before and after. Without one the process's own account must do, which counts all that is taken.
     """
     try:
-        with Child(config) as fresh:
-            before = None if witness is None else witness.ask("memory", _STEP_SECONDS)["free"]
-            context = fresh.ask("context", _STEP_SECONDS)
-            if witness is not None and before is not None:
-                after = witness.ask("memory", _STEP_SECONDS)["free"]
-                context["outside"] = max(0, before - after - context["kept"])
-            return ({**context, "kept": 0}, *fresh.ask("first_uses", _STEP_SECONDS))
+        fresh.start()
+        before = None if witness is None else witness.ask("memory", _STEP_SECONDS)["free"]
+        context = fresh.ask("context", _STEP_SECONDS)
+        if witness is not None and before is not None:
+            after = witness.ask("memory", _STEP_SECONDS)["free"]
+            context["outside"] = max(0, before - after - context["kept"])
+        return ({**context, "kept": 0}, *fresh.ask("first_uses", _STEP_SECONDS))
     except CommandFailed:
         return ()
 

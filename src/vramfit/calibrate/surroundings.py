@@ -1,7 +1,7 @@
 """What lies around the kernels: the CUDA context, what libraries keep, and the speed of the card and of its link.
 
 The steps are run in a fresh process, in this order, since a library is loaded once. Outside torch's allocator the
-card's own account is asked (``cudaMemGetInfo``) before and after; within it, torch's count of requested bytes.
+card's own account is asked (``cudaMemGetInfo``) before and after; within it, torch's memory history.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vramfit.calibrate.measure import Meter
+from vramfit.calibrate.records import Kind, OpRecord, Take
 from vramfit.gpus.profile import Rates
 
 _RATE_BYTES = 256 << 20
@@ -50,13 +52,15 @@ def make_context(device: int) -> Growth:
 
 def first_uses(device: int) -> Iterator[Growth]:
     """Use one library after the other for the first time in this process, which has a context already."""
+    meter = Meter(device)
     outside = _outside(device)
     for name, use in _steps():
-        kept = _kept(device)
-        use()
-        torch.cuda.synchronize(device)
+        requested = _requested(device)
+        records = meter.watch(use)
+        # Dropout's states are a tensor that torch holds; what other libraries keep belongs to no tensor.
+        kept = _requested(device) - requested if name == "cudnn_dropout" else _kept(records)
         now = _outside(device)
-        yield Growth(name=name, outside=max(0, now - outside), kept=_kept(device) - kept)
+        yield Growth(name=name, outside=max(0, now - outside), kept=kept)
         outside = now
 
 
@@ -66,7 +70,13 @@ def _outside(device: int) -> int:
     return total - free - torch.cuda.memory_reserved(device)
 
 
-def _kept(device: int) -> int:
+def _kept(records: list[OpRecord]) -> int:
+    """Bytes of the blocks that ops took and did not give back, without their results."""
+    takes = (step for record in records for step in record.steps if isinstance(step, Take))
+    return sum(take.nbytes for take in takes if take.kind is Kind.KEPT)
+
+
+def _requested(device: int) -> int:
     return int(torch.cuda.memory_stats(device).get("requested_bytes.all.current", 0))
 
 

@@ -38,12 +38,16 @@ def print_calibration(found: Calibration, console: Console) -> None:
             " (the virtual GPU in the card's place)" if about.source == "virtual" else "",
         )
     )
-    if found.families:
-        console.print(_families(found))
-    if found.growths:
-        console.print(_growths(found))
-    if found.rates is not None:
-        console.print(_speeds(found.rates))
+    tables = (
+        _families(found) if found.families else None,
+        _growths(found) if found.growths else None,
+        None if found.rates is None else _speeds(found.rates),
+    )
+    for table in tables:
+        if table is not None:
+            console.print()
+            console.print(table)
+    console.print()
     _print_disagreements(found.disagreements, console)
     _print_failures(found, console)
     console.print(_conclusion(found))

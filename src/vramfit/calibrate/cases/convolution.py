@@ -93,7 +93,7 @@ def cases() -> list[Case]:
     for number, base in enumerate((*_RESNET, *_SMALL, *_OTHER)):
         for conv in _layouts(base):
             for dtype in _ALL:
-                if dtype is torch.float16 and number % 2 and conv.last:
+                if dtype is torch.float16 and number % 3:  # it goes the way of bfloat16
                     continue
                 grid.add(
                     f"{conv.name}/{short(dtype)}",

@@ -116,12 +116,16 @@ def copy_(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     target, source = args[0], args[1]
     info = mode.ops[func]
     if type(target) is FakeTensor:
-        if type(source) is not FakeTensor:
-            source = mode.wrap(source)
+        host = source if type(source) is not FakeTensor else None
+        if host is not None:
+            source = mode.wrap(host)
         if target.fake_device != source.fake_device:
             # FakeTensorMode wants one device; the copy itself is what crosses.
             torch.broadcast_shapes(target.shape, source.shape)
             mode.settle(func, info, (target, source), kwargs, target)
+            if host is not None:
+                device, pinned = target.device.index or 0, mode.is_pinned(host)
+                _pass_link(mode, device, host.nbytes, upwards=True, pinned=pinned)
             return target
         return mode.run(func, info, (target, source, *args[2:]), kwargs, real=False)
     return _fill_host(mode, func, target, source)
