@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformer_families.perception import HEARING, READING, SEEING
+
 CLASSES: dict[str, str] = {}
 """The class to take where the first of the mapping is not meant for use by itself."""
 
@@ -32,7 +34,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mra": {"approx_mode": "full"},
     "nemotron": {"head_dim": 16},
     "nemotron_h": {"num_hidden_layers": 4},
+    "longt5": {"decoder_start_token_id": 0},
+    "qwen3_5_moe_text": {"num_hidden_layers": 4},
+    "qwen3_5_text": {"num_hidden_layers": 4},
+    "qwen3_next": {"num_hidden_layers": 4},
+    "qwen4_exp_text": {"num_hidden_layers": 4},
+    "recurrent_gemma": {"num_hidden_layers": 3},
     "t5": {"decoder_start_token_id": 0},
+    **SEEING,
+    **HEARING,
+    **READING,
 }
 """Keyword arguments of the configuration."""
 

@@ -91,6 +91,8 @@ def _part(default: Any, kind: Any, overrides: Any) -> Any:
     """The configuration of a part (a vision tower, a decoder), shrunk like the whole."""
     if not isinstance(overrides, dict):
         return overrides
+    if "model_type" in overrides:  # another family than the usual one, spelled out
+        return AutoConfig.for_model(**overrides)
     known = type(default) if isinstance(default, PretrainedConfig) else kind
     if (
         known is None

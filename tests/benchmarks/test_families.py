@@ -1,0 +1,82 @@
+"""Ten model families of different kinds run on the virtual GPU as on the CPU; results are kept and judged."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SAMPLE = ["gpt2", "llama", "mixtral", "mamba", "bert", "t5", "whisper", "vit", "resnet", "wav2vec2"]
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import families
+        import transformer_families.kinds
+        import transformer_families.realistic
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    assert transformer_families.kinds.families() and transformer_families.realistic.REALISTIC
+    return families
+
+
+def test_ten_families_train_infer_and_generate(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    command = [sys.executable, ROOT / "benchmarks" / "families.py", "--only", *SAMPLE]
+    command += ["--results", results, "--write", tmp_path / "page.md"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "10 of 10 families run" in (tmp_path / "page.md").read_text(encoding="utf-8")
+    kept = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    assert [entry["virtual"]["family"] for entry in kept] == SAMPLE
+    for entry in kept:
+        virtual, real = entry["virtual"], entry["cpu"]
+        assert virtual["outputs"] == real["outputs"] != []
+        # what stays after a step: parameters and two moments, and no more than a few MiB beside
+        assert virtual["peak_bytes"] > 3 * 4 * virtual["parameters"]
+
+
+def test_results_of_earlier_runs_are_kept(
+    benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert benchmark.main(["--list"]) == 0
+    names = capsys.readouterr().out.split()
+    assert len(names) >= 80
+    results = tmp_path / "results.jsonl"
+    record = {"family": "gpt2", "device": "cuda", "class": "GPT2LMHeadModel", "train": "ok", "infer": "ok"}
+    lines = [json.dumps({"virtual": record | {"family": name}, "cpu": None}) for name in names]
+    results.write_text("\n".join(lines) + '\n{"virtual": cut', encoding="utf-8")
+    assert benchmark.main(["--results", str(results)]) == 0
+    assert f"{len(names)} of {len(names)} families run" in capsys.readouterr().out
+
+
+def _run(**steps: Any) -> dict[str, Any]:
+    return {"family": "x", "class": "X", "parameters": 1, "train": "ok", "infer": "ok", **steps}
+
+
+def test_a_family_is_judged_by_what_happens_on_the_cpu(benchmark: ModuleType) -> None:
+    judge, status = benchmark.judge, benchmark.Status
+    fine = _run(outputs=["float32[2]"], loss="torch.float32")
+    assert judge(fine, fine).status is status.RUNS
+    assert judge(_run(train="E: no"), fine).status is status.FAILED
+    assert judge(_run(train="E: no"), _run(train="E: no")).status is status.CONFIGURATION
+    assert judge(_run(train="E: no"), _run(infer="E: no")).status is status.FAILED
+    other = judge(fine | {"outputs": ["float32[3]"]}, fine)
+    assert other.status is status.FAILED and "float32[3]" in other.steps["infer"]
+
+
+def test_an_unknown_family_is_a_usage_error(
+    benchmark: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        benchmark.main(["--only", "nonesuch"])
+    assert stop.value.code == 2
+    assert "nonesuch" in capsys.readouterr().err
