@@ -128,3 +128,11 @@ def test_a_stretch_too_long_for_edits_is_passed_over() -> None:
     found = align(first, second)
     check(found, first, second)
     assert len(found.first) >= len(first) - 5
+
+
+def test_a_part_of_very_many_equal_steps_lies_within_them() -> None:
+    step = np.random.default_rng(4).integers(0, 50, 300)
+    second = np.tile(step, 200)
+    found = align(second[: 300 * 80], second, free=Ends.BOTH)
+    assert len(found.first) == 300 * 80
+    assert (found.start, found.stop) == (300 * 120, 300 * 200)

@@ -30,8 +30,8 @@ _WORTH = 64
 _GRAMS = (256, 64, 16, 4)
 """Lengths of stretches by which two places are told to be the same, tried in this order."""
 _NEAR = 1 << 14
-_MOST_PLACES = 32
-"""A stretch that is found in more places says nothing about where the other sequence begins."""
+_MOST_PAIRS = 1 << 20
+"""Pairs of equal stretches that are looked at to find where the first begins in the second, the rarest first."""
 _SAME_PLACE = 16
 """Places so near one another count as one: elements that are missing or extra on the way move them."""
 _AS_GOOD = 0.995
@@ -267,6 +267,10 @@ def _anchor(matcher: _Matcher, cost_of_start: Ints | None) -> tuple[int, int] | 
         if not len(left):
             continue
         shift = right - left
+        # Where all of the first lies within the second; if it does so nowhere, wherever it resembles it.
+        within = (shift >= -_SAME_PLACE) & (shift + len(matcher.first) <= len(matcher.second) + _SAME_PLACE)
+        if within.any():
+            left, shift = left[within], shift[within]
         order = np.argsort(shift, kind="stable")
         ordered = shift[order]
         votes = np.searchsorted(ordered, ordered + _SAME_PLACE, side="right") - np.arange(len(ordered))
@@ -284,12 +288,15 @@ def _anchor(matcher: _Matcher, cost_of_start: Ints | None) -> tuple[int, int] | 
 
 
 def _same_grams(one: Hashes, two: Hashes) -> tuple[Ints, Ints]:
-    """Places in the first and the second with equal stretches, of those that the second has in few places."""
+    """Places in the first and the second with equal stretches; if there are too many, those that repeat least."""
     order = np.argsort(two, kind="stable")
     ordered = two[order]
     low = np.searchsorted(ordered, one, side="left")
     count = np.searchsorted(ordered, one, side="right") - low
-    usable = np.flatnonzero((count > 0) & (count <= _MOST_PLACES))
+    usable = np.flatnonzero(count > 0)
+    if int(count.sum()) > _MOST_PAIRS:
+        usable = usable[np.argsort(count[usable], kind="stable")]
+        usable = np.sort(usable[np.cumsum(count[usable]) <= _MOST_PAIRS])
     repeats = count[usable]
     left = np.repeat(usable, repeats)
     within = np.arange(len(left)) - np.repeat(np.cumsum(repeats) - repeats, repeats)

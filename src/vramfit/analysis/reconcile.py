@@ -35,6 +35,7 @@ from vramfit.errors import TraceFormatError, UsageError
 from vramfit.trace import Category, DeviceOutcome, MemoryTrace, VirtualRun, replay
 from vramfit.trace.actual import Actual, Figures
 from vramfit.trace.settings import recorded_config
+from vramfit.units import format_bytes
 
 _MEASURES = {Quantity.ALLOCATED: Measure.ALLOCATED, Quantity.RESERVED: Measure.RESERVED}
 
@@ -320,7 +321,7 @@ def _notes_of_trace(
     )
     if elsewhere > 0:
         yield (
-            f"the prediction reserves {elsewhere:,} bytes more outside the stretch that the recording covers"
+            f"the prediction reserves {format_bytes(elsewhere)} more outside the stretch that the recording covers"
         )
 
 
