@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from vramfit.virtual.rules.sparse import MISDESCRIBED, SparseOperation, has_sparse
+
 _FRESH, _VIEW, _ARGUMENT, _NONE = range(4)
 _PLAIN = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format, str, type(None)})
 _MAX_ENTRIES = 100_000
@@ -56,6 +58,8 @@ class Describer:
         tensors: list[FakeTensor] = []
         key = self._key(func, args, kwargs, tensors)
         if key is None:
+            if func in MISDESCRIBED and has_sparse(args, kwargs):
+                raise SparseOperation
             return self._mode.dispatch(func, (), args, kwargs)
         recipe = self._recipes.get(key)
         if recipe is not None:

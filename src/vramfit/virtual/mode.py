@@ -41,7 +41,7 @@ from vramfit.virtual.facade import invalid_device
 from vramfit.virtual.guesses import Guesses
 from vramfit.virtual.ops import OpInfo, OpTable, mutated_tensors, tensors_in
 from vramfit.virtual.patching import PatchStack
-from vramfit.virtual.rules import LATE, RULES
+from vramfit.virtual.rules import LATE, RULES, sparse
 from vramfit.virtual.shading import Shading
 from vramfit.virtual.shadow import ShadowStore, map_tensors, may_carry
 from vramfit.virtual.subclasses import Twins
@@ -232,7 +232,10 @@ class VirtualMode(TorchDispatchMode):
             args, kwargs = self._wrap_all(args, kwargs)
         if func is _ADD and self._accumulates(args):
             return self._accumulate(args)
-        out = self.describe(func, args, kwargs)
+        try:
+            out = self.describe(func, args, kwargs)
+        except sparse.SparseOperation:
+            return sparse.run(self, func, args, kwargs)
         self.settle(func, info, args, kwargs, out, category=category)
         if kwargs.get("pin_memory") and isinstance(out, torch.Tensor) and out.device.type == "cpu":
             self.pin(out)
@@ -258,6 +261,8 @@ class VirtualMode(TorchDispatchMode):
             DataDependentOutputException,
             DynamicOutputShapeException,
         ) as error:
+            if sparse.has_sparse(args, kwargs):
+                raise sparse.SparseOperation from error
             message = f"the virtual GPU has no rule for {func} yet, and does not run ops for real"
             self.machine.warn("op-without-rule", message)
             raise NotImplementedError(f"vramfit: {message}") from error

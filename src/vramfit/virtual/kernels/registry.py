@@ -25,6 +25,7 @@ from vramfit.virtual.kernels import (
     scanning,
     selecting,
     sorting,
+    sparse,
     vision,
 )
 from vramfit.virtual.kernels.context import Args, Extras, KernelContext, Kwargs, Rule
@@ -48,6 +49,7 @@ _FAMILIES = (
     scanning,
     selecting,
     sorting,
+    sparse,
     vision,
 )
 _RULES: dict[torch._ops.OpOverload, Rule] = {

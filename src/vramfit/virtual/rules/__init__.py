@@ -12,6 +12,7 @@ from vramfit.virtual.rules import (
     random,
     recurrent,
     shapes,
+    sparse,
     storage,
 )
 from vramfit.virtual.rules.registry import LATE, RULES
@@ -30,5 +31,6 @@ __all__ = [
     "random",
     "recurrent",
     "shapes",
+    "sparse",
     "storage",
 ]

@@ -1,0 +1,39 @@
+"""Products of a sparse and a dense matrix: narrow indices and column-major stand-ins for cuSPARSE.
+
+aten/src/ATen/native/sparse/cuda/SparseCUDABlas.cpp (``csrmm2``) and SparseCUDATensorMath.cu
+(``s_addmm_out_sparse_dense_cuda``). cuSPARSE's own buffer (``cusparseSpMM_bufferSize``) is closed: an error bar.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vramfit.virtual.kernels.context import Args, Extras, KernelContext, Kwargs, Rule, nbytes, table
+from vramfit.virtual.kernels.scratch import Scratch, sequence
+
+
+def _product(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+    """``_sparse_addmm(self, sparse, dense)``: the sparse matrix coalesced, its rows counted, indices as int32."""
+    del kwargs, ctx
+    sparse, dense = args[1:3]
+    if sparse.layout is not torch.sparse_coo:
+        return None
+    indices, values = sparse._indices(), sparse._values()
+    count = values.shape[0]
+    scratch = Scratch()
+    if not sparse.is_coalesced():
+        sorting = [scratch.take(count * 8) for _ in range(3)]
+        scratch.take(nbytes(values))
+        scratch.take(nbytes(indices))
+        scratch.give(*reversed(sorting))
+    scratch.take((sparse.shape[0] + 1) * 4)
+    scratch.take(count * 4)
+    scratch.take(0 if dense.t().is_contiguous() else nbytes(dense))
+    scratch.take(nbytes(outputs))  # the result column by column, copied at last
+    scratch.doubt((nbytes(outputs) + count * 8, 0))
+    return sequence(after=scratch)
+
+
+RULES: dict[torch._ops.OpOverload, Rule] = table({"_sparse_addmm": _product})

@@ -1,0 +1,71 @@
+"""Sparse COO tensors on a virtual card: indices and values are counted, and what products and sums hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vramfit.trace import EventKind
+from vramfit.virtual.gpu import VirtualGPU
+
+ELEMENTS = 50_000
+
+
+def sparse(requires_grad: bool = False) -> Tensor:
+    indices = torch.zeros(2, ELEMENTS, dtype=torch.int64, device="cuda")
+    values = torch.zeros(ELEMENTS, device="cuda", requires_grad=requires_grad)
+    return torch.sparse_coo_tensor(indices, values, (1000, 2000), check_invariants=False)
+
+
+def taken(call: Callable[[Tensor], Any]) -> list[int]:
+    """Bytes of the blocks that a call takes, in order."""
+    with VirtualGPU("RTX 4090") as gpu:
+        source = sparse()
+        start = len(gpu.trace.kind)
+        call(source)
+        end = len(gpu.trace.kind)
+    trace = gpu.trace
+    return [int(trace.size[row]) for row in range(start, end) if trace.kind[row] == EventKind.ALLOC]
+
+
+def test_coalescing_holds_three_index_arrays_beside_its_result() -> None:
+    assert taken(lambda s: s.coalesce()) == [400_000, 400_000, 400_000, 200_000, 800_000]
+
+
+def test_scaling_makes_values_alone() -> None:
+    assert taken(lambda s: s * 2) == [200_000]
+
+
+def test_sums_join_both_sets_of_elements() -> None:
+    assert taken(lambda s: s + s) == [400_000, 1_600_000]
+    assert taken(lambda s: torch.zeros(1000, 2000, device="cuda") + s) == [8_000_000, 8_000_000]
+
+
+def test_products_with_a_dense_matrix_count_rows_and_narrow_indices() -> None:
+    blocks = taken(lambda s: s @ torch.zeros(2000, 64, device="cuda"))
+    dense, result = 2000 * 64 * 4, 1000 * 64 * 4
+    assert blocks[:2] == [dense, result]  # zeros to add to
+    assert blocks[-4:] == [1001 * 4, 200_000, dense, result]
+
+
+def test_gradients_reach_values_and_dense_matrices() -> None:
+    with VirtualGPU("RTX 4090"):
+        values = torch.zeros(ELEMENTS, device="cuda", requires_grad=True)
+        indices = torch.zeros(2, ELEMENTS, dtype=torch.int64, device="cuda")
+        matrix = torch.zeros(2000, 8, device="cuda", requires_grad=True)
+        source = torch.sparse_coo_tensor(indices, values, (1000, 2000), check_invariants=False)
+        torch.sparse.mm(source, matrix).sum().backward()
+        assert values.grad is not None and values.grad.shape == (ELEMENTS,)
+        assert matrix.grad is not None and matrix.grad.shape == (2000, 8)
+
+
+def test_what_is_not_described_is_named() -> None:
+    with (
+        VirtualGPU("RTX 4090"),
+        pytest.raises(NotImplementedError, match=r"_sparse_sparse_matmul.* of sparse tensors"),
+    ):
+        torch.sparse.mm(sparse(), sparse())
