@@ -14,8 +14,8 @@ _MAMBA_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_hidden_layers": 8},
     "bamba": {**_MAMBA_HEADS, "attn_layer_indices": [1]},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "falcon_h1": {**_MAMBA_HEADS, "mamba_d_ssm": 128},
-    "git": {"vision_config": {}, "num_image_with_embedding": None},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {**_MAMBA_HEADS, "layer_types": ["mamba", "attention"]},
     "hunyuan_v1_dense": {"head_dim": 16},
@@ -31,7 +31,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm3": {"num_hidden_layers": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
     "ministral": {"head_dim": 16},
-    "mra": {"approx_mode": "full"},
     "nemotron": {"head_dim": 16},
     "nemotron_h": {"num_hidden_layers": 4},
     "longt5": {"decoder_start_token_id": 0},

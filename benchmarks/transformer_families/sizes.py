@@ -64,13 +64,13 @@ def _shrunk(kind: type[PretrainedConfig], overrides: dict[str, Any]) -> Pretrain
         chosen["num_key_value_heads"] = SMALL["num_attention_heads"]
     for name in sorted(names & set(SMALL)):
         name = kind.attribute_map.get(name, name)
-        if _is_size(getattr(default, name, None)) or name.endswith("token_id"):
-            chosen[name] = SMALL.get(name, chosen.get(name, getattr(default, name, None)))
+        if _is_size(_value(default, name)) or name.endswith("token_id"):
+            chosen[name] = SMALL.get(name, chosen.get(name, _value(default, name)))
     for mapped, name in kind.attribute_map.items():
-        if mapped in SMALL and _is_size(getattr(default, name, None)) and name not in SMALL:
+        if mapped in SMALL and _is_size(_value(default, name)) and name not in SMALL:
             chosen[name] = SMALL[mapped]
     for name, part in kind.sub_configs.items():
-        made = _part(getattr(default, name, None), part, overrides.get(name, {}))
+        made = _part(_value(default, name), part, overrides.get(name, {}))
         if made is not None:
             chosen[name] = made
     for name, value in overrides.items():
@@ -81,6 +81,16 @@ def _shrunk(kind: type[PretrainedConfig], overrides: dict[str, Any]) -> Pretrain
         else:
             chosen[name] = value
     return kind(**chosen)
+
+
+def _value(config: PretrainedConfig, name: str) -> Any:
+    """An attribute of a configuration; None where it has none, or a different one for each layer."""
+    try:
+        return getattr(config, name, None)
+    except Exception as error:
+        if "PerLayer" in type(error).__name__:
+            return None
+        raise
 
 
 def _is_size(value: Any) -> bool:
