@@ -57,7 +57,7 @@ def keep_matmuls(context, op, *args, **kwargs):
 
 def run_blocks(blocks, x, way):
     if way == "sequential":
-        return checkpoint_sequential(blocks, 4, x, use_reentrant=False)
+        return checkpoint_sequential(blocks, min(4, len(blocks)), x, use_reentrant=False)
     for block in blocks:
         match way:
             case "checkpoint":
