@@ -92,7 +92,9 @@ class Meter:
         """Run something once and tell what each of its ops did with memory."""
         listener = _History(self._marks)
         memory = torch.cuda.memory
-        memory._record_memory_history("all", context=None, max_entries=_HISTORY, clear_history=True)
+        memory._record_memory_history(
+            "all", context=None, stacks="python", max_entries=_HISTORY, clear_history=True
+        )
         try:
             self._marks.set()
             with OpWatch(listener):

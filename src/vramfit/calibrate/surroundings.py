@@ -163,15 +163,14 @@ def _has(name: str) -> bool:
 def _product_rate(name: str, dtype: torch.dtype) -> float:
     """FLOP/s of a square product of random matrices."""
     matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
+    before = matmul.allow_tf32
     size = _PRODUCT if dtype.itemsize == 2 or name == "tf32" else _SLOW_PRODUCT
     left, right = (torch.rand(size, size, device="cuda").to(dtype) for _ in range(2))
     try:
-        if dtype is torch.float32:
-            matmul.fp32_precision = "tf32" if name == "tf32" else "ieee"
+        matmul.allow_tf32 = name == "tf32"
         return 2 * size**3 / _seconds(lambda: left @ right)
     finally:
-        matmul.fp32_precision = before
+        matmul.allow_tf32 = before
 
 
 def _seconds(run: Callable[[], object]) -> float:

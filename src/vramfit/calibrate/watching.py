@@ -19,6 +19,7 @@ from vramfit.virtual.mode import strided_parts
 from vramfit.virtual.ops import OpInfo, tensors_in
 
 _PRIM_DEVICE = torch.ops.prim.device.default
+_ADD = torch.ops.aten.add.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Listener(Protocol):
 
 
 class OpWatch(TorchDispatchMode):
-    """Tells a listener of every op but views, in whichever thread it runs."""
+    """Tells a listener of every op but views and sums of gradients, in whichever thread it runs."""
 
     def __init__(self, listener: Listener) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ class OpWatch(TorchDispatchMode):
         """Run an op between two words to the listener."""
         del types
         kwargs = kwargs or {}
-        if self._is_view(func):
+        if self._is_view(func) or _sums_gradients(func):
             return func(*args, **kwargs)
         call = Call(str(func), signature(func, args, kwargs, self._switches))
         self._listener.begin()
@@ -104,6 +105,11 @@ class OpWatch(TorchDispatchMode):
             is_op = isinstance(func, torch._ops.OpOverload) and func is not _PRIM_DEVICE
             found = self._views[func] = not is_op or OpInfo(func, None).view
         return found
+
+
+def _sums_gradients(func: Any) -> bool:
+    """Whether the engine may be summing two gradients: in place on a card, but never where a mode looks on."""
+    return func is _ADD and torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
 def _place(call: Call, out: Any) -> None:

@@ -13,10 +13,13 @@ import os
 import sys
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from vramfit.errors import VramfitError
 from vramfit.virtual.job import spec_from_plain
+
+if TYPE_CHECKING:
+    from vramfit.calibrate.measure import Meter
 
 _FRESH_AFTER = 25  # cases on one virtual GPU, whose trace grows with each
 
@@ -81,6 +84,7 @@ class _Server:
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
+        self.meter: Meter | None = None
 
     def answer(self, command: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         """The reply to a command, and whether this process can go on."""
@@ -162,7 +166,9 @@ class _Server:
         self.prepare()
         gc.collect()
         torch.cuda.empty_cache()
-        return record_to_plain(Meter(self.config.device).measure(find_case(name), timed=timed))
+        if self.meter is None:
+            self.meter = Meter(self.config.device)
+        return record_to_plain(self.meter.measure(find_case(name), timed=timed))
 
 
 class _CardServer(_Server):
@@ -202,7 +208,7 @@ class _VirtualServer(_Server):
         return VirtualGPU(spec_from_plain(self.config.gpu), alloc_conf="", profile=self.config.profile)
 
     def _enter(self) -> None:
-        self.gpu = self._make()
+        self.gpu, self.meter = self._make(), None
         self.gpu.__enter__()
         if self.config.memory_bytes is not None:
             self.do_limit(self.config.memory_bytes)

@@ -50,7 +50,7 @@ def print_calibration(found: Calibration, console: Console) -> None:
     console.print()
     _print_disagreements(found.disagreements, console)
     _print_failures(found, console)
-    console.print(_conclusion(found))
+    console.print(_conclusion(found), soft_wrap=True)
 
 
 def _table(*columns: str) -> Table:

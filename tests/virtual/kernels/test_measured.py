@@ -31,8 +31,17 @@ def test_signature_tells_shapes_types_layouts_and_numbers() -> None:
     with FAKE:
         images = cuda(2, 3, 4, 4, dtype=torch.float16).contiguous(memory_format=torch.channels_last)
         arguments = (images, cuda(5, 3).t(), None, [1, 2], True, 0.0, 0.5, torch.float32)
-    text = signature(aten.convolution.default, arguments, {"device": "cuda", "dim": 1}, USUAL)
-    assert text == "float16[2,3,4,4]cl, float32[3,5]s1,3, -, [1, 2], T, 0., f, float32, dim=1"
+    text = signature(aten.convolution.default, arguments, {"device": "cuda", "groups": 1}, USUAL)
+    assert text == "float16[2,3,4,4]cl, float32[3,5]s1,3, -, [1, 2], T, 0., f, float32, groups=1"
+
+
+def test_random_states_and_raw_bytes_are_not_told() -> None:
+    kept = [
+        signature(aten._cudnn_rnn.default, (cuda(3), cuda(n, dtype=torch.uint8)), {}, USUAL) for n in (7, 8)
+    ]
+    assert kept == ["float32[3], raw"] * 2
+    state = {"philox_seed": cuda(2), "dim": 1}
+    assert signature(aten.sort.default, (cuda(7, dtype=torch.uint8),), state, USUAL) == "uint8[7], dim=1"
 
 
 def test_switches_show_only_where_they_matter() -> None:

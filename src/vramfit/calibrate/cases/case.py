@@ -66,23 +66,20 @@ class Case:
     @contextlib.contextmanager
     def switched(self) -> Iterator[None]:
         """Set torch's switches as the case wants them, and set them back."""
-        cudnn: Any = torch.backends.cudnn  # its submodules are made at run time
-        matmul = torch.backends.cuda.matmul
-        before = (cudnn.enabled, cudnn.benchmark, matmul.fp32_precision, cudnn.conv.fp32_precision)
+        cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+        before = (cudnn.enabled, cudnn.benchmark, matmul.allow_tf32, cudnn.allow_tf32)
         always = torch.are_deterministic_algorithms_enabled()
         try:
             torch.manual_seed(0)
             cudnn.enabled = Flag.NO_CUDNN not in self.flags
             cudnn.benchmark = Flag.SEARCHES in self.flags
-            if Flag.TF32 in self.flags:
-                matmul.fp32_precision = "tf32"
-            if Flag.NO_TF32 in self.flags:
-                cudnn.conv.fp32_precision = "ieee"
+            matmul.allow_tf32 = Flag.TF32 in self.flags
+            cudnn.allow_tf32 = Flag.NO_TF32 not in self.flags
             if Flag.DETERMINISTIC in self.flags:
                 torch.use_deterministic_algorithms(True)
             yield
         finally:
-            cudnn.enabled, cudnn.benchmark, matmul.fp32_precision, cudnn.conv.fp32_precision = before
+            cudnn.enabled, cudnn.benchmark, matmul.allow_tf32, cudnn.allow_tf32 = before
             torch.use_deterministic_algorithms(always)
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from vramfit.calibrate.cases.case import Case, Family, Flag, Grid, Run, integers, rand, short
 
-_COUNTS = (512, 3072, 3073, 4096, 32_768, 200_000)
+_COUNTS = (3072, 3073, 4096, 32_768, 200_000)
 
 
 def cases() -> list[Case]:
@@ -19,6 +19,8 @@ def cases() -> list[Case]:
     for dtype in (torch.float32, torch.bfloat16):
         for count in _COUNTS:
             for rows, width in ((50_257, 768), (32, 64), (1000, 100)):
+                if dtype is torch.bfloat16 and rows == 1000:
+                    continue
                 grid.add(
                     f"{count} of {rows}x{width}/{short(dtype)}",
                     partial(_embedding, count, rows, width, dtype),

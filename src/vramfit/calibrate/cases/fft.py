@@ -17,7 +17,7 @@ def cases() -> list[Case]:
     """The grid of this family."""
     grid = Grid(Family.FFT)
     for length in _LENGTHS:
-        for name, function in (("fft", torch.fft.fft), ("rfft", torch.fft.rfft), ("ifft", torch.fft.ifft)):
+        for name, function in (("fft", torch.fft.fft), ("rfft", torch.fft.rfft)):
             grid.add(f"{name}/64x{length}", partial(_plain, function, 64, length))
         grid.add(f"irfft/64x{length}", partial(_irfft, length))
     for size in ((256, 256), (250, 250), (64, 64, 64)):

@@ -9,7 +9,6 @@ from torch import nn
 
 from vramfit.calibrate.cases.case import Case, Family, Flag, Grid, Run, module, rand, short
 
-_ALL = (torch.float32, torch.float16, torch.bfloat16)
 _BATCHED: tuple[tuple[int, ...], ...] = ((32, 64, 56, 56), (8, 512, 7, 7), (2, 32, 16, 16, 16), (256, 128))
 _GROUPED: tuple[tuple[tuple[int, ...], int], ...] = (
     ((8, 320, 64, 64), 32),
@@ -34,7 +33,7 @@ def cases() -> list[Case]:
             grid.add(f"layer/{rows}x{width}/{short(dtype)}", partial(_layer, rows, width, dtype))
             grid.add(f"rms/{rows}x{width}/{short(dtype)}", partial(_rms, rows, width, dtype))
         grid.add(f"layer/2048x512/strided/{short(dtype)}", partial(_layer, 2048, 512, dtype, strided=True))
-    for dtype in _ALL:
+    for dtype in (torch.float32, torch.float16):
         for shape in _BATCHED:
             name = "x".join(map(str, shape))
             grid.add(f"batch/{name}/{short(dtype)}", partial(_batch, shape, dtype))

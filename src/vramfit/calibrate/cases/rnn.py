@@ -21,6 +21,8 @@ def cases() -> list[Case]:
     for kind in _KINDS:
         for steps, batch, inputs, hidden, layers in _SIZES:
             for dtype in (torch.float32, torch.float16):
+                if dtype is torch.float16 and kind is nn.RNN:
+                    continue
                 name = f"{kind.__name__.lower()}/{steps}x{batch}x{inputs}/{hidden}x{layers}/{short(dtype)}"
                 grid.add(name, partial(_layer, kind, steps, batch, inputs, hidden, layers, dtype))
         grid.add(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,12 @@ from vramfit.virtual.kernels.context import Args, Extras, KernelContext, Kwargs
 _LONGEST = 400
 """A longer signature (lists of many tensors) is replaced by its digest."""
 
-_UNSEEN = frozenset({"device", "layout", "pin_memory", "non_blocking", "generator"})
+_UNSEEN = frozenset(
+    {
+        *("device", "layout", "pin_memory", "non_blocking", "generator"),
+        *("philox_seed", "philox_offset", "rng_state", "unused"),  # states of random generators
+    }
+)
 """Arguments that say where and how, but do not change what a kernel allocates."""
 
 
@@ -81,15 +87,30 @@ def signature(func: torch._ops.OpOverload, args: Args, kwargs: Kwargs, switches:
     """What decides the temporaries of a call: shapes, types and layouts, numbers, and switches.
 
     Real and fake tensors give the same text. Of a float only whether it is 0 or 1 is told, and where a tensor lies
-    only if that is not the card.
+    only if that is not the card. Raw bytes that cuDNN keeps have the size that it likes, which the rest decides.
     """
-    words = [_word(value) for value in args]
+    names, raw = _facts(func)
+    words = [
+        "raw" if raw and _is_raw(value) else _word(value)
+        for name, value in zip(names, args, strict=False)
+        if name not in _UNSEEN
+    ]
     words += [f"{name}={_word(kwargs[name])}" for name in sorted(kwargs) if name not in _UNSEEN]
     text = ", ".join(words)
     if len(text) > _LONGEST:
         text = f"#{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
     more = switches.text(str(func))
     return f"{text} | {more}" if more else text
+
+
+@cache
+def _facts(func: torch._ops.OpOverload) -> tuple[tuple[str, ...], bool]:
+    """Names of an op's arguments, and whether it is one of cuDNN, which keeps raw bytes."""
+    return tuple(argument.name for argument in func._schema.arguments), "cudnn" in str(func)
+
+
+def _is_raw(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype is torch.uint8 and value.dim() == 1
 
 
 def _word(value: Any) -> str:
