@@ -1,19 +1,28 @@
 """A program: runs torch's own sample inputs of every op on the CPU and on the virtual GPU, and prints what differs.
 
-torch's test helpers freeze global settings when they are imported, so this needs a process of its own.
+Forward and, where an op has a derivative, backward; for real, integer and complex numbers. torch's test
+helpers freeze global settings when they are imported, and a backward pass on the CPU must not come before the virtual
+GPU's, so the CPU's results are computed in a process of its own, by this program too.
+
+    python op_outputs.py            prints one JSON object
+    python op_outputs.py FILE       writes the CPU's results only
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
+import subprocess
 import sys
+import tempfile
 import types
 import unittest
 import warnings
+from pathlib import Path
 from typing import Any
 
-SAMPLES_PER_OP = 2
+SAMPLES_PER_OP = {"float32": 2, "int64": 1, "complex64": 1}
 
 
 def import_op_db() -> list[Any]:
@@ -27,54 +36,114 @@ def import_op_db() -> list[Any]:
     return list(op_db)
 
 
+def cases() -> list[tuple[str, Any, Any, bool]]:
+    """Name, op, sample and whether to differentiate, in an order that every process repeats."""
+    import torch
+
+    found = []
+    for op in import_op_db():
+        name = f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+        for type_name, count in SAMPLES_PER_OP.items():
+            dtype = getattr(torch, type_name)
+            if dtype not in op.dtypes:
+                continue
+            differentiable = op.supports_autograd and dtype in op.backward_dtypes
+            grad = differentiable and (dtype.is_floating_point or dtype.is_complex)
+            torch.manual_seed(0)
+            try:
+                samples = op.sample_inputs("cpu", dtype, requires_grad=grad)
+                for _, sample in zip(range(count), samples, strict=False):
+                    found.append((f"{name}/{type_name}", op, sample, grad))
+            except (RuntimeError, ValueError):
+                continue  # this build cannot make its samples (LAPACK, MKL)
+    return found
+
+
+def facts(out: Any) -> list[list[Any]]:
+    """Shape, type, strides and bytes of each dense tensor among some results."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    return [
+        [list(t.shape), str(t.dtype), list(t.stride()), t.untyped_storage().nbytes()]
+        for t in tree_leaves(out)
+        if isinstance(t, torch.Tensor) and t.layout is torch.strided
+    ]
+
+
+def run(op: Any, sample: Any, device: str, grad: bool) -> tuple[Any, Any]:
+    """What an op's results, and the gradients of its inputs, look like on a device."""
+    import torch
+    from torch.utils._pytree import tree_leaves, tree_map
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        copy = x.detach().clone() if device == "cpu" else x.detach().to(device)
+        return copy.requires_grad_(x.requires_grad)
+
+    args, kwargs = tree_map(moved, (sample.input, *sample.args)), tree_map(moved, sample.kwargs)
+    out = op.op(*args, **kwargs)
+    results = facts(out)
+    outputs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
+    inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not (grad and outputs and inputs):
+        return results, None
+    total = sum((t.abs() if t.is_complex() else t).sum() for t in outputs)
+    return results, facts(torch.autograd.grad(total, inputs, allow_unused=True))  # type: ignore[arg-type]
+
+
+def on_the_cpu(path: Path) -> None:
+    """Write the results of every case, None where the CPU has no such op."""
+    import torch
+
+    found: list[Any] = []
+    for _, op, sample, grad in cases():
+        torch.manual_seed(0)
+        try:
+            found.append(run(op, sample, "cpu", grad))
+        except (RuntimeError, AssertionError, TypeError, ValueError):
+            found.append(None)
+    path.write_bytes(pickle.dumps(found))
+
+
 def main() -> None:
     """Print one JSON object."""
     warnings.simplefilter("ignore")
     import torch
-    from torch.utils._pytree import tree_leaves, tree_map
+
+    torch.set_num_threads(1)
+    if len(sys.argv) > 1:
+        on_the_cpu(Path(sys.argv[1]))
+        sys.stdout.flush()
+        os._exit(0)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "cpu.pickle"
+        subprocess.run([sys.executable, __file__, str(file)], check=True, timeout=300)
+        real = pickle.loads(file.read_bytes())  # our own, written a moment ago
 
     from vramfit.virtual.gpu import VirtualGPU
 
-    def facts(out: Any) -> list[list[Any]]:
-        return [
-            [list(t.shape), str(t.dtype), list(t.stride()), t.untyped_storage().nbytes()]
-            for t in tree_leaves(out)
-            if isinstance(t, torch.Tensor) and t.layout is torch.strided
-        ]
-
-    cases = []
-    for op in import_op_db():
-        if torch.float32 not in op.dtypes:
-            continue
-        for number, sample in enumerate(op.sample_inputs("cpu", torch.float32, requires_grad=False)):
-            if number == SAMPLES_PER_OP:
-                break
-            arguments = (sample.input, *sample.args)
-            try:
-                copies = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, arguments)
-                cases.append((op, sample, facts(op.op(*copies, **sample.kwargs))))
-            except (RuntimeError, AssertionError):
-                continue  # the CPU has no such op: nothing to compare with
-    compared, errors, different = 0, {}, {}
-
-    def to_card(x: Any) -> Any:
-        return x.cuda() if isinstance(x, torch.Tensor) else x
-
+    compared, gradients = 0, 0
+    errors: dict[str, str] = {}
+    different: dict[str, Any] = {}
     with VirtualGPU("RTX 4090", alloc_conf=""):
-        for op, sample, real in cases:
-            name = f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+        for (name, op, sample, grad), expected in zip(cases(), real, strict=True):
+            if expected is None:
+                continue
             try:
-                out = op.op(
-                    *tree_map(to_card, (sample.input, *sample.args)), **tree_map(to_card, sample.kwargs)
-                )
+                virtual = run(op, sample, "cuda", grad)
             except Exception as error:
-                errors[name] = f"{type(error).__name__}: {error}"[:300]
+                errors.setdefault(name, f"{type(error).__name__}: {error}"[:300])
                 continue
             compared += 1
-            virtual = facts(out)
-            if virtual != real:
-                different[name] = [real, virtual]
-    print(json.dumps({"compared": compared, "errors": errors, "different": different}))
+            gradients += expected[1] is not None
+            for which, part in enumerate(("", " backward")):
+                if virtual[which] != expected[which]:
+                    different.setdefault(name + part, [expected[which], virtual[which]])
+    print(
+        json.dumps({"compared": compared, "gradients": gradients, "errors": errors, "different": different})
+    )
     sys.stdout.flush()
     os._exit(0)
 

@@ -69,3 +69,15 @@ def test_what_is_not_described_is_named() -> None:
         pytest.raises(NotImplementedError, match=r"_sparse_sparse_matmul.* of sparse tensors"),
     ):
         torch.sparse.mm(sparse(), sparse())
+
+
+def test_dense_tensors_become_sparse_in_some_dimensions() -> None:
+    with VirtualGPU("RTX 4090"):
+        rows = torch.eye(4, device="cuda").reshape(4, 2, 2).to_sparse(1)
+        assert (rows.sparse_dim(), rows.dense_dim(), rows._values().shape) == (1, 2, (4, 2, 2))
+
+
+def test_expanded_tensors_of_the_host_keep_their_values() -> None:
+    with VirtualGPU("RTX 4090"):
+        small = torch.arange(3.0).expand(4, 3).cuda()
+        assert small.cpu().tolist() == [[0.0, 1.0, 2.0]] * 4

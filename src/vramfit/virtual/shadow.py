@@ -77,7 +77,11 @@ class ShadowStore:
         shadow.real = torch.UntypedStorage(storage.nbytes())
         shadow.guessed = guessed
         self._shadows[shadow.key] = shadow
-        _over(shadow.real, tensor).copy_(value)
+        target = _over(shadow.real, tensor)
+        for axis, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
+            if not stride and size > 1:  # an expanded dimension has one place for all its elements
+                target, value = target.narrow(axis, 0, 1), value.narrow(axis, 0, 1)
+        target.copy_(value)
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Drop the shadow of a tensor that was overwritten with unknown values."""

@@ -4,10 +4,16 @@ version.
 One module per family of kernels. Every rule names the file and function of torch's C++ that it follows;
 where a closed library decides, the figure is an estimate and carries an error bar.
 
+Exact, block by block as the C++ takes and gives them back (scratch.py): embedding and index backward, deterministic
+writes, sorts, topk, scans, reductions, losses, pooling and interpolation, copies. CUB's storage (cub.py) follows CUDA
+13.0's headers for each architecture; other releases may have other tiles, which its error bars cover. Estimates:
+cuDNN's convolutions, recurrent networks and CTC loss, cuFFT's and cuSOLVER's work areas, cuSPARSE's buffers, Thrust's.
+
 Most kernels allocate nothing but their outputs and need no rule: elementwise ops, dropout (its mask is an
-output), gather, scatter, cat, pooling, interpolation, foreach and fused optimisers, gradient scaling. Known
-to allocate, and not covered: FFT plans, linear algebra (cuSOLVER, MAGMA), CTC loss, sparse and nested
-tensors, histograms.
+output), gather, scatter, cat, grid sampling, foreach and fused optimisers, gradient scaling. Ops that torch makes of
+others below autograd are taken apart instead (rules/apart.py). Known to allocate, and not covered: cuFFT's twiddle
+factors and the handles of libraries, which lie outside the allocator; products of two sparse matrices, sparse CSR and
+nested tensors; what quantised kernels keep.
 """
 
 from vramfit.virtual.kernels.context import Extras, KernelContext

@@ -288,15 +288,19 @@ def to_dense(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[s
     return _finish(mode, func, args, kwargs, mode.fake_empty(tuple(source.shape), dtype, source.device))
 
 
-@rule("aten._to_sparse.default")
+@rule("aten._to_sparse.default", "aten._to_sparse.sparse_dim")
 def to_sparse(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A COO copy of a dense tensor: one column of indices per element that is not zero (dense_to_sparse)."""
+    """A COO copy of a dense tensor: one column of indices per element that is not zero (TensorConversions.cpp,
+    ``dense_to_sparse``); per row or block with one, where some dimensions stay dense."""
     source: torch.Tensor = args[0]
     layout = kwargs.get("layout") or torch.sparse_coo
-    if source.layout is not torch.strided or layout is not torch.sparse_coo or len(args) > 1:
+    sparse_dims = args[1] if len(args) > 1 and isinstance(args[1], int) else source.dim()
+    if source.layout is not torch.strided or layout is not torch.sparse_coo:
         return mode.run(func, mode.ops[func], args, kwargs)  # named as an op without a rule
-    found = nonzero(mode, torch.ops.aten.nonzero.default, (source,), {})
-    with mode:  # what follows is metered like ops of the program
+    with mode:  # metered like ops of the program
+        flags = source if sparse_dims == source.dim() else (source != 0).flatten(sparse_dims).any(-1)
+    found = nonzero(mode, torch.ops.aten.nonzero.default, (flags,), {})
+    with mode:
         values = source[found.unbind(1)]
         indices = found.t().contiguous()
         return torch.sparse_coo_tensor(
