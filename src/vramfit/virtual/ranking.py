@@ -45,4 +45,5 @@ def ranks(
         first = first + torch.arange(rows).unsqueeze(1) * taken
     values = (first + torch.arange(taken)) % choices
     others = [size for dimension, size in enumerate(out.shape) if dimension != axis]
-    return values.reshape(*others, taken).movedim(-1, axis).to(out.dtype)
+    shaped: torch.Tensor = values.reshape(*others, taken).movedim(-1, axis).to(out.dtype)
+    return shaped
