@@ -163,6 +163,12 @@ def test_a_recording_and_figures_go_together(trace: MemoryTrace, tmp_path: Path)
     assert both.name == "a.vft + b.json"
     assert both.trace is not None
     assert (both.figures_of(0).outside, both.figures_of(0).gpu) == (100, "A100")
+    held = sum(segment["total_size"] for segment in trace.devices[0].segments)
+    (tmp_path / "c.json").write_text(json.dumps({"nvidia_smi_bytes": held + 70}))
+    assert read_actual(tmp_path / "c.json", tmp_path / "a.vft").figures_of(0).outside == 70
+    (tmp_path / "c.json").write_text(json.dumps({"nvidia_smi_bytes": held - 1}))
+    with pytest.raises(TraceFormatError, match="less than the"):
+        read_actual(tmp_path / "c.json", tmp_path / "a.vft")
     with pytest.raises(UsageError, match="two recordings"):
         read_actual(tmp_path / "a.vft", tmp_path / "a.vft")
     with pytest.raises(UsageError, match="two files of figures"):
@@ -183,7 +189,7 @@ def test_a_recording_and_figures_go_together(trace: MemoryTrace, tmp_path: Path)
         ({"max_memory_allocated": True}, "True, not a size"),
         ({"max_memory_allocated": 1e400}, "inf, not a size"),
         ({"max_memory_allocated": None}, "None, not a size"),
-        ({"device_used_bytes": 5}, "not how much of it torch had reserved"),
+        ({"device_used_bytes": 5}, "does not say how many torch had reserved"),
         ({**STATS, "device_used_bytes": 5}, "less than the 900"),
         ({"schema": "vramfit.run/2", "peak": {}}, "is a vramfit.run/2 document"),
         ({"schema": "vramfit.replay", "devices": []}, "is a vramfit.replay document"),

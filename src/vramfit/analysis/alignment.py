@@ -98,7 +98,8 @@ def _alignment(first: Ints, second: Ints, runs: list[Run], free: Ends) -> Alignm
     left = np.repeat(np.array([i for i, _, _ in runs], dtype=np.int64), lengths) + steps
     right = np.repeat(np.array([j for _, j, _ in runs], dtype=np.int64), lengths) + steps
     same = first[left] == second[right]  # hashes may collide, elements do not
-    left, right = left[same], right[same]
+    left, right = _moved_on(left[same], first), right[same]
+    right = _moved_on(right, second)
     start, stop = 0, len(second)
     if len(left):
         # What stands out is as much as the first has left over there, since that may be the same thing otherwise.
@@ -107,6 +108,24 @@ def _alignment(first: Ints, second: Ints, runs: list[Run], free: Ends) -> Alignm
         if free is not Ends.NONE:
             stop = min(len(second), int(right[-1]) + len(first) - int(left[-1]))
     return Alignment(first=left, second=right, start=start, stop=stop)
+
+
+def _moved_on(aligned: Ints, sequence: Ints) -> Ints:
+    """Let what is not aligned stand at the end of a stretch of equal elements: which of them it is cannot be told.
+
+    The choice does not matter, but it should be the same in every layer of a model.
+    """
+    index = np.full(len(sequence), -1, dtype=np.int64)
+    index[aligned] = np.arange(len(aligned))
+    left_over = np.flatnonzero(index < 0)
+    where = index.tolist()
+    last = len(sequence) - 1
+    for place in left_over[::-1].tolist():
+        while place < last and where[place + 1] >= 0 and sequence[place] == sequence[place + 1]:
+            where[place], where[place + 1] = where[place + 1], -1
+            place += 1
+    moved = np.array(where, dtype=np.int64)
+    return np.flatnonzero(moved >= 0)
 
 
 class _Matcher:

@@ -21,7 +21,7 @@ _READ = "1"
 
 _HINT = (
     "Give a torch snapshot (torch.cuda.memory._dump_snapshot), a .vft trace, a report of vramfit run --json, or "
-    "torch.cuda.memory_stats() as JSON, if you like with device_used_bytes; docs/json.md shows them"
+    "torch.cuda.memory_stats() as JSON, if you like with device_used_bytes; docs/reconciliation.md shows them"
 )
 
 _KEYS: Mapping[str, str] = {
@@ -66,6 +66,7 @@ class Figures:
         slack: bytes of blocks that nobody asked for, at the peak of allocated bytes.
         workspaces: bytes of workspaces of libraries, at that peak.
         outside: memory of the device outside torch's allocator.
+        used: memory of the device that is used in all, where the file does not say how much of it torch had reserved.
         whole_run: the peaks are those of the whole run; else they count from where the program last reset them.
         gpu: name of the card, empty if unknown.
         torch: version of torch, empty if unknown.
@@ -78,6 +79,7 @@ class Figures:
     slack: int | None = None
     workspaces: int | None = None
     outside: int | None = None
+    used: int | None = None
     whole_run: bool = False
     gpu: str = ""
     torch: str = ""
@@ -140,11 +142,35 @@ def read_actual(*paths: str | Path) -> Actual:
             f"{' and '.join(one.name for one in found)} are two {what}",
             "Compare with one run: its recording, its figures, or one of each",
         )
+    trace = traces[0] if traces else None
     return Actual(
         name=" + ".join(one.name for one in found),
-        trace=traces[0] if traces else None,
-        figures=figures[0] if figures else (),
+        trace=trace,
+        figures=tuple(_with_outside(each, trace) for each in figures[0]) if figures else (),
     )
+
+
+def _with_outside(figures: Figures, trace: MemoryTrace | None) -> Figures:
+    """Figures whose bytes outside torch follow from what the recording held at its end, when it was written."""
+    if figures.used is None:
+        return figures
+    if trace is None:
+        raise TraceFormatError(
+            f"{figures.used} bytes of the device were used, but the file does not say how many torch had reserved",
+            "Add reserved_bytes.all.current, or all of torch.cuda.memory_stats(), of the same moment",
+        )
+    segments = (each.segments for each in trace.devices if each.index == (figures.device or 0))
+    held = sum(int(segment["total_size"]) for those in segments for segment in those)
+    return replace(figures, outside=_outside(figures.used, held), used=None)
+
+
+def _outside(used: int, held: int) -> int:
+    if held > used:
+        raise TraceFormatError(
+            f"{used} bytes of the device were used, less than the {held} that torch had reserved",
+            "Read both at the same moment of the same process",
+        )
+    return used - held
 
 
 def _read(path: Path) -> Actual:
@@ -214,16 +240,9 @@ def _figures(entry: Mapping[str, Any], position: int | None, name: str) -> Figur
     if used is not None and "outside" not in sizes:
         held = sizes.get("peak_reserved") if then is None else then
         if held is None:
-            raise TraceFormatError(
-                f"{name} says what is used of the device but not how much of it torch had reserved",
-                "Add reserved_bytes.all.current, or all of torch.cuda.memory_stats(), of the same moment",
-            )
-        if held > used:
-            raise TraceFormatError(
-                f"{name}: {used} bytes of the device were used, less than the {held} that torch had reserved",
-                "Read both at the same moment of the same process",
-            )
-        sizes["outside"] = used - held
+            sizes["used"] = used
+        else:
+            sizes["outside"] = _outside(used, held)
     sizes.update(_at_peak(entry, sizes))
     return Figures(
         device=index,
