@@ -21,7 +21,6 @@ from vramfit.calibrate.predict import PredictingGPU
 from vramfit.calibrate.records import CaseRecord, record_to_plain
 from vramfit.calibrate.run import Options, _cases, _Found, _outcome, calibrate, compare_again, spec_of
 from vramfit.calibrate.worker import Role, WorkerConfig
-from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
 from vramfit.gpus.profile import MeasuredCall, MeasuredOp, MeasuredProfile, load_profile, save_profile
 from vramfit.virtual.gpu import VirtualGPU
@@ -111,7 +110,9 @@ def test_surroundings_are_those_of_the_card(planted: tuple[Path, Calibration]) -
     assert told["cublas"]["kept"] == 32 << 20
     assert found.rates is not None
     assert found.rates.bandwidth == pytest.approx(H200.bandwidth * 0.8, rel=0.05)  # the launch counts too
-    assert found.rates.to_card["pinned"] == pytest.approx(H200.host_link, rel=0.03)
+    assert found.rates.to_host["pinned"] == pytest.approx(H200.host_link, rel=0.01)
+    # Onto the card, the virtual GPU counts the traffic in its memory besides.
+    assert H200.host_link * 0.94 < found.rates.to_card["pinned"] < H200.host_link
     assert found.rates.flops["bfloat16"] == pytest.approx(H200.peak_flops["bfloat16"] * 0.7, rel=0.02)
     assert set(found.rates.to_card) == set(found.rates.to_host) == {"pinned", "pageable"}
 
@@ -250,13 +251,6 @@ def test_worker_that_dies_is_explained_and_replaced() -> None:
             child.ask("about", 0.0)
         assert caught.value.kind == "time"
     assert child._process is None
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-def test_without_a_card_it_says_so() -> None:
-    options = Options(cases=[SOFTMAX], journal=Path("never"))
-    with pytest.raises(UsageError, match="sees no CUDA card"):
-        calibrate(options, Silent())
 
 
 def test_card_that_is_not_in_the_catalogue_is_known_by_its_figures() -> None:
