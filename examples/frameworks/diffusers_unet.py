@@ -38,7 +38,7 @@ def parse_args():
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--ema", action="store_true", help="keep a moving average of the weights")
     parser.add_argument("--samples", type=int, default=2, help="images to draw; 0: none")
-    parser.add_argument("--sample-steps", type=int, default=4)
+    parser.add_argument("--sample-steps", type=int, default=2)
     parser.add_argument("--guidance", type=float, default=7.5)
     parser.add_argument("--vae-slicing", action="store_true", help="decode one image at a time")
     parser.add_argument("--vae-tiling", action="store_true", help="decode images tile by tile")

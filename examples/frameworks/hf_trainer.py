@@ -65,7 +65,7 @@ def parse_args():
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--vocab-size", type=int, default=151_936)
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps")
     parser.add_argument("--grad-accum", type=int, default=2, help="micro-batches per optimizer step")
     parser.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default="bf16")
     parser.add_argument("--optim", default="adamw_torch_fused", help="as in TrainingArguments")

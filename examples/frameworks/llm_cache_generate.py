@@ -45,7 +45,7 @@ def parse_args():
     parser.add_argument("--search", choices=sorted(SEARCHES), default="greedy")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--prompt-len", type=int, default=1024)
-    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=6)
     parser.add_argument("--window", type=int, default=512, help="tokens that the sliding window keeps")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
