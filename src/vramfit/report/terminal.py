@@ -267,7 +267,7 @@ class _Page:
         if (note := run.profile) is not None:
             yield from self.wrapped(
                 Text(
-                    f"by a profile of {note.date} ({note.gpu}, torch {note.torch}): {note.used:,} calls as measured"
+                    f"by a profile of {note.date} ({note.gpu}, torch {note.torch}): {note.used:,} call{'s' if note.used != 1 else ''} as measured"
                 )
             )
 
