@@ -1,9 +1,9 @@
 """Fourier transforms: copies that torch makes around cuFFT are exact, cuFFT's work areas are estimates.
 
 aten/src/ATen/native/cuda/SpectralOps.cpp (``_fft_c2c_cufft``, ``_fft_r2c_cufft``, ``_fft_c2r_cufft``, ``_exec_fft``).
-A plan's work area is taken for each execution; its twiddle factors lie outside the caching allocator. cuFFT's
-documentation (section on plan extents, "Fourier Transform Setup") says that the area takes between one and eight
-times the signal, and small powers of 2, 3, 5 and 7 are transformed in one kernel, which needs none.
+A plan's work area is taken for each execution; its twiddle factors lie outside the caching allocator. The library is
+closed: its documentation gives eight times the signal as the worst case, and the estimate is the signal once, or
+nothing for one short dimension whose length has no factor but 2, 3, 5 and 7, which one kernel transforms.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Indexing: accumulating writes sort their indices; deterministic ones sort as well.
 
 aten/src/ATen/native/cuda/Indexing.cu (``index_put_with_sort_kernel``, ``index_add_cuda_impl``),
-native/TensorAdvancedIndexing.cpp (``_index_put_impl_``, ``put_``, ``masked_scatter_backward``), cuda/IndexKernel.cpp.
-Reading with index tensors, ``gather``, ``index_select``, ``index_fill``, ``scatter`` and ``masked_fill`` allocate
+native/TensorAdvancedIndexing.cpp (``_index_put_impl_``, ``scatter_impl``), cuda/IndexKernel.cpp. Reading with index
+tensors, ``gather``, ``index_select``, ``take``, ``put_``, ``index_fill``, ``scatter`` and ``masked_fill`` allocate
 nothing but their outputs.
 """
 
@@ -217,24 +217,6 @@ def _scatter_reduce(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext
     return temporaries(nbytes(source), nbytes(outputs), outputs.numel())
 
 
-def _put(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """``put_``: positions of a flat tensor; deterministic accumulation is an ``index_put_`` (``put_``)."""
-    del outputs
-    target, index, source = args[:3]
-    accumulate = argument(args, kwargs, 3, "accumulate", False)
-    if not (ctx.deterministic and accumulate):
-        return None
-    scratch = Scratch()
-    put_sorted(scratch, target.reshape(-1), [index.reshape(-1)], source.reshape(-1), ctx, unsafe=False)
-    return sequence(after=scratch)
-
-
-def _take(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """``take``: a contiguous source (TensorAdvancedIndexing.cpp, ``take_out``, through ``index`` of TensorIterator)."""
-    del kwargs, outputs, ctx
-    return workspace(0 if args[0].is_contiguous() else nbytes(args[0]))
-
-
 def _index(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
     """``index``: 32-bit indices are widened; a copy of one on the host (``make_info``, TensorAdvancedIndexing.cpp);
     positions of a mask, one int64 for each of its dimensions (``expandTensors``)."""
@@ -288,8 +270,6 @@ RULES: dict[torch._ops.OpOverload, Rule] = table(
         ("index_copy", "index_copy_"): _index_copy,
         ("scatter.src", "scatter_.src", "scatter_add", "scatter_add_"): _scatter,
         ("scatter_reduce.two", "scatter_reduce_.two"): _scatter_reduce,
-        ("put_", "put"): _put,
-        "take": _take,
         "index.Tensor": _index,
         ("masked_scatter", "masked_scatter_"): _masked_scatter,
         ("index_reduce", "index_reduce_"): _index_reduce,
