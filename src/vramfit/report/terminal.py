@@ -265,11 +265,9 @@ class _Page:
         if pinned := run.host_pinned_peak_bytes:
             yield Text(f"pinned host memory {format_bytes(pinned)}, apart from the card")
         if (note := run.profile) is not None:
-            yield from self.wrapped(
-                Text(
-                    f"by a profile of {note.date} ({note.gpu}, torch {note.torch}): {note.used:,} call{'s' if note.used != 1 else ''} as measured"
-                )
-            )
+            calls = "1 call" if note.used == 1 else f"{note.used:,} calls"
+            told = f"by a profile of {note.date} ({note.gpu}, torch {note.torch}): {calls} as measured"
+            yield from self.wrapped(Text(told))
 
     # Where the bytes are
 
