@@ -136,3 +136,16 @@ def test_a_part_of_very_many_equal_steps_lies_within_them() -> None:
     found = align(second[: 300 * 80], second, free=Ends.BOTH)
     assert len(found.first) == 300 * 80
     assert (found.start, found.stop) == (300 * 120, 300 * 200)
+
+
+def test_a_part_that_differs_in_every_layer_begins_at_the_right_one() -> None:
+    chance = np.random.default_rng(5)
+    layer = chance.integers(0, 40, 100)
+    second = np.concatenate([chance.integers(100, 200, 1000), np.tile(layer, 32), chance.integers(0, 99, 50)])
+    whole = np.concatenate([layer[:60], [777], layer[60:]])
+    first = np.concatenate([np.tile(whole, 32), second[-50:]])
+    cost = np.abs(np.arange(len(second)) - 1000)
+    found = align(first, second, free=Ends.BOTH, cost_of_start=cost)
+    assert (found.start, found.stop) == (1000, len(second))
+    assert len(found.first) == len(first) - 32
+    assert set(np.delete(first, found.first).tolist()) == {777}

@@ -34,8 +34,10 @@ _MOST_PAIRS = 1 << 20
 """Pairs of equal stretches that are looked at to find where the first begins in the second, the rarest first."""
 _SAME_PLACE = 16
 """Places so near one another count as one: elements that are missing or extra on the way move them."""
-_AS_GOOD = 0.995
-"""Share of the most votes with which another place counts as equally good. One layer of many makes more than that."""
+_AS_GOOD = 0.998
+"""Share of the best at which another place counts as equally good. One layer of many makes more than that."""
+_CANDIDATES = ((0.995, 3), (0.5, 6), (0.1, 8))
+"""Places are tried that have so large a share of the most votes, until there are so many of them."""
 _UNREACHED = -(1 << 40)
 
 
@@ -78,15 +80,27 @@ def align(
     matcher = _Matcher(first, second)
     if free is not Ends.BOTH:
         return _alignment(first, second, matcher.runs(to_end=free is Ends.NONE), free)
-    anchor = _anchor(matcher, cost_of_start)
-    if anchor is None:
+    cost = np.zeros(len(second), dtype=np.int64) if cost_of_start is None else cost_of_start
+    found: list[Alignment] = []
+    for anchor in _anchors(matcher, cost):
+        found.append(_through(anchor, first, second))
+        if len(found[-1].first) == len(first):
+            return found[-1]
+    if not found:
         return Alignment(first=_NO_INTS, second=_NO_INTS, start=0, stop=len(second))
+    most = max(len(one.first) for one in found)
+    good = [one for one in found if len(one.first) >= _AS_GOOD * most]
+    return min(good, key=lambda one: (int(cost[one.start]), -one.start))
+
+
+def _through(anchor: tuple[int, int], first: Ints, second: Ints) -> Alignment:
+    """The alignment that goes through a place of each, to both ends of the first."""
     at, there = anchor
     before = _Matcher(first[:at][::-1], second[:there][::-1]).runs(to_end=False)
     after = _Matcher(first[at:], second[there:]).runs(to_end=False)
     runs = [(at - i - length, there - j - length, length) for i, j, length in reversed(before)]
     runs += [(at + i, there + j, length) for i, j, length in after]
-    return _alignment(first, second, runs, free)
+    return _alignment(first, second, runs, Ends.BOTH)
 
 
 _NO_INTS: Ints = np.zeros(0, dtype=np.int64)
@@ -117,7 +131,8 @@ def _moved_on(aligned: Ints, sequence: Ints) -> Ints:
     """
     index = np.full(len(sequence), -1, dtype=np.int64)
     index[aligned] = np.arange(len(aligned))
-    left_over = np.flatnonzero(index < 0)
+    inside = slice(int(aligned[0]), int(aligned[-1])) if len(aligned) else slice(0, 0)
+    left_over = np.flatnonzero(index[inside] < 0) + inside.start
     where = index.tolist()
     last = len(sequence) - 1
     for place in left_over[::-1].tolist():
@@ -278,32 +293,38 @@ class _Edits:
         return runs, end
 
 
-def _anchor(matcher: _Matcher, cost_of_start: Ints | None) -> tuple[int, int] | None:
-    """Two places, one in each sequence, that are very likely the same."""
+def _anchors(matcher: _Matcher, cost: Ints) -> list[tuple[int, int]]:
+    """Pairs of places, one in each sequence, that may well be the same; the likeliest first."""
     for length in (*_GRAMS, 1):
-        one, two = matcher.grams(length)
-        left, right = _same_grams(one, two)
+        left, right = _same_grams(*matcher.grams(length))
         if not len(left):
             continue
         shift = right - left
-        # Where all of the first lies within the second; if it does so nowhere, wherever it resembles it.
-        within = (shift >= -_SAME_PLACE) & (shift + len(matcher.first) <= len(matcher.second) + _SAME_PLACE)
+        # Where nearly all of the first lies within the second; if it does so nowhere, wherever it resembles it.
+        over = max(_SAME_PLACE, len(matcher.first) // 10)
+        within = (shift >= -over) & (shift + len(matcher.first) <= len(matcher.second) + over)
         if within.any():
             left, shift = left[within], shift[within]
-        order = np.argsort(shift, kind="stable")
-        ordered = shift[order]
+        ordered = np.sort(shift)
         votes = np.searchsorted(ordered, ordered + _SAME_PLACE, side="right") - np.arange(len(ordered))
-        good = np.flatnonzero(votes >= _AS_GOOD * votes.max())
-        if cost_of_start is not None and len(cost_of_start):
-            cost = cost_of_start[np.clip(ordered[good], 0, len(cost_of_start) - 1)]
-            good = good[cost == cost.min()]
-        chosen = int(good[-1])
-        among = ordered[chosen : chosen + int(votes[chosen])]
-        shifts, counts = np.unique(among, return_counts=True)
-        best = int(shifts[counts.argmax()])
-        at = int(left[shift == best].min())
-        return at, at + best
-    return None
+        cost_of = cost[np.clip(ordered, 0, len(cost) - 1)]
+        outside = np.maximum(ordered + len(matcher.first) - len(matcher.second), 0)
+        likely: list[int] = []
+        for share, most in _CANDIDATES:
+            good = np.flatnonzero(votes >= share * votes.max())
+            for index in good[np.lexsort((-ordered[good], outside[good], cost_of[good]))].tolist():
+                if len(likely) == most:
+                    break
+                if all(abs(int(ordered[index] - ordered[other])) > _SAME_PLACE for other in likely):
+                    likely.append(index)
+        anchors = []
+        for index in likely:
+            shifts, counts = np.unique(ordered[index : index + int(votes[index])], return_counts=True)
+            best = int(shifts[counts.argmax()])
+            at = int(left[shift == best].min())
+            anchors.append((at, at + best))
+        return anchors
+    return []
 
 
 def _same_grams(one: Hashes, two: Hashes) -> tuple[Ints, Ints]:

@@ -24,7 +24,7 @@ app = typer.Typer(
     help="Make PyTorch programs fit the GPU they have.",
     epilog=(
         "Exit codes: 0 fine; 1 the program failed (or its own code); 2 usage, or a report could not be written "
-        "after the program ran; 3 does not fit."
+        "after the program ran; 3 does not fit, or differs from --against."
     ),
     pretty_exceptions_enable=False,
     add_completion=False,
