@@ -70,7 +70,10 @@ def _speech(config: Any) -> dict[str, Any]:
 
 
 def _segmented(config: Any) -> dict[str, Any]:
-    return {"pixel_values": images(config), "labels": torch.randint(0, 2, (BATCH, side(config), side(config)))}
+    return {
+        "pixel_values": images(config),
+        "labels": torch.randint(0, 2, (BATCH, side(config), side(config))),
+    }
 
 
 def _depth(config: Any) -> dict[str, Any]:

@@ -9,6 +9,27 @@ from transformer_families.perception import HEARING, READING, SEEING
 CLASSES: dict[str, str] = {}
 """The class to take where the first of the mapping is not meant for use by itself."""
 
+FURTHER: dict[str, str] = {
+    "autoformer": "AutoformerForPrediction",
+    "bros": "BrosForTokenClassification",
+    "clap": "ClapModel",
+    "dac": "DacModel",
+    "decision_transformer": "DecisionTransformerModel",
+    "dpr": "DPRContextEncoder",
+    "encodec": "EncodecModel",
+    "groupvit": "GroupViTModel",
+    "informer": "InformerForPrediction",
+    "lxmert": "LxmertForQuestionAnswering",
+    "mgp-str": "MgpstrForSceneTextRecognition",
+    "mimi": "MimiModel",
+    "splinter": "SplinterForQuestionAnswering",
+    "time_series_transformer": "TimeSeriesTransformerForPrediction",
+    "visual_bert": "VisualBertForPreTraining",
+    "vit_mae": "ViTMAEForPreTraining",
+    "xclip": "XCLIPModel",
+}
+"""Families that no mapping of the kinds lists, with a class each."""
+
 _MAMBA_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -46,5 +67,90 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 """Keyword arguments of the configuration."""
 
-LEFT_OUT: dict[str, str] = {}
+_TIMM = "needs timm"
+_OWN = "no small configuration was worked out: sizes of its parts depend on each other"
+_PARTS = "its inputs come from several other models"
+
+_UNSIZED = [
+    "aria",
+    "chameleon",
+    "cohere_compass",
+    "cosmos3_edge",
+    "deepseek_ocr2",
+    "deepseek_vl_hybrid",
+    "diffusion_gemma",
+    "edgetam_video",
+    "efficientloftr",
+    "ernie4_5_vl_moe",
+    "fun_asr_nano",
+    "glm5_next",
+    "gradium_phonon_tts",
+    "granite4_vision",
+    "granite_docling",
+    "hunyuan_vl",
+    "inkling2",
+    "inkling_mm_model",
+    "kimi_k25",
+    "kyutai_speech_to_text",
+    "lfm2_vl",
+    "lfm3_vl",
+    "lw_detr_vit",
+    "minicpm_ocr",
+    "minicpmv4_6",
+    "minicpmv4_7",
+    "molmo2",
+    "muse_glimmer",
+    "muse_spark",
+    "nemo_speechlm",
+    "nemotron_h_omni",
+    "paddleocr_vl",
+    "pi0",
+    "pix2struct",
+    "pocket_tts",
+    "pp_ocrv5_mobile_det",
+    "pp_ocrv5_server_det",
+    "pp_ocrv6_medium_det",
+    "pp_ocrv6_small_det",
+    "pp_ocrv6_tiny_det",
+    "qwen2_5_omni_thinker",
+    "qwen3_omni_moe_thinker",
+    "rf_detr_dinov2",
+    "sam2",
+    "sam2_video",
+    "sam3_tracker",
+    "sapiens2",
+    "shieldgemma2",
+    "slanet",
+    "step3p7",
+    "superglue",
+    "unlimited_ocr",
+    "vibevoice",
+    "video_llama_3",
+    "vitpose_backbone",
+    "voxtral_realtime",
+]
+
+LEFT_OUT: dict[str, str] = {
+    **dict.fromkeys(
+        ("edgetam", "fast_vlm", "omdet-turbo", "perception_lm", "timm_backbone", "timm_wrapper"), _TIMM
+    ),
+    "dinat": "needs natten",
+    "layoutlmv2": "needs detectron2",
+    **dict.fromkeys(("bark", "qwen2_5_omni", "qwen3_omni_moe", "sam3_video"), "has no forward of its own"),
+    "fastspeech2_conformer": _PARTS,
+    "fastspeech2_conformer_with_hifigan": _PARTS,
+    "vits": "untrained, it speaks for minutes",
+    **dict.fromkeys(_UNSIZED, _OWN),
+}
 """Families that are not tried, with the reason."""
+
+UNTRAINED: dict[str, str] = {
+    "pp_doclayout_v2": "transformers does not train it",
+    "pp_doclayout_v3": "transformers does not train it",
+    "pp_doclayout_v4": "transformers does not train it",
+    "videomt": "transformers does not train it on clips",
+}
+"""Families that only run without gradients, with the reason."""
+
+SILENT: dict[str, str] = {"pop2piano": "wants the list of composers of a checkpoint"}
+"""Families that are not asked to generate, with the reason."""

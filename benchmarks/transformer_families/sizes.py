@@ -10,11 +10,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 LENGTH = 32
 IMAGE = 32
+SPECIAL_TOKENS = 300
+"""The first token that stands for a picture or a sound, or marks its begin or end."""
 
 _TABLE = """
 64 hidden_size d_model n_embd dim embed_dim embedding_size encoder_hidden_size decoder_hidden_size
 64 decoder_hidden_dim encoder_embed_dim decoder_embed_dim projection_dim d_embed emb_dim output_hidden_size
-64 token_embedding_size hidden_dim word_embed_proj_dim vocab_projection_dim
+64 token_embedding_size hidden_dim word_embed_proj_dim vocab_projection_dim out_hidden_size
 4 num_attention_heads n_head num_heads encoder_attention_heads decoder_attention_heads n_heads
 4 encoder_num_attention_heads decoder_num_attention_heads num_encoder_attention_heads attention_heads
 4 num_decoder_attention_heads num_experts n_routed_experts num_local_experts moe_num_experts ffn_num_experts
@@ -36,6 +38,10 @@ _TABLE = """
 0 pad_token_id
 3 bos_token_id decoder_start_token_id forced_bos_token_id
 4 eos_token_id sep_token_id
+300 image_token_id image_token_index audio_token_id audio_token_index
+301 video_token_id video_token_index
+302 vision_start_token_id image_start_token_id boi_token_id boi_token_index
+303 vision_end_token_id image_end_token_id eoi_token_id eoi_token_index
 """
 """Sizes, and the names under which configurations have them."""
 

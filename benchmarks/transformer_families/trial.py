@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import resource
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import vramfit
 from transformer_families.batches import batch_for
 from transformer_families.kinds import Kind, families
-from transformer_families.overrides import OVERRIDES
+from transformer_families.live import LiveBytes, requested_peak
+from transformer_families.overrides import OVERRIDES, SILENT, UNTRAINED
 from transformer_families.realistic import configuration
 from transformer_families.sizes import tiny
 
+Step = Callable[[nn.Module, dict[str, Any], dict[str, Any]], None]
+
 CARD = "1TiB"
-GENERATES = (Kind.CAUSAL_LM, Kind.SEQ_TO_SEQ, Kind.SPEECH_TO_TEXT)
+GENERATES = (Kind.CAUSAL_LM, Kind.SEQ_TO_SEQ, Kind.SPEECH_TO_TEXT, Kind.IMAGE_TEXT)
 
 
 def build(name: str) -> tuple[nn.Module, dict[str, Any], Kind]:
@@ -58,31 +64,60 @@ def _try(name: str, device: str, gpu: vramfit.VirtualGPU | None) -> dict[str, An
     result: dict[str, Any] = {"family": name, "device": device}
     try:
         model, batch, kind = build(name)
+        model.to(device)
+        batch = {key: _moved(value, device) for key, value in batch.items()}
     except Exception as error:
         return result | {"build": describe(error)}
     result["class"] = type(model).__name__
     result["parameters"] = sum(p.numel() for p in model.parameters())
-    model.to(device)
-    batch = {key: _moved(value, device) for key, value in batch.items()}
-    for step in (_train, _infer, _generate):
-        if step is _generate and kind not in GENERATES:
-            continue
-        try:
-            result[step.__name__[1:]] = "ok"
-            step(model, batch, result)
-        except Exception as error:
-            result[step.__name__[1:]] = describe(error)
+    if name in UNTRAINED:
+        result["untrained"] = UNTRAINED[name]
+    for step in _steps(name, model, kind):
+        label = step.__name__.removeprefix("_")
         if gpu is not None:
-            result[f"{step.__name__[1:]}_bytes"] = gpu.peak_allocated_bytes
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            step(model, batch, result)
+            result[label] = "ok"
+        except Exception as error:
+            result[label] = describe(error)
+        if gpu is not None:
+            result[f"{label}_bytes"] = torch.cuda.max_memory_allocated()
+    if result["infer"] == "ok" and not name.startswith("realistic:"):
+        result["live_bytes"] = _live(model, batch, gpu)
     return result
 
 
+def _steps(name: str, model: nn.Module, kind: Kind) -> list[Step]:
+    steps: list[Step] = [] if name in UNTRAINED else [_train]
+    steps.append(_infer)
+    if kind in GENERATES and name not in SILENT and model.can_generate():
+        steps.append(_generate)
+    return steps
+
+
+def _live(model: nn.Module, batch: dict[str, Any], gpu: vramfit.VirtualGPU | None) -> int | None:
+    """Most bytes that the tensors of a pass without gradients take at once.
+
+    Attention is spelled out in plain operators, so that the CPU and the card run the same ones.
+    """
+    with contextlib.suppress(Exception):  # a family may have one form of attention, or none
+        model.set_attn_implementation("eager")
+    try:
+        if gpu is not None:
+            start = len(gpu.trace)
+            with torch.no_grad():
+                model(**batch)
+            return requested_peak(gpu.trace, start)
+        with torch.no_grad(), LiveBytes() as counted:
+            model(**batch)
+        return counted.peak
+    except Exception:  # not every family has the plain form
+        return None
+
+
 def _moved(value: Any, device: str) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, list):
-        return [{key: item.to(device) for key, item in entry.items()} for entry in value]
-    return value
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
 def _train(model: nn.Module, batch: dict[str, Any], result: dict[str, Any]) -> None:
@@ -98,7 +133,7 @@ def _train(model: nn.Module, batch: dict[str, Any], result: dict[str, Any]) -> N
 def _loss(outputs: Any) -> Tensor:
     loss = getattr(outputs, "loss", None)
     if isinstance(loss, Tensor):
-        return loss
+        return loss if loss.dim() == 0 else loss.mean()
     first = next(t for t in _flat(outputs) if t.is_floating_point() and t.requires_grad)
     return first.float().square().mean()
 
