@@ -171,6 +171,7 @@ def test_devices_in_common_are_found_out_after_the_run(
     found = vramfit("run", "--gpu", "RTX 4090", "--against", file, script)
     assert found.code == 2
     assert "which the run does not have" in found.err
+    assert found.out.startswith("✓ fits RTX 4090")  # the run itself is reported all the same
     chosen = vramfit("run", "--gpu", "RTX 4090", "--against", file, "--against-device", "5", script)
     assert chosen.code == 3
     assert "GPU 0 beside GPU 5" in chosen.out

@@ -35,6 +35,16 @@ class Reference:
         return reconcile(run, self.actual, device=self.device, tolerance=self.tolerance)
 
 
+def compare(reference: Reference | None, run: VirtualRun) -> tuple[Reconciliation | None, UsageError | None]:
+    """The comparison, or why there can be none: the run's own report should not be lost by that."""
+    if reference is None:
+        return None, None
+    try:
+        return reference.reconcile(run), None
+    except UsageError as error:
+        return None, error
+
+
 def read_reference(files: Sequence[Path], device: int | None, tolerance: str) -> Reference | None:
     """Read what the options name; None where there is nothing to compare with.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vramfit.cli.against import DEFAULT_TOLERANCE, read_reference
+from vramfit.cli.against import DEFAULT_TOLERANCE, compare, read_reference
 from vramfit.cli.program import check_source, program_command
 from vramfit.errors import UsageError
 from vramfit.virtual.assume import Assume
@@ -113,9 +113,11 @@ def run_command(
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     verdict = judge(run)
-    found = None if reference is None else reference.reconcile(run)
+    found, misfit = compare(reference, run)
     _show(run, verdict, found, json)
     _write(run, verdict, found, json, trace, snapshot)
+    if misfit is not None:
+        raise misfit
     raise typer.Exit(exit_code(run, verdict, found))
 
 
