@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramfit.trace import Category
 from vramfit.virtual import kernels, roofline
-from vramfit.virtual.assume import Extent, merged, resting_on
+from vramfit.virtual.assume import Extent
 from vramfit.virtual.checks import check_arguments
 from vramfit.virtual.describe import Describer
 from vramfit.virtual.expectations import WATCHED, expectation
@@ -41,6 +41,7 @@ from vramfit.virtual.facade import invalid_device
 from vramfit.virtual.guesses import Guesses
 from vramfit.virtual.ops import OpInfo, OpTable, mutated_tensors, tensors_in
 from vramfit.virtual.patching import PatchStack
+from vramfit.virtual.placing import Placing
 from vramfit.virtual.rules import LATE, RULES, sparse
 from vramfit.virtual.shading import Shading
 from vramfit.virtual.shadow import ShadowStore, map_tensors, may_carry
@@ -114,6 +115,7 @@ class VirtualMode(TorchDispatchMode):
         self.machine = machine
         self.meter = meter
         self.workspaces = workspaces
+        self.placing = Placing(meter, workspaces)
         self.fake = VirtualFakeMode()
         self.describer = Describer(self.fake)
         self.shadows = ShadowStore()
@@ -308,47 +310,29 @@ class VirtualMode(TorchDispatchMode):
             category: what they are for; None tells it from the moment.
             extents: assumed sizes of the results, beside those on which the arguments rest.
         """
-        meter = self.meter
         if info.view:
-            meter.ops += 1
+            self.meter.ops += 1
             return
         device = _device_of(out, args, kwargs)
         if device is not None:
-            meter.ops += 1
+            self.meter.ops += 1
             if self.machine.init_pid is None:
                 # torch remembers in C++ that CUDA was initialised once, and would not say so again.
                 torch.cuda._lazy_init()
             context = self.workspaces.context(device)
             if context.profile is not None and (library := context.profile.library(func)) is not None:
                 self.machine.devices[device].use_library(library)
-            extras = kernels.extras(func, args, kwargs, out, context)
-            if meter.assuming:
-                extents = merged(
-                    extents, meter.extents_of((*tensors_in(args), *tensors_in(tuple(kwargs.values()))))
-                )
-            doubtful = extras is not None and (extras.error_bytes or extras.error_below_bytes)
-            if extras is not None and doubtful:
-                meter.widen(device, extras.error_below_bytes, extras.error_bytes, info.name)
-            held: list[int] = []
-            try:
-                if extras and extras.before:
-                    held = meter.temporary(extras.before, device, info.name)
-                if extras is not None and extras.between:
-                    _adopt_in_turn(meter, out, info.name, category, extents, extras.between, device)
-                elif info.fresh or info.mutated:
-                    placed = out[::-1] if info.last_first else out
-                    _adopt_all(meter, placed, info.name, category, extents)
-                if extras and extras.after:
-                    held += meter.temporary(extras.after, device, info.name)
-                for blas in kernels.blas_libraries(func, args, kwargs, context):
-                    held += self.workspaces.use(blas, device, context)
-                if doubtful:
-                    meter.note_doubt(device)
-            finally:
-                for address in reversed(held):
-                    meter.free(address, device)
-                if extras is not None and doubtful:
-                    meter.narrow(device, extras.error_below_bytes, extras.error_bytes)
+            self.placing.place(
+                func,
+                info,
+                args,
+                kwargs,
+                out,
+                device=device,
+                context=context,
+                category=category,
+                extents=extents,
+            )
             self._expect(func, info, args, kwargs, out)
             spec, rates = self.machine.devices[device].spec, self.machine.rates
             self.machine.advance(1e6 * roofline.seconds(func, args, kwargs, out, spec, rates))
@@ -525,44 +509,3 @@ def _device_of(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int |
             if type(tensor) is FakeTensor and tensor.fake_device.type == "cuda":
                 return tensor.fake_device.index or 0
     return None
-
-
-def _adopt_all(
-    meter: Meter, out: Any, op: str, category: Category | None, extents: tuple[Extent, ...]
-) -> None:
-    for tensor in tensors_in(out):
-        if type(tensor) is FakeTensor and tensor.fake_device.type == "cuda":
-            for part in strided_parts(tensor):
-                meter.adopt(part, op, category, resting_on(part.shape, extents) if extents else ())
-
-
-def _adopt_in_turn(
-    meter: Meter,
-    out: tuple[Any, ...],
-    op: str,
-    category: Category | None,
-    extents: tuple[Extent, ...],
-    between: tuple[tuple[int, ...], ...],
-    device: int,
-) -> None:
-    """Place results one after the other, each with the temporaries of its own computation."""
-    for result, sizes in zip(out, between, strict=True):
-        if result is not None:
-            _adopt_all(meter, result, op, category, extents)
-        held = meter.temporary(sizes, device, op)
-        meter.note_doubt(device)
-        for address in reversed(held):
-            meter.free(address, device)
-
-
-def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors that hold a tensor's storage: itself, or the indices and values of a sparse one."""
-    if tensor.layout is torch.strided:
-        return (tensor,)
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return ()
