@@ -51,6 +51,7 @@ _NAMES: Mapping[str, str] = {
     "torch": "torch",
     "device.torch": "torch",
 }
+_DEEPEST = 4
 _UNNAMED = frozenset({"memory_stats", "statistics"})
 """Objects whose keys count as those of the document around them."""
 
@@ -177,10 +178,10 @@ def _read(path: Path) -> Actual:
     data = read_file(path)
     if data.startswith(MAGIC[: len(data)]):
         return Actual(name=path.name, trace=parse_trace(data, str(path)))
-    value, size = parse_plain(data, str(path))
-    if _is_snapshot(value):
-        return Actual(name=path.name, trace=trace_from_snapshot(as_snapshot(value, size, str(path))))
-    return Actual(name=path.name, figures=figures_from(value, str(path)))
+    plain = parse_plain(data, str(path))
+    if _is_snapshot(plain.value) or not plain.is_json:
+        return Actual(name=path.name, trace=trace_from_snapshot(as_snapshot(plain, str(path))))
+    return Actual(name=path.name, figures=figures_from(plain.value, str(path)))
 
 
 def _is_snapshot(value: Any) -> bool:
@@ -266,11 +267,11 @@ def _at_peak(entry: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, in
     return {"slack": amounts[-1], "workspaces": categories.get("workspaces", 0)}
 
 
-def _flat(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(entry: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Keys of nested objects joined by dots, as torch joins those of its statistics."""
     for key, value in entry.items():
-        if isinstance(value, dict) and prefix.count(".") < 3:
-            yield from _flat(value, prefix if key in _UNNAMED else f"{prefix}{key}.")
+        if isinstance(value, dict) and depth < _DEEPEST:
+            yield from _flat(value, prefix if key in _UNNAMED else f"{prefix}{key}.", depth + 1)
         else:
             yield f"{prefix}{key}", value
 

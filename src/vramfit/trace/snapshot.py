@@ -9,7 +9,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,12 +80,26 @@ def load_snapshot(source: str | Path | bytes) -> Snapshot:
 
 
 def _parse(data: bytes, name: str) -> Snapshot:
-    value, size = parse_plain(data, name)
-    return as_snapshot(value, size, name)
+    return as_snapshot(parse_plain(data, name), name)
 
 
-def parse_plain(data: bytes, name: str) -> tuple[Any, int]:
-    """The value in a pickle or JSON document, gzipped or plain, and how many bytes it was unpacked from.
+class Plain(NamedTuple):
+    """A value of plain data, and what it was read from.
+
+    Attributes:
+        value: dictionaries, lists, text, numbers. Those of a pickle may be shared, so that a walk through them has no
+            end; see `as_snapshot`.
+        size: bytes of the document, unpacked.
+        is_json: JSON, where nothing is shared; else a pickle.
+    """
+
+    value: Any
+    size: int
+    is_json: bool
+
+
+def parse_plain(data: bytes, name: str) -> Plain:
+    """The value in a pickle or JSON document, gzipped or plain.
 
     Raises:
         TraceFormatError: it is neither, or damaged, or wants more than plain data.
@@ -96,22 +110,24 @@ def parse_plain(data: bytes, name: str) -> tuple[Any, int]:
         raise TraceFormatError(f"{name} is empty", _HINT)
     start = data[:64].lstrip()[:1]
     # A pickle of protocol 0 may begin with "(", one of protocol 1 with "}" or "]"; JSON with "{" or "[".
-    value = _load_json(data, name) if start in (b"{", b"[") else load_plain(data, name)
-    return value, len(data)
+    is_json = start in (b"{", b"[")
+    value = _load_json(data, name) if is_json else load_plain(data, name)
+    return Plain(value, len(data), is_json)
 
 
-def as_snapshot(value: Any, size: int, name: str) -> Snapshot:
-    """A value that was read from ``size`` bytes as a snapshot.
+def as_snapshot(plain: Plain, name: str) -> Snapshot:
+    """Plain data as a snapshot that can be walked through; ``name`` is for messages.
 
     Raises:
         TraceFormatError: it is something else.
     """
+    value = plain.value
     if isinstance(value, list):  # torch before 2.0: the segments alone
         value = {"segments": value, "device_traces": []}
     if not isinstance(value, dict) or not {"segments", "device_traces"} & set(value):
         raise TraceFormatError(f"{name} holds something else than a snapshot", _HINT)
     snapshot = {"segments": [], "device_traces": [], **value}
-    _check_extent(snapshot, size, name)
+    _check_extent(snapshot, plain.size, name)
     return snapshot
 
 
