@@ -49,9 +49,10 @@ class StackInterner:
 
     def __init__(self, builder: TraceBuilder) -> None:
         self._builder = builder
-        self._known: dict[tuple[int, ...], int] = {}
+        self._known: dict[tuple[object, ...], int] = {}
         self._hidden: dict[int, bool] = {}
         self._codes: dict[int, CodeType] = {}  # keeps them alive, so that their ids stay theirs
+        self.origin: tuple[Frame, ...] = ()  # innermost frames that no Python frame shows: a compiled program's
 
     def current(self, fallback: tuple[int, ...] | None = None) -> int:
         """Index of the current stack, innermost first, without vramfit's and the dispatcher's own frames.
@@ -61,7 +62,7 @@ class StackInterner:
                 as in autograd's own threads.
         """
         key = self.key() or fallback or ()
-        index = self._known.get(key)
+        index = self._known.get((self.origin, key) if self.origin else key)
         return self._intern(key) if index is None else index
 
     def key(self) -> tuple[int, ...]:
@@ -88,13 +89,17 @@ class StackInterner:
         skip = self._hidden[id(code)] = name.startswith(_MACHINERY) or name.startswith("<frozen")
         return skip
 
-    def _intern(self, key: tuple[int, ...]) -> int:
+    def frames(self, key: tuple[int, ...]) -> tuple[Frame, ...]:
+        """The frames of a key, innermost first."""
         codes = self._codes
-        frames = tuple(
+        return tuple(
             Frame(codes[number].co_filename, line, codes[number].co_qualname)
             for number, line in zip(key[::2], key[1::2], strict=True)
         )
-        index = self._known[key] = self._builder.stack(frames)
+
+    def _intern(self, key: tuple[int, ...]) -> int:
+        index = self._builder.stack(self.origin + self.frames(key))
+        self._known[(self.origin, key) if self.origin else key] = index
         return index
 
 

@@ -114,6 +114,7 @@ class Meter:
         self._peaks: defaultdict[int, Peaks] = defaultdict(Peaks)
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
         self._doubts: defaultdict[int, Doubt] = defaultdict(Doubt)
+        self.category: Category | None = None  # what is allocated now is for, where the moment does not tell
         self.assuming = False  # whether any size rests on an assumption so far
         machine.on_event = self._on_event
 
@@ -416,7 +417,14 @@ class Meter:
         """Keep the stack that calls the autograd engine: its own threads have no frame of the program."""
         self._backward_stack = self.stacks.key()
 
+    @property
+    def backward_frames(self) -> tuple[Frame, ...]:
+        """The frames that last called the autograd engine, innermost first."""
+        return self.stacks.frames(self._backward_stack or ())
+
     def _category_now(self) -> int:
+        if self.category is not None:
+            return self.category
         phase = self.phases.phase
         if phase is Phase.FORWARD:
             return Category.ACTIVATIONS

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 def install(mode: VirtualMode, patches: PatchStack) -> None:
     """Apply every patch of this package."""
     for module in (
+        compile_,  # first: it keeps what the others replace
         tensors,
         subclasses,
         modules,
@@ -37,7 +38,6 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
         optimizers,
         checkpoints,
         threads,
-        compile_,
         attention,
         losses,
         one_hot,

@@ -1,50 +1,27 @@
-"""``torch.compile``: the program runs eagerly, and is told what that means."""
+"""``torch.compile``: torch's own compiler, made to work on the virtual GPU before it is first used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
+from vramfit.virtual.compiled import Compiler
 from vramfit.virtual.patching import PatchStack
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
 
-MESSAGE = (
-    "torch.compile was asked for and the program ran eagerly: a compiled program fuses operations and saves fewer "
-    "activations, so its peak is usually lower than this one, while its first calls need extra time and workspace"
-)
-
 
 def install(mode: VirtualMode, patches: PatchStack) -> None:
-    """Replace ``torch.compile`` by a version that returns what it was given, in the same wrapper."""
+    """Prepare the compiler when a program asks for it; apply before other patches, which it must see through."""
+    original = torch.compile
+    compiler = Compiler(mode, patches)
 
-    def compile(model: Any = None, **options: Any) -> Any:
-        mode.machine.warn("compile-ran-eagerly", MESSAGE)
-        if model is None:
-            return lambda function: compile(function, **options)
-        return _wrap_module(model) if isinstance(model, nn.Module) else model
+    @functools.wraps(original)
+    def compile(*args: Any, **kwargs: Any) -> Any:
+        compiler.install()
+        return original(*args, **kwargs)
 
     patches.set(torch, "compile", compile)
-
-
-def _wrap_module(model: nn.Module) -> nn.Module:
-    from torch._dynamo.eval_frame import OptimizedModule
-
-    # The real wrapper (state_dict keys with _orig_mod., attribute forwarding) around a compiler that does nothing.
-    return OptimizedModule(model, _Eager())  # type: ignore[arg-type]
-
-
-class _Eager:
-    """Stands where OptimizedModule expects a compiler."""
-
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return function
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None

@@ -1,0 +1,36 @@
+"""Puts torch's compiler on the virtual GPU, when a program first asks for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vramfit.virtual.compiled.outside import Outside
+from vramfit.virtual.patching import PatchStack
+
+if TYPE_CHECKING:
+    from vramfit.virtual.mode import VirtualMode
+
+
+class Compiler:
+    """torch's compiler for one virtual GPU.
+
+    Args:
+        mode: runs the compiled programs.
+        patches: takes every patch with its undo.
+    """
+
+    def __init__(self, mode: VirtualMode, patches: PatchStack) -> None:
+        self._mode = mode
+        self._patches = patches
+        self._outside = Outside()
+        self._installed = False
+
+    def install(self) -> None:
+        """Let torch's compiler work here; loads it, which takes seconds, so only what compiles should call this."""
+        if self._installed:
+            return
+        self._installed = True
+        with self._outside():
+            from vramfit.virtual.compiled import dynamo, inductor
+        inductor.install(self._mode, self._outside, self._patches)
+        dynamo.install(self._mode, self._outside, self._patches)

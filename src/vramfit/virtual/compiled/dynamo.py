@@ -1,0 +1,73 @@
+"""Dynamo on the virtual GPU: it compiles outside of it, and what it cannot compile runs eagerly, with a warning."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo import convert_frame, trace_rules
+from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
+from torch._functorch import config as functorch_config
+
+import vramfit
+from vramfit.virtual.compiled.outside import Outside
+from vramfit.virtual.patching import PatchStack
+
+if TYPE_CHECKING:
+    from vramfit.virtual.mode import VirtualMode
+
+_OURS = os.path.dirname(os.path.abspath(vramfit.__file__)) + os.sep
+
+
+def install(mode: VirtualMode, outside: Outside, patches: PatchStack) -> None:
+    """Let Dynamo see the program's frames, and none of ours."""
+    wrapper = convert_frame.CatchErrorsWrapper
+    original = wrapper.__call__
+    module_call = nn.Module.__call__.__code__
+
+    def convert(self: Any, frame: Any, *rest: Any) -> Any:
+        code = frame.f_code
+        if code.co_filename.startswith(_OURS):
+            # Our frames are no part of the program, nor is what they call, except that modules are called through us.
+            return _skip(within=code is not module_call)
+        try:
+            with outside(), functorch_config.patch(enable_autograd_cache=False):
+                return original(self, frame, *rest)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            _tell(mode, error, f"{code.co_filename}:{code.co_firstlineno}")
+            return _skip(within=True)
+
+    patches.set(wrapper, "__call__", convert)
+    # The mode is for the run, not for the compiler: a compiled program may run under it.
+    patches.set(type(mode), "ignore_compile_internals", classmethod(lambda cls: True))
+    patches.call(torch._dynamo.reset)  # what was compiled for virtual tensors fits no others
+    directories = trace_rules.SKIP_DIRS
+    directories.append(_OURS)
+    trace_rules._recompile_re()
+
+    def forget() -> None:
+        directories.remove(_OURS)
+        trace_rules._recompile_re()
+
+    patches.call(forget)
+
+
+def _skip(*, within: bool) -> ConvertFrameReturn:
+    """Run a frame as it is, and with `within` whatever it calls."""
+    inner = FrameAction.SKIP if within else FrameAction.DEFAULT
+    return ConvertFrameReturn(frame_exec_strategy=FrameExecStrategy(FrameAction.SKIP, inner))
+
+
+def _tell(mode: VirtualMode, error: Exception, location: str) -> None:
+    reason = str(error).strip().partition("\n\n")[0].replace("\n", " ")
+    mode.machine.warn(
+        "compile-ran-eagerly",
+        "torch.compile could not be followed here and the program ran eagerly, which usually takes more memory than "
+        f"the compiled one: {type(error).__name__}: {reason[:300]}",
+        location=location,
+    )

@@ -1,0 +1,142 @@
+"""Inductor on the virtual GPU: what it would ask of a card or of Triton is answered, and nothing is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._inductor.compile_fx
+import torch._inductor.fx_passes.joint_graph
+import torch._inductor.output_code
+import torch._inductor.scheduler
+import torch.utils._triton
+from torch._dynamo import device_interface
+from torch._inductor import async_compile, config, graph
+from torch._inductor.fx_passes import joint_graph, pad_mm
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vramfit.virtual.compiled.graphs import GraphPools
+from vramfit.virtual.compiled.outside import Outside
+from vramfit.virtual.compiled.player import Player
+from vramfit.virtual.compiled.wrapper import CompiledGraph
+from vramfit.virtual.patching import PatchStack
+
+if TYPE_CHECKING:
+    from vramfit.virtual.mode import VirtualMode
+
+ESTIMATE = (
+    f"parts of the program were compiled by torch.compile (Inductor of torch {torch.__version__}): their memory is an "
+    "estimate, that of the program which Inductor wrote, without what it finds by timing kernels on a card"
+)
+AUTOTUNED = (
+    "torch.compile was asked to time candidates of kernels (max-autotune): the estimate takes those of the default "
+    "mode; the chosen ones may need other workspaces, and timing them needs memory for a while"
+)
+
+# Timing needs a card, and nothing is built, kept on disk or handed to other processes.
+_FORCED: dict[str, Any] = {
+    "max_autotune": False,
+    "max_autotune_gemm": False,
+    "max_autotune_pointwise": False,
+    "coordinate_descent_tuning": False,
+    "benchmark_kernel": False,
+    "benchmark_fusion": False,
+    "triton.autotune_at_compile_time": False,
+    "cpp_wrapper": False,
+    "fx_graph_cache": False,
+    "fx_graph_remote_cache": False,
+    "compile_threads": 1,
+}
+
+
+class _OnHost(TorchDispatchMode):
+    """Computes constants of one element on the host: Inductor folds them on the card."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def host(value: Any) -> Any:
+            return torch.device("cpu") if isinstance(value, torch.device) else value
+
+        return func(*map(host, args), **{name: host(value) for name, value in (kwargs or {}).items()})
+
+
+def install(mode: VirtualMode, outside: Outside, patches: PatchStack) -> None:
+    """Let Inductor compile for the virtual card, up to the program that it writes."""
+    _forget_cards()
+    patches.call(_forget_cards)
+    # Otherwise fake tensors of constants would be computed on the card.
+    patches.set(FakeTensorMode, "avoid_device_init", property(lambda self: True))
+    patches.set(torch._inductor.scheduler, "has_triton", lambda: True)
+    patches.set(pad_mm, "has_triton", lambda: False)  # padding is decided by timing
+    patches.set(torch.utils._triton, "triton_hash_with_backend", lambda: "virtual")
+    patches.set(async_compile.AsyncCompile, "wakeup", classmethod(lambda cls: None))
+    _patch_folding(patches)
+    _patch_compile(mode, outside, patches)
+    pools = GraphPools(mode)
+    patches.set(torch._inductor.compile_fx, "cudagraphify", pools.wrap)
+    patches.set(torch._inductor.output_code, "maybe_handle_backward_generation", lambda *args: None)
+
+
+def _forget_cards() -> None:
+    """Forget what Inductor remembers of cards: those of a virtual machine are gone with it."""
+    device_interface.caching_worker_device_properties.clear()
+    DeviceProperties.create.cache_clear()
+    for module in (torch._inductor.utils, pad_mm):
+        _clear(module)
+
+
+def _clear(module: ModuleType) -> None:
+    for value in list(vars(module).values()):
+        clear = getattr(value, "cache_clear", None)
+        if callable(clear) and getattr(value, "__module__", None) == module.__name__:
+            clear()
+
+
+def _patch_folding(patches: PatchStack) -> None:
+    folder = joint_graph.UniformValueConstantFolder
+    for name in ("__init__", "run"):
+        patches.set(folder, name, _on_host(getattr(folder, name)))
+
+
+def _on_host(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _OnHost():
+            return method(*args, **kwargs)
+
+    return call
+
+
+def _patch_compile(mode: VirtualMode, outside: Outside, patches: PatchStack) -> None:
+    compile_fx = torch._inductor.compile_fx
+    whole, inner = compile_fx.compile_fx, compile_fx._compile_fx_inner
+    player = Player(mode)
+
+    def compile_whole(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model, GraphModule) and not _on_card(model, inputs):
+            return model.forward  # the host's part of the program computes for real
+        return whole(model, inputs, *args, **kwargs)
+
+    def compile_inner(*args: Any, **kwargs: Any) -> Any:
+        if config.max_autotune or config.max_autotune_gemm:
+            mode.machine.warn("compiled-autotune", AUTOTUNED)
+        with outside(), config.patch(_FORCED):
+            return inner(*args, **kwargs)
+
+    def to_module(lowering: graph.GraphLowering) -> Any:
+        mode.machine.warn("compiled-estimate", ESTIMATE)
+        written, _ = lowering.codegen()
+        compiled = CompiledGraph(written.value, lowering, player)
+        return SimpleNamespace(call=compiled.call, runner=compiled.runner, __file__=compiled.filename)
+
+    patches.set(compile_fx, "compile_fx", compile_whole)
+    patches.set(compile_fx, "_compile_fx_inner", compile_inner)
+    patches.set(graph.GraphLowering, "compile_to_module", to_module)
+
+
+def _on_card(model: GraphModule, inputs: Any) -> bool:
+    values = [*inputs, *(node.meta.get("example_value") for node in model.graph.nodes)]
+    return any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values)

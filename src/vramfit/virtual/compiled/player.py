@@ -1,0 +1,173 @@
+"""Runs the programs that Inductor writes: what they call to take memory, to see it otherwise, and to launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from vramfit.trace import Category, Frame
+from vramfit.virtual import roofline
+from vramfit.virtual.attribution import Phase
+from vramfit.virtual.compiled.origins import Step
+from vramfit.virtual.ops import tensors_in
+
+if TYPE_CHECKING:
+    from vramfit.virtual.mode import VirtualMode
+
+_ALIGNMENT = 16  # torch/_inductor/utils.py: GPU_ALIGN_BYTES, in bytes
+_NO_STEP = Step(label="inductor")
+
+
+class Player:
+    """Runs compiled graphs on a virtual card.
+
+    Attributes:
+        step: what is being run, for the trace.
+    """
+
+    def __init__(self, mode: VirtualMode) -> None:
+        self.mode = mode
+        self._step = _NO_STEP
+        self._caller: tuple[Frame, ...] = ()
+
+    @property
+    def step(self) -> Step:
+        """What is being run."""
+        return self._step
+
+    @step.setter
+    def step(self, step: Step) -> None:
+        self._step = step
+        self.mode.meter.stacks.origin = step.frames or self._caller
+
+    def play(self, run: Callable[[list[Any]], Any], inputs: list[Any], *, backward: bool) -> Any:
+        """Run a graph.
+
+        Args:
+            run: the program.
+            inputs: its arguments, which it takes out of the list.
+            backward: whether it is a backward pass. What a forward pass returns, it returns to the program and to
+                its backward pass: those are activations. All else is gone when it ends.
+        """
+        with self._attributed(backward=backward):
+            results = run(inputs)
+        if not backward and self.mode.meter.phases.phase in (Phase.FORWARD, Phase.BACKWARD):
+            for tensor in tensors_in(tuple(results)):
+                record = self.mode.meter.record_of(tensor) if type(tensor) is FakeTensor else None
+                if record is not None and record.category == Category.TEMPORARIES:
+                    self.mode.meter.tag(tensor, Category.ACTIVATIONS)
+        return results
+
+    @contextmanager
+    def _attributed(self, *, backward: bool) -> Iterator[None]:
+        meter = self.mode.meter
+        before = meter.category
+        # Autograd's threads show the frames of torch that run the graph, and none of the program.
+        self._caller = meter.backward_frames if backward else ()
+        if meter.phases.phase is not Phase.SETUP:
+            meter.category = Category.TEMPORARIES
+        try:
+            yield
+        finally:
+            meter.category = before
+            self._caller = ()
+            self.step = _NO_STEP
+
+    # -- what programs call --------------------------------------------------------------------------------------
+
+    def namespace(self) -> dict[str, Any]:
+        """Names that a program finds instead of those that it would import."""
+        return {
+            "empty_strided_cuda": self.empty_strided,
+            "empty_strided_cpu": self.empty_on_host,
+            "empty_strided_cpu_pinned": self.empty_on_host,
+            "reinterpret_tensor": self.reinterpret,
+            "alloc_from_pool": self.from_pool,
+            "assert_size_stride": _nothing,
+            "assert_alignment": _nothing,
+            "copy_if_misaligned": self.aligned,
+        }
+
+    def empty_strided(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Memory on the current card."""
+        out = self._make(size, stride, dtype, torch.device("cuda", self.mode.machine.current_device))
+        self.mode.meter.adopt(out, self._step.label)
+        return out
+
+    def empty_on_host(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Memory on the host, which holds no values either."""
+        return self._make(size, stride, dtype, torch.device("cpu"))
+
+    def _make(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        return self.mode.describer.factory.make(meta, device)
+
+    def reinterpret(self, tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+        """The same memory in another shape (torch/csrc/dynamo/guards.cpp, ``_reinterpret_tensor``)."""
+        return self._view(tensor, tensor.dtype, size, stride, tensor.storage_offset() + offset)
+
+    def from_pool(
+        self, pool: torch.Tensor, offset: int, dtype: torch.dtype, size: Any, stride: Any
+    ) -> torch.Tensor:
+        """A part of a pool that begins ``offset`` bytes after its start (torch/csrc/inductor/inductor_ops.cpp)."""
+        return self._view(pool, dtype, size, stride, offset // dtype.itemsize)
+
+    def _view(self, base: torch.Tensor, dtype: torch.dtype, size: Any, stride: Any, offset: int) -> torch.Tensor:
+        if type(base) is not FakeTensor:  # real, on the host
+            return torch.empty(0, dtype=dtype).set_(base.untyped_storage(), offset, size, stride)
+        meta = torch.empty(0, dtype=dtype, device="meta").set_(base.untyped_storage(), offset, size, stride)
+        return self.mode.describer.factory.make(meta, base.fake_device)
+
+    def aligned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor at an address that kernels can take: itself, or a copy."""
+        return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
+
+    def kernel(self, name: str, written: frozenset[int] | None) -> Kernel:
+        """A stand-in for a kernel.
+
+        Args:
+            name: its name.
+            written: positions of the arguments that it writes; None: it may write all.
+        """
+        return Kernel(self, name, written)
+
+    def launch(self, kernel: Kernel, args: tuple[Any, ...]) -> None:
+        """Let the time of a kernel pass, and forget the values of what it writes."""
+        mode = self.mode
+        moved, device = 0, None
+        for position, tensor in enumerate(args):
+            if type(tensor) is not FakeTensor:
+                continue
+            moved += tensor.numel() * tensor.element_size()
+            device = tensor.fake_device if tensor.fake_device.type == "cuda" else device
+            if kernel.written is None or position in kernel.written:
+                mode.shadows.forget(tensor)
+                mode.meter.expect(tensor, None)
+        if device is not None:
+            mode.meter.ops += 1
+            spec = mode.machine.devices[device.index or 0].spec
+            mode.machine.advance(1e6 * roofline.traffic_seconds(moved, spec, mode.machine.rates))
+
+
+class Kernel:
+    """Stands for a fused kernel: it runs in no memory of its own."""
+
+    def __init__(self, player: Player, name: str, written: frozenset[int] | None) -> None:
+        self._player = player
+        self.name = name
+        self.written = written
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        """Launch it."""
+        del kwargs
+        self._player.launch(self, args)
+
+    __call__ = run
+
+
+def _nothing(*args: Any) -> None:
+    """A check that holds by construction."""
