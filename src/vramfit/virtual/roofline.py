@@ -53,6 +53,7 @@ def seconds(
         rates: what was measured on it, None without a profile.
     """
     rates = rates or _UNMEASURED
+    launch = LAUNCH_SECONDS if rates.launch_seconds is None else rates.launch_seconds
     moved = _nbytes(args) + _nbytes(tuple(kwargs.values())) + _nbytes(out)
     time = moved / (rates.bandwidth or spec.bandwidth * BANDWIDTH_EFFICIENCY)
     count = flop_registry.get(func._overloadpacket)
@@ -63,7 +64,20 @@ def seconds(
             flops = 0  # a form of the op that the counter does not know: its traffic still counts
         if flops:
             time = max(time, flops / flops_per_second(spec, _dtype(args), rates))
-    return time + (LAUNCH_SECONDS if rates.launch_seconds is None else rates.launch_seconds)
+    return time + launch
+
+
+def traffic_seconds(moved: int, spec: GpuSpec, rates: Rates | None = None) -> float:
+    """Estimated seconds of a kernel that does little arithmetic.
+
+    Args:
+        moved: bytes that it reads and writes.
+        spec: the card.
+        rates: what was measured on it, None without a profile.
+    """
+    rates = rates or _UNMEASURED
+    launch = LAUNCH_SECONDS if rates.launch_seconds is None else rates.launch_seconds
+    return moved / (rates.bandwidth or spec.bandwidth * BANDWIDTH_EFFICIENCY) + launch
 
 
 def link_seconds(nbytes: int, spec: GpuSpec, rates: Rates | None, *, upwards: bool, pinned: bool) -> float:
