@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
+
+import torch
 
 from vramfit.virtual.compiled.outside import Outside
 from vramfit.virtual.patching import PatchStack
@@ -31,6 +34,15 @@ class Compiler:
             return
         self._installed = True
         with self._outside():
+            _load_graph_trees()
             from vramfit.virtual.compiled import dynamo, inductor
         inductor.install(self._mode, self._outside, self._patches)
         dynamo.install(self._mode, self._outside, self._patches)
+
+
+def _load_graph_trees() -> None:
+    """Load what `torch._dynamo.reset` asks for as the build has it: a CPU build lacks what a card's would import."""
+    with PatchStack() as patches:
+        if not hasattr(torch._C, "_cuda_CUDAAllocator_AllocatorState"):
+            patches.set(torch.backends.cuda, "is_built", lambda: False)
+        importlib.import_module("torch._inductor.cudagraph_trees")

@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._dynamo
 from torch import nn
-from torch._dynamo import convert_frame, trace_rules
-from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
+from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+from torch._dynamo import convert_frame, eval_frame, trace_rules
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.types import ConvertFrameReturn
+from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._functorch import config as functorch_config
 
 import vramfit
@@ -40,9 +44,11 @@ def install(mode: VirtualMode, outside: Outside, patches: PatchStack) -> None:
             raise
         except Exception as error:
             _tell(mode, error, f"{code.co_filename}:{code.co_firstlineno}")
+            _count_as_compiled()
             return _skip(within=True)
 
     patches.set(wrapper, "__call__", convert)
+    _patch_optimizers(mode, patches)
     # The mode is for the run, not for the compiler: a compiled program may run under it.
     patches.set(type(mode), "ignore_compile_internals", classmethod(lambda cls: True))
     patches.call(torch._dynamo.reset)  # what was compiled for virtual tensors fits no others
@@ -57,6 +63,33 @@ def install(mode: VirtualMode, outside: Outside, patches: PatchStack) -> None:
     patches.call(forget)
 
 
+def _patch_optimizers(mode: VirtualMode, patches: PatchStack) -> None:
+    """An optimizer that is compiled makes its states for real when Dynamo first sees it: on the virtual card."""
+    original = OptimizerVariable.call_method
+
+    def call_method(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        make = getattr(self.value, name, None) if name == "_init_group" else None
+        if make is None:
+            return original(self, tx, name, *args, **kwargs)
+
+        def make_here(*states: Any, **options: Any) -> Any:
+            with mode:
+                return make(*states, **options)
+
+        with PatchStack() as once:
+            once.set(self.value, name, make_here)
+            return original(self, tx, name, *args, **kwargs)
+
+    patches.set(OptimizerVariable, "call_method", call_method)
+
+
+def _count_as_compiled() -> None:
+    """With ``fullgraph=True`` torch refuses a run of which no frame was compiled."""
+    count = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
+    if count is not None and (before := count(1)) < 0:
+        count(before)  # nobody counts
+
+
 def _skip(*, within: bool) -> ConvertFrameReturn:
     """Run a frame as it is, and with `within` whatever it calls."""
     inner = FrameAction.SKIP if within else FrameAction.DEFAULT
@@ -64,10 +97,11 @@ def _skip(*, within: bool) -> ConvertFrameReturn:
 
 
 def _tell(mode: VirtualMode, error: Exception, location: str) -> None:
-    reason = str(error).strip().partition("\n\n")[0].replace("\n", " ")
+    reason = " ".join(str(error).partition("\n\n")[0].split())[:300]
+    card = " (with fullgraph=True, a card would raise this)" if isinstance(error, Unsupported) else ""
     mode.machine.warn(
         "compile-ran-eagerly",
         "torch.compile could not be followed here and the program ran eagerly, which usually takes more memory than "
-        f"the compiled one: {type(error).__name__}: {reason[:300]}",
+        f"the compiled one: {type(error).__name__}: {reason}{card}",
         location=location,
     )
