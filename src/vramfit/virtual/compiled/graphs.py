@@ -45,7 +45,9 @@ class GraphPools:
             with self._in_pool(device_index, clear=calls <= 2):
                 if calls > 1:
                     inputs[:] = [
-                        value.clone() if isinstance(value, torch.Tensor) and _moves(value, i in static) else value
+                        value.clone()
+                        if isinstance(value, torch.Tensor) and _moves(value, i in static)
+                        else value
                         for i, value in enumerate(inputs)
                     ]
                 return model(inputs)

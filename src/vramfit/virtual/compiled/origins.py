@@ -50,6 +50,8 @@ class Origins:
         text = max(traced, key=lambda node: self._order.get(node, -1)).stack_trace or ""
         frames = self._parsed.get(text)
         if frames is None:
-            frames = tuple(Frame(file, int(line), name) for file, line, name in reversed(_FRAME.findall(text)))
+            frames = tuple(
+                Frame(file, int(line), name) for file, line, name in reversed(_FRAME.findall(text))
+            )
             self._parsed[text] = frames
         return frames

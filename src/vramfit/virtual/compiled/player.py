@@ -116,7 +116,9 @@ class Player:
         """A part of a pool that begins ``offset`` bytes after its start (torch/csrc/inductor/inductor_ops.cpp)."""
         return self._view(pool, dtype, size, stride, offset // dtype.itemsize)
 
-    def _view(self, base: torch.Tensor, dtype: torch.dtype, size: Any, stride: Any, offset: int) -> torch.Tensor:
+    def _view(
+        self, base: torch.Tensor, dtype: torch.dtype, size: Any, stride: Any, offset: int
+    ) -> torch.Tensor:
         if type(base) is not FakeTensor:  # real, on the host
             return torch.empty(0, dtype=dtype).set_(base.untyped_storage(), offset, size, stride)
         meta = torch.empty(0, dtype=dtype, device="meta").set_(base.untyped_storage(), offset, size, stride)

@@ -194,7 +194,9 @@ def _labels(function: ast.FunctionDef) -> dict[str, str]:
         target, call = _target(statement), _call_of(statement)
         if target and call is not None and _is_allocation(call):
             waiting[target] = target
-        elif target and isinstance(statement, ast.Assign) and (source := _renamed(statement.value)) in waiting:
+        elif (
+            target and isinstance(statement, ast.Assign) and (source := _renamed(statement.value)) in waiting
+        ):
             waiting[target] = waiting[source]
         elif call is not None and (label := _label(call)):
             for name in {n.id for n in ast.walk(call) if isinstance(n, ast.Name)} & waiting.keys():
