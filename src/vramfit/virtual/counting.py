@@ -58,7 +58,8 @@ def counts(
 
 def _sum(source: torch.Tensor, known: Expectation, out: torch.Tensor, assume: Assume) -> torch.Tensor | None:
     if source.dtype is torch.bool or known.unit:
-        total = source.numel() if assume is Assume.UPPER and not known.exact else known.count(source.numel())
+        certain = known.exact or known.share == 0
+        total = source.numel() if assume is Assume.UPPER and not certain else known.count(source.numel())
         return _evenly(total, out)
     if known.values:
         each = known.values - 1 if assume is Assume.UPPER else (known.values - 1) / 2

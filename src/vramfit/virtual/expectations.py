@@ -153,6 +153,9 @@ def _one_hot_scatter(call: Call) -> Expectation:
 
 
 def _equal_number(call: Call) -> Expectation:
+    """One of the values that an index takes; a fraction that was computed hits no given number."""
+    if call.source.is_floating_point():
+        return Expectation(share=0.0, unit=True)
     values = call.known.values
     return Expectation(share=1 / values if values else None, unit=True)
 

@@ -44,7 +44,7 @@ from vramfit.virtual.patching import PatchStack
 from vramfit.virtual.placing import Placing
 from vramfit.virtual.rules import LATE, RULES, sparse
 from vramfit.virtual.shading import Shading
-from vramfit.virtual.shadow import ShadowStore, map_tensors, may_carry
+from vramfit.virtual.shadow import ShadowStore, map_tensors, may_be_known
 from vramfit.virtual.subclasses import Twins
 
 if TYPE_CHECKING:
@@ -361,7 +361,7 @@ class VirtualMode(TorchDispatchMode):
         """A fake tensor of the same shape and strides as a real CPU one, with a shadow when it is small."""
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         fake = self.describer.factory.make(meta, device or tensor.device)
-        if may_carry(fake) and tensor.device.type == "cpu":
+        if may_be_known(fake) and tensor.device.type == "cpu":
             self.shadows.set(fake, tensor.detach())
         return fake
 

@@ -13,7 +13,15 @@ from vramfit.virtual.expectations import Expectation
 from vramfit.virtual.facade import VirtualGenerator, default_generator, virtual_generator
 from vramfit.virtual.ops import OpInfo, mutated_tensors, tensors_in
 from vramfit.virtual.ranking import ranks
-from vramfit.virtual.shadow import MAX_ELEMENTS, ShadowStore, guess_value, map_tensors, may_carry
+from vramfit.virtual.shadow import (
+    MAX_ELEMENTS,
+    ShadowStore,
+    guess_value,
+    map_tensors,
+    may_be_known,
+    may_carry,
+    most_known,
+)
 
 if TYPE_CHECKING:
     from vramfit.virtual.machine import Machine
@@ -55,9 +63,12 @@ class Shading:
             device: index of the card on which it ran, None on the host.
         """
         drawn = self._draw(args, kwargs, out, device) if info.random and device is not None else None
-        fresh = [t for t in tensors_in(out) if may_carry(t)] if info.fresh else []
+        fits = (
+            may_carry if info.random else may_be_known
+        )  # many draws are better counted than drawn otherwise
+        fresh = [t for t in tensors_in(out) if fits(t)] if info.fresh else []
         written = mutated_tensors(info, args, kwargs) if info.mutated else []
-        if not fresh and not any(w.numel() <= MAX_ELEMENTS for w in written):
+        if not fresh and not any(w.numel() <= most_known(w) for w in written):
             return
         read = self._chosen(args) if func is _WHERE else args
         if info.shadowed and (inputs := self.arguments(read, kwargs)) is not None:
@@ -70,9 +81,10 @@ class Shading:
             else:
                 for fake, value in zip(tensors_in(out), tensors_in(result), strict=False):
                     # A shape assumed by a rule (shapes.py) need not be that of a guessed value.
-                    if not may_carry(fake) or fake.shape != value.shape or any(fake is w for w in written):
+                    if fake.shape != value.shape or any(fake is w for w in written):
                         continue
-                    self.shadows.set(fake, value, guessed=guessed)
+                    if may_carry(fake) or (fits(fake) and not guessed):
+                        self.shadows.set(fake, value, guessed=guessed)
                 if guessed:
                     for tensor in written:
                         if (shadow := self.shadows.find(tensor)) is not None:
@@ -82,7 +94,7 @@ class Shading:
             self.shadows.forget(tensor)
         for tensor in fresh:
             # Fractions are guessed when someone looks; answers and indices here, where the op tells which are usual.
-            if tensor.is_floating_point() and func not in COUNTING:
+            if not may_carry(tensor) or (tensor.is_floating_point() and func not in COUNTING):
                 continue
             if not any(tensor is w for w in written):
                 self.shadows.set(tensor, self._guess(func, tensor, args, kwargs), guessed=True)
@@ -130,7 +142,7 @@ class Shading:
         shadows = self.shadows
         for tensor in (*tensors_in(args), *tensors_in(tuple(kwargs.values()))):
             if type(tensor) is FakeTensor:
-                if tensor.numel() > MAX_ELEMENTS:
+                if tensor.numel() > most_known(tensor):
                     return None
                 shadow = shadows.find(tensor)
                 if shadow is None:

@@ -2,7 +2,9 @@
 
 A fake tensor computes nothing, yet programs look at small values: ``loss.item()``, a GradScaler's scale, step
 counters, a generated token. So each virtual storage of at most `MAX_ELEMENTS` elements may carry a shadow, on which
-every op that touches it runs too. Views need no care: they share the storage, so they share the shadow.
+every op that touches it runs too. Views need no care: they share the storage, so they share the shadow. Indices and
+masks decide shapes and branches (which tokens stand for a picture, is anything padded?), so their shadows may have up
+to `MAX_KNOWN` elements, as long as all of their values are true ones.
 
 Where an op reads something without a shadow (a big activation), its small results are *guessed*: see `guess_value`.
 A guess is marked, the mark follows whatever is computed from it, and whoever looks at one gets a warning.
@@ -16,7 +18,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from vramfit.virtual.expectations import WATCHED
+
 MAX_ELEMENTS = 4096
+MAX_KNOWN = 1 << 18
 
 _aten = torch.ops.aten
 _INDEX_OPS = {
@@ -69,6 +74,17 @@ class ShadowStore:
             return None
         return _over(shadow.real, tensor)
 
+    def count(self, tensor: torch.Tensor) -> int | None:
+        """How many elements of a fake tensor are not zero, repeated ones included; None where nobody knows."""
+        shadow = self.find(tensor)
+        if shadow is None or shadow.guessed:
+            return None
+        once, repeats = _over(shadow.real, tensor), 1
+        for axis, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
+            if not stride and size > 1:
+                once, repeats = once.narrow(axis, 0, 1), repeats * size
+        return int(once.count_nonzero()) * repeats
+
     def set(self, tensor: torch.Tensor, value: torch.Tensor, *, guessed: bool = False) -> None:
         """Give a fake tensor's (whole, small) storage the values of a real one of the same shape."""
         storage = tensor.untyped_storage()
@@ -95,10 +111,24 @@ class ShadowStore:
 
 
 def may_carry(tensor: torch.Tensor) -> bool:
-    """Whether a fresh fake tensor is small enough for a shadow."""
+    """Whether a fresh fake tensor is small enough for a shadow, be it of guessed values."""
     if tensor.layout is not torch.strided:
         return False
     return 0 < tensor.numel() <= MAX_ELEMENTS and tensor.untyped_storage().nbytes() <= MAX_ELEMENTS * 16
+
+
+def most_known(tensor: torch.Tensor) -> int:
+    """Most elements that a tensor of this type may have and be followed by true values."""
+    return MAX_KNOWN if tensor.dtype in WATCHED else MAX_ELEMENTS
+
+
+def may_be_known(tensor: torch.Tensor) -> bool:
+    """Whether a fresh fake tensor is small enough for a shadow of true values."""
+    if tensor.numel() <= MAX_ELEMENTS or tensor.dtype not in WATCHED:
+        return may_carry(tensor)
+    if tensor.layout is not torch.strided:
+        return False
+    return tensor.numel() <= MAX_KNOWN and tensor.untyped_storage().nbytes() <= MAX_KNOWN * 8
 
 
 def guess_value(func: Any, dtype: torch.dtype, args: tuple[Any, ...]) -> float | int | bool:

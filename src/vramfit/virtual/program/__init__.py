@@ -13,6 +13,7 @@ from vramfit.virtual.program import (
     autograd,
     checkpoints,
     compile_,
+    libraries,
     losses,
     modules,
     one_hot,
@@ -42,5 +43,6 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
         losses,
         one_hot,
         rnn,
+        libraries,
     ):
         module.install(mode, patches)

@@ -24,6 +24,7 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
     # A mismatch of shapes is the program's error and is raised; torch would also log it, with a traceback.
     patches.set(logging.getLogger(fake_tensor.__name__), "disabled", True)
     _keep_lifting(patches)
+    _patch_lists(mode, patches)
     _patch_host_values(mode, patches)
     _patch_addresses(mode, patches)
     _patch_storage_resize(mode, patches)
@@ -48,6 +49,56 @@ def _keep_lifting(patches: PatchStack) -> None:
     before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)
     patches.call(lambda: torch._C._set_only_lift_cpu_tensors(before))
+
+
+def _patch_lists(mode: VirtualMode, patches: PatchStack) -> None:
+    """``torch.tensor([loss, other_loss])``, ``x[[row, other_row]]``: torch copies the numbers below the dispatcher."""
+    original: Callable[..., torch.Tensor] = torch.tensor
+    as_original: Callable[..., torch.Tensor] = torch.as_tensor
+
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return original(_on_host(mode, data) if isinstance(data, (list, tuple)) else data, *args, **kwargs)
+
+    def as_tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return as_original(_on_host(mode, data) if isinstance(data, (list, tuple)) else data, *args, **kwargs)
+
+    def new_tensor(self: FakeTensor, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        data = _on_host(mode, data) if isinstance(data, (list, tuple)) else data
+        return torch.Tensor.new_tensor(self, data, *args, **kwargs)
+
+    def get(self: FakeTensor, index: Any) -> torch.Tensor:
+        return torch.Tensor.__getitem__(self, _index(mode, index))
+
+    def put(self: FakeTensor, index: Any, value: Any) -> None:
+        torch.Tensor.__setitem__(self, _index(mode, index), value)
+
+    patches.rebind([(original, tensor), (as_original, as_tensor)])
+    patches.set(FakeTensor, "new_tensor", new_tensor)
+    patches.set(FakeTensor, "__getitem__", get)
+    patches.set(FakeTensor, "__setitem__", put)
+
+
+def _index(mode: VirtualMode, index: Any) -> Any:
+    """An index, its lists without virtual tensors."""
+    if isinstance(index, list):
+        return _on_host(mode, index)
+    if isinstance(index, tuple) and any(isinstance(item, (list, tuple)) for item in index):
+        return tuple(_on_host(mode, item) if isinstance(item, (list, tuple)) else item for item in index)
+    return index
+
+
+def _on_host(mode: VirtualMode, data: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
+    """Nested lists with real CPU tensors in place of virtual ones, which keep their types."""
+    if not any(isinstance(item, (FakeTensor, list, tuple)) for item in data):
+        return data
+    return [
+        download(mode, item.detach(), {})
+        if isinstance(item, FakeTensor)
+        else _on_host(mode, item)
+        if isinstance(item, (list, tuple))
+        else item
+        for item in data
+    ]
 
 
 def _patch_host_values(mode: VirtualMode, patches: PatchStack) -> None:
