@@ -12,6 +12,7 @@ from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
 from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
 from torch._dynamo import convert_frame, eval_frame, trace_rules
 from torch._dynamo.exc import Unsupported
+from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._functorch import config as functorch_config
@@ -23,6 +24,7 @@ from vramfit.virtual.patching import PatchStack
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
 
+_COUNT = "set_fullgraph_compiled_frame_count"
 _OURS = os.path.dirname(os.path.abspath(vramfit.__file__)) + os.sep
 
 
@@ -31,6 +33,7 @@ def install(mode: VirtualMode, outside: Outside, patches: PatchStack) -> None:
     wrapper = convert_frame.CatchErrorsWrapper
     original = wrapper.__call__
     module_call = nn.Module.__call__.__code__
+    refusals = _Refusals(patches)
 
     def convert(self: Any, frame: Any, *rest: Any) -> Any:
         code = frame.f_code
@@ -44,11 +47,12 @@ def install(mode: VirtualMode, outside: Outside, patches: PatchStack) -> None:
             raise
         except Exception as error:
             _tell(mode, error, f"{code.co_filename}:{code.co_firstlineno}")
-            _count_as_compiled()
+            refusals.stop()
             return _skip(within=True)
 
     patches.set(wrapper, "__call__", convert)
     _patch_optimizers(mode, patches)
+    _patch_guards(mode, patches)
     # The mode is for the run, not for the compiler: a compiled program may run under it.
     patches.set(type(mode), "ignore_compile_internals", classmethod(lambda cls: True))
     patches.call(torch._dynamo.reset)  # what was compiled for virtual tensors fits no others
@@ -83,11 +87,36 @@ def _patch_optimizers(mode: VirtualMode, patches: PatchStack) -> None:
     patches.set(OptimizerVariable, "call_method", call_method)
 
 
-def _count_as_compiled() -> None:
-    """With ``fullgraph=True`` torch refuses a run of which no frame was compiled."""
-    count = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
-    if count is not None and (before := count(1)) < 0:
-        count(before)  # nobody counts
+def _patch_guards(mode: VirtualMode, patches: PatchStack) -> None:
+    """Guards keep which dispatch keys are in force, and are checked where the program runs: under our mode."""
+    original = CheckFunctionManager.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        with mode:
+            original(self, *args, **kwargs)
+
+    patches.set(CheckFunctionManager, "__init__", init)
+
+
+class _Refusals:
+    """With ``fullgraph=True`` torch refuses a call of which no frame was compiled.
+
+    Once something ran eagerly here, such calls pass: torch remembers which code it skips, and does not ask again.
+    """
+
+    def __init__(self, patches: PatchStack) -> None:
+        self._eager = False
+        self._count: Any = getattr(eval_frame, _COUNT, None)  # new in torch 2.13
+        if self._count is not None:
+            patches.set(eval_frame, _COUNT, self._counted)
+
+    def stop(self) -> None:
+        """Something runs eagerly."""
+        self._eager = True
+
+    def _counted(self, value: int) -> int:
+        before: int = self._count(value)
+        return max(before, 1) if self._eager and value < 0 else before
 
 
 def _skip(*, within: bool) -> ConvertFrameReturn:
