@@ -108,7 +108,7 @@ class Player:
 
     def reinterpret(self, tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
         """The same memory in another shape (torch/csrc/dynamo/guards.cpp, ``_reinterpret_tensor``)."""
-        return self._view(tensor, tensor.dtype, size, stride, tensor.storage_offset() + offset)
+        return self._view(tensor, tensor.dtype, size, stride, int(tensor.storage_offset()) + offset)
 
     def from_pool(
         self, pool: torch.Tensor, offset: int, dtype: torch.dtype, size: Any, stride: Any
