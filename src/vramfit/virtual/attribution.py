@@ -52,7 +52,9 @@ class StackInterner:
         self._known: dict[tuple[object, ...], int] = {}
         self._hidden: dict[int, bool] = {}
         self._codes: dict[int, CodeType] = {}  # keeps them alive, so that their ids stay theirs
-        self.origin: tuple[Frame, ...] = ()  # innermost frames that no Python frame shows: a compiled program's
+        self.origin: tuple[
+            Frame, ...
+        ] = ()  # innermost frames that no Python frame shows: a compiled program's
 
     def current(self, fallback: tuple[int, ...] | None = None) -> int:
         """Index of the current stack, innermost first, without vramfit's and the dispatcher's own frames.
