@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,6 @@ from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._functorch import config as functorch_config
 
-import vramfit
 from vramfit.virtual.compiled.outside import Outside
 from vramfit.virtual.patching import PatchStack
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
 
 _COUNT = "set_fullgraph_compiled_frame_count"
-_OURS = os.path.dirname(os.path.abspath(vramfit.__file__)) + os.sep
+_OURS = str(Path(__file__).resolve().parents[2]) + os.sep
+"""The folder of this package."""
 
 
 def install(mode: VirtualMode, outside: Outside, patches: PatchStack) -> None:
