@@ -13,11 +13,13 @@ nothing about the virtual GPU and is listed apart.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import select
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +36,35 @@ SECONDS = 120
 class Worker:
     """A process that tries families, one after the other; started anew when one has ended it."""
 
-    def __init__(self, device: str) -> None:
-        self.device = device
+    def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def attempt(self, name: str) -> dict[str, Any]:
-        """The result of one family; a crash or a hang is one too."""
+        """What became of one family on the virtual GPU, and for real on the CPU; a crash or a hang is an answer too."""
+        found: dict[str, Any] = {}
+        for side in ("virtual",) if name.startswith("realistic:") else ("virtual", "cpu"):
+            found[side] = self._answer(name, side)
+        return {"cpu": None, **found}
+
+    def _answer(self, name: str, side: str) -> dict[str, Any]:
         process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(name + "\n")
+            process.stdin.write(f"{side} {name}\n")
             process.stdin.flush()
             ready, _, _ = select.select([process.stdout], [], [], SECONDS)
             line = process.stdout.readline() if ready else ""
         except BrokenPipeError:
             line, ready = "", [process.stdout]
         if line:
-            return json.loads(line)
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        if ready:  # the end of its output: it has ended, or is about to
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
         self.stop()
         why = f"its process ended with code {process.returncode}" if ready else f"took more than {SECONDS} s"
-        return {"family": name, "device": self.device, "build": why}
+        return {"family": name, "build": why}
 
     def _start(self) -> subprocess.Popen[str]:
         environment = {
@@ -62,7 +73,7 @@ class Worker:
             "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "transformer_families.worker", self.device],
+            [sys.executable, "-m", "transformer_families.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -102,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = known | _try_all(wanted, options.results, console)
     entries = [found[name] for name in names if name in found]
     if options.write is not None:
-        options.write.write_text(page(entries), encoding="utf-8")
+        options.write.write_text(_page(found), encoding="utf-8")
     console.print(terminal_table(entries))
     console.print(summary(entries))
     return 3 if any(entry.status is Status.FAILED for entry in entries) else 0
@@ -118,6 +129,17 @@ def _names(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list
             parser.error(f"there is no family {', '.join(unknown)}; --list names them")
         return list(options.only)
     return names
+
+
+def _page(found: dict[str, Entry]) -> str:
+    """The page from all that was found, whatever was asked for this time."""
+    from transformer_families.kinds import families
+    from transformer_families.realistic import REALISTIC
+
+    versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in ("torch", "transformers"))
+    tiny = [found[name] for name in families() if name in found]
+    real = [found[name] for name in (f"realistic:{name}" for name in REALISTIC) if name in found]
+    return page(tiny, real, versions)
 
 
 def _known(results: Path) -> dict[str, Entry]:
@@ -136,24 +158,22 @@ def _known(results: Path) -> dict[str, Entry]:
 
 def _try_all(names: list[str], results: Path, console: Console) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
-    virtual, real = Worker("cuda"), Worker("cpu")
+    worker = Worker()
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("", total=len(names))
             for name in names:
                 progress.update(task, description=name)
-                on_card = virtual.attempt(name)
-                on_cpu = None if name.startswith("realistic:") else real.attempt(name)
+                answers = worker.attempt(name)
                 with results.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"virtual": on_card, "cpu": on_cpu}) + "\n")
-                found[name] = judge(on_card, on_cpu)
+                    file.write(json.dumps(answers) + "\n")
+                found[name] = judge(answers["virtual"], answers["cpu"])
                 progress.advance(task)
     except KeyboardInterrupt:
         console.print("stopped; run again to go on")
     finally:
-        virtual.stop()
-        real.stop()
+        worker.stop()
     return found
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from transformer_families.overrides import CLASSES, FURTHER, LEFT_OUT
+from transformer_families.overrides import CLASSES, FURTHER, LEFT_OUT, SEES
 
 
 class Kind(Enum):
@@ -53,6 +53,8 @@ def families() -> dict[str, tuple[Kind, str]]:
         mapping = _mapping(kind)
         for model_type, names in mapping.items():
             name = CLASSES.get(model_type) or (names if isinstance(names, str) else names[0])
+            if kind is Kind.CAUSAL_LM and model_type in SEES:
+                continue
             if model_type in CONFIG_MAPPING_NAMES and model_type not in LEFT_OUT:
                 found.setdefault(model_type, (kind, name))
     return found

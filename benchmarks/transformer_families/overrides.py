@@ -9,6 +9,9 @@ from transformer_families.perception import HEARING, READING, SEEING
 CLASSES: dict[str, str] = {}
 """The class to take where the first of the mapping is not meant for use by itself."""
 
+SEES = frozenset(("gemma3", "git", "got_ocr2", "mllama", "qwen3_5", "qwen3_5_moe"))
+"""Families that are tried with pictures, although a mapping lists their text model too."""
+
 FURTHER: dict[str, str] = {
     "autoformer": "AutoformerForPrediction",
     "bros": "BrosForTokenClassification",
@@ -52,7 +55,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm3": {"num_hidden_layers": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
     "ministral": {"head_dim": 16},
-    "nemotron": {"head_dim": 16},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "nemotron_h": {"num_hidden_layers": 4},
     "longt5": {"decoder_start_token_id": 0},
     "qwen3_5_moe_text": {"num_hidden_layers": 4},
@@ -61,6 +64,20 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": {"num_hidden_layers": 4},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "t5": {"decoder_start_token_id": 0},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8}},
+    "qwen3_5": {"text_config": {"num_hidden_layers": 4}},
+    "qwen3_5_moe": {"text_config": {"num_hidden_layers": 4}},
+    "reformer": {
+        "is_decoder": True,
+        "attn_layers": ["local", "lsh"],
+        "axial_pos_embds": False,
+        "local_attn_chunk_length": 16,
+        "lsh_attn_chunk_length": 16,
+        "num_buckets": 2,
+    },
+    "xlstm": {"num_hidden_layers": 2, "qk_dim_factor": 1.0, "v_dim_factor": 1.0},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
     **SEEING,
     **HEARING,
     **READING,
@@ -73,16 +90,28 @@ _PARTS = "its inputs come from several other models"
 
 _UNSIZED = [
     "aria",
+    "blt",
     "chameleon",
     "cohere_compass",
+    "cohere_compass_text",
     "cosmos3_edge",
     "deepseek_ocr2",
     "deepseek_vl_hybrid",
     "diffusion_gemma",
+    "dots1",
+    "dots3_note",
+    "dots3_note_text",
     "edgetam_video",
     "efficientloftr",
+    "emu3",
     "ernie4_5_vl_moe",
     "fun_asr_nano",
+    "gemma3n_text",
+    "gemma4",
+    "gemma4_assistant",
+    "gemma4_unified",
+    "gemma4_unified_assistant",
+    "gemma4_unified_text",
     "glm5_next",
     "gradium_phonon_tts",
     "granite4_vision",
@@ -91,9 +120,12 @@ _UNSIZED = [
     "inkling2",
     "inkling_mm_model",
     "kimi_k25",
+    "kimi_linear",
     "kyutai_speech_to_text",
     "lfm2_vl",
     "lfm3_vl",
+    "llama4",
+    "longcat_flash",
     "lw_detr_vit",
     "minicpm_ocr",
     "minicpmv4_6",
@@ -101,6 +133,8 @@ _UNSIZED = [
     "molmo2",
     "muse_glimmer",
     "muse_spark",
+    "musicgen",
+    "musicgen_melody",
     "nemo_speechlm",
     "nemotron_h_omni",
     "paddleocr_vl",
@@ -114,6 +148,7 @@ _UNSIZED = [
     "pp_ocrv6_tiny_det",
     "qwen2_5_omni_thinker",
     "qwen3_omni_moe_thinker",
+    "qwen4_exp",
     "rf_detr_dinov2",
     "sam2",
     "sam2_video",
@@ -128,11 +163,14 @@ _UNSIZED = [
     "video_llama_3",
     "vitpose_backbone",
     "voxtral_realtime",
+    "zamba",
+    "zamba2",
 ]
 
 LEFT_OUT: dict[str, str] = {
     **dict.fromkeys(
-        ("edgetam", "fast_vlm", "omdet-turbo", "perception_lm", "timm_backbone", "timm_wrapper"), _TIMM
+        ("edgetam", "fast_vlm", "gemma3n", "omdet-turbo", "perception_lm", "timm_backbone", "timm_wrapper"),
+        _TIMM,
     ),
     "dinat": "needs natten",
     "layoutlmv2": "needs detectron2",

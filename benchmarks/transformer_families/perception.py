@@ -185,6 +185,7 @@ SEEING: dict[str, dict[str, Any]] = {
         "fpn_feature_size": 64,
     },
     "maskformer-swin": _WINDOWS,
+    "mllama": {"vision_config": {"intermediate_layers_indices": [0], "vision_output_dim": 128}},
     "mgp-str": {"image_size": [32, 128]},
     "mm-grounding-dino": {
         "backbone_config": {**_SWIN, "out_features": ["stage2", "stage3", "stage4"]},

@@ -25,7 +25,8 @@ def complete(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     """Put as many tokens into the text as the model makes features of the pictures."""
     config = model.config
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
-    if token != SPECIAL_TOKENS or "pixel_values" not in batch or "input_ids" not in batch:
+    woven = token == SPECIAL_TOKENS and {"pixel_values", "input_ids"} <= set(batch)
+    if not woven or "cross_attention_mask" in batch:
         return batch
     features = _features(model, batch)
     read = batch["input_ids"]
@@ -391,9 +392,13 @@ def _films_in_text(config: Any) -> dict[str, Any]:
     return made | {"pixel_values": torch.randn(BATCH, 2, 3, side(config), side(config))}
 
 
-def _line(_: Any) -> dict[str, Any]:
-    """A line of a page."""
-    return {"pixel_values": torch.randn(BATCH, 3, 96, 320)}
+def _line(config: Any) -> dict[str, Any]:
+    """A line of a page, as high as the model wants it."""
+    high, wide = _LINES.get(config.model_type, (96, 320))
+    return {"pixel_values": torch.randn(BATCH, 3, high, wide)}
+
+
+_LINES = {"pp_ocrv6_small_rec": (64, 320), "pp_ocrv6_tiny_rec": (48, 160)}
 
 
 def _sized_line(config: Any) -> dict[str, Any]:
