@@ -228,6 +228,7 @@ SEEING: dict[str, dict[str, Any]] = {
         "reassemble_hidden_size": 64,
         **_NECK,
     },
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]},
     "rf_detr": {
         "backbone_config": {
             "image_size": 64,

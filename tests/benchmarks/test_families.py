@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SAMPLE = ["gpt2", "mixtral", "mamba", "bert", "t5", "whisper", "clip", "resnet", "detr", "qwen2_vl"]
+SAMPLE = ["gpt2", "mixtral", "mamba", "bert", "whisper", "vit", "wav2vec2", "resnet", "detr", "qwen2_vl"]
 
 COPIED = {"qwen2_vl": 16}
 """Bytes alive at the peak that only a card needs: offsets of positions, which are computed on the host."""
