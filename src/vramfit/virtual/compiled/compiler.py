@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,10 +34,12 @@ class Compiler:
         if self._installed:
             return
         self._installed = True
-        with self._outside():
+        with self._outside(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # parts of torch that others of its parts call deprecated
             _load_graph_trees()
-            from vramfit.virtual.compiled import dynamo, inductor
+            from vramfit.virtual.compiled import dynamo, higher_order, inductor
         inductor.install(self._mode, self._outside, self._patches)
+        higher_order.install(self._mode, self._outside, self._patches)
         dynamo.install(self._mode, self._outside, self._patches)
 
 

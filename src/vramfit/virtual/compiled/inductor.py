@@ -13,7 +13,7 @@ import torch._inductor.output_code
 import torch._inductor.scheduler
 import torch.utils._triton
 from torch._dynamo import device_interface
-from torch._inductor import async_compile, config, graph
+from torch._inductor import async_compile, config, graph, select_algorithm
 from torch._inductor.fx_passes import joint_graph, pad_mm
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -74,11 +74,18 @@ def install(mode: VirtualMode, outside: Outside, patches: PatchStack) -> None:
     patches.set(pad_mm, "has_triton", lambda: False)  # padding is decided by timing
     patches.set(torch.utils._triton, "triton_hash_with_backend", lambda: "virtual")
     patches.set(async_compile.AsyncCompile, "wakeup", classmethod(lambda cls: None))
+    patches.set(select_algorithm, "PyCodeCache", SimpleNamespace(load=_unloaded))
     _patch_folding(patches)
     _patch_compile(mode, outside, patches)
     pools = GraphPools(mode)
     patches.set(torch._inductor.compile_fx, "cudagraphify", pools.wrap)
     patches.set(torch._inductor.output_code, "maybe_handle_backward_generation", lambda *args: None)
+
+
+def _unloaded(source: str, extra: str = "", **options: Any) -> SimpleNamespace:
+    """The module of a kernel made from a template, which nobody loads."""
+    del options
+    return SimpleNamespace(__file__="<kernel>", key=extra, source=source)
 
 
 def _forget_cards() -> None:

@@ -57,12 +57,15 @@ def _patch_lists(mode: VirtualMode, patches: PatchStack) -> None:
     as_original: Callable[..., torch.Tensor] = torch.as_tensor
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        torch._C._set_only_lift_cpu_tensors(True)  # kept per thread, and autograd has threads of its own
         return original(_on_host(mode, data) if isinstance(data, (list, tuple)) else data, *args, **kwargs)
 
     def as_tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        torch._C._set_only_lift_cpu_tensors(True)
         return as_original(_on_host(mode, data) if isinstance(data, (list, tuple)) else data, *args, **kwargs)
 
     def new_tensor(self: FakeTensor, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        torch._C._set_only_lift_cpu_tensors(True)
         data = _on_host(mode, data) if isinstance(data, (list, tuple)) else data
         return torch.Tensor.new_tensor(self, data, *args, **kwargs)
 
