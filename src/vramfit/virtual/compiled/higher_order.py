@@ -1,0 +1,26 @@
+"""Operators over functions that trace what they are given while the program runs: ``flex_attention`` with gradients."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from vramfit.virtual.compiled.outside import Outside
+from vramfit.virtual.patching import PatchStack
+
+if TYPE_CHECKING:
+    from vramfit.virtual.mode import VirtualMode
+
+
+def install(mode: VirtualMode, outside: Outside, patches: PatchStack) -> None:
+    """Let them trace outside of the virtual GPU, as compilers do, with what they make on the card kept virtual."""
+    flex_attention = importlib.import_module(
+        "torch._higher_order_ops.flex_attention"
+    )  # an operator has its name
+    original = flex_attention.create_fw_bw_graph
+
+    def create_fw_bw_graph(*args: Any, **kwargs: Any) -> Any:
+        with outside(), mode.fake:
+            return original(*args, **kwargs)
+
+    patches.set(flex_attention, "create_fw_bw_graph", create_fw_bw_graph)
