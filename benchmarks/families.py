@@ -101,6 +101,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page from what was found")
     options = parser.parse_args(arguments)
     console = Console()
+    if not console.is_terminal:
+        console.width = 180  # a file has no edge
     names = _names(options, parser)
     if options.list:
         for name in names:

@@ -10,6 +10,8 @@ from torch import Tensor
 from transformer_families.sizes import IMAGE, LENGTH, SPECIAL_TOKENS
 
 BATCH = 2
+_REAL_VOCABULARY, _REAL_LENGTH = 10_000, 256
+"""A model with as many tokens as real ones have reads texts as long as real ones."""
 
 
 def vocabulary(config: Any) -> int:
@@ -24,7 +26,9 @@ def vocabulary(config: Any) -> int:
 
 def tokens(config: Any) -> Tensor:
     """Text of which no token stands for a picture or a sound."""
-    return torch.randint(5, min(vocabulary(config), SPECIAL_TOKENS), (BATCH, LENGTH))
+    size = vocabulary(config)
+    length = LENGTH if size < _REAL_VOCABULARY else _REAL_LENGTH
+    return torch.randint(5, min(size, SPECIAL_TOKENS), (BATCH, length))
 
 
 def text(config: Any) -> dict[str, Tensor]:

@@ -14,9 +14,9 @@ from transformer_families.overrides import CLASSES, FURTHER, LEFT_OUT, SEES
 class Kind(Enum):
     """What a model does, by the name of the mapping that lists its classes."""
 
-    CAUSAL_LM = "CAUSAL_LM"
     SEQ_TO_SEQ = "SEQ_TO_SEQ_CAUSAL_LM"
     SPEECH_TO_TEXT = "SPEECH_SEQ_2_SEQ"
+    CAUSAL_LM = "CAUSAL_LM"
     MASKED_LM = "MASKED_LM"
     IMAGE_CLASSES = "IMAGE_CLASSIFICATION"
     VIDEO_CLASSES = "VIDEO_CLASSIFICATION"
@@ -66,3 +66,12 @@ def _mapping(kind: Kind) -> dict[str, str | tuple[str, ...]]:
         return dict(FURTHER)
     names = (f"MODEL_FOR_{kind.value}_MAPPING_NAMES", f"MODEL_{kind.value}_MAPPING_NAMES")
     return next(getattr(modeling_auto, name) for name in names if hasattr(modeling_auto, name))
+
+
+def kind_of(class_name: str) -> Kind:
+    """The first kind whose mapping lists a class."""
+    for kind in Kind:
+        for names in _mapping(kind).values():
+            if class_name == names or class_name in names:
+                return kind
+    return Kind.OTHER

@@ -67,7 +67,7 @@ REALISTIC: dict[str, tuple[str, str, dict[str, object]]] = {
 }
 
 
-def configuration(name: str) -> tuple[str, str, PretrainedConfig]:
-    """Family, class and configuration of a model at its real size."""
+def configuration(name: str) -> tuple[str, PretrainedConfig]:
+    """Class and configuration of a model at its real size."""
     family, class_name, sizes = REALISTIC[name]
-    return family, class_name, CONFIG_MAPPING[family](**sizes)
+    return class_name, CONFIG_MAPPING[family](**sizes)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 import vramfit
 from transformer_families.batches import batch_for
-from transformer_families.kinds import Kind, families
+from transformer_families.kinds import Kind, families, kind_of
 from transformer_families.live import LiveBytes, requested_peak
 from transformer_families.overrides import OVERRIDES, SILENT, UNTRAINED
 from transformer_families.realistic import configuration
@@ -32,8 +32,8 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any], Kind]:
     """A tiny model of a family on the CPU with a batch for it."""
     torch.manual_seed(0)
     if name.startswith("realistic:"):
-        family, class_name, config = configuration(name.removeprefix("realistic:"))
-        kind = families()[family][0]
+        class_name, config = configuration(name.removeprefix("realistic:"))
+        kind = kind_of(class_name)
     else:
         kind, class_name = families()[name]
         config = tiny(name, OVERRIDES.get(name, {}))
