@@ -41,6 +41,16 @@ CLASSES = (
     torch.utils.data.DataLoader,
     threading.Thread,
 )
+# Loaded with the compiler.
+LATE = (
+    ("torch._dynamo.convert_frame", "CatchErrorsWrapper"),
+    ("torch._dynamo.guards", "CheckFunctionManager"),
+    ("torch._dynamo.variables.optimizer", "OptimizerVariable"),
+    ("torch._inductor.graph", "GraphLowering"),
+    ("torch._inductor.async_compile", "AsyncCompile"),
+    ("torch._inductor.fx_passes.joint_graph", "UniformValueConstantFolder"),
+    ("torch._subclasses.fake_tensor", "FakeTensorMode"),
+)
 CONTAINERS: tuple[tuple[str, str], ...] = (
     ("torch.utils._foreach_utils", "_foreach_supported_types"),
     ("torch.optim.optimizer", "_foreach_supported_types"),
@@ -52,7 +62,13 @@ CONTAINERS: tuple[tuple[str, str], ...] = (
     ("torch.nn.modules.module", "_global_forward_pre_hooks"),
 )
 # Counters that torch itself advances; they hold no patch.
-EXPECTED = {("torch._subclasses.meta_utils", "DESCRIBER_NEXT_ID")}
+EXPECTED = {
+    ("torch._subclasses.meta_utils", "DESCRIBER_NEXT_ID"),
+    ("torch._subclasses.fake_tensor.FakeTensorMode", "cache_hits"),
+    ("torch._subclasses.fake_tensor.FakeTensorMode", "cache_misses"),
+}
+# The compiler keeps records of what it did; patches of it are functions and classes.
+COMPILER = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch._higher_order_ops", "torch.fx")
 
 
 def fingerprint() -> dict[tuple[str, str], Any]:
@@ -61,7 +77,7 @@ def fingerprint() -> dict[tuple[str, str], Any]:
     for path, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and path.partition(".")[0] in PACKAGES:
             found.update({(path, name): value for name, value in vars(module).items()})
-    for cls in CLASSES:
+    for cls in (*CLASSES, *(getattr(sys.modules[path], name) for path, name in LATE if path in sys.modules)):
         found.update({(f"{cls.__module__}.{cls.__qualname__}", n): v for n, v in vars(cls).items()})
     for path, name in CONTAINERS:
         found[path, f"{name}[:]"] = [*vars(sys.modules[path])[name]]
@@ -77,11 +93,15 @@ def differences(
         plain = (bool, int, float, str, tuple, list, type(None))
         return type(one) is type(other) and isinstance(one, plain) and bool(one == other)
 
+    def record(path: str, *values: Any) -> bool:
+        return path.startswith(COMPILER) and not any(map(callable, values))
+
     missing = object()
     return {
         key
         for key in before.keys() | after.keys()
         if not same(before.get(key, missing), after.get(key, missing))
+        and not record(key[0], before.get(key), after.get(key))
     }
 
 
