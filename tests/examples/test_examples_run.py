@@ -118,7 +118,9 @@ def test_gpt2_small_fits_an_rtx_4090_to_the_byte(tmp_path: Path) -> None:
         assert found == pytest.approx(recorded, rel=0.02)
     parameters = 124_439_808  # all in float32, each rounded up to its block
     assert report["categories"]["parameters"] == pytest.approx(4 * parameters, rel=2e-3)
-    assert report["categories"]["optimizer_state"] == pytest.approx(8 * parameters, rel=1e-2)
+    # two moments in blocks of whole 512 bytes, of which some keep a rest that is too small to split
+    beyond = report["categories"]["optimizer_state"] - 8 * parameters
+    assert 0 <= beyond <= report["fragmentation"]["slack_bytes"] + 512 * 2 * 148
 
 
 GPT2_VERSIONS = ("2.13.0", "5.23.0")
