@@ -565,24 +565,6 @@ def test_schedulers_give_the_rates_of_a_real_run(gpu: VirtualGPU) -> None:
     assert optimizer.param_groups[0]["lr"] == start * 0.5, "the true value of a small tensor was seen"
 
 
-def test_compiled_models_run_eagerly_with_one_warning(gpu: VirtualGPU) -> None:
-    model = torch.compile(nn.Linear(4, 4).cuda())
-    model(torch.randn(2, 4, device="cuda")).sum().backward()
-    assert list(model.state_dict()) == ["_orig_mod.weight", "_orig_mod.bias"]
-    assert model.weight.grad is not None
-
-    @torch.compile(mode="max-autotune")
-    def double(x: Tensor) -> Tensor:
-        return x * 2
-
-    assert double(torch.ones(3, device="cuda")).tolist() == [2.0, 2.0, 2.0]
-    layer = nn.Linear(4, 4).cuda()
-    layer.compile()
-    assert layer(torch.ones(1, 4, device="cuda")).shape == (1, 4)
-    (warning,) = [w for w in gpu.run.warnings if w.code == "compile-ran-eagerly"]
-    assert "eagerly" in warning.message and warning.count >= 3
-
-
 def test_phases_are_told_apart(gpu: VirtualGPU) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

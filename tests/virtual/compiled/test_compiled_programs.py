@@ -1,0 +1,204 @@
+"""Programs that compile what they run, as people write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vramfit.trace import Category, EventKind
+from vramfit.trace.frames import user_frame
+from vramfit.virtual.gpu import VirtualGPU
+
+pytestmark = pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.dropout(F.gelu(self.norm(self.a(x))), 0.1)) + x
+
+
+def step(run: Any, model: nn.Module, rows: int = 1024) -> int:
+    """Peak of a training step after one that warmed up, in bytes."""
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        run(torch.randn(rows, 512, device="cuda")).pow(2).mean().backward()
+        model.zero_grad()
+    return torch.cuda.max_memory_allocated()
+
+
+def codes(gpu: VirtualGPU) -> set[str]:
+    return {warning.code for warning in gpu.run.warnings}
+
+
+def test_a_compiled_step_is_labelled_attributed_and_smaller(gpu: VirtualGPU) -> None:
+    model = Block().cuda()
+    eager = step(model, model)
+    compiled = torch.compile(model)
+    assert step(compiled, model) < eager
+    assert next(iter(compiled.state_dict())) == "_orig_mod.a.weight"
+    assert codes(gpu) == {"compiled-estimate"}
+    trace = gpu.trace
+    fused = [
+        row
+        for row in range(len(trace.kind))
+        if trace.kind[row] == EventKind.ALLOC and trace.ops[trace.op[row]].startswith("inductor: fused")
+    ]
+    forward = [row for row in fused if trace.phases[trace.phase[row]].endswith("forward")]
+    backward = [row for row in fused if trace.phases[trace.phase[row]].endswith("backward")]
+    assert any("gelu" in trace.ops[trace.op[row]] for row in forward)
+    assert {Category(trace.category[row]) for row in forward} == {Category.ACTIVATIONS}
+    kinds = {Category.TEMPORARIES, Category.GRADIENTS}
+    assert {Category(trace.category[row]) for row in backward} == kinds
+    lines = {user_frame([trace.frames[i] for i in trace.stacks[trace.stack[row]]]) for row in fused}
+    assert {frame.filename for frame in lines if frame} == {__file__}
+    assert {frame.name.rpartition(".")[2] for frame in lines if frame} == {"forward", "step"}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_backends_that_fuse_nothing_need_what_the_program_needs(gpu: VirtualGPU, backend: str) -> None:
+    model = Block().cuda()
+    assert step(torch.compile(model, backend=backend), model) == step(model, model)
+    assert codes(gpu) == set(), "nothing of it is an estimate"
+
+
+def test_graph_breaks_new_shapes_and_disabled_functions(gpu: VirtualGPU) -> None:
+    weight = torch.randn(64, 64, device="cuda", requires_grad=True)
+
+    @torch.compiler.disable
+    def apart(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @torch.compile
+    def run(x: Tensor) -> Tensor:
+        return apart((x @ weight).cos()) * 2
+
+    for rows in (8, 16, 24):  # the second size makes it dynamic
+        run(torch.randn(rows, 64, device="cuda")).sum().backward()
+    assert weight.grad is not None and weight.grad.shape == (64, 64)
+    trace = gpu.trace
+    ops = {trace.ops[trace.op[row]] for row in range(len(trace.kind)) if trace.kind[row] == EventKind.ALLOC}
+    assert "aten.sin" in ops, "not compiled"
+    assert "inductor: mm" in ops
+
+
+def test_what_cannot_be_compiled_runs_eagerly_and_says_why(
+    gpu: VirtualGPU, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @torch.compile(fullgraph=True)
+    def loud(x: Tensor) -> Tensor:
+        print("seen")
+        return x * 2
+
+    for _ in range(2):
+        assert loud(torch.ones(3, device="cuda")).shape == (3,)
+    assert capsys.readouterr().out == "seen\nseen\n"
+    (warning,) = gpu.run.warnings
+    assert warning.code == "compile-ran-eagerly"
+    assert "print" in warning.message and "a card would raise this" in warning.message
+    assert warning.location is not None and warning.location.startswith(__file__)
+
+
+def test_an_optimizer_that_is_compiled_keeps_its_states(gpu: VirtualGPU) -> None:
+    model = Block().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    update = torch.compile(optimizer.step)
+    x = torch.randn(64, 512, device="cuda")
+    for _ in range(2):
+        model(x).sum().backward()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        update()
+        extra = torch.cuda.max_memory_allocated() - held
+        model.zero_grad()
+    parameters = sum(p.numel() for p in model.parameters()) * 4
+    categories = gpu.run.trace
+    states = sum(
+        int(categories.size[row])
+        for row in range(len(categories.kind))
+        if categories.kind[row] == EventKind.ALLOC and categories.category[row] == Category.OPTIMIZER_STATE
+    )
+    assert states >= 2 * parameters
+    assert extra < parameters // 8, "a fused update needs no copies of the parameters"
+
+
+def test_the_budget_for_activations_is_respected(gpu: VirtualGPU) -> None:
+    from torch._functorch import config
+
+    def saved(budget: float) -> int:
+        model = Block().cuda()
+        torch._dynamo.reset()
+        x = torch.randn(2048, 512, device="cuda")
+        before = torch.cuda.memory_allocated()
+        with config.patch(activation_memory_budget=budget):
+            y = torch.compile(model)(x)
+        return torch.cuda.memory_allocated() - before - y.numel() * 4
+
+    _ = torch.randn(8, 8, device="cuda") @ torch.randn(8, 8, device="cuda")  # cuBLAS takes its workspace
+    assert saved(0.0) < saved(1.0)
+
+
+def test_reduced_overhead_keeps_its_memory_in_a_pool(gpu: VirtualGPU) -> None:
+    model = Block().cuda()
+    compiled = torch.compile(model, mode="reduce-overhead")
+    for _ in range(3):
+        compiled(torch.randn(1024, 512, device="cuda")).sum().backward()
+        model.zero_grad()
+    pools = {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
+    assert len(pools) == 2 and (0, 0) in pools
+    held = torch.cuda.memory_reserved()
+    torch.cuda.empty_cache()
+    ours = sum(
+        segment["total_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if tuple(segment["segment_pool_id"]) != (0, 0)
+    )
+    assert 0 < ours <= torch.cuda.memory_reserved() <= held
+
+
+def test_a_compiled_program_runs_out_at_its_own_line() -> None:
+    with VirtualGPU("1GiB", alloc_conf="", context_bytes=0) as small:
+        model = Block().cuda()
+        compiled = torch.compile(model)
+        with pytest.raises(torch.OutOfMemoryError):
+            compiled(torch.randn(200_000, 512, device="cuda"))
+        report = small.run.oom
+    assert report is not None and report.op.startswith("inductor: ")
+    assert report.user_line is not None and report.user_line.filename == __file__
+    assert report.user_line.name == "forward"
+
+
+def test_flex_attention_makes_no_scores_when_compiled(gpu: VirtualGPU) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q >= k
+
+    mask = create_block_mask(causal, None, None, 1024, 1024, device="cuda")
+    query, key, value = (
+        torch.randn(2, 8, 1024, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    )
+    before = torch.cuda.memory_allocated()
+    out = torch.compile(flex_attention)(query, key, value, block_mask=mask)
+    logsumexp = 2 * 8 * 1024 * 4
+    assert torch.cuda.memory_allocated() - before == out.numel() * 2 + logsumexp
+    torch.cuda.reset_peak_memory_stats()
+    out.sum().backward()
+    scores = 2 * 8 * 1024 * 1024 * 2
+    assert torch.cuda.max_memory_allocated() - before < scores
+    assert codes(gpu) == {"compiled-estimate"}
+
+
+def test_the_host_computes_for_real(gpu: VirtualGPU) -> None:
+    @torch.compile
+    def total(x: Tensor) -> Tensor:
+        return (x + 1).square().sum()
+
+    assert total(torch.arange(3.0)).item() == 14.0
