@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vramfit.errors import UsageError
-from vramfit.virtual.assume import Assume, Extent, bounds, merged, resting_on
+from vramfit.virtual.assume import Assume
 from vramfit.virtual.gpu import VirtualGPU
 
 TOKENS, WIDTH, EXPERTS = 8192, 64, 8
@@ -270,14 +270,283 @@ def test_only_known_assumptions_are_accepted() -> None:
         VirtualGPU("RTX 4090", assume="likely")
 
 
-def test_extents_are_found_by_their_size() -> None:
-    rows = Extent(1000, 0, 2000)
-    assert resting_on((1000, 64), (rows,)) == (rows,)
-    assert resting_on((64_000,), (rows,)) == (rows,)  # flattened
-    assert resting_on((64, 65), (rows,)) == ()
-    assert bounds(4000, (1000,), (rows,)) == (0, 8000)
-    assert bounds(4_000_000, (1000, 1000), (Extent(1000, 500, 2000),)) == (1_000_000, 16_000_000)
-    assert merged((rows,), (Extent(1000, 10, 3000), Extent(7, 7, 7))) == (
-        Extent(1000, 0, 3000),
-        Extent(7, 7, 7),
-    )
+# -- the error bar follows what is made from assumed sizes ---------------------------------------------------------
+
+ROWS = 50_000
+
+
+def mask() -> Tensor:
+    return cuda(ROWS) > 0.5
+
+
+def empty_of_count() -> object:
+    count = int(mask().sum())
+    return [torch.empty(count, 4, device="cuda") for _ in range(5)]
+
+
+def empty_of_length() -> object:
+    count = torch.nonzero(mask()).shape[0]
+    return [torch.empty(count, 4, device="cuda") for _ in range(5)]
+
+
+def empty_of_arithmetic() -> object:
+    count = int(mask().sum())
+    return torch.empty(3 * count, 4, device="cuda"), torch.empty(count + 1, 4, device="cuda")
+
+
+def joined() -> object:
+    rows = torch.cat([cuda(ROWS, 4)[mask()], torch.zeros(7, 4, device="cuda")])
+    return [rows * number for number in range(5)]
+
+
+def padded() -> object:
+    rows = F.pad(cuda(ROWS, 4)[mask()], (0, 0, 0, 3))
+    return [rows * number for number in range(5)]
+
+
+def cut() -> object:
+    rows = cuda(ROWS, 4)[mask()]
+    return [rows[1:] + 1, rows[::2] + 1, rows[:-3] + 1, rows.chunk(2)[0] * 2]
+
+
+def flattened() -> object:
+    rows = cuda(ROWS, 4)[mask()]
+    return rows.flatten() + 1, rows.view(-1, 2, 2).transpose(0, 1).contiguous().sum(0)
+
+
+def sorted_rows() -> object:
+    return torch.sort(cuda(ROWS)[mask()])
+
+
+def stepwise() -> object:
+    kept = cuda(ROWS)[mask()]
+    return kept[kept > 1].cumsum(0)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        empty_of_count,
+        empty_of_length,
+        empty_of_arithmetic,
+        joined,
+        padded,
+        cut,
+        flattened,
+        sorted_rows,
+        stepwise,
+    ],
+)
+def test_what_is_made_from_an_assumed_size_has_its_bar(program: Callable[[], object]) -> None:
+    low, typical, high = bar(measure(program, Assume.TYPICAL))
+    least, most, _ = bar(measure(program, Assume.UPPER))
+    assert low < typical < high
+    assert low <= most <= high, "the bar of what is typical holds the most that can be"
+    assert least <= typical <= most, "the bar of the most holds what is typical"
+
+
+def test_temporaries_of_assumed_sizes_widen_the_bar() -> None:
+    """A sort's temporaries are as uncertain as what it sorts."""
+
+    def program() -> None:
+        kept = cuda(ROWS)[mask()]
+        torch.cuda.reset_peak_memory_stats()
+        torch.sort(kept)
+
+    low, typical, high = bar(measure(program, Assume.TYPICAL))
+    most = bar(measure(program, Assume.UPPER))[1]
+    assert low < typical < most <= high
+
+
+def test_a_size_that_shows_nothing_may_be_more() -> None:
+    def program() -> None:
+        labels = torch.randint(0, 10, (ROWS, 8), device="cuda")
+        x = cuda(ROWS, 8)
+        x[labels == 12]  # no label is 12, says the range: a mistaken range is not an exact count
+
+    _, typical, high = bar(measure(program, Assume.TYPICAL))
+    assert high - typical >= 4 * 8 * ROWS
+
+
+def test_a_certain_program_has_no_bar() -> None:
+    def program() -> None:
+        x = cuda(ROWS, 4)
+        kept = x[mask()]
+        del kept
+        torch.cuda.empty_cache()
+
+    def plain() -> None:
+        program()
+        y = [cuda(ROWS, 64) for _ in range(8)]
+        (y[0] + y[1]).sum()
+
+    low, peak, high = bar(measure(plain, Assume.TYPICAL))
+    assert (low, high) == (peak, peak)
+
+
+def test_a_resized_storage_leaves_its_bar_behind() -> None:
+    def program() -> None:
+        kept = cuda(ROWS)[mask()]
+        kept.resize_(0)
+        kept.untyped_storage().resize_(0)
+        torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+
+    low, peak, high = bar(measure(program, Assume.TYPICAL))
+    assert (low, high) == (peak, peak)
+
+
+def test_guessed_counts_that_a_program_only_reads_leave_no_bar() -> None:
+    """Counting what was right is in every training loop."""
+
+    def program() -> None:
+        right = (cuda(ROWS, 10).argmax(1) == torch.randint(0, 10, (ROWS,), device="cuda")).sum().item()
+        assert right > 0
+        torch.zeros(ROWS, 16, device="cuda").sum()
+        torch.empty(4096, 4096, device="cuda")
+
+    low, peak, high = bar(measure(program, Assume.TYPICAL))
+    assert (low, high) == (peak, peak)
+
+
+# -- what is expected of values ------------------------------------------------------------------------------------
+
+
+def kept(make: Callable[[], Tensor]) -> int:
+    """How many elements a mask selects, by what is expected."""
+    found: list[int] = []
+    measure(lambda: found.append(len(make().nonzero())), Assume.TYPICAL)
+    return found[0]
+
+
+LARGE = 300_000  # more than values are followed for
+
+
+def full(value: int) -> Tensor:
+    return torch.full((LARGE,), value, device="cuda")
+
+
+def draws(low: int, high: int) -> Tensor:
+    return torch.randint(low, high, (LARGE,), device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("make", "share"),
+    [
+        (lambda: full(-100) > 0, 0),
+        (lambda: full(-100) == -100, 1),
+        (lambda: full(-100) != -100, 0),
+        (lambda: full(-100) < 0, 1),
+        (lambda: full(0) == 0, 1),
+        (lambda: full(0) >= 0, 1),
+        (lambda: full(3)[:1000].repeat(LARGE // 1000) > 2, 1),
+        (lambda: full(7).bool(), 1),
+        (lambda: full(0).bool().logical_not(), 1),
+        (lambda: torch.full((LARGE,), 0.5, device="cuda", dtype=torch.int64).bool(), 0),
+        (lambda: draws(5, 10) == 7, 1 / 5),
+        (lambda: draws(5, 10) == 4, 0),
+        (lambda: draws(5, 10) != 7, 4 / 5),
+        (lambda: draws(0, 10) < 3, 3 / 10),
+        (lambda: draws(0, 10) <= 3, 4 / 10),
+        (lambda: draws(0, 10) > 3, 6 / 10),
+        (lambda: draws(0, 10) >= 3, 7 / 10),
+        (lambda: draws(0, 10) < 2.5, 3 / 10),
+        (lambda: draws(-5, 5) > 0, 4 / 10),
+        (lambda: draws(-5, 5) < float("inf"), 1 / 2),
+        (lambda: torch.arange(10, LARGE + 10, device="cuda") < 10, 0),
+        (lambda: draws(0, 2).bool(), 1 / 2),
+        (lambda: ~(draws(0, 4) == 1), 3 / 4),
+        (lambda: cuda(LARGE) == 0.25, 0),
+        (lambda: cuda(LARGE) != 0.25, 1),
+    ],
+)
+def test_the_share_that_holds_follows_from_the_values(make: Callable[[], Tensor], share: float) -> None:
+    assert kept(make) == round(share * LARGE)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda m: m[:1].zero_(),
+        lambda m: m[:1].fill_(False),
+        lambda m: m[:1].copy_(torch.zeros(1, dtype=torch.bool, device="cuda")),
+        lambda m: m[:8].scatter_(0, torch.zeros(1, dtype=torch.int64, device="cuda"), True),
+        lambda m: m[::2].logical_not_(),
+        lambda m: m[1:].logical_and_(m[:-1]),
+    ],
+)
+def test_a_part_that_was_written_says_nothing_of_the_whole(write: Callable[[Tensor], object]) -> None:
+    counts: list[int] = []
+
+    def program() -> None:
+        m = cuda(LARGE) > 0
+        write(m)
+        counts.append(len(m.nonzero()))
+        known = torch.ones(LARGE, dtype=torch.bool, device="cuda")
+        write(known)
+        counts.append(len(known.nonzero()))
+
+    measure(program)
+    assert counts == [LARGE, LARGE]
+
+
+def test_a_whole_that_was_written_is_known() -> None:
+    counts: list[int] = []
+
+    def program() -> None:
+        m = cuda(LARGE) > 0
+        m.zero_()
+        counts.append(len(m.nonzero()))
+        m.fill_(True)
+        counts.append(len(m.nonzero()))
+        m.copy_(torch.zeros(LARGE, dtype=torch.bool, device="cuda"))
+        counts.append(len(m.nonzero()))
+
+    assert not [w for w in measure(program).run.warnings if w.code == "shape-from-data"]
+    assert counts == [0, LARGE, 0]
+
+
+@pytest.mark.parametrize("assume", Assume)
+def test_counts_of_distinct_values_sum_to_all(assume: Assume) -> None:
+    def program() -> None:
+        x = cuda(LARGE)
+        _, inverse, counts = torch.unique((x * 100).long(), return_inverse=True, return_counts=True)
+        assert sum(counts.tolist()) == LARGE or len(counts) > 1 << 18
+        assert inverse.shape == x.shape
+        few = torch.unique(torch.randint(0, 50, (LARGE,), device="cuda"), return_counts=True)[1]
+        assert [len(part) for part in x.split(few.tolist())] == [LARGE // 50] * 50
+        assert len(torch.repeat_interleave(torch.arange(50, device="cuda"), few)) == LARGE
+        assert len(full(3).unique()) == 1
+
+    gpu = measure(program, assume)
+    assert "size-without-bound" not in {w.code for w in gpu.run.warnings}
+
+
+def test_a_size_that_nothing_bounds_makes_the_answer_uncertain() -> None:
+    from vramfit.analysis import verdict
+
+    def program() -> None:
+        x = cuda(LARGE)
+        torch.repeat_interleave(x, (x * 3).long())
+
+    gpu = measure(program)
+    (warning,) = [w for w in gpu.run.warnings if w.code == "size-without-bound"]
+    assert Path(str(warning.location).rpartition(":")[0]).name == Path(__file__).name
+    assert not verdict(gpu.run).certain
+    assert verdict(measure(lambda: cuda(10).sum()).run).certain
+
+
+def test_a_program_that_fails_on_typical_sizes_is_not_sent_to_upper_ones() -> None:
+    with pytest.raises(RuntimeError), VirtualGPU("RTX 4090", assume=Assume.TYPICAL) as gpu:
+        cuda(ROWS)[mask()].view(3, 7)
+    (warning,) = [w for w in gpu.run.warnings if w.code == "assumed-size-failed"]
+    assert "--assume" not in warning.message
+
+
+def test_an_assumption_in_a_backward_pass_names_the_line_that_called_it() -> None:
+    def program() -> None:
+        x = cuda(1000, 100).requires_grad_()
+        x[x > 0.5].sum().backward()
+
+    gpu = measure(program)
+    places = {str(w.location).rpartition(":")[0] for w in gpu.run.warnings if w.code == "shape-from-data"}
+    assert {Path(place).name for place in places} == {Path(__file__).name}

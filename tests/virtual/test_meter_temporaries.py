@@ -12,7 +12,7 @@ from vramfit.virtual.kernels.context import EMPTY_CACHE, Spare, given_back
 
 def test_a_block_is_given_back_while_the_kernel_runs(gpu: VirtualGPU) -> None:
     start = len(gpu.trace)
-    addresses = gpu.meter.temporary([1024, 2048, -1, 4096], 0, "op")
+    held = gpu.meter.temporary([1024, 2048, -1, 4096], 0, "op")
     trace = gpu.trace
     rows = range(start, len(trace))
     events = [(EventKind(int(trace.kind[row])), int(trace.size[row])) for row in rows]
@@ -23,9 +23,8 @@ def test_a_block_is_given_back_while_the_kernel_runs(gpu: VirtualGPU) -> None:
         (EventKind.FREE_REQUESTED, 1024),
         (EventKind.ALLOC, 4096),
     ]
-    assert len(addresses) == 2
-    for address in addresses:
-        gpu.meter.free(address, 0)
+    assert len(held) == 2
+    gpu.meter.give_back(held, 0)
     assert torch.cuda.memory_allocated() == 0
 
 
@@ -36,18 +35,16 @@ def test_a_kernel_that_runs_out_keeps_nothing(gpu: VirtualGPU) -> None:
 
 
 def test_a_kernel_does_without_what_it_can_spare(gpu: VirtualGPU) -> None:
-    addresses = gpu.meter.temporary([Spare(1 << 50), 1024, given_back(1), Spare(2048)], 0, "op")
-    assert len(addresses) == 2
+    held = gpu.meter.temporary([Spare(1 << 50), 1024, given_back(1), Spare(2048)], 0, "op")
+    assert len(held) == 2
     assert gpu.meter.machine.devices[0].allocator.allocated_bytes == 1024 + 2048
-    for address in addresses:
-        gpu.meter.free(address, 0)
+    gpu.meter.give_back(held, 0)
 
 
 def test_a_search_empties_the_cache(gpu: VirtualGPU) -> None:
-    addresses = gpu.meter.temporary([64 << 20, given_back(1), EMPTY_CACHE, 1024], 0, "op")
+    held = gpu.meter.temporary([64 << 20, given_back(1), EMPTY_CACHE, 1024], 0, "op")
     assert gpu.meter.machine.devices[0].allocator.reserved_bytes == 2 << 20  # the segment of 64 MiB is gone
-    for address in addresses:
-        gpu.meter.free(address, 0)
+    gpu.meter.give_back(held, 0)
 
 
 def test_gradients_of_a_convolution_are_made_in_turn(gpu: VirtualGPU) -> None:

@@ -101,6 +101,7 @@ class Verdict:
         needed: bytes that this choice rests on, with this card's context; each other card counts its own.
         why: the reasons in words, most important first; empty for a run that fits.
         advice: what to try next, in words.
+        bounded: every size that depends on data lies within the error bar; False where nothing bounds one.
     """
 
     outcome: Outcome
@@ -114,6 +115,7 @@ class Verdict:
     needed: int
     why: tuple[str, ...]
     advice: tuple[str, ...]
+    bounded: bool = True
 
     @property
     def device(self) -> DeviceVerdict:
@@ -129,6 +131,8 @@ class Verdict:
     def certain(self) -> bool:
         """Whether the answer stays the same over the whole error bar of the peak."""
         device = self.device
+        if not self.bounded:
+            return False
         if self.outcome is Outcome.DOES_NOT_FIT:
             return self.needed - device.error_below > device.total
         return self.outcome is Outcome.FITS and device.error_above <= device.headroom
@@ -157,6 +161,7 @@ def verdict(run: VirtualRun, *, tensors: int = 100, cards: Iterable[GpuSpec] | N
     critical = _critical(devices, run.oom if ran_out else None)
     decisive = devices[critical]
     oom = run.oom
+    bounded = all(warning.code != "size-without-bound" for warning in run.warnings)
     if not ran_out or oom is None:
         needed = decisive.used
         return Verdict(
@@ -171,6 +176,7 @@ def verdict(run: VirtualRun, *, tensors: int = 100, cards: Iterable[GpuSpec] | N
             needed=needed,
             why=(),
             advice=(),
+            bounded=bounded,
         )
     fragments = decisive.breakdown.fragmentation
     # As if this request had got a segment of its own: the gaps could not serve it.
@@ -189,6 +195,7 @@ def verdict(run: VirtualRun, *, tensors: int = 100, cards: Iterable[GpuSpec] | N
         needed=needed,
         why=tuple(_reasons(decisive, oom)),
         advice=tuple(_advice(decisive, oom, str(run.trace.meta.get("alloc_conf", "")))),
+        bounded=bounded,
     )
 
 

@@ -2,11 +2,9 @@
 
 NOTE [Error bars]
 A result whose size is assumed carries an *extent*: the size shown, the least and the most that it could be. Whatever
-is computed from it and has a dimension of that size carries the extent too, so each storage has bytes that it shows,
-bytes that it could be at least, and bytes that it could be at most. The meter sums all three; the highest sum of each
-is the peak and its error bar. Sizes that closed libraries keep to themselves widen the same sums while they are held.
-
-An extent is recognised by its size: a dimension that has the same size by chance makes the bar wider than it need be.
+is computed from it carries extents too (resting.py), so each storage has bytes that it shows, bytes that it could be
+at least, and bytes that it could be at most. The meter sums all three; the highest sum of each is the peak and its
+error bar. Sizes that closed libraries keep to themselves widen the same sums while they are held.
 """
 
 from __future__ import annotations
@@ -16,9 +14,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from vramfit.errors import UsageError
-
-# Below this, a multiple of an assumed size is as likely a coincidence as a flattened dimension.
-_TELLING = 256
 
 
 class Assume(Enum):
@@ -71,26 +66,27 @@ def merged(*groups: Iterable[Extent]) -> tuple[Extent, ...]:
     return tuple(found.values())
 
 
-def resting_on(shape: Sequence[int], extents: Iterable[Extent]) -> tuple[Extent, ...]:
-    """Those of some extents on which a shape rests."""
-    return tuple(extent for extent in extents if _times(shape, extent))
+def bounds(
+    nbytes: int, shape: Sequence[int], extents: Iterable[Extent], itemsize: int = 1
+) -> tuple[int, int]:
+    """Least and most bytes of a tensor that shows ``nbytes`` and rests on assumed sizes.
 
-
-def bounds(nbytes: int, shape: Sequence[int], extents: Iterable[Extent]) -> tuple[int, int]:
-    """Least and most bytes of a tensor that shows ``nbytes`` and rests on assumed sizes."""
+    Args:
+        nbytes: of its storage.
+        shape: of the tensor.
+        extents: each of the size of a dimension, or of several.
+        itemsize: bytes of an element, for tensors that show none.
+    """
     low = high = float(nbytes)
+    if not nbytes:
+        high = float(itemsize)
+        for size in shape:
+            high *= next((e.high for e in extents if e.shown == size), size)
+        return 0, int(high)
     for extent in extents:
-        times = _times(shape, extent)
-        low *= (extent.low / extent.shown) ** times
-        high *= (extent.high / extent.shown) ** times
-    return int(low), int(high)
-
-
-def _times(shape: Sequence[int], extent: Extent) -> int:
-    """How many dimensions of a shape have an assumed size."""
-    if extent.shown < 2:  # every tensor has such dimensions
-        return 0
-    exact = sum(size == extent.shown for size in shape)
-    if exact or extent.shown < _TELLING:
-        return exact
-    return int(any(size and size % extent.shown == 0 for size in shape))
+        if extent.shown:
+            times = shape.count(extent.shown)
+            times = min(1, times) if extent.shown == 1 else times  # most tensors have further dimensions of 1
+            low *= (extent.low / extent.shown) ** times
+            high *= (extent.high / extent.shown) ** times
+    return int(low), -int(-high // 1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vramfit.virtual.assume import Assume
+from vramfit.virtual.assume import Assume, Extent
 from vramfit.virtual.expectations import Expectation
 
 _aten = torch.ops.aten
@@ -33,7 +33,7 @@ def counts(
     out: torch.Tensor,
     expected: Callable[[torch.Tensor], Expectation],
     assume: Assume,
-) -> torch.Tensor | None:
+) -> tuple[torch.Tensor, Extent | None] | None:
     """Plausible values for the small result of an op that counts; None for other ops.
 
     Args:
@@ -42,32 +42,47 @@ def counts(
         out: its result, whose values are wanted.
         expected: gives what is expected of an argument.
         assume: whether the most or the usual is wanted.
+
+    Returns:
+        The values, and between which bounds each of them could lie; no bounds for those that are sure.
     """
     source = args[0] if args else None
     if not isinstance(source, torch.Tensor) or not out.numel():
         return None
     if func in _HISTOGRAMS:
-        return _evenly(source.numel(), out)
+        return _spread(source.numel(), out, source.numel())
     known = expected(source)
     if func in _SUMS:
         return _sum(source, known, out, assume)
     if func in _HIGHEST and known.values:
-        return torch.full(out.shape, known.values - 1, dtype=out.dtype)
+        return torch.full(out.shape, known.least + known.values - 1, dtype=out.dtype), None
     return None
 
 
-def _sum(source: torch.Tensor, known: Expectation, out: torch.Tensor, assume: Assume) -> torch.Tensor | None:
+def _sum(
+    source: torch.Tensor, known: Expectation, out: torch.Tensor, assume: Assume
+) -> tuple[torch.Tensor, Extent | None] | None:
+    elements, each = source.numel(), source.numel() // out.numel()
+    if known.constant is not None:
+        return torch.full(out.shape, known.constant * each, dtype=out.dtype), None
     if source.dtype is torch.bool or known.unit:
         certain = known.exact or known.share == 0
-        total = source.numel() if assume is Assume.UPPER and not certain else known.count(source.numel())
-        return _evenly(total, out)
+        total = elements if assume is Assume.UPPER and not certain else known.count(elements)
+        return _spread(total, out, None if certain and out.numel() == 1 else each)
     if known.values:
-        each = known.values - 1 if assume is Assume.UPPER else (known.values - 1) / 2
-        return _evenly(int(source.numel() * each), out)
+        highest = known.least + known.values - 1
+        mean = highest if assume is Assume.UPPER else (known.least + highest) / 2
+        return _spread(int(elements * mean), out, highest * each)
     return None
 
 
-def _evenly(total: int, out: torch.Tensor) -> torch.Tensor:
+def _spread(total: int, out: torch.Tensor, most: int | None) -> tuple[torch.Tensor, Extent | None]:
+    """A total spread evenly, and how much each could be; ``most`` of None says that it is sure."""
+    each = total // out.numel()
+    return evenly(total, out), None if most is None else Extent(each, 0, max(most, each))
+
+
+def evenly(total: int, out: torch.Tensor) -> torch.Tensor:
     """As equal whole numbers as sum to a total."""
     each, more = divmod(total, out.numel())
     values = torch.full((out.numel(),), each, dtype=torch.int64)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, floor, isfinite, prod
+from operator import eq, ge, gt, le, lt, ne
 from typing import Any
 
 import torch
@@ -28,7 +29,10 @@ class Expectation:
         share: of the elements that are not zero; None where nothing is known.
         exact: that share holds for the whole tensor, not for a part of it.
         unit: what is not zero is 1.
-        values: how many different values the elements take, counted from 0; None where nothing is known.
+        values: how many different values the elements take, counted from `least`; None where nothing is known.
+        least: the lowest of the values; counts of what holds have none of their own and are at least 0.
+        total: what all elements sum to; None where nothing is known.
+        constant: the one value of all elements; None where they differ or nothing is known.
         negated: the elements are those that do not hold in another mask, so the two counts sum to all.
     """
 
@@ -36,6 +40,9 @@ class Expectation:
     exact: bool = False
     unit: bool = False
     values: int | None = None
+    least: int = 0
+    constant: int | None = None
+    total: int | None = None
     negated: bool = False
 
     def count(self, elements: int) -> int:
@@ -125,39 +132,86 @@ def _randint(call: Call) -> Expectation:
 
 
 def _randint_low(call: Call) -> Expectation:
-    return Expectation(values=max(1, int(call.args[1])))
+    low, high = int(call.args[0]), int(call.args[1])
+    return Expectation(values=max(1, high - low), least=low)
 
 
 def _same(call: Call) -> Expectation:
-    return replace(
-        call.known,
-        exact=call.known.exact and call.source.numel() == call.out.numel(),
-    )
+    """Some of the elements of the first argument, some of them perhaps more often than once."""
+    return _taken(call.known, call.source, call.out)
+
+
+def _taken(known: Expectation, source: torch.Tensor, out: torch.Tensor) -> Expectation:
+    whole = known.constant is not None or source.numel() == out.numel()
+    return known if whole else replace(known, exact=False, total=None)
 
 
 def _cast(call: Call) -> Expectation:
-    found = _same(call)
-    return replace(found, unit=True) if call.out.dtype is torch.bool else found
+    return _as_type(_same(call), call.source, call.out.dtype)
 
 
 def _copied(call: Call) -> Expectation:
-    return call.look(call.args[1]) if isinstance(call.args[1], torch.Tensor) else NOTHING
+    source = call.args[1]
+    if not isinstance(source, torch.Tensor):
+        return NOTHING
+    return _as_type(_taken(call.look(source), source, call.out), source, call.out.dtype)
+
+
+def _as_type(found: Expectation, source: torch.Tensor, dtype: torch.dtype) -> Expectation:
+    if dtype is not torch.bool or source.dtype is torch.bool:
+        return found
+    return _holds(ne, found, 0)
 
 
 def _one_hot_scatter(call: Call) -> Expectation:
     """``zeros.scatter_(dim, index, 1)``: as many ones as there are indices."""
     target, _, index, value = call.args[:4]
-    if call.look(target).share != 0.0 or not isinstance(value, (int, float)) or not target.numel():
+    if call.look(target).share != 0.0 or value != 1 or not target.numel():
         return NOTHING
-    return Expectation(share=min(1.0, index.numel() / target.numel()), exact=True, unit=value == 1)
+    return Expectation(share=min(1.0, index.numel() / target.numel()), exact=True, unit=True)
 
 
-def _equal_number(call: Call) -> Expectation:
-    """One of the values that an index takes; a fraction that was computed hits no given number."""
-    if call.source.is_floating_point():
-        return Expectation(share=0.0, unit=True)
-    values = call.known.values
-    return Expectation(share=1 / values if values else None, unit=True)
+def _compared(how: Callable[[float, float], bool]) -> Rule:
+    """What holds in a comparison with a number."""
+
+    def compare(call: Call) -> Expectation:
+        number = call.args[1]
+        if not isinstance(number, (bool, int, float)):
+            return Expectation(unit=True)
+        if call.source.is_floating_point() and how in (eq, ne):
+            return Expectation(share=float(how is ne), unit=True)  # computed fractions hit no given number
+        return _holds(how, call.known, number)
+
+    return compare
+
+
+def _holds(how: Callable[[float, float], bool], known: Expectation, number: float) -> Expectation:
+    """All or nothing of a constant holds in a comparison, a share of evenly spread values, what holds of masks."""
+    if known.constant is not None:
+        return Expectation(share=float(how(known.constant, number)), exact=True, unit=True)
+    if known.values and isfinite(number):
+        return Expectation(share=_holding(how, known.least, known.values, number), unit=True)
+    # Masks have 0 and 1. Counts have 0 and what is not known, which is told from 0 but not from another number.
+    if known.share is not None and (known.unit or (number in (0, 1) and how(1, number) == how(2, number))):
+        if how(1, number) and not how(0, number):
+            return replace(known, unit=True)
+        if how(0, number) and not how(1, number):
+            return _negated(known)
+    return Expectation(unit=True)
+
+
+def _holding(how: Callable[[float, float], bool], least: int, values: int, number: float) -> float:
+    """The share of the numbers ``least, least + 1, ...`` for which a comparison holds."""
+    last = least + values - 1
+    if how in (eq, ne):
+        hit = least <= number <= last and number == int(number)
+        share = 1 / values if hit else 0.0
+        return share if how is eq else 1 - share
+    below = min(values, max(0, ceil(number) - least))  # those less than the number
+    within = min(values, max(0, floor(number) - least + 1))  # those not greater
+    if how in (lt, le):
+        return (below if how is lt else within) / values
+    return (values - below if how is ge else values - within) / values
 
 
 def _equal_tensor(call: Call) -> Expectation:
@@ -175,12 +229,6 @@ def _negated(found: Expectation) -> Expectation:
     return Expectation(share=share, exact=found.exact, unit=True, negated=not found.negated)
 
 
-def _unequal(call: Call) -> Expectation:
-    if not isinstance(call.args[1], torch.Tensor) and call.args[1] == 0 and call.known.share is not None:
-        return replace(call.known, unit=True, values=None)
-    return _negated(_equal_number(call))
-
-
 def _not(call: Call) -> Expectation | None:
     if call.out.dtype is not torch.bool:
         return None
@@ -190,14 +238,6 @@ def _not(call: Call) -> Expectation | None:
 def _subtracted(call: Call) -> Expectation:
     """``1 - mask``."""
     return _negated(call.known) if call.known.unit and call.args[1] == 1 else NOTHING
-
-
-def _above(call: Call) -> Expectation:
-    """``counts > 0``: what is not zero, where nothing is negative."""
-    known = call.known
-    if isinstance(call.args[1], torch.Tensor) or call.args[1] != 0 or known.share is None:
-        return Expectation(unit=True)
-    return replace(known, unit=True, values=None)
 
 
 def _summed(call: Call) -> Expectation:
@@ -211,7 +251,10 @@ def _summed(call: Call) -> Expectation:
 def _binned(call: Call) -> Expectation:
     """Counts of each value: 0 only where none fell."""
     bins = call.out.numel()
-    return Expectation(share=1 - (1 - 1 / bins) ** call.source.numel()) if bins else NOTHING
+    if not bins:
+        return NOTHING
+    total = None if len(call.args) > 1 and call.args[1] is not None else call.source.numel()  # weights
+    return Expectation(share=1 - (1 - 1 / bins) ** call.source.numel(), total=total)
 
 
 def _both(call: Call) -> Expectation | None:
@@ -228,22 +271,31 @@ def _either(call: Call) -> Expectation | None:
     return Expectation(share=1 - prod(1 - (0.5 if s is None else s) for s in shares), unit=True)
 
 
-def _constant(value: Any) -> Expectation:
-    if not isinstance(value, (bool, int, float)):
+def _constant(value: Any, dtype: torch.dtype = torch.int64) -> Expectation:
+    if not isinstance(value, (bool, int, float)) or not isfinite(value):
         return NOTHING
-    return Expectation(share=float(value != 0), exact=True, unit=value in (0, 1))
+    number = int(bool(value) if dtype is torch.bool else value)
+    return Expectation(share=float(number != 0), exact=True, unit=number in (0, 1), constant=number)
 
 
 def _full(call: Call) -> Expectation:
-    return _constant(call.args[1] if len(call.args) > 1 else call.kwargs.get("fill_value"))
+    return _constant(call.args[1] if len(call.args) > 1 else call.kwargs.get("fill_value"), call.out.dtype)
 
 
 def _filled(call: Call) -> Expectation:
-    return _constant(call.args[1]) if is_whole(call.source) else NOTHING
+    return _constant(call.args[1], call.out.dtype)
 
 
 def _arange(call: Call) -> Expectation | None:
     return Expectation(values=max(1, call.out.numel())) if call.out.dtype in _INTEGERS else None
+
+
+def _range(call: Call) -> Expectation | None:
+    """Numbers from a start on, one by one; where they are further apart nothing is expected."""
+    step = call.args[2] if len(call.args) > 2 else 1
+    if call.out.dtype not in _INTEGERS or step != 1:
+        return None
+    return Expectation(values=max(1, call.out.numel()), least=int(call.args[0]))
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
@@ -261,26 +313,28 @@ _TABLE: dict[tuple[str, ...], tuple[int, Rule | Expectation]] = {
     ("multinomial",): (0, _multinomial),
     ("randint", "randint.generator"): (0, _randint),
     ("randint.low", "randint.low_generator"): (0, _randint_low),
-    ("arange", "arange.start", "arange.start_step"): (0, _arange),
-    ("clone", "index.Tensor", "index_select", "expand_copy"): (0, _same),
+    ("arange",): (0, _arange),
+    ("arange.start", "arange.start_step"): (0, _range),
+    ("clone", "index.Tensor", "index_select", "expand_copy", "repeat", "flip", "roll"): (0, _same),
     ("_to_copy",): (0, _cast),
     ("copy_",): (0, _copied),
     ("scatter_.value", "scatter.value"): (0, _one_hot_scatter),
-    ("eq.Scalar",): (0, _equal_number),
+    ("eq.Scalar",): (0, _compared(eq)),
     ("eq.Tensor",): (0, _equal_tensor),
-    ("ne.Scalar",): (0, _unequal),
-    ("ne.Tensor", "lt.Scalar", "lt.Tensor", "le.Scalar", "le.Tensor"): (0, Expectation(unit=True)),
-    ("ge.Scalar", "ge.Tensor"): (0, Expectation(unit=True)),
-    ("gt.Scalar",): (0, _above),
-    ("gt.Tensor",): (0, Expectation(unit=True)),
+    ("ne.Scalar",): (0, _compared(ne)),
+    ("lt.Scalar",): (0, _compared(lt)),
+    ("le.Scalar",): (0, _compared(le)),
+    ("gt.Scalar",): (0, _compared(gt)),
+    ("ge.Scalar",): (0, _compared(ge)),
+    ("ne.Tensor", "lt.Tensor", "le.Tensor", "gt.Tensor", "ge.Tensor"): (0, Expectation(unit=True)),
     ("sum", "sum.dim_IntList", "any.dim", "any.dims", "count_nonzero.dim_IntList"): (0, _summed),
     ("bincount", "histc"): (0, _binned),
     ("logical_not", "bitwise_not"): (0, _not),
     ("rsub.Scalar",): (0, _subtracted),
     ("logical_and", "bitwise_and.Tensor", "mul.Tensor"): (0, _both),
     ("logical_or", "bitwise_or.Tensor"): (0, _either),
-    ("ones", "ones_like", "new_ones"): (0, Expectation(share=1.0, exact=True, unit=True)),
-    ("zeros", "zeros_like", "new_zeros", "zero_"): (0, Expectation(share=0.0, exact=True, unit=True)),
+    ("ones", "ones_like", "new_ones"): (0, _constant(1)),
+    ("zeros", "zeros_like", "new_zeros", "zero_"): (0, _constant(0)),
     ("full", "full_like"): (0, _full),
     ("fill_.Scalar",): (0, _filled),
 }

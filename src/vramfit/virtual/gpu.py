@@ -242,11 +242,15 @@ class VirtualGPU:
             return
         lines = [w.location for w in self._machine.warnings if w.code == "shape-from-data" and w.location]
         if lines:
-            other = Assume.TYPICAL if self._machine.assume is Assume.UPPER else Assume.UPPER
+            what = "Let the sizes not depend on data for this run"
+            if self._machine.assume is Assume.UPPER:  # parts of a whole do not sum to it; typical ones do
+                what = (
+                    f"Try --assume {Assume.TYPICAL.value}, or let the sizes not depend on data for this run"
+                )
             self._machine.warn(
                 "assumed-size-failed",
                 f"the program failed after sizes were assumed at {', '.join(lines[:3])}: its error may come from that. "
-                f"Try --assume {other.value}, or let the size not depend on data for this run",
+                f"{what}",
             )
 
     def _trace_devices(self) -> tuple[TraceDevice, ...]:

@@ -397,6 +397,7 @@ class Machine:
 
     def warn(self, code: str, message: str, *, location: str | None = None) -> None:
         """Note something the reader of the results must know; repeated ones (code, location) are counted."""
+        location = location or None
         with self._warn_lock:
             known = self._warnings.get((code, location))
             if known is None:

@@ -21,13 +21,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.allocator import AllocatorEventKind, OutOfMemory
+from vramfit.allocator.rounding import MIN_BLOCK
 from vramfit.trace import Category, EventKind, Frame, OomReport, TraceBuilder
 from vramfit.trace.frames import user_frame
-from vramfit.virtual.assume import Extent, bounds, merged
+from vramfit.virtual.assume import Extent, bounds
 from vramfit.virtual.attribution import ModuleStack, Phase, PhaseTracker, StackInterner
 from vramfit.virtual.expectations import NOTHING, Expectation, is_whole
 from vramfit.virtual.kernels.context import EMPTY_CACHE, Spare
 from vramfit.virtual.machine import Machine
+from vramfit.virtual.resting import Numbers, Resting
 from vramfit.virtual.subclasses import parts
 
 _KIND = {kind: EventKind[kind.name] for kind in AllocatorEventKind}
@@ -50,6 +52,7 @@ class StorageRecord(weakref.ref[torch.UntypedStorage]):
         "nbytes",
         "phase",
         "row",
+        "shape",
     )
 
     key: int
@@ -62,6 +65,7 @@ class StorageRecord(weakref.ref[torch.UntypedStorage]):
     graph: bool
     module: str | None
     extents: tuple[Extent, ...]  # assumed sizes on which it rests
+    shape: tuple[int, ...]  # of the tensor that it was made for, where it rests on any
     below: int  # bytes by which it may be smaller
     above: int  # bytes by which it may be larger
     expected: Expectation | None
@@ -84,6 +88,15 @@ class Peaks:
     lowest: int = 0
     highest: int = 0
     doubted: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A block that a kernel needs while it runs, and by how many bytes it may be smaller and larger than told."""
+
+    address: int
+    below: int
+    above: int
 
 
 @dataclass(slots=True)
@@ -116,6 +129,7 @@ class Meter:
         self._doubts: defaultdict[int, Doubt] = defaultdict(Doubt)
         self.category: Category | None = None  # what is allocated now is for, where the moment does not tell
         self.assuming = False  # whether any size rests on an assumption so far
+        self.numbers = Numbers()
         machine.on_event = self._on_event
 
     # -- storages ------------------------------------------------------------------------------------------------
@@ -147,7 +161,7 @@ class Meter:
         record = self._records.get(key)
         if record is not None:
             if record.nbytes != storage.nbytes():
-                self._resize(record, storage.nbytes(), op, tensor)
+                self._resize(record, storage.nbytes(), op, tensor, extents)
             return
         record = StorageRecord(storage, self._dead.append)
         record.key = key
@@ -155,13 +169,8 @@ class Meter:
         record.nbytes = storage.nbytes()
         record.graph = torch.is_grad_enabled()
         record.module = None
-        record.extents = extents
         record.expected = None
-        record.below = record.above = 0
-        if extents:
-            low, high = bounds(record.nbytes, tensor.shape, extents)
-            record.below, record.above = record.nbytes - low, high - record.nbytes
-            self.widen(record.device, record.below, record.above, op)
+        self._rest(record, tensor, extents, op)
         try:
             self._place(record, op, category, tensor)
         except torch.OutOfMemoryError:
@@ -169,12 +178,27 @@ class Meter:
             raise
         self._records[key] = record
 
+    def _rest(
+        self, record: StorageRecord, tensor: torch.Tensor | None, extents: tuple[Extent, ...], op: str
+    ) -> None:
+        """Note on which assumed sizes a storage rests, and count what that leaves open."""
+        record.extents, record.shape, record.below, record.above = extents, (), 0, 0
+        if tensor is None:
+            return
+        if not extents:
+            self.numbers.see(tensor.shape)
+            return
+        record.shape = tuple(tensor.shape)
+        low, high = bounds(record.nbytes, record.shape, extents, tensor.element_size())
+        record.below, record.above = _apart(record.nbytes, low, high)
+        self.widen(record.device, record.below, record.above, op)
+
     def resized(self, tensor_or_storage: torch.UntypedStorage, op: str) -> None:
         """Follow a storage whose size was changed from outside the dispatcher (``storage.resize_``)."""
         self.collect()
         record = self._records.get(tensor_or_storage._cdata)
         if record is not None and record.nbytes != tensor_or_storage.nbytes():
-            self._resize(record, tensor_or_storage.nbytes(), op, None)
+            self._resize(record, tensor_or_storage.nbytes(), op, None, ())
 
     def collect(self) -> None:
         """Return the blocks of all storages that have died since the last call."""
@@ -196,13 +220,23 @@ class Meter:
             tensor=None if tensor is None else describe(tensor),
         )
 
-    def _resize(self, record: StorageRecord, nbytes: int, op: str, tensor: torch.Tensor | None) -> None:
+    def _resize(
+        self,
+        record: StorageRecord,
+        nbytes: int,
+        op: str,
+        tensor: torch.Tensor | None,
+        extents: tuple[Extent, ...],
+    ) -> None:
         # aten/src/ATen/native/cuda/Resize.cpp resize_bytes_cuda: the new block is taken before the old one goes.
         old_address, old_device, row = record.address, record.device, record.row
+        below, above = record.below, record.above
         record.nbytes = nbytes
+        self._rest(record, tensor, extents, op)
         self._place(record, op, self._category_of(row), tensor)
         if old_address:
             self.free(old_address, old_device)
+        self.narrow(old_device, below, above)
 
     def _category_of(self, row: int) -> int | None:
         """Category of an allocation row, None for row -1 (an empty storage)."""
@@ -211,7 +245,7 @@ class Meter:
     def _release(self, record: StorageRecord) -> None:
         if self._records.get(record.key) is record:
             del self._records[record.key]
-        if record.extents:
+        if record.below or record.above:
             self.narrow(record.device, record.below, record.above)
         if not record.address:
             return
@@ -279,37 +313,60 @@ class Meter:
             self._rows[device].pop(address, None)
             self.machine.devices[device].allocator.free(address)
 
-    def temporary(self, sizes: Iterable[int], device: int, op: str) -> list[int]:
-        """Take blocks that a kernel needs while it runs; the caller frees the returned addresses.
+    def temporary(
+        self, sizes: Iterable[int], device: int, op: str, scale: tuple[float, float] = (1.0, 1.0)
+    ) -> list[Held]:
+        """Take blocks that a kernel needs while it runs; `give_back` returns them.
 
-        A negative entry -n gives back the n-th block taken; see `kernels.Extras` for the other entries.
+        Args:
+            sizes: bytes of each; a negative entry -n gives back the n-th block taken; see `kernels.Extras` for the
+                other entries.
+            device: index of the card.
+            op: what needs them.
+            scale: least and most that each may be, as a multiple of what is told.
+
+        Raises:
+            torch.OutOfMemoryError: the card is full; no block is held then.
         """
-        taken: list[int] = []
+        taken: list[Held | None] = []
         try:
             for size in sizes:
                 if size == EMPTY_CACHE:
                     with self.lock:
                         self.machine.devices[device].allocator.empty_cache()
                 elif size < 0:
-                    if taken[-size - 1]:
-                        self.free(taken[-size - 1], device)
-                    taken[-size - 1] = 0
-                elif type(size) is Spare:
-                    taken.append(self._spare(int(size), device, op))  # figures are plain numbers
+                    if (gone := taken[-size - 1]) is not None:
+                        self.give_back((gone,), device)
+                    taken[-size - 1] = None
                 else:
-                    taken.append(self.malloc(size, device, op=op, category=Category.TEMPORARIES)[0])
+                    taken.append(self._hold(size, device, op, scale))
         except torch.OutOfMemoryError:
-            for address in filter(None, taken):  # a program that catches the error goes on without them
-                self.free(address, device)
+            self.give_back(
+                filter(None, taken), device
+            )  # a program that catches the error goes on without them
             raise
-        return [address for address in taken if address]
+        return [held for held in taken if held is not None]
 
-    def _spare(self, size: int, device: int, op: str) -> int:
-        """A block that its kernel does without where it does not fit: its address, or 0."""
+    def _hold(self, size: int, device: int, op: str, scale: tuple[float, float]) -> Held | None:
+        """Take one block; None for an empty one, and for a `Spare` that does not fit: its kernel does without."""
+        nbytes = int(size)  # figures are plain numbers
+        below, above = _apart(nbytes, int(nbytes * scale[0]), int(nbytes * scale[1]))
+        if below or above:
+            self.widen(device, below, above, op)
         try:
-            return self.malloc(size, device, op=op, category=Category.TEMPORARIES)[0]
+            address = self.malloc(nbytes, device, op=op, category=Category.TEMPORARIES)[0]
         except torch.OutOfMemoryError:
-            return 0
+            self.narrow(device, below, above)
+            if type(size) is Spare:
+                return None
+            raise
+        return Held(address, below, above) if address else None
+
+    def give_back(self, held: Iterable[Held], device: int) -> None:
+        """Return blocks that a kernel needed."""
+        for block in held:
+            self.free(block.address, device)
+            self.narrow(device, block.below, block.above)
 
     def lifetime_peaks(self, device: int) -> Peaks:
         """Highest figures of a device since the start."""
@@ -364,9 +421,10 @@ class Meter:
         record = self.record_of(tensor)
         if record is None or record.expected is None:
             return NOTHING
-        if record.expected.exact and not is_whole(tensor):
-            return replace(record.expected, exact=False)
-        return record.expected
+        found = record.expected
+        if found.constant is None and (found.exact or found.total is not None) and not is_whole(tensor):
+            return replace(found, exact=False, total=None)
+        return found
 
     def expect(self, tensor: torch.Tensor, expected: Expectation | None) -> None:
         """Say what is expected of the values of a tensor on a card."""
@@ -374,14 +432,18 @@ class Meter:
         if record is not None:
             record.expected = expected
 
-    def extents_of(self, tensors: Iterable[torch.Tensor]) -> tuple[Extent, ...]:
-        """The assumed sizes on which tensors rest."""
-        found: list[tuple[Extent, ...]] = []
-        for tensor in tensors:
-            record = self.record_of(tensor)
-            if record is not None and record.extents:
-                found.append(record.extents)
-        return merged(*found) if found else ()
+    def extents_of(self, tensor: torch.Tensor) -> tuple[Extent, ...]:
+        """The assumed sizes on which a tensor rests, as its own shape shows them."""
+        record = self.record_of(tensor)
+        if record is None or not record.extents:
+            return ()
+        if tensor.shape == record.shape:
+            return record.extents
+        return Resting(record.extents, frozenset(record.shape)).of(tensor.shape)
+
+    def note_count(self, extent: Extent) -> None:
+        """Remember a guessed count that the program may read and make something of that size."""
+        self.assuming |= self.numbers.assume(extent, count=True)
 
     # -- attribution ---------------------------------------------------------------------------------------------
 
@@ -491,6 +553,12 @@ class Meter:
         )
         self.machine.notify_oom(device, nbytes, card.allocator.allocated_bytes, card.driver.free_bytes)
         return torch.OutOfMemoryError(message)
+
+
+def _apart(nbytes: int, low: int, high: int) -> tuple[int, int]:
+    """By how many bytes a block may be smaller and larger, in steps in which the allocator hands them out."""
+    shown, least, most = (-(-size // MIN_BLOCK) * MIN_BLOCK for size in (nbytes, low, high))
+    return shown - least, most - shown
 
 
 def describe(tensor: torch.Tensor) -> str:

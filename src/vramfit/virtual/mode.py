@@ -36,7 +36,7 @@ from vramfit.virtual import kernels, roofline
 from vramfit.virtual.assume import Extent
 from vramfit.virtual.checks import check_arguments
 from vramfit.virtual.describe import Describer
-from vramfit.virtual.expectations import WATCHED, expectation
+from vramfit.virtual.expectations import WATCHED, expectation, is_whole
 from vramfit.virtual.facade import invalid_device
 from vramfit.virtual.guesses import Guesses
 from vramfit.virtual.ops import OpInfo, OpTable, mutated_tensors, tensors_in
@@ -119,9 +119,9 @@ class VirtualMode(TorchDispatchMode):
         self.fake = VirtualFakeMode()
         self.describer = Describer(self.fake)
         self.shadows = ShadowStore()
-        self.shading = Shading(machine, self.shadows, meter.expected)
+        self.shading = Shading(machine, self.shadows, meter.expected, meter.note_count)
         self.ops = OpTable(RULES, LATE)
-        self.guesses = Guesses(machine)
+        self.guesses = Guesses(machine, lambda: meter.backward_frames)
         self.twins = Twins()
         self._pinned: dict[int, _Pinned] = {}
         self.exclusive_counts: tuple[int, int] | None = None  # from calibration.py
@@ -352,6 +352,8 @@ class VirtualMode(TorchDispatchMode):
             for tensor in mutated_tensors(info, args, kwargs):
                 if tensor.dtype in WATCHED:
                     self.meter.expect(tensor, None)
+            if found is not None and not is_whole(found[0]):
+                return  # a part was written, so nothing is known of the whole
         if found is not None:
             self.meter.expect(*found)
 

@@ -9,15 +9,27 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.trace import Category
 from vramfit.virtual import kernels
-from vramfit.virtual.assume import Extent, merged, resting_on
+from vramfit.virtual.assume import Extent, bounds, merged
 from vramfit.virtual.kernels import Extras, KernelContext
 from vramfit.virtual.ops import OpInfo, tensors_in
+from vramfit.virtual.resting import Resting, concatenated
 
 if TYPE_CHECKING:
-    from vramfit.virtual.meter import Meter
+    from vramfit.virtual.meter import Held, Meter
     from vramfit.virtual.workspaces import Workspaces
 
 _NOTHING = Extras()
+_CERTAIN = Resting()
+_CAT = torch.ops.aten.cat.default
+_JOINING = {
+    _CAT,
+    torch.ops.aten.constant_pad_nd.default,
+    *(
+        getattr(torch.ops.aten, f"{how}_pad{n}d").default
+        for how in ("reflection", "replication")
+        for n in (1, 2, 3)
+    ),
+}
 
 
 class Placing:
@@ -57,56 +69,106 @@ class Placing:
         """
         meter, name = self._meter, info.name
         extras = kernels.extras(func, args, kwargs, out, context) or _NOTHING
+        rests, scale = _CERTAIN, (1.0, 1.0)
         if meter.assuming:
-            given = (*tensors_in(args), *tensors_in(tuple(kwargs.values())))
-            extents = merged(extents, meter.extents_of(given))
+            rests, scale = self._resting(func, args, kwargs, out, extents)
         below, above = extras.error_below_bytes, extras.error_bytes
         if below or above:
             meter.widen(device, below, above, name)
-        held: list[int] = []
+        held: list[Held] = []
+        addresses: list[int] = []
         try:
             if extras.before:
-                held += meter.temporary(extras.before, device, name)
+                held += meter.temporary(extras.before, device, name, scale)
             if extras.between:
-                self._adopt_in_turn(out, name, category, extents, extras.between, device)
+                self._adopt_in_turn(out, name, category, rests, extras.between, device, scale)
             elif info.fresh or info.mutated:
-                self._adopt(out[::-1] if info.last_first else out, name, category, extents)
+                self._adopt(out[::-1] if info.last_first else out, name, category, rests)
             if extras.after:
-                held += meter.temporary(extras.after, device, name)
+                held += meter.temporary(extras.after, device, name, scale)
             for blas in kernels.blas_libraries(func, args, kwargs, context):
-                held += self._workspaces.use(blas, device, context)
+                addresses += self._workspaces.use(blas, device, context)
             if below or above:
                 meter.note_doubt(device)
         finally:
-            for address in reversed(held):
+            for address in reversed(addresses):
                 meter.free(address, device)
+            meter.give_back(reversed(held), device)
             if below or above:
                 meter.narrow(device, below, above)
 
-    def _adopt(self, out: Any, op: str, category: Category | None, extents: tuple[Extent, ...]) -> None:
-        for tensor in tensors_in(out):
-            if type(tensor) is FakeTensor and tensor.fake_device.type == "cuda":
-                for part in strided_parts(tensor):
-                    found = resting_on(part.shape, extents) if extents else ()
-                    self._meter.adopt(part, op, category, found)
+    def _resting(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        extents: tuple[Extent, ...],
+    ) -> tuple[Resting, tuple[float, float]]:
+        """What the results may rest on, and by which factors temporaries may be less and more than told."""
+        given = [
+            (tensor, self._meter.extents_of(tensor)) for tensor in _placed((args, tuple(kwargs.values())))
+        ]
+        named = frozenset(_numbers((args, tuple(kwargs.values()))))
+        made = {size for tensor in tensors_in(out) for size in tensor.shape}
+        known = named.union(*(tensor.shape for tensor, _ in given))
+        if func is _CAT and isinstance(out, torch.Tensor) and out.dim():
+            axis = kwargs.get("dim", args[1] if len(args) > 1 else 0) % out.dim()
+            parts = [(t.shape, found) for t, found in given]
+            along = concatenated(parts, axis, out.shape[axis])
+            # No other dimension of its result differs from those of its parts.
+            across = [
+                e for _, found in given for e in found if e.shown in out.shape and e.shown != out.shape[axis]
+            ]
+            rests = Resting(merged(extents, () if along is None else (along,), across), known)
+        else:
+            found = [extents, *(found for _, found in given), self._meter.numbers.named(named & made)]
+            rests = Resting(merged(*found), known, joined=func in _JOINING)
+        low = high = 1.0
+        for tensor, of in (*given, *((t, rests.of(t.shape)) for t in _placed(out))):
+            if of and tensor.nbytes:
+                least, most = bounds(tensor.nbytes, tensor.shape, of)
+                low, high = min(low, least / tensor.nbytes), max(high, most / tensor.nbytes)
+        return rests, (low, high)
+
+    def _adopt(self, out: Any, op: str, category: Category | None, rests: Resting) -> None:
+        for part in _placed(out):
+            self._meter.adopt(part, op, category, rests.of(part.shape) if rests.extents else ())
 
     def _adopt_in_turn(
         self,
         out: tuple[Any, ...],
         op: str,
         category: Category | None,
-        extents: tuple[Extent, ...],
+        rests: Resting,
         between: tuple[tuple[int, ...], ...],
         device: int,
+        scale: tuple[float, float],
     ) -> None:
         """Place results one after the other, each with the temporaries of its own computation."""
         for result, sizes in zip(out, between, strict=True):
             if result is not None:
-                self._adopt(result, op, category, extents)
-            held = self._meter.temporary(sizes, device, op)
+                self._adopt(result, op, category, rests)
+            held = self._meter.temporary(sizes, device, op, scale)
             self._meter.note_doubt(device)
-            for address in reversed(held):
-                self._meter.free(address, device)
+            self._meter.give_back(reversed(held), device)
+
+
+def _placed(tree: Any) -> list[torch.Tensor]:
+    """The strided tensors on a card among nested values."""
+    return [
+        part
+        for tensor in tensors_in(tree)
+        if type(tensor) is FakeTensor and tensor.fake_device.type == "cuda"
+        for part in strided_parts(tensor)
+    ]
+
+
+def _numbers(tree: Any) -> list[int]:
+    """The whole numbers of nested values."""
+    if type(tree) is int:
+        return [tree]
+    return [n for item in tree for n in _numbers(item)] if isinstance(tree, (list, tuple)) else []
 
 
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.virtual.assume import Extent
 from vramfit.virtual.counting import COUNTING, counts
 from vramfit.virtual.expectations import Expectation
 from vramfit.virtual.facade import VirtualGenerator, default_generator, virtual_generator
@@ -37,11 +38,16 @@ class Shading:
     """What happens to the shadows of a virtual GPU when an op runs."""
 
     def __init__(
-        self, machine: Machine, shadows: ShadowStore, expected: Callable[[torch.Tensor], Expectation]
+        self,
+        machine: Machine,
+        shadows: ShadowStore,
+        expected: Callable[[torch.Tensor], Expectation],
+        note_count: Callable[[Extent], None],
     ) -> None:
         self.machine = machine
         self.shadows = shadows
         self.expected = expected
+        self.note_count = note_count
 
     def follow(
         self,
@@ -118,7 +124,10 @@ class Shading:
             return answer
         counted = counts(func, args, out, self.expected, self.machine.assume)
         if counted is not None:
-            return counted
+            values, bounds = counted
+            if bounds is not None:
+                self.note_count(bounds)
+            return values
         ranked = ranks(func, args, kwargs, out)
         if ranked is not None:
             return ranked

@@ -95,7 +95,8 @@ class Player:
     def empty_strided(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         """Memory on the current card."""
         out = self._make(size, stride, dtype, torch.device("cuda", self.mode.machine.current_device))
-        self.mode.meter.adopt(out, self._step.label)
+        meter = self.mode.meter
+        meter.adopt(out, self._step.label, extents=meter.numbers.named(size) if meter.assuming else ())
         return out
 
     def empty_on_host(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -179,8 +179,7 @@ def lstsq(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     sizes = [left.nbytes, right.nbytes if rows > columns else 0]
     held = mode.meter.temporary([size for size in sizes if size], device, name)
     mode.settle(func, mode.ops[func], args, kwargs, (whole, residuals, *rest))
-    for address in held:
-        mode.meter.free(address, device)
+    mode.meter.give_back(held, device)
     for tensor in (whole, residuals):
         mode.shadows.forget(tensor)  # the host's default driver answers in another form
     solution = torch.ops.aten.slice.Tensor(whole, -1, 0, columns).mT

@@ -13,8 +13,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.virtual.assume import Assume, Extent
+from vramfit.virtual.counting import evenly
+from vramfit.virtual.expectations import Expectation
 from vramfit.virtual.rules.registry import rule
-from vramfit.virtual.shadow import may_carry
+from vramfit.virtual.shadow import MAX_KNOWN, may_carry
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -50,13 +52,16 @@ def _selected(mode: VirtualMode, name: str, mask: torch.Tensor, elements: int) -
         count = expected.count(elements)
         return Extent(count, count, count)
     count = elements if mode.machine.assume is Assume.UPPER else expected.count(elements)
+    count = mode.guesses.fewer(count)
     _tell(mode, name, f"{count:,} of {elements:,} elements")
     return _assumed(mode, count, 0, elements)
 
 
 def _assumed(mode: VirtualMode, shown: int, low: int, high: int) -> Extent:
+    extent = Extent(shown, min(low, shown), max(high, shown))
     mode.meter.assuming = True
-    return Extent(shown, min(low, shown), max(high, shown))
+    mode.meter.numbers.assume(extent)
+    return extent
 
 
 def _tell(mode: VirtualMode, name: str, what: str) -> None:
@@ -213,12 +218,22 @@ def unique(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str
         mode.fake_empty(inverse_shape if wants_inverse else (0,), torch.int64, device),
         mode.fake_empty((count,) if wants_counts else (0,), torch.int64, device),
     )[: len(func._schema.returns)]
-    return _finish(mode, func, args, kwargs, out, extent)
+    _finish(mode, func, args, kwargs, out, extent)
+    if wants_counts and 0 < count <= MAX_KNOWN:  # programs split by them, so they sum to what is counted
+        mode.shadows.set(out[2], evenly(elements, out[2]), guessed=True)
+    if wants_inverse:
+        mode.meter.expect(out[1], Expectation(values=max(1, count)))
+    if wants_counts:
+        mode.meter.expect(out[2], Expectation(share=1.0, total=elements))
+    return out
 
 
 def _distinct(mode: VirtualMode, name: str, tensor: torch.Tensor, elements: int, *, whole: bool) -> Extent:
     """How many different values (or slices, ``whole``) there are among so many."""
-    values = None if whole else mode.meter.expected(tensor).values
+    expected = mode.meter.expected(tensor)
+    if expected.constant is not None and elements:
+        return Extent(1, 1, 1)
+    values = None if whole else expected.values
     most = min(elements, values) if values else elements
     if mode.machine.assume is Assume.UPPER:
         count = most
@@ -235,13 +250,37 @@ def repeat_interleave(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwarg
     """``repeat_interleave(repeats)``: the sum of the repeats, given as ``output_size`` or read from the shadow."""
     size = kwargs.get("output_size")
     if size is None:
-        view = mode.shadows.view(args[0]) if type(args[0]) is FakeTensor else args[0]
-        if view is not None:
-            size = int(view.sum())
-        else:
-            size = args[0].numel()
-            _tell(mode, "repeat_interleave", f"{size:,} repeats, one each,")
+        size = _repeats(mode, args[0])
     return _finish(mode, func, args, kwargs, mode.fake_empty((size,), args[0].dtype, args[0].device))
+
+
+def _repeats(mode: VirtualMode, repeats: torch.Tensor) -> int:
+    """What repeats sum to: known, or counts of something, else guessed."""
+    if type(repeats) is not FakeTensor:
+        return int(repeats.sum())
+    known = mode.meter.expected(repeats)
+    if known.total is not None:
+        return known.total
+    if known.constant is not None:
+        return known.constant * repeats.numel()
+    shadow, view = mode.shadows.find(repeats), mode.shadows.view(repeats)
+    if shadow is not None and view is not None:
+        size = int(view.sum())
+        if shadow.guessed:
+            _unbounded(mode, "repeat_interleave", f"{size:,} repeats")
+        return size
+    size = repeats.numel()
+    _unbounded(mode, "repeat_interleave", f"{size:,} repeats, one each,")
+    return size
+
+
+def _unbounded(mode: VirtualMode, name: str, what: str) -> None:
+    _tell(mode, name, what)
+    mode.machine.warn(
+        "size-without-bound",
+        f"nothing bounds the result of {name}, whose shape depends on data: the error bar does not hold it",
+        location=mode.guesses.location(),
+    )
 
 
 @rule("aten.bincount.default")
@@ -250,9 +289,17 @@ def bincount(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[s
     if (true := _true_result(mode, func, args, kwargs)) is not None:
         return _finish(mode, func, args, kwargs, _like(mode, true, _device(args)))
     minlength = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
-    bins = max(minlength, mode.meter.expected(args[0]).values or 1)
-    if bins > minlength:
-        _tell(mode, "bincount", f"{bins:,} bins")
+    expected = mode.meter.expected(args[0])
+    if expected.constant is not None:
+        bins = max(minlength, expected.constant + 1)
+    elif expected.values:
+        bins = max(minlength, expected.least + expected.values)
+        if bins > minlength:
+            _tell(mode, "bincount", f"{bins:,} bins")
+    else:
+        bins = max(minlength, 1)
+        if not minlength:
+            _unbounded(mode, "bincount", f"{bins:,} bins")
     weights = kwargs.get("weights", args[1] if len(args) > 1 else None)
     dtype = (
         torch.int64 if weights is None else torch.float64 if weights.dtype != torch.float32 else torch.float32
