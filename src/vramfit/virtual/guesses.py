@@ -113,6 +113,9 @@ class Guesses:
             anywhere: a loop of any function that is running counts, not only one around the line itself.
         """
         frames = [f for f in _frames() if origin(f.f_code.co_filename) is not Origin.RUNTIME]
+        own = [n for n, f in enumerate(frames) if origin(f.f_code.co_filename) is Origin.USER]
+        if own:
+            frames = frames[: own[-1] + 1]  # what runs the program (a test runner, a notebook) loops as well
         if not frames or guards(frames[0].f_code.co_filename, frames[0].f_lineno):
             return False
         return any(in_loop(f.f_code.co_filename, f.f_lineno) for f in (frames if anywhere else frames[:1]))
