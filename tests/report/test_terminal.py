@@ -148,3 +148,20 @@ def test_a_leak_is_pointed_out() -> None:
     assert "leaves 3.00 MiB more allocated than the last: probably a leak." in text
     run = fitting_run()
     assert "leak" not in render_terminal(run, verdict(run, cards=()))
+
+
+@pytest.mark.parametrize("width", range(60, 121, 6))
+@pytest.mark.parametrize("message", ["its size depends on data", "a sentence that goes on and on " * 12])
+def test_a_warning_is_told_whole_and_counts_the_places_it_leaves_out(width: int, message: str) -> None:
+    warnings = tuple(
+        RunWarning(code="shape-from-data", message=message, location=f"{ROOT}/model.py:{line}", count=line)
+        for line in range(1, 31)
+    )
+    run = replace(fitting_run(), warnings=warnings)
+    text = render_terminal(run, verdict(run), width=width, root=ROOT)
+    told = " ".join(text[text.index("Warnings") :].split())
+    assert f"{message.strip()} [model.py:1, " in told
+    places = told.partition("[")[2].partition("]")[0]
+    listed, _, more = places.partition(" and ")
+    assert listed.count("model.py:") + int(more.removesuffix(" more")) == 30
+    assert all(len(line) <= width for line in text.splitlines())

@@ -421,10 +421,21 @@ class _Page:
                 times = f" ×{warning.count}" if warning.count > 1 else ""
                 places.append(f"{self.relative(warning.location)}{times}")
         for message, places in list(groups.items())[:_WARNINGS]:
-            where = f" [{', '.join(places)}]" if places else ""
-            yield from self.wrapped(Text(f"  {message}{where}", style="yellow"), indent=4, most=2)
+            yield from self.warning(message, places)
         if (more := len(groups) - _WARNINGS) > 0:
             yield Text(f"  and {more} more: --json lists them all", style="bright_black")
+
+    def warning(self, message: str, places: list[str]) -> list[Text]:
+        """One warning whole, and as many of its places as two lines, or one more than it takes itself, hold."""
+        bare = self.broken(Text(f"  {message}", style="yellow"), indent=4)
+        room = max(2, len(bare) + 1)
+        for shown in range(len(places), 0, -1):
+            left = f" and {len(places) - shown} more" if shown < len(places) else ""
+            text = Text(f"  {message} [{', '.join(places[:shown])}{left}]", style="yellow")
+            lines = self.broken(text, indent=4)
+            if len(lines) <= room or shown == 1:
+                return lines
+        return bare
 
     def footer(self, run: VirtualRun) -> Text:
         """What was run, and for how long."""
@@ -446,13 +457,21 @@ class _Page:
 
     def wrapped(self, text: Text, *, indent: int = 2, most: int = 3) -> Iterator[Text]:
         """Break a sentence into lines of the page's width, at most ``most`` of them."""
-        first, *rest = text.wrap(Console(width=self.width), self.width) or [Text()]
-        yield first
-        if rest:
-            tail = Text(" ").join(rest)
-            following = list(tail.wrap(Console(width=self.width), self.width - indent))
-            for line in following[: most - 1]:
-                yield Text(" " * indent) + line
+        yield from self.broken(text, indent=indent)[:most]
+
+    def broken(self, text: Text, *, indent: int) -> list[Text]:
+        """Break a sentence into lines of the page's width, all but the first indented."""
+        console = Console(width=self.width)
+        first, *more = text.wrap(console, self.width) or [Text()]
+        first.rstrip()
+        if not more:
+            return [first]
+        rest = text[len(first) :]
+        rest = rest[len(rest.plain) - len(rest.plain.lstrip()) :]
+        lines = rest.wrap(console, self.width - indent)
+        for line in lines:
+            line.rstrip()
+        return [first, *(Text(" " * indent) + line for line in lines)]
 
     def location(self, frame: Frame | None) -> str:
         """A source line, relative to the user's folder."""
