@@ -16,6 +16,7 @@ import pytest
 
 import vramfit
 from vramfit.errors import UsageError, VramfitError
+from vramfit.gpus.profile import MeasuredProfile, save_profile
 
 GPU = "RTX 4090"
 
@@ -192,6 +193,20 @@ def test_what_a_program_leaves_open_is_written_and_deleted(tmp_path: Path) -> No
     assert (tmp_path / "log.txt").read_text() == "a line"
     assert [w.code for w in report.run.warnings] == ["other-processes"]
     assert report.run.devices[0].context_bytes == 0, "a program that never touches the card makes no context"
+
+
+def test_a_profile_of_another_card_is_refused_before_the_program_starts(tmp_path: Path) -> None:
+    save_profile(
+        MeasuredProfile(
+            gpu_name="NVIDIA H200", total_bytes=140 << 30, torch_version="2.13.0", date="2026-01-02"
+        ),
+        tmp_path / "h200.json",
+    )
+    started = tmp_path / "started"
+    script = write(tmp_path / "script.py", f"open({str(started)!r}, 'w')")
+    with pytest.raises(UsageError, match=r"h200\.json was measured on another card, NVIDIA H200"):
+        vramfit.run(script, gpu="RTX 4090", profile=tmp_path / "h200.json")
+    assert not started.exists()
 
 
 def test_signals_reach_the_program(tmp_path: Path) -> None:

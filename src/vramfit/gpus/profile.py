@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import re
@@ -15,12 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from vramfit.errors import UsageError
+from vramfit.gpus.catalogue import catalogue
+from vramfit.gpus.spec import GpuSpec
+from vramfit.units import format_bytes
 from vramfit.writing import write_text
 
 SCHEMA = "vramfit.profile/1"
 FOLDER_VARIABLE = "VRAMFIT_PROFILE_DIR"
 NO_PROFILE = "none"
 OWN_PROFILE = "auto"
+_MEMORY_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,11 +178,17 @@ def _no_profile(path: Path, reason: str) -> UsageError:
 
 
 def _profile(document: dict[str, Any], file: str) -> MeasuredProfile:
-    known = {name: document[name] for name in _PLAIN if name in document}
+    texts = {name: _text(document[name], name) for name in _TEXTS if name in document}
+    sizes = {
+        name: _size(document[name], name) for name in ("total_bytes", "cudnn_version") if name in document
+    }
+    context = document.get("context_bytes")
     return MeasuredProfile(
-        **known,
-        library_bytes=_numbers(document.get("library_bytes", {}), int),
-        workspace_bytes=_numbers(document.get("workspace_bytes", {}), int),
+        **texts,
+        **sizes,
+        context_bytes=None if context is None else _size(context, "context_bytes"),
+        library_bytes=_sizes(document, "library_bytes"),
+        workspace_bytes=_sizes(document, "workspace_bytes"),
         rates=rates_from_plain(document.get("rates", {})),
         ops={
             name: {key: _call_from_plain(call) for key, call in calls.items()}
@@ -187,31 +198,63 @@ def _profile(document: dict[str, Any], file: str) -> MeasuredProfile:
     )
 
 
-_PLAIN = (
-    "gpu_name",
-    "total_bytes",
-    "torch_version",
-    "cuda_version",
-    "cudnn_version",
-    "driver",
-    "date",
-    "source",
-    "context_bytes",
-)
+_TEXTS = ("gpu_name", "torch_version", "cuda_version", "driver", "date", "source")
 
 
-def _numbers(values: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
-    return {name: kind(value) for name, value in values.items()}
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r:.40}, not text")
+    return value
+
+
+def _size(value: Any, name: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name} is {value!r:.40}, not a whole number from 0")
+    return value
+
+
+def _sizes(document: Mapping[str, Any], name: str) -> dict[str, int]:
+    return {key: _size(value, f"{name}.{key}") for key, value in document.get(name, {}).items()}
+
+
+def _speed(value: Any, name: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r:.40}, not a number above 0")
+    return float(value)
+
+
+def _speeds(values: Mapping[str, Any], name: str) -> dict[str, float]:
+    return {key: _speed(value, f"{name}.{key}") for key, value in values.get(name, {}).items()}
+
+
+def _steps(values: Any) -> tuple[int, ...]:
+    """Blocks taken, and, as negative numbers, given back by their position among those taken; each once."""
+    taken, returned = 0, set()
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"a block's size is {value!r:.40}, not a whole number")
+        if value >= 0:
+            taken += 1
+        elif -value > taken or value in returned:
+            raise ValueError(f"{value} gives back a block that is not held")
+        else:
+            returned.add(value)
+    return tuple(values)
 
 
 def rates_from_plain(values: Mapping[str, Any]) -> Rates:
-    """Speeds as they stand in a profile."""
+    """Speeds as they stand in a profile.
+
+    Raises:
+        ValueError: one is no number above 0.
+    """
+    bandwidth, launch = values.get("bandwidth"), values.get("launch_seconds")
     return Rates(
-        flops=_numbers(values.get("flops", {}), float),
-        bandwidth=values.get("bandwidth"),
-        launch_seconds=values.get("launch_seconds"),
-        to_card=_numbers(values.get("to_card", {}), float),
-        to_host=_numbers(values.get("to_host", {}), float),
+        flops=_speeds(values, "flops"),
+        bandwidth=None if bandwidth is None else _speed(bandwidth, "bandwidth"),
+        launch_seconds=None if launch is None else _speed(launch, "launch_seconds"),
+        to_card=_speeds(values, "to_card"),
+        to_host=_speeds(values, "to_host"),
     )
 
 
@@ -230,11 +273,12 @@ def _op_to_plain(op: MeasuredOp) -> dict[str, Any]:
 
 
 def _op_from_plain(plain: Mapping[str, Any]) -> MeasuredOp:
+    reserve = plain.get("reserve")
     return MeasuredOp(
-        before=tuple(int(size) for size in plain.get("before", ())),
-        between=tuple(tuple(int(size) for size in sizes) for sizes in plain.get("between", ())),
-        after=tuple(int(size) for size in plain.get("after", ())),
-        reserve=plain.get("reserve"),
+        before=_steps(plain.get("before", ())),
+        between=tuple(_steps(sizes) for sizes in plain.get("between", ())),
+        after=_steps(plain.get("after", ())),
+        reserve=None if reserve is None else _size(reserve, "reserve"),
     )
 
 
@@ -260,44 +304,112 @@ def profile_file(gpu_name: str, torch_version: str) -> Path:
 
 
 def chosen_profile(
-    profile: MeasuredProfile | str | os.PathLike[str], gpu_name: str, torch_version: str
+    profile: MeasuredProfile | str | os.PathLike[str], card: GpuSpec, torch_version: str
 ) -> MeasuredProfile | None:
     """The profile that a user asks for.
 
     Args:
         profile: a profile, ``"none"``, ``"auto"`` for that of the card and torch version, or a file.
-        gpu_name: as for `find_profile`.
-        torch_version: as for `find_profile`.
+        card: the card that is to be predicted.
+        torch_version: ``torch.__version__``.
 
     Raises:
-        UsageError: a file cannot be read.
+        UsageError: a file cannot be read, or tells of another card.
     """
-    if isinstance(profile, MeasuredProfile):
-        return profile
-    text = os.fspath(profile)
-    if text == NO_PROFILE:
-        return None
-    return find_profile(gpu_name, torch_version) if text == OWN_PROFILE else load_profile(Path(text))
+    if not isinstance(profile, MeasuredProfile):
+        text = os.fspath(profile)
+        if text == NO_PROFILE:
+            return None
+        if text == OWN_PROFILE:
+            return find_profile(card, torch_version)
+        profile = load_profile(Path(text))
+    check_card(profile, card)
+    return profile
 
 
-def find_profile(gpu_name: str, torch_version: str) -> MeasuredProfile | None:
+def find_profile(card: GpuSpec, torch_version: str) -> MeasuredProfile | None:
     """The profile of a card and a torch version among those in the user's folder, None without one.
 
     The build of torch (``+cu130``) does not matter; another patch release of the same minor version will do.
+    What a file says counts, not only its name: a profile of another card, of the same name with other memory, or
+    of another torch is left alone.
 
     Args:
-        gpu_name: what ``torch.cuda.get_device_name()`` says.
+        card: the card that is to be predicted.
         torch_version: ``torch.__version__``.
 
     Raises:
         UsageError: the file that should be it cannot be read.
     """
-    exact = profile_file(gpu_name, torch_version)
-    if exact.exists():
-        return load_profile(exact)
-    major, minor, *_ = _release(torch_version).split(".")
-    others = sorted(exact.parent.glob(f"{exact.stem.rpartition('-')[0]}-{major}.{minor}.*.json"))
-    return load_profile(others[-1]) if others else None
+    exact = profile_file(card.vendor_name, torch_version)
+    series = ".".join(_series(torch_version))
+    others = sorted(exact.parent.glob(f"{exact.stem.rpartition('-')[0]}-{series}.*.json"), reverse=True)
+    for path in (exact, *(other for other in others if other != exact)):
+        if path.exists():
+            found = load_profile(path)
+            same_torch = _series(found.torch_version) == _series(torch_version)
+            if same_torch and _same_name(found, card) and _same_memory(found.total_bytes, card):
+                return found
+    return None
+
+
+def check_card(profile: MeasuredProfile, card: GpuSpec) -> None:
+    """Make sure that a profile tells of a card, or of the same chip with another size of memory.
+
+    Raises:
+        UsageError: it was measured on another one.
+    """
+    if _same_name(profile, card):
+        if _same_memory(profile.total_bytes, card):
+            return
+        # Some names are used for several chips (an RTX 3080 of 10 GB has fewer multiprocessors than one of 12 GB):
+        # libraries choose other kernels there.
+        measured = next(
+            (
+                one
+                for one in catalogue()
+                if _same_name(profile, one) and _same_memory(profile.total_bytes, one)
+            ),
+            None,
+        )
+        if measured is None or measured.sm_count == card.sm_count:
+            return
+    named = f"the profile {profile.file}" if profile.file else "the profile"
+    of = f"{profile.gpu_name} ({format_bytes(profile.total_bytes)})"
+    raise UsageError(
+        f"{named} was measured on another card, {of}, not on {card.name}",
+        f"Take --profile none, a profile of {card.name} (vramfit calibrate makes it there), or --gpu for the card "
+        "that was measured",
+    )
+
+
+def profile_doubt(profile: MeasuredProfile, card: GpuSpec, torch_version: str) -> str | None:
+    """Why a profile of the card may not hold for this run, as a sentence; None where nothing speaks against it."""
+    reasons = []
+    if _series(profile.torch_version) != _series(torch_version):
+        reasons.append(
+            f"with torch {_release(profile.torch_version)} (this is {_release(torch_version)}), whose libraries may "
+            "take other workspaces"
+        )
+    if not _same_memory(profile.total_bytes, card):
+        reasons.append(
+            f"on a card with {format_bytes(profile.total_bytes)} (this one has {format_bytes(card.total_bytes)})"
+        )
+    return f"the profile was measured {' and '.join(reasons)}" if reasons else None
+
+
+def _same_name(profile: MeasuredProfile, card: GpuSpec) -> bool:
+    return profile.gpu_name.strip().casefold() == card.vendor_name.strip().casefold()
+
+
+def _same_memory(total_bytes: int, card: GpuSpec) -> bool:
+    """Whether it is the same card's memory: drivers, ECC and estimates differ by some percent, variants by more."""
+    return abs(total_bytes - card.total_bytes) <= _MEMORY_TOLERANCE * card.total_bytes
+
+
+def _series(torch_version: str) -> list[str]:
+    """``["2", "11"]`` of ``2.11.0+cu130``."""
+    return _release(torch_version).split(".")[:2]
 
 
 def _release(torch_version: str) -> str:

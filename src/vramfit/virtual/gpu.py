@@ -13,7 +13,7 @@ import torch
 
 from vramfit.errors import EnvironmentUnfitError, UsageError
 from vramfit.gpus import GpuSpec, find_gpu
-from vramfit.gpus.profile import MeasuredProfile, chosen_profile
+from vramfit.gpus.profile import MeasuredProfile, chosen_profile, profile_doubt
 from vramfit.trace import (
     Category,
     DeviceOutcome,
@@ -90,6 +90,9 @@ class VirtualGPU:
             assume=assumption(assume),
             measured=_measured(profile, self.spec),
         )
+        measured = self._machine.measured
+        if measured is not None and (doubt := profile_doubt(measured.profile, self.spec, torch.__version__)):
+            self._machine.warn("profile-differs", doubt)
         self._machine.config  # noqa: B018  # unreadable settings are refused here, not in the middle of the program
         self._builder = TraceBuilder(meta={"source": "virtual", "torch_version": torch.__version__})
         self._patches = PatchStack()
@@ -305,7 +308,7 @@ _active: VirtualGPU | None = None
 
 def _measured(profile: MeasuredProfile | str | PathLike[str], spec: GpuSpec) -> MeasuredTable | None:
     """The measured calls of the profile that was asked for; None without one."""
-    found = chosen_profile(profile, spec.vendor_name, torch.__version__)
+    found = chosen_profile(profile, spec, torch.__version__)
     return None if found is None else MeasuredTable(found)
 
 

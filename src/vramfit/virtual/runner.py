@@ -15,7 +15,7 @@ from types import FrameType
 
 from vramfit.errors import EnvironmentUnfitError, VramfitError
 from vramfit.gpus import GpuSpec
-from vramfit.gpus.profile import NO_PROFILE, OWN_PROFILE, load_profile
+from vramfit.gpus.profile import NO_PROFILE, OWN_PROFILE, check_card, load_profile
 from vramfit.trace import VirtualRun
 from vramfit.virtual.job import Job, Stage, load_outcome, plain_spec, raise_failure, stage_of
 
@@ -47,11 +47,12 @@ def run_in_child(
 
     Raises:
         EnvironmentUnfitError: this torch cannot carry the virtual GPU.
+        UsageError: the profile cannot be read, or is of another card.
         VramfitError: the child died before it could tell its results; the message says how.
     """
     named = os.fspath(profile)
     if named not in (NO_PROFILE, OWN_PROFILE):
-        load_profile(Path(named))  # one that cannot be read is refused before anything starts
+        check_card(load_profile(Path(named)), gpu)  # a wrong one is refused before anything starts
         named = os.path.abspath(named)
     with tempfile.TemporaryDirectory(prefix="vramfit-") as name:
         folder = Path(name)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from vramfit.gpus import find_gpu
 from vramfit.gpus.profile import MeasuredCall, MeasuredOp, MeasuredProfile, Rates
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.virtual.kernels.context import Extras
@@ -19,7 +20,13 @@ USUAL = Switches.of(context())
 
 
 def profile(**more: Any) -> MeasuredProfile:
-    plain = MeasuredProfile(gpu_name="x", total_bytes=1, torch_version="2.13.0", date="2026-01-02")
+    card = find_gpu("H200")
+    plain = MeasuredProfile(
+        gpu_name=card.vendor_name,
+        total_bytes=card.total_bytes,
+        torch_version=torch.__version__,
+        date="2026-01-02",
+    )
     return replace(plain, **more)
 
 
@@ -184,3 +191,14 @@ def test_speeds_are_as_measured() -> None:
     rates = Rates(flops={"bfloat16": 2 * 2048**3 / 1e-3}, bandwidth=1e15, launch_seconds=5e-4)
     assert seconds(profile(rates=rates)) == pytest.approx(1.5e-3)
     assert seconds("none") < 1e-4
+
+
+def test_a_profile_of_another_torch_is_used_with_a_warning() -> None:
+    with VirtualGPU("H200", alloc_conf="", profile=profile()) as usual:
+        torch.zeros(4, device="cuda")
+    with VirtualGPU("H200", alloc_conf="", profile=profile(torch_version="2.7.1+cu128")) as gpu:
+        torch.zeros(4, device="cuda")
+    assert "profile-differs" not in [warning.code for warning in usual.run.warnings]
+    (warning,) = [warning for warning in gpu.run.warnings if warning.code == "profile-differs"]
+    assert "with torch 2.7.1" in warning.message
+    assert gpu.run.profile is not None
