@@ -45,21 +45,21 @@ def compare(reference: Reference | None, run: VirtualRun) -> tuple[Reconciliatio
         return None, error
 
 
-def read_reference(files: Sequence[Path], device: int | None, tolerance: str) -> Reference | None:
+def read_reference(files: Sequence[Path], device: int | None, tolerance: str | None) -> Reference | None:
     """Read what the options name; None where there is nothing to compare with.
 
     Raises:
         UsageError: a file or an option cannot be used, or options stand without ``--against``.
     """
     if not files:
-        if device is not None or tolerance != DEFAULT_TOLERANCE:
+        if device is not None or tolerance is not None:
             option = "--tolerance" if device is None else "--against-device"
             raise UsageError(f"{option} compares with nothing", "Name the real run too: --against SNAPSHOT")
         return None
     from vramfit.analysis import Tolerance, check_device
     from vramfit.trace import read_actual
 
-    bound = Tolerance.parse(tolerance)
+    bound = Tolerance.parse(DEFAULT_TOLERANCE if tolerance is None else tolerance)
     actual = read_actual(*files)
     check_device(actual, device)
     return Reference(actual=actual, device=device, tolerance=bound)

@@ -84,11 +84,13 @@ def run_command(
         ),
     ] = None,
     tolerance: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="T", help='How far they may differ, "0.5%" or "50MiB": the exit code is 3 beyond.'
+            metavar="T",
+            help='How far they may differ, "0.5%" or "50MiB": the exit code is 3 beyond.',
+            show_default=DEFAULT_TOLERANCE,
         ),
-    ] = DEFAULT_TOLERANCE,
+    ] = None,
 ) -> None:
     """Run a CUDA program on a virtual GPU: does it fit, and where are the bytes?
 
