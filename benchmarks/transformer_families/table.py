@@ -154,7 +154,13 @@ def summary(entries: list[Entry]) -> str:
     text = f"{len(runs)} of {tried} families run ({100 * len(runs) / max(1, tried):.1f} %)"
     if assumed := sum(entry.assumed for entry in runs):
         text += f", {assumed} of them with sizes that depend on data"
-    return text + (f"; {apart} more have no tiny configuration that runs on the CPU." if apart else ".")
+    if not apart:
+        return f"{text}."
+    listed = tried + apart
+    return (
+        f"{text}. Of all {listed} that were tried that is {100 * len(runs) / listed:.1f} %: {apart} have no tiny "
+        "configuration that runs on the CPU, so nothing can be compared."
+    )
 
 
 def _live_summary(entries: list[Entry]) -> str:
@@ -238,7 +244,7 @@ def _not_tried(entries: list[Entry]) -> list[str]:
         if entry.status is Status.CONFIGURATION:
             failure = next(result for result in entry.steps.values() if result != _OK)
             reasons[f"its tiny configuration fails on the CPU too: {failure}"].append(entry.family)
-    lines = ["", "## Not tried", "", "| reason | families |", "|---|---|"]
+    lines = ["", "## Not compared", "", "| reason | families |", "|---|---|"]
     return lines + [f"| {_cell(reason)} | {', '.join(sorted(names))} |" for reason, names in reasons.items()]
 
 
