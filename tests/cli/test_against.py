@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -128,7 +129,14 @@ def refused(found: Invocation, runner: FakeRunner, reason: str) -> None:
     ("content", "reason"),
     [
         (b"", "the file is empty"),
-        (b"hello", "is a damaged pickle"),
+        (b"hello", "is no known kind of recording"),
+        (b"peak memory: 3 GiB\nsecond line\n", "is no known kind of recording"),
+        (b"cards were busy today\n", "is no known kind of recording"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(40), "is no known kind of recording"),
+        (b"PK\x03\x04" + bytes(40), "is no known kind of recording"),
+        (gzip.compress(b"a log of a run\n"), "is no known kind of recording"),
+        (b"\x80\x04\x95", "truncated"),
+        (b"\x80\x04}h\x05.", "is a damaged pickle"),
         (b"{", "no JSON"),
         (b'{"loss": 1}', "no figures of memory that vramfit knows"),
         (b'{"max_memory_reserved": "much"}', "not a size"),
@@ -141,6 +149,15 @@ def test_a_file_of_another_sort_is_refused_before_the_run(
     file = tmp_path / "other"
     file.write_bytes(content)
     refused(vramfit("run", "--gpu", "RTX 4090", "--against", file, script), runner, reason)
+
+
+def test_a_file_of_no_known_kind_is_answered_with_the_kinds(
+    vramfit: Run, script: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "notes.txt").write_text("about 20 GB, I think\n")
+    found = vramfit("run", "--gpu", "RTX 4090", "--against", tmp_path / "notes.txt", script)
+    for kind in ("_dump_snapshot", ".vft", "vramfit run --json", "memory_stats()"):
+        assert kind in found.err
 
 
 def test_options_that_cannot_be_used_are_refused_before_the_run(

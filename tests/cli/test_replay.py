@@ -55,7 +55,7 @@ def test_what_if(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["nothing.pickle"], "no such file"),
         ([str(RECORDINGS)], "is a folder"),
-        ([str(RECORDINGS / "README.md")], "neither a trace nor a snapshot"),
+        ([str(RECORDINGS / "README.md")], "no known kind of recording"),
         ([str(RECORDINGS / "eor-nn.json.gz"), "--alloc-conf", "nonsense:1"], "nonsense"),
         ([str(RECORDINGS / "eor-nn.json.gz"), "--json", "/no/such/folder/out.json"], "cannot write"),
     ],

@@ -203,7 +203,7 @@ def test_senseless_snapshots_say_where(change: dict[str, Any], reason: str) -> N
         (b'{"a": ' * 100_000, "no JSON"),
         (b'{"a": 1}', "something else than a snapshot"),
         (b'{"segments": 1}', "no list"),
-        (b"GIF89a...", "neither a trace nor a snapshot"),
+        (b"GIF89a;", "no known kind of recording"),
         (bytes(range(256)), "."),
         (gzip.compress(b"", mtime=0), "empty"),
         (gzip.compress(json.dumps(modern()).encode(), mtime=0)[:-9], "truncated"),

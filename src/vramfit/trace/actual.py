@@ -178,7 +178,7 @@ def _read(path: Path) -> Actual:
     data = read_file(path)
     if data.startswith(MAGIC[: len(data)]):
         return Actual(name=path.name, trace=parse_trace(data, str(path)))
-    plain = parse_plain(data, str(path))
+    plain = parse_plain(data, str(path), kinds=_HINT)
     if _is_snapshot(plain.value) or not plain.is_json:
         return Actual(name=path.name, trace=trace_from_snapshot(as_snapshot(plain, str(path))))
     return Actual(name=path.name, figures=figures_from(plain.value, str(path)))

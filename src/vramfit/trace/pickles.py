@@ -71,6 +71,11 @@ def load_plain(data: bytes, name: str) -> Any:
         ) from None
 
 
+def looks_like_a_pickle(data: bytes) -> bool:
+    """Whether ``data`` begins as a pickle of a list or dictionary does, or at least ends as every pickle does."""
+    return data.startswith((b"\x80", b"}", b"]", b"(d", b"(l")) or data.endswith(b".")
+
+
 class _PlainUnpickler(pickle.Unpickler):
     """The second lock: nothing that gets here has an instruction that looks up a global."""
 

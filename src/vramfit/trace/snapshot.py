@@ -19,7 +19,7 @@ from vramfit.trace.events import Category, EventKind, Frame, TraceDevice
 from vramfit.trace.fileformat import MAGIC, parse_trace
 from vramfit.trace.files import read_file
 from vramfit.trace.model import COLUMNS, MemoryTrace
-from vramfit.trace.pickles import load_plain
+from vramfit.trace.pickles import load_plain, looks_like_a_pickle
 from vramfit.trace.segments import check_frames, check_segment
 from vramfit.trace.settings import conf_from_settings
 from vramfit.trace.sizes import fill_block_sizes
@@ -42,6 +42,8 @@ about 60, a file made to fill the memory 1000."""
 _PIECE = 1 << 16
 
 _HINT = "Give a file that torch.cuda.memory._dump_snapshot wrote"
+KINDS = "Give a .vft trace of vramfit run --trace, or a torch snapshot (torch.cuda.memory._dump_snapshot)"
+"""What can be replayed."""
 _CATEGORIES = {category.name.lower(): category for category in Category}
 _GZIP = b"\x1f\x8b"
 _FIRST_BYTES = frozenset({*(ord(opcode.code) for opcode in pickletools.opcodes), *b"{[ \t\r\n"})
@@ -98,8 +100,13 @@ class Plain(NamedTuple):
     is_json: bool
 
 
-def parse_plain(data: bytes, name: str) -> Plain:
+def parse_plain(data: bytes, name: str, *, kinds: str = KINDS) -> Plain:
     """The value in a pickle or JSON document, gzipped or plain.
+
+    Args:
+        data: content of the file.
+        name: of the file, for messages.
+        kinds: what may be given instead, for a file that is neither.
 
     Raises:
         TraceFormatError: it is neither, or damaged, or wants more than plain data.
@@ -111,7 +118,12 @@ def parse_plain(data: bytes, name: str) -> Plain:
     start = data[:64].lstrip()[:1]
     # A pickle of protocol 0 may begin with "(", one of protocol 1 with "}" or "]"; JSON with "{" or "[".
     is_json = start in (b"{", b"[")
-    value = _load_json(data, name) if is_json else load_plain(data, name)
+    try:
+        value = _load_json(data, name) if is_json else load_plain(data, name)
+    except TraceFormatError:
+        if is_json or looks_like_a_pickle(data):
+            raise
+        raise TraceFormatError(f"{name} is no known kind of recording", kinds) from None
     return Plain(value, len(data), is_json)
 
 
@@ -137,7 +149,7 @@ def _gunzip(data: bytes, name: str) -> bytes:
     position = 0
     for piece, position in _pieces(data, name):
         if not unpacked.tell() and piece[0] not in _FIRST_BYTES:
-            raise TraceFormatError(f"{name} is neither a trace nor a snapshot inside its gzip", _HINT)
+            raise TraceFormatError(f"{name} is no known kind of recording inside its gzip", KINDS)
         unpacked.write(piece)
         size = unpacked.tell()
         if size > MAX_UNPACKED_BYTES:
