@@ -15,61 +15,62 @@ import argparse
 import sys
 from pathlib import Path
 
-from folklore import runtime, savings, sizes
 from folklore.finding import Answer, Finding, Saying
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 SAYINGS = (
-    Saying(name="resnet50", text="ResNet-50 has 98 MB of parameters.", check=sizes.resnet50_parameters),
+    Saying(name="resnet50", text="ResNet-50 has 98 MB of parameters.", check="sizes.resnet50_parameters"),
     Saying(
         name="one-convolution",
         text="One convolution on 64 x 3 x 224 x 224 can hold over 500 MB.",
-        check=sizes.one_convolution,
+        check="sizes.one_convolution",
     ),
-    Saying(name="resnet152", text="ResNet-152 in fp32 needs about 11 GB.", check=sizes.resnet152),
-    Saying(name="bert-large", text="BERT-Large at batch 32 exceeds 24 GB.", check=sizes.bert_large_batch_32),
+    Saying(name="resnet152", text="ResNet-152 in fp32 needs about 11 GB.", check="sizes.resnet152"),
+    Saying(
+        name="bert-large", text="BERT-Large at batch 32 exceeds 24 GB.", check="sizes.bert_large_batch_32"
+    ),
     Saying(
         name="randn",
         text="`torch.randn(1000, 1000).cuda()` takes about 8 MB.",
-        check=sizes.randn_of_a_million,
+        check="sizes.randn_of_a_million",
     ),
     Saying(
         name="unet3d",
         text="A 512 x 512 x 128 volume in a 3D U-Net takes 42 GB.",
-        check=sizes.volume_in_a_unet,
+        check="sizes.volume_in_a_unet",
     ),
-    Saying(name="context", text="A CUDA context takes about 200 MB.", check=sizes.context),
-    Saying(name="amp", text="Mixed precision (AMP) saves about 40 %.", check=savings.amp),
+    Saying(name="context", text="A CUDA context takes about 200 MB.", check="sizes.context"),
+    Saying(name="amp", text="Mixed precision (AMP) saves about 40 %.", check="savings.amp"),
     Saying(
         name="checkpointing",
         text="Checkpointing saves 60 to 70 % for 20 to 30 % more time.",
-        check=savings.checkpointing,
+        check="savings.checkpointing",
     ),
-    Saying(name="adam", text="Adam holds three times as much as SGD.", check=savings.adam_and_sgd),
+    Saying(name="adam", text="Adam holds three times as much as SGD.", check="savings.adam_and_sgd"),
     Saying(
         name="accumulation",
         text="Gradient accumulation divides the memory by its steps.",
-        check=savings.accumulation,
+        check="savings.accumulation",
     ),
-    Saying(name="fsdp", text="FSDP saves up to ten times.", check=savings.fsdp),
-    Saying(name="half", text="`.half()` halves the memory.", check=savings.half),
-    Saying(name="fragmentation", text="Fragmentation can cost 30 to 50 %.", check=runtime.fragmentation),
+    Saying(name="fsdp", text="FSDP saves up to ten times.", check="savings.fsdp"),
+    Saying(name="half", text="`.half()` halves the memory.", check="savings.half"),
+    Saying(name="fragmentation", text="Fragmentation can cost 30 to 50 %.", check="runtime.fragmentation"),
     Saying(
         name="pinned",
         text="Copies from pinned memory are two to three times faster.",
-        check=runtime.pinned_copies,
+        check="runtime.pinned_copies",
     ),
-    Saying(name="lazy-to", text="`.to('cuda')` copies lazily.", check=runtime.to_is_lazy),
+    Saying(name="lazy-to", text="`.to('cuda')` copies lazily.", check="runtime.to_is_lazy"),
     Saying(
         name="empty-cache",
         text="`empty_cache()` leaves reserved memory as it is.",
-        check=runtime.empty_cache,
+        check="runtime.empty_cache",
     ),
 )
 OUT_OF_DATE = 3
-STYLES = {Answer.RIGHT: "green", Answer.WRONG: "red", Answer.DEPENDS: "yellow"}
+STYLES = {Answer.RIGHT: "green", Answer.WRONG: "red", Answer.DEPENDS: "yellow", Answer.OPEN: "blue"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -100,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
         task = progress.add_task("", total=len(chosen))
         for saying in chosen:
             progress.update(task, description=saying.name)
-            found.append((saying, saying.check()))
+            found.append((saying, saying.find()))
             progress.advance(task)
             if options.write is None and options.check is None:
                 show(*found[-1], console)
@@ -140,6 +141,8 @@ def page(found: list[tuple[Saying, Finding]]) -> str:
         "Each was run on the virtual GPU (torch "
         f"{torch.__version__.split('+')[0]}; an A100 80GB, or a card of 1 TiB where that is too small). "
         "Memory is exact but for the workspaces of cuDNN, which are estimated; times are estimates from data sheets. "
+        "*With context* is what torch reserves and the CUDA context, as nvidia-smi shows it; where memory is short, "
+        "torch gives cached blocks back first, so that a program may fit a card with less. "
         "`python benchmarks/claims.py --write docs/claims.md` makes this page anew.",
         "",
         "| saying | answer |",

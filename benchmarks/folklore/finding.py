@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-import vramfit
 from vramfit.units import GIB, MIB
 
 CARD = "A100 80GB"
@@ -20,6 +20,7 @@ class Answer(Enum):
     RIGHT = "Right"
     WRONG = "Wrong"
     DEPENDS = "It depends"
+    OPEN = "Not measured here"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +47,19 @@ class Saying:
     Attributes:
         name: for the command line.
         text: the saying as people say it.
-        check: runs the programs and judges.
+        check: the function that runs the programs and judges, as ``module.function`` of this package. It is
+            looked up when it is called, for these modules import all that the programs need.
     """
 
     name: str
     text: str
-    check: Callable[[], Finding]
+    check: str
+
+    def find(self) -> Finding:
+        """Run the programs and judge."""
+        module, _, function = self.check.partition(".")
+        check: Callable[[], Finding] = getattr(importlib.import_module(f"folklore.{module}"), function)
+        return check()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +88,8 @@ class Measured:
 
 def measure(program: Callable[[], object], *, card: str = CARD, alloc_conf: str = "") -> Measured:
     """Run a function on a virtual card and say what it took."""
+    import vramfit
+
     with vramfit.VirtualGPU(card, alloc_conf=alloc_conf) as gpu:
         program()
     report = gpu.report

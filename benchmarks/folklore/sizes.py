@@ -116,7 +116,8 @@ def randn_of_a_million() -> Finding:
     return Finding(
         answer=Answer.WRONG,
         why=f"A million float32 numbers are 4,000,000 bytes; the tensor takes {found.allocated:,} (3.8 MiB). Eight "
-        "would be float64, as numpy makes them. What nvidia-smi shows is neither: torch takes a segment of "
+        "would be float64, as numpy makes them, or this one and the one on the host together. "
+        "What nvidia-smi shows is neither: torch takes a segment of "
         f"{mib(found.reserved)} for it, beside the CUDA context.",
         columns=("what", "bytes"),
         rows=(
@@ -150,15 +151,13 @@ def volume_in_a_unet() -> Finding:
         "inference, 32 channels, fp32": measure(lambda: infer(32), card=UNLIMITED),
         "inference, 8 channels, fp32": measure(lambda: infer(8), card=UNLIMITED),
     }
-    full, small = (
-        gib(runs["training, 32 channels at the top, fp32"].total),
-        runs["training, 8 channels, fp32"],
-    )
+    taken = {name: gib(found.allocated) for name, found in runs.items()}
     return Finding(
         answer=Answer.DEPENDS,
         why=f"One volume has 128 MiB; each feature map of 64 channels at full size has 8 GiB. The network of the paper "
-        f"takes {full} to train on it; one with a quarter of the channels takes {gib(small.total)}, and inference "
-        f"{gib(runs['inference, 32 channels, fp32'].total)}. 42 GB is one point on that line.",
+        f"takes {taken['training, 32 channels at the top, fp32']} of tensors to train on it; one with a quarter of "
+        f"the channels takes {taken['training, 8 channels, fp32']}, and inference "
+        f"{taken['inference, 32 channels, fp32']}. 42 GB is one point on that line.",
         columns=("512 x 512 x 128 in a 3D U-Net of four levels", "allocated", "with context"),
         rows=tuple((name, gib(found.allocated), gib(found.total)) for name, found in runs.items()),
     )

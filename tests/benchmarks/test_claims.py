@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -51,3 +52,31 @@ def test_usage_errors_are_told(claims: ModuleType, capsys: pytest.CaptureFixture
             claims.main(arguments)
         assert stop.value.code == 2
         assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argument", ["perpetual-motion", "--list"])
+def test_nothing_heavy_is_imported_before_the_command_line_is_read(argument: str) -> None:
+    code = (
+        "import sys, claims\n"
+        f"try:\n    claims.main([{argument!r}])\nexcept SystemExit:\n    pass\n"
+        "print(sorted({'torch', 'transformers', 'torchvision', 'numpy'} & set(sys.modules)))"
+    )
+    folder = ROOT / "benchmarks"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_check_is_there(claims: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    for saying in claims.SAYINGS:
+        module, _, function = saying.check.partition(".")
+        assert callable(getattr(importlib.import_module(f"folklore.{module}"), function))
+
+
+def test_speeds_of_copies_are_not_passed_off_as_measured(claims: ModuleType) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    found = text[text.index('<a id="pinned">') : text.index('<a id="lazy-to">')]
+    assert "**Not measured here.**" in found
+    for kind in ("pinned", "pageable"):
+        for direction in ("host to card", "card to host"):
+            assert f"| {kind}, {direction} | 1,073,741,824 | not measured |" in found
