@@ -72,7 +72,7 @@ def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
     path.write_text(content)
     with pytest.raises(UsageError, match="does not hold measurements"):
         Journal.read(path)
-    with pytest.raises(UsageError, match="does not hold measurements"):
+    with pytest.raises(UsageError, match=r"cannot read the measurements .*no such file"):
         Journal.read(tmp_path / "missing")
 
 
@@ -80,3 +80,34 @@ def test_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(WriteError, match="cannot write"):
         Journal(tmp_path / "file" / "x.measured.jsonl", ABOUT)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{}",
+        '{"case": "a", "record": 5}',
+        '{"case": "a", "record": {}}',
+        '{"case": "a", "failed": ["kind"]}',
+        '{"fact": "rates"}',
+        '{"fact": "rates", "value": {"bandwidth": -1}}',
+        '{"fact": "rates", "value": {"flops": {"float32": NaN}}}',
+    ],
+)
+def test_damaged_lines_are_told(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "x.measured.jsonl"
+    filled(path)
+    with path.open("a") as stream:
+        stream.write(line + "\n")
+    for read in (Journal.read, lambda path: Journal(path, ABOUT)):
+        with pytest.raises(UsageError, match="holds damaged measurements") as caught:
+            read(path)
+        assert "--fresh" in caught.value.hint
+    assert not Journal(path, ABOUT, fresh=True).records
+
+
+def test_a_file_nested_without_end_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.measured.jsonl"
+    path.write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(UsageError, match="does not hold measurements"):
+        Journal.read(path)

@@ -49,7 +49,10 @@ def test_without_a_card_there_is_a_reason_and_a_way_on(capsys: pytest.CaptureFix
         (("--memory", "0"), "not positive"),
         (("--gpu", "RTX 40900"), "no GPU is called"),
         (("-o", "missing/folder/p.json", "--list"), "cannot write"),
-        (("--measured", "missing.jsonl"), "does not hold measurements"),
+        (("--measured", "missing.jsonl"), "cannot read the measurements missing.jsonl"),
+        (("--measured", "missing.jsonl"), "no such file"),
+        (("--measured", "/"), "is a directory"),
+        (("-o", "same.json", "--json", "same.json", "--list"), "which -o names too"),
         (("--minutes", "-1"), "--minutes"),
     ],
 )

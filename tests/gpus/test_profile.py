@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vramfit.errors import UsageError
+from vramfit.errors import UsageError, WriteError
 from vramfit.gpus import find_gpu
 from vramfit.gpus.profile import (
     MeasuredCall,
@@ -82,6 +82,7 @@ def test_profile_without_calls_is_valid_json(tmp_path: Path) -> None:
     [
         ("{", "not JSON"),
         ("[]", "schema is None"),
+        ("[" * 100_000 + "]" * 100_000, "not JSON"),
         ('{"schema": "vramfit.profile/9"}', "vramfit.profile/9"),
         ('{"schema": "vramfit.profile/1"}', "ops"),
         ('{"schema": "vramfit.profile/1", "ops": {}}', "gpu_name"),
@@ -215,6 +216,12 @@ def test_another_torch_is_a_doubt() -> None:
     doubt = profile_doubt(PROFILE, H200, "2.13.0+cpu")
     assert doubt is not None
     assert "with torch 2.11.0 (this is 2.13.0)" in doubt
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WriteError, match="cannot make the folder"):
+        save_profile(PROFILE, tmp_path / "file" / "more" / "p.json")
 
 
 def test_folder_is_the_platforms_unless_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from vramfit.calibrate.records import CaseRecord, record_from_plain, record_to_plain
 from vramfit.errors import UsageError, WriteError
+from vramfit.gpus.profile import rates_from_plain
 
 SCHEMA = "vramfit.measured/1"
 GRID = 1
@@ -79,8 +80,7 @@ class Journal:
         found = list(_lines(path)) if path.exists() and not fresh else []
         if found and found[0] == header:
             _end_last_line(path)
-            for line in found[1:]:
-                self._take(line)
+            self._take_all(found[1:])
             return
         self.set_aside = bool(found)
         try:
@@ -98,19 +98,23 @@ class Journal:
         Raises:
             UsageError: it is no such file.
         """
-        found = list(_lines(path)) if path.is_file() else []
+        hint = "Give the file that ends in .measured.jsonl, beside the profile"
+        try:
+            found = list(_lines(path))
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise UsageError(f"cannot read the measurements {path}: {reason}", hint) from None
         if not found or found[0].get("schema") != SCHEMA:
-            raise UsageError(
-                f"{path} does not hold measurements of vramfit calibrate",
-                "Give the file that ends in .measured.jsonl, beside the profile",
-            )
+            raise UsageError(f"{path} does not hold measurements of vramfit calibrate", hint)
         journal = cls.__new__(cls)
-        about = found[0]["about"]
         journal.path, journal.set_aside = path, False
-        journal.about = About(**about | {"capability": tuple(about["capability"])})
         journal.records, journal.failures, journal.facts = {}, {}, {}
-        for line in found[1:]:
-            journal._take(line)
+        try:
+            about = found[0]["about"]
+            journal.about = About(**about | {"capability": tuple(about["capability"])})
+        except (KeyError, TypeError) as error:
+            raise _damaged(path, error) from None
+        journal._take_all(found[1:])
         return journal
 
     def has(self, case: str) -> bool:
@@ -134,6 +138,15 @@ class Journal:
             stream.write(json.dumps(line) + "\n")
         self._take(line)
 
+    def _take_all(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Take what a file holds, which anything may have happened to since it was written."""
+        try:
+            for line in lines:
+                self._take(line)
+            rates_from_plain(self.facts.get("rates", {}))
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise _damaged(self.path, error) from None
+
     def _take(self, line: dict[str, Any]) -> None:
         if "fact" in line:
             self.facts[line["fact"]] = line["value"]
@@ -142,6 +155,13 @@ class Journal:
         else:
             kind, text = line["failed"]
             self.failures[line["case"]] = Failure(case=line["case"], kind=kind, text=text)
+
+
+def _damaged(path: Path, error: Exception) -> UsageError:
+    return UsageError(
+        f"{path} holds damaged measurements ({type(error).__name__}: {error!s:.80})",
+        "Copy it again, or measure anew with vramfit calibrate --fresh",
+    )
 
 
 def _plain(about: About) -> dict[str, Any]:
@@ -161,7 +181,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         for line in stream:
             try:
                 found = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return
             if not isinstance(found, dict):
                 return

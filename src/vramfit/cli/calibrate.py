@@ -226,6 +226,8 @@ def _check_outputs(output: Path | None, json: Path | None) -> None:
     """Find a file that cannot be written before minutes are spent."""
     from vramfit.writing import check_writable
 
+    if output is not None and json is not None and output.absolute() == json.absolute():
+        raise UsageError(f"--json names {json}, which -o names too", "Give each its own file")
     for path in (output, None if json == Path("-") else json):
         if path is not None:
             check_writable(path)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vramfit.errors import UsageError
+from vramfit.errors import UsageError, WriteError
 from vramfit.gpus.catalogue import catalogue
 from vramfit.gpus.spec import GpuSpec
 from vramfit.units import format_bytes
@@ -127,7 +127,11 @@ def save_profile(profile: MeasuredProfile, path: Path) -> None:
     Raises:
         WriteError: it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise WriteError(f"cannot make the folder {path.parent}: {reason}", "Choose another -o") from None
     write_text(path, profile_to_text(profile))
 
 
@@ -160,7 +164,7 @@ def load_profile(path: Path) -> MeasuredProfile:
             f"cannot read the profile {path}: {(error.strerror or str(error)).lower()}",
             "Give the file that vramfit calibrate wrote, or --profile none",
         ) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _no_profile(path, "it is not JSON") from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         found = document.get("schema") if isinstance(document, dict) else None
@@ -178,14 +182,13 @@ def _no_profile(path: Path, reason: str) -> UsageError:
 
 
 def _profile(document: dict[str, Any], file: str) -> MeasuredProfile:
-    texts = {name: _text(document[name], name) for name in _TEXTS if name in document}
-    sizes = {
+    plain: dict[str, Any] = {name: _text(document[name], name) for name in _TEXTS if name in document}
+    plain |= {
         name: _size(document[name], name) for name in ("total_bytes", "cudnn_version") if name in document
     }
     context = document.get("context_bytes")
     return MeasuredProfile(
-        **texts,
-        **sizes,
+        **plain,
         context_bytes=None if context is None else _size(context, "context_bytes"),
         library_bytes=_sizes(document, "library_bytes"),
         workspace_bytes=_sizes(document, "workspace_bytes"),
