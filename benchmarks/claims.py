@@ -4,7 +4,8 @@
     python benchmarks/claims.py randn lazy-to        # some
     python benchmarks/claims.py --list
     python benchmarks/claims.py --write docs/claims.md
-    python benchmarks/claims.py --check docs/claims.md [NAME ...]     # exit code 3 where the page is out of date
+    python benchmarks/claims.py --check                # exit code 3 where docs/claims.md is out of date
+    python benchmarks/claims.py --check FILE NAME ...  # some of it, or of another page
 
 All take some minutes.
 """
@@ -69,6 +70,7 @@ SAYINGS = (
         check="runtime.empty_cache",
     ),
 )
+PAGE = Path(__file__).parents[1] / "docs" / "claims.md"
 OUT_OF_DATE = 3
 STYLES = {Answer.RIGHT: "green", Answer.WRONG: "red", Answer.DEPENDS: "yellow", Answer.OPEN: "blue"}
 
@@ -80,7 +82,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the names and the sayings")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page of all of them")
     parser.add_argument(
-        "--check", type=Path, metavar="FILE", help="compare with the page instead of printing"
+        "--check",
+        type=Path,
+        nargs="?",
+        const=PAGE,
+        metavar="FILE",
+        help="compare with a page, docs/claims.md, instead of printing",
     )
     options = parser.parse_args(arguments)
     console = Console()

@@ -66,6 +66,15 @@ def test_nothing_heavy_is_imported_before_the_command_line_is_read(argument: str
     assert ran.stdout.splitlines()[-1] == "[]"
 
 
+def test_without_a_file_the_page_itself_is_checked(
+    claims: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.setattr(claims, "SAYINGS", [one for one in claims.SAYINGS if one.name == "empty-cache"])
+    assert claims.main(["--check"]) == 0
+    assert capsys.readouterr().out.strip() == ""
+
+
 def test_every_check_is_there(claims: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     for saying in claims.SAYINGS:
