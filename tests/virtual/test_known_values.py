@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vramfit.virtual.gpu import VirtualGPU
@@ -106,3 +107,19 @@ def test_lists_of_positions_index(gpu: VirtualGPU, kind: type) -> None:
     assert table[rows, columns].tolist() == [1, 1]
     assert table[1, 3:].tolist() == [1]
     assert codes(gpu) == set()
+
+
+def test_guessed_positions_lie_within_what_they_index(gpu: VirtualGPU) -> None:
+    experts = torch.empty(4, 8, 16, device="cuda")
+    chosen = torch.randn(65_536, 4, device="cuda").topk(2).indices
+    hit = F.one_hot(chosen, num_classes=5).sum((0, 1)).greater(0).nonzero()  # nobody chooses the fifth
+    assert hit.shape[0] >= 4
+    for (expert,) in hit:
+        assert experts[expert].shape == (8, 16)
+        assert experts[None, :, ..., expert].shape == (1, 4, 8)
+        experts[expert, 0] = 1.0
+    guessed = [int(expert) for (expert,) in hit]
+    assert guessed[:4] == [0, 1, 2, 3] and max(guessed) == 3
+    true = torch.tensor(4, device="cuda")
+    with pytest.raises(IndexError, match="index 4 is out of bounds"):
+        experts[true]

@@ -16,6 +16,8 @@ from vramfit.virtual.rules.host import download
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
 
 def install(mode: VirtualMode, patches: PatchStack) -> None:
     """Give fake tensors what programs ask of real ones: values on the host, addresses, a printed form, a deep copy."""
@@ -70,9 +72,11 @@ def _patch_lists(mode: VirtualMode, patches: PatchStack) -> None:
         return torch.Tensor.new_tensor(self, data, *args, **kwargs)
 
     def get(self: FakeTensor, index: Any) -> torch.Tensor:
+        _keep_within(mode, self, index)
         return torch.Tensor.__getitem__(self, _index(mode, index))
 
     def put(self: FakeTensor, index: Any, value: Any) -> None:
+        _keep_within(mode, self, index)
         torch.Tensor.__setitem__(self, _index(mode, index), value)
 
     patches.rebind([(original, tensor), (as_original, as_tensor)])
@@ -88,6 +92,33 @@ def _index(mode: VirtualMode, index: Any) -> Any:
     if isinstance(index, tuple) and any(isinstance(item, (list, tuple)) for item in index):
         return tuple(_on_host(mode, item) if isinstance(item, (list, tuple)) else item for item in index)
     return index
+
+
+def _keep_within(mode: VirtualMode, tensor: torch.Tensor, index: Any) -> None:
+    """Bring guessed numbers that pick an element into the dimension that they index.
+
+    torch reads such a number on the host and refuses it out of range. A program that runs on a card has none there, so
+    a guess beyond the end (an expert that no token can choose) was too high.
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    if not any(type(item) is FakeTensor for item in items):
+        return
+    axes = tensor.dim() - sum(map(_indexed, items))
+    axis = 0
+    for item in items:
+        if type(item) is FakeTensor and not item.dim() and item.dtype in _INTEGERS and axis < tensor.dim():
+            shadow, value, size = mode.shadows.find(item), mode.shadows.view(item), tensor.shape[axis]
+            if size and shadow is not None and shadow.guessed and value is not None:
+                value.clamp_(-size, size - 1)
+        axis += axes if item is Ellipsis else _indexed(item)
+
+
+def _indexed(item: Any) -> int:
+    """How many dimensions one part of an index takes."""
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return 0
+    mask = isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)
+    return item.dim() if mask else 1
 
 
 def _on_host(mode: VirtualMode, data: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
