@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from rich.table import Table
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from transformer_families.overrides import LEFT_OUT
 
@@ -154,12 +155,21 @@ def summary(entries: list[Entry]) -> str:
     text = f"{len(runs)} of {tried} families run ({100 * len(runs) / max(1, tried):.1f} %)"
     if assumed := sum(entry.assumed for entry in runs):
         text += f", {assumed} of them with sizes that depend on data"
-    if not apart:
-        return f"{text}."
-    listed = tried + apart
+    return f"{text}; {apart} more fail on the CPU too." if apart else f"{text}."
+
+
+def _listed(entries: list[Entry]) -> str:
+    """How many run of all families that could have been tried, in a sentence."""
+    runs = sum(entry.status is Status.RUNS for entry in entries)
+    apart = sum(entry.status is Status.CONFIGURATION for entry in entries)
+    left_out = len(LEFT_OUT)
+    listed = len(entries) + left_out
+    others = len(CONFIG_MAPPING_NAMES) - listed
     return (
-        f"{text}. Of all {listed} that were tried that is {100 * len(runs) / listed:.1f} %: {apart} have no tiny "
-        "configuration that runs on the CPU, so nothing can be compared."
+        f"Of all {listed} that transformers lists with a class of a kind tried here that is "
+        f"{100 * runs / max(1, listed):.1f} %: {apart + left_out} have no tiny configuration that runs on the CPU, so "
+        f"nothing can be compared; the last table says why. {max(0, others)} further model types are not counted: they "
+        "have no class of these kinds, and most are parts of others (a vision tower, a text model)."
     )
 
 
@@ -205,7 +215,9 @@ def page(entries: list[Entry], realistic: list[Entry], versions: str) -> str:
         "# Model families of transformers on the virtual GPU",
         "",
         f"With {versions}, on a virtual A100 80GB. {_INTRODUCTION}",
-        f"**{summary(entries)}** {_live_summary(shown)}",
+        f"**{summary(entries)}** {_listed(entries)}",
+        "",
+        _live_summary(shown),
         "",
         "| family | class | parameters | training | inference | generation | train MiB | infer MiB | live / CPU | s |",
         "|---|---|---:|---|---|---|---:|---:|---:|---:|",
