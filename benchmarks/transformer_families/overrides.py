@@ -9,7 +9,7 @@ from transformer_families.perception import HEARING, READING, SEEING
 CLASSES: dict[str, str] = {}
 """The class to take where the first of the mapping is not meant for use by itself."""
 
-SEES = frozenset(("gemma3", "git", "got_ocr2", "mllama", "qwen3_5", "qwen3_5_moe"))
+SEES = frozenset(("gemma3", "git", "got_ocr2", "mllama", "qwen3_5", "qwen3_5_moe", "qwen4_exp"))
 """Families that are tried with pictures, although a mapping lists their text model too."""
 
 FURTHER: dict[str, str] = {
@@ -35,11 +35,22 @@ FURTHER: dict[str, str] = {
 
 _MAMBA_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2}
 
+_QWEN4 = {
+    "num_hidden_layers": 4,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
+
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_hidden_layers": 8},
     "bamba": {**_MAMBA_HEADS, "attn_layer_indices": [1]},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon_h1": {**_MAMBA_HEADS, "mamba_d_ssm": 128},
+    "gemma3n_text": {"num_hidden_layers": 5, "num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {**_MAMBA_HEADS, "layer_types": ["mamba", "attention"]},
     "hunyuan_v1_dense": {"head_dim": 16},
@@ -50,25 +61,20 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "expert_layer_period": 2,
         "use_mamba_kernels": False,
     },
-    "kimi_linear": {"num_hidden_layers": 4},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lfm3": {"num_hidden_layers": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
     "ministral": {"head_dim": 16},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "nemotron_h": {"num_hidden_layers": 4},
+    "longcat_flash": {"head_dim": 8},
     "longt5": {"decoder_start_token_id": 0},
     "qwen3_5_moe_text": {"num_hidden_layers": 4},
     "qwen3_5_text": {"num_hidden_layers": 4},
     "qwen3_next": {"num_hidden_layers": 4},
-    "qwen4_exp_text": {
-        "num_hidden_layers": 4,
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 4,
-    },
+    "qwen4_exp": {"text_config": _QWEN4},
+    "qwen4_exp_text": _QWEN4,
     "recurrent_gemma": {"num_hidden_layers": 3},
     "t5": {"decoder_start_token_id": 0},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8}},
@@ -84,6 +90,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "xlstm": {"num_hidden_layers": 2, "qk_dim_factor": 1.0, "v_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "num_hidden_layers": 5,
+        "layer_types": ["linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid"],
+    },
+    "zamba2": {"num_hidden_layers": 2, "layer_types": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
     "zaya": {"num_experts_per_tok": 1},
     **SEEING,
     **HEARING,
@@ -105,7 +116,6 @@ _UNSIZED = [
     "deepseek_ocr2",
     "deepseek_vl_hybrid",
     "diffusion_gemma",
-    "dots1",
     "dots3_note",
     "dots3_note_text",
     "edgetam_video",
@@ -113,7 +123,6 @@ _UNSIZED = [
     "emu3",
     "ernie4_5_vl_moe",
     "fun_asr_nano",
-    "gemma3n_text",
     "gemma4",
     "gemma4_assistant",
     "gemma4_unified",
@@ -127,12 +136,10 @@ _UNSIZED = [
     "inkling2",
     "inkling_mm_model",
     "kimi_k25",
-    "kimi_linear",
     "kyutai_speech_to_text",
     "lfm2_vl",
     "lfm3_vl",
     "llama4",
-    "longcat_flash",
     "lw_detr_vit",
     "minicpm_ocr",
     "minicpmv4_6",
@@ -155,7 +162,6 @@ _UNSIZED = [
     "pp_ocrv6_tiny_det",
     "qwen2_5_omni_thinker",
     "qwen3_omni_moe_thinker",
-    "qwen4_exp",
     "rf_detr_dinov2",
     "sam2",
     "sam2_video",
@@ -170,8 +176,6 @@ _UNSIZED = [
     "video_llama_3",
     "vitpose_backbone",
     "voxtral_realtime",
-    "zamba",
-    "zamba2",
 ]
 
 LEFT_OUT: dict[str, str] = {
