@@ -17,7 +17,7 @@ from vramfit.gpus.profile import load_profile, profile_folder
 ABOUT = About(
     source="card",
     name="NVIDIA H200",
-    total_bytes=150 << 30,
+    total_bytes=140 << 30,
     capability=(9, 0),
     sm_count=132,
     l2_bytes=60 << 20,
@@ -125,4 +125,4 @@ def test_profile_of_a_virtual_card_is_not_found_for_the_real_one() -> None:
     usual = _profile_of(None, ABOUT)
     assert usual.parent == profile_folder()
     assert _profile_of(None, replace(ABOUT, source="virtual")).parent == profile_folder() / "virtual"
-    assert _journal_of(usual).name == "nvidia-h200-torch-2.11.0.measured.jsonl"
+    assert _journal_of(usual).name == "nvidia-h200-140gib-torch-2.11.0.measured.jsonl"

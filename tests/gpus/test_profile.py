@@ -135,7 +135,7 @@ def test_missing_file_is_told(tmp_path: Path) -> None:
 
 def test_own_profile_is_found_by_card_and_torch(profiles: Path) -> None:
     assert find_profile(H200, "2.11.0") is None
-    save_profile(PROFILE, profile_file("NVIDIA H200", "2.11.0+cu130"))
+    save_profile(PROFILE, profile_file("NVIDIA H200", 140 << 30, "2.11.0+cu130"))
     for version in ("2.11.0", "2.11.0+cpu", "2.11.1"):
         found = find_profile(H200, version)
         assert found is not None
@@ -155,22 +155,49 @@ def test_own_profile_is_found_by_card_and_torch(profiles: Path) -> None:
 def test_own_profile_is_what_the_file_says_not_what_it_is_called(
     profiles: Path, other: dict[str, Any]
 ) -> None:
-    save_profile(replace(PROFILE, **other), profile_file("NVIDIA H200", "2.11.0"))
+    save_profile(replace(PROFILE, **other), profile_file("NVIDIA H200", 140 << 30, "2.11.0"))
     assert find_profile(H200, "2.11.0") is None
     kept = replace(PROFILE, torch_version="2.11.1")
-    save_profile(kept, profile_file("NVIDIA H200", "2.11.1"))
+    save_profile(kept, profile_file("NVIDIA H200", 140 << 30, "2.11.1"))
     found = find_profile(H200, "2.11.0")
     assert found is not None
     assert found.torch_version == "2.11.1"
 
 
+def test_cards_of_one_name_keep_a_profile_each(profiles: Path) -> None:
+    cards = [find_gpu(f"RTX 3080 {size}GB") for size in (10, 12)]
+    for card in cards:
+        kept = replace(PROFILE, gpu_name=card.vendor_name, total_bytes=card.total_bytes - (200 << 20))
+        save_profile(kept, profile_file(kept.gpu_name, kept.total_bytes, "2.11.0"))
+    for card in cards:
+        found = find_profile(card, "2.11.0")
+        assert found is not None
+        assert found.total_bytes == card.total_bytes - (200 << 20)
+
+
+def test_this_release_is_preferred_and_files_of_other_cards_are_not_opened(profiles: Path) -> None:
+    for release in (
+        "2.11.0",
+        "2.11.1",
+        "2.11.2",
+    ):  # measured on a card that reports 1 GiB less than the data sheet
+        kept = replace(PROFILE, total_bytes=139 << 30, torch_version=release)
+        save_profile(kept, profile_file("NVIDIA H200", 139 << 30, release))
+    (profiles / "nvidia-h200-nvl-140gib-torch-2.11.1.json").write_text("{")
+    (profiles / "nvidia-h200-140gib-torch-2.13.0.json").write_text("{")
+    for asked, taken in (("2.11.1+cu130", "2.11.1"), ("2.11.7", "2.11.2")):
+        found = find_profile(H200, asked)
+        assert found is not None
+        assert found.torch_version == taken
+
+
 def test_what_was_asked_for_is_taken(profiles: Path) -> None:
-    save_profile(PROFILE, profile_file("NVIDIA H200", "2.11.0"))
+    save_profile(PROFILE, profile_file("NVIDIA H200", 140 << 30, "2.11.0"))
     assert chosen_profile("none", H200, "2.11.0") is None
     assert chosen_profile(PROFILE, H200, "2.13.0") is PROFILE
     auto = chosen_profile("auto", H200, "2.11.0")
     assert auto is not None
-    assert chosen_profile(profile_file("NVIDIA H200", "2.11.0"), H200, "2.13.0") == auto
+    assert chosen_profile(profile_file("NVIDIA H200", 140 << 30, "2.11.0"), H200, "2.13.0") == auto
 
 
 @pytest.mark.parametrize("card", ["RTX 4090", "H100 SXM", "H200 NVL", "140GiB"])

@@ -37,6 +37,29 @@ def test_lines_in_loops_and_guards_are_told(tmp_path: Path) -> None:
     assert [n for n in lines if guards(str(path), n)] == [4, 8]
 
 
+@pytest.mark.parametrize(
+    ("iterator", "endless"),
+    [
+        ("itertools.count()", True),
+        ("count(3, 2)", True),
+        ("itertools.cycle(loader)", True),
+        ("repeat(None)", True),
+        ("iter(queue.get, None)", True),
+        ("itertools.repeat(None, 5)", False),
+        ("itertools.repeat(None, times=5)", False),
+        ("iter(loader)", False),
+        ("x.repeat(4)", False),
+        ("self.count()", False),
+        ("range(5)", False),
+        ("loader", False),
+    ],
+)
+def test_only_iterators_without_an_end_may_wait(tmp_path: Path, iterator: str, endless: bool) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(f"for i in {iterator}:\n    use(i)\n")
+    assert in_loop(str(path), 2) is endless
+
+
 def test_a_source_that_cannot_be_read_may_loop_anywhere(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("while (")

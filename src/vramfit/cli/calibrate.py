@@ -213,7 +213,7 @@ def _profile_of(output: Path | None, about: About) -> Path:
 
     if output is not None:
         return output
-    usual = profile_file(about.name, about.torch)
+    usual = profile_file(about.name, about.total_bytes, about.torch)
     return usual if about.source == "card" else usual.parent / "virtual" / usual.name
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from vramfit.errors import UsageError, WriteError
 from vramfit.gpus.catalogue import catalogue
 from vramfit.gpus.spec import GpuSpec
-from vramfit.units import format_bytes
+from vramfit.units import GIB, format_bytes
 from vramfit.writing import write_text
 
 SCHEMA = "vramfit.profile/1"
@@ -300,10 +300,20 @@ def profile_folder() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share") / "vramfit/profiles"
 
 
-def profile_file(gpu_name: str, torch_version: str) -> Path:
-    """Where the profile of a card and a torch version is kept by default."""
-    name = re.sub(r"[^a-z0-9]+", "-", gpu_name.lower()).strip("-")
-    return profile_folder() / f"{name}-torch-{_release(torch_version)}.json"
+def profile_file(gpu_name: str, total_bytes: int, torch_version: str) -> Path:
+    """Where the profile of a card and a torch version is kept by default.
+
+    Args:
+        gpu_name: what the driver calls the card; some names stand for cards of several sizes.
+        total_bytes: memory of the card.
+        torch_version: ``torch.__version__``.
+    """
+    size = round(total_bytes / GIB)
+    return profile_folder() / f"{_slug(gpu_name)}-{size}gib-torch-{_release(torch_version)}.json"
+
+
+def _slug(gpu_name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", gpu_name.lower()).strip("-")
 
 
 def chosen_profile(
@@ -344,16 +354,26 @@ def find_profile(card: GpuSpec, torch_version: str) -> MeasuredProfile | None:
     Raises:
         UsageError: the file that should be it cannot be read.
     """
-    exact = profile_file(card.vendor_name, torch_version)
-    series = ".".join(_series(torch_version))
-    others = sorted(exact.parent.glob(f"{exact.stem.rpartition('-')[0]}-{series}.*.json"), reverse=True)
-    for path in (exact, *(other for other in others if other != exact)):
-        if path.exists():
-            found = load_profile(path)
-            same_torch = _series(found.torch_version) == _series(torch_version)
-            if same_torch and _same_name(found, card) and _same_memory(found.total_bytes, card):
-                return found
+    for path in _named_for(card, torch_version):
+        found = load_profile(path)
+        same_torch = _series(found.torch_version) == _series(torch_version)
+        if same_torch and _same_name(found, card) and _same_memory(found.total_bytes, card):
+            return found
     return None
+
+
+def _named_for(card: GpuSpec, torch_version: str) -> list[Path]:
+    """Files named for a card and a torch of the same series: this release first, then the newest.
+
+    Their sizes are those of the measured cards, and data sheets round: any size will do here.
+    """
+    own = _release(torch_version)
+    named = re.compile(rf"{re.escape(_slug(card.vendor_name))}-\d+gib-torch-(.+)\.json")
+    found = [
+        (match[1], path) for path in profile_folder().glob("*.json") if (match := named.fullmatch(path.name))
+    ]
+    same = [(release == own, release, path) for release, path in found if _series(release) == _series(own)]
+    return [path for *_, path in sorted(same, reverse=True)]
 
 
 def check_card(profile: MeasuredProfile, card: GpuSpec) -> None:

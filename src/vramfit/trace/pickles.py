@@ -46,9 +46,8 @@ _MARK = _Mark()
 def load_plain(data: bytes, name: str) -> Any:
     """The value that a pickle of plain data holds; ``name`` is for messages.
 
-    Lists and dictionaries that the pickle shares are shared in the value too, so a small file can hold a
-    value
-    that is very large to walk through: bound the walk by the size of the file.
+    Lists and dictionaries that the pickle shares are shared in the value too, so a small file can hold a value that
+    is very large to walk through: bound the walk by the size of the file.
 
     Raises:
         TraceFormatError: the pickle wants something else than plain data, is truncated or makes no sense.
@@ -126,14 +125,17 @@ def _tokens(index_bits: int) -> re.Pattern[bytes]:
     return re.compile(b"(?>" + b"|".join(instructions) + b")*+", re.DOTALL)
 
 
+_TEXT_LENGTHS = {0x8C: struct.Struct("<B"), 0x58: struct.Struct("<I"), 0x8D: struct.Struct("<Q")}
+_CONSTANTS = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}  # NONE, NEWTRUE, NEWFALSE, EMPTY_TUPLE
+
+
 def _load(data: bytes) -> Any:
     stack: list[Any] = []
     push, pop = stack.append, stack.pop
     memo: dict[int, Any] = {}
     marks: list[int] = []
     at, end = 0, len(data)
-    int32, uint32, uint64 = struct.Struct("<i"), struct.Struct("<I"), struct.Struct("<Q")
-    double = struct.Struct(">d")
+    int32, uint32, double = struct.Struct("<i"), struct.Struct("<I"), struct.Struct(">d")
     while True:
         op = data[at]
         at += 1
@@ -169,50 +171,23 @@ def _load(data: bytes) -> Any:
         elif op == 0x7D:  # EMPTY_DICT
             push({})
         elif op == 0x75:  # SETITEMS
-            low = marks.pop()
-            items = stack[low + 1 :]
-            del stack[low:]
-            target = stack[-1]
-            if type(target) is not dict or len(items) % 2:
-                raise _Refused("sets items of something that is no dictionary")
-            for key in items[::2]:
-                # Text and numbers only: the hash of a tuple nested deep enough never ends, or ends the
-                # interpreter.
-                if type(key) is not str and type(key) is not int:
-                    raise _Refused(f"has a dictionary key that is a {type(key).__name__}")
-            target.update(zip(items[::2], items[1::2], strict=True))
+            items = _since_mark(stack, marks)
+            _set_items(stack[-1], items)
         elif op == 0x5D:  # EMPTY_LIST
             push([])
         elif op == 0x65:  # APPENDS
-            low = marks.pop()
-            items = stack[low + 1 :]
-            del stack[low:]
-            target = stack[-1]
-            if type(target) is not list:
-                raise _Refused("appends to something that is no list")
-            target.extend(items)
+            items = _since_mark(stack, marks)
+            _append(stack[-1], items)
         elif op == 0x61:  # APPEND
             item = pop()
-            target = stack[-1]
-            if type(target) is not list:
-                raise _Refused("appends to something that is no list")
-            target.append(item)
+            _append(stack[-1], [item])
         elif op == 0x73:  # SETITEM
             item, key = pop(), pop()
-            target = stack[-1]
-            if type(target) is not dict:
-                raise _Refused("sets items of something that is no dictionary")
-            if type(key) is not str and type(key) is not int:
-                raise _Refused(f"has a dictionary key that is a {type(key).__name__}")
-            target[key] = item
-        elif op in (0x8C, 0x58, 0x8D):  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
-            if op == 0x8C:
-                size, at = data[at], at + 1
-            elif op == 0x58:
-                size, at = uint32.unpack_from(data, at)[0], at + 4
-            else:
-                size, at = uint64.unpack_from(data, at)[0], at + 8
-            low, at = at, at + size
+            _set_items(stack[-1], [key, item])
+        elif op in _TEXT_LENGTHS:  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
+            length = _TEXT_LENGTHS[op]
+            low = at + length.size
+            at = low + length.unpack_from(data, at)[0]
             if at > end:
                 raise IndexError
             push(str(data[low:at], "utf-8", "surrogatepass"))
@@ -222,17 +197,11 @@ def _load(data: bytes) -> Any:
         elif op == 0x72:  # LONG_BINPUT
             memo[uint32.unpack_from(data, at)[0]] = stack[-1]
             at += 4
-        elif op == 0x4E:  # NONE
-            push(None)
-        elif op == 0x88:  # NEWTRUE
-            push(True)
-        elif op == 0x89:  # NEWFALSE
-            push(False)
+        elif op in _CONSTANTS:
+            push(_CONSTANTS[op])
         elif op == 0x47:  # BINFLOAT
             push(double.unpack_from(data, at)[0])
             at += 8
-        elif op == 0x29:  # EMPTY_TUPLE
-            push(())
         elif op in (0x85, 0x86, 0x87):  # TUPLE1, TUPLE2, TUPLE3
             count = op - 0x84
             items = stack[-count:]
@@ -240,8 +209,7 @@ def _load(data: bytes) -> Any:
                 raise IndexError
             stack[-count:] = [tuple(items)]
         elif op == 0x74:  # TUPLE
-            low = marks.pop()
-            stack[low:] = [tuple(stack[low + 1 :])]
+            push(tuple(_since_mark(stack, marks)))
         elif op == 0x95:  # FRAME
             at += 8
         elif op == 0x80:  # PROTO
@@ -255,16 +223,38 @@ def _load(data: bytes) -> Any:
             _text_opcode(op, data[at:line_end], stack, memo)
             at = line_end + 1
         elif op == 0x6C:  # LIST
-            low = marks.pop()
-            stack[low:] = [stack[low + 1 :]]
+            push(_since_mark(stack, marks))
         elif op == 0x64:  # DICT
-            low = marks.pop()
-            items = stack[low + 1 :]
-            if not all(type(key) is str or type(key) is int for key in items[::2]):
-                raise _Refused("has a dictionary key that is neither text nor a number")
-            stack[low:] = [dict(zip(items[::2], items[1::2], strict=True))]
+            items = _since_mark(stack, marks)
+            push({})
+            _set_items(stack[-1], items)
         else:
             raise _Refused(_refusal(op))
+
+
+def _since_mark(stack: list[Any], marks: list[int]) -> list[Any]:
+    """Take what lies above the last mark off the stack, and the mark with it."""
+    low = marks.pop()
+    items = stack[low + 1 :]
+    del stack[low:]
+    return items
+
+
+def _set_items(target: Any, items: list[Any]) -> None:
+    """Fill a dictionary from keys and values in turn."""
+    if type(target) is not dict or len(items) % 2:
+        raise _Refused("sets items of something that is no dictionary")
+    for key in items[::2]:
+        # Text and numbers only: the hash of a tuple nested deep enough never ends, or ends the interpreter.
+        if type(key) is not str and type(key) is not int:
+            raise _Refused(f"has a dictionary key that is a {type(key).__name__}")
+    target.update(zip(items[::2], items[1::2], strict=True))
+
+
+def _append(target: Any, items: list[Any]) -> None:
+    if type(target) is not list:
+        raise _Refused("appends to something that is no list")
+    target.extend(items)
 
 
 def _result(stack: list[Any], marks: list[int]) -> Any:

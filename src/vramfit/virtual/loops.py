@@ -11,7 +11,9 @@ import linecache
 from dataclasses import dataclass
 from functools import lru_cache
 
-_ENDLESS = {"count", "cycle", "repeat", "iter"}
+# Iterators that never end, or that ask a function, by the numbers of arguments with which they do.
+_ENDLESS = {"count": (0, 1, 2), "cycle": (1,), "repeat": (1,), "iter": (2,)}
+_MODULES = {"itertools", "it", "builtins"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +41,18 @@ def _within(ranges: tuple[tuple[int, int], ...], line: int) -> bool:
 
 
 def _endless(iterator: ast.expr) -> bool:
-    """Whether an expression is a call of an iterator without an end, or of one that asks a function."""
+    """Whether an expression is a call of an iterator without an end, or of one that asks a function.
+
+    The name of a module may stand before that of the iterator, nothing else: ``x.repeat(4)`` is a tensor.
+    """
     if not isinstance(iterator, ast.Call):
         return False
-    name = getattr(iterator.func, "attr", getattr(iterator.func, "id", ""))
-    return name in _ENDLESS
+    called = iterator.func
+    if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
+        name = called.attr if called.value.id in _MODULES else ""
+    else:
+        name = called.id if isinstance(called, ast.Name) else ""
+    return len(iterator.args) + len(iterator.keywords) in _ENDLESS.get(name, ())
 
 
 @lru_cache(maxsize=1024)

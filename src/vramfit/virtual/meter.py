@@ -341,9 +341,8 @@ class Meter:
                 else:
                     taken.append(self._hold(size, device, op, scale))
         except torch.OutOfMemoryError:
-            self.give_back(
-                filter(None, taken), device
-            )  # a program that catches the error goes on without them
+            # A program that catches the error goes on without them.
+            self.give_back(filter(None, taken), device)
             raise
         return [held for held in taken if held is not None]
 

@@ -69,6 +69,27 @@ def test_backends_that_fuse_nothing_need_what_the_program_needs(gpu: VirtualGPU,
     assert codes(gpu) == set(), "nothing of it is an estimate"
 
 
+def test_kernels_that_would_be_timed_are_those_of_the_default_mode_and_a_warning_says_so(
+    gpu: VirtualGPU,
+) -> None:
+    model = Block().cuda()
+    usual = step(torch.compile(model), model)
+    assert codes(gpu) == {"compiled-estimate"}
+    torch._dynamo.reset()
+    assert step(torch.compile(model, mode="max-autotune-no-cudagraphs"), model) == usual
+    assert codes(gpu) == {"compiled-estimate", "compiled-autotune"}
+
+
+def test_values_are_not_followed_through_compiled_programs(gpu: VirtualGPU) -> None:
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    x = torch.ones(3, device="cuda")
+    assert double(x).tolist() == [2.0, 2.0, 2.0] and codes(gpu) == set()
+    assert len(torch.compile(double)(x).tolist()) == 3
+    assert codes(gpu) == {"compiled-estimate", "guessed-value"}
+
+
 def test_graph_breaks_new_shapes_and_disabled_functions(gpu: VirtualGPU) -> None:
     weight = torch.randn(64, 64, device="cuda", requires_grad=True)
 

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
 def install(mode: VirtualMode, outside: Outside, patches: PatchStack) -> None:
     """Let them trace outside of the virtual GPU, as compilers do, with what they make on the card kept virtual."""
-    flex_attention = importlib.import_module(
-        "torch._higher_order_ops.flex_attention"
-    )  # an operator has its name
+    # By its path: an operator has the name of the module.
+    flex_attention = importlib.import_module("torch._higher_order_ops.flex_attention")
     original = flex_attention.create_fw_bw_graph
 
     def create_fw_bw_graph(*args: Any, **kwargs: Any) -> Any:
