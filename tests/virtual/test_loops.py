@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from vramfit.virtual.assume import Assume
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.virtual.guesses import PATIENCE
-from vramfit.virtual.loops import guards, in_loop
+from vramfit.virtual.loops import Stake, guards, stake
 
 PROGRAM = """\
 import itertools
@@ -33,7 +33,8 @@ def test_lines_in_loops_and_guards_are_told(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     lines = range(1, PROGRAM.count("\n") + 1)
-    assert [n for n in lines if in_loop(str(path), n)] == [*range(3, 9), 11, 12]
+    assert [n for n in lines if stake(str(path), n)] == [*range(3, 9), 11, 12]
+    assert [n for n in lines if stake(str(path), n) is Stake.ENDS] == [3, 6]
     assert [n for n in lines if guards(str(path), n)] == [4, 8]
 
 
@@ -57,14 +58,67 @@ def test_lines_in_loops_and_guards_are_told(tmp_path: Path) -> None:
 def test_only_iterators_without_an_end_may_wait(tmp_path: Path, iterator: str, endless: bool) -> None:
     path = tmp_path / "program.py"
     path.write_text(f"for i in {iterator}:\n    use(i)\n")
-    assert in_loop(str(path), 2) is endless
+    assert stake(str(path), 2) is (Stake.WITHIN if endless else Stake.NONE)
+
+
+WAITING = {
+    "its test": "while x.sum() > 1:\n    ask(x)\n",
+    "a break": "while True:\n    ask(x)\n    if loss < 1: break\n",
+    "a return": "def f():\n  while True:\n    ask(x)\n    if loss < 1: return 3\n",
+    "a flag": "while not done:\n    ask(x)\n    if loss < 1: done = True\n",
+    "what shrinks": "while True:\n    x = ask(x)\n    if x.numel() == 0: break\n",
+    "what shrinks, in the test": "while len(x) > 1:\n    x = ask(x)\n",
+    "a generator": "def g():\n    while True: yield 1\nfor x in g():\n    ask(x)\n    if loss < 1: break\n",
+}
+COUNTING = {
+    "up": "while n < 9:\n    ask(x)\n    n += 1\n    if loss < 1: break\n",
+    "down": "while n:\n    ask(x)\n    n = n - 1\n    if n < 1: break\n",
+    "in a break": "while True:\n    ask(x)\n    n += len(x)\n    if t == 2 or n >= 9: break\n",
+    "in a flag": "while not done:\n    ask(x)\n    self.n += 1\n    if self.n == 9: done = True\n",
+    "by growth": "while out.shape[1] < 9:\n    ask(x)\n    if t == 2: break\n",
+    "by growth, in a break": "while True:\n    ask(x)\n    if len(out) >= 9: break\n",
+    "by time": "while time.time() < end:\n    ask(x)\n",
+    "its own rounds": "for i, x in enumerate(cycle(data)):\n    ask(x)\n    if i > 9: break\n",
+    "what data there are": "while True:\n    try: ask(next(data))\n    except StopIteration: break\n",
+    "what data there are, or None": "while True:\n    ask(x)\n    if batch is None: break\n",
+}
+
+
+@pytest.mark.parametrize("source", [*WAITING.values(), *COUNTING.values()], ids=[*WAITING, *COUNTING])
+def test_loops_that_count_are_told_from_those_that_wait(tmp_path: Path, source: str) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(source)
+    asking = next(n for n, line in enumerate(source.splitlines(), 1) if "ask" in line)
+    found = stake(str(path), asking)
+    if source in WAITING.values():
+        assert found in (Stake.WITHIN, Stake.SETS)
+    else:
+        assert found in (Stake.WITHIN_COUNTED, Stake.ENDS_COUNTED)
+
+
+def test_lines_that_set_what_ends_a_loop_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(
+        "while True:\n"
+        "    total = step(x)\n"
+        "    mean = total / 4\n"
+        "    seen = other(x)\n"
+        "    for token in seen:\n"
+        "        if token == 2:\n"
+        "            break\n"
+        "    if mean < 1:\n"
+        "        break\n"
+    )
+    found = [stake(str(path), n) for n in range(1, 10)]
+    inner = Stake.WITHIN  # a break of the inner loop does not end the outer one
+    assert found == [inner, Stake.SETS, Stake.SETS, inner, inner, inner, inner, Stake.ENDS, inner]
 
 
 def test_a_source_that_cannot_be_read_may_loop_anywhere(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("while (")
     for name in ("<string>", str(tmp_path / "missing.py"), str(broken)):
-        assert in_loop(name, 1)
+        assert stake(name, 1) is Stake.WITHIN
         assert not guards(name, 1)
 
 
@@ -160,6 +214,134 @@ def test_a_loop_that_waits_for_data_ends(
     rounds, codes = run(loop, assume)
     assert rounds < PATIENCE + 100
     assert ("guess-flipped" in codes) is (rounds >= PATIENCE - 1)
+
+
+LIMIT = PATIENCE + 50
+
+
+class Trained:
+    """A model whose training is a phase of its own in each round."""
+
+    def __init__(self) -> None:
+        self.layer = torch.nn.Linear(400, 300).cuda()
+        self.optimizer = torch.optim.SGD(self.layer.parameters())
+
+    def step(self) -> torch.Tensor:
+        loss = self.layer(torch.randn(300, 400, device="cuda")).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+def until_small() -> int:
+    model, rounds = Trained(), 0
+    loss = model.step()
+    while loss.item() > 1e-3:
+        loss, rounds = model.step(), rounds + 1
+    return rounds
+
+
+def until_good() -> int:
+    model, rounds = Trained(), 0
+    while True:
+        score = -model.step().item()
+        rounds += len([score])
+        if score > 5:
+            return rounds
+
+
+def until_done() -> int:
+    model, rounds, done = Trained(), 0, False
+    while not done:
+        done = bool(model.step() < -1)
+        rounds = max(rounds + 1, 0)
+    return rounds
+
+
+def until_either() -> int:
+    model, rounds = Trained(), 0
+    while (model.step() > 0).any() or (model.step() > 1).any():
+        rounds = max(rounds + 1, 0)
+    return rounds
+
+
+@pytest.mark.parametrize("loop", [until_small, until_good, until_done, until_either])
+def test_training_until_a_value_is_reached_ends(loop: Callable[[], int]) -> None:
+    rounds, codes = run(loop, Assume.UPPER)
+    assert PATIENCE // 2 - 1 <= rounds < PATIENCE + 100
+    assert "guess-flipped" in codes
+
+
+def decoded_up_to_a_length() -> int:
+    head = torch.nn.Linear(64, 50_000).cuda()
+    made = torch.zeros(1, 0, dtype=torch.int64, device="cuda")
+    while made.shape[1] < LIMIT:
+        token = head(torch.randn(1, 64, device="cuda")).argmax(-1)
+        made = torch.cat([made, token[None]], 1)
+        if token.item() == 2:
+            break
+    return made.shape[1]
+
+
+def decoded_until_a_hidden_limit() -> int:
+    head, tokens = torch.nn.Linear(64, 50_000).cuda(), []
+
+    def stop() -> bool:
+        return tokens[-1].item() == 2 or len(tokens) >= LIMIT
+
+    while not tokens or not stop():
+        tokens.append(head(torch.randn(1, 64, device="cuda")).argmax(-1))
+    return len(tokens)
+
+
+def decoded_by_count() -> int:
+    head, n = torch.nn.Linear(64, 50_000).cuda(), 0
+    while True:
+        token = head(torch.randn(1, 64, device="cuda")).argmax(-1).item()
+        n += 1
+        if token == 2 or n >= LIMIT:
+            return n
+
+
+@pytest.mark.parametrize("loop", [decoded_up_to_a_length, decoded_until_a_hidden_limit, decoded_by_count])
+def test_text_is_made_up_to_its_limit(loop: Callable[[], int]) -> None:
+    rounds, codes = run(loop, Assume.UPPER)
+    assert rounds == LIMIT
+    assert "guess-flipped" not in codes
+
+
+def test_a_for_without_an_end_that_shows_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(lambda: torch.ones(2), None)
+
+    def stream() -> int:
+        model, rounds = Trained(), 0
+        for _ in torch.utils.data.DataLoader(Stream()):
+            rounds += 1
+            if model.step() < -1:
+                break
+        return rounds
+
+    monkeypatch.setattr("vramfit.virtual.guesses.COUNTED_PATIENCE", LIMIT)
+    rounds, codes = run(stream, Assume.UPPER)
+    assert LIMIT - 1 <= rounds < LIMIT + 10
+    assert "guess-flipped" in codes
+
+
+def test_a_loop_that_no_answer_ends_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vramfit.virtual.guesses.LAST", 50)
+    x = torch.rand(500, 500)
+
+    def forever() -> int:
+        y = x.cuda()
+        while True:
+            if (y.sum() > 3).item() and False:
+                break
+
+    with pytest.raises(RuntimeError, match=r"test_loops\.py:\d+ got 50 other answers .* Bound the loop"):
+        run(forever, Assume.UPPER)
 
 
 def test_a_loop_of_known_length_gets_the_same_answer_all_along() -> None:

@@ -7,16 +7,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+from zlib import crc32
 
 from vramfit.trace import Frame
 from vramfit.trace.frames import Origin, origin, user_frame
-from vramfit.virtual.loops import guards, in_loop
+from vramfit.virtual.loops import Stake, guards, stake
 from vramfit.virtual.machine import Machine
 
-# A loop that has asked this often within one phase, at one place, is waiting for the other answer.
+# A line that ends a loop, and has asked this often in all, waits for the other answer; so does one within such a loop
+# that has asked as often within one phase.
 PATIENCE = 200
-# A loop that has made this many tensors of a size that depends on data, at one place of its own, is waiting for few.
-SIZE_PATIENCE = 1000
+# The program's own code in such a loop, or what a test of the loop calls: more may be hidden there, such as a limit.
+INDIRECT_PATIENCE = 2_000
+# Loops that count end by themselves, but the count may be higher than anybody waits for, or never go on.
+COUNTED_PATIENCE = 10_000
+# Loops of libraries that generate text bound it in ways that their source does not show at once.
+LIBRARY_PATIENCE = 100_000
+# A loop that has made this many tensors of a size that depends on data, at one place of its own, is waiting for few:
+# within one phase, or in all.
+SIZE_PATIENCE = 1_000
+SIZE_PATIENCE_IN_ALL = 20_000
 # Nobody waits longer than this for a program whose loop no other answer has ended.
 LAST = 1_000_000
 GUESSED = "the program read values that the virtual GPU does not compute; plausible ones were given"
@@ -29,34 +39,38 @@ class Guesses:
         """Takes the machine, and what gives the frames that called the autograd engine, innermost first."""
         self._machine = machine
         self._backward = backward
-        self._asked: Counter[tuple[str, str]] = Counter()
+        self._asked: Counter[tuple[str, str]] = Counter()  # in this phase
+        self._ever: Counter[tuple[str, str]] = Counter()
+        self._turned: Counter[str] = Counter()
 
     def answer(self, value: Any) -> Any:
-        """The guessed value, or another one once a loop has asked again and again.
+        """The guessed value, or another one once a loop has asked again and again (NOTE [Loops that wait] in loops.py).
 
         A ``while mask.any()`` ends only with False, a ``while not done`` only with True; which number ends a loop is
-        not known, so higher, lower and negative ones take turns.
+        not known, so higher, lower and negative ones take turns. They do so without a pattern, for a loop may ask
+        several questions in turn.
 
         Raises:
             RuntimeError: no answer has ended the loop.
         """
         location = self.location()
         self._machine.warn("guessed-value", GUESSED, location=location)
-        asked = self._count("value", location)
-        if asked < PATIENCE or not self._waits(anywhere=True):
+        asked, ever = self._count("value", location)
+        if ever < PATIENCE or not self._waits(asked, ever):
             return value
-        if asked == PATIENCE:
+        far = self._turn(location)
+        if far == 1:
             self._machine.warn(
                 "guess-flipped",
-                f"this line asked {PATIENCE} times in one phase: the answer was turned around to end a loop",
+                f"this line asked {ever:,} times: the answer was turned around to end a loop",
                 location=location,
             )
+        turn = crc32(far.to_bytes(4, "little"))
         if isinstance(value, bool):
-            return not value
-        far = asked - PATIENCE + 1
+            return value if far > 1 and turn % 2 else not value
         if isinstance(value, int):  # a token may be waited for, and may be an index
-            return (value + far, far // 3, value - far)[far % 3 - 1]
-        return (value + far**4, value * 0, value - far**4)[far % 3 - 1]
+            return (value + far, far // 3, value - far)[turn % 3]
+        return (value + far**4, value * 0, value - far**4)[turn % 3]
 
     def fewer(self, count: int) -> int:
         """How many elements to assume where ``count`` would be usual, fewer once a loop has asked again and again.
@@ -65,17 +79,21 @@ class Guesses:
             RuntimeError: the loop has not ended with none either.
         """
         location = self.location()
-        asked = self._count("size", location)
-        if asked < SIZE_PATIENCE or not self._waits(anywhere=False):
+        asked, ever = self._count("size", location)
+        if ever < SIZE_PATIENCE or (asked < SIZE_PATIENCE and ever < SIZE_PATIENCE_IN_ALL):
             return count
-        if asked == SIZE_PATIENCE:
+        frames = self._frames()
+        if not frames or _stake(frames[0]) < (Stake.WITHIN if asked >= SIZE_PATIENCE else Stake.SETS):
+            return count
+        far = self._turn(location)
+        if far == 1:
             self._machine.warn(
                 "guess-flipped",
-                f"this line made {SIZE_PATIENCE:,} tensors of a size that depends on data in one phase: ever fewer "
-                "elements are assumed from now on, to end a loop",
+                f"this line made {ever:,} tensors of a size that depends on data: ever fewer elements are assumed "
+                "from now on, to end a loop",
                 location=location,
             )
-        return count >> min(asked - SIZE_PATIENCE + 1, 64)
+        return count >> far % 64
 
     def new_phase(self) -> None:
         """Forget who asked: a question per training step is no loop."""
@@ -96,29 +114,65 @@ class Guesses:
         frame = next((f for f in _frames() if origin(f.f_code.co_filename) is Origin.LIBRARY), None)
         return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
-    def _count(self, what: str, location: str) -> int:
+    def _count(self, what: str, location: str) -> tuple[int, int]:
+        """How often a place has asked in this phase, and in all."""
         self._asked[what, location] += 1
-        asked = self._asked[what, location]
-        if asked >= LAST and self._waits(anywhere=True):
+        self._ever[what, location] += 1
+        return self._asked[what, location], self._ever[what, location]
+
+    def _turn(self, location: str) -> int:
+        """How many answers of a place have been turned around."""
+        self._turned[location] += 1
+        if self._turned[location] >= LAST:
             raise RuntimeError(
-                f"vramfit: {location} asked {LAST:,} times in one phase for what depends on data that the virtual GPU "
-                "does not compute, and no answer has ended the loop. Bound the loop for this run"
+                f"vramfit: {location} got {LAST:,} other answers about what depends on data that the virtual GPU does "
+                "not compute, and none has ended the loop. Bound the loop for this run"
             )
-        return asked
+        return self._turned[location]
 
-    def _waits(self, *, anywhere: bool) -> bool:
-        """Whether a loop may be waiting for the line that asks.
-
-        Args:
-            anywhere: a loop of any function that is running counts, not only one around the line itself.
-        """
+    def _frames(self) -> list[FrameType]:
+        """The frames of the program and its libraries, innermost first."""
         frames = [f for f in _frames() if origin(f.f_code.co_filename) is not Origin.RUNTIME]
         own = [n for n, f in enumerate(frames) if origin(f.f_code.co_filename) is Origin.USER]
-        if own:
-            frames = frames[: own[-1] + 1]  # what runs the program (a test runner, a notebook) loops as well
+        # What runs the program (a test runner, a notebook) loops as well.
+        return frames[: own[-1] + 1] if own else frames
+
+    def _waits(self, asked: int, ever: int) -> bool:
+        """Whether a loop seems to wait for the line that has asked so often in this phase, and in all."""
+        frames = self._frames()
         if not frames or guards(frames[0].f_code.co_filename, frames[0].f_lineno):
             return False
-        return any(in_loop(f.f_code.co_filename, f.f_lineno) for f in (frames if anywhere else frames[:1]))
+        own = origin(frames[0].f_code.co_filename) is Origin.USER
+        stakes = [_stake(frame) for frame in frames]
+        for number, (frame, found) in enumerate(zip(frames, stakes, strict=True)):
+            patience = _patience(found, direct=number == 0, own=own)
+            at_once = asked >= PATIENCE and patience <= INDIRECT_PATIENCE
+            if origin(frame.f_code.co_filename) is Origin.LIBRARY:
+                patience = max(patience, LIBRARY_PATIENCE)
+            if at_once or ever >= patience:
+                return True
+        return False
+
+
+def _stake(frame: FrameType) -> Stake:
+    return stake(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _patience(found: Stake, *, direct: bool, own: bool) -> int:
+    """How many questions are answered alike.
+
+    Args:
+        found: what hangs on a line that is running.
+        direct: the line itself asks, rather than a function that it calls.
+        own: the program's own code asks.
+    """
+    if found is Stake.ENDS or (direct and found is Stake.SETS):
+        return PATIENCE if direct else INDIRECT_PATIENCE
+    if own and found >= Stake.WITHIN:
+        return INDIRECT_PATIENCE
+    if found is Stake.ENDS_COUNTED or (own and found is Stake.WITHIN_COUNTED):
+        return COUNTED_PATIENCE
+    return LAST
 
 
 def _frames() -> Iterator[FrameType]:
