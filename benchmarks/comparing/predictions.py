@@ -22,7 +22,7 @@ from comparing.rows import Figure, Origin, Row, Stream, Tool
 from vramfit.analysis import Measure, curves, lifetimes
 from vramfit.errors import VramfitError
 from vramfit.gpus import find_gpu
-from vramfit.trace import EventKind, MemoryTrace, VirtualRun, read_any
+from vramfit.trace import EventKind, MemoryTrace, Run, read_any
 from vramfit.virtual.runner import run_in_child
 
 BENCHMARKS = Path(__file__).parents[1]
@@ -174,7 +174,7 @@ def _failed(reason: str) -> dict[str, Any]:
     return {"figure": asdict(Figure(reason=reason)), "stream": None, "context": None, "doubt": 0}
 
 
-def _compare(recording: store.Recording, run: VirtualRun, facts: Mapping[str, Any]) -> Stream:
+def _compare(recording: store.Recording, run: Run, facts: Mapping[str, Any]) -> Stream:
     recorded, predicted = sequence_of(recording.trace), sequence_of(run.trace)
     found = streams.differences(recorded, predicted)
     unequal = [

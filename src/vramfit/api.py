@@ -28,7 +28,7 @@ from vramfit.report import (
     render_terminal,
     run_to_json,
 )
-from vramfit.trace import Actual, MemoryTrace, VirtualRun, read_actual
+from vramfit.trace import Actual, MemoryTrace, Run, read_actual
 from vramfit.trace.actual import together
 from vramfit.virtual.assume import assumption
 from vramfit.virtual.runner import run_in_child
@@ -44,7 +44,7 @@ class Report:
         against: how it differs from the real run that it was compared with; None if it was not.
     """
 
-    run: VirtualRun
+    run: Run
     verdict: Verdict
     against: Reconciliation | None = None
 

@@ -17,9 +17,9 @@ from vramfit.trace import (
     EventKind,
     Frame,
     MemoryTrace,
+    Run,
     TraceBuilder,
     TraceDevice,
-    VirtualRun,
     snapshot_from_trace,
     trace_from_snapshot,
 )
@@ -162,7 +162,7 @@ def outcome_of(trace: MemoryTrace, *, device: int = 0, **changes: Any) -> Device
     return DeviceOutcome(**{**values, **changes})
 
 
-def predicted(program: Program, *, conf: str = "") -> VirtualRun:
+def predicted(program: Program, *, conf: str = "") -> Run:
     """A virtual run of a program."""
     trace = serve(program, conf=conf)
     return virtual_run(trace, devices=(outcome_of(trace),))

@@ -12,10 +12,10 @@ from vramfit.trace import (
     Frame,
     MemoryTrace,
     OomReport,
+    Run,
     RunWarning,
     TraceBuilder,
     TraceDevice,
-    VirtualRun,
 )
 from vramfit.units import GIB, MIB
 
@@ -236,9 +236,9 @@ def virtual_run(
     warnings: tuple[RunWarning, ...] = (),
     exit_code: int = 0,
     error: str | None = None,
-) -> VirtualRun:
+) -> Run:
     """A run with that trace."""
-    return VirtualRun(
+    return Run(
         trace=trace,
         devices=devices if devices is not None else (outcome(trace),),
         oom=oom,
@@ -254,7 +254,7 @@ def virtual_run(
     )
 
 
-def fitting_run() -> VirtualRun:
+def fitting_run() -> Run:
     """GPT training that fits, with two warnings."""
     recorder = Recorder()
     gpt_training(recorder)
@@ -272,7 +272,7 @@ def fitting_run() -> VirtualRun:
     return virtual_run(recorder.finish(), warnings=warnings)
 
 
-def oom_run(*, handled: bool = False, exit_code: int = 1) -> VirtualRun:
+def oom_run(*, handled: bool = False, exit_code: int = 1) -> Run:
     """A larger GPT that runs out on a card of 14 GiB when its optimizer has made its state."""
     total = 14 * GIB
     recorder = Recorder(total_bytes=total)

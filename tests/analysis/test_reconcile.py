@@ -38,7 +38,7 @@ from vramfit.analysis import (
     reconcile,
 )
 from vramfit.errors import UsageError
-from vramfit.trace import Actual, Category, Figures, Frame, VirtualRun, read_actual, read_any
+from vramfit.trace import Actual, Category, Figures, Frame, Run, read_actual, read_any
 from vramfit.units import MIB
 
 RECORDINGS = sorted((Path(__file__).parents[1] / "data" / "traces").glob("*.json.gz"))
@@ -398,7 +398,7 @@ def test_figures_are_split_as_far_as_they_tell() -> None:
 # -- devices and the tolerance -------------------------------------------------------------------------------
 
 
-def two_devices() -> VirtualRun:
+def two_devices() -> Run:
     trace = serve(PROGRAM)
     return virtual_run(trace, devices=(outcome_of(trace), outcome_of(trace, device=1)))
 

@@ -5,7 +5,7 @@ import pytest
 from analysis.synthetic import TORCH_LINEAR, TRAIN, Recorder, fitting_run, oom_run, outcome, virtual_run
 from vramfit.analysis import Outcome, verdict
 from vramfit.gpus import GpuKind, GpuSpec
-from vramfit.trace import Category, Frame, OomReport, VirtualRun
+from vramfit.trace import Category, Frame, OomReport, Run
 from vramfit.units import GIB, MIB
 
 OPTIMIZER = Frame("/venv/lib/python3.11/site-packages/torch/optim/adamw.py", 120, "_init_group")
@@ -43,7 +43,7 @@ def ran_out(
     phase: str = "step 0/forward",
     stack: tuple[Frame, ...] = (),
     alloc_conf: str = "",
-) -> VirtualRun:
+) -> Run:
     """A run that held so much of each category when a request failed."""
     recorder = Recorder(total_bytes=total, context_bytes=0)
     recorder.builder.meta["alloc_conf"] = alloc_conf

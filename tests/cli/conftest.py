@@ -10,7 +10,7 @@ import pytest
 
 from analysis.synthetic import fitting_run
 from vramfit.cli import main
-from vramfit.trace import VirtualRun
+from vramfit.trace import Run
 
 
 @dataclass
@@ -26,10 +26,10 @@ class Invocation:
 class FakeRunner:
     """Takes the place of the child interpreter: notes what it was asked to run and gives a prepared run."""
 
-    result: VirtualRun | BaseException = field(default_factory=fitting_run)
+    result: Run | BaseException = field(default_factory=fitting_run)
     calls: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
 
-    def run_in_child(self, command: list[str], **options: Any) -> VirtualRun:
+    def run_in_child(self, command: list[str], **options: Any) -> Run:
         self.calls.append((list(command), options))
         if isinstance(self.result, BaseException):
             raise self.result

@@ -14,9 +14,9 @@ import pytest
 from analysis.reconciling import predicted, training
 from analysis.synthetic import fitting_run, oom_run
 from cli.conftest import FakeRunner, Invocation
-from vramfit.trace import VirtualRun, write_snapshot
+from vramfit.trace import Run, write_snapshot
 
-Run = Callable[..., Invocation]
+Command = Callable[..., Invocation]
 PROGRAM = training(layers=3)
 
 
@@ -46,7 +46,7 @@ def figures(tmp_path: Path, runner: FakeRunner) -> Path:
     return path
 
 
-def test_a_run_as_recorded_ends_well(vramfit: Run, script: Path, snapshot: Path) -> None:
+def test_a_run_as_recorded_ends_well(vramfit: Command, script: Path, snapshot: Path) -> None:
     found = vramfit("run", "--gpu", "RTX 4090", "--against", snapshot, "--tolerance", "0%", script)
     assert found.code == 0
     assert "✓ equal to card.pickle to the byte" in found.out
@@ -58,7 +58,7 @@ def test_a_run_as_recorded_ends_well(vramfit: Run, script: Path, snapshot: Path)
     ("tolerance", "code"), [("1%", 3), ("9MiB", 3), ("10MiB", 0), ("20 %", 0), ("0%", 3)]
 )
 def test_a_difference_beyond_the_tolerance_ends_with_3(
-    vramfit: Run, script: Path, figures: Path, tolerance: str, code: int
+    vramfit: Command, script: Path, figures: Path, tolerance: str, code: int
 ) -> None:
     found = vramfit("run", "--gpu", "RTX 4090", "--against", figures, "--tolerance", tolerance, script)
     assert found.code == code
@@ -78,7 +78,7 @@ def test_a_difference_beyond_the_tolerance_ends_with_3(
     ],
 )
 def test_the_programs_own_failure_comes_first(
-    vramfit: Run, runner: FakeRunner, script: Path, figures: Path, run: VirtualRun, code: int
+    vramfit: Command, runner: FakeRunner, script: Path, figures: Path, run: Run, code: int
 ) -> None:
     runner.result = run
     found = vramfit("run", "--gpu", "RTX 4090", "--against", figures, script)
@@ -86,7 +86,9 @@ def test_the_programs_own_failure_comes_first(
     assert "✗ differs from card.json" in found.out
 
 
-def test_the_comparison_is_in_the_json(vramfit: Run, script: Path, snapshot: Path, tmp_path: Path) -> None:
+def test_the_comparison_is_in_the_json(
+    vramfit: Command, script: Path, snapshot: Path, tmp_path: Path
+) -> None:
     (tmp_path / "more.json").write_text(json.dumps({"outside_bytes": "450MiB"}))
     found = vramfit(
         "run",
@@ -111,7 +113,7 @@ def test_the_comparison_is_in_the_json(vramfit: Run, script: Path, snapshot: Pat
             assert sum(part[column] for part in one["parts"]) == one[column]
 
 
-def test_without_it_the_key_is_null(vramfit: Run, runner: FakeRunner, script: Path) -> None:
+def test_without_it_the_key_is_null(vramfit: Command, runner: FakeRunner, script: Path) -> None:
     found = vramfit("run", "--gpu", "RTX 4090", "--json", "-", script)
     assert json.loads(found.out)["against"] is None
 
@@ -144,7 +146,7 @@ def refused(found: Invocation, runner: FakeRunner, reason: str) -> None:
     ],
 )
 def test_a_file_of_another_sort_is_refused_before_the_run(
-    vramfit: Run, runner: FakeRunner, script: Path, tmp_path: Path, content: bytes, reason: str
+    vramfit: Command, runner: FakeRunner, script: Path, tmp_path: Path, content: bytes, reason: str
 ) -> None:
     file = tmp_path / "other"
     file.write_bytes(content)
@@ -152,7 +154,7 @@ def test_a_file_of_another_sort_is_refused_before_the_run(
 
 
 def test_a_file_of_no_known_kind_is_answered_with_the_kinds(
-    vramfit: Run, script: Path, tmp_path: Path
+    vramfit: Command, script: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "notes.txt").write_text("about 20 GB, I think\n")
     found = vramfit("run", "--gpu", "RTX 4090", "--against", tmp_path / "notes.txt", script)
@@ -161,7 +163,7 @@ def test_a_file_of_no_known_kind_is_answered_with_the_kinds(
 
 
 def test_options_that_cannot_be_used_are_refused_before_the_run(
-    vramfit: Run, runner: FakeRunner, script: Path, snapshot: Path, figures: Path, tmp_path: Path
+    vramfit: Command, runner: FakeRunner, script: Path, snapshot: Path, figures: Path, tmp_path: Path
 ) -> None:
     def run(*options: Any) -> Invocation:
         return vramfit("run", "--gpu", "RTX 4090", *options, script)
@@ -179,7 +181,7 @@ def test_options_that_cannot_be_used_are_refused_before_the_run(
 
 
 def test_devices_in_common_are_found_out_after_the_run(
-    vramfit: Run, runner: FakeRunner, script: Path, tmp_path: Path
+    vramfit: Command, runner: FakeRunner, script: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "card.json"
     file.write_text(

@@ -8,10 +8,10 @@ import pytest
 from cli.conftest import Invocation
 from vramfit import __version__
 
-Run = Callable[..., Invocation]
+Command = Callable[..., Invocation]
 
 
-def test_alone_it_prints_help(vramfit: Run) -> None:
+def test_alone_it_prints_help(vramfit: Command) -> None:
     found = vramfit()
     assert found.code == 0
     assert all(verb in found.out for verb in ("run", "gpus", "replay", "Usage"))
@@ -19,25 +19,25 @@ def test_alone_it_prints_help(vramfit: Run) -> None:
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 @pytest.mark.parametrize("verb", [[], ["run"], ["gpus"], ["replay"]])
-def test_help(vramfit: Run, verb: list[str], flag: str) -> None:
+def test_help(vramfit: Command, verb: list[str], flag: str) -> None:
     found = vramfit(*verb, flag)
     assert found.code == 0
     assert "Usage" in found.out
 
 
-def test_help_of_run_names_every_option(vramfit: Run) -> None:
+def test_help_of_run_names_every_option(vramfit: Command) -> None:
     text = vramfit("run", "--help").out
     for option in ("--gpu", "--gpus", "--alloc-conf", "--json", "--trace", "--snapshot", "-m", "SCRIPT"):
         assert option in text
 
 
-def test_version(vramfit: Run) -> None:
+def test_version(vramfit: Command) -> None:
     found = vramfit("--version")
     assert found.code == 0
     assert found.out.startswith(f"vramfit {__version__} (torch 2.")
 
 
-def test_an_unknown_verb_is_a_usage_error(vramfit: Run) -> None:
+def test_an_unknown_verb_is_a_usage_error(vramfit: Command) -> None:
     found = vramfit("rnu")
     assert found.code == 2
     assert "rnu" in found.err

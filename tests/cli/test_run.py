@@ -15,9 +15,9 @@ from cli.conftest import FakeRunner, Invocation
 from vramfit.cli import main
 from vramfit.cli.program import end_options_at_module
 from vramfit.errors import EnvironmentUnfitError
-from vramfit.trace import MemoryTrace, VirtualRun
+from vramfit.trace import MemoryTrace, Run
 
-Run = Callable[..., Invocation]
+Command = Callable[..., Invocation]
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def script(tmp_path: Path) -> Path:
     ],
 )
 def test_all_after_the_script_is_the_scripts(
-    vramfit: Run, runner: FakeRunner, script: Path, arguments: list[str]
+    vramfit: Command, runner: FakeRunner, script: Path, arguments: list[str]
 ) -> None:
     for before in ([], ["--"]):
         runner.calls.clear()
@@ -53,7 +53,7 @@ def test_all_after_the_script_is_the_scripts(
 @pytest.mark.parametrize("arguments", [[], ["--lr", "3"], ["-h"], ["--", "x"], ["-m", "y"], ["--gpu", "z"]])
 @pytest.mark.parametrize("spelled", [["-m", "package.module"], ["-mpackage.module"]])
 def test_all_after_the_module_is_the_modules(
-    vramfit: Run, runner: FakeRunner, spelled: list[str], arguments: list[str]
+    vramfit: Command, runner: FakeRunner, spelled: list[str], arguments: list[str]
 ) -> None:
     assert vramfit("run", "--gpu", "RTX 4090", *spelled, *arguments).code == 0
     assert runner.command == ["-m", "package.module", *arguments]
@@ -74,7 +74,7 @@ def test_options_end_at_the_module_only_where_it_is_ours() -> None:
     assert end_options_at_module(["--gpu", "a", "-m"], options) == ["--gpu", "a", "-m"]
 
 
-def test_options_reach_the_runner(vramfit: Run, runner: FakeRunner, script: Path) -> None:
+def test_options_reach_the_runner(vramfit: Command, runner: FakeRunner, script: Path) -> None:
     conf = "expandable_segments:True"
     found = vramfit("run", "--gpu", "RTX 4090", "--gpus", "2", "--alloc-conf", conf, script)
     assert found.code == 0
@@ -83,7 +83,7 @@ def test_options_reach_the_runner(vramfit: Run, runner: FakeRunner, script: Path
     assert runner.options["alloc_conf"] == conf
 
 
-def test_the_report_is_printed_after_the_program(vramfit: Run, runner: FakeRunner, script: Path) -> None:
+def test_the_report_is_printed_after_the_program(vramfit: Command, runner: FakeRunner, script: Path) -> None:
     found = vramfit("run", "--gpu", "RTX 4090", script)
     assert found.out.startswith("✓ fits RTX 4090")
     assert found.err == ""
@@ -101,12 +101,12 @@ def test_the_report_is_printed_after_the_program(vramfit: Run, runner: FakeRunne
         (replace(fitting_run(), exit_code=-11), 139),
     ],
 )
-def test_exit_codes(vramfit: Run, runner: FakeRunner, script: Path, run: Any, code: int) -> None:
+def test_exit_codes(vramfit: Command, runner: FakeRunner, script: Path, run: Any, code: int) -> None:
     runner.result = run
     assert vramfit("run", "--gpu", "RTX 4090", script).code == code
 
 
-def test_files_are_written(vramfit: Run, runner: FakeRunner, script: Path, tmp_path: Path) -> None:
+def test_files_are_written(vramfit: Command, runner: FakeRunner, script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "results"
     folder.mkdir()
     files = [folder / "report.json", folder / "trace.vft", folder / "snapshot.pickle"]
@@ -120,7 +120,7 @@ def test_files_are_written(vramfit: Run, runner: FakeRunner, script: Path, tmp_p
     assert files[2].stat().st_size > 1000
 
 
-def test_json_on_standard_output_is_alone_there(vramfit: Run, runner: FakeRunner, script: Path) -> None:
+def test_json_on_standard_output_is_alone_there(vramfit: Command, runner: FakeRunner, script: Path) -> None:
     found = vramfit("run", "--gpu", "RTX 4090", "--json", "-", script)
     assert json.loads(found.out)["schema"] == "vramfit.run/1"
     assert not Path("-").exists()
@@ -129,7 +129,7 @@ def test_json_on_standard_output_is_alone_there(vramfit: Run, runner: FakeRunner
 def test_what_the_program_prints_does_not_mix_with_json(
     runner: FakeRunner, script: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def prints(command: list[str], **options: Any) -> VirtualRun:
+    def prints(command: list[str], **options: Any) -> Run:
         subprocess.run(["echo", "loss 0.5"], check=True)
         return fitting_run()
 
@@ -153,22 +153,22 @@ def refused(found: Invocation, runner: FakeRunner, reason: str, step: str, *, co
     assert runner.calls == []
 
 
-def test_without_a_card_it_says_how_to_name_one(vramfit: Run, runner: FakeRunner, script: Path) -> None:
+def test_without_a_card_it_says_how_to_name_one(vramfit: Command, runner: FakeRunner, script: Path) -> None:
     refused(vramfit("run", script), runner, "no card is given", "vramfit gpus")
 
 
-def test_an_unknown_card_gets_suggestions(vramfit: Run, runner: FakeRunner, script: Path) -> None:
+def test_an_unknown_card_gets_suggestions(vramfit: Command, runner: FakeRunner, script: Path) -> None:
     refused(vramfit("run", "--gpu", "RTX 4099", script), runner, "RTX 4099", "RTX 4090")
 
 
-def test_no_program(vramfit: Run, runner: FakeRunner) -> None:
+def test_no_program(vramfit: Command, runner: FakeRunner) -> None:
     refused(vramfit("run", "--gpu", "RTX 4090"), runner, "no script", "train.py")
     for module in (" ", "--", "--json"):
         found = vramfit("run", "--gpu", "RTX 4090", "-m", module)
         refused(found, runner, "-m names no module", "-m package.module")
 
 
-def test_a_module_option_without_a_module(vramfit: Run, runner: FakeRunner) -> None:
+def test_a_module_option_without_a_module(vramfit: Command, runner: FakeRunner) -> None:
     found = vramfit("run", "--gpu", "RTX 4090", "-m")
     assert found.code == 2
     assert "'-m' requires an argument" in found.err
@@ -187,7 +187,7 @@ def test_a_module_option_without_a_module(vramfit: Run, runner: FakeRunner) -> N
     ids=["syntax", "indentation", "not UTF-8", "encoding", "null"],
 )
 def test_a_script_that_cannot_be_compiled_is_not_run(
-    vramfit: Run, runner: FakeRunner, script: Path, tmp_path: Path, source: bytes, reason: str
+    vramfit: Command, runner: FakeRunner, script: Path, tmp_path: Path, source: bytes, reason: str
 ) -> None:
     script.write_bytes(source)
     report = tmp_path / "report.json"
@@ -208,20 +208,22 @@ def test_a_script_that_cannot_be_compiled_is_not_run(
     ],
     ids=["latin-1", "byte order mark", "warning", "annotation", "empty"],
 )
-def test_what_python_compiles_is_run(vramfit: Run, runner: FakeRunner, script: Path, source: bytes) -> None:
+def test_what_python_compiles_is_run(
+    vramfit: Command, runner: FakeRunner, script: Path, source: bytes
+) -> None:
     script.write_bytes(source)
     found = vramfit("run", "--gpu", "RTX 4090", script)
     assert (found.code, found.err) == (0, "")
     assert runner.command == [str(script)]
 
 
-def test_help_tells_of_reports_that_cannot_be_written(vramfit: Run) -> None:
+def test_help_tells_of_reports_that_cannot_be_written(vramfit: Command) -> None:
     assert "a report could not be written after the program ran" in " ".join(
         vramfit("--help").out.replace("│", " ").split()
     )
 
 
-def test_a_missing_script_names_the_like(vramfit: Run, runner: FakeRunner, script: Path) -> None:
+def test_a_missing_script_names_the_like(vramfit: Command, runner: FakeRunner, script: Path) -> None:
     found = vramfit("run", "--gpu", "RTX 4090", script.with_name("trian.py"))
     refused(found, runner, "there is no script", "Did you mean train.py?")
     found = vramfit("run", "--gpu", "RTX 4090", script.with_name("zzz.py"))
@@ -230,17 +232,17 @@ def test_a_missing_script_names_the_like(vramfit: Run, runner: FakeRunner, scrip
     refused(found, runner, "there is no script", "There is no folder")
 
 
-def test_a_folder_is_no_script(vramfit: Run, runner: FakeRunner, tmp_path: Path) -> None:
+def test_a_folder_is_no_script(vramfit: Command, runner: FakeRunner, tmp_path: Path) -> None:
     refused(vramfit("run", "--gpu", "RTX 4090", tmp_path), runner, "is a folder", "-m PACKAGE")
 
 
-def test_an_unreadable_allocator_setting(vramfit: Run, runner: FakeRunner, script: Path) -> None:
+def test_an_unreadable_allocator_setting(vramfit: Command, runner: FakeRunner, script: Path) -> None:
     found = vramfit("run", "--gpu", "RTX 4090", "--alloc-conf", "max_split_size_mb:lots", script)
     refused(found, runner, "lots", "")
 
 
 def test_unwritable_results_are_found_before_the_run(
-    vramfit: Run, runner: FakeRunner, script: Path, tmp_path: Path
+    vramfit: Command, runner: FakeRunner, script: Path, tmp_path: Path
 ) -> None:
     missing = tmp_path / "missing" / "report.json"
     for option in ("--json", "--trace", "--snapshot"):
@@ -252,7 +254,7 @@ def test_unwritable_results_are_found_before_the_run(
 
 
 def test_a_full_disk_after_the_run(
-    vramfit: Run, runner: FakeRunner, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vramfit: Command, runner: FakeRunner, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -266,7 +268,7 @@ def test_a_full_disk_after_the_run(
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
-def test_an_unfit_environment_is_one_line(vramfit: Run, runner: FakeRunner, script: Path) -> None:
+def test_an_unfit_environment_is_one_line(vramfit: Command, runner: FakeRunner, script: Path) -> None:
     runner.result = EnvironmentUnfitError("torch 1.0 is too old", "Install torch 2.11 or newer")
     found = vramfit("run", "--gpu", "RTX 4090", script)
     assert found.code == 2
@@ -276,7 +278,7 @@ def test_an_unfit_environment_is_one_line(vramfit: Run, runner: FakeRunner, scri
     ]
 
 
-def test_a_bug_is_told_from_the_programs_failure(vramfit: Run, runner: FakeRunner, script: Path) -> None:
+def test_a_bug_is_told_from_the_programs_failure(vramfit: Command, runner: FakeRunner, script: Path) -> None:
     runner.result = ZeroDivisionError("ours")
     found = vramfit("run", "--gpu", "RTX 4090", script)
     assert found.code == 70
@@ -284,7 +286,7 @@ def test_a_bug_is_told_from_the_programs_failure(vramfit: Run, runner: FakeRunne
     assert "This is a bug in vramfit" in found.err
 
 
-def test_an_interrupt_ends_with_the_shells_code(vramfit: Run, runner: FakeRunner, script: Path) -> None:
+def test_an_interrupt_ends_with_the_shells_code(vramfit: Command, runner: FakeRunner, script: Path) -> None:
     runner.result = KeyboardInterrupt()
     found = vramfit("run", "--gpu", "RTX 4090", script)
     assert found.code == 130
@@ -294,7 +296,7 @@ def test_an_interrupt_ends_with_the_shells_code(vramfit: Run, runner: FakeRunner
     "arguments", [["--gpus", "0"], ["--gpus", "9"], ["--gpus", "two"], ["--no-such-option"]]
 )
 def test_wrong_options_are_usage_errors(
-    vramfit: Run, runner: FakeRunner, script: Path, arguments: list[str]
+    vramfit: Command, runner: FakeRunner, script: Path, arguments: list[str]
 ) -> None:
     found = vramfit("run", "--gpu", "RTX 4090", *arguments, script)
     assert found.code == 2

@@ -8,7 +8,7 @@ from analysis.synthetic import Recorder, fitting_run, oom_run, virtual_run
 from report.golden_files import check_golden
 from vramfit.analysis import verdict
 from vramfit.report import SCHEMA, render_json
-from vramfit.trace import VirtualRun
+from vramfit.trace import Run
 
 KEYS = {
     "schema",
@@ -43,7 +43,7 @@ CATEGORIES = [
 ]
 
 
-def report(run: VirtualRun) -> dict[str, Any]:
+def report(run: Run) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads(render_json(run, verdict(run, cards=())))
     return loaded
 

@@ -9,13 +9,13 @@ from analysis.synthetic import TRAIN, Recorder, fitting_run, oom_run, outcome, v
 from report.golden_files import check_golden
 from vramfit.analysis import verdict
 from vramfit.report import print_terminal, render_terminal
-from vramfit.trace import Category, Frame, RunWarning, VirtualRun
+from vramfit.trace import Category, Frame, Run, RunWarning
 from vramfit.units import GIB, MIB
 
 ROOT = Path("/home/ada/project")
 
 
-def two_cards() -> VirtualRun:
+def two_cards() -> Run:
     recorder = Recorder(devices=2)
     recorder.phase("inference")
     recorder.alloc("float32[1024, 1024, 64]", 256 * MIB, Category.PARAMETERS, module="Net.a", device=0)
@@ -24,18 +24,18 @@ def two_cards() -> VirtualRun:
     return virtual_run(trace, devices=(outcome(trace, device=0), outcome(trace, device=1)))
 
 
-def nothing_allocated() -> VirtualRun:
+def nothing_allocated() -> Run:
     return virtual_run(Recorder().finish())
 
 
-def never_used() -> VirtualRun:
+def never_used() -> Run:
     """A program that did not come as far as a CUDA context."""
     run = virtual_run(Recorder(context_bytes=0).finish())
     unused = tuple(replace(device, context_bytes=0) for device in run.devices)
     return replace(run, devices=unused, ops=0)
 
 
-def crowded() -> VirtualRun:
+def crowded() -> Run:
     """More of everything than a report can show, with names longer than a line."""
     recorder = Recorder()
     long_module = "Model." + ".".join(f"a_module_with_a_long_name_{depth}" for depth in range(4))
@@ -59,7 +59,7 @@ def crowded() -> VirtualRun:
     return virtual_run(recorder.finish(), warnings=warnings)
 
 
-def crowded_out() -> VirtualRun:
+def crowded_out() -> Run:
     """The same, ended by running out with every reason there is."""
     run, known = crowded(), oom_run().oom
     assert known is not None

@@ -32,7 +32,7 @@ from vramfit.analysis.reconciliation import (
 from vramfit.analysis.requests import ALIKE, Requests, align_requests
 from vramfit.analysis.tolerance import DEFAULT_TOLERANCE, Tolerance
 from vramfit.errors import TraceFormatError, UsageError
-from vramfit.trace import Category, DeviceOutcome, MemoryTrace, VirtualRun, replay
+from vramfit.trace import Category, DeviceOutcome, MemoryTrace, Run, replay
 from vramfit.trace.actual import Actual, Figures
 from vramfit.trace.settings import recorded_config
 from vramfit.units import format_bytes
@@ -41,7 +41,7 @@ _MEASURES = {Quantity.ALLOCATED: Measure.ALLOCATED, Quantity.RESERVED: Measure.R
 
 
 def reconcile(
-    run: VirtualRun,
+    run: Run,
     actual: Actual,
     *,
     device: int | None = None,
@@ -85,7 +85,7 @@ def check_device(actual: Actual, device: int | None) -> None:
         raise UsageError(f"{actual.name} knows nothing of device {device}", f"It has: {listed}")
 
 
-def _pairs(run: VirtualRun, actual: Actual, device: int | None) -> list[tuple[DeviceOutcome, int]]:
+def _pairs(run: Run, actual: Actual, device: int | None) -> list[tuple[DeviceOutcome, int]]:
     check_device(actual, device)
     here = {found.index: found for found in run.devices}
     if not here:
@@ -105,7 +105,7 @@ def _pairs(run: VirtualRun, actual: Actual, device: int | None) -> list[tuple[De
 
 
 def _notes_of_run(
-    run: VirtualRun, actual: Actual, pairs: Sequence[tuple[DeviceOutcome, int]], device: int | None
+    run: Run, actual: Actual, pairs: Sequence[tuple[DeviceOutcome, int]], device: int | None
 ) -> Iterator[str]:
     if run.exit_code != 0:
         yield "the program failed, so the prediction ends there"
@@ -122,7 +122,7 @@ def _release(version: str) -> list[str]:
     return version.partition("+")[0].split(".")[:2]
 
 
-def _device(run: VirtualRun, predicted: DeviceOutcome, actual: Actual, index: int) -> DeviceReconciliation:
+def _device(run: Run, predicted: DeviceOutcome, actual: Actual, index: int) -> DeviceReconciliation:
     figures = actual.figures_of(index)
     recorded = None if actual.trace is None else Requests(actual.trace, index)
     if recorded is not None and (len(recorded) or figures.peak_reserved is None):
@@ -357,9 +357,7 @@ def _total(predicted: int, recorded: int, outcome: DeviceOutcome, figures: Figur
 # -- with figures alone --------------------------------------------------------------------------------------
 
 
-def _with_figures(
-    run: VirtualRun, outcome: DeviceOutcome, figures: Figures, index: int
-) -> DeviceReconciliation:
+def _with_figures(run: Run, outcome: DeviceOutcome, figures: Figures, index: int) -> DeviceReconciliation:
     stats = {} if figures.whole_run else outcome.stats
     allocated = stats.get("allocated_bytes.all.peak", outcome.peak_allocated_bytes)
     reserved = stats.get("reserved_bytes.all.peak", outcome.peak_reserved_bytes)
@@ -407,7 +405,7 @@ def _comparison(quantity: Quantity, parts: Sequence[PartDifference]) -> Comparis
 
 
 def _allocated_parts(
-    run: VirtualRun, outcome: DeviceOutcome, figures: Figures, allocated: int, stats: dict[str, int]
+    run: Run, outcome: DeviceOutcome, figures: Figures, allocated: int, stats: dict[str, int]
 ) -> list[PartDifference]:
     """The parts of the allocated bytes that the figures tell apart."""
     assert figures.peak_allocated is not None

@@ -8,7 +8,7 @@ from enum import Enum
 
 from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
 from vramfit.gpus import GpuKind, GpuSpec, catalogue
-from vramfit.trace import Category, DeviceOutcome, Frame, OomReport, VirtualRun
+from vramfit.trace import Category, DeviceOutcome, Frame, OomReport, Run
 from vramfit.units import format_bytes
 
 NAMES: Mapping[Category, str] = {
@@ -138,7 +138,7 @@ class Verdict:
         return self.outcome is Outcome.FITS and device.error_above <= device.headroom
 
 
-def verdict(run: VirtualRun, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = None) -> Verdict:
+def verdict(run: Run, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = None) -> Verdict:
     """Judge a run.
 
     A run does not fit if it ended by running out of memory. A program that caught the error and finished
@@ -199,7 +199,7 @@ def verdict(run: VirtualRun, *, tensors: int = 100, cards: Iterable[GpuSpec] | N
     )
 
 
-def _device(run: VirtualRun, found: DeviceOutcome, ran_out: bool, tensors: int) -> DeviceVerdict:
+def _device(run: Run, found: DeviceOutcome, ran_out: bool, tensors: int) -> DeviceVerdict:
     row = None
     if ran_out and run.oom is not None and run.oom.device == found.index:
         row = oom_row(run.trace, found.index)
@@ -222,7 +222,7 @@ def _device(run: VirtualRun, found: DeviceOutcome, ran_out: bool, tensors: int) 
     )
 
 
-def _no_card(run: VirtualRun) -> DeviceVerdict:
+def _no_card(run: Run) -> DeviceVerdict:
     """What stands for the card of a program that saw none."""
     return DeviceVerdict(
         index=NO_CARD,

@@ -11,7 +11,7 @@ from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
     from vramfit.analysis import Reconciliation, Tolerance
-    from vramfit.trace import Actual, VirtualRun
+    from vramfit.trace import Actual, Run
 
 DEFAULT_TOLERANCE = "1%"
 
@@ -24,7 +24,7 @@ class Reference:
     device: int | None
     tolerance: Tolerance
 
-    def reconcile(self, run: VirtualRun) -> Reconciliation:
+    def reconcile(self, run: Run) -> Reconciliation:
         """Compare a prediction with it.
 
         Raises:
@@ -35,7 +35,7 @@ class Reference:
         return reconcile(run, self.actual, device=self.device, tolerance=self.tolerance)
 
 
-def compare(reference: Reference | None, run: VirtualRun) -> tuple[Reconciliation | None, UsageError | None]:
+def compare(reference: Reference | None, run: Run) -> tuple[Reconciliation | None, UsageError | None]:
     """The comparison, or why there can be none: the run's own report should not be lost by that."""
     if reference is None:
         return None, None

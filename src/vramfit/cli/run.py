@@ -19,7 +19,7 @@ from vramfit.virtual.assume import Assume
 if TYPE_CHECKING:
     from vramfit.analysis import Reconciliation, Verdict
     from vramfit.gpus import GpuSpec
-    from vramfit.trace import VirtualRun
+    from vramfit.trace import Run
 
 DOES_NOT_FIT = 3
 DIFFERS = 3
@@ -123,7 +123,7 @@ def run_command(
     raise typer.Exit(exit_code(run, verdict, found))
 
 
-def exit_code(run: VirtualRun, verdict: Verdict, found: Reconciliation | None = None) -> int:
+def exit_code(run: Run, verdict: Verdict, found: Reconciliation | None = None) -> int:
     """The exit code of a run: 3 if it ended by running out of memory, else the program's own.
 
     A program that catches the error and leaves by itself keeps the code that it chose. A signal's number
@@ -189,7 +189,7 @@ def _apart_from_json(json: Path | None) -> Iterator[None]:
         os.close(kept)
 
 
-def _show(run: VirtualRun, verdict: Verdict, found: Reconciliation | None, json: Path | None) -> None:
+def _show(run: Run, verdict: Verdict, found: Reconciliation | None, json: Path | None) -> None:
     """Print the report, as JSON where that was asked for on standard output."""
     if json == Path("-"):
         from vramfit.report import render_json
@@ -208,7 +208,7 @@ def _show(run: VirtualRun, verdict: Verdict, found: Reconciliation | None, json:
 
 
 def _write(
-    run: VirtualRun,
+    run: Run,
     verdict: Verdict,
     found: Reconciliation | None,
     json: Path | None,

@@ -19,7 +19,7 @@ from vramfit.analysis import (
     phases,
 )
 from vramfit.report.against import against_to_json
-from vramfit.trace import Category, Frame, OomReport, VirtualRun
+from vramfit.trace import Category, Frame, OomReport, Run
 
 SCHEMA = "vramfit.run/1"
 """Name and version: the number grows when a key changes its meaning or goes away, not for new keys."""
@@ -27,7 +27,7 @@ SCHEMA = "vramfit.run/1"
 _HOLDERS = 20
 
 
-def run_to_json(run: VirtualRun, verdict: Verdict, against: Reconciliation | None = None) -> dict[str, Any]:
+def run_to_json(run: Run, verdict: Verdict, against: Reconciliation | None = None) -> dict[str, Any]:
     """The whole report as values that `json` can write. Sizes are bytes, times are seconds unless the key
     says else.
 
@@ -41,6 +41,7 @@ def run_to_json(run: VirtualRun, verdict: Verdict, against: Reconciliation | Non
         "program": list(run.program),
         "exit_code": run.exit_code,
         "error": run.error,
+        "source": run.source.value,
         "torch": run.torch_version,
         "platform": run.platform,
         "alloc_conf": str(run.trace.meta.get("alloc_conf", "")),
@@ -82,12 +83,12 @@ def run_to_json(run: VirtualRun, verdict: Verdict, against: Reconciliation | Non
     }
 
 
-def render_json(run: VirtualRun, verdict: Verdict, against: Reconciliation | None = None) -> str:
+def render_json(run: Run, verdict: Verdict, against: Reconciliation | None = None) -> str:
     """The report as text, indented, ending with a newline."""
     return json.dumps(run_to_json(run, verdict, against), indent=2, ensure_ascii=False) + "\n"
 
 
-def _profile(run: VirtualRun) -> dict[str, Any] | None:
+def _profile(run: Run) -> dict[str, Any] | None:
     note = run.profile
     if note is None:
         return None
@@ -203,7 +204,7 @@ def _group(group: TensorGroup) -> dict[str, Any]:
     }
 
 
-def _phases(run: VirtualRun, device: int) -> dict[str, Any]:
+def _phases(run: Run, device: int) -> dict[str, Any]:
     found = phases(run.trace, device)
     grown = growth(found)
     return {

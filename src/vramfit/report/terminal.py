@@ -36,7 +36,7 @@ from vramfit.report.text import (
     split_width,
     tree_lines,
 )
-from vramfit.trace import Category, Frame, VirtualRun
+from vramfit.trace import Category, Frame, Run
 from vramfit.units import MIB, format_bytes
 
 _STYLES = {
@@ -54,7 +54,7 @@ _MODULES, _TENSORS, _PHASES, _WARNINGS = 12, 8, 6, 5
 _SIZE = 10
 
 
-def print_terminal(run: VirtualRun, verdict: Verdict, console: Console, *, root: Path | None = None) -> None:
+def print_terminal(run: Run, verdict: Verdict, console: Console, *, root: Path | None = None) -> None:
     """Print a run.
 
     Args:
@@ -67,7 +67,7 @@ def print_terminal(run: VirtualRun, verdict: Verdict, console: Console, *, root:
     print_lines(console, page.lines(run, verdict), page.width)
 
 
-def render_terminal(run: VirtualRun, verdict: Verdict, *, width: int = 80, root: Path | None = None) -> str:
+def render_terminal(run: Run, verdict: Verdict, *, width: int = 80, root: Path | None = None) -> str:
     """The same as plain text of ``width`` columns, without colour."""
     stream = io.StringIO()
     console = Console(file=stream, width=width, color_system=None, force_terminal=False)
@@ -82,7 +82,7 @@ class _Page:
         self.width = min(width, _WIDEST)
         self.root = root
 
-    def lines(self, run: VirtualRun, verdict: Verdict) -> Iterator[Text]:
+    def lines(self, run: Run, verdict: Verdict) -> Iterator[Text]:
         """All lines of the report."""
         if _never_used_a_card(verdict):
             yield from self.unused(run, verdict)
@@ -94,7 +94,7 @@ class _Page:
         yield Text()
         yield self.footer(run)
 
-    def unused(self, run: VirtualRun, verdict: Verdict) -> Iterator[Text]:
+    def unused(self, run: Run, verdict: Verdict) -> Iterator[Text]:
         """The report of a program that never came to use a card: there are no bytes to show."""
         if verdict.outcome is Outcome.FAILED:
             reason = f": {run.error}" if run.error else ""
@@ -110,7 +110,7 @@ class _Page:
         yield Text()
         yield self.footer(run)
 
-    def card(self, run: VirtualRun, verdict: Verdict) -> Iterator[Text]:
+    def card(self, run: Run, verdict: Verdict) -> Iterator[Text]:
         """All about the card that decides."""
         yield Text()
         yield from self.cards(run, verdict)
@@ -126,7 +126,7 @@ class _Page:
 
     # The verdict
 
-    def headline(self, run: VirtualRun, verdict: Verdict) -> Iterator[Text]:
+    def headline(self, run: Run, verdict: Verdict) -> Iterator[Text]:
         """A line or two that answer the question, and why not if so."""
         device = verdict.device
         where = device.gpu if len(verdict.devices) == 1 else f"{device.gpu} (GPU {device.index})"
@@ -216,7 +216,7 @@ class _Page:
 
     # The card
 
-    def cards(self, run: VirtualRun, verdict: Verdict) -> Iterator[Text]:
+    def cards(self, run: Run, verdict: Verdict) -> Iterator[Text]:
         """A bar of each card's memory, and in figures what it shows."""
         if len(verdict.devices) > 1:
             for device in verdict.devices:
@@ -246,7 +246,7 @@ class _Page:
             *((glyph * count, style) for (_, _, glyph, style), count in zip(amounts, cells, strict=True))
         )
 
-    def card_figures(self, run: VirtualRun, verdict: Verdict) -> Iterator[Text]:
+    def card_figures(self, run: Run, verdict: Verdict) -> Iterator[Text]:
         """The legend of the deciding card's bar, and slack and fragmentation."""
         device = verdict.device
         legend = Text(f"GPU {device.index} " if len(verdict.devices) > 1 else "")
@@ -374,7 +374,7 @@ class _Page:
 
     # Over time
 
-    def phases(self, run: VirtualRun, device: int) -> Iterator[Text]:
+    def phases(self, run: Run, device: int) -> Iterator[Text]:
         """Forward, backward and step: start, peak and end of the worst iteration."""
         found = phases(run.trace, device)
         summaries = sorted(summarise(found), key=lambda one: one.first.first_row)
@@ -408,7 +408,7 @@ class _Page:
         part.truncate(18, overflow="ellipsis", pad=True)
         return Text.assemble("  ", part, figures, (note, "bright_black"))
 
-    def warnings(self, run: VirtualRun) -> Iterator[Text]:
+    def warnings(self, run: Run) -> Iterator[Text]:
         """What limits the exactness of this run, or is noteworthy."""
         if not run.warnings:
             return
@@ -437,7 +437,7 @@ class _Page:
                 return lines
         return bare
 
-    def footer(self, run: VirtualRun) -> Text:
+    def footer(self, run: Run) -> Text:
         """What was run, and for how long."""
         parts = [
             f"{run.ops:,} ops",

@@ -5,7 +5,7 @@ from vramfit.trace.builder import TraceBuilder
 from vramfit.trace.events import Category, EventKind, Frame, Segment, TraceDevice
 from vramfit.trace.export import snapshot_from_trace, write_snapshot
 from vramfit.trace.model import MemoryTrace
-from vramfit.trace.outcome import DeviceOutcome, OomReport, ProfileNote, RunWarning, VirtualRun
+from vramfit.trace.outcome import DeviceOutcome, OomReport, ProfileNote, Run, RunWarning, Source
 from vramfit.trace.replaying import replay
 from vramfit.trace.report import DeviceReplay, Peaks, ReplayReport
 from vramfit.trace.snapshot import load_snapshot, read_any, trace_from_snapshot
@@ -23,11 +23,12 @@ __all__ = [
     "Peaks",
     "ProfileNote",
     "ReplayReport",
+    "Run",
     "RunWarning",
     "Segment",
+    "Source",
     "TraceBuilder",
     "TraceDevice",
-    "VirtualRun",
     "load_snapshot",
     "read_actual",
     "read_any",

@@ -1,16 +1,28 @@
-"""What a run on the virtual GPU came to: its trace, its devices, its end."""
+"""What a run came to, on a virtual GPU or a real one: its trace, its devices, its end."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from vramfit.trace.events import Frame
 from vramfit.trace.model import MemoryTrace
 
 
+class Source(Enum):
+    """What a run ran on."""
+
+    VIRTUAL = "virtual"
+    """A virtual GPU."""
+    CARD = "card"
+    """A real card, recorded."""
+    CPU = "cpu"
+    """Real tensors on the CPU, metered as if they lay on a card."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunWarning:
-    """Something the virtual GPU could not do as a card does, said once for each place.
+    """Something that could not be done as a card does it, or not be recorded; said once for each place.
 
     Attributes:
         code: short name of the kind of warning.
@@ -104,8 +116,8 @@ class ProfileNote:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VirtualRun:
-    """A finished run of a program on virtual GPUs.
+class Run:
+    """A finished run of a program.
 
     Attributes:
         trace: every allocation and free.
@@ -123,6 +135,7 @@ class VirtualRun:
         assume: what was taken for sizes that depend on data, ``upper`` or ``typical``.
         host_pinned_peak_bytes: most page-locked host memory that torch held at once, its cache included.
         profile: the measurements that were used, None without any.
+        source: what it ran on.
     """
 
     trace: MemoryTrace
@@ -140,3 +153,4 @@ class VirtualRun:
     assume: str = "upper"
     host_pinned_peak_bytes: int = 0
     profile: ProfileNote | None = None
+    source: Source = Source.VIRTUAL

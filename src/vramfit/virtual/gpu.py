@@ -20,10 +20,10 @@ from vramfit.trace import (
     EventKind,
     MemoryTrace,
     ProfileNote,
+    Run,
     RunWarning,
     TraceBuilder,
     TraceDevice,
-    VirtualRun,
     snapshot_from_trace,
 )
 from vramfit.units import format_bytes
@@ -97,7 +97,7 @@ class VirtualGPU:
         self._builder = TraceBuilder(meta={"source": "virtual", "torch_version": torch.__version__})
         self._patches = PatchStack()
         self._history_start = 0
-        self._run: VirtualRun | None = None
+        self._run: Run | None = None
         self._started = 0.0
         self._shim: build_shim.ShimReport | None = None
         self.meter = self.meter_type(self._machine, self._builder)
@@ -148,7 +148,7 @@ class VirtualGPU:
     # -- results -------------------------------------------------------------------------------------------------
 
     @property
-    def run(self) -> VirtualRun:
+    def run(self) -> Run:
         """What happened so far (inside the block) or in all (after it)."""
         return self._run if self._run is not None else self._outcome(None)
 
@@ -179,14 +179,14 @@ class VirtualGPU:
         if arguments.get("clear_history") or self._machine.history is not None:
             self._history_start = len(self._builder)
 
-    def _outcome(self, error: BaseException | None) -> VirtualRun:
+    def _outcome(self, error: BaseException | None) -> Run:
         meter, machine = self.meter, self._machine
         meter.collect()
         self._builder.meta["alloc_conf"] = machine.config.to_string()
         oom = meter.oom
         if oom is not None and isinstance(error, torch.OutOfMemoryError):
             oom = meter.unhandled_oom()
-        return VirtualRun(
+        return Run(
             trace=self._builder.finish(devices=self._trace_devices()),
             devices=tuple(self._device_outcome(index) for index in range(len(machine.devices))),
             oom=oom,

@@ -11,7 +11,7 @@ from typing import Any
 
 from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError
 from vramfit.gpus import GpuKind, GpuSpec, Price
-from vramfit.trace import DeviceOutcome, Frame, MemoryTrace, OomReport, ProfileNote, RunWarning, VirtualRun
+from vramfit.trace import DeviceOutcome, Frame, MemoryTrace, OomReport, ProfileNote, Run, RunWarning, Source
 
 
 class Stage(Enum):
@@ -93,7 +93,7 @@ def raise_failure(folder: Path) -> None:
         raise kind(told["message"], told["hint"])
 
 
-def save_outcome(folder: Path, run: VirtualRun, *, exit_code: int, command: list[str]) -> None:
+def save_outcome(folder: Path, run: Run, *, exit_code: int, command: list[str]) -> None:
     """Write a run's trace and facts into a folder."""
     run.trace.save(folder / "run.vft")
     facts: dict[str, Any] = {
@@ -101,10 +101,11 @@ def save_outcome(folder: Path, run: VirtualRun, *, exit_code: int, command: list
     }
     facts["exit_code"] = exit_code
     facts["program"] = command
+    facts["source"] = run.source.value
     (folder / "run.json").write_text(json.dumps(facts, default=_plain), encoding="utf-8")
 
 
-def load_outcome(folder: Path) -> VirtualRun | None:
+def load_outcome(folder: Path) -> Run | None:
     """Read what `save_outcome` wrote; None when the child ended before it could."""
     if not (folder / "run.json").exists():
         return None
@@ -115,13 +116,14 @@ def load_outcome(folder: Path) -> VirtualRun | None:
         line = oom.pop("user_line")
         oom = OomReport(stack=stack, user_line=Frame(*line) if line else None, **oom)
     profile = facts.pop("profile")
-    return VirtualRun(
+    return Run(
         trace=MemoryTrace.load(folder / "run.vft"),
         devices=tuple(DeviceOutcome(**device) for device in facts.pop("devices")),
         oom=oom,
         warnings=tuple(RunWarning(**warning) for warning in facts.pop("warnings")),
         program=tuple(facts.pop("program")),
         profile=None if profile is None else ProfileNote(**profile),
+        source=Source(facts.pop("source")),
         **facts,
     )
 

@@ -16,7 +16,7 @@ from types import FrameType
 from vramfit.errors import EnvironmentUnfitError, VramfitError
 from vramfit.gpus import GpuSpec
 from vramfit.gpus.profile import NO_PROFILE, OWN_PROFILE, check_card, load_profile
-from vramfit.trace import VirtualRun
+from vramfit.trace import Run
 from vramfit.virtual.job import Job, Stage, load_outcome, plain_spec, raise_failure, stage_of
 
 
@@ -30,7 +30,7 @@ def run_in_child(
     cwd: Path | None = None,
     assume: str = "upper",
     profile: str | os.PathLike[str] = OWN_PROFILE,
-) -> VirtualRun:
+) -> Run:
     """Run ``[script, *args]`` or ``["-m", module, *args]`` as python would, on virtual GPUs.
 
     The program's input and output are this process's own. Its exit code is in the result.
