@@ -1,9 +1,10 @@
 """What a trace means: pure functions from a MemoryTrace or a run to a value. No torch, no printing."""
 
 from vramfit.analysis.alignment import Alignment, Ends, align
-from vramfit.analysis.breakdown import Breakdown, Moment, TensorGroup, at, oom_row, peak
+from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
 from vramfit.analysis.curves import Curves, Measure, Timeline, curves, timeline
 from vramfit.analysis.fragmentation import Fragmentation, fragmentation
+from vramfit.analysis.groups import TensorGroup
 from vramfit.analysis.lifetimes import Lifetimes, lifetimes
 from vramfit.analysis.modules import ModuleNode, fold_layers, fold_path, module_tree
 from vramfit.analysis.phases import Growth, Phase, PhaseSummary, growth, phases, summarise
@@ -23,6 +24,7 @@ from vramfit.analysis.reconciliation import (
     When,
 )
 from vramfit.analysis.requests import Label
+from vramfit.analysis.segment_spans import SegmentSpans, segment_spans
 from vramfit.analysis.tolerance import DEFAULT_TOLERANCE, Tolerance
 from vramfit.analysis.verdict import NAMES, NO_CARD, DeviceVerdict, Outcome, Verdict, verdict
 from vramfit.trace.frames import Origin, origin, short_location, user_frame
@@ -56,6 +58,7 @@ __all__ = [
     "PhaseSummary",
     "Quantity",
     "Reconciliation",
+    "SegmentSpans",
     "StreamComparison",
     "StreamDifference",
     "TensorGroup",
@@ -78,6 +81,7 @@ __all__ = [
     "peak",
     "phases",
     "reconcile",
+    "segment_spans",
     "short_location",
     "summarise",
     "timeline",

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vramfit.analysis.curves import Curves, Measure, block_categories, curves
 from vramfit.analysis.fragmentation import Fragmentation, fragmentation
+from vramfit.analysis.groups import Grouping, TensorGroup, born_column, entry, stack_frames
 from vramfit.analysis.lifetimes import Ints, Lifetimes, lifetimes
-from vramfit.analysis.modules import ModuleNode, fold_path, module_tree
+from vramfit.analysis.modules import ModuleNode, module_tree
 from vramfit.trace import Category, EventKind, Frame, MemoryTrace
-from vramfit.trace.frames import Origin, innermost, user_frame
+from vramfit.trace.frames import user_frame
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,33 +33,6 @@ class Moment:
     phase: str
     op: str
     line: Frame | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorGroup:
-    """Blocks of the same shape, made by the same op on the same line for like modules.
-
-    Attributes:
-        tensor: dtype and shape, ``"bfloat16[4, 1024, 768]"``; empty for a block that is no tensor or unknown.
-        op: the operator that made it.
-        category: what it is used for.
-        module: dotted path with layer numbers replaced by ``*``.
-        line: the user's line that made it.
-        library_line: the innermost line outside torch, where that is in another package than the user's.
-        block_bytes: bytes of one block.
-        count: how many there are.
-        total_bytes: bytes of all of them.
-    """
-
-    tensor: str
-    op: str
-    category: Category
-    module: str
-    line: Frame | None
-    library_line: Frame | None
-    block_bytes: int
-    count: int
-    total_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +108,7 @@ def at(
     category = block_categories(trace, lives)[alive]
     by_category = np.zeros(len(Category), dtype=np.int64)
     np.add.at(by_category, category, lives.block[alive])
-    groups = _tensor_groups(trace, lives, alive, category)
+    groups = Grouping.of(trace, lives, alive).groups()
     omitted = groups[tensors:]
     return Breakdown(
         device=device,
@@ -173,99 +146,17 @@ def moment(trace: MemoryTrace, row: int) -> Moment:
     return Moment(
         row=row,
         time_us=int(trace.time_us[row]),
-        phase=_entry(trace.phases, int(trace.phase[row])),
-        op=_entry(trace.ops, int(trace.op[row])),
+        phase=entry(trace.phases, int(trace.phase[row])),
+        op=entry(trace.ops, int(trace.op[row])),
         line=user_frame(stack_frames(trace, int(trace.stack[row]))),
     )
 
 
-def stack_frames(trace: MemoryTrace, stack: int) -> tuple[Frame, ...]:
-    """The frames of a stack of the trace's table, innermost first; empty for -1."""
-    if stack < 0:
-        return ()
-    return tuple(trace.frames[frame] for frame in trace.stacks[stack])
-
-
-def _entry(table: tuple[str, ...], index: int) -> str:
-    return table[index] if index >= 0 else ""
-
-
-def _born_column(column: NDArray[np.int32], born: Ints) -> Ints:
-    """A metadata column at the rows of allocation; -1 for blocks from before the trace."""
-    if not len(column):
-        return np.full(len(born), -1, dtype=np.int64)
-    return np.where(born >= 0, column[born], -1).astype(np.int64)
-
-
 def _modules(trace: MemoryTrace, lives: Lifetimes, alive: Ints, category: Ints) -> ModuleNode:
-    module = _born_column(trace.module, lives.born[alive])
+    module = born_column(trace.module, lives.born[alive])
     sums = np.zeros((len(trace.modules) + 1, len(Category)), dtype=np.int64)
     np.add.at(sums, (module + 1, category), lives.block[alive])
     return module_tree(
         (trace.modules[owner - 1] if owner else "", Category(kind), int(sums[owner, kind]))
         for owner, kind in np.argwhere(sums).tolist()
     )
-
-
-def _tensor_groups(trace: MemoryTrace, lives: Lifetimes, alive: Ints, category: Ints) -> list[TensorGroup]:
-    """Group the live blocks by all that a reader would see of them."""
-    if not len(alive):
-        return []
-    born = lives.born[alive]
-    lines, line_of = _lines(trace, _born_column(trace.stack, born))
-    modules, module_of = _folded_modules(trace, _born_column(trace.module, born))
-    block = lives.block[alive]
-    keys = np.stack(
-        [
-            _born_column(trace.tensor, born),
-            _born_column(trace.op, born),
-            category,
-            module_of,
-            line_of,
-            block,
-        ]
-    )
-    order = np.lexsort(keys)
-    keys = keys[:, order]
-    starts = np.flatnonzero(np.concatenate([[True], (keys[:, 1:] != keys[:, :-1]).any(axis=0)]))
-    counts = np.diff(np.append(starts, keys.shape[1]))
-    groups = [
-        TensorGroup(
-            tensor=_entry(trace.tensors, tensor),
-            op=_entry(trace.ops, op),
-            category=Category(kind),
-            module=modules[module],
-            line=lines[line][0],
-            library_line=lines[line][1],
-            block_bytes=size,
-            count=count,
-            total_bytes=size * count,
-        )
-        for (tensor, op, kind, module, line, size), count in zip(
-            keys[:, starts].T.tolist(), counts.tolist(), strict=True
-        )
-    ]
-    groups.sort(
-        key=lambda group: (-group.total_bytes, -group.block_bytes, group.tensor, group.op, group.module)
-    )
-    return groups
-
-
-def _lines(trace: MemoryTrace, stack: Ints) -> tuple[list[tuple[Frame | None, Frame | None]], Ints]:
-    """The distinct (user's line, library's line) of the stacks, and each stack's index among them."""
-    used, inverse = np.unique(stack, return_inverse=True)
-    index: dict[tuple[Frame | None, Frame | None], int] = {}
-    of_used = []
-    for one in used.tolist():
-        frames = stack_frames(trace, one)
-        line, library = user_frame(frames), innermost(frames, Origin.LIBRARY)
-        of_used.append(index.setdefault((line, library if library != line else None), len(index)))
-    return list(index), np.array(of_used, dtype=np.int64)[inverse]
-
-
-def _folded_modules(trace: MemoryTrace, module: Ints) -> tuple[list[str], Ints]:
-    """The distinct folded paths of the modules, and each module's index among them."""
-    used, inverse = np.unique(module, return_inverse=True)
-    index: dict[str, int] = {}
-    of_used = [index.setdefault(fold_path(_entry(trace.modules, one)), len(index)) for one in used.tolist()]
-    return list(index), np.array(of_used, dtype=np.int64)[inverse]

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vramfit.analysis.lifetimes import Flags, Ints, Lifetimes, trace_device
+from vramfit.analysis.lifetimes import Flags, Ints, Lifetimes
+from vramfit.analysis.segment_spans import final_segments, segment_events
 from vramfit.trace import EventKind, MemoryTrace
 
 # c10/cuda/CUDACachingAllocator.cpp, kSmallBuffer: the smallest page that expandable segments map and unmap.
@@ -113,8 +114,8 @@ def _gaps(starts: Ints, ends: Ints, lives: Lifetimes, occupied: Ints) -> _Gaps:
 def _classic_segments(trace: MemoryTrace, device: int, row: int) -> tuple[Ints, Ints]:
     """Start and end of the segments that cudaMalloc gave, as they are after ``row``."""
     live: dict[int, int] = {}
-    final = _final_segments(trace, device, expandable=False)
-    rows, added = _events(trace, device, EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE)
+    final = final_segments(trace, device, expandable=False)
+    rows, added = segment_events(trace, device, EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE)
     if final is None:
         chosen, forward = np.flatnonzero(rows <= row), True
     else:
@@ -138,8 +139,8 @@ def _classic_segments(trace: MemoryTrace, device: int, row: int) -> tuple[Ints, 
 
 def _mapped_ranges(trace: MemoryTrace, device: int, row: int) -> tuple[Ints, Ints]:
     """Start and end of the contiguous mapped ranges of expandable segments, as they are after ``row``."""
-    final = _final_segments(trace, device, expandable=True)
-    rows, added = _events(trace, device, EventKind.SEGMENT_MAP, EventKind.SEGMENT_UNMAP)
+    final = final_segments(trace, device, expandable=True)
+    rows, added = segment_events(trace, device, EventKind.SEGMENT_MAP, EventKind.SEGMENT_UNMAP)
     sign = np.where(added, 1, -1)
     chosen = rows <= row
     if final is not None:
@@ -159,38 +160,3 @@ def _mapped_ranges(trace: MemoryTrace, device: int, row: int) -> tuple[Ints, Int
     turns = np.diff(np.concatenate([[False], mapped, [False]]).astype(np.int8))
     # The last edge never begins a range, so the turn after the last element cannot occur.
     return edges[np.flatnonzero(turns == 1)], edges[np.flatnonzero(turns == -1)]
-
-
-def _events(trace: MemoryTrace, device: int, grow: EventKind, shrink: EventKind) -> tuple[Ints, Flags]:
-    """Rows of the two kinds of events on ``device``, and which of them grow."""
-    kinds = trace.kind
-    rows = np.flatnonzero((trace.device == device) & ((kinds == grow) | (kinds == shrink)))
-    return rows, kinds[rows] == grow
-
-
-def _final_segments(trace: MemoryTrace, device: int, *, expandable: bool) -> list[tuple[int, int]] | None:
-    """Ranges of the segments at the end of the trace; None where the trace does not say.
-
-    No segments at all say so only if the events agree: as much was given back as was taken, or more.
-    """
-    described = trace_device(trace, device)
-    segments = described.segments if described else ()
-    if not segments:
-        return None if _net_growth(trace, device) > 0 else []
-    return [
-        (int(segment["address"]), int(segment["address"]) + int(segment["total_size"]))
-        for segment in segments
-        if bool(segment.get("is_expandable", False)) == expandable
-    ]
-
-
-def _net_growth(trace: MemoryTrace, device: int) -> int:
-    """Bytes of segments taken over the trace less those given back."""
-    total = 0
-    for grow, shrink in (
-        (EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE),
-        (EventKind.SEGMENT_MAP, EventKind.SEGMENT_UNMAP),
-    ):
-        rows, added = _events(trace, device, grow, shrink)
-        total += int(np.where(added, trace.size[rows], -trace.size[rows]).sum())
-    return total

@@ -11,8 +11,8 @@ from zlib import crc32
 import numpy as np
 
 from vramfit.analysis.alignment import Alignment, Ends, align
-from vramfit.analysis.breakdown import stack_frames
 from vramfit.analysis.curves import Curves, Measure, curves
+from vramfit.analysis.groups import stack_frames
 from vramfit.analysis.lifetimes import Flags, Ints, Lifetimes, lifetimes
 from vramfit.trace import Category, EventKind, Frame, MemoryTrace
 from vramfit.trace.frames import user_frame
