@@ -25,6 +25,7 @@ from vramfit.analysis.reconciliation import (
 )
 from vramfit.analysis.requests import Label
 from vramfit.analysis.segment_spans import SegmentSpans, segment_spans
+from vramfit.analysis.segment_spans import SegmentSpans, segment_spans
 from vramfit.analysis.tolerance import DEFAULT_TOLERANCE, Tolerance
 from vramfit.analysis.verdict import NAMES, NO_CARD, DeviceVerdict, Outcome, Verdict, verdict
 from vramfit.trace.frames import Origin, origin, short_location, user_frame
@@ -59,6 +60,7 @@ __all__ = [
     "Quantity",
     "Reconciliation",
     "SegmentSpans",
+    "SegmentSpans",
     "StreamComparison",
     "StreamDifference",
     "TensorGroup",
@@ -81,6 +83,7 @@ __all__ = [
     "peak",
     "phases",
     "reconcile",
+    "segment_spans",
     "segment_spans",
     "short_location",
     "summarise",
