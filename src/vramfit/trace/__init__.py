@@ -6,12 +6,16 @@ from vramfit.trace.events import Category, EventKind, Frame, Segment, TraceDevic
 from vramfit.trace.export import snapshot_from_trace, write_snapshot
 from vramfit.trace.model import MemoryTrace
 from vramfit.trace.outcome import DeviceOutcome, OomReport, ProfileNote, Run, RunWarning, Source
+from vramfit.trace.pressure import Capacity, CapacitySource
+from vramfit.trace.rehearsal import Played, Rehearsal
 from vramfit.trace.replaying import replay
 from vramfit.trace.report import DeviceReplay, Peaks, ReplayReport
 from vramfit.trace.snapshot import load_snapshot, read_any, trace_from_snapshot
 
 __all__ = [
     "Actual",
+    "Capacity",
+    "CapacitySource",
     "Category",
     "DeviceOutcome",
     "DeviceReplay",
@@ -21,7 +25,9 @@ __all__ = [
     "MemoryTrace",
     "OomReport",
     "Peaks",
+    "Played",
     "ProfileNote",
+    "Rehearsal",
     "ReplayReport",
     "Run",
     "RunWarning",

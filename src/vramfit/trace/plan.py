@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from vramfit.trace.device_events import DeviceEvents
 from vramfit.trace.events import EventKind, Segment
-from vramfit.trace.recorded import SegmentEvent
+from vramfit.trace.pressure import Pressure
+from vramfit.trace.recorded import SegmentEvent, is_release
 from vramfit.trace.rewind import StartBlock
 from vramfit.trace.segments import INACTIVE
 from vramfit.trace.settings import recorded_config
@@ -33,6 +34,7 @@ class Special(NamedTuple):
         size, stream: what is asked for.
         events: the segment events that the recording shows before it.
         pool: the private pool that serves the request.
+        empties: the program emptied the cache right before the request.
     """
 
     kind: EventKind
@@ -40,6 +42,7 @@ class Special(NamedTuple):
     stream: int = 0
     events: Sequence[SegmentEvent] = ()
     pool: PoolId = _COMMON
+    empties: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -75,7 +78,9 @@ class Plan:
     lowest_mappings: Mapping[tuple[int, bool], int]
 
 
-def plan_replay(events: DeviceEvents, start: Sequence[Segment], blocks: Sequence[StartBlock]) -> Plan:
+def plan_replay(
+    events: DeviceEvents, start: Sequence[Segment], blocks: Sequence[StartBlock], pressure: Pressure
+) -> Plan:
     """The steps that replay a device from the state ``start``; ``blocks`` are what is in use there."""
     kinds, addresses, of_segment = events.kinds, events.addresses, events.of_segments
     sizes = events.sizes
@@ -92,12 +97,12 @@ def plan_replay(events: DeviceEvents, start: Sequence[Segment], blocks: Sequence
     steps[at_once[kept]] = FREE
     groups = _segment_groups(events, kept)
     pools = _pools(events, start, kept)
-    builder = _Builder(events, kept, groups, pools)
+    builder = _Builder(events, kept, groups, pools, pressure)
     for step in sorted({*np.flatnonzero(steps == SPECIAL).tolist(), *groups, *pools}):
         if step < len(kept):
             builder.add(step, steps)
     if len(kept) in groups:
-        builder.release(len(kept), groups[len(kept)])
+        builder.release(len(kept), [event for _, event in groups[len(kept)]])
     at = addresses[kept]
     if builder.inserted:
         steps, at = np.insert(steps, builder.inserted, SPECIAL), np.insert(at, builder.inserted, 0)
@@ -126,10 +131,12 @@ class _Builder:
         self,
         events: DeviceEvents,
         kept: NDArray[np.intp],
-        groups: Mapping[int, list[SegmentEvent]],
+        groups: Mapping[int, list[tuple[int, SegmentEvent]]],
         pools: Mapping[int, PoolId],
+        pressure: Pressure,
     ) -> None:
         self.events = events
+        self.pressure = pressure
         self.kept = kept
         self.groups = groups
         self.pools = pools
@@ -139,10 +146,11 @@ class _Builder:
     def add(self, step: int, steps: NDArray[np.int64]) -> None:
         position = self.kept[step]
         kind = EventKind(int(self.events.kinds[position]))
-        group: Sequence[SegmentEvent] = self.groups.get(step, ())
+        found = self.groups.get(step) or []
+        group = [event for _, event in found]
         if group and kind not in (EventKind.ALLOC, EventKind.OOM):
             self.release(step, group)
-            group = ()
+            group = []
             if steps[step] != SPECIAL:
                 return
         steps[step] = SPECIAL
@@ -155,6 +163,7 @@ class _Builder:
                 stream=int(self.events.streams[position]),
                 events=group,
                 pool=self.pools.get(step, _COMMON),
+                empties=bool(group) and is_release(group[0]) and self.pressure.asked_for(found[0][0]),
             )
         )
 
@@ -207,18 +216,21 @@ def _completes_at_once(events: DeviceEvents) -> NDArray[np.bool_]:
     return at_once
 
 
-def _segment_groups(events: DeviceEvents, kept: NDArray[np.intp]) -> dict[int, list[SegmentEvent]]:
-    """For each step: the segment events between it and the step before."""
-    groups: dict[int, list[SegmentEvent]] = {}
+def _segment_groups(
+    events: DeviceEvents, kept: NDArray[np.intp]
+) -> dict[int, list[tuple[int, SegmentEvent]]]:
+    """For each step: the segment events between it and the step before, with their positions."""
+    groups: dict[int, list[tuple[int, SegmentEvent]]] = {}
     at = np.flatnonzero(events.of_segments)
-    for step, kind, address, size in zip(
+    for step, position, kind, address, size in zip(
         np.searchsorted(kept, at).tolist(),
+        at.tolist(),
         events.kinds[at].tolist(),
         events.addresses[at].tolist(),
         events.sizes[at].tolist(),
         strict=True,
     ):
-        groups.setdefault(step, []).append((kind, address, size))
+        groups.setdefault(step, []).append((position, (kind, address, size)))
     return groups
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from vramfit.allocator import AllocatorConfig, CachingAllocator, Driver, OutOfMemory
@@ -19,6 +20,8 @@ _COMMON: PoolId = (0, 0)
 # A block that another stream uses is finished when the recording says so; which stream it was does not
 # matter.
 _OTHER_STREAM = -1
+_STRETCH = 4096
+"""Steps between two looks at whether a replay should go on."""
 
 
 class Player(ABC):
@@ -196,7 +199,13 @@ class ExactPlayer(Player):
 
 
 class WhatIfPlayer(Player):
-    """Serves the requests on a fresh card, under other settings than recorded."""
+    """Serves the requests on a fresh card, under other settings than recorded.
+
+    Attributes:
+        stop_above: break off as soon as more bytes than this are reserved; None never does.
+        tick: called now and then with the share of the steps that is done.
+        stopped: it was broken off.
+    """
 
     def __init__(
         self, plan: Plan, config: AllocatorConfig, torch_version: TorchVersion, total_bytes: int
@@ -206,6 +215,9 @@ class WhatIfPlayer(Player):
         super().__init__(
             plan, CachingAllocator(driver, config=config, torch_version=torch_version, device=plan.device)
         )
+        self.stop_above: int | None = None
+        self.tick: Callable[[float], None] | None = None
+        self.stopped = False
 
     def begin(self, start: Sequence[Segment]) -> None:
         """Ask for the blocks that were there, in the order of their addresses."""
@@ -219,13 +231,39 @@ class WhatIfPlayer(Player):
                     if block["state"] == PENDING:
                         self.give_back(block["address"], later=True)
         self.allocator.reset_peak_stats()
+        self.allocator.reset_accumulated_stats()
+
+    def counts(self) -> tuple[int, int, int]:
+        """How often memory was taken from and given back to the driver since the start, and the whole cache released.
+
+        The last is for want of memory.
+        """
+        stats = self.allocator.memory_stats_flat()
+        return stats["num_device_alloc"], stats["num_device_free"], stats["num_alloc_retries"]
 
     def run(self) -> None:
         """Serve all steps."""
-        plan, moved = self.plan, self.moved
-        malloc, free = self._malloc(), self.allocator.free
+        plan = self.plan
         specials = iter(plan.specials)
-        for address, size in zip(plan.addresses, plan.sizes, strict=True):
+        count = len(plan.sizes)
+        if self.stop_above is None and self.tick is None:
+            self._serve_steps(plan.addresses, plan.sizes, specials)
+            return
+        for begin in range(0, count, _STRETCH):
+            end = begin + _STRETCH
+            self._serve_steps(plan.addresses[begin:end], plan.sizes[begin:end], specials)
+            if self.stop_above is not None and self.allocator.peak_reserved_bytes > self.stop_above:
+                self.stopped = end < count
+                return
+            if self.tick is not None:
+                self.tick(min(1.0, end / count))
+
+    def _serve_steps(
+        self, addresses: Sequence[int], sizes: Sequence[int], specials: Iterator[Special]
+    ) -> None:
+        moved = self.moved
+        malloc, free = self._malloc(), self.allocator.free
+        for address, size in zip(addresses, sizes, strict=True):
             if size > 0:
                 try:
                     moved[address] = malloc(size)
@@ -244,6 +282,8 @@ class WhatIfPlayer(Player):
         """Serve a step that is more than one call."""
         kind = special.kind
         if kind == EventKind.ALLOC:
+            if special.empties:
+                self.allocator.empty_cache()
             self.moved[address] = self.serve(special.size, special.stream, special.pool)
         elif kind == EventKind.OOM:
             # The program that was recorded did not get this block, so it did not keep it either.
@@ -256,3 +296,42 @@ class WhatIfPlayer(Player):
             self.finish(address)
         else:
             self.allocator.empty_cache()
+
+
+class OomPlayer(WhatIfPlayer):
+    """A `WhatIfPlayer` that stops before the request of one recorded failure.
+
+    Attributes:
+        failed: that request, None if it was not reached.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        config: AllocatorConfig,
+        torch_version: TorchVersion,
+        total_bytes: int,
+        oom: int,
+    ) -> None:
+        """Stand before the first step; ``oom`` counts the failures from 0."""
+        super().__init__(plan, config, torch_version, total_bytes)
+        self.failed: Special | None = None
+        self._before = oom
+
+    def run(self) -> None:
+        """Serve the steps up to that request."""
+        with contextlib.suppress(_Reached):
+            super().run()
+
+    def special(self, special: Special, address: int) -> None:
+        """Serve a step that is more than one call, unless it is the one."""
+        if special.kind == EventKind.OOM:
+            if not self._before:
+                self.failed = special
+                raise _Reached
+            self._before -= 1
+        super().special(special, address)
+
+
+class _Reached(Exception):
+    """The request was reached."""

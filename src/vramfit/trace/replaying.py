@@ -9,21 +9,12 @@ from typing import Any
 import numpy as np
 
 from vramfit.allocator import AllocatorConfig
-from vramfit.errors import TraceFormatError
-from vramfit.trace.device_events import DeviceEvents
-from vramfit.trace.events import EventKind, Segment
 from vramfit.trace.model import MemoryTrace
-from vramfit.trace.plan import Plan, plan_replay
-from vramfit.trace.players import ExactPlayer, Player, WhatIfPlayer
+from vramfit.trace.players import ExactPlayer, Player
+from vramfit.trace.rehearsal import Rehearsal
 from vramfit.trace.report import DeviceReplay, Peaks, ReplayReport
-from vramfit.trace.rewind import start_blocks, start_segments, start_state
 from vramfit.trace.segments import INACTIVE
-from vramfit.trace.settings import recorded_config, recorded_version
-from vramfit.trace.sizes import fill_block_sizes
-from vramfit.units import TIB
-
-_UNKNOWN_TOTAL = 1 * TIB
-"""Memory of a card that nothing is known of: no request fails but where the recording says so."""
+from vramfit.trace.settings import recorded_config
 
 
 def replay(trace: MemoryTrace, config: AllocatorConfig | None = None) -> ReplayReport:
@@ -32,7 +23,8 @@ def replay(trace: MemoryTrace, config: AllocatorConfig | None = None) -> ReplayR
     With the recorded settings the driver gives the recorded addresses and fails where the recording shows it,
     and everything is compared. With other settings the card is a fresh one: the blocks of the start are
     allocated first, and the peaks say what the other settings would have changed. The card's size is then the
-    one the trace names, or follows from an OOM in it; otherwise it is unlimited.
+    one the trace names, or follows from an OOM in it, or from requests for which the cache had to be given back
+    (see `Pressure`); otherwise it is unlimited.
 
     What a recording cannot tell is guessed: the slack (at most 1 MiB) of a block that was there from before, was
     freed, and had free memory behind it of which nothing was handed out meanwhile; which private pool served a
@@ -64,28 +56,10 @@ def replay(trace: MemoryTrace, config: AllocatorConfig | None = None) -> ReplayR
 
 
 def _replay_device(trace: MemoryTrace, index: int, config: AllocatorConfig, what_if: bool) -> DeviceReplay:
-    events = DeviceEvents(trace, index)
-    blocks = start_blocks(events)
-    if not all(block.size for block in blocks):
-        trace = fill_block_sizes(trace)
-        events = DeviceEvents(trace, index)
-        blocks = start_blocks(events)
-    start = start_state(blocks, start_segments(events), index)
-    plan = plan_replay(events, start, blocks)
-    curves = _Curves(events, plan, start)
-    total = _total_bytes(events, curves)
-    version = recorded_version(trace)
-    exact = None if what_if else ExactPlayer(plan, config, version, total or _UNKNOWN_TOTAL)
-    player: Player = exact or WhatIfPlayer(plan, config, version, total or _UNKNOWN_TOTAL)
-    try:
-        player.begin(start)
-        player.run()
-    except (LookupError, ValueError, AssertionError) as error:
-        # What no allocator can have done, such as segments on top of each other, ends in states it does not know.
-        raise TraceFormatError(
-            f"the recording of device {index} contradicts itself ({type(error).__name__}: {error})",
-            "Record it again; if it is torch's own file, please report it",
-        ) from error
+    rehearsal = Rehearsal(trace, index)
+    plan, events = rehearsal.plan, rehearsal.events
+    exact = None if what_if else rehearsal.exact()
+    player: Player = exact or rehearsal.what_if(config)
     recorded_final, allocator = events.final_segments, player.allocator
 
     def compared(figure: Callable[[ExactPlayer], int]) -> int | None:
@@ -108,44 +82,13 @@ def _replay_device(trace: MemoryTrace, index: int, config: AllocatorConfig, what
         ooms=plan.ooms,
         ooms_replayed=player.ooms,
         unknown_frees=plan.unknown_frees + player.unknown_frees,
-        total_bytes=total,
-        recorded=curves.peaks,
+        total_bytes=rehearsal.capacity.bytes,
+        recorded=rehearsal.recorded,
         replayed=Peaks(
             peak_allocated=allocator.peak_allocated_bytes, peak_reserved=allocator.peak_reserved_bytes
         ),
         first_difference=player.first_difference,
     )
-
-
-class _Curves:
-    """Allocated and reserved bytes of the recording, from its own figures alone."""
-
-    def __init__(self, events: DeviceEvents, plan: Plan, start: Sequence[Segment]) -> None:
-        kinds = events.kinds
-        taken = np.zeros(len(EventKind), dtype=np.int64)
-        taken[EventKind.ALLOC], taken[EventKind.FREE_REQUESTED] = 1, -1
-        changes = taken[kinds] * events.block_bytes
-        changes[plan.dropped] = 0
-        allocated = sum(segment["allocated_size"] for segment in start)
-        reserved = sum(segment["total_size"] for segment in start)
-        at = np.flatnonzero(events.of_segments)
-        grown = (kinds[at] == EventKind.SEGMENT_ALLOC) | (kinds[at] == EventKind.SEGMENT_MAP)
-        held = reserved + np.cumsum(np.where(grown, events.sizes[at], -events.sizes[at]))
-        self.peaks = Peaks(
-            peak_allocated=allocated + max(0, int(np.cumsum(changes).max(initial=0))),
-            peak_reserved=max(reserved, int(held.max(initial=0))),
-        )
-        failed = np.flatnonzero(kinds == EventKind.OOM)
-        before = np.concatenate([[reserved], held])[np.searchsorted(at, failed)]
-        self.limits = before + events.addresses[failed].astype(np.int64)
-
-
-def _total_bytes(events: DeviceEvents, curves: _Curves) -> int:
-    """Memory for the allocator: what the trace names, or what was reserved and free when a request failed."""
-    for device in events.trace.devices:
-        if device.index == events.device and device.total_bytes:
-            return device.total_bytes - device.context_bytes
-    return int(curves.limits.max(initial=0))
 
 
 def _same_segments(recorded: Sequence[Any], replayed: Sequence[Any]) -> int:
