@@ -7,6 +7,7 @@ from vramfit.analysis.fragmentation import Fragmentation, fragmentation
 from vramfit.analysis.groups import TensorGroup
 from vramfit.analysis.lifetimes import Lifetimes, lifetimes
 from vramfit.analysis.modules import ModuleNode, fold_layers, fold_path, module_tree
+from vramfit.analysis.peaks import LocalPeak, Removal, peaks
 from vramfit.analysis.phases import Growth, Phase, PhaseSummary, growth, phases, summarise
 from vramfit.analysis.reconcile import check_device, reconcile
 from vramfit.analysis.reconciliation import (
@@ -24,7 +25,6 @@ from vramfit.analysis.reconciliation import (
     When,
 )
 from vramfit.analysis.requests import Label
-from vramfit.analysis.segment_spans import SegmentSpans, segment_spans
 from vramfit.analysis.segment_spans import SegmentSpans, segment_spans
 from vramfit.analysis.tolerance import DEFAULT_TOLERANCE, Tolerance
 from vramfit.analysis.verdict import NAMES, NO_CARD, DeviceVerdict, Outcome, Verdict, verdict
@@ -48,6 +48,7 @@ __all__ = [
     "Growth",
     "Label",
     "Lifetimes",
+    "LocalPeak",
     "Measure",
     "ModuleNode",
     "Moment",
@@ -59,7 +60,7 @@ __all__ = [
     "PhaseSummary",
     "Quantity",
     "Reconciliation",
-    "SegmentSpans",
+    "Removal",
     "SegmentSpans",
     "StreamComparison",
     "StreamDifference",
@@ -81,9 +82,9 @@ __all__ = [
     "oom_row",
     "origin",
     "peak",
+    "peaks",
     "phases",
     "reconcile",
-    "segment_spans",
     "segment_spans",
     "short_location",
     "summarise",

@@ -139,6 +139,15 @@ def oom_row(trace: MemoryTrace, device: int) -> int | None:
     return int(rows[-1]) if len(rows) else None
 
 
+def last_oom_row(trace: MemoryTrace, device: int) -> int | None:
+    """The event at which ``device`` ran out of memory, if that ended the trace: nothing was allocated on it after."""
+    row = oom_row(trace, device)
+    if row is None:
+        return None
+    after = (trace.device[row:] == device) & (trace.kind[row:] == EventKind.ALLOC)
+    return None if after.any() else row
+
+
 def moment(trace: MemoryTrace, row: int) -> Moment:
     """What the program was doing at event ``row``."""
     if row < 0:

@@ -72,8 +72,8 @@ class Timeline:
 
 def curves(trace: MemoryTrace, lives: Lifetimes) -> Curves:
     """Allocated, active and reserved bytes of ``lives.device`` after each event of the trace."""
-    allocated, allocated_start = _running(lives.born, lives.freed, lives.block, lives.rows)
-    active, active_start = _running(lives.born, lives.completed, lives.block, lives.rows)
+    allocated, allocated_start = running(lives.born, lives.freed, lives.block, lives.rows)
+    active, active_start = running(lives.born, lives.completed, lives.block, lives.rows)
     here = trace.device == lives.device
     grows = here & ((trace.kind == EventKind.SEGMENT_ALLOC) | (trace.kind == EventKind.SEGMENT_MAP))
     shrinks = here & ((trace.kind == EventKind.SEGMENT_FREE) | (trace.kind == EventKind.SEGMENT_UNMAP))
@@ -117,7 +117,7 @@ def timeline(
     for kind in Category:
         mine = category == kind
         if mine.any():
-            curve, _ = _running(lives.born[mine], lives.freed[mine], lives.block[mine], lives.rows)
+            curve, _ = running(lives.born[mine], lives.freed[mine], lives.block[mine], lives.rows)
             stacked[kind] = curve[rows]
     return Timeline(
         rows=rows,
@@ -135,7 +135,7 @@ def block_categories(trace: MemoryTrace, lives: Lifetimes) -> Ints:
     return np.where(lives.born >= 0, trace.category[lives.born], int(Category.OTHER)).astype(np.int64)
 
 
-def _running(born: Ints, gone: Ints, block: Ints, rows: int) -> tuple[Ints, int]:
+def running(born: Ints, gone: Ints, block: Ints, rows: int) -> tuple[Ints, int]:
     """Sum of the blocks alive after each row, and before the first."""
     delta = np.zeros(rows + 1, dtype=np.int64)
     inside = born >= 0

@@ -94,11 +94,13 @@ class Actual:
         name: of its file or files.
         trace: what it asked of the allocator, if that is known.
         figures: one entry for each device of which figures are known.
+        report: the report of ``vramfit run --json`` that the figures come from; None where they come from elsewhere.
     """
 
     name: str
     trace: MemoryTrace | None = None
     figures: tuple[Figures, ...] = ()
+    report: Mapping[str, Any] | None = None
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -148,6 +150,7 @@ def read_actual(*paths: str | Path) -> Actual:
         name=" + ".join(one.name for one in found),
         trace=trace,
         figures=tuple(_with_outside(each, trace) for each in figures[0]) if figures else (),
+        report=next((one.report for one in found if one.report is not None), None),
     )
 
 
@@ -181,7 +184,13 @@ def _read(path: Path) -> Actual:
     plain = parse_plain(data, str(path), kinds=_HINT)
     if _is_snapshot(plain.value) or not plain.is_json:
         return Actual(name=path.name, trace=trace_from_snapshot(as_snapshot(plain, str(path))))
-    return Actual(name=path.name, figures=figures_from(plain.value, str(path)))
+    figures = figures_from(plain.value, str(path))
+    return Actual(name=path.name, figures=figures, report=plain.value if is_report(plain.value) else None)
+
+
+def is_report(value: Any) -> bool:
+    """Whether a JSON document is a report of ``vramfit run --json`` of the version that is read."""
+    return isinstance(value, dict) and value.get("schema") == RUN_SCHEMA + _READ
 
 
 def _is_snapshot(value: Any) -> bool:

@@ -1,0 +1,249 @@
+"""Parts that the reports in the terminal share: categories, modules, largest tensors and phases, for one width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from vramfit.analysis import (
+    NAMES,
+    Breakdown,
+    Moment,
+    PhaseSummary,
+    TensorGroup,
+    fold_layers,
+    growth,
+    phases,
+    short_location,
+    summarise,
+)
+from vramfit.report.text import bar, elide_left, percent, short_op, tree_lines
+from vramfit.trace import Category, Frame, MemoryTrace
+from vramfit.units import MIB, format_bytes
+
+STYLES = {
+    Category.PARAMETERS: "blue",
+    Category.GRADIENTS: "cyan",
+    Category.OPTIMIZER_STATE: "magenta",
+    Category.ACTIVATIONS: "green",
+    Category.INPUTS: "yellow",
+    Category.TEMPORARIES: "red",
+    Category.WORKSPACES: "bright_blue",
+    Category.OTHER: "bright_black",
+}
+_WIDEST = 140
+_MODULES, _TENSORS, _PHASES = 12, 8, 6
+SIZE = 10
+"""Characters that a number of bytes takes."""
+
+
+class Sections:
+    """The parts of a report for one width.
+
+    Args:
+        width: of the terminal, in characters; more than 140 are not used.
+        root: the user's folder; file names below it are shown relative to it.
+    """
+
+    def __init__(self, width: int, root: Path | None) -> None:
+        self.width = min(width, _WIDEST)
+        self.root = root
+
+    # Where the bytes are
+
+    def categories(self, breakdown: Breakdown, when: str) -> Iterator[Text]:
+        """The table of categories with bars."""
+        allocated = format_bytes(breakdown.allocated)
+        yield self.heading(when, f"{allocated} allocated{self.describe(breakdown.moment)}")
+        largest = max(breakdown.categories.values(), default=0)
+        for kind, name in NAMES.items():
+            amount = breakdown.categories[kind]
+            if amount:
+                drawn = bar(amount / largest, min(40, self.width - 42))
+                yield Text.assemble(
+                    f"  {name:<18}{format_bytes(amount):>{SIZE}}{percent(amount, breakdown.allocated):>7}  ",
+                    (drawn, STYLES[kind]),
+                )
+
+    def describe(self, moment: Moment) -> str:
+        """A moment in words, beginning with a comma."""
+        parts = [moment.phase, short_op(moment.op), self.location(moment.line)]
+        return "".join(f", {part}" for part in parts if part)
+
+    def modules(self, breakdown: Breakdown) -> Iterator[Text]:
+        """The levels of the module tree that matter."""
+        tree = fold_layers(breakdown.modules)
+        if not tree.children:
+            return
+        yield Text()
+        yield self.heading("Modules")
+        name_width = max(30, min(self.width - 52, 60))
+        lines = tree_lines(tree, limit=_MODULES - (1 if tree.own_bytes else 0))
+        for line in lines:
+            label = elide_left("  " * line.depth + line.label, name_width)
+            style = "" if line.node is not None else "bright_black"
+            yield self.module_line(label, line.total_bytes, breakdown, name_width, style).append_text(
+                self.mostly(line.node.categories if line.node else {}, line.total_bytes)
+            )
+        if tree.own_bytes:
+            yield self.module_line(
+                "outside any module", tree.own_bytes, breakdown, name_width, "bright_black"
+            )
+
+    def module_line(self, label: str, amount: int, breakdown: Breakdown, width: int, style: str) -> Text:
+        """A module with its bytes and its share."""
+        share = percent(amount, breakdown.allocated)
+        return Text.assemble("  ", (f"{label:<{width}}", style), f"{format_bytes(amount):>{SIZE}}{share:>7}")
+
+    def mostly(self, categories: object, total: int) -> Text:
+        """What a module's bytes mostly are."""
+        if not isinstance(categories, dict) or not categories:
+            return Text()
+        kind = max(categories, key=lambda one: categories[one])
+        style = STYLES[kind]
+        prefix = "" if categories[kind] == total else "mostly "
+        return Text.assemble("  ", (f"{prefix}{NAMES[kind]}", style))
+
+    def tensors(self, breakdown: Breakdown) -> Iterator[Text]:
+        """The largest groups of tensors with op and line."""
+        wide = self.width >= 110
+        alike = _joined(breakdown.tensors, by_library=wide)
+        groups = alike[:_TENSORS]
+        if not groups:
+            return
+        yield Text()
+        yield self.heading("Largest tensors")
+        fixed = 2 + SIZE + 6 + (18 if wide else 0)
+        flexible = self.width - fixed - 6
+        tensor, operation = (flexible // 3, flexible // 7) if wide else (flexible * 2 // 5, flexible // 5)
+        widths = (tensor, operation, flexible - tensor - operation)
+        for group in groups:
+            yield self.tensor_line(group, widths, wide=wide)
+        if rest := len(alike) - len(groups) + breakdown.tensors_omitted[0]:
+            left = sum(group.total_bytes for group in alike[_TENSORS:]) + breakdown.tensors_omitted[1]
+            groups_left = "1 smaller group" if rest == 1 else f"{rest} smaller groups"
+            yield Text(f"  {format_bytes(left):>{SIZE}}  in {groups_left}", style="bright_black")
+
+    def tensor_line(self, group: TensorGroup, widths: tuple[int, int, int], *, wide: bool) -> Text:
+        """One group of tensors."""
+        count = f"×{group.count}" if group.count > 1 else ""
+        tensor = Text(
+            group.tensor.replace(", ", ",") or f"({NAMES[group.category]})", style=STYLES[group.category]
+        )
+        operation = Text(short_op(group.op))
+        for text, width in ((tensor, widths[0]), (operation, widths[1])):
+            text.truncate(width, overflow="ellipsis", pad=True)
+        location = self.tensor_location(group, widths[2], wide=wide)
+        line = Text.assemble(
+            f"  {format_bytes(group.total_bytes):>{SIZE}} {count:<5} ", tensor, "  ", operation, "  "
+        )
+        if wide:
+            line.append(f"{NAMES[group.category]:<16}  ")
+        line.append(location)
+        line.rstrip()
+        return line
+
+    def tensor_location(self, group: TensorGroup, width: int, *, wide: bool) -> str:
+        """The user's line; where there is room, also that of the library between it and torch."""
+        line, library = self.location(group.line), self.location(group.library_line)
+        left = width - len(line) - len(" via ")
+        if wide and line and library and left >= 12:
+            return f"{line} via {elide_left(library, left)}"
+        return elide_left(line or library or group.module, width)
+
+    # Over time
+
+    def phases(self, trace: MemoryTrace, device: int) -> Iterator[Text]:
+        """Forward, backward and step: start, peak and end of the worst iteration."""
+        found = phases(trace, device)
+        summaries = sorted(summarise(found), key=lambda one: one.first.first_row)
+        if not summaries:
+            return
+        shown = sorted(summaries, key=lambda one: -one.worst.peak_allocated)[:_PHASES]
+        yield Text()
+        yield self.heading("Phases", f"{'start':>24}{'peak':>12}{'end':>12}")
+        for summary in summaries:
+            if summary in shown:
+                yield self.phase_line(summary)
+        grown = growth(found)
+        if grown.per_iteration is not None and grown.per_iteration >= MIB:
+            more = format_bytes(grown.per_iteration)
+            text = f"  Each iteration leaves {more} more allocated than the last: probably a leak."
+            yield from self.wrapped(Text(text, style="yellow"))
+
+    def phase_line(self, summary: PhaseSummary) -> Text:
+        """One part of the iterations."""
+        worst = summary.worst
+        note = ""
+        if summary.count > 1:
+            same = summary.first.peak_allocated == worst.peak_allocated == summary.last.peak_allocated
+            which = worst.name.removesuffix(f"/{worst.part}")
+            note = f"  same in all {summary.count}" if same else f"  worst of {summary.count}: {which}"
+        figures = "".join(
+            f"{format_bytes(amount):>12}"
+            for amount in (worst.start_allocated, worst.peak_allocated, worst.end_allocated)
+        )
+        part = Text(summary.part)
+        part.truncate(18, overflow="ellipsis", pad=True)
+        return Text.assemble("  ", part, figures, (note, "bright_black"))
+
+    # Pieces
+
+    def heading(self, title: str, rest: str = "") -> Text:
+        """A bold title, with figures after it, cut to the width."""
+        line = Text.assemble((title, "bold"), "  " if rest else "", rest)
+        line.truncate(self.width, overflow="ellipsis")
+        return line
+
+    def wrapped(self, text: Text, *, indent: int = 2, most: int = 3) -> Iterator[Text]:
+        """Break a sentence into lines of the page's width, at most ``most`` of them."""
+        yield from self.broken(text, indent=indent)[:most]
+
+    def broken(self, text: Text, *, indent: int) -> list[Text]:
+        """Break a sentence into lines of the page's width, all but the first indented."""
+        console = Console(width=self.width)
+        first, *more = text.wrap(console, self.width) or [Text()]
+        first.rstrip()
+        if not more:
+            return [first]
+        rest = text[len(first) :]
+        rest = rest[len(rest.plain) - len(rest.plain.lstrip()) :]
+        lines = rest.wrap(console, self.width - indent)
+        for line in lines:
+            line.rstrip()
+        return [first, *(Text(" " * indent) + line for line in lines)]
+
+    def location(self, frame: Frame | None) -> str:
+        """A source line, relative to the user's folder."""
+        return short_location(frame, root=self.root)
+
+    def relative(self, location: str) -> str:
+        """A location that is text already, relative to the user's folder."""
+        return (
+            location if self.root is None else location.removeprefix(f"{self.root.as_posix().rstrip('/')}/")
+        )
+
+    def at_line(self, frame: Frame | None) -> str:
+        """The same with a preposition; empty where the line is unknown."""
+        return f" at {self.location(frame)}" if frame else ""
+
+
+def _joined(groups: tuple[TensorGroup, ...], *, by_library: bool) -> list[TensorGroup]:
+    """Join the groups that differ only in what the table does not show: the module, the library's line."""
+    alike: dict[tuple[object, ...], TensorGroup] = {}
+    for group in groups:
+        place = group.line or group.library_line or group.module
+        key = (group.tensor, group.op, group.category, place, group.library_line if by_library else None)
+        known = alike.get(key)
+        alike[key] = (
+            group
+            if known is None
+            else replace(
+                known, count=known.count + group.count, total_bytes=known.total_bytes + group.total_bytes
+            )
+        )
+    return sorted(alike.values(), key=lambda group: -group.total_bytes)
