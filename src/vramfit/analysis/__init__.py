@@ -3,6 +3,7 @@
 from vramfit.analysis.alignment import Alignment, Ends, align
 from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
 from vramfit.analysis.curves import Curves, Measure, Timeline, curves, timeline
+from vramfit.analysis.diff import Change, HoldingChange, Pair, TraceDiff, diff
 from vramfit.analysis.fragmentation import Fragmentation, fragmentation
 from vramfit.analysis.groups import TensorGroup
 from vramfit.analysis.lifetimes import Lifetimes, lifetimes
@@ -26,6 +27,7 @@ from vramfit.analysis.reconciliation import (
 )
 from vramfit.analysis.requests import Label
 from vramfit.analysis.segment_spans import SegmentSpans, segment_spans
+from vramfit.analysis.states import Holding, State, state_from_trace, states, states_from_report
 from vramfit.analysis.tolerance import DEFAULT_TOLERANCE, Tolerance
 from vramfit.analysis.verdict import NAMES, NO_CARD, DeviceVerdict, Outcome, Verdict, verdict
 from vramfit.trace.frames import Origin, origin, short_location, user_frame
@@ -37,6 +39,7 @@ __all__ = [
     "Alignment",
     "Breakdown",
     "Cause",
+    "Change",
     "Comparison",
     "Counterfactual",
     "Curves",
