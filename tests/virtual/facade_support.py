@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from vramfit.gpus import find_gpu
+from vramfit.programs.patching import PatchStack
 from vramfit.virtual import facade
 from vramfit.virtual.machine import Machine
-from vramfit.virtual.patching import PatchStack
 
 
 @contextmanager

@@ -16,13 +16,13 @@ from types import CodeType, FrameType
 import torch
 from torch import nn
 
+from vramfit.programs.running import OWN_FOLDERS
 from vramfit.trace import Frame, TraceBuilder
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 # Frames of the dispatch machinery itself: they stand between the program's line and our mode, and say nothing.
 _MACHINERY = (
-    _HERE,
+    *OWN_FOLDERS,
     _TORCH + "_ops.py",
     _TORCH + "utils" + os.sep + "_python_dispatch.py",
     _TORCH + "_subclasses" + os.sep,

@@ -11,11 +11,11 @@ import torch
 from torch._subclasses import fake_tensor
 
 from vramfit.gpus import find_gpu
+from vramfit.programs.patching import PatchStack
 from vramfit.trace import TraceBuilder
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.meter import Meter
 from vramfit.virtual.mode import VirtualMode
-from vramfit.virtual.patching import PatchStack
 from vramfit.virtual.workspaces import Workspaces
 
 _measured: tuple[int, int] | None = None

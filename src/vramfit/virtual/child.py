@@ -6,33 +6,18 @@ where to leave the results. The exit code is the program's own.
 
 from __future__ import annotations
 
-import atexit
-import builtins
-import contextlib
-import gc
-import importlib.machinery
-import io
-import json
-import os
-import runpy
 import sys
-import threading
-import traceback
-import types
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NoReturn
 
 from vramfit.errors import VramfitError
-from vramfit.virtual.job import Job, Stage, save_outcome, spec_from_plain
-from vramfit.virtual.patching import PatchStack
-
-_HERE = str(Path(__file__).resolve().parent)
+from vramfit.programs.job import Stage
+from vramfit.programs.patching import PatchStack
+from vramfit.programs.running import leave, run_to_end
+from vramfit.virtual.job import VirtualJob, spec_from_plain
 
 
 def main(job_file: str) -> int:
     """Run the job; returns the program's exit code."""
-    job = Job(**json.loads(Path(job_file).read_text(encoding="utf-8")))
+    job = VirtualJob.read(job_file)
     job.enter(Stage.IMPORTING)
     from vramfit.virtual import processes
     from vramfit.virtual.gpu import VirtualGPU
@@ -54,164 +39,13 @@ def main(job_file: str) -> int:
 
     def finish(code: int, error: BaseException | None) -> None:
         gpu.__exit__(type(error) if error else None, error, None)
-        save_outcome(Path(job.folder), gpu.run, exit_code=code, command=job.command)
+        job.save(gpu.run, exit_code=code)
         job.enter(Stage.DONE)
 
     with PatchStack() as patches:
-        _save_before_exit(patches, finish)
         processes.install(gpu.mode, patches)
-        code, error = run_program(job.command)
-        code = _wind_down(code)
-    finish(code, error)
-    _finalize()
-    return code
-
-
-def _save_before_exit(patches: PatchStack, finish: Callable[[int, None], None]) -> None:
-    """``os._exit`` ends the process at once; the results are saved first. Forked children leave as they would."""
-    original, owner = os._exit, os.getpid()
-
-    def leave(status: int) -> NoReturn:
-        if os.getpid() == owner:
-            finish(status & 0xFF, None)
-        original(status)
-
-    patches.set(os, "_exit", leave)
-
-
-def _finalize() -> None:
-    """What an interpreter does after its exit handlers: drop the program's globals, and close what they held."""
-    main_module = sys.modules.get("__main__")
-    if (
-        main_module is not None and main_module.__dict__ is not globals()
-    ):  # runpy drops a module's globals itself
-        main_module.__dict__.clear()
-    gc.collect()
-    for item in gc.get_objects():  # files that something else still holds
-        # By type: asking an object for its class can run code of its own.
-        if issubclass(type(item), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
-            with contextlib.suppress(OSError, ValueError):
-                item.flush()
-
-
-def run_program(command: list[str]) -> tuple[int, BaseException | None]:
-    """Run a script or module as ``__main__``; returns its exit code and the exception that ended it, if any."""
-    try:
-        if command[0] == "-m":
-            _run_module(command[1], command[2:])
-        else:
-            _run_script(command[0], command[1:])
-    except SystemExit as stop:
-        return _exit_code(stop), None
-    except KeyboardInterrupt as error:
-        _print_exception(error)
-        return 130, error
-    except BaseException as error:
-        _print_exception(error)
-        return 1, error
-    return 0, None
-
-
-def _run_script(script: str, arguments: list[str]) -> None:
-    """As ``python script.py``: the script's folder leads ``sys.path``, and the script is the module ``__main__``."""
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    script = os.path.join(os.getcwd(), script)  # Python/initconfig.c: config_run_filename_abspath
-    with open(script, "rb") as file:
-        source = file.read()
-    code = compile(source, script, "exec", dont_inherit=True)
-    module = types.ModuleType("__main__")
-    module.__file__ = script
-    module.__builtins__ = builtins  # type: ignore[attr-defined]
-    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", script)
-    module.__dict__["__cached__"] = None
-    sys.modules["__main__"] = module
-    exec(code, module.__dict__)
-
-
-def _run_module(name: str, arguments: list[str]) -> None:
-    """As ``python -m module``: the current folder leads ``sys.path``."""
-    sys.argv = [name, *arguments]
-    sys.path.insert(0, os.getcwd())
-    try:
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-    except ImportError as error:
-        # runpy says so itself when the module to run is missing; anything else is the program's own failure.
-        if error.__traceback__ is not None and _innermost_file(error) in ("<frozen runpy>", runpy.__file__):
-            print(f"{sys.executable}: {error}", file=sys.stderr)
-            raise SystemExit(1) from None
-        raise
-
-
-def _innermost_file(error: BaseException) -> str:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace.tb_frame.f_code.co_filename if trace is not None else ""
-
-
-def _exit_code(stop: SystemExit) -> int:
-    if stop.code is None:
-        return 0
-    if isinstance(stop.code, int):
-        return stop.code & 0xFF
-    print(stop.code, file=sys.stderr)
-    return 1
-
-
-def _print_exception(error: BaseException) -> None:
-    """Show the program's exception as python would on a card: without the frames of the virtual GPU."""
-    trace = error.__traceback__
-    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
-        trace = trace.tb_next
-    error = error.with_traceback(trace)
-    sys.stdout.flush()
-    if sys.excepthook is not sys.__excepthook__:
-        sys.excepthook(type(error), error, trace)
-        return
-    told = traceback.TracebackException(type(error), error, trace)
-    _hide_ours(told, set())
-    sys.stderr.write("".join(told.format()))
-
-
-def _hide_ours(told: traceback.TracebackException, seen: set[int]) -> None:
-    """Remove our frames from an exception and from those that led to it."""
-    if id(told) in seen:
-        return
-    seen.add(id(told))
-    told.stack = traceback.StackSummary.from_list(
-        [frame for frame in told.stack if not _is_ours(frame.filename)]
-    )
-    for other in (told.__cause__, told.__context__):
-        if other is not None:
-            _hide_ours(other, seen)
-
-
-def _is_ours(filename: str) -> bool:
-    return filename.startswith(_HERE) or filename in ("<frozen runpy>", runpy.__file__)
-
-
-def _wind_down(code: int) -> int:
-    """What an interpreter does at its end: wait for threads, run the exit handlers."""
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-    except SystemExit as stop:
-        return _exit_code(stop)
-    except BaseException as error:
-        _print_exception(error)
-    return code
-
-
-def _leave(code: int) -> Any:
-    """End the process at once: autograd's C++ threads outlive the interpreter and could abort a finished run."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            code = code or 120  # as python does when its output cannot be flushed
-    os._exit(code)
+        return run_to_end(job.command, finish, patches)
 
 
 if __name__ == "__main__":
-    _leave(main(sys.argv[1]))
+    leave(main(sys.argv[1]))

@@ -14,6 +14,7 @@ import torch
 from vramfit.errors import EnvironmentUnfitError, UsageError
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.gpus.profile import MeasuredProfile, chosen_profile, profile_doubt
+from vramfit.programs.patching import PatchStack
 from vramfit.trace import (
     Category,
     DeviceOutcome,
@@ -34,7 +35,6 @@ from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.machine import Machine, VirtualDevice
 from vramfit.virtual.meter import Meter
 from vramfit.virtual.mode import VirtualMode
-from vramfit.virtual.patching import PatchStack
 from vramfit.virtual.workspaces import Workspaces
 
 MAX_GPUS = 8  # c10/core/impl/FakeGuardImpl.h: kFakeGuardImplMaxDevices

@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vramfit.programs.patching import PatchStack
 from vramfit.trace import Category
 from vramfit.virtual import kernels, roofline
 from vramfit.virtual.assume import Extent
@@ -40,7 +41,6 @@ from vramfit.virtual.expectations import WATCHED, expectation, is_whole
 from vramfit.virtual.facade import invalid_device
 from vramfit.virtual.guesses import Guesses
 from vramfit.virtual.ops import OpInfo, OpTable, mutated_tensors, tensors_in
-from vramfit.virtual.patching import PatchStack
 from vramfit.virtual.placing import Placing
 from vramfit.virtual.rules import LATE, RULES, sparse
 from vramfit.virtual.shading import Shading

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vramfit.virtual.patching import PatchStack
+from vramfit.programs.patching import PatchStack
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vramfit.programs.patching import PatchStack
 from vramfit.virtual.compiled.outside import Outside
-from vramfit.virtual.patching import PatchStack
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode

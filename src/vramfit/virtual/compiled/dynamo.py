@@ -18,8 +18,8 @@ from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._functorch import config as functorch_config
 
+from vramfit.programs.patching import PatchStack
 from vramfit.virtual.compiled.outside import Outside
-from vramfit.virtual.patching import PatchStack
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode

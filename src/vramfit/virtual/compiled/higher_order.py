@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from vramfit.programs.patching import PatchStack
 from vramfit.virtual.compiled.outside import Outside
-from vramfit.virtual.patching import PatchStack
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from vramfit.programs.patching import PatchStack
 from vramfit.virtual.facade.base import CUDA_BUILD, C, CFunctions
 from vramfit.virtual.facade.releases import Release, needs_older_build, release_for
 from vramfit.virtual.kernels import Blas, KernelContext, workspace_bytes
 from vramfit.virtual.machine import Machine
-from vramfit.virtual.patching import PatchStack
 
 _CUFFT_PLANS = 4096  # aten/src/ATen/native/cuda/CuFFTPlanCache.h, CUFFT_DEFAULT_CACHE_SIZE
 

@@ -14,12 +14,12 @@ import torch
 from torch._subclasses import fake_tensor
 
 from vramfit.gpus import GpuKind
+from vramfit.programs.patching import PatchStack
 from vramfit.virtual.facade.base import CUDA_BUILD, C, CFunctions
 from vramfit.virtual.facade.properties import CudaDeviceProperties, properties_of
 from vramfit.virtual.facade.releases import Release, needs_older_build, release_for
 from vramfit.virtual.facade.rng import VirtualGenerator
 from vramfit.virtual.machine import InvalidDevice, Machine
-from vramfit.virtual.patching import PatchStack
 
 _HANDLE = 0x5580_0000_0000  # made-up addresses of library handles: stable and not zero
 

@@ -12,10 +12,10 @@ from typing import Any, cast
 
 import torch
 
+from vramfit.programs.patching import PatchStack
 from vramfit.virtual.facade.base import C, CFunctions, invalid_device
 from vramfit.virtual.facade.devices import device_index_of
 from vramfit.virtual.machine import InvalidDevice, Machine, VirtualDevice
-from vramfit.virtual.patching import PatchStack
 
 _ERROR_TEXTS = {0: "no error", 1: "invalid argument", 2: "out of memory", 101: "invalid device ordinal"}
 # Plausible readings of a card at work; nothing measures them.

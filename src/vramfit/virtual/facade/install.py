@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from vramfit.programs.patching import PatchStack
 from vramfit.virtual.facade import base
 from vramfit.virtual.facade.accelerator import AcceleratorFunctions
 from vramfit.virtual.facade.backends import BackendFunctions, patch_backends
@@ -30,7 +31,6 @@ from vramfit.virtual.facade.profiler import patch_profiler
 from vramfit.virtual.facade.rng import patch_rng
 from vramfit.virtual.facade.streams import StreamFunctions, patch_streams
 from vramfit.virtual.machine import Machine
-from vramfit.virtual.patching import PatchStack
 
 Pairs = list[tuple[object, object]]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vramfit.virtual.patching import PatchStack
+from vramfit.programs.patching import PatchStack
 
 _DTYPES = {
     "DoubleTensor": torch.float64,

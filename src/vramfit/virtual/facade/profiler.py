@@ -8,8 +8,8 @@ from typing import Any
 from torch.autograd import profiler
 from torch.profiler import ProfilerActivity
 
+from vramfit.programs.patching import PatchStack
 from vramfit.virtual.machine import Machine
-from vramfit.virtual.patching import PatchStack
 
 
 def patch_profiler(machine: Machine, patches: PatchStack) -> None:

@@ -21,9 +21,9 @@ from typing import Any, cast
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from vramfit.programs.patching import PatchStack
 from vramfit.virtual.facade.base import C, installed_machine, invalid_device
 from vramfit.virtual.machine import DEFAULT_SEED, PhiloxState
-from vramfit.virtual.patching import PatchStack
 
 _CpuGenerator: Any = C.Generator
 _STATE = struct.Struct("<Qq")  # ATen/cuda/CUDAGeneratorImpl.cpp, get_state: seed and offset, 8 bytes each

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vramfit.programs.patching import PatchStack
 from vramfit.virtual import streams as ids
 from vramfit.virtual.facade.base import (
     CUDA_DEVICE_TYPE,
@@ -18,7 +19,6 @@ from vramfit.virtual.facade.base import (
 )
 from vramfit.virtual.facade.devices import device_index_of
 from vramfit.virtual.machine import InvalidDevice
-from vramfit.virtual.patching import PatchStack
 
 _CStream: Any = torch.Stream
 _CEvent: Any = torch.Event

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vramfit.virtual.patching import PatchStack
+from vramfit.programs.patching import PatchStack
 from vramfit.virtual.program import (
     attention,
     autograd,

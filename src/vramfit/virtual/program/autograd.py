@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.programs.patching import PatchStack
 from vramfit.trace import Category
 from vramfit.virtual.attribution import Phase
-from vramfit.virtual.patching import PatchStack
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode

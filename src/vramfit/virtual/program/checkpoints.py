@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from vramfit.virtual.patching import PatchStack
+from vramfit.programs.patching import PatchStack
 from vramfit.virtual.subclasses import is_wrapper
 
 if TYPE_CHECKING:

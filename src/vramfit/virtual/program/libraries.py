@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch._subclasses.fake_tensor import FakeTensor
 
-from vramfit.virtual.patching import PatchStack
+from vramfit.programs.patching import PatchStack
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode

@@ -10,9 +10,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
+from vramfit.programs.patching import PatchStack
 from vramfit.trace import Category
 from vramfit.virtual.attribution import Phase
-from vramfit.virtual.patching import PatchStack
 from vramfit.virtual.subclasses import is_wrapper
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils import _foreach_utils
 
+from vramfit.programs.patching import PatchStack
 from vramfit.trace import Category
 from vramfit.virtual.attribution import Phase
-from vramfit.virtual.patching import PatchStack
 from vramfit.virtual.program.autograd import tag_gradients
 
 if TYPE_CHECKING:

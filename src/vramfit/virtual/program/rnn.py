@@ -15,8 +15,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import rnn as rnn_module
 
+from vramfit.programs.patching import PatchStack
 from vramfit.trace import Category
-from vramfit.virtual.patching import PatchStack
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from vramfit.virtual.patching import PatchStack
+from vramfit.programs.patching import PatchStack
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from vramfit.virtual.patching import PatchStack
+from vramfit.programs.patching import PatchStack
 from vramfit.virtual.rules.host import download
 
 if TYPE_CHECKING:

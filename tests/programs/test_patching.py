@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from vramfit.virtual.patching import PatchStack
+from vramfit.programs.patching import PatchStack
 
 
 class Base:
@@ -92,7 +92,7 @@ def test_rebind_reaches_modules_that_copied_a_name(module: ModuleType):
 
 
 def test_rebind_leaves_our_own_modules_alone():
-    from vramfit.virtual import patching
+    from vramfit.programs import patching
 
     original = patching._swap_names
     with PatchStack() as patches:

@@ -1,0 +1,115 @@
+"""What passes between `runner` and a child: a job on its way in, a stage and an outcome on their way out. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Self
+
+from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError
+from vramfit.trace import DeviceOutcome, Frame, MemoryTrace, OomReport, ProfileNote, Run, RunWarning, Source
+
+
+class Stage(Enum):
+    """How far a child has come; a child that dies in a stage is explained by it."""
+
+    IMPORTING = "importing"
+    CHECKING = "checking"
+    RUNNING = "running"
+    DONE = "done"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What a child runs.
+
+    Attributes:
+        command: the script and its arguments, or ``-m``, a module and its arguments.
+        folder: where the results go.
+        alloc_conf: allocator settings, None to read the environment.
+    """
+
+    command: list[str]
+    folder: str
+    alloc_conf: str | None = None
+
+    def write(self) -> Path:
+        """Write the job into its folder; the file that a child is given."""
+        file = Path(self.folder) / "job.json"
+        file.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+        return file
+
+    @classmethod
+    def read(cls, file: str) -> Self:
+        """The job that `write` wrote."""
+        return cls(**json.loads(Path(file).read_text(encoding="utf-8")))
+
+    def enter(self, stage: Stage) -> None:
+        """Note how far the child has come."""
+        (Path(self.folder) / "stage").write_text(stage.value, encoding="utf-8")
+
+    def fail(self, error: VramfitError) -> None:
+        """Leave an error of ours for the parent to report."""
+        text = json.dumps({"message": error.message, "hint": error.hint, "code": error.exit_code})
+        (Path(self.folder) / "error.json").write_text(text, encoding="utf-8")
+
+    def save(self, run: Run, *, exit_code: int) -> None:
+        """Leave a run's trace and facts for the parent."""
+        save_outcome(Path(self.folder), run, exit_code=exit_code, command=self.command)
+
+
+def stage_of(folder: Path) -> Stage | None:
+    """How far the child came, None when it never started."""
+    file = folder / "stage"
+    return Stage(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+def raise_failure(folder: Path) -> None:
+    """Raise the error that a child left, if it left one."""
+    file = folder / "error.json"
+    if file.exists():
+        told = json.loads(file.read_text(encoding="utf-8"))
+        kind = UsageError if told["code"] == UsageError.exit_code else EnvironmentUnfitError
+        raise kind(told["message"], told["hint"])
+
+
+def save_outcome(folder: Path, run: Run, *, exit_code: int, command: list[str]) -> None:
+    """Write a run's trace and facts into a folder."""
+    run.trace.save(folder / "run.vft")
+    facts: dict[str, Any] = {
+        field.name: getattr(run, field.name) for field in dataclasses.fields(run) if field.name != "trace"
+    }
+    facts["exit_code"] = exit_code
+    facts["program"] = command
+    facts["source"] = run.source.value
+    (folder / "run.json").write_text(json.dumps(facts, default=_plain), encoding="utf-8")
+
+
+def load_outcome(folder: Path) -> Run | None:
+    """Read what `save_outcome` wrote; None when the child ended before it could."""
+    if not (folder / "run.json").exists():
+        return None
+    facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    oom = facts.pop("oom")
+    if oom is not None:
+        stack = tuple(Frame(*frame) for frame in oom.pop("stack"))
+        line = oom.pop("user_line")
+        oom = OomReport(stack=stack, user_line=Frame(*line) if line else None, **oom)
+    profile = facts.pop("profile")
+    return Run(
+        trace=MemoryTrace.load(folder / "run.vft"),
+        devices=tuple(DeviceOutcome(**device) for device in facts.pop("devices")),
+        oom=oom,
+        warnings=tuple(RunWarning(**warning) for warning in facts.pop("warnings")),
+        program=tuple(facts.pop("program")),
+        profile=None if profile is None else ProfileNote(**profile),
+        source=Source(facts.pop("source")),
+        **facts,
+    )
+
+
+def _plain(value: Any) -> Any:
+    return dataclasses.asdict(value)
