@@ -3,7 +3,7 @@
 from vramfit.analysis.alignment import Alignment, Ends, align
 from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
 from vramfit.analysis.curves import Curves, Measure, Timeline, curves, timeline
-from vramfit.analysis.diff import Change, HoldingChange, Pair, TraceDiff, diff
+from vramfit.analysis.diff import Change, HoldingChange, Pair, TraceDiff, diff, diff_states
 from vramfit.analysis.fragmentation import Fragmentation, fragmentation
 from vramfit.analysis.groups import TensorGroup
 from vramfit.analysis.lifetimes import Lifetimes, lifetimes
@@ -82,6 +82,7 @@ __all__ = [
     "check_device",
     "curves",
     "diff",
+    "diff_states",
     "fold_layers",
     "fold_path",
     "fragmentation",

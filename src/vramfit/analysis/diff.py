@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import PurePosixPath
 
 from vramfit.analysis.states import Holding, State, state_from_trace
+from vramfit.errors import UsageError
 from vramfit.trace import Category, Frame, MemoryTrace
 
 
@@ -152,6 +153,32 @@ def diff(
         changes=_changes(before, after) if detailed else (),
         omitted=Pair(before=before.omitted, after=after.omitted),
     )
+
+
+def diff_states(
+    before: Sequence[State], after: Sequence[State], device: int | None = None
+) -> tuple[TraceDiff, ...]:
+    """Compare two runs device by device.
+
+    Args:
+        before, after: what `states` made of files. Where each has a single device, these are compared, whatever
+            their indices.
+        device: only the device of this index; None means all that both have.
+
+    Raises:
+        UsageError: they have no device in common, or not the one that is asked for.
+    """
+    ours, theirs = ({one.device: one for one in side} for side in (before, after))
+    if device is None and len(ours) == len(theirs) == 1:
+        return (diff(before[0], after[0]),)
+    shared = sorted(ours.keys() & theirs.keys()) if device is None else [device]
+    for side, known in ((before, ours), (after, theirs)):
+        if not shared or not set(shared) <= known.keys():
+            name = side[0].name if side else "the run"
+            wanted = "no device in common with the other" if device is None else f"no device {device}"
+            held = ", ".join(map(str, sorted(known))) or "none"
+            raise UsageError(f"{name} has {wanted}", f"Its devices are: {held}")
+    return tuple(diff(ours[index], theirs[index]) for index in shared)
 
 
 def _pair(before: int | None, after: int | None) -> Pair | None:

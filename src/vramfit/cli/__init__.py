@@ -10,6 +10,8 @@ import typer
 
 from vramfit import __version__
 from vramfit.cli.calibrate import calibrate_command
+from vramfit.cli.diff import diff_command
+from vramfit.cli.doctor import doctor_command
 from vramfit.cli.errors import INTERNAL_ERROR, print_bug, print_error
 from vramfit.cli.gpus import gpus_command
 from vramfit.cli.program import ProgramCommand
@@ -38,7 +40,9 @@ app.command(
 )(run_command)
 app.command("gpus")(gpus_command)
 app.command("replay")(replay_command)
+app.command("diff")(diff_command)
 app.command("calibrate")(calibrate_command)
+app.command("doctor")(doctor_command)
 
 
 def _print_version(wanted: bool) -> None:

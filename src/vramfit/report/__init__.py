@@ -1,17 +1,22 @@
 """Results as text: the terminal and JSON. Values in, text out; nothing here measures."""
 
 from vramfit.report.against import against_to_json, print_against, render_against
+from vramfit.report.diff import DIFF_SCHEMA, diff_to_json, print_diff, render_diff
 from vramfit.report.json_report import SCHEMA, render_json, run_to_json
 from vramfit.report.terminal import print_terminal, render_terminal
 from vramfit.writing import check_writable, write_text
 
 __all__ = [
+    "DIFF_SCHEMA",
     "SCHEMA",
     "against_to_json",
     "check_writable",
+    "diff_to_json",
     "print_against",
+    "print_diff",
     "print_terminal",
     "render_against",
+    "render_diff",
     "render_json",
     "render_terminal",
     "run_to_json",

@@ -1,0 +1,41 @@
+"""``vramfit diff``: two runs at their peaks, what grew and what is new."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vramfit.cli.documents import write_document
+
+
+def diff_command(
+    before: Annotated[
+        Path,
+        typer.Argument(help="A trace (.vft), a torch snapshot, or a report of vramfit run --json."),
+    ],
+    after: Annotated[Path, typer.Argument(help="What to compare with it: any of these too.")],
+    device: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="Only this device; by default all that both know."),
+    ] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the comparison as JSON; - for standard output."),
+    ] = None,
+) -> None:
+    """Compare what two runs held at their peaks: what grew, what is new, by category, module and line."""
+    from vramfit.analysis import diff_states, states
+    from vramfit.report import check_writable, diff_to_json, print_diff
+    from vramfit.trace import read_actual
+
+    if json is not None and json != Path("-"):
+        check_writable(json)
+    found = diff_states(states(read_actual(before)), states(read_actual(after)), device)
+    if json != Path("-"):
+        from rich.console import Console
+
+        print_diff(found, Console(), root=Path.cwd())
+    if json is not None:
+        write_document(json, diff_to_json(found))

@@ -1,0 +1,258 @@
+"""The comparison of two runs as text for the terminal, and as values for JSON."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from vramfit.analysis import NAMES, Change, HoldingChange, Pair, State, TraceDiff, short_location
+from vramfit.report.text import elide_left, print_lines, short_op
+from vramfit.trace import Category, Frame
+from vramfit.units import format_bytes
+
+DIFF_SCHEMA = "vramfit.diff/1"
+"""Name and version: the number grows when a key changes its meaning or goes away, not for new keys."""
+
+_WIDEST = 120
+_NAME, _FIGURE = 24, 13
+_MOST_CHANGES, _MOST_MODULES = 12, 6
+_JSON_CHANGES = 200
+_SIGNED = 12
+_SIGNS = {
+    Change.NEW: ("new", "red"),
+    Change.GREW: ("more", "red"),
+    Change.SHRANK: ("less", "green"),
+    Change.GONE: ("gone", "green"),
+    Change.SAME: ("same", ""),
+}
+
+
+def print_diff(found: Sequence[TraceDiff], console: Console, *, root: Path | None = None) -> None:
+    """Print what `vramfit.analysis.diff` found for each device.
+
+    Args:
+        found: one comparison for each device.
+        console: where to; its width, colour and encoding are respected.
+        root: the user's folder; file names below it are shown relative to it.
+    """
+    width = min(console.width, _WIDEST)
+    print_lines(console, DiffLines(width, root).lines(found), width)
+
+
+def render_diff(found: Sequence[TraceDiff], *, width: int = 80, root: Path | None = None) -> str:
+    """The same as plain text of ``width`` columns, without colour."""
+    stream = io.StringIO()
+    print_diff(found, Console(file=stream, width=width, color_system=None, force_terminal=False), root=root)
+    return stream.getvalue()
+
+
+class DiffLines:
+    """The lines of a comparison for one width."""
+
+    def __init__(self, width: int, root: Path | None) -> None:
+        self.width = width
+        self.root = root
+
+    def lines(self, found: Sequence[TraceDiff]) -> Iterator[Text]:
+        """All devices, one after the other."""
+        for position, one in enumerate(found):
+            if position:
+                yield Text()
+            device = f" (GPU {one.after.device})" if len(found) > 1 or one.after.device else ""
+            yield Text.assemble(
+                (one.after.name or "after", "bold"), f" compared with {one.before.name or 'before'}{device}"
+            )
+            if one.same:
+                yield Text("  no difference")
+                continue
+            yield from self.figures(one)
+            yield from self.details(one)
+
+    def figures(self, one: TraceDiff) -> Iterator[Text]:
+        """The peaks and the categories."""
+        heads = ("before", "after", "difference")
+        yield Text(f"{'':{_NAME}}" + "".join(f"{head:>{_FIGURE}}" for head in heads), style="bright_black")
+        for name, pair in (
+            ("peak allocated", one.allocated),
+            ("peak reserved", one.reserved),
+            ("outside PyTorch", one.outside),
+        ):
+            if pair is not None and (pair.before or pair.after):
+                yield self.row(name, pair, bold=True)
+        for kind, pair in one.categories.items():
+            if pair.difference:
+                yield self.row(f"  {NAMES[kind]}", pair)
+        for state, when in ((one.before, "before"), (one.after, "after")):
+            if state.ran_out:
+                yield Text(f"  The run {when} ended by running out of memory.", style="yellow")
+
+    def row(self, name: str, pair: Pair, *, bold: bool = False) -> Text:
+        """A figure before and after."""
+        share = "" if pair.share is None or not pair.difference else f"{100 * pair.share:+.2f} %"
+        style = "" if not pair.difference else ("red" if pair.difference > 0 else "green")
+        label = Text(name, style="bold" if bold else "")
+        label.truncate(_NAME, overflow="ellipsis", pad=True)
+        return Text.assemble(
+            label,
+            f"{format_bytes(pair.before):>{_FIGURE}}{format_bytes(pair.after):>{_FIGURE}}",
+            (f"{_signed(pair.difference):>{_FIGURE}}{share:>11}", style),
+        )
+
+    def details(self, one: TraceDiff) -> Iterator[Text]:
+        """What changed, by line and by module, and the phases."""
+        if not one.detailed:
+            bare = [state.name for state in (one.before, one.after) if not state.detailed]
+            yield Text(f"  {' and '.join(bare)}: figures alone, so nothing tells what changed.")
+            return
+        if one.changes:
+            yield Text()
+            yield Text("What changed", style="bold")
+        for change in one.changes[:_MOST_CHANGES]:
+            yield self.change(change)
+        if rest := one.changes[_MOST_CHANGES:]:
+            left = _signed(sum(change.size.difference for change in rest))
+            yield Text(f"  {left:>{_SIGNED}}  in {len(rest)} smaller changes", style="bright_black")
+        if one.omitted.before or one.omitted.after:
+            text = f"  {_signed(one.omitted.difference):>{_SIGNED}}  in what the reports do not list"
+            yield Text(text, style="bright_black")
+        yield from self.table("Modules", one.modules, _MOST_MODULES)
+        yield from self.table("Phases, highest allocated", one.phases, _MOST_MODULES)
+
+    def table(self, title: str, pairs: Mapping[str, Pair], most: int) -> Iterator[Text]:
+        """Named figures that differ."""
+        if not pairs or (len(pairs) == 1 and not next(iter(pairs))):
+            return
+        yield Text()
+        yield Text(title, style="bold")
+        for name, pair in list(pairs.items())[:most]:
+            label = elide_left(name or "outside any module", _NAME - 2)
+            yield self.row(f"  {label}", pair)
+        if (rest := len(pairs) - most) > 0:
+            yield Text(f"  and {rest} more: --json lists them all", style="bright_black")
+
+    def change(self, change: HoldingChange) -> Text:
+        """One line of the program."""
+        word, style = _SIGNS[change.change]
+        line = Text.assemble((f"  {_signed(change.size.difference):>{_SIGNED}}", style), f"  {word:<5}")
+        flexible = self.width - len(line) - 4
+        tensor = Text(_tensors(change))
+        operation = Text(short_op(change.op))
+        place = self.place(change)
+        widths = (flexible * 2 // 5, flexible // 5)
+        tensor.truncate(widths[0], overflow="ellipsis", pad=True)
+        operation.truncate(widths[1], overflow="ellipsis", pad=True)
+        line.append_text(tensor).append("  ").append_text(operation).append("  ")
+        line.append(elide_left(place, flexible - sum(widths)))
+        line.rstrip()
+        return line
+
+    def place(self, change: HoldingChange) -> str:
+        """The line, and the one it had before where it moved."""
+        after, before = self.location(change.line_after), self.location(change.line_before)
+        if not after:
+            return before or change.module
+        moved = before and change.line_before is not None and change.line_after is not None
+        if moved and change.line_before.line != change.line_after.line:  # type: ignore[union-attr]
+            return f"{after} (was {change.line_before.line})"  # type: ignore[union-attr]
+        return after
+
+    def location(self, frame: Frame | None) -> str:
+        """A source line, relative to the user's folder."""
+        return short_location(frame, root=self.root)
+
+
+def _tensors(change: HoldingChange) -> str:
+    """Shape and number, before and after where they differ: ``float32[8→16,512] ×12``."""
+    counts = (change.count_before, change.count_after)
+    shape = _shapes(change.tensor_before, change.tensor_after) or f"({NAMES[change.category]})"
+    if min(counts) and counts[0] != counts[1]:
+        return f"{shape} ×{counts[0]}→{counts[1]}"
+    return f"{shape} ×{max(counts)}" if max(counts) > 1 else shape
+
+
+def _shapes(before: str, after: str) -> str:
+    """Two shapes in one where dtype and rank are the same, else one after the other."""
+    before, after = before.replace(", ", ","), after.replace(", ", ",")
+    if not before or not after or before == after:
+        return after or before
+    kinds, sizes = zip(*(text.removesuffix("]").partition("[")[::2] for text in (before, after)), strict=True)
+    ours, theirs = (text.split(",") for text in sizes)
+    if kinds[0] != kinds[1] or len(ours) != len(theirs):
+        return f"{before}→{after}"
+    joined = (one if one == two else f"{one}→{two}" for one, two in zip(ours, theirs, strict=True))
+    return f"{kinds[0]}[{','.join(joined)}]"
+
+
+def _signed(size: int) -> str:
+    return f"+{format_bytes(size)}" if size > 0 else format_bytes(size)
+
+
+def diff_to_json(found: Sequence[TraceDiff]) -> dict[str, Any]:
+    """The comparison as values that `json` can write; docs/json.md describes them. Sizes are bytes."""
+    return {"schema": DIFF_SCHEMA, "devices": [_device(one) for one in found]}
+
+
+def _device(one: TraceDiff) -> dict[str, Any]:
+    changes = one.changes[:_JSON_CHANGES]
+    return {
+        "before": _state(one.before),
+        "after": _state(one.after),
+        "same": one.same,
+        "peak": {"allocated": _pair(one.allocated), "reserved": _pair(one.reserved)},
+        "outside_pytorch": _pair(one.outside),
+        "categories": {kind.name.lower(): _pair(pair) for kind, pair in one.categories.items()},
+        "modules": {name: _pair(pair) for name, pair in one.modules.items()},
+        "phases": {name: _pair(pair) for name, pair in one.phases.items()},
+        "changes": [_change(change) for change in changes],
+        "changes_omitted": {
+            "changes": len(one.changes) - len(changes),
+            "difference_bytes": sum(change.size.difference for change in one.changes[_JSON_CHANGES:]),
+        },
+        "not_listed": _pair(one.omitted),
+    }
+
+
+def _state(state: State) -> dict[str, Any]:
+    return {
+        "name": state.name,
+        "device": state.device,
+        "gpu": state.gpu or None,
+        "ran_out": state.ran_out,
+        "phase": state.phase or None,
+        "detailed": state.detailed,
+    }
+
+
+def _pair(pair: Pair | None) -> dict[str, int] | None:
+    if pair is None:
+        return None
+    return {
+        "before_bytes": pair.before,
+        "after_bytes": pair.after,
+        "difference_bytes": pair.difference,
+    }
+
+
+def _change(change: HoldingChange) -> dict[str, Any]:
+    return {
+        "change": change.change.value,
+        "category": Category(change.category).name.lower(),
+        "op": change.op or None,
+        "module": change.module or None,
+        "tensor_before": change.tensor_before or None,
+        "tensor_after": change.tensor_after or None,
+        "line_before": _frame(change.line_before),
+        "line_after": _frame(change.line_after),
+        "count_before": change.count_before,
+        "count_after": change.count_after,
+        **(_pair(change.size) or {}),
+    }
+
+
+def _frame(frame: Frame | None) -> dict[str, Any] | None:
+    return None if frame is None else {"file": frame.filename, "line": frame.line, "function": frame.name}
