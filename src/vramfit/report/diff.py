@@ -112,8 +112,7 @@ class DiffLines:
         if one.changes:
             yield Text()
             yield Text("What changed", style="bold")
-        for change in one.changes[:_MOST_CHANGES]:
-            yield self.change(change)
+        yield from self.changes(one.changes[:_MOST_CHANGES])
         if rest := one.changes[_MOST_CHANGES:]:
             left = _signed(sum(change.size.difference for change in rest))
             yield Text(f"  {left:>{_SIGNED}}  in {len(rest)} smaller changes", style="bright_black")
@@ -135,21 +134,23 @@ class DiffLines:
         if (rest := len(pairs) - most) > 0:
             yield Text(f"  and {rest} more: --json lists them all", style="bright_black")
 
-    def change(self, change: HoldingChange) -> Text:
-        """One line of the program."""
-        word, style = _SIGNS[change.change]
-        line = Text.assemble((f"  {_signed(change.size.difference):>{_SIGNED}}", style), f"  {word:<5}")
-        flexible = self.width - len(line) - 4
-        tensor = Text(_tensors(change))
-        operation = Text(short_op(change.op))
-        place = self.place(change)
-        widths = (flexible * 2 // 5, flexible // 5)
-        tensor.truncate(widths[0], overflow="ellipsis", pad=True)
-        operation.truncate(widths[1], overflow="ellipsis", pad=True)
-        line.append_text(tensor).append("  ").append_text(operation).append("  ")
-        line.append(elide_left(place, flexible - sum(widths)))
-        line.rstrip()
-        return line
+    def changes(self, changes: Sequence[HoldingChange]) -> Iterator[Text]:
+        """One line of the program each: how much, what, by which operator, where."""
+        fixed = 2 + _SIGNED + 2 + 5 + 4
+        cells = [(_tensors(change), short_op(change.op), self.place(change)) for change in changes]
+        room = self.width - fixed
+        place = min(max((len(cell[2]) for cell in cells), default=0), room * 2 // 5)
+        operation = min(max((len(cell[1]) for cell in cells), default=0), room // 4)
+        widths = (room - place - operation, operation)
+        for change, (shape, op, where) in zip(changes, cells, strict=True):
+            word, style = _SIGNS[change.change]
+            line = Text.assemble((f"  {_signed(change.size.difference):>{_SIGNED}}", style), f"  {word:<5}")
+            for text, width in zip((Text(shape), Text(op)), widths, strict=True):
+                text.truncate(width, overflow="ellipsis", pad=True)
+                line.append_text(text).append("  ")
+            line.append(elide_left(where, place))
+            line.rstrip()
+            yield line
 
     def place(self, change: HoldingChange) -> str:
         """The line, and the one it had before where it moved."""
