@@ -1,0 +1,50 @@
+"""``vramfit doctor``: what decides about memory on this machine, with a cure for each finding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+STRICT_FAILURE = 3
+
+
+def doctor_command(
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            "--json", metavar="FILE", help="Write facts and findings as JSON; - for standard output."
+        ),
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 if any finding is an error.")] = False,
+    timeout: Annotated[
+        float,
+        typer.Option(metavar="S", help="Seconds that the driver and torch may each take to answer.", min=1.0),
+    ] = 60.0,
+) -> None:
+    """Look at driver, cards, neighbours, torch, allocator settings, container and host: findings with their fixes.
+
+    The exit code is 0 whatever is found, unless --strict is given.
+    """
+    from rich.console import Console
+
+    from vramfit.doctor import Severity, diagnose, gather
+    from vramfit.report.doctor import print_doctor, render_doctor_json
+    from vramfit.writing import check_writable, write_text
+
+    apart = json == Path("-")
+    if json is not None and not apart:
+        check_writable(json)
+    progress = Console(stderr=True)
+    with progress.status("looking at this machine") as status:
+        facts = gather(timeout=timeout, say=lambda what: status.update(f"looking at {what}"))
+    diagnosis = diagnose(facts)
+    if apart:
+        typer.echo(render_doctor_json(diagnosis), nl=False)
+    else:
+        print_doctor(diagnosis, Console())
+        if json is not None:
+            write_text(json, render_doctor_json(diagnosis))
+    if strict and diagnosis.worst is Severity.ERROR:
+        raise typer.Exit(STRICT_FAILURE)

@@ -1,0 +1,9 @@
+"""What decides about memory on this machine: facts gathered once, and findings drawn from them by pure functions."""
+
+from __future__ import annotations
+
+from vramfit.doctor.facts import Facts
+from vramfit.doctor.findings import Diagnosis, Finding, Severity, diagnose
+from vramfit.doctor.gather import gather
+
+__all__ = ["Diagnosis", "Facts", "Finding", "Severity", "diagnose", "gather"]

@@ -1,0 +1,163 @@
+"""CUDA_VISIBLE_DEVICES and the order of the cards. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from vramfit.doctor.accounting import match_card
+from vramfit.doctor.facts import Card, Facts
+from vramfit.doctor.findings import Area, Check, Finding, Severity
+from vramfit.doctor.visible import Trouble, Visible, read_visible
+
+_SAID: dict[Trouble, tuple[Severity, str, str]] = {
+    Trouble.EMPTY: (
+        Severity.ERROR,
+        "an empty value hides every card",
+        "Unset it (unset CUDA_VISIBLE_DEVICES) to see them all",
+    ),
+    Trouble.DUPLICATE: (
+        Severity.ERROR,
+        "{entry} is there twice, and a repeated card makes CUDA show none at all",
+        "Name each card once",
+    ),
+    Trouble.OUT_OF_RANGE: (
+        Severity.ERROR,
+        "there is no card {entry}: it and all after it are dropped without a word",
+        "Count from 0 to {last}; inside a container cards are counted anew",
+    ),
+    Trouble.NEGATIVE: (
+        Severity.INFO,
+        "{entry} ends the list: cards after it are hidden",
+        "Unset the variable to see them all",
+    ),
+    Trouble.NOT_A_CARD: (
+        Severity.ERROR,
+        "{entry!r} is neither a number nor a name: it and all after it are dropped without a word",
+        "Write 0,1 or GPU-... or MIG-..., separated by commas alone, without brackets or words",
+    ),
+    Trouble.MIXED: (
+        Severity.ERROR,
+        "{entry!r} is of another kind than the first: it and all after it are dropped without a word",
+        "Name all by number or all by UUID",
+    ),
+    Trouble.UNKNOWN_NAME: (
+        Severity.ERROR,
+        "no card or slice here is called {entry!r}: it and all after it are dropped",
+        "nvidia-smi -L lists the names",
+    ),
+    Trouble.AMBIGUOUS: (
+        Severity.ERROR,
+        "several cards' names begin with {entry!r}: it and all after it are dropped",
+        "Write more of the name; nvidia-smi -L lists them",
+    ),
+    Trouble.TRAILING: (
+        Severity.WARNING,
+        "of {entry!r} only the number counts",
+        "Write the number alone",
+    ),
+}
+
+
+def check_visible(facts: Facts) -> Iterator[Finding]:
+    """The value names cards that are there, once each."""
+    text = facts.environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return
+    if not facts.cards:
+        yield Finding(
+            check="visible-devices",
+            area=Area.VISIBILITY,
+            severity=Severity.INFO,
+            finding=f"CUDA_VISIBLE_DEVICES={text!r}, and no card is known here",
+            why="the virtual GPU obeys it as a card would: an empty value or -1 hides the virtual cards too",
+            fix="Unset it if programs say that they find no card",
+        )
+        return
+    visible = read_visible(text, facts.cards)
+    for trouble, entry in visible.troubles:
+        yield _trouble(text, trouble, entry, visible, facts.cards)
+    if len(visible.slices) > 1:
+        yield Finding(
+            check="visible-devices",
+            area=Area.VISIBILITY,
+            severity=Severity.WARNING,
+            finding=f"CUDA_VISIBLE_DEVICES names {len(visible.slices)} MIG slices",
+            why="a process uses one slice, the first",
+            fix="Start one process for each slice, each with its own value",
+        )
+    if not visible.troubles:
+        names = ", ".join(f"cuda:{n} is GPU {index}" for n, index in enumerate(visible.cards))
+        yield Finding(
+            check="visible-devices",
+            area=Area.VISIBILITY,
+            severity=Severity.OK,
+            finding=f"CUDA_VISIBLE_DEVICES={text}: {names}",
+        )
+
+
+def check_order(facts: Facts) -> Iterator[Finding]:
+    """Torch counts the cards as nvidia-smi does."""
+    if len(facts.cards) < 2:
+        return
+    order = facts.environ.get("CUDA_DEVICE_ORDER", "")
+    seen = _torch_order(facts)
+    if seen and seen != sorted(seen):
+        if "CUDA_VISIBLE_DEVICES" in facts.environ:
+            return  # the value itself chose the order
+        listed = ", ".join(f"cuda:{n} is GPU {index}" for n, index in enumerate(seen))
+        yield Finding(
+            check="device-order",
+            area=Area.VISIBILITY,
+            severity=Severity.WARNING,
+            finding=f"torch counts the cards otherwise than nvidia-smi: {listed}",
+            why="CUDA puts the fastest first unless told otherwise: watching or choosing a card by nvidia-smi's number "
+            "hits another one",
+            fix="export CUDA_DEVICE_ORDER=PCI_BUS_ID",
+        )
+    elif order != "PCI_BUS_ID" and len({card.name for card in facts.cards}) > 1:
+        yield Finding(
+            check="device-order",
+            area=Area.VISIBILITY,
+            severity=Severity.WARNING,
+            finding=f"cards of several kinds, and CUDA_DEVICE_ORDER is {order or 'not set'}",
+            why="CUDA then counts the fastest first, nvidia-smi by PCI bus: the same number may mean two cards",
+            fix="export CUDA_DEVICE_ORDER=PCI_BUS_ID",
+        )
+    if order not in ("", "PCI_BUS_ID", "FASTEST_FIRST"):
+        yield Finding(
+            check="device-order",
+            area=Area.VISIBILITY,
+            severity=Severity.WARNING,
+            finding=f"CUDA_DEVICE_ORDER={order!r} means nothing to CUDA",
+            why="it is ignored, and the fastest card comes first",
+            fix="export CUDA_DEVICE_ORDER=PCI_BUS_ID",
+        )
+
+
+def _trouble(text: str, trouble: Trouble, entry: str, visible: Visible, cards: Sequence[Card]) -> Finding:
+    severity, why, fix = _SAID[trouble]
+    count = len(visible.cards)
+    shown = "no card is" if not count else "1 card is" if count == 1 else f"{count} cards are"
+    filled = {"entry": entry, "last": len(cards) - 1}
+    return Finding(
+        check="visible-devices",
+        area=Area.VISIBILITY,
+        severity=severity,
+        finding=f"CUDA_VISIBLE_DEVICES={text!r}: {shown} visible of {len(cards)}",
+        why=why.format(**filled),
+        fix=fix.format(**filled),
+    )
+
+
+def _torch_order(facts: Facts) -> list[int]:
+    """The driver's index of each of torch's cards; empty where one is not known."""
+    found = []
+    for device in facts.torch.devices if facts.torch else ():
+        card = match_card(facts.cards, device)
+        if card is None:
+            return []
+        found.append(card.index)
+    return found
+
+
+CHECKS: tuple[Check, ...] = (check_visible, check_order)

@@ -1,0 +1,314 @@
+"""What was found out about a machine: plain values, in bytes, from which every finding is drawn. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Tool(Enum):
+    """Who told about the driver."""
+
+    NVML = "nvml"
+    NVIDIA_SMI = "nvidia-smi"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Process:
+    """A process that uses a card.
+
+    Attributes:
+        pid: its id where the driver counts, which in a container may be another than here.
+        name: its program, empty if the driver does not tell.
+        used_bytes: memory of the card that it holds; None where the driver does not tell (WSL, Windows, MIG).
+        graphics: it draws rather than computes.
+    """
+
+    pid: int
+    name: str = ""
+    used_bytes: int | None = None
+    graphics: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MigInstance:
+    """A slice of a card in MIG mode."""
+
+    uuid: str
+    name: str = ""
+    total_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """A card as the driver sees it. None is what the driver does not tell.
+
+    Attributes:
+        index: in the driver's order, that of the PCI bus.
+        pci_bus_id: ``00000000:3B:00.0``.
+        total_bytes: all memory, with what the driver keeps for itself.
+        reserved_bytes: kept by driver and firmware, usable by nobody.
+        used_bytes: held by processes, or by the driver on their behalf.
+        capability: compute capability.
+        mig: its slices in MIG mode.
+        ecc_pending: ECC as it will be after a restart.
+        compute_mode: ``default``, ``exclusive_process`` or ``prohibited``.
+    """
+
+    index: int
+    name: str
+    uuid: str = ""
+    pci_bus_id: str = ""
+    total_bytes: int = 0
+    reserved_bytes: int | None = None
+    used_bytes: int = 0
+    free_bytes: int = 0
+    capability: tuple[int, int] | None = None
+    mig_enabled: bool | None = None
+    mig: tuple[MigInstance, ...] = ()
+    ecc: bool | None = None
+    ecc_pending: bool | None = None
+    persistence: bool | None = None
+    compute_mode: str | None = None
+    processes: tuple[Process, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Driver:
+    """The NVIDIA driver and its cards.
+
+    Attributes:
+        tool: who told.
+        version: of the driver.
+        cuda_version: the newest CUDA that it serves.
+    """
+
+    tool: Tool
+    version: str
+    cuda_version: tuple[int, int] | None = None
+    cards: tuple[Card, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchDevice:
+    """A card as torch sees it, while a process of ours had a context on it.
+
+    Attributes:
+        index: torch's own.
+        uuid: without ``GPU-``; of the slice for a MIG instance.
+        pci_bus_id: as ``00000000:3B:00.0``.
+        total_bytes, free_bytes: of ``torch.cuda.mem_get_info``, our context taken.
+        reserved_bytes: what our allocator held.
+        integrated: the card shares the host's memory.
+        driver_used_bytes: what the driver said was used at that time; None if it was not asked.
+        own_bytes: what the driver counted as ours; None if it does not tell.
+        error: why it could not be used, empty if it could.
+    """
+
+    index: int
+    name: str
+    uuid: str = ""
+    pci_bus_id: str = ""
+    capability: tuple[int, int] | None = None
+    total_bytes: int = 0
+    free_bytes: int = 0
+    reserved_bytes: int = 0
+    integrated: bool = False
+    driver_used_bytes: int | None = None
+    own_bytes: int | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Torch:
+    """The torch that this interpreter imports.
+
+    Attributes:
+        version: its version.
+        cuda: version of CUDA that it was built with, None for a CPU or ROCm build.
+        hip: version of ROCm, None without.
+        architectures: what its kernels are compiled for: ``sm_80``, ``compute_90``.
+        count: cards that it sees.
+        devices: these cards.
+        error: why it sees none although it was built for them, in torch's own words; else empty.
+        settings_error: what torch answered to the allocator settings of the environment; empty if it took them.
+    """
+
+    version: str
+    cuda: str | None = None
+    hip: str | None = None
+    architectures: tuple[str, ...] = ()
+    count: int = 0
+    devices: tuple[TorchDevice, ...] = ()
+    error: str = ""
+    settings_error: str = ""
+
+    @property
+    def version_pair(self) -> tuple[int, int]:
+        """Major and minor number."""
+        from vramfit.allocator.versions import parse_torch_version
+
+        return parse_torch_version(self.version)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A folder and the file system below it."""
+
+    path: str
+    filesystem: str = ""
+    total_bytes: int = 0
+    free_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Container:
+    """What the kernel's control groups allow this process.
+
+    Attributes:
+        kind: ``docker``, ``podman``, ``kubernetes``, ``slurm``, or empty.
+        version: of the control groups, 1 or 2; 0 where there are none.
+        memory_max_bytes: hard limit of host memory, the tightest on the way up; None without one.
+        memory_used_bytes: charged now in the group that sets the limit, else in the process's own.
+        swap_max_bytes: None without a limit.
+    """
+
+    kind: str = ""
+    version: int = 0
+    memory_max_bytes: int | None = None
+    memory_used_bytes: int | None = None
+    swap_max_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """The machine around the card.
+
+    Attributes:
+        python: version of the interpreter.
+        wsl: Linux inside Windows.
+        memory_bytes, available_bytes: of the host; 0 if unknown.
+        overcommit: ``vm.overcommit_memory`` of Linux: 0, 1 or 2.
+        commit_limit_bytes, committed_bytes: what counts where overcommit is 2.
+        locked_limit_bytes: RLIMIT_MEMLOCK, None if unlimited.
+        address_space_limit_bytes: RLIMIT_AS, None if unlimited.
+        infiniband: there is an adapter for remote direct memory access.
+        shared_memory: /dev/shm.
+        scratch: where temporary files go, and offloaded tensors by default.
+        kernel_module: version of the driver's part in the kernel, empty if it is not loaded.
+        device_nodes: the process sees the driver's device files.
+    """
+
+    system: str = "Linux"
+    machine: str = "x86_64"
+    python: tuple[int, int, int] = (3, 12, 0)
+    wsl: bool = False
+    memory_bytes: int = 0
+    available_bytes: int = 0
+    swap_bytes: int = 0
+    overcommit: int | None = None
+    commit_limit_bytes: int | None = None
+    committed_bytes: int | None = None
+    locked_limit_bytes: int | None = None
+    address_space_limit_bytes: int | None = None
+    infiniband: bool = False
+    shared_memory: Place | None = None
+    scratch: Place | None = None
+    kernel_module: str = ""
+    device_nodes: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """Everything that the checks look at.
+
+    Attributes:
+        environ: the variables that matter (see `RELEVANT`), as they are set.
+        driver: None where there is none, or where it could not be asked.
+        driver_error: why it could not be asked, empty where nothing hints at a driver.
+        torch: None if it could not be imported.
+        torch_error: why.
+        virtual_error: why the virtual GPU cannot run here; empty if its self-check passed, None if it did not run.
+    """
+
+    host: Host = field(default_factory=Host)
+    container: Container = field(default_factory=Container)
+    environ: Mapping[str, str] = field(default_factory=dict)
+    driver: Driver | None = None
+    driver_error: str = ""
+    torch: Torch | None = None
+    torch_error: str = ""
+    virtual_error: str | None = ""
+
+    @property
+    def cards(self) -> tuple[Card, ...]:
+        """The driver's cards."""
+        return self.driver.cards if self.driver else ()
+
+
+RELEVANT = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_MODULE_LOADING",
+    "CUDA_MPS_PIPE_DIRECTORY",
+    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "NVIDIA_VISIBLE_DEVICES",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "TORCH_CUBLAS_WORKSPACE_CACHE",
+    "TORCH_CUBLASLT_UNIFIED_WORKSPACE",
+    "TMPDIR",
+)
+"""Variables that decide about memory."""
+
+
+def to_plain(value: Any) -> Any:
+    """A fact as what JSON can hold."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def driver_from_plain(value: Mapping[str, Any]) -> Driver:
+    """The driver that `to_plain` wrote."""
+    return Driver(
+        tool=Tool(value["tool"]),
+        version=value["version"],
+        cuda_version=_pair(value["cuda_version"]),
+        cards=tuple(_card(card) for card in value["cards"]),
+    )
+
+
+def _card(value: Mapping[str, Any]) -> Card:
+    changed = {
+        "capability": _pair(value["capability"]),
+        "mig": tuple(MigInstance(**instance) for instance in value["mig"]),
+        "processes": tuple(Process(**process) for process in value["processes"]),
+    }
+    return Card(**{**value, **changed})
+
+
+def torch_from_plain(value: Mapping[str, Any]) -> Torch:
+    """The torch that `to_plain` wrote."""
+    devices = tuple(
+        TorchDevice(**{**device, "capability": _pair(device["capability"])}) for device in value["devices"]
+    )
+    return Torch(**{**value, "architectures": tuple(value["architectures"]), "devices": devices})
+
+
+def _pair(value: Any) -> tuple[int, int] | None:
+    return None if value is None else (int(value[0]), int(value[1]))

@@ -1,0 +1,158 @@
+"""Runs in a child: asks what may crash or hang, and prints the answer as JSON between two marks.
+
+Started as ``python -P -m vramfit.doctor.probe driver|torch|virtual`` by `gather`, one process for each question.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import warnings
+from dataclasses import replace
+from typing import Any
+
+from vramfit.doctor.accounting import match_card
+from vramfit.doctor.facts import Driver, Torch, TorchDevice, to_plain
+
+MARK = "\x1evramfit-doctor\x1e"
+"""Stands before and after the answer: drivers and libraries print to the same stream."""
+
+
+def query_driver() -> tuple[Driver | None, str]:
+    """The driver by NVML, else by nvidia-smi; or why neither answers."""
+    reason = ""
+    try:
+        pynvml: Any = importlib.import_module("pynvml")  # nvidia-ml-py, an extra that brings no types
+    except ImportError:
+        pass
+    else:
+        from vramfit.doctor.nvml import query_nvml
+
+        try:
+            return query_nvml(pynvml), ""
+        except pynvml.NVMLError as error:
+            reason = f"NVML: {error}"
+    from vramfit.doctor.smi import SmiError, query_smi
+
+    try:
+        return query_smi(), ""
+    except FileNotFoundError:
+        return None, reason
+    except SmiError as error:
+        return None, reason or f"nvidia-smi: {error}"
+
+
+def query_torch() -> Torch:
+    """What torch was built with, and each card that it sees with a context of ours on it."""
+    import torch
+
+    settings_error = _try_settings(torch, os.environ.get("VRAMFIT_DOCTOR_SETTINGS"))
+    found = Torch(
+        version=torch.__version__,
+        cuda=torch.version.cuda,
+        hip=torch.version.hip,
+        architectures=tuple(torch.cuda.get_arch_list()) if torch.version.cuda else (),
+        settings_error=settings_error,
+    )
+    if torch.version.cuda is None and torch.version.hip is None:
+        return found
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            torch.cuda.init()
+            count, error = torch.cuda.device_count(), ""
+        except Exception as failure:
+            count, error = 0, _line(failure)
+        if not count and not error:
+            error = next((_line(warning.message) for warning in told), "")
+    devices = tuple(_device(torch, index) for index in range(count))
+    return replace(found, count=count, devices=_with_driver(devices), error=error)
+
+
+def _try_settings(torch: Any, settings: str | None) -> str:
+    """What torch itself says to the settings of the environment, which this process was started without."""
+    setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if not settings or setter is None:
+        return ""
+    try:
+        setter(settings)
+    except Exception as failure:
+        return _line(failure)
+    return ""
+
+
+def _device(torch: Any, index: int) -> TorchDevice:
+    try:
+        torch.empty(1, device=f"cuda:{index}")
+        free, total = torch.cuda.mem_get_info(index)
+        facts = torch.cuda.get_device_properties(index)
+        bus = getattr(facts, "pci_bus_id", None)
+        place = "" if bus is None else f"{facts.pci_domain_id:08X}:{bus:02X}:{facts.pci_device_id:02X}.0"
+        return TorchDevice(
+            index=index,
+            name=facts.name,
+            uuid=str(getattr(facts, "uuid", "")),
+            pci_bus_id=place,
+            capability=(facts.major, facts.minor),
+            total_bytes=total,
+            free_bytes=free,
+            reserved_bytes=torch.cuda.memory_reserved(index),
+            integrated=bool(facts.is_integrated),
+        )
+    except Exception as failure:
+        return TorchDevice(index=index, name="", error=_line(failure))
+
+
+def _with_driver(devices: tuple[TorchDevice, ...]) -> tuple[TorchDevice, ...]:
+    """The devices with what the driver says while our contexts exist."""
+    if not devices:
+        return devices
+    driver, _ = query_driver()
+    found = []
+    for device in devices:
+        card = match_card(driver.cards if driver else (), device)
+        if card is not None:
+            own = [process.used_bytes for process in card.processes if process.pid == os.getpid()]
+            device = replace(device, driver_used_bytes=card.used_bytes, own_bytes=own[0] if own else None)
+        found.append(device)
+    return tuple(found)
+
+
+def query_virtual() -> str:
+    """Why the virtual GPU cannot run in a fresh process of this interpreter; empty if it can."""
+    from vramfit.errors import VramfitError
+    from vramfit.virtual import build_shim
+    from vramfit.virtual.gpu import check_interpreter
+
+    try:
+        check_interpreter()
+        build_shim.install()
+        build_shim.self_check()
+    except VramfitError as error:
+        return str(error)
+    return ""
+
+
+def _line(error: object) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+def main(question: str) -> None:
+    """Answer one question on standard output."""
+    answer: Any
+    if question == "driver":
+        driver, reason = query_driver()
+        answer = {"driver": to_plain(driver), "error": reason}
+    elif question == "torch":
+        answer = to_plain(query_torch())
+    else:
+        answer = query_virtual()
+    sys.stdout.write(f"{MARK}{json.dumps(answer)}{MARK}")
+    sys.stdout.flush()
+    os._exit(0)  # autograd's threads could abort an interpreter that ends in the ordinary way
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

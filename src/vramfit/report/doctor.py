@@ -1,0 +1,136 @@
+"""What ``vramfit doctor`` found, for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vramfit.doctor.accounting import CardAccount, account_lines, accounts
+from vramfit.doctor.facts import to_plain
+from vramfit.doctor.findings import Diagnosis, Finding, Severity
+from vramfit.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SCHEMA = "vramfit.doctor/1"
+
+_STYLES = {
+    Severity.ERROR: "bold red",
+    Severity.WARNING: "bold yellow",
+    Severity.INFO: "cyan",
+    Severity.OK: "green",
+}
+
+
+def doctor_to_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The document of ``vramfit doctor --json``; see docs/doctor.md."""
+    return {
+        "schema": SCHEMA,
+        "worst": diagnosis.worst.value,
+        "counts": {severity.value: len(diagnosis.of(severity)) for severity in Severity},
+        "findings": [_finding(finding) for finding in diagnosis.findings],
+        "cards": [_account(account) for account in accounts(diagnosis.facts)],
+        "facts": to_plain(diagnosis.facts),
+    }
+
+
+def render_doctor_json(diagnosis: Diagnosis) -> str:
+    """The same as text."""
+    return json.dumps(doctor_to_json(diagnosis), indent=2, ensure_ascii=False) + "\n"
+
+
+def print_doctor(diagnosis: Diagnosis, console: Console) -> None:
+    """Print the findings, the heaviest first, then where each card's bytes are."""
+    from rich.text import Text
+
+    for finding in diagnosis.findings:
+        if finding.severity is not Severity.OK:
+            for line in _lines(finding):
+                console.print(line, soft_wrap=True, highlight=False)
+    fine = diagnosis.of(Severity.OK)
+    if fine:
+        console.print(Text("as it should be", style=_STYLES[Severity.OK]))
+        for finding in fine:
+            console.print(Text(f"  {finding.area.value}: {finding.finding}"), soft_wrap=True, highlight=False)
+    for account in accounts(diagnosis.facts):
+        console.print()
+        _print_account(account, console)
+    console.print()
+    console.print(Text(_summary(diagnosis), style="bold"), highlight=False)
+
+
+def render_doctor(diagnosis: Diagnosis, *, width: int = 100) -> str:
+    """The same as plain text."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    text = StringIO()
+    print_doctor(diagnosis, Console(file=text, width=width, color_system=None))
+    return text.getvalue()
+
+
+def _lines(finding: Finding) -> Iterator[Any]:
+    from rich.text import Text
+
+    yield Text.assemble(
+        (finding.severity.value, _STYLES[finding.severity]),
+        f"  {finding.area.value}: ",
+        (finding.finding, "bold"),
+    )
+    if finding.why:
+        yield Text(f"  why   {finding.why}")
+    if finding.fix:
+        yield Text(f"  fix   {finding.fix}")
+
+
+def _print_account(account: CardAccount, console: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    seen = "not seen by torch" if account.torch_index is None else f"cuda:{account.torch_index}"
+    console.print(Text(f"GPU {account.index}, {account.name} ({seen})", style="bold"))
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    for name, size in account_lines(account):
+        table.add_row(f"  {name}", format_bytes(size))
+    table.add_row("  total", format_bytes(account.total))
+    console.print(table)
+
+
+def _summary(diagnosis: Diagnosis) -> str:
+    counted = [
+        f"{len(diagnosis.of(severity))} {severity.value}{'s' if len(diagnosis.of(severity)) != 1 else ''}"
+        for severity in (Severity.ERROR, Severity.WARNING)
+    ]
+    return f"{', '.join(counted)}; {len(diagnosis.of(Severity.OK))} as it should be"
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {
+        "check": finding.check,
+        "area": finding.area.value,
+        "severity": finding.severity.value,
+        "finding": finding.finding,
+        "why": finding.why,
+        "fix": finding.fix,
+    }
+
+
+def _account(account: CardAccount) -> dict[str, Any]:
+    return {
+        "index": account.index,
+        "name": account.name,
+        "torch_index": account.torch_index,
+        "total_bytes": account.total,
+        "driver_reserved_bytes": account.driver_reserved,
+        "other_processes_bytes": account.others,
+        "context_bytes": account.own_context,
+        "torch_reserved_bytes": account.own_reserved,
+        "unaccounted_bytes": account.unaccounted,
+        "free_bytes": account.free,
+        "torch_total_bytes": account.torch_total,
+    }
