@@ -152,8 +152,8 @@ def check_caching(facts: Facts) -> Iterator[Finding]:
             area=Area.ALLOCATOR,
             severity=Severity.WARNING,
             finding=f"PYTORCH_NO_CUDA_MEMORY_CACHING={value}",
-            why="whatever its value, even 0: each tensor is a cudaMalloc and a cudaFree of its own, programs are several "
-            "times slower, memory_stats() stays at 0 and no memory history is recorded",
+            why="whatever its value, even 0: each tensor is a cudaMalloc and a cudaFree of its own, programs are "
+            "several times slower, memory_stats() stays at 0 and no memory history is recorded",
             fix="Unset it, unless you look for memory errors with compute-sanitizer",
         )
 
