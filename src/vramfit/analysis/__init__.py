@@ -6,6 +6,16 @@ from vramfit.analysis.curves import Curves, Measure, Timeline, curves, timeline
 from vramfit.analysis.diff import Change, HoldingChange, Pair, TraceDiff, diff, diff_states
 from vramfit.analysis.fragmentation import Fragmentation, fragmentation
 from vramfit.analysis.groups import TensorGroup
+from vramfit.analysis.leaks import (
+    GrowingStack,
+    LeakReport,
+    LeakVerdict,
+    Place,
+    Release,
+    Sawtooth,
+    SettledStack,
+    leaks,
+)
 from vramfit.analysis.lifetimes import Lifetimes, lifetimes
 from vramfit.analysis.modules import ModuleNode, fold_layers, fold_path, module_tree
 from vramfit.analysis.peaks import LocalPeak, Removal, peaks
@@ -25,15 +35,18 @@ from vramfit.analysis.reconciliation import (
     StreamDifference,
     When,
 )
+from vramfit.analysis.recorded_run import run_from_trace
 from vramfit.analysis.requests import Label
 from vramfit.analysis.segment_spans import SegmentSpans, segment_spans
 from vramfit.analysis.states import Holding, State, state_from_trace, states, states_from_report
+from vramfit.analysis.steps import LEAST_STEPS, Steps, StepSource, steps
 from vramfit.analysis.tolerance import DEFAULT_TOLERANCE, Tolerance
 from vramfit.analysis.verdict import NAMES, NO_CARD, DeviceVerdict, Outcome, Verdict, verdict
 from vramfit.trace.frames import Origin, origin, short_location, user_frame
 
 __all__ = [
     "DEFAULT_TOLERANCE",
+    "LEAST_STEPS",
     "NAMES",
     "NO_CARD",
     "Alignment",
@@ -48,10 +61,13 @@ __all__ = [
     "Difference",
     "Ends",
     "Fragmentation",
+    "GrowingStack",
     "Growth",
     "Holding",
     "HoldingChange",
     "Label",
+    "LeakReport",
+    "LeakVerdict",
     "Lifetimes",
     "LocalPeak",
     "Measure",
@@ -64,11 +80,17 @@ __all__ = [
     "PartDifference",
     "Phase",
     "PhaseSummary",
+    "Place",
     "Quantity",
     "Reconciliation",
+    "Release",
     "Removal",
+    "Sawtooth",
     "SegmentSpans",
+    "SettledStack",
     "State",
+    "StepSource",
+    "Steps",
     "StreamComparison",
     "StreamDifference",
     "TensorGroup",
@@ -87,6 +109,7 @@ __all__ = [
     "fold_path",
     "fragmentation",
     "growth",
+    "leaks",
     "lifetimes",
     "module_tree",
     "oom_row",
@@ -95,11 +118,13 @@ __all__ = [
     "peaks",
     "phases",
     "reconcile",
+    "run_from_trace",
     "segment_spans",
     "short_location",
     "state_from_trace",
     "states",
     "states_from_report",
+    "steps",
     "summarise",
     "timeline",
     "user_frame",

@@ -1,0 +1,1 @@
+"""Recording real memory: who allocates it, and who holds it."""
