@@ -151,9 +151,9 @@ class ModuleStack:
             path = self._paths[module]
         return path
 
-    def name_tree(self, root: nn.Module) -> None:
-        """Give every module below ``root`` its path; a module already named under a larger root keeps its name."""
-        base = type(root).__name__
+    def name_tree(self, root: nn.Module, base: str = "") -> None:
+        """Give every module below ``root`` its path, which begins with ``base`` or else the root's class."""
+        base = base or type(root).__name__
         for name, module in root.named_modules():
             self._paths[module] = f"{base}.{name}" if name else base
 

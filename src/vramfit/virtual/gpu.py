@@ -35,6 +35,7 @@ from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.machine import Machine, VirtualDevice
 from vramfit.virtual.meter import Meter
 from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.versions import torch_version
 from vramfit.virtual.workspaces import Workspaces
 
 MAX_GPUS = 8  # c10/core/impl/FakeGuardImpl.h: kFakeGuardImplMaxDevices
@@ -310,12 +311,6 @@ def _measured(profile: MeasuredProfile | str | PathLike[str], spec: GpuSpec) -> 
     """The measured calls of the profile that was asked for; None without one."""
     found = chosen_profile(profile, spec, torch.__version__)
     return None if found is None else MeasuredTable(found)
-
-
-def torch_version() -> tuple[int, int]:
-    """Major and minor version of the torch that runs."""
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
 
 
 def check_interpreter() -> None:

@@ -1,69 +1,30 @@
-"""Storages that are born and die on a virtual card, placed by its allocator and written to the trace.
-
-NOTE [How a storage is followed]
-Every fake tensor owns (or views) an ``UntypedStorage`` on the meta device. torch keeps one Python object per C++
-storage for as long as the storage lives, so a weak reference to it dies exactly when the last tensor, saved variable
-or view lets go: that is the moment at which a card would return the block. The callback may run inside anything
-(even inside the allocator, when the garbage collector strikes there), so it only queues the block; the queue is
-emptied before the next request and before anyone looks at the figures. No request comes in between, so the order of
-events, and with it every address, is the same.
-"""
+"""The meter of the virtual GPU: storages of fake tensors, what kernels need, and how far sizes are in doubt."""
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from vramfit.allocator import AllocatorEventKind, OutOfMemory
 from vramfit.allocator.rounding import MIN_BLOCK
-from vramfit.trace import Category, EventKind, Frame, OomReport, TraceBuilder
-from vramfit.trace.frames import user_frame
+from vramfit.trace import Category, TraceBuilder
 from vramfit.virtual.assume import Extent, bounds
-from vramfit.virtual.attribution import ModuleStack, Phase, PhaseTracker, StackInterner
 from vramfit.virtual.expectations import NOTHING, Expectation, is_whole
 from vramfit.virtual.kernels.context import EMPTY_CACHE, Spare
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.resting import Numbers, Resting
+from vramfit.virtual.storages import Peaks, StorageMeter, StorageRecord
 from vramfit.virtual.subclasses import parts
 
-_KIND = {kind: EventKind[kind.name] for kind in AllocatorEventKind}
 
+class VirtualRecord(StorageRecord):
+    """What is known of one storage on a virtual card."""
 
-class StorageRecord(weakref.ref[torch.UntypedStorage]):
-    """What is known of one storage on a virtual card. The weak reference itself tells its death."""
+    __slots__ = ("above", "below", "expected", "extents", "shape")
 
-    __slots__ = (
-        "above",
-        "address",
-        "below",
-        "category",
-        "device",
-        "expected",
-        "extents",
-        "graph",
-        "key",
-        "module",
-        "nbytes",
-        "phase",
-        "row",
-        "shape",
-    )
-
-    key: int
-    device: int
-    address: int
-    nbytes: int
-    row: int
-    phase: int
-    category: int
-    graph: bool
-    module: str | None
     extents: tuple[Extent, ...]  # assumed sizes on which it rests
     shape: tuple[int, ...]  # of the tensor that it was made for, where it rests on any
     below: int  # bytes by which it may be smaller
@@ -72,19 +33,15 @@ class StorageRecord(weakref.ref[torch.UntypedStorage]):
 
 
 @dataclass(slots=True)
-class Peaks:
-    """Highest figures of a device since the start, in bytes, whatever the program resets.
+class DoubtedPeaks(Peaks):
+    """Highest figures of a device since the start, and how far they are in doubt.
 
     Attributes:
-        allocated, reserved, active: as torch counts them.
         lowest: the highest sum of the least bytes that each allocation could be.
         highest: the highest sum of the most bytes that each could be.
         doubted: the op whose uncertain size was the last to count in `highest`.
     """
 
-    allocated: int = 0
-    reserved: int = 0
-    active: int = 0
     lowest: int = 0
     highest: int = 0
     doubted: str = ""
@@ -108,38 +65,17 @@ class Doubt:
     op: str = ""
 
 
-class Meter:
-    """Places storages through the allocators of a `Machine` and writes what happens to a `TraceBuilder`."""
+class Meter(StorageMeter[VirtualRecord]):
+    """Places the storages of fake tensors. See NOTE [How a storage is followed] in storages.py."""
 
     def __init__(self, machine: Machine, builder: TraceBuilder) -> None:
-        self.machine = machine
-        self.builder = builder
-        self.stacks = StackInterner(builder)
-        self.modules = ModuleStack(builder)
-        self.phases = PhaseTracker(builder, self._mark_phase)
-        self.ops = 0
-        self.oom: OomReport | None = None
-        self.lock = threading.RLock()
-        self._records: dict[int, StorageRecord] = {}
-        self._dead: deque[StorageRecord] = deque()
-        self._backward_stack: tuple[int, ...] | None = None
-        self._rows: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        self._peaks: defaultdict[int, Peaks] = defaultdict(Peaks)
-        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
+        super().__init__(machine, builder)
+        self._peaks: defaultdict[int, DoubtedPeaks] = defaultdict(DoubtedPeaks)
         self._doubts: defaultdict[int, Doubt] = defaultdict(Doubt)
-        self.category: Category | None = None  # what is allocated now is for, where the moment does not tell
         self.assuming = False  # whether any size rests on an assumption so far
         self.numbers = Numbers()
-        machine.on_event = self._on_event
 
     # -- storages ------------------------------------------------------------------------------------------------
-
-    def record_of(self, tensor: torch.Tensor) -> StorageRecord | None:
-        """The record behind a fake tensor, None when its storage is not on a virtual card."""
-        self.collect()  # a new storage may lie where a dead one lay
-        if tensor.layout is not torch.strided:
-            return None
-        return self._records.get(tensor.untyped_storage()._cdata)
 
     def adopt(
         self, tensor: torch.Tensor, op: str, category: int | None = None, extents: tuple[Extent, ...] = ()
@@ -163,7 +99,7 @@ class Meter:
             if record.nbytes != storage.nbytes():
                 self._resize(record, storage.nbytes(), op, tensor, extents)
             return
-        record = StorageRecord(storage, self._dead.append)
+        record = VirtualRecord(storage, self._dead.append)
         record.key = key
         record.device = tensor.device.index or 0
         record.nbytes = storage.nbytes()
@@ -179,7 +115,7 @@ class Meter:
         self._records[key] = record
 
     def _rest(
-        self, record: StorageRecord, tensor: torch.Tensor | None, extents: tuple[Extent, ...], op: str
+        self, record: VirtualRecord, tensor: torch.Tensor | None, extents: tuple[Extent, ...], op: str
     ) -> None:
         """Note on which assumed sizes a storage rests, and count what that leaves open."""
         record.extents, record.shape, record.below, record.above = extents, (), 0, 0
@@ -200,29 +136,9 @@ class Meter:
         if record is not None and record.nbytes != tensor_or_storage.nbytes():
             self._resize(record, tensor_or_storage.nbytes(), op, None, ())
 
-    def collect(self) -> None:
-        """Return the blocks of all storages that have died since the last call."""
-        if self._dead:
-            with self.lock:
-                while self._dead:
-                    self._release(self._dead.popleft())
-
-    def _place(
-        self, record: StorageRecord, op: str, category: int | None, tensor: torch.Tensor | None
-    ) -> None:
-        record.phase = self.phases.index
-        record.category = self._category_now() if category is None else category
-        record.address, record.row = self.malloc(
-            record.nbytes,
-            record.device,
-            op=op,
-            category=record.category,
-            tensor=None if tensor is None else describe(tensor),
-        )
-
     def _resize(
         self,
-        record: StorageRecord,
+        record: VirtualRecord,
         nbytes: int,
         op: str,
         tensor: torch.Tensor | None,
@@ -238,80 +154,15 @@ class Meter:
             self.free(old_address, old_device)
         self.narrow(old_device, below, above)
 
-    def _category_of(self, row: int) -> int | None:
-        """Category of an allocation row, None for row -1 (an empty storage)."""
-        return None if row < 0 else self.builder.category(row)
-
-    def _release(self, record: StorageRecord) -> None:
-        if self._records.get(record.key) is record:
-            del self._records[record.key]
+    def _release(self, record: VirtualRecord) -> None:
         if record.below or record.above:
             self.narrow(record.device, record.below, record.above)
-        if not record.address:
-            return
-        # What a forward pass made and dropped again before its backward began was a temporary all along.
-        if (
-            record.category == Category.ACTIVATIONS
-            and record.graph
-            and record.phase == self.phases.index
-            and self.phases.phase is Phase.FORWARD
-        ):
-            self.builder.set_category(record.row, Category.TEMPORARIES)
-        self.free(record.address, record.device)
+        super()._release(record)
+
+    def _inside(self, tensor: torch.Tensor) -> Iterable[torch.Tensor] | None:
+        return None if type(tensor) is FakeTensor else parts(tensor)
 
     # -- raw blocks ----------------------------------------------------------------------------------------------
-
-    def malloc(
-        self,
-        nbytes: int,
-        device: int,
-        *,
-        op: str,
-        category: int,
-        tensor: str | None = None,
-        stream: int | None = None,
-    ) -> tuple[int, int]:
-        """Take a block on the current stream of a device; returns its address and its row in the trace.
-
-        Raises:
-            torch.OutOfMemoryError: the card is full.
-        """
-        if nbytes == 0:
-            return 0, -1
-        machine, builder = self.machine, self.builder
-        card = machine.devices[device]
-        if stream is None:
-            stream = machine.current_stream(device)
-        with self.lock:
-            self.collect()
-            try:
-                address = card.allocator.malloc(nbytes, stream)
-            except OutOfMemory as error:
-                raise self._out_of_memory(error, device, nbytes, op) from None
-            self._note_peaks(device)
-            row = builder.append(
-                EventKind.ALLOC,
-                device=device,
-                address=address,
-                size=nbytes,
-                block=card.allocator.block_size(address),
-                stream=stream,
-                time_us=int(machine.clock_us),
-                category=category,
-                op=builder.op(op),
-                stack=self.stacks.current(self._backward_stack),
-                module=self.modules.current(),
-                phase=self.phases.index,
-                tensor=-1 if tensor is None else builder.tensor(tensor),
-            )
-            self._rows[device][address] = row
-        return address, row
-
-    def free(self, address: int, device: int) -> None:
-        """Return a block to its allocator."""
-        with self.lock:
-            self._rows[device].pop(address, None)
-            self.machine.devices[device].allocator.free(address)
 
     def temporary(
         self, sizes: Iterable[int], device: int, op: str, scale: tuple[float, float] = (1.0, 1.0)
@@ -367,7 +218,7 @@ class Meter:
             self.free(block.address, device)
             self.narrow(device, block.below, block.above)
 
-    def lifetime_peaks(self, device: int) -> Peaks:
+    def lifetime_peaks(self, device: int) -> DoubtedPeaks:
         """Highest figures of a device since the start."""
         return self._peaks[device]
 
@@ -444,122 +295,8 @@ class Meter:
         """Remember a guessed count that the program may read and make something of that size."""
         self.assuming |= self.numbers.assume(extent, count=True)
 
-    # -- attribution ---------------------------------------------------------------------------------------------
-
-    def tag(self, tensor: torch.Tensor, category: Category, module: str | None = None) -> None:
-        """Say what a tensor is for, or those inside a wrapper; a later, better word replaces an earlier one."""
-        if type(tensor) is not FakeTensor:
-            for part in parts(tensor):
-                self.tag(part, category, module)
-            return
-        record = self.record_of(tensor)
-        if record is None or record.row < 0:
-            return
-        record.category = category
-        self.builder.set_category(record.row, category)
-        if module is not None:
-            record.module = module
-            self.builder.set_module(record.row, self.builder.module(module))
-        if category is Category.PARAMETERS and tensor.requires_grad:
-            self._parameters[id(tensor)] = weakref.ref(tensor)
-
-    def parameters(self) -> list[torch.Tensor]:
-        """Every trainable parameter that is alive."""
-        alive: list[torch.Tensor] = []
-        for key, reference in list(self._parameters.items()):
-            parameter = reference()
-            if parameter is None:
-                del self._parameters[key]
-            else:
-                alive.append(parameter)
-        return alive
-
-    def remember_backward(self) -> None:
-        """Keep the stack that calls the autograd engine: its own threads have no frame of the program."""
-        self._backward_stack = self.stacks.key()
-
-    @property
-    def backward_frames(self) -> tuple[Frame, ...]:
-        """The frames that last called the autograd engine, innermost first."""
-        return self.stacks.frames(self._backward_stack or ())
-
-    def _category_now(self) -> int:
-        if self.category is not None:
-            return self.category
-        phase = self.phases.phase
-        if phase is Phase.FORWARD:
-            return Category.ACTIVATIONS
-        if phase is Phase.BACKWARD:
-            # A recomputed forward inside the backward pass (checkpointing) records a graph again.
-            return Category.ACTIVATIONS if torch.is_grad_enabled() else Category.TEMPORARIES
-        if phase is Phase.OPTIMIZER:
-            return Category.TEMPORARIES
-        return Category.OTHER
-
-    # -- events --------------------------------------------------------------------------------------------------
-
-    def _on_event(self, device: int, kind: AllocatorEventKind, address: int, size: int, stream: int) -> None:
-        if kind is AllocatorEventKind.ALLOC or kind is AllocatorEventKind.OOM:
-            return  # written where the request is made, with its metadata
-        self.builder.append(
-            _KIND[kind],
-            device=device,
-            address=address,
-            size=size,
-            stream=stream,
-            time_us=int(self.machine.clock_us),
-            phase=self.phases.index,
-        )
-
-    def unhandled_oom(self) -> OomReport | None:
-        """The last out-of-memory, marked as one that the program did not catch."""
-        return None if self.oom is None else replace(self.oom, handled=False)
-
-    def _mark_phase(self, index: int) -> None:
-        for device in self.machine.devices:
-            self.builder.append(
-                EventKind.MARKER, device=device.index, time_us=int(self.machine.clock_us), phase=index
-            )
-
-    def _out_of_memory(self, error: OutOfMemory, device: int, nbytes: int, op: str) -> torch.OutOfMemoryError:
-        card = self.machine.devices[device]
-        message = error.torch_message()
-        index = self.stacks.current(self._backward_stack)
-        stack: tuple[Frame, ...] = self.builder.frames_of(index)
-        self.builder.append(
-            EventKind.OOM,
-            device=device,
-            size=nbytes,
-            stream=self.machine.current_stream(device),
-            time_us=int(self.machine.clock_us),
-            op=self.builder.op(op),
-            stack=index,
-            module=self.modules.current(),
-            phase=self.phases.index,
-        )
-        self.oom = OomReport(
-            device=device,
-            requested_bytes=nbytes,
-            stack=stack,
-            user_line=user_frame(stack),
-            op=op,
-            message=message,
-            allocated_bytes=card.allocator.allocated_bytes,
-            reserved_bytes=card.allocator.reserved_bytes,
-            free_bytes=card.driver.free_bytes,
-            total_bytes=card.spec.total_bytes,
-            handled=True,
-        )
-        self.machine.notify_oom(device, nbytes, card.allocator.allocated_bytes, card.driver.free_bytes)
-        return torch.OutOfMemoryError(message)
-
 
 def _apart(nbytes: int, low: int, high: int) -> tuple[int, int]:
     """By how many bytes a block may be smaller and larger, in steps in which the allocator hands them out."""
     shown, least, most = (-(-size // MIN_BLOCK) * MIN_BLOCK for size in (nbytes, low, high))
     return shown - least, most - shown
-
-
-def describe(tensor: torch.Tensor) -> str:
-    """``bfloat16[4, 1024, 768]``: dtype and shape as the trace names a tensor."""
-    return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vramfit.programs import threads
 from vramfit.programs.patching import PatchStack
 from vramfit.virtual.program import (
     attention,
@@ -21,7 +22,6 @@ from vramfit.virtual.program import (
     rnn,
     subclasses,
     tensors,
-    threads,
 )
 
 if TYPE_CHECKING:

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramfit.programs.patching import PatchStack
 
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
-
 
 class _ThreadMode(TorchDispatchMode):
     """The same mode, entered on another thread (a mode object keeps state while it is entered)."""
 
-    def __init__(self, mode: VirtualMode) -> None:
-        super().__init__()
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._mode.__torch_dispatch__(func, types, args, kwargs)
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: TorchDispatchMode, patches: PatchStack) -> None:
     """Wrap the private entry of every Python thread: ``run`` itself is often overridden."""
     original = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 

@@ -1,0 +1,318 @@
+"""Storages that are born and die, placed by an allocator and written to the trace: virtual ones, and metered real ones.
+
+NOTE [How a storage is followed]
+Every tensor owns (or views) an ``UntypedStorage``; that of a fake one is on the meta device. torch keeps one
+Python object per C++ storage for as long as the storage lives, so a weak reference to it dies exactly when the last
+tensor, saved variable or view lets go: that is the moment at which a card would return the block. The callback may run inside anything
+(even inside the allocator, when the garbage collector strikes there), so it only queues the block; the queue is
+emptied before the next request and before anyone looks at the figures. No request comes in between, so the order of
+events, and with it every address, is the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+import torch
+
+from vramfit.allocator import AllocatorEventKind, OutOfMemory
+from vramfit.trace import Category, EventKind, Frame, OomReport, TraceBuilder
+from vramfit.trace.frames import user_frame
+from vramfit.virtual.attribution import ModuleStack, Phase, PhaseTracker, StackInterner
+from vramfit.virtual.machine import Machine
+
+_KIND = {kind: EventKind[kind.name] for kind in AllocatorEventKind}
+
+
+class StorageRecord(weakref.ref[torch.UntypedStorage]):
+    """What is known of one storage. The weak reference itself tells its death."""
+
+    __slots__ = ("address", "category", "device", "graph", "key", "module", "nbytes", "phase", "row")
+
+    key: int
+    device: int
+    address: int
+    nbytes: int
+    row: int
+    phase: int
+    category: int
+    graph: bool
+    module: str | None
+
+
+RecordT = TypeVar("RecordT", bound=StorageRecord)
+
+
+@dataclass(slots=True)
+class Peaks:
+    """Highest figures of a device since the start, in bytes, whatever the program resets: as torch counts them."""
+
+    allocated: int = 0
+    reserved: int = 0
+    active: int = 0
+
+
+class StorageMeter(Generic[RecordT]):
+    """What all meters share: storages go through the allocators of a `Machine`, what happens to a `TraceBuilder`.
+
+    Attributes:
+        machine: the devices.
+        builder: where the events go.
+        stacks, modules, phases: who allocates.
+        ops: how many operators were counted.
+        oom: the last request that did not fit.
+        lock: held while the allocators and the trace change.
+        category: what is allocated now is for, where the moment does not tell.
+    """
+
+    def __init__(self, machine: Machine, builder: TraceBuilder) -> None:
+        self.machine = machine
+        self.builder = builder
+        self.stacks = StackInterner(builder)
+        self.modules = ModuleStack(builder)
+        self.phases = PhaseTracker(builder, self._mark_phase)
+        self.ops = 0
+        self.oom: OomReport | None = None
+        self.lock = threading.RLock()
+        self.category: Category | None = None
+        self._records: dict[int, RecordT] = {}
+        self._dead: deque[RecordT] = deque()
+        self._backward_stack: tuple[int, ...] | None = None
+        self._rows: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        self._lifetime: defaultdict[int, Peaks] = defaultdict(Peaks)
+        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
+        machine.on_event = self._on_event
+
+    # -- storages ------------------------------------------------------------------------------------------------
+
+    def record_of(self, tensor: torch.Tensor) -> RecordT | None:
+        """The record behind a tensor, None when its storage is not followed."""
+        self.collect()  # a new storage may lie where a dead one lay
+        if tensor.layout is not torch.strided:
+            return None
+        return self._records.get(tensor.untyped_storage()._cdata)
+
+    def collect(self) -> None:
+        """Return the blocks of all storages that have died since the last call."""
+        if self._dead:
+            with self.lock:
+                while self._dead:
+                    self._release(self._dead.popleft())
+
+    def _place(self, record: RecordT, op: str, category: int | None, tensor: torch.Tensor | None) -> None:
+        record.phase = self.phases.index
+        record.category = self._category_now() if category is None else category
+        record.address, record.row = self.malloc(
+            record.nbytes,
+            record.device,
+            op=op,
+            category=record.category,
+            tensor=None if tensor is None else describe(tensor),
+        )
+
+    def _category_of(self, row: int) -> int | None:
+        """Category of an allocation row, None for row -1 (an empty storage)."""
+        return None if row < 0 else self.builder.category(row)
+
+    def _release(self, record: RecordT) -> None:
+        if self._records.get(record.key) is record:
+            del self._records[record.key]
+        if not record.address:
+            return
+        # What a forward pass made and dropped again before its backward began was a temporary all along.
+        if (
+            record.category == Category.ACTIVATIONS
+            and record.graph
+            and record.phase == self.phases.index
+            and self.phases.phase is Phase.FORWARD
+        ):
+            self.builder.set_category(record.row, Category.TEMPORARIES)
+        self.free(record.address, record.device)
+
+    # -- raw blocks ----------------------------------------------------------------------------------------------
+
+    def malloc(
+        self,
+        nbytes: int,
+        device: int,
+        *,
+        op: str,
+        category: int,
+        tensor: str | None = None,
+        stream: int | None = None,
+    ) -> tuple[int, int]:
+        """Take a block on the current stream of a device; returns its address and its row in the trace.
+
+        Raises:
+            torch.OutOfMemoryError: the card is full.
+        """
+        if nbytes == 0:
+            return 0, -1
+        machine, builder = self.machine, self.builder
+        card = machine.devices[device]
+        if stream is None:
+            stream = machine.current_stream(device)
+        with self.lock:
+            self.collect()
+            try:
+                address = card.allocator.malloc(nbytes, stream)
+            except OutOfMemory as error:
+                raise self._out_of_memory(error, device, nbytes, op) from None
+            self._note_peaks(device)
+            row = builder.append(
+                EventKind.ALLOC,
+                device=device,
+                address=address,
+                size=nbytes,
+                block=card.allocator.block_size(address),
+                stream=stream,
+                time_us=int(machine.clock_us),
+                category=category,
+                op=builder.op(op),
+                stack=self.stacks.current(self._backward_stack),
+                module=self.modules.current(),
+                phase=self.phases.index,
+                tensor=-1 if tensor is None else builder.tensor(tensor),
+            )
+            self._rows[device][address] = row
+        return address, row
+
+    def free(self, address: int, device: int) -> None:
+        """Return a block to its allocator."""
+        with self.lock:
+            self._rows[device].pop(address, None)
+            self.machine.devices[device].allocator.free(address)
+
+    def lifetime_peaks(self, device: int) -> Peaks:
+        """Highest figures of a device since the start."""
+        return self._lifetime[device]
+
+    def _note_peaks(self, device: int) -> None:
+        allocator, peaks = self.machine.devices[device].allocator, self._lifetime[device]
+        peaks.allocated = max(peaks.allocated, allocator.allocated_bytes)
+        peaks.active = max(peaks.active, allocator.active_bytes)
+        peaks.reserved = max(peaks.reserved, allocator.reserved_bytes)
+
+    # -- attribution ---------------------------------------------------------------------------------------------
+
+    def tag(self, tensor: torch.Tensor, category: Category, module: str | None = None) -> None:
+        """Say what a tensor is for, or those inside a wrapper; a later, better word replaces an earlier one."""
+        inside = self._inside(tensor)
+        if inside is not None:
+            for part in inside:
+                self.tag(part, category, module)
+            return
+        record = self.record_of(tensor)
+        if record is None or record.row < 0:
+            return
+        record.category = category
+        self.builder.set_category(record.row, category)
+        if module is not None:
+            record.module = module
+            self.builder.set_module(record.row, self.builder.module(module))
+        if category is Category.PARAMETERS and tensor.requires_grad:
+            self._parameters[id(tensor)] = weakref.ref(tensor)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Every trainable parameter that is alive."""
+        alive: list[torch.Tensor] = []
+        for key, reference in list(self._parameters.items()):
+            parameter = reference()
+            if parameter is None:
+                del self._parameters[key]
+            else:
+                alive.append(parameter)
+        return alive
+
+    def remember_backward(self) -> None:
+        """Keep the stack that calls the autograd engine: its own threads have no frame of the program."""
+        self._backward_stack = self.stacks.key()
+
+    @property
+    def backward_frames(self) -> tuple[Frame, ...]:
+        """The frames that last called the autograd engine, innermost first."""
+        return self.stacks.frames(self._backward_stack or ())
+
+    def _inside(self, tensor: torch.Tensor) -> Iterable[torch.Tensor] | None:
+        """The tensors inside a wrapper; None for one that holds its memory itself."""
+        raise NotImplementedError
+
+    def _category_now(self) -> int:
+        if self.category is not None:
+            return self.category
+        phase = self.phases.phase
+        if phase is Phase.FORWARD:
+            return Category.ACTIVATIONS
+        if phase is Phase.BACKWARD:
+            # A recomputed forward inside the backward pass (checkpointing) records a graph again.
+            return Category.ACTIVATIONS if torch.is_grad_enabled() else Category.TEMPORARIES
+        if phase is Phase.OPTIMIZER:
+            return Category.TEMPORARIES
+        return Category.OTHER
+
+    # -- events --------------------------------------------------------------------------------------------------
+
+    def _on_event(self, device: int, kind: AllocatorEventKind, address: int, size: int, stream: int) -> None:
+        if kind is AllocatorEventKind.ALLOC or kind is AllocatorEventKind.OOM:
+            return  # written where the request is made, with its metadata
+        self.builder.append(
+            _KIND[kind],
+            device=device,
+            address=address,
+            size=size,
+            stream=stream,
+            time_us=int(self.machine.clock_us),
+            phase=self.phases.index,
+        )
+
+    def unhandled_oom(self) -> OomReport | None:
+        """The last out-of-memory, marked as one that the program did not catch."""
+        return None if self.oom is None else replace(self.oom, handled=False)
+
+    def _mark_phase(self, index: int) -> None:
+        for device in self.machine.devices:
+            self.builder.append(
+                EventKind.MARKER, device=device.index, time_us=int(self.machine.clock_us), phase=index
+            )
+
+    def _out_of_memory(self, error: OutOfMemory, device: int, nbytes: int, op: str) -> torch.OutOfMemoryError:
+        card = self.machine.devices[device]
+        message = error.torch_message()
+        index = self.stacks.current(self._backward_stack)
+        stack: tuple[Frame, ...] = self.builder.frames_of(index)
+        self.builder.append(
+            EventKind.OOM,
+            device=device,
+            size=nbytes,
+            stream=self.machine.current_stream(device),
+            time_us=int(self.machine.clock_us),
+            op=self.builder.op(op),
+            stack=index,
+            module=self.modules.current(),
+            phase=self.phases.index,
+        )
+        self.oom = OomReport(
+            device=device,
+            requested_bytes=nbytes,
+            stack=stack,
+            user_line=user_frame(stack),
+            op=op,
+            message=message,
+            allocated_bytes=card.allocator.allocated_bytes,
+            reserved_bytes=card.allocator.reserved_bytes,
+            free_bytes=card.driver.free_bytes,
+            total_bytes=card.spec.total_bytes,
+            handled=True,
+        )
+        self.machine.notify_oom(device, nbytes, card.allocator.allocated_bytes, card.driver.free_bytes)
+        return torch.OutOfMemoryError(message)
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """``bfloat16[4, 1024, 768]``: dtype and shape as the trace names a tensor."""
+    return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"

@@ -1,0 +1,11 @@
+"""Which torch runs."""
+
+from __future__ import annotations
+
+import torch
+
+
+def torch_version() -> tuple[int, int]:
+    """Major and minor version of the torch that runs."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
