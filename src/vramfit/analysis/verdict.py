@@ -44,6 +44,8 @@ class Outcome(Enum):
     DOES_NOT_FIT = "does not fit"
     FAILED = "failed"
     """The program failed for a reason other than memory before it could be told whether it fits."""
+    UNKNOWN = "unknown"
+    """A recording that does not say how large its card is, and did not run out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,8 +126,9 @@ class Verdict:
 
     @property
     def fits(self) -> bool | None:
-        """True or false; None if the program failed for another reason before it could be told."""
-        return None if self.outcome is Outcome.FAILED else self.outcome is Outcome.FITS
+        """True or false; None if the program failed for another reason before it could be told, or no card is known."""
+        known = self.outcome in (Outcome.FITS, Outcome.DOES_NOT_FIT)
+        return self.outcome is Outcome.FITS if known else None
 
     @property
     def certain(self) -> bool:
@@ -160,6 +163,8 @@ def verdict(run: Run, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = N
     devices = tuple(_device(run, found, ran_out, tensors) for found in run.devices) or (_no_card(run),)
     critical = _critical(devices, run.oom if ran_out else None)
     decisive = devices[critical]
+    if outcome is Outcome.FITS and not decisive.total and decisive.index != NO_CARD:
+        outcome = Outcome.UNKNOWN
     oom = run.oom
     bounded = all(warning.code != "size-without-bound" for warning in run.warnings)
     if not ran_out or oom is None:

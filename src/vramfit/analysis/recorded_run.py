@@ -1,0 +1,99 @@
+"""Makes a run of a trace alone: what a file tells of a program that ran elsewhere, or some time ago."""
+
+from __future__ import annotations
+
+from vramfit.analysis.breakdown import last_oom_row, oom_row
+from vramfit.analysis.curves import Curves, Measure, curves
+from vramfit.analysis.groups import stack_frames
+from vramfit.analysis.lifetimes import Flags, lifetimes, trace_device
+from vramfit.trace import DeviceOutcome, EventKind, MemoryTrace, OomReport, Run, Source
+from vramfit.trace.frames import user_frame
+from vramfit.units import format_bytes
+
+_SOURCES = {source.value: source for source in Source}
+
+
+def run_from_trace(trace: MemoryTrace, *, name: str = "") -> Run:
+    """The run that a trace tells of.
+
+    Devices without events and without segments are left out. Where the size of a card is not known, it counts as 0,
+    or, where the card ran out of memory, as what it had at that moment for this program.
+
+    Args:
+        trace: what happened.
+        name: what to call the program where the trace does not say, such as the name of the file.
+    """
+    used = {device.index for device in trace.devices if device.segments}
+    used |= {int(index) for index in set(trace.device[_memory_rows(trace)].tolist())}
+    curves_of = {index: curves(trace, lifetimes(trace, index)) for index in sorted(used)}
+    oom = _last_oom(trace, curves_of)
+    times = trace.time_us[trace.time_us > 0]
+    ended = oom is not None and not oom.handled
+    program = str(trace.meta.get("program", "")) or name
+    return Run(
+        trace=trace,
+        devices=tuple(_outcome(trace, index, found, oom) for index, found in curves_of.items()),
+        oom=oom,
+        warnings=(),
+        ops=0,
+        seconds_simulated=0.0,
+        seconds_wall=float(times.max() - times.min()) / 1e6 if len(times) else 0.0,
+        exit_code=1 if ended else 0,
+        error=oom.message if ended and oom is not None else None,
+        program=(program,) if program else (),
+        torch_version=str(trace.meta.get("torch_version", "")),
+        platform=str(trace.meta.get("platform", "")),
+        assume=str(trace.meta.get("assume", "upper")),
+        source=_SOURCES.get(str(trace.meta.get("source", "")), Source.CARD),
+    )
+
+
+def _memory_rows(trace: MemoryTrace) -> Flags:
+    """Which events are about memory."""
+    return (trace.kind != EventKind.MARKER) & (trace.kind != EventKind.SNAPSHOT)
+
+
+def _outcome(trace: MemoryTrace, index: int, found: Curves, oom: OomReport | None) -> DeviceOutcome:
+    described = trace_device(trace, index)
+    total = described.total_bytes if described is not None else 0
+    if not total and oom is not None and oom.device == index:
+        total = oom.total_bytes
+    return DeviceOutcome(
+        index=index,
+        gpu=(described.name if described is not None else "") or "unknown card",
+        total_bytes=total,
+        context_bytes=described.context_bytes if described is not None else 0,
+        stats={},
+        peak_allocated_bytes=found.peak(Measure.ALLOCATED),
+        peak_reserved_bytes=found.peak(Measure.RESERVED),
+        peak_active_bytes=found.peak(Measure.ACTIVE),
+    )
+
+
+def _last_oom(trace: MemoryTrace, curves_of: dict[int, Curves]) -> OomReport | None:
+    """The last request of any device that failed; one that ended the trace before others."""
+    rows = [(oom_row(trace, index), index) for index in curves_of]
+    failed = [(last_oom_row(trace, index) is not None, row, index) for row, index in rows if row is not None]
+    if not failed:
+        return None
+    ended, row, device = max(failed)
+    described = trace_device(trace, device)
+    reserved = int(curves_of[device].reserved[row])
+    # What the event of a failed request holds in place of an address (see EventKind.OOM).
+    free = int(trace.address[row])
+    requested = int(trace.size[row])
+    stack = stack_frames(trace, int(trace.stack[row]))
+    op = int(trace.op[row])
+    return OomReport(
+        device=device,
+        requested_bytes=requested,
+        stack=stack,
+        user_line=user_frame(stack),
+        op=trace.ops[op] if op >= 0 else "",
+        message=f"out of memory: tried to allocate {format_bytes(requested)} with {format_bytes(free)} free",
+        allocated_bytes=int(curves_of[device].allocated[row]),
+        reserved_bytes=reserved,
+        free_bytes=free,
+        total_bytes=(described.total_bytes if described is not None else 0) or reserved + free,
+        handled=not ended,
+    )
