@@ -13,7 +13,7 @@ from vramfit.analysis.curves import Curves, Measure, curves, running
 from vramfit.analysis.groups import Grouping, TensorGroup
 from vramfit.analysis.lifetimes import Ints, Lifetimes, lifetimes
 from vramfit.analysis.phases import split_name
-from vramfit.trace import Frame, MemoryTrace
+from vramfit.trace import MemoryTrace
 
 _PROMINENCE = 0.05
 """A local peak stands out by this share of the highest, unless the caller says else."""
@@ -51,8 +51,8 @@ class LocalPeak:
     Attributes:
         allocated: bytes allocated.
         prominence: by how many bytes it stands out from what lies between it and any higher peak.
-        count: how many local peaks of the run are of this kind: same part of the iteration, same line. This is the
-            highest of them, the first of equals.
+        count: how many local peaks of the run are of this kind: in the same part of the iterations, or, where the
+            trace names no phases, at the same operator and line. This is the highest of them, the first of equals.
         breakdown: what was alive.
         removal: what would have to go to lower it.
     """
@@ -157,10 +157,11 @@ def _extremes(values: Ints) -> Ints:
 
 def _kinds(trace: MemoryTrace, found: list[_Found]) -> list[tuple[_Found, int]]:
     """The highest peak of each kind, with how many are of its kind; highest first."""
-    kinds: dict[tuple[str, str, Frame | None], list[_Found]] = {}
+    kinds: dict[tuple[object, ...], list[_Found]] = {}
     for one in found:
         then = moment(trace, one.row)
-        kinds.setdefault((split_name(then.phase)[1], then.op, then.line), []).append(one)
+        key = (split_name(then.phase)[1],) if then.phase else (then.op, then.line)
+        kinds.setdefault(key, []).append(one)
     highest = [
         (max(alike, key=lambda one: (one.allocated, -one.row)), len(alike)) for alike in kinds.values()
     ]

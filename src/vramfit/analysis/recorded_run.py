@@ -50,7 +50,8 @@ def run_from_trace(trace: MemoryTrace, *, name: str = "") -> Run:
 
 def _memory_rows(trace: MemoryTrace) -> Flags:
     """Which events are about memory."""
-    return (trace.kind != EventKind.MARKER) & (trace.kind != EventKind.SNAPSHOT)
+    about: Flags = (trace.kind != EventKind.MARKER) & (trace.kind != EventKind.SNAPSHOT)
+    return about
 
 
 def _outcome(trace: MemoryTrace, index: int, found: Curves, oom: OomReport | None) -> DeviceOutcome:

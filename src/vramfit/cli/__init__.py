@@ -13,6 +13,7 @@ from vramfit.cli.calibrate import calibrate_command
 from vramfit.cli.diff import diff_command
 from vramfit.cli.doctor import doctor_command
 from vramfit.cli.errors import INTERNAL_ERROR, print_bug, print_error
+from vramfit.cli.explain import explain_command
 from vramfit.cli.gpus import gpus_command
 from vramfit.cli.program import ProgramCommand
 from vramfit.cli.replay import replay_command
@@ -40,6 +41,7 @@ app.command(
 )(run_command)
 app.command("gpus")(gpus_command)
 app.command("replay")(replay_command)
+app.command("explain")(explain_command)
 app.command("diff")(diff_command)
 app.command("calibrate")(calibrate_command)
 app.command("doctor")(doctor_command)

@@ -2,6 +2,7 @@
 
 from vramfit.report.against import against_to_json, print_against, render_against
 from vramfit.report.diff import DIFF_SCHEMA, diff_to_json, print_diff, render_diff
+from vramfit.report.explain import Explanation, explanation_to_json, print_explanation, render_explanation
 from vramfit.report.json_report import SCHEMA, render_json, run_to_json
 from vramfit.report.terminal import print_terminal, render_terminal
 from vramfit.writing import check_writable, write_text
@@ -9,14 +10,18 @@ from vramfit.writing import check_writable, write_text
 __all__ = [
     "DIFF_SCHEMA",
     "SCHEMA",
+    "Explanation",
     "against_to_json",
     "check_writable",
     "diff_to_json",
+    "explanation_to_json",
     "print_against",
     "print_diff",
+    "print_explanation",
     "print_terminal",
     "render_against",
     "render_diff",
+    "render_explanation",
     "render_json",
     "render_terminal",
     "run_to_json",

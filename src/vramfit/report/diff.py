@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vramfit.analysis import NAMES, Change, HoldingChange, Pair, State, TraceDiff, short_location
+from vramfit.report.json_report import frame_to_json
 from vramfit.report.text import elide_left, print_lines, short_op
 from vramfit.trace import Category, Frame
 from vramfit.units import format_bytes
@@ -247,13 +248,9 @@ def _change(change: HoldingChange) -> dict[str, Any]:
         "module": change.module or None,
         "tensor_before": change.tensor_before or None,
         "tensor_after": change.tensor_after or None,
-        "line_before": _frame(change.line_before),
-        "line_after": _frame(change.line_after),
+        "line_before": frame_to_json(change.line_before),
+        "line_after": frame_to_json(change.line_after),
         "count_before": change.count_before,
         "count_after": change.count_after,
         **(_pair(change.size) or {}),
     }
-
-
-def _frame(frame: Frame | None) -> dict[str, Any] | None:
-    return None if frame is None else {"file": frame.filename, "line": frame.line, "function": frame.name}

@@ -57,7 +57,7 @@ def run_to_json(run: Run, verdict: Verdict, against: Reconciliation | None = Non
         "total_bytes": decisive.total,
         "host_pinned_peak_bytes": run.host_pinned_peak_bytes,
         "headroom_bytes": decisive.headroom,
-        "moment": _moment(breakdown.moment),
+        "moment": moment_to_json(breakdown.moment),
         "categories": _categories(breakdown.categories),
         "fragmentation": _fragmentation(breakdown.fragmentation),
         "oom": None if run.oom is None else _oom(run.oom, verdict),
@@ -75,7 +75,7 @@ def run_to_json(run: Run, verdict: Verdict, against: Reconciliation | None = Non
             for warning in run.warnings
         ],
         "modules": _modules(breakdown.modules),
-        "tensors": [_group(group) for group in breakdown.tensors],
+        "tensors": [group_to_json(group) for group in breakdown.tensors],
         "tensors_omitted": {"groups": breakdown.tensors_omitted[0], "bytes": breakdown.tensors_omitted[1]},
         **_phases(run, decisive.index),
         "devices": [_device(device) for device in verdict.devices if device.index != NO_CARD],
@@ -115,17 +115,19 @@ def _categories(categories: Mapping[Category, int]) -> dict[str, int]:
     return {kind.name.lower(): categories.get(kind, 0) for kind in (*list(Category)[1:], Category.OTHER)}
 
 
-def _moment(moment: Moment) -> dict[str, Any]:
+def moment_to_json(moment: Moment) -> dict[str, Any]:
+    """A moment as ``moment`` of docs/json.md."""
     return {
         "event": moment.row,
         "time_us": moment.time_us,
         "phase": moment.phase or None,
         "op": moment.op or None,
-        "line": _frame(moment.line),
+        "line": frame_to_json(moment.line),
     }
 
 
-def _frame(frame: Frame | None) -> dict[str, Any] | None:
+def frame_to_json(frame: Frame | None) -> dict[str, Any] | None:
+    """A source line, or null."""
     return None if frame is None else {"file": frame.filename, "line": frame.line, "function": frame.name}
 
 
@@ -145,7 +147,7 @@ def _fragmentation(fragments: Fragmentation) -> dict[str, Any]:
 def _oom(oom: OomReport, verdict: Verdict) -> dict[str, Any]:
     """The request, the stack and the holders; the holders only where the run ended by it."""
     ended = verdict.moment is not None
-    holders = [_group(group) for group in verdict.device.breakdown.tensors[:_HOLDERS]] if ended else []
+    holders = [group_to_json(group) for group in verdict.device.breakdown.tensors[:_HOLDERS]] if ended else []
     return {
         "device": oom.device,
         "request": oom.requested_bytes,
@@ -155,8 +157,8 @@ def _oom(oom: OomReport, verdict: Verdict) -> dict[str, Any]:
         "reserved_bytes": oom.reserved_bytes,
         "total_bytes": oom.total_bytes,
         "op": oom.op or None,
-        "line": _frame(oom.user_line),
-        "stack": [_frame(frame) for frame in oom.stack],
+        "line": frame_to_json(oom.user_line),
+        "stack": [frame_to_json(frame) for frame in oom.stack],
         "message": oom.message,
         "handled": oom.handled,
         "why": list(verdict.why),
@@ -190,14 +192,15 @@ def _modules(tree: ModuleNode) -> list[dict[str, Any]]:
     return found
 
 
-def _group(group: TensorGroup) -> dict[str, Any]:
+def group_to_json(group: TensorGroup) -> dict[str, Any]:
+    """A group of tensors as an entry of ``tensors[]`` in docs/json.md."""
     return {
         "tensor": group.tensor or None,
         "op": group.op or None,
         "category": group.category.name.lower(),
         "module": group.module or None,
-        "line": _frame(group.line),
-        "library_line": _frame(group.library_line),
+        "line": frame_to_json(group.line),
+        "library_line": frame_to_json(group.library_line),
         "block_bytes": group.block_bytes,
         "count": group.count,
         "total_bytes": group.total_bytes,
@@ -236,7 +239,7 @@ def _device(device: DeviceVerdict) -> dict[str, Any]:
         "peak": _peak(device),
         "outside_pytorch_bytes": device.context,
         "headroom_bytes": device.headroom,
-        "moment": _moment(device.breakdown.moment),
+        "moment": moment_to_json(device.breakdown.moment),
         "categories": _categories(device.breakdown.categories),
         "fragmentation": _fragmentation(device.breakdown.fragmentation),
     }

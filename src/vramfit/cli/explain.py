@@ -1,0 +1,96 @@
+"""``vramfit explain``: where the memory of a recorded run went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vramfit.cli.documents import STANDARD_OUTPUT, write_document
+from vramfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from vramfit.analysis import Verdict
+    from vramfit.report import Explanation
+
+
+def explain_command(
+    file: Annotated[
+        Path,
+        typer.Argument(help="A trace (.vft) or a torch snapshot: pickle or JSON, gzipped or plain."),
+    ],
+    device: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=0, help="The device; by default the one that ran out, else the fullest."
+        ),
+    ] = None,
+    peaks: Annotated[
+        int, typer.Option(metavar="N", min=1, help="How many kinds of local peaks to tell of.")
+    ] = 3,
+    lower: Annotated[
+        str,
+        typer.Option(metavar="SHARE", help="By how much each peak should be lower: what would have to go?"),
+    ] = "10%",
+    json: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the explanation as JSON; - for standard output."),
+    ] = None,
+) -> None:
+    """Explain a recorded run: what was alive at its peak, by category, module and line, and what would lower it."""
+    from vramfit.report import check_writable, explanation_to_json, print_explanation
+
+    share = _share(lower)
+    if json is not None and json != STANDARD_OUTPUT:
+        check_writable(json)
+    found = explain_file(file, device, most=peaks, share=share)
+    if json != STANDARD_OUTPUT:
+        from rich.console import Console
+
+        print_explanation(found, Console(), root=Path.cwd())
+    if json is not None:
+        write_document(json, explanation_to_json(found))
+
+
+def explain_file(file: Path, device: int | None, *, most: int, share: float) -> Explanation:
+    """Read a recording and work out what there is to tell of one of its devices.
+
+    Raises:
+        TraceFormatError: the file cannot be read.
+        UsageError: it has no such device.
+    """
+    from vramfit.analysis import peaks, run_from_trace, verdict
+    from vramfit.report import Explanation
+    from vramfit.trace import read_any
+
+    run = run_from_trace(read_any(file), name=file.name)
+    judged = _for_device(verdict(run), device, file)
+    found = peaks(run.trace, judged.device.index, most=most, share=share)
+    return Explanation(run=run, verdict=judged, peaks=found)
+
+
+def _for_device(judged: Verdict, device: int | None, file: Path) -> Verdict:
+    """The verdict with the device that is asked for as the one that decides."""
+    from dataclasses import replace
+
+    known = [one.index for one in judged.devices]
+    if device is None:
+        return judged
+    if device not in known:
+        held = ", ".join(map(str, known))
+        raise UsageError(f"{file} tells nothing of device {device}", f"Its devices are: {held}")
+    if device == judged.device.index:
+        return judged
+    return replace(
+        judged, critical=known.index(device), why=(), advice=(), moment=None, line=None, short_by=0
+    )
+
+
+def _share(text: str) -> float:
+    from vramfit.analysis import Tolerance
+
+    bound = Tolerance.parse(text)
+    if bound.share is None or not 0 < bound.share <= 1:
+        raise UsageError(f"--lower is {text!r}, not a share", 'Write it as "10%"')
+    return bound.share

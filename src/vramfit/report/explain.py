@@ -1,0 +1,191 @@
+"""A trace explained, in the terminal and as JSON: where the bytes are, when they stood high, what would lower them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from vramfit.analysis import NAMES, LocalPeak, Outcome, Removal, TensorGroup, Verdict
+from vramfit.report.json_report import group_to_json, moment_to_json, run_to_json
+from vramfit.report.sections import SIZE, Sections
+from vramfit.report.text import elide_left, percent, print_lines, short_op
+from vramfit.trace import Run
+from vramfit.units import format_bytes
+
+EXPLAIN_SCHEMA = "vramfit.explain/1"
+"""Name and version: the number grows when a key changes its meaning or goes away, not for new keys."""
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """What `vramfit explain` tells of one device.
+
+    Attributes:
+        run: what happened.
+        verdict: what is to be said about it; its deciding card is the device explained.
+        peaks: the local peaks.
+    """
+
+    run: Run
+    verdict: Verdict
+    peaks: Sequence[LocalPeak]
+
+
+def print_explanation(found: Explanation, console: Console, *, root: Path | None = None) -> None:
+    """Print an explanation.
+
+    Args:
+        found: what there is to tell.
+        console: where to; its width, colour and encoding are respected.
+        root: the user's folder; file names below it are shown relative to it.
+    """
+    page = _Page(console.width, root)
+    print_lines(console, page.lines(found), page.width)
+
+
+def render_explanation(found: Explanation, *, width: int = 80, root: Path | None = None) -> str:
+    """The same as plain text of ``width`` columns, without colour."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, color_system=None, force_terminal=False)
+    print_explanation(found, console, root=root)
+    return stream.getvalue()
+
+
+class _Page(Sections):
+    """The parts of an explanation."""
+
+    def lines(self, found: Explanation) -> Iterator[Text]:
+        """The headline, then where the bytes are, then the peaks."""
+        yield from self.headline(found)
+        device = found.verdict.device
+        if not device.peak_allocated:
+            yield Text("Nothing was allocated on this device.")
+            return
+        yield Text()
+        ended = found.verdict.outcome is Outcome.DOES_NOT_FIT
+        yield from self.categories(device.breakdown, "When it ran out" if ended else "At the peak")
+        yield from self.modules(device.breakdown)
+        yield from self.tensors(device.breakdown)
+        yield from self.phases(found.run.trace, device.index)
+        yield from self.peaks(found.peaks)
+
+    def headline(self, found: Explanation) -> Iterator[Text]:
+        """What was recorded, and what it came to."""
+        run, device = found.run, found.verdict.device
+        name = " ".join(run.program) or "the trace"
+        where = f" (GPU {device.index})" if len(run.devices) > 1 or device.index > 0 else ""
+        card = f" on {device.gpu}" if device.gpu and device.total else ""
+        yield from self.wrapped(Text.assemble((name, "bold"), f"{card}{where}: {len(run.trace):,} events"))
+        total = f" of {format_bytes(device.total)}" if device.total else ""
+        context = f", {format_bytes(device.context)} outside PyTorch" if device.context else ""
+        yield from self.wrapped(
+            Text(
+                f"  peak allocated {format_bytes(device.peak_allocated)}, reserved "
+                f"{format_bytes(device.peak_reserved)}{total}{context}"
+            )
+        )
+        oom = run.oom
+        if oom is not None and oom.device == device.index:
+            caught = " (caught)" if oom.handled else ""
+            yield from self.wrapped(
+                Text(
+                    f"  ran out of memory{self.at_line(oom.user_line)}{caught}: asked for "
+                    f"{format_bytes(oom.requested_bytes)} with {format_bytes(oom.free_bytes)} free on the card",
+                    style="bold red" if not oom.handled else "yellow",
+                )
+            )
+        for reason in found.verdict.why:
+            yield from self.wrapped(Text.assemble(("  why  ", "bold"), reason), indent=7)
+
+    def peaks(self, found: Sequence[LocalPeak]) -> Iterator[Text]:
+        """When memory stood high, and what would have to go."""
+        if not found:
+            return
+        yield Text()
+        yield self.heading("Local peaks")
+        for peak in found:
+            times = f" ×{peak.count}" if peak.count > 1 else ""
+            then = self.describe(peak.breakdown.moment).removeprefix(", ")
+            line = Text.assemble(
+                (f"  {format_bytes(peak.allocated):>{SIZE}}", "bold"), f"{times:<6} {then or 'event'}"
+            )
+            if not then:
+                line.append(f" {peak.row:,}")
+            yield line
+            kinds = sorted(
+                ((amount, NAMES[kind]) for kind, amount in peak.breakdown.categories.items() if amount),
+                reverse=True,
+            )
+            held = ", ".join(f"{name} {percent(amount, peak.allocated)}" for amount, name in kinds[:4])
+            yield from self.wrapped(Text(f"{'':{SIZE + 4}}{held}", style="bright_black"), indent=SIZE + 4)
+            yield from self.removal(peak, peak.removal)
+
+    def removal(self, peak: LocalPeak, removal: Removal) -> Iterator[Text]:
+        """What would have to go to lower it."""
+        indent = " " * (SIZE + 4)
+        share = percent(round(removal.share * 1000), 1000)
+        yield Text(f"{indent}to lower it by {share} ({format_bytes(removal.wanted)}), without:")
+        for group in removal.groups[:_SHOWN]:
+            yield self.group(group, indent)
+        if rest := removal.groups[_SHOWN:]:
+            left = format_bytes(sum(group.total_bytes for group in rest))
+            yield Text(f"{indent}  {left:>{SIZE}} in {len(rest)} more groups", style="bright_black")
+        lowered = peak.allocated - removal.freed
+        if removal.run_peak > lowered:
+            yield Text(
+                f"{indent}the run would then peak at {format_bytes(removal.run_peak)}, at another moment",
+                style="yellow",
+            )
+
+    def group(self, group: TensorGroup, indent: str) -> Text:
+        """One group of tensors in a line."""
+        count = f" ×{group.count}" if group.count > 1 else ""
+        what = f"{group.tensor.replace(', ', ',') or NAMES[group.category]}{count}"
+        place = self.location(group.line or group.library_line) or group.module
+        parts = [what, short_op(group.op)]
+        line = Text(f"{indent}  {format_bytes(group.total_bytes):>{SIZE}} {'  '.join(filter(None, parts))}")
+        if place:
+            line.append("  ").append(elide_left(place, max(10, self.width - len(line))))
+        return line
+
+
+def explanation_to_json(found: Explanation) -> dict[str, Any]:
+    """The explanation as values that `json` can write; docs/json.md describes them. Sizes are bytes."""
+    return {
+        "schema": EXPLAIN_SCHEMA,
+        "run": run_to_json(found.run, found.verdict),
+        "peaks": [_peak(peak) for peak in found.peaks],
+    }
+
+
+def _peak(peak: LocalPeak) -> dict[str, Any]:
+    removal = peak.removal
+    return {
+        "allocated_bytes": peak.allocated,
+        "prominence_bytes": peak.prominence,
+        "count": peak.count,
+        "moment": moment_to_json(peak.breakdown.moment),
+        "categories": {
+            kind.name.lower(): amount for kind, amount in peak.breakdown.categories.items() if amount
+        },
+        "modules": {
+            child.path: child.total_bytes for child in peak.breakdown.modules.children if child.total_bytes
+        },
+        "tensors": [group_to_json(group) for group in peak.breakdown.tensors],
+        "removal": {
+            "share": removal.share,
+            "wanted_bytes": removal.wanted,
+            "freed_bytes": removal.freed,
+            "run_peak_bytes": removal.run_peak,
+            "run_peak_event": removal.run_row,
+            "groups": [group_to_json(group) for group in removal.groups],
+        },
+    }
