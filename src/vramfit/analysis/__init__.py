@@ -2,6 +2,13 @@
 
 from vramfit.analysis.alignment import Alignment, Ends, align
 from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
+from vramfit.analysis.causes import (
+    CauseKind,
+    FragmentationCause,
+    FragmentationCauses,
+    LargestRequest,
+    causes,
+)
 from vramfit.analysis.curves import Curves, Measure, Timeline, curves, timeline
 from vramfit.analysis.diff import Change, HoldingChange, Pair, TraceDiff, diff, diff_states
 from vramfit.analysis.fragmentation import Fragmentation, fragmentation
@@ -18,8 +25,10 @@ from vramfit.analysis.leaks import (
 )
 from vramfit.analysis.lifetimes import Lifetimes, lifetimes
 from vramfit.analysis.modules import ModuleNode, fold_layers, fold_path, module_tree
+from vramfit.analysis.oom import Answer, Fit, OomExplanation, OomVerdict, WhatIf
 from vramfit.analysis.peaks import LocalPeak, Removal, peaks
 from vramfit.analysis.phases import Growth, Phase, PhaseSummary, growth, phases, summarise
+from vramfit.analysis.pinning import Holder, PinGroup, PinnedSegment
 from vramfit.analysis.reconcile import check_device, reconcile
 from vramfit.analysis.reconciliation import (
     Cause,
@@ -36,6 +45,7 @@ from vramfit.analysis.reconciliation import (
     When,
 )
 from vramfit.analysis.recorded_run import run_from_trace
+from vramfit.analysis.remedies import Remedy, RemedyKind
 from vramfit.analysis.requests import Label
 from vramfit.analysis.segment_spans import SegmentSpans, segment_spans
 from vramfit.analysis.states import Holding, State, state_from_trace, states, states_from_report
@@ -50,8 +60,10 @@ __all__ = [
     "NAMES",
     "NO_CARD",
     "Alignment",
+    "Answer",
     "Breakdown",
     "Cause",
+    "CauseKind",
     "Change",
     "Comparison",
     "Counterfactual",
@@ -60,12 +72,17 @@ __all__ = [
     "DeviceVerdict",
     "Difference",
     "Ends",
+    "Fit",
     "Fragmentation",
+    "FragmentationCause",
+    "FragmentationCauses",
     "GrowingStack",
     "Growth",
+    "Holder",
     "Holding",
     "HoldingChange",
     "Label",
+    "LargestRequest",
     "LeakReport",
     "LeakVerdict",
     "Lifetimes",
@@ -73,6 +90,8 @@ __all__ = [
     "Measure",
     "ModuleNode",
     "Moment",
+    "OomExplanation",
+    "OomVerdict",
     "Origin",
     "Outcome",
     "Pair",
@@ -80,10 +99,14 @@ __all__ = [
     "PartDifference",
     "Phase",
     "PhaseSummary",
+    "PinGroup",
+    "PinnedSegment",
     "Place",
     "Quantity",
     "Reconciliation",
     "Release",
+    "Remedy",
+    "RemedyKind",
     "Removal",
     "Sawtooth",
     "SegmentSpans",
@@ -98,9 +121,11 @@ __all__ = [
     "Tolerance",
     "TraceDiff",
     "Verdict",
+    "WhatIf",
     "When",
     "align",
     "at",
+    "causes",
     "check_device",
     "curves",
     "diff",

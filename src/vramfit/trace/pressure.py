@@ -112,10 +112,12 @@ class Pressure:
         return bool(((sizes >= request) & ((sizes == SMALL_SEGMENT) == small)).any())
 
     def _capacity(self, events: DeviceEvents) -> Capacity:
+        limit = int(self._limits.max(initial=0))
         for device in events.trace.devices:
             if device.index == events.device and device.total_bytes:
-                return Capacity(bytes=device.total_bytes - device.context_bytes, source=CapacitySource.CARD)
-        limit = int(self._limits.max(initial=0))
+                usable = device.total_bytes - device.context_bytes
+                if not self.peak_reserved <= limit < usable:  # others hold memory of the card too
+                    return Capacity(bytes=usable, source=CapacitySource.CARD)
         if limit:
             return Capacity(bytes=limit, source=CapacitySource.OOM)
         if self._retries:

@@ -1,0 +1,526 @@
+"""Why reserved memory is not used: every byte that nobody asked for, with its cause, its evidence and a remedy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import numpy as np
+
+from vramfit.allocator import AllocatorConfig
+from vramfit.allocator.rounding import LARGE_ROUNDING, MIN_BLOCK, SMALL_REQUEST, Rounding
+from vramfit.analysis.breakdown import Moment, moment, oom_row
+from vramfit.analysis.curves import curves
+from vramfit.analysis.fragmentation import Fragmentation, fragmentation
+from vramfit.analysis.lifetimes import Lifetimes, lifetimes
+from vramfit.analysis.occupancy import COMMON_POOL, Gap, HeldSegment, Occupancy, occupancy
+from vramfit.analysis.oom import OomExplanation, OomVerdict, explain_oom
+from vramfit.analysis.pinning import Holder, PinGroup, PinnedSegment, Pins
+from vramfit.analysis.remedies import Remedy, prove, remedies_for
+from vramfit.trace import Capacity, CapacitySource, EventKind, MemoryTrace, Rehearsal
+from vramfit.trace.settings import recorded_config
+from vramfit.units import format_bytes
+
+
+class CauseKind(Enum):
+    """Why bytes are reserved that no request asked for; or, for LIVE_MEMORY, why that is not the trouble."""
+
+    LIVE_MEMORY = "live memory fills the card"
+    LONG_LIVED_IN_HOLE = "long-lived blocks lie in holes of earlier ones"
+    INTERLEAVED = "long-lived and short-lived blocks lie side by side"
+    GROWING_SIZES = "each request is larger than what the one before left"
+    VARYING_SIZES = "requests of many different sizes"
+    SMALLER_SEGMENTS = "free segments that are all smaller than the request"
+    OTHER_STREAM = "free memory of another stream"
+    PENDING_FREE = "freed blocks that wait for a stream"
+    OTHER_POOL = "free memory of the other pool (small or large)"
+    PRIVATE_POOL = "memory of a private pool"
+    OVERSIZE_CACHED = "max_split_size_mb keeps large cached blocks from smaller requests"
+    MAX_SPLIT_EXPANDABLE = "max_split_size_mb keeps free memory of expandable segments from being used"
+    PAGE_EDGES = "free parts of pages that also hold live blocks"
+    SEGMENT_REST = "the rest of the newest segment"
+    UNSPLIT_SLACK = "blocks larger than their requests, since rests of at most 1 MiB are not split off"
+    ROUNDING = "requests rounded up"
+    CACHED = "free segments or pages, given back before memory runs out"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """The request by which the causes are judged: the one that made the reserved memory grow last, or that failed.
+
+    Attributes:
+        row: its event.
+        size: bytes asked for.
+        stream: its stream.
+        small: it is for the small pool.
+        failed: it ran out of memory.
+        grown: row of the segment event that it caused; -1 where it failed.
+    """
+
+    row: int
+    size: int
+    stream: int
+    small: bool
+    failed: bool
+    grown: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FragmentationCause:
+    """One cause.
+
+    Attributes:
+        kind: what it is.
+        bytes: how many bytes are reserved for it; for LIVE_MEMORY what the request lacks even if nothing were
+            fragmented.
+        count: how many gaps or blocks.
+        evidence: what in the trace shows it, in words.
+        remedies: what helps, the best first; empty where nothing needs to be done.
+    """
+
+    kind: CauseKind
+    bytes: int
+    count: int
+    evidence: str
+    remedies: tuple[Remedy, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LargestRequest:
+    """What could still be served, in bytes, on the stream of the request by which the causes are judged.
+
+    Attributes:
+        from_cache: without asking the driver.
+        after_release: by the driver, once the cache has been given back; None if the card's memory is unknown.
+    """
+
+    from_cache: int
+    after_release: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FragmentationCauses:
+    """Why a device reserves more than was asked for, at one moment. Bytes throughout.
+
+    The bytes of all causes but LIVE_MEMORY add up to ``reserved - requested``.
+
+    Attributes:
+        device: device index.
+        moment: when this is.
+        fragmentation: how the reserved memory is used.
+        requested: bytes asked for in blocks that are allocated.
+        request: by what the causes are judged; None if reserved memory never grew within the trace.
+        causes: largest first, after the decisive one.
+        pins: the live blocks that lie beside free memory, by what they are.
+        segments: the segments with the most pinned free memory, with their history.
+        largest: what could still be served.
+        capacity: memory of the card for the allocator, and what tells it.
+        oom: what would have served the request, if the moment is an out-of-memory.
+    """
+
+    device: int
+    moment: Moment
+    fragmentation: Fragmentation
+    requested: int
+    request: Request | None
+    causes: tuple[FragmentationCause, ...]
+    pins: tuple[PinGroup, ...]
+    segments: tuple[PinnedSegment, ...]
+    largest: LargestRequest
+    capacity: Capacity
+    oom: OomExplanation | None
+
+    @property
+    def main(self) -> FragmentationCause | None:
+        """The cause to look at first; None where every byte was asked for."""
+        return self.causes[0] if self.causes else None
+
+    def cause(self, kind: CauseKind) -> FragmentationCause | None:
+        """The cause of one kind, if it occurs."""
+        return next((found for found in self.causes if found.kind is kind), None)
+
+
+_SEGMENTS = 10
+_GROUPS = 20
+_HARMLESS = (CauseKind.CACHED, CauseKind.SEGMENT_REST)
+"""What the allocator gives back, or is about to use: never the cause to look at first if there is another."""
+
+
+def causes(
+    trace: MemoryTrace, device: int = 0, row: int | None = None, *, proven: bool = True
+) -> FragmentationCauses:
+    """Find out why ``device`` reserves more than was asked for.
+
+    Args:
+        trace: what happened.
+        device: index of the device.
+        row: the moment right after this event; by default the last out-of-memory, or else the request that brought
+            the reserved memory to its peak.
+        proven: try remedies that are allocator settings by serving the trace's requests under them.
+
+    Raises:
+        IndexError: the trace has no such event.
+        TraceFormatError: the recording contradicts itself.
+    """
+    if row is not None and not -1 <= row < len(trace):
+        raise IndexError(f"the trace has no event {row}: it has {len(trace)}")
+    lives = lifetimes(trace, device)
+    if row is None:
+        failed = oom_row(trace, device)
+        row = failed if failed is not None else _growth_to_peak(trace, lives)
+    is_oom = row >= 0 and trace.kind[row] == EventKind.OOM and trace.device[row] == device
+    rehearsal = Rehearsal(trace, device)
+    oom = explain_oom(trace, lives, row) if is_oom else None
+    held = occupancy(trace, lives, row)
+    return _Judge(trace, lives, held, rehearsal, oom).judge(proven=proven)
+
+
+def _growth_to_peak(trace: MemoryTrace, lives: Lifetimes) -> int:
+    """The allocation that brought reserved memory to its peak first; -1 if it was as high before the trace."""
+    reserved = curves(trace, lives).reserved
+    if not len(reserved):
+        return -1
+    row = int(np.argmax(reserved))
+    grows = trace.kind[row] in (EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_MAP)
+    if not grows:
+        return row
+    after = np.flatnonzero((trace.device[row:] == lives.device) & (trace.kind[row:] == EventKind.ALLOC))
+    return row + int(after[0]) if len(after) else row
+
+
+class _Judge:
+    """The causes of one moment."""
+
+    def __init__(
+        self,
+        trace: MemoryTrace,
+        lives: Lifetimes,
+        held: Occupancy,
+        rehearsal: Rehearsal,
+        oom: OomExplanation | None,
+    ) -> None:
+        self.trace, self.lives, self.held, self.oom = trace, lives, held, oom
+        self.rehearsal = rehearsal
+        self.config: AllocatorConfig = recorded_config(trace)
+        self.rounding = Rounding(self.config)
+        self.request = self._request()
+        self.pins = Pins(trace, lives, held)
+        self.bytes: dict[CauseKind, int] = {}
+        self.counts: dict[CauseKind, int] = {}
+        self.largest_of: dict[CauseKind, int] = {}
+
+    def judge(self, *, proven: bool) -> FragmentationCauses:
+        """All about the moment."""
+        row, lives = self.held.row, self.lives
+        fragments = fragmentation(self.trace, lives, row)
+        self._inside_blocks()
+        whole = self._kind_of_whole_segments()
+        for gap in self.held.gaps:
+            self._gap(gap, whole)
+        found = [self._cause(kind) for kind in self.bytes if self.bytes[kind]]
+        found.sort(key=lambda cause: (cause.kind in _HARMLESS, -cause.bytes, cause.kind.name))
+        if self.oom is not None and self.oom.verdict is OomVerdict.NOT_AT_ALL:
+            found.insert(0, self._live_memory())
+        if proven:
+            found = self._proved(found)
+        alive = lives.alive(row)
+        return FragmentationCauses(
+            device=lives.device,
+            moment=moment(self.trace, row),
+            fragmentation=fragments,
+            requested=int(lives.size[alive].sum()),
+            request=self.request,
+            causes=tuple(found),
+            pins=self.pins.groups(_GROUPS),
+            segments=self.pins.worst(_SEGMENTS),
+            largest=self._largest(),
+            capacity=self.rehearsal.capacity,
+            oom=self.oom,
+        )
+
+    def _proved(self, found: list[FragmentationCause]) -> list[FragmentationCause]:
+        """The causes with what their remedies come to in a replay; those that do not help stand last."""
+        every = [remedy for cause in found for remedy in cause.remedies]
+        tried = prove(self.rehearsal, every)
+        return [
+            replace(
+                cause,
+                remedies=tuple(
+                    sorted((tried[remedy] for remedy in cause.remedies), key=lambda one: one.helps is False)
+                ),
+            )
+            for cause in found
+        ]
+
+    def _request(self) -> Request | None:
+        trace, row, device = self.trace, self.held.row, self.lives.device
+        if self.oom is not None:
+            small = self.rounding.block(self.oom.requested) <= SMALL_REQUEST
+            return Request(
+                row=row,
+                size=self.oom.requested,
+                stream=self.oom.stream,
+                small=small,
+                failed=True,
+                grown=-1,
+            )
+        here = (trace.device == device)[: row + 1]
+        kinds = trace.kind[: row + 1]
+        grown = np.flatnonzero(here & ((kinds == EventKind.SEGMENT_ALLOC) | (kinds == EventKind.SEGMENT_MAP)))
+        if not len(grown):
+            return None
+        last = int(grown[-1])
+        served = np.flatnonzero((trace.device[last:] == device) & (trace.kind[last:] == EventKind.ALLOC))
+        if not len(served):
+            return None
+        at = last + int(served[0])
+        size = int(trace.size[at])
+        return Request(
+            row=at,
+            size=size,
+            stream=int(trace.stream[at]),
+            small=self.rounding.block(size) <= SMALL_REQUEST,
+            failed=False,
+            grown=last,
+        )
+
+    # Where each byte belongs
+
+    def _add(self, kind: CauseKind, size: int) -> None:
+        if size:
+            self.bytes[kind] = self.bytes.get(kind, 0) + size
+            self.counts[kind] = self.counts.get(kind, 0) + 1
+            self.largest_of[kind] = max(self.largest_of.get(kind, 0), size)
+
+    def _inside_blocks(self) -> None:
+        """Rounding, slack, and blocks that wait for a stream."""
+        lives, row = self.lives, self.held.row
+        alive = lives.alive(row)
+        size, block = lives.size[alive], lives.block[alive]
+        distinct, index = np.unique(size, return_inverse=True)
+        rounded = np.array([self.rounding.block(one) for one in distinct.tolist()], dtype=np.int64)
+        rounded = np.minimum(rounded[index.reshape(-1)] if len(rounded) else size, block)
+        for kind, extra in ((CauseKind.ROUNDING, rounded - size), (CauseKind.UNSPLIT_SLACK, block - rounded)):
+            if extra.any():
+                self.bytes[kind] = int(extra.sum())
+                self.counts[kind] = int((extra > 0).sum())
+                self.largest_of[kind] = int(extra.max())
+        for waiting in np.setdiff1d(lives.active(row), alive).tolist():
+            self._add(CauseKind.PENDING_FREE, int(lives.block[waiting]))
+
+    def _gap(self, gap: Gap, whole: CauseKind) -> None:
+        """Why one free range did not serve the request."""
+        held, request = self.held, self.request
+        segment = held.segments[gap.segment]
+        if segment.pool_id != COMMON_POOL:
+            self._add(CauseKind.PRIVATE_POOL, gap.size)
+        elif request is None:
+            self._by_pins(gap, whole)
+        elif segment.stream != request.stream:
+            self._add(CauseKind.OTHER_STREAM, gap.size)
+        elif segment.small != request.small:
+            self._add(CauseKind.OTHER_POOL, gap.size)
+        elif request.grown >= 0 and segment.newest == request.grown and gap.after < 0:
+            self._add(CauseKind.SEGMENT_REST, gap.size)
+        elif gap.size >= self.rounding.block(request.size) and self.config.max_split_size is not None:
+            kind = CauseKind.MAX_SPLIT_EXPANDABLE if segment.expandable else CauseKind.OVERSIZE_CACHED
+            self._add(kind, gap.size)
+        else:
+            self._by_pins(gap, whole)
+
+    def _by_pins(self, gap: Gap, whole: CauseKind) -> None:
+        held = self.held
+        pages = held.whole_pages(gap)
+        segment = held.segments[gap.segment]
+        if segment.expandable:
+            self._add(CauseKind.CACHED, pages)
+            self._add(CauseKind.PAGE_EDGES, gap.size - pages)
+        elif pages:
+            self._add(whole, gap.size)
+        else:
+            beside = [block for block in (gap.before, gap.after) if block >= 0]
+            hole = any(self.pins.in_hole[block] for block in beside)
+            self._add(CauseKind.LONG_LIVED_IN_HOLE if hole else CauseKind.INTERLEAVED, gap.size)
+
+    def _kind_of_whole_segments(self) -> CauseKind:
+        """Why free segments of the request's own pool and stream did not serve it: their sizes tell.
+
+        Of the sizes in the order in which the segments were taken, nine of ten steps upwards make growing ones, and
+        more than two different sizes varying ones.
+        """
+        request = self.request
+        if request is None or request.small:
+            return CauseKind.CACHED
+        mine = [
+            self.held.segments[gap.segment]
+            for gap in self.held.gaps
+            if self.held.is_whole(gap) and self._same_pool(self.held.segments[gap.segment], request)
+        ]
+        mine.sort(key=lambda segment: segment.born)
+        sizes = [segment.size for segment in mine if segment.size < self.rounding.block(request.size)]
+        if not sizes:
+            return CauseKind.CACHED
+        steps = np.diff(np.array([*sizes, self.rounding.segment(self.rounding.block(request.size))]))
+        if len(set(sizes)) > 2 and (steps >= 0).mean() >= 0.9 and (steps > 0).any():
+            return CauseKind.GROWING_SIZES
+        return CauseKind.VARYING_SIZES if len(set(sizes)) > 2 else CauseKind.SMALLER_SEGMENTS
+
+    def _same_pool(self, segment: HeldSegment, request: Request) -> bool:
+        return (
+            segment.pool_id == COMMON_POOL
+            and segment.stream == request.stream
+            and segment.small == request.small
+            and not segment.expandable
+        )
+
+    def _largest(self) -> LargestRequest:
+        """What the cache, and what the driver would serve."""
+        request = self.request
+        stream = request.stream if request else 0
+        limit = self.config.max_split_size
+        free = max(
+            (
+                gap.size
+                for gap in self.held.gaps
+                if not self.held.segments[gap.segment].small
+                and self.held.segments[gap.segment].stream == stream
+                and self.held.segments[gap.segment].pool_id == COMMON_POOL
+            ),
+            default=0,
+        )
+        if limit is not None and free >= limit:
+            # A block of at least the limit serves only requests of at least the limit, and nearly all of it at that.
+            smaller = [gap.size for gap in self.held.gaps if gap.size < limit]
+            fits_whole = free if free - self.config.max_non_split_rounding < free else 0
+            free = max([fits_whole, *smaller])
+        if self.oom is not None:
+            return LargestRequest(from_cache=free, after_release=self.oom.largest_request)
+        capacity = self.rehearsal.capacity
+        if capacity.source is CapacitySource.UNKNOWN:
+            return LargestRequest(from_cache=free, after_release=None)
+        reserved = sum(segment.size for segment in self.held.segments)
+        kept = reserved - sum(self.held.whole_pages(gap) for gap in self.held.gaps)
+        left = max(0, capacity.bytes - kept)
+        page = self.config.large_segment_size if self.config.expandable_segments else LARGE_ROUNDING
+        return LargestRequest(from_cache=free, after_release=max(free, left // page * page))
+
+    # In words
+
+    def _cause(self, kind: CauseKind) -> FragmentationCause:
+        return FragmentationCause(
+            kind=kind,
+            bytes=self.bytes[kind],
+            count=self.counts[kind],
+            evidence=self._evidence(kind),
+            remedies=remedies_for(kind.name, self.config, self.rehearsal.version),
+        )
+
+    def _live_memory(self) -> FragmentationCause:
+        oom = self.oom
+        assert oom is not None
+        lives = self.lives
+        alive = lives.alive(self.held.row)
+        total = int(lives.block[alive].sum())
+        short = max(0, total + oom.requested - oom.capacity.bytes)
+        evidence = (
+            f"{format_bytes(total)} are alive, and {format_bytes(oom.requested)} were asked for, of "
+            f"{format_bytes(oom.capacity.bytes)} that there are: {format_bytes(short)} too much, however they lie"
+        )
+        if others := self._other_devices():
+            evidence += f"; {others}"
+        return FragmentationCause(
+            kind=CauseKind.LIVE_MEMORY,
+            bytes=short,
+            count=len(alive),
+            evidence=evidence,
+            remedies=remedies_for(
+                CauseKind.LIVE_MEMORY.name,
+                self.config,
+                self.rehearsal.version,
+                largest=oom.largest_request,
+                uneven=bool(self._other_devices()),
+            ),
+        )
+
+    def _other_devices(self) -> str:
+        """Other cards of the program that are far from full at the same moment."""
+        mine = int(self.lives.block[self.lives.alive(self.held.row)].sum())
+        found = []
+        for index in np.unique(self.trace.device[self.trace.kind == EventKind.ALLOC]).tolist():
+            if index == self.lives.device:
+                continue
+            lives = lifetimes(self.trace, index)
+            held = int(lives.block[lives.alive(self.held.row)].sum())
+            if held < mine // 2:
+                found.append(f"GPU {index} holds {format_bytes(held)}")
+        return " and ".join(found)
+
+    def _evidence(self, kind: CauseKind) -> str:
+        size, count = format_bytes(self.bytes[kind]), self.counts[kind]
+        largest = format_bytes(self.largest_of[kind])
+        request = self.request
+        wanted = "" if request is None else format_bytes(request.size)
+        verb = "failed" if request is not None and request.failed else "needed new memory"
+        many = _counted(count, "free range")
+        if kind is CauseKind.ROUNDING:
+            step = "the next power-of-two division" if not self.rounding.plain else f"{MIN_BLOCK} bytes"
+            return f"{_counted(count, 'live block')}, {size} larger than asked for: rounded up to {step}"
+        if kind is CauseKind.UNSPLIT_SLACK:
+            return f"{_counted(count, 'live block')} with {size} behind what was asked for, at most {largest} each"
+        if kind is CauseKind.PENDING_FREE:
+            return (
+                f"{count:,} blocks of {size} were freed, but another stream that used them is not past them"
+            )
+        if kind is CauseKind.OTHER_STREAM:
+            assert request is not None
+            fits = "would have served" if self.largest_of[kind] >= request.size else "is smaller than"
+            return (
+                f"{many} of {size} on other streams than stream {request.stream}; the largest, {largest}, {fits} the "
+                f"{wanted} that {verb}"
+            )
+        if kind is CauseKind.OTHER_POOL:
+            assert request is not None
+            mine, other = ("small", "large") if request.small else ("large", "small")
+            return (
+                f"{many} of {size} are in the {other} pool; the {wanted} that {verb} are for the {mine} one"
+            )
+        if kind in (CauseKind.OVERSIZE_CACHED, CauseKind.MAX_SPLIT_EXPANDABLE):
+            limit = format_bytes(self.config.max_split_size or 0)
+            return (
+                f"{many} of {size}, large enough for the {wanted} that {verb}; but blocks of {limit} and more serve "
+                "only requests of about their size"
+            )
+        if kind in (CauseKind.LONG_LIVED_IN_HOLE, CauseKind.INTERLEAVED):
+            return f"{many} of {size} beside live blocks, the largest {largest}{self._main_pin()}"
+        if kind in (CauseKind.GROWING_SIZES, CauseKind.VARYING_SIZES, CauseKind.SMALLER_SEGMENTS):
+            return f"{_counted(count, 'free segment')} of {size}, the largest {largest}, too small for the {wanted}"
+        if kind is CauseKind.PAGE_EDGES:
+            return f"{many} of {size} on pages that hold live blocks too{self._main_pin()}"
+        return f"{many} of {size}, the largest {largest}"
+
+    def _main_pin(self) -> str:
+        groups = self.pins.groups(1)
+        if not groups:
+            return ""
+        pin = groups[0]
+        name = pin.group.tensor or pin.group.op or format_bytes(pin.group.block_bytes)
+        made = f" made in {pin.phase}" if pin.phase else ""
+        return f"; the most, {format_bytes(pin.pinned)}, beside {name} ×{pin.group.count}{made}"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"1 {what}" if count == 1 else f"{count:,} {what}s"
+
+
+__all__ = [
+    "CauseKind",
+    "FragmentationCause",
+    "FragmentationCauses",
+    "Holder",
+    "LargestRequest",
+    "PinGroup",
+    "PinnedSegment",
+    "Remedy",
+    "Request",
+    "causes",
+]

@@ -1,0 +1,219 @@
+"""Which segments a device holds at one moment, which blocks lie in them, and the gaps between."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from vramfit.allocator.rounding import SMALL_SEGMENT
+from vramfit.analysis.lifetimes import Ints, Lifetimes
+from vramfit.analysis.segment_spans import segment_spans
+from vramfit.trace import MemoryTrace, Segment
+from vramfit.trace.device_events import DeviceEvents
+from vramfit.trace.rewind import StartSegment, start_segments
+from vramfit.trace.settings import recorded_config
+
+PoolId = tuple[int, int]
+COMMON_POOL: PoolId = (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldSegment:
+    """A segment, or a mapped stretch of an expandable one.
+
+    Attributes:
+        address, size: where it lies, and its bytes.
+        stream: the stream whose requests it serves.
+        small: it belongs to the small pool.
+        pool_id: its private pool, (0, 0) for the common one.
+        page: for expandable segments the bytes that are mapped and unmapped at once; otherwise 0.
+        born: row of the event that took it (the first one of a mapped stretch); -1 from before the trace.
+        newest: row of the last event that took a part of it.
+    """
+
+    address: int
+    size: int
+    stream: int
+    small: bool
+    pool_id: PoolId
+    page: int
+    born: int
+    newest: int
+
+    @property
+    def expandable(self) -> bool:
+        """It grows by mapping pages."""
+        return self.page > 0
+
+    @property
+    def end(self) -> int:
+        """First address after it."""
+        return self.address + self.size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gap:
+    """A free range in a segment.
+
+    Attributes:
+        segment: index of the segment.
+        address, size: where it lies, and its bytes.
+        before, after: the blocks on both sides (indices into the lifetimes), -1 at an end of the segment.
+    """
+
+    segment: int
+    address: int
+    size: int
+    before: int
+    after: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Occupancy:
+    """One device at one moment.
+
+    Attributes:
+        row: the moment is right after this event.
+        segments: by address.
+        blocks: for each segment the blocks in it, by address, as indices into the lifetimes: allocated ones, and
+            those that wait for a stream.
+        gaps: the free ranges, by address.
+    """
+
+    row: int
+    segments: tuple[HeldSegment, ...]
+    blocks: tuple[tuple[int, ...], ...]
+    gaps: tuple[Gap, ...]
+
+    def is_whole(self, gap: Gap) -> bool:
+        """Whether the whole segment is free."""
+        return not self.blocks[gap.segment]
+
+    def whole_pages(self, gap: Gap) -> int:
+        """Bytes of a gap that can be given back: all of a free segment, or the whole pages of an expandable one."""
+        segment = self.segments[gap.segment]
+        if not segment.expandable:
+            return gap.size if self.is_whole(gap) else 0
+        # What is mapped begins and ends on a page.
+        first = -(-(gap.address - segment.address) // segment.page)
+        last = (gap.address + gap.size - segment.address) // segment.page
+        return max(0, last - first) * segment.page
+
+
+def occupancy(trace: MemoryTrace, lives: Lifetimes, row: int) -> Occupancy:
+    """What ``lives.device`` holds right after event ``row``."""
+    segments = held_segments(trace, lives.device, row)
+    active = lives.active(row)
+    address = lives.address[active].astype(np.int64)
+    order = np.argsort(address, kind="stable")
+    inside = active[order].tolist()
+    begins = address[order].tolist()
+    ends = (address[order] + lives.block[active[order]]).tolist()
+    blocks: list[tuple[int, ...]] = []
+    gaps: list[Gap] = []
+    for index, segment in enumerate(segments):
+        first, last = bisect_left(begins, segment.address), bisect_left(begins, segment.end)
+        blocks.append(tuple(inside[first:last]))
+        cursor, before = segment.address, -1
+        for at in range(first, last):
+            if begins[at] > cursor:
+                gaps.append(
+                    Gap(
+                        segment=index,
+                        address=cursor,
+                        size=begins[at] - cursor,
+                        before=before,
+                        after=inside[at],
+                    )
+                )
+            cursor, before = max(cursor, ends[at]), inside[at]
+        if cursor < segment.end:
+            gaps.append(
+                Gap(segment=index, address=cursor, size=segment.end - cursor, before=before, after=-1)
+            )
+    return Occupancy(row=row, segments=segments, blocks=tuple(blocks), gaps=tuple(gaps))
+
+
+def held_segments(trace: MemoryTrace, device: int, row: int) -> tuple[HeldSegment, ...]:
+    """The segments that a device holds right after event ``row``, by address."""
+    events = DeviceEvents(trace, device)
+    large_page = recorded_config(trace).large_segment_size
+    spans = segment_spans(trace, device)
+    first = _Described(start_segments(events))
+    final = _Described(
+        [_described(segment) for segment in sorted(events.final_segments, key=lambda found: found["address"])]
+    )
+    pieces: list[HeldSegment] = []
+    for index in spans.held(row).tolist():
+        address, end = int(spans.start[index]), int(spans.end[index])
+        born, expandable = int(spans.born[index]), bool(spans.expandable[index])
+        known = (first.at(address) if born < 0 else None) or (
+            final.at(address) if spans.freed[index] == spans.rows else None
+        )
+        if born >= 0:
+            taken = int(trace.size[born])
+            small = bool(taken % large_page) if expandable else taken == SMALL_SEGMENT
+            stream = int(trace.stream[born])
+        else:
+            small = known.small if known else end - address == SMALL_SEGMENT
+            stream = known.stream if known else 0
+        piece = HeldSegment(
+            address=address,
+            size=end - address,
+            stream=stream,
+            small=small,
+            pool_id=known.pool_id if known else COMMON_POOL,
+            page=0 if not expandable else SMALL_SEGMENT if small else large_page,
+            born=born,
+            newest=born,
+        )
+        before = pieces[-1] if pieces else None
+        if before is not None and expandable and before.expandable and _continues(before, piece):
+            pieces[-1] = replace(
+                before,
+                size=piece.end - before.address,
+                born=min(before.born, born),
+                newest=max(before.newest, born),
+            )
+        else:
+            pieces.append(piece)
+    return tuple(pieces)
+
+
+def _continues(before: HeldSegment, piece: HeldSegment) -> bool:
+    return before.end == piece.address and (before.stream, before.small) == (piece.stream, piece.small)
+
+
+def _described(segment: Segment) -> StartSegment:
+    return StartSegment(
+        address=int(segment["address"]),
+        size=int(segment["total_size"]),
+        stream=int(segment.get("stream", 0)),
+        small=segment.get("segment_type") == "small",
+        pool_id=tuple(segment.get("segment_pool_id", COMMON_POOL)),
+        expandable=bool(segment.get("is_expandable", False)),
+    )
+
+
+class _Described:
+    """Segments of which stream and pool are known, by address."""
+
+    def __init__(self, segments: list[StartSegment]) -> None:
+        self.segments = segments
+        self.begins = [segment.address for segment in segments]
+
+    def at(self, address: int) -> StartSegment | None:
+        index = bisect_right(self.begins, address) - 1
+        found = self.segments[index] if index >= 0 else None
+        return found if found is not None and address < found.end else None
+
+
+def tenants(lives: Lifetimes, segment: HeldSegment, row: int, order: Ints) -> Ints:
+    """All blocks that have lain in a segment since it was taken, up to ``row``; ``order`` sorts the lifetimes."""
+    address = lives.address[order]
+    first = int(np.searchsorted(address, np.uint64(segment.address)))
+    last = int(np.searchsorted(address, np.uint64(segment.end)))
+    inside = order[first:last]
+    return inside[(lives.born[inside] <= row) & (lives.completed[inside] > segment.born)]
