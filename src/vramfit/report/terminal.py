@@ -27,6 +27,7 @@ from vramfit.trace import Run
 from vramfit.units import format_bytes
 
 _WARNINGS = 5
+_UNBROKEN = 10_000
 
 
 def print_terminal(run: Run, verdict: Verdict, console: Console, *, root: Path | None = None) -> None:
@@ -48,6 +49,15 @@ def render_terminal(run: Run, verdict: Verdict, *, width: int = 80, root: Path |
     console = Console(file=stream, width=width, color_system=None, force_terminal=False)
     print_terminal(run, verdict, console, root=root)
     return stream.getvalue()
+
+
+def headline(run: Run, verdict: Verdict, *, root: Path | None = None) -> list[str]:
+    """The first lines of the report, which answer whether it fits and why not, each whole and without style."""
+    page = _Page(_UNBROKEN, root)
+    page.width = _UNBROKEN
+    if _never_used_a_card(verdict):
+        return [next(page.unused(run, verdict)).plain]
+    return [line.plain.strip() for line in page.headline(run, verdict)]
 
 
 class _Page(Sections):

@@ -1,0 +1,302 @@
+// The stacked timeline: bytes by category, the reserved line, the card's limit, phases and marks.
+
+/* global uPlot */
+
+class TimelineChart {
+  constructor(host, model, view) {
+    this.host = host;
+    this.model = model;
+    this.view = view;
+    this.showLimit = this.limitIsNear;
+    this.hoverRow = null;
+    this.build();
+    view.onChange(eachFrame(() => this.update()));
+    view.onMoment(eachFrame(() => this.chart.redraw(false)));
+  }
+
+  /** Bytes of the card that torch can use, 0 where the card is not known. */
+  get limit() {
+    return Math.max(0, this.model.facts.total - this.model.facts.context);
+  }
+
+  get limitIsNear() {
+    return this.limit > 0 && this.limit < 3 * Math.max(1, this.mostReserved);
+  }
+
+  get mostReserved() {
+    let most = this.model.reservedBefore;
+    for (const amount of this.model.reserved) if (amount > most) most = amount;
+    return most;
+  }
+
+  build() {
+    const order = [...STACKING].reverse(); // the whole stack first, each next one painted over it
+    const stepped = uPlot.paths.stepped({ align: 1 });
+    const series = order.map((category) => ({
+      label: CATEGORIES[category],
+      fill: PALETTE[category],
+      width: 0,
+      points: { show: false },
+      paths: stepped,
+    }));
+    this.chart = new uPlot(
+      {
+        width: this.host.clientWidth || 800,
+        height: 320,
+        padding: [26, PLOT_RIGHT, 0, 0],
+        legend: { show: false },
+        cursor: { drag: { x: false, y: false }, points: { show: false }, y: false },
+        select: { show: false },
+        scales: { x: { time: false, range: () => [this.view.low, this.view.high] }, y: { range: () => this.range() } },
+        axes: [this.xAxis(), this.yAxis()],
+        series: [
+          {},
+          ...series,
+          { label: "reserved", stroke: () => token("--reserved"), width: 2, points: { show: false }, paths: stepped },
+        ],
+        hooks: { draw: [(chart) => this.decorate(chart)] },
+      },
+      this.data(),
+      this.host,
+    );
+    navigate(this.host, this.view, {
+      click: (x) => this.view.setMoment(Math.floor(this.view.row(x))),
+      hover: (x, y, event) => this.hover(x, event),
+      leave: () => tooltip.hide(),
+    });
+  }
+
+  xAxis() {
+    return {
+      stroke: () => token("--text-quiet"),
+      grid: { show: false },
+      ticks: { stroke: () => token("--line") },
+      size: 34,
+      font: "12px system-ui, sans-serif",
+      values: (chart, values) =>
+        values.map((value) => (this.view.byTime ? duration(value) : Number.isInteger(value) ? integer(value) : "")),
+    };
+  }
+
+  yAxis() {
+    return {
+      stroke: () => token("--text-quiet"),
+      grid: { stroke: () => token("--line"), width: 1 },
+      ticks: { show: false },
+      size: PLOT_LEFT,
+      font: "12px system-ui, sans-serif",
+      splits: (chart, axis, low, high) => {
+        const step = byteStep(high - low, 6);
+        const found = [];
+        for (let at = Math.ceil(low / step) * step; at <= high; at += step) found.push(at);
+        return found;
+      },
+      values: (chart, values) => values.map((value) => tickBytes(value, values.length > 1 ? values[1] - values[0] : 0)),
+    };
+  }
+
+  data() {
+    this.view.width = Math.max(50, (this.host.clientWidth || 800) - PLOT_LEFT - PLOT_RIGHT);
+    const sample = this.model.sample(this.view, this.view.width);
+    this.sample = sample;
+    const x = sample.starts.map((row) => this.view.value(row));
+    const stacked = [];
+    const sum = new Float64Array(sample.rows.length);
+    for (const category of STACKING) {
+      const amounts = sample.categories[category];
+      for (let i = 0; i < sum.length; i++) sum[i] += amounts[i];
+      stacked.push(Array.from(sum));
+    }
+    const columns = [...stacked.reverse(), sample.reserved.slice()];
+    if (x.length) {
+      x.push(this.view.value(sample.end));
+      columns.forEach((column) => column.push(column[column.length - 1]));
+    }
+    return [x, ...columns];
+  }
+
+  range() {
+    let most = 1;
+    for (const amount of this.sample.reserved) if (amount > most) most = amount;
+    this.sample.rows.forEach((_, i) => {
+      let sum = 0;
+      for (const amounts of this.sample.categories) sum += amounts[i];
+      if (sum > most) most = sum;
+    });
+    if (this.showLimit && this.limit) most = Math.max(most, this.limit);
+    return [0, most * 1.05];
+  }
+
+  update() {
+    this.chart.setSize({ width: this.host.clientWidth || 800, height: 320 });
+    this.chart.setData(this.data());
+    this.note();
+  }
+
+  /** Say what a point of the picture stands for. */
+  note() {
+    const { most } = this.sample;
+    const rows = Math.round(this.view.highRow - this.view.lowRow);
+    let text =
+      most > 1
+        ? `${integer(rows)} events; each pixel shows the fullest moment of up to ${integer(most)} events. Zoom in for each.`
+        : `${integer(rows)} events, each drawn by itself.`;
+    if (!this.model.exact) {
+      text += ` Counted at ${integer(this.model.points.rows.length)} moments, the fullest of each stretch.`;
+    }
+    $("timeline-note").textContent = text;
+  }
+
+  hover(x, event) {
+    const row = Math.max(-1, Math.min(this.model.rows - 1, Math.floor(this.view.row(x))));
+    if (x < 0 || x > this.view.width) return tooltip.hide();
+    return tooltip.show(this.describe(row), event.clientX, event.clientY);
+  }
+
+  describe(row) {
+    const amounts = this.model.categoriesAt(row);
+    const list = h("dl", { className: "tip-facts" });
+    for (const category of [...STACKING].reverse()) {
+      if (amounts[category] > 0) {
+        list.append(h("dt", {}, swatch(category), CATEGORIES[category]), h("dd", {}, bytes(amounts[category])));
+      }
+    }
+    list.append(h("dt", {}, "allocated"), h("dd", {}, bytes(this.model.allocatedAt(row))));
+    list.append(h("dt", {}, "reserved"), h("dd", {}, bytes(this.model.reservedAt(row))));
+    return [h("p", { className: "tip-title" }, momentName(this.model, row)), list];
+  }
+
+  decorate(chart) {
+    const scale = window.devicePixelRatio || 1;
+    const context = chart.ctx;
+    const { left, top, width, height } = chart.bbox;
+    const at = (row) => left + this.view.x(row) * scale;
+    context.save();
+    context.font = `${11 * scale}px system-ui, sans-serif`;
+    drawPhases(context, this.model.shared, this.view, { left, top: top - 22 * scale, width, height: 16 * scale, scale });
+    context.beginPath();
+    context.rect(left, top - 4 * scale, width, height + 4 * scale);
+    context.clip();
+    if (this.showLimit && this.limit) this.drawLimit(context, chart, scale);
+    this.model.shared.mark_row.forEach((row, i) =>
+      this.vertical(context, at(row), chart, token("--mark"), [2, 3], this.model.shared.facts.marks[i]),
+    );
+    this.model.columns.oom_row.forEach((row, i) => {
+      const asked = `out of memory: asked for ${bytes(this.model.columns.oom_size[i])}`;
+      this.vertical(context, at(row), chart, token("--bad"), [], asked);
+    });
+    this.drawPeak(context, chart, at, scale);
+    this.vertical(context, at(this.view.moment + 0.5), chart, token("--moment"), [6, 3], "");
+    context.restore();
+  }
+
+  drawLimit(context, chart, scale) {
+    const y = chart.valToPos(this.limit, "y", true);
+    context.strokeStyle = token("--bad");
+    context.lineWidth = 1.5 * scale;
+    context.setLineDash([8 * scale, 4 * scale]);
+    context.beginPath();
+    context.moveTo(chart.bbox.left, y);
+    context.lineTo(chart.bbox.left + chart.bbox.width, y);
+    context.stroke();
+    context.setLineDash([]);
+    context.fillStyle = token("--bad");
+    context.textAlign = "right";
+    context.fillText(`the card less its context: ${bytes(this.limit)}`, chart.bbox.left + chart.bbox.width - 4, y - 4 * scale);
+    context.textAlign = "left";
+  }
+
+  drawPeak(context, chart, at, scale) {
+    if (this.peak === undefined) this.peak = this.model.peakRow;
+    const x = at(Math.max(0, this.peak) + 0.5);
+    const y = chart.valToPos(this.model.allocatedAt(this.peak), "y", true);
+    if (x < chart.bbox.left || x > chart.bbox.left + chart.bbox.width) return;
+    context.fillStyle = token("--text");
+    context.strokeStyle = token("--surface");
+    context.lineWidth = 3 * scale;
+    context.beginPath();
+    context.arc(x, y, 4 * scale, 0, 7);
+    context.stroke();
+    context.fill();
+    const text = `peak ${bytes(this.model.allocatedAt(this.peak))}`;
+    const right = x > chart.bbox.left + chart.bbox.width * 0.75;
+    context.textAlign = right ? "right" : "left";
+    const place = [x + (right ? -8 : 8) * scale, Math.max(y - 6 * scale, chart.bbox.top + 10 * scale)];
+    context.strokeText(text, ...place);
+    context.fillText(text, ...place);
+    context.textAlign = "left";
+  }
+
+  vertical(context, x, chart, colour, dash, text) {
+    const scale = window.devicePixelRatio || 1;
+    context.strokeStyle = colour;
+    context.lineWidth = 1.5 * scale;
+    context.setLineDash(dash.map((part) => part * scale));
+    context.beginPath();
+    context.moveTo(x, chart.bbox.top);
+    context.lineTo(x, chart.bbox.top + chart.bbox.height);
+    context.stroke();
+    context.setLineDash([]);
+    if (!text) return;
+    const right = x > chart.bbox.left + chart.bbox.width * 0.7;
+    context.fillStyle = colour;
+    context.textAlign = right ? "right" : "left";
+    context.fillText(text, x + (right ? -4 : 4) * scale, chart.bbox.top + chart.bbox.height - 6 * scale);
+    context.textAlign = "left";
+  }
+}
+
+/** A moment in words: its event, its time and its phase. */
+function momentName(model, row) {
+  if (row < 0) return "before the first event";
+  const parts = [`event ${integer(row)} of ${integer(model.rows)}`];
+  if (model.shared.hasTimes) {
+    parts.push(`${model.shared.timesAreExact ? "" : "about "}${duration(model.shared.timeOf(row))}`);
+  }
+  const phase = model.shared.phaseAt(row);
+  if (phase) parts.push(phase);
+  return parts.join(" · ");
+}
+
+/** The phases as a band; where they are too narrow for their names, iterations; else nothing. */
+function drawPhases(context, shared, view, box) {
+  const first = Math.max(0, lastAtMost(shared.phase_row, view.lowRow));
+  const last = lastAtMost(shared.phase_row, view.highRow);
+  const visits = [];
+  for (let i = first; i <= last; i++) {
+    const end = i + 1 < shared.phase_row.length ? shared.phase_row[i + 1] : shared.rows;
+    const name = shared.phase[i] > 0 ? shared.facts.phases[shared.phase[i] - 1] : "";
+    const group = name.includes("/") ? name.slice(0, name.indexOf("/")) : name;
+    visits.push({ name, group, start: shared.phase_row[i], end });
+  }
+  const pixels = view.width / Math.max(1, visits.filter((visit) => visit.name).length);
+  const shown = pixels >= 34 ? visits : grouped(visits);
+  context.textAlign = "left";
+  shown.forEach((visit, i) => {
+    if (!visit.name) return;
+    const x0 = Math.max(0, view.x(visit.start)) * box.scale + box.left;
+    const x1 = Math.min(view.width, view.x(visit.end)) * box.scale + box.left;
+    if (x1 - x0 < 2 * box.scale) return;
+    context.fillStyle = token(i % 2 ? "--phase-odd" : "--phase-even");
+    context.fillRect(x0, box.top, x1 - x0 - box.scale, box.height);
+    const text = fitting(context, visit.name, x1 - x0 - 8 * box.scale);
+    context.fillStyle = token("--text");
+    if (text) context.fillText(text, x0 + 4 * box.scale, box.top + box.height - 4 * box.scale);
+  });
+}
+
+function grouped(visits) {
+  const found = [];
+  for (const visit of visits) {
+    const last = found[found.length - 1];
+    if (last && last.name === visit.group) last.end = visit.end;
+    else found.push({ name: visit.group, start: visit.start, end: visit.end });
+  }
+  return found;
+}
+
+/** The text if it fits, its end if that does ("step 3/forward" as "forward"), else nothing. */
+function fitting(context, text, width) {
+  const forms = [text, text.slice(text.lastIndexOf("/") + 1), text.replace(/^.*?(\d+)$/, "$1")];
+  return forms.find((form) => form && context.measureText(form).width <= width) ?? "";
+}

@@ -1,0 +1,391 @@
+"""Puts a page together: words and tables from `tables`, the data of the pictures, styles and scripts."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata, resources
+from pathlib import Path
+from string import Template
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vramfit.analysis import NAMES, Breakdown, DeviceVerdict, Outcome, Verdict
+from vramfit.analysis import verdict as judge
+from vramfit.analysis.recorded_run import run_from_trace
+from vramfit.report.html.columns import (
+    DeviceView,
+    device_columns,
+    device_view,
+    largest,
+    origins,
+    shared_columns,
+)
+from vramfit.report.html.markup import Html, figures, join, table, tag
+from vramfit.report.html.packing import pack, to_text
+from vramfit.report.html.tables import blocks_text, device_tables, fragmentation_text, timeline_text
+from vramfit.report.terminal import headline
+from vramfit.report.text import seconds
+from vramfit.trace import MemoryTrace, Run, Source, TraceDevice
+from vramfit.units import format_bytes
+from vramfit.writing import write_text
+
+DATA_BUDGET = 5_200_000
+"""Characters that the data of the pictures may take: the page as a whole stays below 6 MB."""
+
+_SCRIPTS = (
+    "vendor/uPlot-1.6.32.iife.min.js",
+    "dom.js",
+    "decode.js",
+    "model.js",
+    "tooltip.js",
+    "view.js",
+    "timeline.js",
+    "plot.js",
+    "blocks.js",
+    "segments.js",
+    "flame.js",
+    "main.js",
+)
+_STYLES = ("vendor/uPlot-1.6.32.min.css", "page.css")
+_SOURCES = {
+    Source.VIRTUAL: "on a virtual GPU",
+    Source.CARD: "recorded on a card",
+    Source.CPU: "metered on the CPU",
+}
+_STACKING = (1, 3, 2, 5, 7, 0, 4, 6)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """A device of the page, and what its tables are about."""
+
+    view: DeviceView
+    breakdown: Breakdown
+    verdict: DeviceVerdict
+
+
+def render_html(run: Run, verdict: Verdict, *, root: Path | None = None) -> str:
+    """A run as one HTML file.
+
+    Args:
+        run: what happened.
+        verdict: what `vramfit.analysis.verdict` says about it.
+        root: the user's folder; file names below it are shown relative to it.
+    """
+    described = {device.index: device for device in run.trace.devices}
+    parts = []
+    for found in verdict.devices:
+        if found.index < 0:
+            continue
+        device = described.get(found.index, TraceDevice(index=found.index))
+        device = replace(device, name=found.gpu, total_bytes=found.total, context_bytes=found.context)
+        view = device_view(run.trace, device, found.breakdown.moment.row)
+        parts.append(_Part(view=view, breakdown=found.breakdown, verdict=found))
+    first = verdict.device.index if verdict.device.index >= 0 else None
+    program = " ".join(run.program)
+    seen = "" if verdict.outcome is Outcome.UNKNOWN else f": {verdict.outcome.value}"
+    return _page(
+        run.trace,
+        parts,
+        first=first,
+        title=f"{program or 'program'}{seen}",
+        program=program,
+        summary=_run_summary(run, verdict, root),
+        warnings=_warnings(run, root),
+        footer=_footer(run),
+        root=root,
+    )
+
+
+def render_trace_html(trace: MemoryTrace, *, title: str = "", root: Path | None = None) -> str:
+    """A recording as one HTML file.
+
+    Args:
+        trace: what happened.
+        title: how to call the program where the trace does not say, such as the name of the file.
+        root: the user's folder; file names below it are shown relative to it.
+    """
+    run = run_from_trace(trace, name=title)
+    return render_html(run, judge(run), root=root)
+
+
+def write_page(
+    path: Path,
+    source: Run | MemoryTrace,
+    verdict: Verdict | None = None,
+    *,
+    title: str = "",
+    root: Path | None = None,
+) -> None:
+    """Write the page of a run (with its verdict) or of a trace, whole or not at all.
+
+    Raises:
+        WriteError: no space, no permission, no such folder; nothing half-written is left.
+        ValueError: a run without its verdict.
+    """
+    if isinstance(source, MemoryTrace):
+        write_text(path, render_trace_html(source, title=title, root=root))
+    elif verdict is None:
+        raise ValueError("the page of a run needs its verdict")
+    else:
+        write_text(path, render_html(source, verdict, root=root))
+
+
+def _page(
+    trace: MemoryTrace,
+    parts: Sequence[_Part],
+    *,
+    first: int | None,
+    title: str,
+    program: str,
+    summary: Html,
+    warnings: Html,
+    footer: str,
+    root: Path | None,
+) -> str:
+    style = "\n".join(_asset(name) for name in _STYLES)
+    script = _script()
+    policy = (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    values: dict[str, str] = {
+        "first_device": "" if first is None else str(first),
+        "policy": policy,
+        "version": join([metadata.version("vramfit")]),
+        "title": join([f"{title} · vramfit"]),
+        "style": style,
+        "program": join([program]),
+        "device_choice": _device_choice(parts, first),
+        "navigation": _navigation(bool(warnings)),
+        "summary": summary,
+        "legend": _legend(),
+        "timeline_text": _each(parts, first, [timeline_text(trace, part.view) for part in parts]),
+        "blocks_text": _each(parts, first, [blocks_text(trace, part.view, root=root) for part in parts]),
+        "tables": _each(
+            parts,
+            first,
+            [
+                join([device_tables(part.breakdown, root=root), fragmentation_text(part.breakdown)])
+                for part in parts
+            ],
+            name="section",
+        ),
+        "warnings": warnings,
+        "footer": join([footer]),
+        "data": _data(trace, parts),
+        "script": script,
+    }
+    return Template(_asset("page.html")).substitute(values)
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _script() -> str:
+    """The modules in one function of their own; uPlot before it, since it declares a name."""
+    library, *own = (_asset(name) for name in _SCRIPTS)
+    body = "\n".join(own)
+    return f'{library}\n(() => {{\n"use strict";\n{body}\n}})();\n'
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _data(trace: MemoryTrace, parts: Sequence[_Part]) -> Html:
+    """The data of the pictures; where all of it is too much, the smallest blocks are left out."""
+    found = origins(trace, [part.view for part in parts])
+    shared = to_text(pack(*shared_columns(trace, found)))
+    budget = DATA_BUDGET - len(shared)
+    share = 1.0
+    texts = _device_data(trace, parts, found.of_device, share)
+    while sum(map(len, texts)) > budget and share > 1e-4:
+        share *= max(0.1, 0.93 * budget / sum(map(len, texts)))
+        texts = _device_data(trace, parts, found.of_device, share)
+    blocks = {"data-shared": shared}
+    for part, text in zip(parts, texts, strict=True):
+        blocks[f"data-device-{part.view.device.index}"] = text
+    return join(
+        tag("script", Html(text), id=name, type="application/octet-stream") for name, text in blocks.items()
+    )
+
+
+def _device_data(
+    trace: MemoryTrace, parts: Sequence[_Part], of_device: Sequence[NDArray[np.int64]], share: float
+) -> list[str]:
+    return [
+        to_text(
+            pack(
+                *device_columns(
+                    trace,
+                    part.view,
+                    origin,
+                    largest(part.view.lives, round(len(part.view.lives.born) * share)),
+                )
+            )
+        )
+        for part, origin in zip(parts, of_device, strict=True)
+    ]
+
+
+def _each(parts: Sequence[_Part], first: int | None, contents: Sequence[Html], name: str = "div") -> Html:
+    """What belongs to each device; only that of the chosen one is seen."""
+    return join(
+        tag(
+            name,
+            content,
+            data_device=part.view.device.index,
+            hidden=part.view.device.index != first,
+        )
+        for part, content in zip(parts, contents, strict=True)
+    )
+
+
+def _device_choice(parts: Sequence[_Part], first: int | None) -> Html:
+    if len(parts) < 2:
+        return Html()
+    options = join(
+        tag(
+            "option",
+            f"GPU {part.view.device.index} {part.view.device.name}".strip(),
+            value=part.view.device.index,
+            selected=part.view.device.index == first,
+        )
+        for part in parts
+    )
+    return tag("label", "Device ", tag("select", options, id="device-choice"))
+
+
+def _navigation(has_warnings: bool) -> Html:
+    links = [
+        ("s-timeline", "Over time"),
+        ("s-moment", "At one moment"),
+        ("s-blocks", "Every allocation"),
+        ("s-flames", "Modules and stacks"),
+        ("s-tensors", "Tensors"),
+        ("s-fragmentation", "Fragmentation"),
+    ]
+    if has_warnings:
+        links.append(("s-warnings", "Warnings"))
+    return join((tag("a", text, href=f"#{name}") for name, text in links), " ")
+
+
+def _legend() -> Html:
+    names = [tag("span", "", class_=f"swatch c{kind}") for kind in _STACKING]
+    words = {int(kind): name for kind, name in NAMES.items()}
+    items = [
+        tag("li", mark, words[kind]) for mark, kind in zip(reversed(names), reversed(_STACKING), strict=True)
+    ]
+    return join([*items, tag("li", tag("span", "", class_="swatch line"), "reserved")])
+
+
+def _run_summary(run: Run, verdict: Verdict, root: Path | None) -> Html:
+    kind = {Outcome.FITS: "fits", Outcome.DOES_NOT_FIT: "fails", Outcome.FAILED: "fails"}.get(verdict.outcome)
+    first, *more = _recorded(run, verdict) if kind is None else headline(run, verdict, root=root)
+    return tag(
+        "section",
+        tag("h1", first, class_=kind),
+        *(tag("p", line) for line in more),
+        *(_device_figures(device, several=len(verdict.devices) > 1) for device in verdict.devices),
+        class_="verdict",
+    )
+
+
+def _recorded(run: Run, verdict: Verdict) -> list[str]:
+    """What can be said where nobody knows how large the card was."""
+    device = verdict.device
+    name = " ".join(run.program) or "recording"
+    if device.index < 0:
+        return [name, "The recording holds no events on a device."]
+    peak = (
+        f"On GPU {device.index} allocated memory reached {format_bytes(device.peak_allocated)}, reserved memory "
+        f"{format_bytes(device.peak_reserved)}. The recording does not say how large the card is."
+    )
+    return [name, peak]
+
+
+def _device_figures(device: DeviceVerdict, *, several: bool) -> Html:
+    if device.index < 0:
+        return Html()
+    pairs = [
+        ("card", f"{device.gpu}" if not several else f"GPU {device.index} {device.gpu}"),
+        ("peak allocated", format_bytes(device.peak_allocated)),
+        ("peak reserved", format_bytes(device.peak_reserved)),
+    ]
+    if device.total:
+        pairs.append(("memory of the card", format_bytes(device.total)))
+        pairs.append(("CUDA context", format_bytes(device.context)))
+        pairs.append(("free at the peak", format_bytes(max(0, device.headroom))))
+    if device.error_above or device.error_below:
+        pairs.append(
+            ("estimated", f"+{format_bytes(device.error_above)} −{format_bytes(device.error_below)}")
+        )
+    return join([_card_bar(device), figures(pairs)])
+
+
+def _card_bar(device: DeviceVerdict) -> Html:
+    """The card's memory as a bar."""
+    amounts = [
+        ("allocated", device.peak_allocated, "#009e73"),
+        ("cached", max(0, device.peak_reserved - device.peak_allocated), "#e69f00"),
+        ("context", device.context, "#cc79a7"),
+    ]
+    total = max(device.total, sum(amount for _, amount, _ in amounts), 1)
+    at, bars = 0.0, []
+    for name, amount, colour in amounts:
+        width = 1000 * amount / total
+        title = tag("title", f"{name} {format_bytes(amount)}")
+        bars.append(tag("rect", title, x=f"{at:.2f}", y=0, width=f"{width:.2f}", height=10, fill=colour))
+        at += width
+    words = ", ".join(f"{name} {format_bytes(amount)}" for name, amount, _ in amounts)
+    label = f"{words}, of {format_bytes(device.total)}" if device.total else words
+    picture = tag(
+        "svg",
+        *bars,
+        viewBox="0 0 1000 10",
+        preserveAspectRatio="none",
+        role="img",
+        aria_label=label,
+    )
+    return join([tag("div", picture, class_="bar-card"), tag("p", label, class_="quiet")])
+
+
+def _footer(run: Run) -> str:
+    """What was run, for how long, and with what."""
+    facts = [_SOURCES[run.source], f"{len(run.trace):,} events"]
+    if run.ops:
+        facts.append(f"{run.ops:,} ops")
+    if run.seconds_simulated:
+        facts.append(f"{seconds(run.seconds_simulated)} simulated")
+    if run.seconds_wall:
+        facts.append(f"{seconds(run.seconds_wall)} {'here' if run.ops else 'recorded'}")
+    facts.append(f"torch {run.torch_version}" if run.torch_version else "")
+    facts.append(run.platform)
+    conf = str(run.trace.meta.get("alloc_conf", ""))
+    facts.append(f"allocator settings {conf}" if conf else "")
+    return " · ".join(fact for fact in facts if fact)
+
+
+def _warnings(run: Run, root: Path | None) -> Html:
+    if not run.warnings:
+        return Html()
+    prefix = "" if root is None else f"{root.as_posix().rstrip('/')}/"
+    rows = (
+        (
+            tag("span", warning.message),
+            (warning.location or "").removeprefix(prefix),
+            f"{warning.count:,}",
+        )
+        for warning in run.warnings
+    )
+    return tag(
+        "section",
+        tag("h2", "Warnings", id="s-warnings"),
+        table(("what was done otherwise than on a card", "where", "times"), rows, numbers=(2,)),
+    )

@@ -1,0 +1,231 @@
+"""The words and tables of a page: the same facts as its pictures, for readers who do not see or run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from vramfit.analysis import (
+    NAMES,
+    Breakdown,
+    Measure,
+    ModuleNode,
+    fold_layers,
+    phases,
+    short_location,
+    summarise,
+    timeline,
+    user_frame,
+)
+from vramfit.analysis.groups import stack_frames
+from vramfit.report.html.columns import DeviceView
+from vramfit.report.html.markup import Html, details, figures, join, table, tag
+from vramfit.report.text import percent, short_op, tree_lines
+from vramfit.trace import Category, MemoryTrace
+from vramfit.units import format_bytes
+
+_MOMENTS = 24
+_BLOCKS = 40
+_TENSORS = 60
+_MODULES = 60
+_LINES = 30
+
+
+def timeline_text(trace: MemoryTrace, view: DeviceView) -> Html:
+    """The timeline as sentences and a table of its fullest moments."""
+    over = timeline(trace, view.device.index, points=_MOMENTS, lives=view.lives)
+    kinds = [kind for kind in NAMES if over.categories[kind].any()]
+    heads = ("event", "phase", "allocated", "reserved", *(NAMES[kind] for kind in kinds))
+    rows = (
+        (
+            f"{row:,}",
+            _phase(trace, row),
+            format_bytes(int(over.allocated[at])),
+            format_bytes(int(over.reserved[at])),
+            *(format_bytes(int(over.categories[kind, at])) for kind in kinds),
+        )
+        for at, row in enumerate(over.rows.tolist())
+    )
+    peaks = {measure: view.bytes_over.peak(measure) for measure in Measure}
+    sentence = (
+        f"Over {len(trace):,} events allocated memory reached {format_bytes(peaks[Measure.ALLOCATED])}, "
+        f"reserved memory {format_bytes(peaks[Measure.RESERVED])}."
+    )
+    return details(
+        "The timeline as a table",
+        tag("p", sentence),
+        table(heads, rows, numbers=range(2, len(heads))),
+        _phases(trace, view),
+    )
+
+
+def _phases(trace: MemoryTrace, view: DeviceView) -> Html | None:
+    found = summarise(phases(trace, view.device.index, bytes_over=view.bytes_over))
+    if not found:
+        return None
+    heads = ("phase", "times", "worst", "start", "peak", "end")
+    rows = (
+        (
+            one.part,
+            f"{one.count:,}",
+            one.worst.name,
+            format_bytes(one.worst.start_allocated),
+            format_bytes(one.worst.peak_allocated),
+            format_bytes(one.worst.end_allocated),
+        )
+        for one in found[:_LINES]
+    )
+    return join([tag("h4", "Phases"), table(heads, rows, numbers=(1, 3, 4, 5))])
+
+
+def _phase(trace: MemoryTrace, row: int) -> str:
+    phase = int(trace.phase[row])
+    return trace.phases[phase] if phase >= 0 else ""
+
+
+def blocks_text(trace: MemoryTrace, view: DeviceView, *, root: Path | None) -> Html:
+    """The largest blocks of the whole recording with their lives."""
+    lives = view.lives
+    order = np.lexsort((lives.born - lives.freed, -lives.block))[:_BLOCKS]
+    rows = (_block_row(trace, view, block, root) for block in order.tolist())
+    heads = ("bytes", "category", "tensor", "operator", "module", "line", "from event", "to event")
+    left = len(lives.born) - len(order)
+    return details(
+        "The largest blocks as a table",
+        table(heads, rows, numbers=(0, 6, 7)),
+        tag("p", f"{left:,} smaller or shorter-lived blocks are not listed.", class_="quiet")
+        if left
+        else None,
+    )
+
+
+def _block_row(trace: MemoryTrace, view: DeviceView, block: int, root: Path | None) -> tuple[str, ...]:
+    lives = view.lives
+    born, freed = int(lives.born[block]), int(lives.freed[block])
+    until = f"{freed:,}" if freed < lives.rows else "still held"
+    amount = format_bytes(int(lives.block[block]))
+    if born < 0:
+        return (amount, NAMES[Category.OTHER], "", "", "", "", "before", until)
+    frame = user_frame(stack_frames(trace, int(trace.stack[born])))
+    return (
+        amount,
+        NAMES[Category(int(trace.category[born]))],
+        _entry(trace.tensors, int(trace.tensor[born])),
+        short_op(_entry(trace.ops, int(trace.op[born]))),
+        _entry(trace.modules, int(trace.module[born])),
+        short_location(frame, root=root),
+        f"{born:,}",
+        until,
+    )
+
+
+def _entry(names: tuple[str, ...], index: int) -> str:
+    return names[index] if index >= 0 else ""
+
+
+def device_tables(found: Breakdown, *, root: Path | None) -> Html:
+    """Categories, modules, tensors and lines at the moment that the page is about."""
+    when = f"event {found.moment.row:,}" if found.moment.row >= 0 else "before the first event"
+    if found.moment.phase:
+        when += f", {found.moment.phase}"
+    return join(
+        [
+            tag("h2", "Largest tensors", id="s-tensors"),
+            tag(
+                "p",
+                f"At the fullest moment ({when}), {format_bytes(found.allocated)} allocated.",
+                class_="help",
+            ),
+            _tensors(found, root),
+            details("By category", _categories(found)),
+            details("By module", _modules(found)),
+            details("By line", _by_line(found, root)),
+        ]
+    )
+
+
+def _tensors(found: Breakdown, root: Path | None) -> Html:
+    rows = [
+        (
+            format_bytes(group.total_bytes),
+            f"×{group.count:,}",
+            NAMES[group.category],
+            group.tensor,
+            short_op(group.op),
+            group.module,
+            short_location(group.line or group.library_line, root=root),
+        )
+        for group in found.tensors[:_TENSORS]
+    ]
+    heads = ("bytes", "count", "category", "tensor", "operator", "module", "line")
+    count, amount = found.tensors_omitted
+    rest = found.tensors[_TENSORS:]
+    count, amount = count + len(rest), amount + sum(group.total_bytes for group in rest)
+    more = f"{count:,} smaller groups with {format_bytes(amount)} are not listed." if count else None
+    if not rows:
+        return tag("p", "Nothing is allocated then.")
+    return join([table(heads, rows, numbers=(0, 1)), tag("p", more, class_="quiet") if more else None])
+
+
+def _categories(found: Breakdown) -> Html:
+    rows = (
+        (name, format_bytes(found.categories[kind]), percent(found.categories[kind], found.allocated))
+        for kind, name in NAMES.items()
+    )
+    return table(("category", "bytes", "share"), rows, numbers=(1, 2))
+
+
+def _modules(found: Breakdown) -> Html:
+    lines = tree_lines(fold_layers(found.modules), limit=_MODULES, least_share=0.002)
+    kinds = [kind for kind in NAMES if found.modules.categories.get(kind)]
+    rows = []
+    for line in lines:
+        node = line.node
+        name = tag("span", line.label or "no module", class_=f"indent-{min(line.depth, 7)}")
+        rows.append((name, format_bytes(line.total_bytes), *_amounts(node, kinds)))
+    heads = ("module", "bytes", *(NAMES[kind] for kind in kinds))
+    return table(heads, rows, numbers=range(1, len(heads)))
+
+
+def _amounts(node: ModuleNode | None, kinds: Iterable[Category]) -> Iterator[str]:
+    for kind in kinds:
+        amount = node.categories.get(kind, 0) if node is not None else 0
+        yield format_bytes(amount) if amount else ""
+
+
+def _by_line(found: Breakdown, root: Path | None) -> Html:
+    sums: dict[str, list[int]] = {}
+    for group in found.tensors:
+        place = short_location(group.line or group.library_line, root=root) or "no line is known"
+        known = sums.setdefault(place, [0, 0])
+        known[0] += group.total_bytes
+        known[1] += group.count
+    ordered = sorted(sums.items(), key=lambda entry: -entry[1][0])[:_LINES]
+    rows = ((place, format_bytes(amount), f"{count:,}") for place, (amount, count) in ordered)
+    return table(("line", "bytes", "blocks"), rows, numbers=(1, 2))
+
+
+def fragmentation_text(found: Breakdown) -> Html:
+    """How the reserved memory is used at that moment."""
+    use = found.fragmentation
+    pairs = [
+        ("reserved", format_bytes(use.reserved)),
+        ("occupied", format_bytes(use.occupied)),
+        (
+            "inactive split",
+            f"{format_bytes(use.inactive_split)} ({percent(use.inactive_split, use.reserved)})",
+        ),
+        ("releasable", format_bytes(use.releasable)),
+        ("largest free", format_bytes(use.largest_free)),
+        ("slack", format_bytes(use.slack)),
+        ("segments", f"{use.segments:,}"),
+    ]
+    words = (
+        f"Of {format_bytes(use.reserved)} reserved, {format_bytes(use.occupied)} are in use; "
+        f"{format_bytes(use.inactive_split)} are free but lie in segments that also hold live blocks; "
+        f"{format_bytes(use.releasable)} could be given back to the driver. The largest request that could be "
+        f"served without asking the driver is {format_bytes(use.largest_free)}."
+    )
+    return join([tag("h2", "Fragmentation", id="s-fragmentation"), tag("p", words), figures(pairs)])
