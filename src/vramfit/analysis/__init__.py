@@ -12,6 +12,7 @@ from vramfit.analysis.causes import (
 from vramfit.analysis.curves import Curves, Measure, Timeline, curves, timeline
 from vramfit.analysis.diff import Change, HoldingChange, Pair, TraceDiff, diff, diff_states
 from vramfit.analysis.fragmentation import Fragmentation, fragmentation
+from vramfit.analysis.gates import Bound, Gate, baseline_gates, budget_gates, card_gates
 from vramfit.analysis.groups import TensorGroup
 from vramfit.analysis.leaks import (
     GrowingStack,
@@ -61,6 +62,7 @@ __all__ = [
     "NO_CARD",
     "Alignment",
     "Answer",
+    "Bound",
     "Breakdown",
     "Cause",
     "CauseKind",
@@ -76,6 +78,7 @@ __all__ = [
     "Fragmentation",
     "FragmentationCause",
     "FragmentationCauses",
+    "Gate",
     "GrowingStack",
     "Growth",
     "Holder",
@@ -125,6 +128,9 @@ __all__ = [
     "When",
     "align",
     "at",
+    "baseline_gates",
+    "budget_gates",
+    "card_gates",
     "causes",
     "check_device",
     "curves",

@@ -10,6 +10,7 @@ import typer
 
 from vramfit import __version__
 from vramfit.cli.calibrate import calibrate_command
+from vramfit.cli.check import CheckCommand, check_command
 from vramfit.cli.diff import diff_command
 from vramfit.cli.doctor import doctor_command
 from vramfit.cli.errors import INTERNAL_ERROR, print_bug, print_error
@@ -41,6 +42,11 @@ app.command(
 )(run_command)
 app.command("gpus")(gpus_command)
 app.command("replay")(replay_command)
+app.command(
+    "check",
+    cls=CheckCommand,
+    epilog="Example: vramfit check train.py --budget 20GiB --gpu 'RTX 4090' -- --epochs 1",
+)(check_command)
 app.command("explain")(explain_command)
 app.command("diff")(diff_command)
 app.command("calibrate")(calibrate_command)

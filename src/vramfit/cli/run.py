@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -99,8 +99,8 @@ def run_command(
     """
     command = program_command(module, program or [])
     spec = _card(gpu)
-    _check_alloc_conf(alloc_conf)
-    _check_outputs(json, trace, snapshot)
+    check_alloc_conf(alloc_conf)
+    check_outputs((("--json", json), ("--trace", trace), ("--snapshot", snapshot)))
     reference = read_reference(against or [], against_device, tolerance)
     check_source(command)
 
@@ -108,7 +108,7 @@ def run_command(
     from vramfit.virtual.runner import run_in_child
 
     try:
-        with _apart_from_json(json):
+        with apart_from_json(json):
             run = run_in_child(
                 command, gpu=spec, gpus=gpus, alloc_conf=alloc_conf, assume=assume.value, profile=profile
             )
@@ -148,7 +148,7 @@ def _card(gpu: str | None) -> GpuSpec:
     return find_gpu(gpu)
 
 
-def _check_alloc_conf(alloc_conf: str | None) -> None:
+def check_alloc_conf(alloc_conf: str | None) -> None:
     """Find a setting that cannot be read before the program starts."""
     if alloc_conf is not None:
         from vramfit.allocator import AllocatorConfig
@@ -156,12 +156,20 @@ def _check_alloc_conf(alloc_conf: str | None) -> None:
         AllocatorConfig.parse(alloc_conf)
 
 
-def _check_outputs(json: Path | None, trace: Path | None, snapshot: Path | None) -> None:
-    """Find a file that cannot be written before the program runs for minutes."""
+def check_outputs(outputs: Iterable[tuple[str, Path | None]]) -> None:
+    """Find a file that cannot be written before the program runs for minutes.
+
+    Args:
+        outputs: each option with what it names; ``-`` is standard output for ``--json`` alone.
+
+    Raises:
+        UsageError: two options name the same file.
+        WriteError: a file cannot be written.
+    """
     from vramfit.writing import check_writable
 
     seen: set[Path] = set()
-    for option, path in (("--json", json), ("--trace", trace), ("--snapshot", snapshot)):
+    for option, path in outputs:
         if path is None or (option == "--json" and path == Path("-")):
             continue
         if path.absolute() in seen:
@@ -173,7 +181,7 @@ def _check_outputs(json: Path | None, trace: Path | None, snapshot: Path | None)
 
 
 @contextlib.contextmanager
-def _apart_from_json(json: Path | None) -> Iterator[None]:
+def apart_from_json(json: Path | None) -> Iterator[None]:
     """Send what the program prints to standard error where standard output shall hold nothing but JSON."""
     if json != Path("-"):
         yield

@@ -1,6 +1,7 @@
 """Results as text: the terminal and JSON. Values in, text out; nothing here measures."""
 
 from vramfit.report.against import against_to_json, print_against, render_against
+from vramfit.report.check import CHECK_SCHEMA, Check, check_to_json, print_check, render_check
 from vramfit.report.diff import DIFF_SCHEMA, diff_to_json, print_diff, render_diff
 from vramfit.report.explain import Explanation, explanation_to_json, print_explanation, render_explanation
 from vramfit.report.json_report import SCHEMA, render_json, run_to_json
@@ -8,18 +9,23 @@ from vramfit.report.terminal import print_terminal, render_terminal
 from vramfit.writing import check_writable, write_text
 
 __all__ = [
+    "CHECK_SCHEMA",
     "DIFF_SCHEMA",
     "SCHEMA",
+    "Check",
     "Explanation",
     "against_to_json",
+    "check_to_json",
     "check_writable",
     "diff_to_json",
     "explanation_to_json",
     "print_against",
+    "print_check",
     "print_diff",
     "print_explanation",
     "print_terminal",
     "render_against",
+    "render_check",
     "render_diff",
     "render_explanation",
     "render_json",

@@ -1,0 +1,175 @@
+"""Gates: whether a run stays within a budget, and whether it takes more than it used to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from vramfit.analysis.reconciliation import Quantity
+from vramfit.analysis.states import State
+from vramfit.analysis.tolerance import Tolerance
+from vramfit.errors import UsageError
+
+
+class Bound(Enum):
+    """What a gate holds a run to."""
+
+    BUDGET = "budget"
+    BASELINE = "baseline"
+    CARD = "card"
+    """The run must not end by running out of memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gate:
+    """One requirement on one device.
+
+    Attributes:
+        bound: what it is held to.
+        device: index of the device.
+        quantity: what is measured.
+        actual: bytes of the run.
+        limit: bytes that it may have; for `Bound.CARD` those that it could have had, 0 if unknown.
+        baseline: bytes of the run before; None without one.
+        passed: whether the requirement is met.
+        note: what should be known beside it; empty if nothing.
+    """
+
+    bound: Bound
+    device: int
+    quantity: Quantity
+    actual: int
+    limit: int
+    baseline: int | None = None
+    passed: bool
+    note: str = ""
+
+    @property
+    def over(self) -> int:
+        """Bytes above the limit; 0 if it is kept."""
+        return max(0, self.actual - self.limit) if not self.passed else 0
+
+
+def measure(state: State, quantity: Quantity) -> int | None:
+    """A figure of a run; None where its source does not say."""
+    return {
+        Quantity.TOTAL: state.used,
+        Quantity.RESERVED: state.reserved,
+        Quantity.ALLOCATED: state.allocated,
+    }[quantity]
+
+
+def card_gates(run: Sequence[State]) -> tuple[Gate, ...]:
+    """One failed gate for each device that ran out of memory at the end."""
+    return tuple(
+        Gate(
+            bound=Bound.CARD,
+            device=state.device,
+            quantity=Quantity.TOTAL,
+            actual=state.used or 0,
+            limit=0,
+            passed=False,
+            note="the run ended by running out of memory: it would have taken more",
+        )
+        for state in run
+        if state.ran_out
+    )
+
+
+def budget_gates(run: Sequence[State], budget: int, quantity: Quantity = Quantity.TOTAL) -> tuple[Gate, ...]:
+    """Hold each device to a budget.
+
+    Args:
+        run: the devices of the run.
+        budget: bytes.
+        quantity: of what.
+
+    Raises:
+        UsageError: the run does not tell that figure.
+    """
+    return tuple(
+        Gate(
+            bound=Bound.BUDGET,
+            device=state.device,
+            quantity=quantity,
+            actual=(actual := _known(state, quantity)),
+            limit=budget,
+            passed=actual <= budget,
+            note=_outside_unknown(state, quantity),
+        )
+        for state in run
+    )
+
+
+def baseline_gates(run: Sequence[State], baseline: Sequence[State], tolerance: Tolerance) -> tuple[Gate, ...]:
+    """Hold each device to what it took before, reserved and allocated alike. Less than before is never too much.
+
+    Args:
+        run: the devices of the run.
+        baseline: those of the run before.
+        tolerance: by how much it may be more.
+
+    Raises:
+        UsageError: a device of the run is not in the baseline, or they tell no figure in common.
+    """
+    before = {state.device: state for state in baseline}
+    gates = []
+    for state in run:
+        known = before.get(state.device)
+        if known is None and len(run) == len(baseline) == 1:
+            known = baseline[0]
+        if known is None:
+            name = baseline[0].name if baseline else "the baseline"
+            raise UsageError(
+                f"{name} tells nothing of device {state.device}",
+                "Write the baseline again from a run on as many devices",
+            )
+        gates += _against(state, known, tolerance)
+    return tuple(gates)
+
+
+def _against(state: State, known: State, tolerance: Tolerance) -> list[Gate]:
+    found = []
+    for quantity in (Quantity.RESERVED, Quantity.ALLOCATED):
+        actual, earlier = measure(state, quantity), measure(known, quantity)
+        if actual is None or earlier is None:
+            continue
+        limit = earlier + tolerance.bound(earlier)
+        lower = earlier - actual > tolerance.bound(earlier)
+        found.append(
+            Gate(
+                bound=Bound.BASELINE,
+                device=state.device,
+                quantity=quantity,
+                actual=actual,
+                limit=limit,
+                baseline=earlier,
+                passed=actual <= limit,
+                note="it takes less than the baseline by more than the tolerance: write it again"
+                if lower
+                else "",
+            )
+        )
+    if not found:
+        raise UsageError(
+            f"{known.name} and {state.name} have no figure in common",
+            "A baseline holds peak reserved or peak allocated bytes",
+        )
+    return found
+
+
+def _known(state: State, quantity: Quantity) -> int:
+    actual = measure(state, quantity)
+    if actual is None:
+        raise UsageError(
+            f"{state.name} does not tell the {quantity.value} bytes of device {state.device}",
+            "Give a trace, a snapshot or a report of vramfit run --json",
+        )
+    return actual
+
+
+def _outside_unknown(state: State, quantity: Quantity) -> str:
+    if quantity is Quantity.TOTAL and state.outside is None:
+        return "what lies outside PyTorch (the CUDA context) is not known here and not counted"
+    return ""

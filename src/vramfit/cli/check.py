@@ -1,0 +1,336 @@
+"""``vramfit check``: gates for continuous integration: a budget, or no more than a baseline."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import typer.core
+
+from vramfit.cli.documents import STANDARD_OUTPUT, write_document
+from vramfit.cli.program import check_source, program_command
+from vramfit.cli.run import apart_from_json, check_alloc_conf, check_outputs
+from vramfit.errors import UsageError, VramfitError
+from vramfit.virtual.assume import Assume
+
+if TYPE_CHECKING:
+    from vramfit.analysis import Gate, State, Tolerance, Verdict
+    from vramfit.trace import Actual, Run
+
+GATE_FAILED = 3
+_SOURCES = {".py", ".pyw"}
+_NO_BASELINE = "Write one first: vramfit check TARGET --write-baseline"
+
+
+class CheckCommand(typer.core.TyperCommand):
+    """A command whose own options may follow the target; the program's stand after ``--``."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Write the usage as it is meant; the parser knows only one list of arguments."""
+        del ctx
+        return ["(SCRIPT | -m MODULE | TRACE | SNAPSHOT | REPORT.json)", "[OPTIONS]", "[-- ARGS...]"]
+
+
+def check_command(
+    target: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TARGET [-- ARGS]",
+            help="A program, or the trace, snapshot or JSON report of one that ran.",
+            show_default=False,
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help='What each card may hold at the peak: "20GiB".')
+    ] = None,
+    of: Annotated[
+        str,
+        typer.Option(
+            metavar="total|reserved|allocated",
+            help="What the budget is for: all (reserved, and what lies outside PyTorch), reserved, or allocated.",
+        ),
+    ] = "total",
+    baseline: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What it took before: a report, a trace or a snapshot."),
+    ] = None,
+    tolerance: Annotated[
+        str | None,
+        typer.Option(
+            metavar="T", help='How much more than the baseline, "1%" or "50MiB".', show_default="1%"
+        ),
+    ] = None,
+    write_baseline: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write what it takes now, as a baseline for later."),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The card of the program; by default the baseline's, or one of the budget's size.",
+        ),
+    ] = None,
+    gpus: Annotated[int, typer.Option(metavar="N", help="How many of them.", min=1, max=8)] = 1,
+    module: Annotated[
+        str | None, typer.Option("-m", metavar="MODULE", help="Run a module as python -m does.")
+    ] = None,
+    alloc_conf: Annotated[
+        str | None,
+        typer.Option(metavar="CONF", help="Allocator settings, instead of PYTORCH_ALLOC_CONF."),
+    ] = None,
+    assume: Annotated[
+        Assume, typer.Option(help="What to take for sizes that depend on data.")
+    ] = Assume.UPPER,
+    profile: Annotated[
+        str, typer.Option(metavar="FILE|auto|none", help="What vramfit calibrate measured.")
+    ] = "auto",
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the result as JSON; - for standard output.")
+    ] = None,
+) -> None:
+    """Check that a program stays within a memory budget, or takes no more than it used to.
+
+    The exit code is 3 if it does not, the program's own if it fails for another reason, and 2 if nothing could be
+    checked.
+    """
+    asked = _asked(budget, of, baseline, tolerance, write_baseline)
+    check_outputs((("--json", json), ("--write-baseline", write_baseline)))
+    check_alloc_conf(alloc_conf)
+    subject = _subject(module, target or [])
+    if isinstance(subject, Path):
+        found = _of_file(subject)
+    else:
+        with apart_from_json(json):
+            found = _of_program(subject, gpu or _card_of(asked), gpus, alloc_conf, assume, profile)
+    _end(asked, found, json)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """What the options ask for."""
+
+    budget: int | None
+    of: str
+    baseline: Actual | None
+    tolerance: Tolerance
+    write: Path | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """What the target came to; without a run where it is a report."""
+
+    name: str
+    states: Sequence[State]
+    report: dict[str, Any]
+    run: Run | None = None
+    verdict: Verdict | None = None
+    ran_here: bool = False
+
+
+def _asked(
+    budget: str | None, of: str, baseline: Path | None, tolerance: str | None, write: Path | None
+) -> _Asked:
+    """Read the options, before anything is run."""
+    from vramfit.analysis import DEFAULT_TOLERANCE, Quantity, Tolerance
+    from vramfit.trace import read_actual
+    from vramfit.units import parse_bytes
+
+    if budget is None and baseline is None and write is None:
+        raise UsageError("there is nothing to check", "Give --budget 20GiB, --baseline FILE, or both")
+    if of not in {one.value for one in Quantity}:
+        raise UsageError(f"--of is {of!r}", "Choose total, reserved or allocated")
+    if of != Quantity.TOTAL.value and budget is None:
+        raise UsageError("--of stands without a budget", "Give --budget 20GiB too")
+    if tolerance is not None and baseline is None:
+        raise UsageError("--tolerance compares with nothing", "Name what it took before: --baseline FILE")
+    size = None
+    if budget is not None:
+        try:
+            size = parse_bytes(budget)
+        except (ValueError, OverflowError) as error:
+            raise UsageError(f"--budget: {error}", "An example: --budget 20GiB") from None
+        if size <= 0:
+            raise UsageError("--budget is no memory at all", "An example: --budget 20GiB")
+    if baseline is not None and not baseline.exists():
+        raise UsageError(f"there is no baseline {baseline}", f"{_NO_BASELINE} {baseline}")
+    return _Asked(
+        budget=size,
+        of=of,
+        baseline=None if baseline is None else read_actual(baseline),
+        tolerance=DEFAULT_TOLERANCE if tolerance is None else Tolerance.parse(tolerance),
+        write=write,
+    )
+
+
+def _subject(module: str | None, target: list[str]) -> Path | list[str]:
+    """The file to look at, or the command line of the program to run."""
+    if module is None and not target:
+        raise UsageError(
+            "no target is given", "Name a script, -m MODULE, or the trace, snapshot or report of a run"
+        )
+    if module is not None or Path(target[0]).suffix in _SOURCES:
+        command = program_command(module, target)
+        check_source(command)
+        return command
+    if len(target) > 1:
+        raise UsageError(
+            f"{target[0]} is a file of a run, so {target[1]!r} cannot be an argument of it",
+            "Check one target at a time; a script's name ends with .py",
+        )
+    return Path(target[0])
+
+
+def _card_of(asked: _Asked) -> str:
+    """The card to run on where none is named: the baseline's, else one of the budget's size."""
+    if asked.baseline is not None:
+        from vramfit.analysis import states
+        from vramfit.gpus import find_gpu
+
+        for state in states(asked.baseline):
+            with contextlib.suppress(VramfitError):
+                find_gpu(state.gpu)
+                return state.gpu
+    if asked.budget is not None:
+        return str(asked.budget) + "B"
+    raise UsageError(
+        "no card is given, and nothing tells which to take",
+        'Choose one with --gpu, such as --gpu "RTX 4090"; vramfit gpus lists them',
+    )
+
+
+def _of_file(file: Path) -> _Found:
+    from vramfit.analysis import run_from_trace, states, verdict
+    from vramfit.report import run_to_json
+    from vramfit.trace import read_actual
+
+    actual = read_actual(file)
+    if actual.trace is None:
+        return _Found(name=file.name, states=states(actual), report=dict(actual.report or {}))
+    run = run_from_trace(actual.trace, name=file.name)
+    judged = verdict(run)
+    return _Found(
+        name=file.name, states=states(actual), report=run_to_json(run, judged), run=run, verdict=judged
+    )
+
+
+def _of_program(
+    command: list[str], gpu: str, gpus: int, alloc_conf: str | None, assume: Assume, profile: str
+) -> _Found:
+    from vramfit.analysis import verdict
+    from vramfit.gpus import find_gpu
+    from vramfit.report import run_to_json
+    from vramfit.virtual.runner import run_in_child
+
+    try:
+        run = run_in_child(
+            command,
+            gpu=find_gpu(gpu),
+            gpus=gpus,
+            alloc_conf=alloc_conf,
+            assume=assume.value,
+            profile=profile,
+        )
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    judged = verdict(run)
+    name = " ".join(command)
+    return _Found(
+        name=name,
+        states=tuple(_states_of_run(run, judged, name)),
+        report=run_to_json(run, judged),
+        run=run,
+        verdict=judged,
+        ran_here=True,
+    )
+
+
+def _states_of_run(run: Run, judged: Verdict, name: str) -> Iterator[State]:
+    from dataclasses import replace
+
+    from vramfit.analysis import state_from_trace
+
+    for device in run.devices:
+        state = state_from_trace(run.trace, device.index, name=name, outside=device.context_bytes)
+        ran_out = judged.fits is False and run.oom is not None and run.oom.device == device.index
+        yield replace(state, gpu=device.gpu, ran_out=ran_out)
+
+
+def _end(asked: _Asked, found: _Found, json: Path | None) -> None:
+    """Judge, tell, write, and leave with the code that says how it went."""
+    from vramfit.analysis import Outcome
+    from vramfit.cli.run import exit_code
+
+    run, judged = found.run, found.verdict
+    if found.ran_here and run is not None and judged is not None and judged.outcome is Outcome.FAILED:
+        reason = f": {run.error}" if run.error else ""
+        error = VramfitError(
+            f"the program failed (exit code {run.exit_code}){reason}", "Nothing was checked: mend it first"
+        )
+        error.exit_code = exit_code(run, judged) or 1
+        raise error
+    gates = _gates(asked, found.states)
+    passed = all(gate.passed for gate in gates)
+    _tell(asked, found, gates, json)
+    if asked.write is not None:
+        _write_baseline(asked.write, found)
+    raise typer.Exit(0 if passed else GATE_FAILED)
+
+
+def _gates(asked: _Asked, found: Sequence[State]) -> tuple[Gate, ...]:
+    from vramfit.analysis import Quantity, baseline_gates, budget_gates, card_gates, states
+
+    gates = card_gates(found)
+    if asked.budget is not None:
+        gates += budget_gates(found, asked.budget, Quantity(asked.of))
+    if asked.baseline is not None:
+        gates += baseline_gates(found, states(asked.baseline), asked.tolerance)
+    return gates
+
+
+def _tell(asked: _Asked, found: _Found, gates: Sequence[Gate], json: Path | None) -> None:
+    """Print what was found; where a budget is not kept, also where the bytes are."""
+    from rich.console import Console
+
+    from vramfit.analysis import Bound, diff_states, states
+    from vramfit.report import (
+        Check,
+        Explanation,
+        check_to_json,
+        print_check,
+        print_explanation,
+        print_terminal,
+    )
+
+    diffs = () if asked.baseline is None else diff_states(states(asked.baseline), found.states)
+    check = Check(target=found.name, gates=gates, diffs=diffs)
+    if json is not None:
+        write_document(json, check_to_json(check))
+    if json == STANDARD_OUTPUT:
+        return
+    console = Console()
+    print_check(check, console, root=Path.cwd())
+    missed = any(gate.bound is not Bound.BASELINE and not gate.passed for gate in gates)
+    if missed and found.run is not None and found.verdict is not None:
+        console.print()
+        if found.ran_here:
+            print_terminal(found.run, found.verdict, console, root=Path.cwd())
+        else:
+            explained = Explanation(run=found.run, verdict=found.verdict, peaks=())
+            print_explanation(explained, console, root=Path.cwd())
+
+
+def _write_baseline(path: Path, found: _Found) -> None:
+    """Write what the target came to in the form of ``vramfit run --json``."""
+    if not found.report:
+        raise UsageError(
+            f"{found.name} holds figures alone, too little for a baseline",
+            "Write one from a program, a trace or a snapshot",
+        )
+    write_document(path, found.report)
+    typer.echo(f"Wrote the baseline {path}", err=True)

@@ -1,0 +1,125 @@
+"""What the gates of `vramfit check` found, as text for the terminal and as values for JSON."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from vramfit.analysis import Bound, Gate, Quantity, TraceDiff
+from vramfit.report.diff import DiffLines, diff_to_json
+from vramfit.report.sections import Sections
+from vramfit.report.text import print_lines
+from vramfit.units import format_bytes
+
+CHECK_SCHEMA = "vramfit.check/1"
+"""Name and version: the number grows when a key changes its meaning or goes away, not for new keys."""
+
+_WORDS = {
+    Quantity.TOTAL: "use",
+    Quantity.RESERVED: "reserved",
+    Quantity.ALLOCATED: "allocated",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """What `vramfit check` found.
+
+    Attributes:
+        target: the program or file.
+        gates: the requirements.
+        diffs: how the run differs from the baseline, device by device; empty without one.
+    """
+
+    target: str
+    gates: Sequence[Gate]
+    diffs: Sequence[TraceDiff] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether every requirement is met."""
+        return all(gate.passed for gate in self.gates)
+
+
+def print_check(check: Check, console: Console, *, root: Path | None = None) -> None:
+    """Print what the gates found, and where one failed against a baseline also what changed.
+
+    Args:
+        check: what was found.
+        console: where to; its width, colour and encoding are respected.
+        root: the user's folder; file names below it are shown relative to it.
+    """
+    page = _Page(console.width, root)
+    print_lines(console, page.lines(check), page.width)
+
+
+def render_check(check: Check, *, width: int = 80, root: Path | None = None) -> str:
+    """The same as plain text of ``width`` columns, without colour."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, color_system=None, force_terminal=False)
+    print_check(check, console, root=root)
+    return stream.getvalue()
+
+
+class _Page(Sections):
+    def lines(self, check: Check) -> Iterator[Text]:
+        """The verdict, each gate, and the difference from the baseline if that is what failed."""
+        if check.gates:
+            mark = ("✓ passed ", "bold green") if check.passed else ("✗ failed ", "bold red")
+            yield from self.wrapped(Text.assemble(mark, (check.target, "bold")))
+        devices = {gate.device for gate in check.gates}
+        for gate in check.gates:
+            yield from self.gate(gate, len(devices) > 1)
+        if any(gate.bound is Bound.BASELINE and not gate.passed for gate in check.gates):
+            yield Text()
+            yield from DiffLines(self.width, self.root).lines(check.diffs)
+
+    def gate(self, gate: Gate, several: bool) -> Iterator[Text]:
+        """One requirement."""
+        mark = ("  ✓ ", "green") if gate.passed else ("  ✗ ", "red")
+        where = f"GPU {gate.device}: " if several else ""
+        if gate.bound is Bound.CARD:
+            yield from self.wrapped(Text.assemble(mark, where, gate.note), indent=4)
+            return
+        amount = f"peak {_WORDS[gate.quantity]} {format_bytes(gate.actual)}"
+        if gate.bound is Bound.BUDGET:
+            against = f"budget {format_bytes(gate.limit)}"
+        else:
+            before = gate.baseline or 0
+            more = gate.actual - before
+            share = f", {100 * more / before:+.2f} %" if before and more else ""
+            against = f"baseline {format_bytes(before)}{share}, limit {format_bytes(gate.limit)}"
+        over = f": {format_bytes(gate.over)} over" if gate.over else ""
+        yield from self.wrapped(Text.assemble(mark, where, f"{amount} ({against}){over}"), indent=4)
+        if gate.note:
+            yield from self.wrapped(Text(f"    {gate.note}", style="yellow"), indent=4)
+
+
+def check_to_json(check: Check) -> dict[str, Any]:
+    """The same as values that `json` can write; docs/json.md describes them. Sizes are bytes."""
+    return {
+        "schema": CHECK_SCHEMA,
+        "target": check.target,
+        "passed": check.passed,
+        "gates": [
+            {
+                "bound": gate.bound.value,
+                "device": gate.device,
+                "quantity": gate.quantity.value,
+                "actual_bytes": gate.actual,
+                "limit_bytes": gate.limit or None,
+                "baseline_bytes": gate.baseline,
+                "over_bytes": gate.over,
+                "passed": gate.passed,
+                "note": gate.note or None,
+            }
+            for gate in check.gates
+        ],
+        "diff": diff_to_json(check.diffs) if check.diffs else None,
+    }
