@@ -172,12 +172,15 @@ def diff_states(
     if device is None and len(ours) == len(theirs) == 1:
         return (diff(before[0], after[0]),)
     shared = sorted(ours.keys() & theirs.keys()) if device is None else [device]
+    if not shared:
+        names = " and ".join(side[0].name if side else "an empty run" for side in (before, after))
+        held = " and ".join(str(sorted(known)) for known in (ours, theirs))
+        raise UsageError(f"{names} have no device in common", f"They have {held}")
     for side, known in ((before, ours), (after, theirs)):
-        if not shared or not set(shared) <= known.keys():
-            name = side[0].name if side else "the run"
-            wanted = "no device in common with the other" if device is None else f"no device {device}"
+        if device is not None and device not in known:
+            name = side[0].name if side else "an empty run"
             held = ", ".join(map(str, sorted(known))) or "none"
-            raise UsageError(f"{name} has {wanted}", f"Its devices are: {held}")
+            raise UsageError(f"{name} has no device {device}", f"Its devices are: {held}")
     return tuple(diff(ours[index], theirs[index]) for index in shared)
 
 
@@ -235,8 +238,8 @@ def _names_library(one: Holding) -> bool:
     return len(one.stack) > 1 and one.stack[0] != one.line
 
 
-def _place(frame: Frame) -> tuple[str, int]:
-    return (PurePosixPath(frame.filename.replace("\\", "/")).name, frame.line)
+def _place(frame: Frame) -> tuple[str, str, int]:
+    return (*_function(frame), frame.line)
 
 
 def _function(frame: Frame) -> tuple[str, str]:

@@ -80,6 +80,8 @@ def card_gates(run: Sequence[State]) -> tuple[Gate, ...]:
 def budget_gates(run: Sequence[State], budget: int, quantity: Quantity = Quantity.TOTAL) -> tuple[Gate, ...]:
     """Hold each device to a budget.
 
+    A device that ran out within it is left out: what it held then says nothing of what it needs.
+
     Args:
         run: the devices of the run.
         budget: bytes.
@@ -99,6 +101,7 @@ def budget_gates(run: Sequence[State], budget: int, quantity: Quantity = Quantit
             note=_outside_unknown(state, quantity),
         )
         for state in run
+        if not (state.ran_out and _known(state, quantity) <= budget)
     )
 
 
@@ -136,7 +139,7 @@ def _against(state: State, known: State, tolerance: Tolerance) -> list[Gate]:
         if actual is None or earlier is None:
             continue
         limit = earlier + tolerance.bound(earlier)
-        lower = earlier - actual > tolerance.bound(earlier)
+        lower = earlier - actual > tolerance.bound(earlier) and not state.ran_out
         found.append(
             Gate(
                 bound=Bound.BASELINE,

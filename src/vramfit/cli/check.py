@@ -196,6 +196,9 @@ def _card_of(asked: _Asked) -> str:
             with contextlib.suppress(VramfitError):
                 find_gpu(state.gpu)
                 return state.gpu
+        total = (asked.baseline.report or {}).get("total_bytes")
+        if isinstance(total, int) and total > 0:  # a card that was named by its size alone
+            return f"{total}B"
     if asked.budget is not None:
         return str(asked.budget) + "B"
     raise UsageError(
