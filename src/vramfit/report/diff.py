@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,9 @@ class DiffLines:
         if one.changes:
             yield Text()
             yield Text("What changed", style="bold")
-        yield from self.changes(one.changes[:_MOST_CHANGES])
-        if rest := one.changes[_MOST_CHANGES:]:
+        alike = _joined(one.changes)
+        yield from self.changes(alike[:_MOST_CHANGES])
+        if rest := alike[_MOST_CHANGES:]:
             left = _signed(sum(change.size.difference for change in rest))
             yield Text(f"  {left:>{_SIGNED}}  in {len(rest)} smaller changes", style="bright_black")
         if one.omitted.before or one.omitted.after:
@@ -166,6 +168,27 @@ class DiffLines:
     def location(self, frame: Frame | None) -> str:
         """A source line, relative to the user's folder."""
         return short_location(frame, root=self.root)
+
+
+def _joined(changes: Sequence[HoldingChange]) -> list[HoldingChange]:
+    """Join the changes that differ only in what a line does not show: the module, the callers."""
+    alike: dict[tuple[object, ...], HoldingChange] = {}
+    for one in changes:
+        places = (one.line_before, one.line_after) if one.line_before or one.line_after else one.module
+        key = (one.change, one.op, one.category, one.tensor_before, one.tensor_after, places)
+        known = alike.get(key)
+        alike[key] = one if known is None else _sum(known, one)
+    return sorted(alike.values(), key=lambda one: -abs(one.size.difference))
+
+
+def _sum(one: HoldingChange, two: HoldingChange) -> HoldingChange:
+    size = Pair(before=one.size.before + two.size.before, after=one.size.after + two.size.after)
+    return replace(
+        one,
+        count_before=one.count_before + two.count_before,
+        count_after=one.count_after + two.count_after,
+        size=size,
+    )
 
 
 def _tensors(change: HoldingChange) -> str:

@@ -102,8 +102,9 @@ class _Page(Sections):
                     style="bold red" if not oom.handled else "yellow",
                 )
             )
-        for reason in found.verdict.why:
-            yield from self.wrapped(Text.assemble(("  why  ", "bold"), reason), indent=7)
+        for position, reason in enumerate(found.verdict.why):
+            label = "  why  " if position == 0 else "       "
+            yield from self.wrapped(Text.assemble((label, "bold"), reason), indent=7)
 
     def peaks(self, found: Sequence[LocalPeak]) -> Iterator[Text]:
         """When memory stood high, and what would have to go."""

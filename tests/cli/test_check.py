@@ -1,0 +1,219 @@
+"""`vramfit check`: budgets and baselines of programs and of files; exit codes; bad input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from analysis.synthetic import Recorder, fitting_run, gpt_training, oom_run, virtual_run
+from cli.conftest import FakeRunner, Invocation
+from vramfit.analysis import verdict
+from vramfit.report import render_json
+
+Command = Callable[..., Invocation]
+RUN = fitting_run()
+USED = RUN.devices[0].peak_reserved_bytes + RUN.devices[0].context_bytes
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text("print('hello')\n")
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "run.vft"
+    RUN.trace.save(path)
+    return path
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    path = tmp_path / "run.json"
+    path.write_text(render_json(RUN, verdict(RUN)))
+    return path
+
+
+def larger() -> Recorder:
+    recorder = Recorder()
+    gpt_training(recorder, layers=14)
+    return recorder
+
+
+class TestBudget:
+    @pytest.mark.parametrize(("budget", "code"), [(USED, 0), (USED - 1, 3)])
+    def test_to_the_byte(
+        self, vramfit: Command, runner: FakeRunner, script: Path, budget: int, code: int
+    ) -> None:
+        found = vramfit("check", script, "--budget", budget, "--gpu", "RTX 4090")
+        assert found.code == code
+        assert found.out.startswith("✓ passed" if code == 0 else "✗ failed")
+        assert ("At the peak" in found.out) == (code == 3)
+
+    @pytest.mark.parametrize("kind", ["trace", "report"])
+    def test_of_a_file(self, vramfit: Command, kind: str, request: pytest.FixtureRequest) -> None:
+        path = request.getfixturevalue(kind)
+        assert vramfit("check", path, "--budget", USED).code == 0
+        assert vramfit("check", path, "--budget", USED - 1).code == 3
+
+    def test_of_reserved_or_allocated_bytes(self, vramfit: Command, trace: Path) -> None:
+        device = RUN.devices[0]
+        for quantity, size in (
+            ("reserved", device.peak_reserved_bytes),
+            ("allocated", device.peak_allocated_bytes),
+        ):
+            assert vramfit("check", trace, "--budget", size, "--of", quantity).code == 0
+            assert vramfit("check", trace, "--budget", size - 1, "--of", quantity).code == 3
+
+    def test_without_a_card_one_of_that_size_is_taken(
+        self, vramfit: Command, runner: FakeRunner, script: Path
+    ) -> None:
+        vramfit("check", script, "--budget", "6GiB")
+        assert runner.options["gpu"].total_bytes == 6 << 30
+
+    def test_running_out_is_a_failure(self, vramfit: Command, runner: FakeRunner, script: Path) -> None:
+        runner.result = oom_run()
+        found = vramfit("check", script, "--budget", "20GiB")
+        assert found.code == 3
+        assert "ran out of memory" in found.out
+        assert "✓" not in found.out
+
+    def test_a_program_that_fails_is_not_checked(
+        self, vramfit: Command, runner: FakeRunner, script: Path
+    ) -> None:
+        runner.result = virtual_run(RUN.trace, exit_code=7, error="ValueError: no data")
+        found = vramfit("check", script, "--budget", "20GiB")
+        assert found.code == 7
+        assert "ValueError: no data" in found.err
+        assert found.out == ""
+
+
+class TestBaseline:
+    def test_the_same_passes_and_more_fails(
+        self, vramfit: Command, runner: FakeRunner, script: Path, report: Path
+    ) -> None:
+        assert vramfit("check", script, "--baseline", report).code == 0
+        runner.result = virtual_run(larger().finish())
+        found = vramfit("check", script, "--baseline", report)
+        assert found.code == 3
+        assert "peak allocated" in found.out
+        assert "What changed" in found.out
+        assert "optimizer state" in found.out
+        assert vramfit("check", script, "--baseline", report, "--tolerance", "90%").code == 0
+
+    def test_its_card_is_taken(
+        self, vramfit: Command, runner: FakeRunner, script: Path, report: Path
+    ) -> None:
+        vramfit("check", script, "--baseline", report)
+        assert runner.options["gpu"].name == "RTX 4090"
+
+    def test_written_and_read_again(
+        self, vramfit: Command, runner: FakeRunner, script: Path, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "baseline.json"
+        found = vramfit("check", script, "--gpu", "RTX 4090", "--write-baseline", path)
+        assert found.code == 0
+        assert vramfit("check", script, "--baseline", path, "--tolerance", "0%").code == 0
+        smaller = Recorder()
+        gpt_training(smaller, layers=6)
+        runner.result = virtual_run(smaller.finish())
+        found = vramfit("check", script, "--baseline", path)
+        assert found.code == 0
+        assert "write it again" in found.out
+
+    def test_a_card_named_by_its_size_is_taken_again(
+        self, vramfit: Command, runner: FakeRunner, script: Path, report: Path
+    ) -> None:
+        document = json.loads(report.read_text())
+        document["devices"][0]["gpu"]["name"] = "generic 24.00 GiB GPU"
+        report.write_text(json.dumps(document))
+        vramfit("check", script, "--baseline", report)
+        assert runner.options["gpu"].total_bytes == 24 << 30
+
+    def test_both_can_be_asked_for(self, vramfit: Command, trace: Path, report: Path) -> None:
+        found = vramfit("check", trace, "--baseline", report, "--budget", USED - 1)
+        assert found.code == 3
+        assert found.out.count("✓") == 2
+
+    def test_a_baseline_that_is_not_there(self, vramfit: Command, runner: FakeRunner, script: Path) -> None:
+        found = vramfit("check", script, "--baseline", "none.json")
+        assert found.code == 2
+        assert "--write-baseline none.json" in found.err
+        assert not runner.calls
+
+
+def test_json(vramfit: Command, trace: Path, report: Path, tmp_path: Path) -> None:
+    found = vramfit("check", trace, "--budget", USED - 1, "--baseline", report, "--json", "-")
+    document = json.loads(found.out)
+    assert found.code == 3
+    assert document["schema"] == "vramfit.check/1"
+    assert document["passed"] is False
+    assert [gate["passed"] for gate in document["gates"]] == [False, True, True]
+    assert document["gates"][0]["over_bytes"] == 1
+    assert document["diff"]["devices"][0]["same"] is True
+    assert vramfit("check", trace, "--budget", "1TiB", "--json", tmp_path / "x.json").code == 0
+    assert json.loads((tmp_path / "x.json").read_text())["passed"] is True
+
+
+def test_arguments_of_the_program_stand_after_two_dashes(
+    vramfit: Command, runner: FakeRunner, script: Path
+) -> None:
+    vramfit("check", script, "--budget", "20GiB", "--", "--epochs", "3")
+    assert runner.command == [str(script), "--epochs", "3"]
+    runner.calls.clear()
+    vramfit("check", "--budget", "20GiB", "-m", "package", "--", "-v")
+    assert runner.command == ["-m", "package", "-v"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((), "nothing to check"),
+        (("--tolerance", "1%"), "nothing to check"),
+        (("--budget", "1GiB", "--tolerance", "1%"), "--tolerance compares with nothing"),
+        (("--budget", "much"), "is not a size"),
+        (("--budget", "0"), "no memory at all"),
+        (("--budget", "1GiB", "--of", "everything"), "--of is"),
+        (("--budget", "1GiB", "--gpu", "RTX 9999"), "RTX 9999"),
+        (("--budget", "1GiB", "--alloc-conf", "nonsense:1"), "nonsense"),
+        (("--write-baseline", "b.json"), "no card is given"),
+        (("--budget", "1GiB", "--json", "same.json", "--write-baseline", "same.json"), "same.json"),
+    ],
+)
+def test_bad_options(
+    vramfit: Command,
+    runner: FakeRunner,
+    script: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    reason: str,
+) -> None:
+    monkeypatch.chdir(script.parent)
+    found = vramfit("check", script, *arguments)
+    assert found.code == 2
+    assert reason in found.err
+    assert found.out == ""
+    assert not runner.calls
+
+
+def test_bad_targets(vramfit: Command, runner: FakeRunner, trace: Path, tmp_path: Path) -> None:
+    for target in ((), (tmp_path / "none.py",), (tmp_path / "none.vft",), (trace, "more"), (tmp_path,)):
+        found = vramfit("check", *target, "--budget", "1GiB")
+        assert found.code == 2, target
+        assert "error" in found.err
+        assert "Traceback" not in found.err
+
+
+def test_figures_make_no_baseline(vramfit: Command, tmp_path: Path) -> None:
+    figures = tmp_path / "card.json"
+    figures.write_text(json.dumps({"max_memory_reserved": 1 << 30, "max_memory_allocated": 1 << 29}))
+    assert vramfit("check", figures, "--budget", "2GiB", "--of", "reserved").code == 0
+    found = vramfit("check", figures, "--write-baseline", tmp_path / "b.json")
+    assert found.code == 2
+    assert "figures alone" in found.err
+    assert not (tmp_path / "b.json").exists()

@@ -1,0 +1,110 @@
+"""`vramfit explain`: the recording in words, its JSON, and bad input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from analysis.reconciling import predicted, training
+from analysis.synthetic import Recorder, fitting_run, gpt_training, oom_run
+from cli.conftest import Invocation
+from vramfit.analysis import peak
+from vramfit.trace import write_snapshot
+
+Command = Callable[..., Invocation]
+TRACES = Path(__file__).parents[1] / "data" / "traces"
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "run.vft"
+    fitting_run().trace.save(path)
+    return path
+
+
+def test_it_tells_what_the_run_told(vramfit: Command, trace: Path) -> None:
+    found = vramfit("explain", trace)
+    assert (found.code, found.err) == (0, "")
+    assert found.out.startswith("run.vft on RTX 4090: ")
+    for heading in ("At the peak", "Modules", "Largest tensors", "Phases", "Local peaks"):
+        assert f"\n{heading}" in found.out
+    assert "to lower it by 10 %" in found.out
+
+
+def test_a_snapshot_tells_the_same_figures(vramfit: Command, tmp_path: Path) -> None:
+    run = predicted(training(layers=3))
+    snapshot, file = tmp_path / "run.pickle", tmp_path / "run.vft"
+    write_snapshot(run.trace, snapshot)
+    run.trace.save(file)
+    wanted = next(line for line in vramfit("explain", file).out.splitlines() if "peak allocated" in line)
+    assert wanted.split(" of ")[0] in vramfit("explain", snapshot).out
+
+
+def test_running_out_is_told_first(vramfit: Command, tmp_path: Path) -> None:
+    path = tmp_path / "oom.vft"
+    oom_run().trace.save(path)
+    found = vramfit("explain", path)
+    assert found.code == 0
+    assert "ran out of memory: asked for 512.00 MiB" in found.out
+    assert "When it ran out" in found.out
+
+
+def test_a_recording_of_three_cards_explains_the_one_that_ran_out(vramfit: Command) -> None:
+    recording = TRACES / "expandable-3gpu-oom.json.gz"
+    assert "(GPU 1)" in vramfit("explain", recording).out
+    assert "(GPU 2)" in vramfit("explain", recording, "--device", 2).out
+    missing = vramfit("explain", recording, "--device", 9)
+    assert missing.code == 2
+    assert "tells nothing of device 9" in missing.err
+
+
+def test_json(vramfit: Command, trace: Path, tmp_path: Path) -> None:
+    document = json.loads(vramfit("explain", trace, "--json", "-", "--lower", "25%", "--peaks", 1).out)
+    assert document["schema"] == "vramfit.explain/1"
+    assert document["run"]["schema"] == "vramfit.run/1"
+    (first,) = document["peaks"]
+    assert first["allocated_bytes"] == peak(fitting_run().trace).allocated
+    assert first["removal"]["share"] == 0.25
+    freed = sum(group["total_bytes"] for group in first["removal"]["groups"])
+    assert freed == first["removal"]["freed_bytes"] >= first["removal"]["wanted_bytes"]
+    file = tmp_path / "explain.json"
+    assert vramfit("explain", trace, "--json", file).code == 0
+    assert json.loads(file.read_text())["run"] == document["run"]
+
+
+def test_an_empty_trace(vramfit: Command, tmp_path: Path) -> None:
+    path = tmp_path / "empty.vft"
+    Recorder().finish().save(path)
+    found = vramfit("explain", path)
+    assert found.code == 0
+    assert "Nothing was allocated" in found.out
+
+
+@pytest.mark.parametrize("lower", ["0%", "200%", "5MiB", "much"])
+def test_a_share_is_a_share(vramfit: Command, trace: Path, lower: str) -> None:
+    found = vramfit("explain", trace, "--lower", lower)
+    assert found.code == 2
+    assert found.out == ""
+
+
+def test_no_trace(vramfit: Command, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print()")
+    for path in (script, tmp_path, tmp_path / "none.vft"):
+        found = vramfit("explain", path)
+        assert found.code == 2
+        assert (
+            found.err.startswith("error: cannot read") or "is neither" in found.err or "error:" in found.err
+        )
+        assert "Traceback" not in found.err
+
+
+def test_a_file_without_names_of_the_program(vramfit: Command, tmp_path: Path) -> None:
+    recorder = Recorder(devices=2)
+    gpt_training(recorder, iterations=1)
+    path = tmp_path / "two.vft"
+    recorder.finish().save(path)
+    assert "two.vft" in vramfit("explain", path).out
