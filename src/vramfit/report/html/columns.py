@@ -125,7 +125,7 @@ def origins(trace: MemoryTrace, views: Sequence[DeviceView]) -> Origins:
             else np.full(len(at), unknown, dtype=np.int64)
         )
     ends = np.cumsum([len(view.lives.born) for view in views])[:-1]
-    return Origins(columns=columns, of_device=tuple(np.split(index, ends)))
+    return Origins(columns=columns, of_device=tuple(np.split(index, ends)) if views else ())
 
 
 def shared_columns(trace: MemoryTrace, found: Origins) -> tuple[dict[str, Column], dict[str, Any]]:

@@ -287,11 +287,20 @@ def _legend() -> Html:
 
 def _run_summary(run: Run, verdict: Verdict, root: Path | None) -> Html:
     kind = {Outcome.FITS: "fits", Outcome.DOES_NOT_FIT: "fails", Outcome.FAILED: "fails"}.get(verdict.outcome)
-    first, *more = _recorded(run, verdict) if kind is None else headline(run, verdict, root=root)
+    nothing = run.source is not Source.VIRTUAL and not run.devices
+    told = _recorded(run, verdict) if kind is None or nothing else headline(run, verdict, root=root)
+    first, *more = told
+    listed = {*verdict.why, *verdict.advice}
+    said = [line for line in more if line.removeprefix("why").removeprefix("try").strip() not in listed]
     return tag(
         "section",
-        tag("h1", first, class_=kind),
-        *(tag("p", line) for line in more),
+        tag("h1", first, class_=None if nothing else kind),
+        *(tag("p", line) for line in said),
+        *(
+            join([tag("h2", title), tag("ul", join(tag("li", text) for text in texts))])
+            for title, texts in (("Why", verdict.why), ("What to try", verdict.advice))
+            if texts
+        ),
         *(_device_figures(device, several=len(verdict.devices) > 1) for device in verdict.devices),
         class_="verdict",
     )

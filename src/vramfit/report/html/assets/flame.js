@@ -60,6 +60,15 @@ function stackTree(model, row, ownOnly) {
   return root;
 }
 
+/** The largest first; numbered layers in their order. */
+function ordered(children) {
+  const entries = [...children];
+  if (entries.every(([key]) => /^\d+$/.test(key) && typeof key === "string")) {
+    return entries.sort((a, b) => Number(a[0]) - Number(b[0]));
+  }
+  return entries.sort((a, b) => b[1].bytes - a[1].bytes);
+}
+
 class FlameGraph {
   /** @param {function} tree gives the tree of a moment */
   constructor(host, trail, tree) {
@@ -111,7 +120,7 @@ class FlameGraph {
     let at = left;
     let small = 0;
     let smallCount = 0;
-    for (const [key, child] of [...node.children].sort((a, b) => b[1].bytes - a[1].bytes)) {
+    for (const [key, child] of ordered(node.children)) {
       const share = (width * child.bytes) / node.bytes;
       if (share < 3) {
         small += child.bytes;

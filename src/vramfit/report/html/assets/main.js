@@ -105,6 +105,7 @@ class DevicePage {
 }
 
 const page = { devices: new Map(), current: null };
+window.vramfit = page; // for those who want to look further in the browser's console
 
 async function openDevice(index) {
   if (!page.devices.has(index)) page.devices.set(index, await decode(`data-device-${index}`));
@@ -184,7 +185,7 @@ async function start() {
   page.shared = new Shared(await decode("data-shared"));
   // The pictures measure their room, so they must be seen before they are drawn.
   $("pictures").hidden = false;
-  const first = document.documentElement.dataset.device;
+  const first = document.documentElement.dataset.first;
   if (first !== undefined && first !== "") {
     await openDevice(Number(first));
     connect();

@@ -1,0 +1,69 @@
+"""Runs and recordings whose pages the tests look at."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from analysis.synthetic import TRAIN, Recorder, gpt_training, outcome, virtual_run
+from vramfit.trace import Category, Frame, MemoryTrace, Run, RunWarning, read_any
+from vramfit.units import GIB, MIB
+
+EVIL = "</script><img src=x onerror=alert(1)>"
+"""A name that would be markup, were it not escaped."""
+RECORDINGS = Path(__file__).parents[2] / "data/traces"
+
+
+def recording(name: str) -> MemoryTrace:
+    return read_any(RECORDINGS / f"{name}.json.gz")
+
+
+def training() -> Run:
+    recorder = Recorder()
+    gpt_training(recorder, layers=4, iterations=3)
+    return virtual_run(recorder.finish())
+
+
+def two_cards() -> Run:
+    recorder = Recorder(devices=2)
+    recorder.phase("inference")
+    recorder.alloc("float32[1024, 1024, 64]", 256 * MIB, Category.PARAMETERS, module="Net.a", device=0)
+    for layer in range(6):
+        recorder.alloc(
+            "float32[1024, 1024, 128]", 512 * MIB, Category.ACTIVATIONS, module=f"Net.b.{layer}", device=1
+        )
+    trace = recorder.finish()
+    return virtual_run(trace, devices=(outcome(trace, device=0), outcome(trace, device=1)))
+
+
+def evil() -> Run:
+    """Every name is an attempt to leave the page."""
+    recorder = Recorder()
+    recorder.phase(EVIL)
+    stack = (Frame(f"/home/ada/{EVIL}.py", 7, EVIL),)
+    for category in Category:
+        recorder.alloc(EVIL, 2 * GIB + int(category), category, op=EVIL, module=EVIL, stack=stack)
+    warning = RunWarning(code=EVIL, message=EVIL, location=f"{EVIL}:1", count=1)
+    return replace(virtual_run(recorder.finish(), warnings=(warning,)), program=(EVIL,))
+
+
+def simple() -> MemoryTrace:
+    """Three blocks with stacks of their own, the second given back."""
+    recorder = Recorder()
+    addresses = []
+    for number, size in enumerate((8 * MIB, 6 * MIB, 4 * MIB)):
+        recorder.phase(f"step {number}/forward")
+        stack = (
+            Frame("/venv/lib/python3.11/site-packages/torch/nn/functional.py", 1000 + number, "linear"),
+            Frame(TRAIN, 10 + number, f"function_{number}"),
+        )
+        addresses.append(
+            recorder.alloc(
+                f"float32[{size // 4}]",
+                size,
+                Category.ACTIVATIONS,
+                op="aten.mm.default",
+                module=f"Net.layer{number}",
+                stack=stack,
+            )
+        )
+    recorder.free(addresses[1])
+    return recorder.finish()
