@@ -32,13 +32,14 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint bench clean
+.PHONY: help env browser demo test lint bench clean
 
 help:
 	@echo "make demo    GPT-2 training on a virtual $(GPU): does it fit, and where does the memory go?"
 	@echo "make test    the linters, the type checker and all tests"
 	@echo "make lint    ruff, mypy and the import contracts alone"
 	@echo "make bench   every benchmark, each printing its table"
+	@echo "make browser Chromium for the tests of HTML pages (Debian and Ubuntu, as root); skipped without one"
 	@echo "make env     the environment alone, in $(VENV)"
 	@echo "make clean   remove the environment, caches and built files"
 	@echo
@@ -94,6 +95,16 @@ lint: $(STAMP)
 	@$(BIN)/mypy
 	@echo "== import-linter: the floors"
 	@$(BIN)/lint-imports
+
+browser:
+	@if command -v chromium || command -v chromium-browser || command -v google-chrome; then \
+		echo "== Chromium is here"; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "== Installing Chromium"; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium; \
+	else \
+		echo "No Chromium on PATH. On Debian and Ubuntu: sudo apt-get install chromium" >&2; exit 1; \
+	fi
 
 test: lint
 	@echo "== pytest: all tests, in $(JOBS) processes"
