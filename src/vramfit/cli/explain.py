@@ -37,13 +37,17 @@ def explain_command(
         Path | None,
         typer.Option(metavar="FILE", help="Write the explanation as JSON; - for standard output."),
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the recording as one HTML page that needs no network."),
+    ] = None,
 ) -> None:
     """Explain a recorded run: what was alive at its peak, by category, module and line, and what would lower it."""
-    from vramfit.report import check_writable, explanation_to_json, print_explanation
+    from vramfit.cli.run import check_outputs
+    from vramfit.report import explanation_to_json, print_explanation, write_page
 
     share = _share(lower)
-    if json is not None and json != STANDARD_OUTPUT:
-        check_writable(json)
+    check_outputs((("--json", json), ("--report", report)))
     found = explain_file(file, device, most=peaks, share=share)
     if json != STANDARD_OUTPUT:
         from rich.console import Console
@@ -51,6 +55,8 @@ def explain_command(
         print_explanation(found, Console(), root=Path.cwd())
     if json is not None:
         write_document(json, explanation_to_json(found))
+    if report is not None:
+        write_page(report, found.run, found.verdict, root=Path.cwd())
 
 
 def explain_file(file: Path, device: int | None, *, most: int, share: float) -> Explanation:

@@ -34,13 +34,24 @@ def replay_command(
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write the result as JSON; - for standard output."),
     ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="FILE", help="Write the recording, as it was, as one HTML page."),
+    ] = None,
 ) -> None:
     """Replay a recording's requests through the allocator and compare addresses, segments and peaks."""
     from vramfit.allocator import AllocatorConfig
+    from vramfit.cli.run import check_outputs
     from vramfit.trace import read_any, replay
 
     config = None if alloc_conf is None else AllocatorConfig.parse(alloc_conf)
-    report = replay(read_any(file), config)
+    check_outputs((("--json", json), ("--report", page)))
+    trace = read_any(file)
+    report = replay(trace, config)
+    if page is not None:
+        from vramfit.report import write_page
+
+        write_page(page, trace, title=file.name, root=Path.cwd())
     if json == Path("-"):
         typer.echo(render_replay_json(report), nl=False)
         return

@@ -70,6 +70,10 @@ def run_command(
         Path | None,
         typer.Option(metavar="FILE", help="Write a torch memory snapshot, for pytorch.org/memory_viz."),
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the report as one HTML page that needs no network."),
+    ] = None,
     against: Annotated[
         list[Path] | None,
         typer.Option(
@@ -100,7 +104,7 @@ def run_command(
     command = program_command(module, program or [])
     spec = _card(gpu)
     check_alloc_conf(alloc_conf)
-    check_outputs((("--json", json), ("--trace", trace), ("--snapshot", snapshot)))
+    check_outputs((("--json", json), ("--trace", trace), ("--snapshot", snapshot), ("--report", report)))
     reference = read_reference(against or [], against_device, tolerance)
     check_source(command)
 
@@ -117,7 +121,7 @@ def run_command(
     verdict = judge(run)
     found, misfit = compare(reference, run)
     _show(run, verdict, found, json)
-    _write(run, verdict, found, json, trace, snapshot)
+    _write(run, verdict, found, json, trace, snapshot, report)
     if misfit is not None:
         raise misfit
     raise typer.Exit(exit_code(run, verdict, found))
@@ -222,6 +226,7 @@ def _write(
     json: Path | None,
     trace: Path | None,
     snapshot: Path | None,
+    report: Path | None,
 ) -> None:
     """Write the files that were asked for, each whole or not at all."""
     from vramfit.report import render_json, write_text
@@ -234,3 +239,7 @@ def _write(
         from vramfit.trace import write_snapshot
 
         write_snapshot(run.trace, snapshot)
+    if report is not None:
+        from vramfit.report import write_page
+
+        write_page(report, run, verdict, root=Path.cwd())

@@ -4,6 +4,7 @@ from vramfit.report.against import against_to_json, print_against, render_agains
 from vramfit.report.check import CHECK_SCHEMA, Check, check_to_json, print_check, render_check
 from vramfit.report.diff import DIFF_SCHEMA, diff_to_json, print_diff, render_diff
 from vramfit.report.explain import Explanation, explanation_to_json, print_explanation, render_explanation
+from vramfit.report.html import render_html, render_trace_html, write_page
 from vramfit.report.json_report import SCHEMA, render_json, run_to_json
 from vramfit.report.terminal import print_terminal, render_terminal
 from vramfit.writing import check_writable, write_text
@@ -28,8 +29,11 @@ __all__ = [
     "render_check",
     "render_diff",
     "render_explanation",
+    "render_html",
     "render_json",
     "render_terminal",
+    "render_trace_html",
     "run_to_json",
+    "write_page",
     "write_text",
 ]
