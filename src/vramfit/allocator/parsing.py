@@ -281,6 +281,15 @@ def write_settings(config: AllocatorConfig) -> str:
 
 
 def _write_divisions(table: tuple[int, ...]) -> str:
-    if len(set(table)) == 1 and table[0]:
-        return str(table[0])
-    return "[" + ",".join(f"{1 << index}:{value}" for index, value in enumerate(table)) + "]"
+    if len(set(table)) == 1:
+        return str(table[0]) if table[0] else "[1:0]"
+    # The first size named stands for all below it, ">" for all above the last; what no size names is 0.
+    begin = next(index for index, value in enumerate(table) if value != table[0]) - 1
+    end = next(index for index in reversed(range(len(table))) if table[index] != table[-1])
+    named = [(index, table[index]) for index in range(begin, end + 1) if index == begin or table[index]]
+    parts = [f"{1 << index}:{value}" for index, value in named]
+    if table[-1]:
+        if named[-1][0] != end:
+            parts.append(f"{1 << end}:{table[end]}")
+        parts.append(f">:{table[-1]}")
+    return "[" + ",".join(parts) + "]"

@@ -52,6 +52,7 @@ from vramfit.analysis.segment_spans import SegmentSpans, segment_spans
 from vramfit.analysis.states import Holding, State, state_from_trace, states, states_from_report
 from vramfit.analysis.steps import LEAST_STEPS, Steps, StepSource, steps
 from vramfit.analysis.tolerance import DEFAULT_TOLERANCE, Tolerance
+from vramfit.analysis.tuning import DeviceRecording, Trap, TrapKind, Trial, Tuning, tune
 from vramfit.analysis.verdict import NAMES, NO_CARD, DeviceVerdict, Outcome, Verdict, verdict
 from vramfit.trace.frames import Origin, origin, short_location, user_frame
 
@@ -71,6 +72,7 @@ __all__ = [
     "Counterfactual",
     "Curves",
     "DeviceReconciliation",
+    "DeviceRecording",
     "DeviceVerdict",
     "Difference",
     "Ends",
@@ -123,6 +125,10 @@ __all__ = [
     "Timeline",
     "Tolerance",
     "TraceDiff",
+    "Trap",
+    "TrapKind",
+    "Trial",
+    "Tuning",
     "Verdict",
     "WhatIf",
     "When",
@@ -158,6 +164,7 @@ __all__ = [
     "steps",
     "summarise",
     "timeline",
+    "tune",
     "user_frame",
     "verdict",
 ]

@@ -1,0 +1,85 @@
+"""``vramfit tune``: which allocator settings would have served a recording with the least memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from vramfit.analysis import Tuning
+    from vramfit.trace import MemoryTrace
+
+_WIDTH = 110
+"""Columns where the output is no terminal."""
+
+
+def tune_command(
+    file: Annotated[
+        Path, typer.Argument(help="A trace (.vft) or a torch snapshot: pickle or JSON, gzipped or plain.")
+    ],
+    device: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Only this device; by default all of the recording.", min=0),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SETTINGS",
+            help='Try only these, such as "max_split_size_mb:256"; may be given several times.',
+        ),
+    ] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write all that was tried as JSON; - for standard output."),
+    ] = None,
+) -> None:
+    """Replay a recording under many allocator settings and say which to use.
+
+    Every setting serves every request of the recording. The line to put into the shell comes first, then the evidence
+    against the recorded settings, then traps to keep away from.
+    """
+    from vramfit.trace import read_any
+
+    if json is not None and json != Path("-"):
+        from vramfit.writing import check_writable
+
+        check_writable(json)
+    tuning = _with_progress(read_any(file), device, settings or [])
+    from vramfit.report import render_tuning_json, write_text
+
+    if json == Path("-"):
+        typer.echo(render_tuning_json(tuning), nl=False)
+        return
+    from rich.console import Console
+
+    from vramfit.report import print_tuning
+
+    console = Console(highlight=False)
+    print_tuning(tuning, console if console.is_terminal else Console(highlight=False, width=_WIDTH))
+    if json is not None:
+        write_text(json, render_tuning_json(tuning))
+
+
+def _with_progress(trace: MemoryTrace, device: int | None, settings: list[str]) -> Tuning:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from vramfit.analysis import tune
+
+    columns = (
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=1.0)
+        return tune(
+            trace,
+            device=device,
+            settings=settings,
+            progress=lambda share, conf: bar.update(task, completed=share, description=conf or "defaults"),
+        )

@@ -1,0 +1,236 @@
+"""What `vramfit tune` found: in the terminal and as JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vramfit.analysis.tuning import DeviceRecording, Trial, Tuning
+from vramfit.trace import CapacitySource
+from vramfit.units import format_bytes
+
+TUNE_SCHEMA = "vramfit.tune/1"
+_ROWS = 12
+_DEFAULTS = "(defaults)"
+
+
+def print_tuning(tuning: Tuning, console: Console) -> None:
+    """Print the settings to use, the evidence, and what to keep away from."""
+    for line in _headline(tuning):
+        console.print(line, soft_wrap=True, highlight=False)
+    console.print()
+    console.print(_table(tuning))
+    for note in _notes(tuning):
+        console.print(Text(note), soft_wrap=True, highlight=False)
+    if tuning.traps:
+        console.print()
+        console.print(Text("Traps", style="bold"))
+        for trap in tuning.traps:
+            conf = trap.alloc_conf or _DEFAULTS
+            console.print(
+                Text.assemble(("  ! ", "yellow"), (conf, "bold"), f": {trap.text}"),
+                soft_wrap=True,
+                highlight=False,
+            )
+    console.print()
+    tried = (
+        f"{len(tuning.trials)} settings, each with all {tuning.events:,} events, in {tuning.seconds:.1f} s"
+    )
+    console.print(Text(tried, style="dim"))
+
+
+def render_tuning(tuning: Tuning, *, width: int = 100) -> str:
+    """The same as plain text, without colour."""
+    stream = io.StringIO()
+    print_tuning(tuning, Console(file=stream, width=width, color_system=None, force_terminal=False))
+    return stream.getvalue()
+
+
+def _headline(tuning: Tuning) -> Iterator[Text]:
+    best, baseline = tuning.best, tuning.baseline
+    if tuning.keep:
+        name = tuning.recorded_alloc_conf or "the defaults"
+        peak = format_bytes(baseline.peak_reserved)
+        better = f"nothing tried lowers the peak of {peak} by more than {format_bytes(tuning.tolerance)}"
+        yield Text.assemble(("✓ keep ", "bold green"), (name, "bold"), f": {better}")
+        if baseline.ooms:
+            fails = "The request that failed fails" if baseline.ooms == 1 else "Requests fail"
+            yield Text(f"  {fails} under every setting: vramfit explain says what holds the memory.")
+        return
+    share = 100 * tuning.saved / baseline.peak_reserved if baseline.peak_reserved else 0.0
+    if best.ooms < baseline.ooms:
+        what = (
+            f"{baseline.ooms - best.ooms} of {baseline.ooms} requests that ran out of memory would be served"
+        )
+    elif tuning.saved:
+        what = (
+            f"peak reserved {format_bytes(best.peak_reserved)} instead of {format_bytes(baseline.peak_reserved)}: "
+            f"{format_bytes(tuning.saved)} or {share:.1f} % less"
+        )
+    else:
+        what = (
+            f"the cache is given back for want of memory {best.retries} times instead of {baseline.retries}"
+        )
+    yield Text.assemble(("✓ ", "bold green"), what)
+    yield Text()
+    yield Text(f"    {tuning.export_line}", style="bold")
+    yield Text()
+    calls = best.device_allocs + best.device_frees, baseline.device_allocs + baseline.device_frees
+    yield Text(f"  {_trade_off(*calls)}")
+
+
+def _trade_off(calls: int, before: int) -> str:
+    """Calls to the driver: each takes from microseconds to a millisecond, and a free waits for the card."""
+    if calls > before:
+        return f"The price: {calls:,} calls to the driver for memory instead of {before:,}, mostly in the first step."
+    if calls < before:
+        return f"It also asks the driver for memory less often: {calls:,} calls instead of {before:,}."
+    return f"The calls to the driver for memory stay the same: {calls:,}."
+
+
+def _table(tuning: Tuning) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("settings", overflow="fold", min_width=36)
+    for name in ("peak reserved", "against", "allocs", "frees", "retries", "failed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for trial, alike in shown_trials(tuning):
+        table.add_row(*_row(trial, alike, tuning))
+    return table
+
+
+def shown_trials(tuning: Tuning) -> list[tuple[Trial, int]]:
+    """The best trials, the one to take and the recorded one; of those with equal figures one, with how many more."""
+    named = (tuning.best.alloc_conf, tuning.baseline.alloc_conf)
+    alike: dict[tuple[object, ...], list[Trial]] = {}
+    for trial in tuning.trials:
+        figures = (trial.devices, trial.device_allocs, trial.device_frees, trial.retries, trial.ooms)
+        key = (trial.alloc_conf,) if trial.alloc_conf in named else (*figures, trial.complete)
+        alike.setdefault(key, []).append(trial)
+    rows = [(min(found, key=lambda one: one.settings), len(found) - 1) for found in alike.values()]
+    last = [row for row in rows[_ROWS:] if row[0].alloc_conf in named]
+    return [*rows[:_ROWS], *last]
+
+
+def _row(trial: Trial, alike: int, tuning: Tuning) -> list[Text | str]:
+    name = Text(trial.alloc_conf or _DEFAULTS)
+    if alike:
+        name.append(f"  and {alike} alike", style="dim")
+    if trial.alloc_conf == tuning.best.alloc_conf:
+        name.stylize("bold green")
+    if trial.alloc_conf == tuning.baseline.alloc_conf:
+        name.append("  ← recorded", style="cyan")
+    difference = trial.peak_reserved - tuning.baseline.peak_reserved
+    against = "" if not difference else f"{'+' if difference > 0 else '-'}{format_bytes(abs(difference))}"
+    peak = format_bytes(trial.peak_reserved)
+    return [
+        name,
+        peak if trial.complete else f"> {peak}",
+        against,
+        f"{trial.device_allocs:,}",
+        f"{trial.device_frees:,}",
+        f"{trial.retries:,}",
+        Text(f"{trial.ooms:,}", style="red" if trial.ooms else ""),
+    ]
+
+
+def _notes(tuning: Tuning) -> Iterator[str]:
+    left_out = len(tuning.trials) - sum(1 + alike for _, alike in shown_trials(tuning))
+    if left_out > 0:
+        yield f"{left_out} more settings were tried; --json has them all."
+    for device in tuning.devices:
+        where = f"GPU {device.index}: " if len(tuning.devices) > 1 else ""
+        same = "as recorded" if device.predicted == device.recorded else "not as recorded"
+        yield (
+            f"{where}replayed under the recorded settings: peak reserved "
+            f"{format_bytes(device.predicted.peak_reserved)}, {same}."
+        )
+        yield f"{where}{_capacity(device)}"
+    if tuning.baseline.peak_reserved != max(device.recorded.peak_reserved for device in tuning.devices):
+        yield (
+            "The recording begins with memory in use, whose history is unknown. All settings, the recorded ones too, "
+            "begin here on an empty card, so compare the rows with one another."
+        )
+    if not tuning.version_known:
+        major, minor = tuning.torch_version
+        yield (
+            f"The recording does not name its torch: the rules of {major}.{minor} apply, and settings that older "
+            "versions lack were not tried."
+        )
+
+
+def _capacity(device: DeviceRecording) -> str:
+    capacity = device.capacity
+    size = format_bytes(capacity.bytes)
+    if capacity.source is CapacitySource.CARD:
+        return f"the allocator can have {size} of the card."
+    if capacity.source is CapacitySource.OOM:
+        return f"the allocator can have {size}, by what was reserved and free when it ran out."
+    if capacity.source is CapacitySource.RETRIES:
+        below = format_bytes(capacity.below)
+        return f"the allocator can have at least {size} and less than {below}: its cache was given back for want of it."
+    return (
+        "the memory of the card is unknown, so no request fails here, and garbage collection was not tried."
+    )
+
+
+def tuning_to_json(tuning: Tuning) -> dict[str, Any]:
+    """Everything that was tried; sizes are in bytes."""
+    return {
+        "schema": TUNE_SCHEMA,
+        "torch": "{}.{}".format(*tuning.torch_version),
+        "torch_known": tuning.version_known,
+        "variable": tuning.variable,
+        "export": tuning.export_line,
+        "keep": tuning.keep,
+        "saved_bytes": tuning.saved,
+        "recorded_alloc_conf": tuning.recorded_alloc_conf,
+        "events": tuning.events,
+        "seconds": round(tuning.seconds, 3),
+        "devices": [_device(device) for device in tuning.devices],
+        "baseline": _trial(tuning.baseline),
+        "best": _trial(tuning.best),
+        "trials": [_trial(trial) for trial in tuning.trials],
+        "traps": [
+            {"kind": trap.kind.name.lower(), "alloc_conf": trap.alloc_conf, "text": trap.text}
+            for trap in tuning.traps
+        ],
+    }
+
+
+def render_tuning_json(tuning: Tuning) -> str:
+    """The same as text."""
+    return json.dumps(tuning_to_json(tuning), indent=2, ensure_ascii=False) + "\n"
+
+
+def _device(device: DeviceRecording) -> dict[str, Any]:
+    capacity = device.capacity
+    return {
+        "index": device.index,
+        "recorded_peak_reserved_bytes": device.recorded.peak_reserved,
+        "recorded_peak_allocated_bytes": device.recorded.peak_allocated,
+        "predicted_peak_reserved_bytes": device.predicted.peak_reserved,
+        "exact": device.exact,
+        "capacity_bytes": capacity.bytes or None,
+        "capacity_source": capacity.source.name.lower(),
+    }
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    return {
+        "alloc_conf": trial.alloc_conf,
+        "family": trial.family,
+        "complete": trial.complete,
+        "peak_reserved_bytes": trial.peak_reserved,
+        "peak_allocated_bytes": trial.peak_allocated,
+        "device_peaks_reserved_bytes": [peaks.peak_reserved for peaks in trial.devices],
+        "driver_allocs": trial.device_allocs,
+        "driver_frees": trial.device_frees,
+        "retries": trial.retries,
+        "ooms": trial.ooms,
+    }
