@@ -2,6 +2,8 @@
 
 - `run`: a script or module on the virtual GPU, in a process of its own.
 - `VirtualGPU`: the virtual GPU around a block of code.
+- `track`: a recording of the memory of any block of code, on a card or on the metered CPU.
+- `snapshot`: a line of figures.
 - `MemoryTrace`: what every run, recording and snapshot comes to.
 """
 
@@ -17,16 +19,32 @@ if TYPE_CHECKING:
     from vramfit.errors import VramfitError as VramfitError
     from vramfit.in_process import VirtualGPU as VirtualGPU
     from vramfit.trace import MemoryTrace as MemoryTrace
+    from vramfit.tracking import Track as Track
+    from vramfit.tracking import snapshot as snapshot
+    from vramfit.tracking import track as track
 
-__all__ = ["MemoryTrace", "Report", "VirtualGPU", "VramfitError", "__version__", "run"]
+__all__ = [
+    "MemoryTrace",
+    "Report",
+    "Track",
+    "VirtualGPU",
+    "VramfitError",
+    "__version__",
+    "run",
+    "snapshot",
+    "track",
+]
 
 # Where each name lives. They are imported at first use: `import vramfit` must not import torch.
 _HOMES = {
     "MemoryTrace": "vramfit.trace",
     "Report": "vramfit.api",
+    "Track": "vramfit.tracking",
     "VirtualGPU": "vramfit.in_process",
     "VramfitError": "vramfit.errors",
     "run": "vramfit.api",
+    "snapshot": "vramfit.tracking",
+    "track": "vramfit.tracking",
 }
 
 

@@ -23,7 +23,7 @@ from vramfit.report.text import (
     short_op,
     split_width,
 )
-from vramfit.trace import Run
+from vramfit.trace import Run, Source
 from vramfit.units import format_bytes
 
 _WARNINGS = 5
@@ -34,7 +34,7 @@ def print_terminal(run: Run, verdict: Verdict, console: Console, *, root: Path |
     """Print a run.
 
     Args:
-        run: what happened on the virtual cards.
+        run: what happened.
         verdict: what `vramfit.analysis.verdict` says about it.
         console: where to; its width, colour and encoding are respected.
         root: the user's folder; file names below it are shown relative to it.
@@ -84,9 +84,8 @@ class _Page(Sections):
             yield from self.warnings(run)
             return
         gpu = (verdict.device.gpu, "bold")
-        yield from self.wrapped(
-            Text.assemble(("✓ fits ", "bold green"), gpu, ": the program did not use the card")
-        )
+        unused = "made no tensors" if run.source is Source.CPU else "did not use the card"
+        yield from self.wrapped(Text.assemble(("✓ fits ", "bold green"), gpu, f": the program {unused}"))
         yield from self.warnings(run)
         yield Text()
         yield self.footer(run)
@@ -113,9 +112,9 @@ class _Page(Sections):
         device = verdict.device
         where = device.gpu if len(verdict.devices) == 1 else f"{device.gpu} (GPU {device.index})"
         if verdict.outcome is Outcome.FITS:
-            yield from self.fits(verdict, where)
+            yield from self.fits(run, verdict, where)
         elif verdict.outcome is Outcome.DOES_NOT_FIT:
-            yield from self.does_not_fit(verdict, where)
+            yield from self.does_not_fit(run, verdict, where)
         else:
             reason = f": {run.error}" if run.error else ""
             failed = (f" (exit code {run.exit_code}){reason}", "")
@@ -126,7 +125,7 @@ class _Page(Sections):
                 until_then = "It saw no card: CUDA_VISIBLE_DEVICES hides them all."
             yield from self.wrapped(Text(f"  {until_then}"))
 
-    def fits(self, verdict: Verdict, where: str) -> Iterator[Text]:
+    def fits(self, run: Run, verdict: Verdict, where: str) -> Iterator[Text]:
         """With how much to spare, and which smaller card would do."""
         device, card, oom = verdict.device, verdict.smallest_gpu, verdict.oom
         if device.index == NO_CARD:
@@ -142,7 +141,7 @@ class _Page(Sections):
             place = self.at_line(oom.user_line)
             text = f"  The program ran out{place} (asked for {request}), caught it and went on."
             yield from self.wrapped(Text(text, style="yellow"))
-        if card is not None and card.total_bytes < device.total:
+        if card is not None and card.total_bytes < device.total and run.source is not Source.CPU:
             size = format_bytes(card.total_bytes)
             yield from self.wrapped(
                 Text(f"  The smallest card with as much is {card.name} ({size}).", style="bright_black")
@@ -161,7 +160,7 @@ class _Page(Sections):
             text = f"{text[:-1]}; {still}."
         yield from self.wrapped(Text(text, style="" if verdict.certain else "yellow"))
 
-    def does_not_fit(self, verdict: Verdict, where: str) -> Iterator[Text]:
+    def does_not_fit(self, run: Run, verdict: Verdict, where: str) -> Iterator[Text]:
         """Where it ran out, by how much, why, and what to try."""
         oom = verdict.oom
         assert oom is not None
@@ -189,6 +188,11 @@ class _Page(Sections):
                     Text.assemble((f"  {label if position == 0 else '   '}  ", "bold"), text), indent=7
                 )
         card, need = verdict.smallest_gpu, format_bytes(verdict.needed)
+        if run.source is Source.CPU:  # what kernels of a card would take beside is not among the bytes
+            yield from self.wrapped(
+                Text(f"  It needs at least {need}. A larger budget shows how much in all.")
+            )
+            return
         if card is None:
             text = f"  It needs at least {need}, and no card of the catalogue has that."
         else:
@@ -284,7 +288,7 @@ class _Page(Sections):
         """What was run, and for how long."""
         parts = [
             f"{run.ops:,} ops",
-            f"{seconds(run.seconds_simulated)} simulated",
+            *([f"{seconds(run.seconds_simulated)} simulated"] if run.source is Source.VIRTUAL else []),
             f"{seconds(run.seconds_wall)} here",
             f"torch {run.torch_version}",
         ]

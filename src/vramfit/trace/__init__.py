@@ -4,6 +4,7 @@ from vramfit.trace.actual import Actual, Figures, read_actual
 from vramfit.trace.builder import TraceBuilder
 from vramfit.trace.events import Category, EventKind, Frame, Segment, TraceDevice
 from vramfit.trace.export import snapshot_from_trace, write_snapshot
+from vramfit.trace.marks import Mark, marks
 from vramfit.trace.model import MemoryTrace
 from vramfit.trace.outcome import DeviceOutcome, OomReport, ProfileNote, Run, RunWarning, Source
 from vramfit.trace.pressure import Capacity, CapacitySource
@@ -22,6 +23,7 @@ __all__ = [
     "EventKind",
     "Figures",
     "Frame",
+    "Mark",
     "MemoryTrace",
     "OomReport",
     "Peaks",
@@ -36,6 +38,7 @@ __all__ = [
     "TraceBuilder",
     "TraceDevice",
     "load_snapshot",
+    "marks",
     "read_actual",
     "read_any",
     "replay",

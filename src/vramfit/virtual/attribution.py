@@ -139,6 +139,10 @@ class ModuleStack:
         stack = self._stack()
         return stack[-1][2] if stack else -1
 
+    def running(self) -> bool:
+        """Whether any module runs on this thread."""
+        return bool(self._stack())
+
     def knows(self, module: nn.Module) -> bool:
         """Whether a module has its path already."""
         return module in self._paths

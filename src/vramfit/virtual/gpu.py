@@ -168,6 +168,10 @@ class VirtualGPU:
         """Most bytes reserved at once on device 0 since entering."""
         return self.run.devices[0].peak_reserved_bytes
 
+    def mark(self, tag: str) -> None:
+        """Put a named point in time into the trace of every card."""
+        self.meter.mark(tag)
+
     def _raw_malloc(self, device: int, size: int, stream: int) -> int:
         """``torch.cuda.caching_allocator_alloc``."""
         return self.meter.malloc(

@@ -3,10 +3,10 @@
 NOTE [How a storage is followed]
 Every tensor owns (or views) an ``UntypedStorage``; that of a fake one is on the meta device. torch keeps one
 Python object per C++ storage for as long as the storage lives, so a weak reference to it dies exactly when the last
-tensor, saved variable or view lets go: that is the moment at which a card would return the block. The callback may run inside anything
-(even inside the allocator, when the garbage collector strikes there), so it only queues the block; the queue is
-emptied before the next request and before anyone looks at the figures. No request comes in between, so the order of
-events, and with it every address, is the same.
+tensor, saved variable or view lets go: that is the moment at which a card would return the block. The callback may
+run inside anything (even inside the allocator, when the garbage collector strikes there), so it only queues the block;
+the queue is emptied before the next request and before anyone looks at the figures. No request comes in between, so
+the order of events, and with it every address, is the same.
 """
 
 from __future__ import annotations
@@ -273,6 +273,22 @@ class StorageMeter(Generic[RecordT]):
     def unhandled_oom(self) -> OomReport | None:
         """The last out-of-memory, marked as one that the program did not catch."""
         return None if self.oom is None else replace(self.oom, handled=False)
+
+    def mark(self, tag: str) -> None:
+        """Put a named point in time into the trace of every device."""
+        builder = self.builder
+        with self.lock:
+            self.collect()
+            op, stack = builder.op(tag), self.stacks.current()
+            for device in self.machine.devices:
+                builder.append(
+                    EventKind.MARKER,
+                    device=device.index,
+                    time_us=int(self.machine.clock_us),
+                    op=op,
+                    stack=stack,
+                    phase=self.phases.index,
+                )
 
     def _mark_phase(self, index: int) -> None:
         for device in self.machine.devices:

@@ -1,0 +1,585 @@
+"""Metered CPU: the real tensors of a real program, placed as a card's allocator would place them.
+
+NOTE [What is metered]
+A dispatch mode runs every op for real and then looks at the storages of its results. What lay in memory before counts
+from the moment at which the program first uses it: a module's parameters when it is called, a tensor when an op
+outside every module takes it. So a budget bounds what the program works with, not what else the process holds.
+
+Three things differ from a card. What a CPU kernel allocates inside itself is not seen. A request that exceeds the
+budget is refused after the op computed its result, which is then dropped. And where a tensor is used twice the engine
+sums its gradients out of place under any dispatch mode (torch/csrc/autograd/input_buffer.cpp, accumulate), so that
+the first of them lives a moment longer; the values are the same.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vramfit.errors import EnvironmentUnfitError
+from vramfit.gpus import GpuKind, GpuSpec, find_gpu
+from vramfit.programs import threads
+from vramfit.programs.patching import PatchStack
+from vramfit.record.recorder import (
+    Figures,
+    Recorder,
+    Subjects,
+    error_line,
+    platform_text,
+    program_of_process,
+)
+from vramfit.record.watching import watch
+from vramfit.trace import Category, DeviceOutcome, Run, Source, TraceBuilder, TraceDevice
+from vramfit.units import format_bytes
+from vramfit.virtual.attribution import Phase
+from vramfit.virtual.machine import Machine
+from vramfit.virtual.ops import OpTable
+from vramfit.virtual.storages import StorageMeter, StorageRecord
+from vramfit.virtual.subclasses import is_wrapper
+from vramfit.virtual.versions import torch_version
+
+_NO_LIMIT = 1 << 46
+"""Memory of the device where no budget is given: more than any machine has, so that no request is refused."""
+
+_RESIZING = frozenset({"aten.resize_", "aten.resize_as_", "aten.set_", "aten._resize_output_"})
+_ADOPTING_VIEWS = frozenset({"aten.lift_fresh"})
+"""Ops that torch calls views, by which a tensor made outside the dispatcher first comes to be seen."""
+
+_UNSETTLED = (Category.OTHER, Category.TEMPORARIES)
+
+
+class CpuMeter(StorageMeter[StorageRecord]):
+    """Places the storages of real CPU tensors."""
+
+    stepping = False
+    """Whether an optimizer's step is running: what is made between steps is none of its temporaries."""
+
+    def adopt(self, tensor: torch.Tensor, op: str, category: int | None = None) -> StorageRecord:
+        """Place the storage of a CPU tensor if it is new, or follow its change of size; gives its record.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit the budget; the message is like a card's.
+        """
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if self._dead:
+            self.collect()
+        record = self._records.get(key)
+        if record is None:
+            record = StorageRecord(storage, self._dead.append)
+            record.key = key
+            record.device = 0
+            record.nbytes = storage.nbytes()
+            record.graph = torch.is_grad_enabled()
+            record.module = None
+            self._place(record, op, category, tensor)
+            self._records[key] = record
+        elif record.nbytes != (nbytes := storage.nbytes()):
+            old_address, row = record.address, record.row
+            record.nbytes = nbytes
+            self._place(record, op, self._category_of(row), tensor)
+            if old_address:
+                self.free(old_address, 0)
+        return record
+
+    def known(self, tensor: torch.Tensor) -> StorageRecord | None:
+        """The record of a plain strided tensor, None when it is not followed."""
+        if self._dead:
+            self.collect()
+        return self._records.get(tensor.untyped_storage()._cdata)
+
+    def settle(self, record: StorageRecord, category: Category) -> None:
+        """Say what a storage is for."""
+        if record.category != category:
+            record.category = category
+            if record.row >= 0:
+                self.builder.set_category(record.row, category)
+
+    def tag_tensor(self, tensor: torch.Tensor, category: Category, module: str | None = None) -> None:
+        """Place a tensor if it is new, and say what it and those inside a wrapper are for."""
+        for part in holders(tensor):
+            record = self.adopt(part, "", category)
+            self.settle(record, category)
+            if module is not None and record.module != module and record.row >= 0:
+                record.module = module
+                self.builder.set_module(record.row, self.builder.module(module))
+        if category is Category.PARAMETERS and tensor.requires_grad and id(tensor) not in self._parameters:
+            self._parameters[id(tensor)] = weakref.ref(tensor)
+
+    def tag_gradients(self) -> None:
+        """Name the gradients of all parameters alive."""
+        for parameter in self.parameters():
+            gradient = parameter.grad
+            if gradient is not None:
+                record = None if is_wrapper(parameter) else self.known(parameter)
+                self.tag_tensor(gradient, Category.GRADIENTS, None if record is None else record.module)
+
+    def tag_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """Name the tensors that an optimizer keeps, with the module of the parameter that they belong to."""
+        for parameter, state in optimizer.state.items():
+            module = None
+            if isinstance(parameter, torch.Tensor) and not is_wrapper(parameter):
+                record = self.known(parameter)
+                module = None if record is None else record.module
+            for value in state.values() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    self.tag_tensor(value, Category.OPTIMIZER_STATE, module)
+
+    def _category_now(self) -> int:
+        if self.phases.phase is Phase.OPTIMIZER and not self.stepping:
+            return Category.OTHER
+        return super()._category_now()
+
+    def _inside(self, tensor: torch.Tensor) -> Iterable[torch.Tensor] | None:
+        return None if type(tensor) in _PLAIN else holders(tensor)
+
+
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+
+
+def holders(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain CPU tensors that hold a tensor's memory: itself, those inside a wrapper, indices and values."""
+    if type(tensor) not in _PLAIN and is_wrapper(tensor):
+        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            yield from holders(getattr(tensor, name))
+    elif tensor.device.type != "cpu":
+        return
+    elif tensor.layout is torch.strided:
+        yield tensor
+    elif tensor.layout is torch.sparse_coo:
+        yield tensor._indices()
+        yield tensor._values()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+
+
+class MeterMode(TorchDispatchMode):
+    """Runs every op for real, and meters what it leaves."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, meter: CpuMeter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.meter = meter
+        self.off = False
+        """Whether this is a forked child of the recorded process, which is none of its business."""
+        self._ops = OpTable({})
+        self._wrapped: dict[frozenset[type], bool] = {}
+        self._began = time.perf_counter_ns()
+        self._after_backward = False
+        _modes.add(self)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, so torch need not wrap each call to keep its compiler away."""
+        return False
+
+    def tick(self) -> None:
+        """Bring the clock of the trace up to date."""
+        self.meter.machine.clock_us = (time.perf_counter_ns() - self._began) // 1000
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one op and meter its results. See NOTE [What is metered]."""
+        kwargs = kwargs or {}
+        if self.off:
+            return func(*args, **kwargs)
+        if types and not _PLAIN.issuperset(types) and self._has_wrapper(types):
+            return NotImplemented  # it takes itself apart and comes back
+        if not isinstance(func, torch._ops.OpOverload):
+            out = func(*args, **kwargs)
+            self._adopt_all(out, str(func), None)
+            return out
+        info = self._ops[func]
+        if info.composite and torch.is_inference_mode_enabled():
+            # Below autograd's keys composite ops arrive whole; a card's allocator sees what they are made of.
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        meter = self.meter
+        self.tick()
+        meter.ops += 1
+        category = self._before(args, kwargs)
+        out = func(*args, **kwargs)
+        if info.view and info.name not in _ADOPTING_VIEWS:
+            return out
+        if info.fresh or info.name in _RESIZING or info.name in _ADOPTING_VIEWS or "out" in kwargs:
+            self._adopt_all(out, info.overload, category)
+        return out
+
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """Follow the phase, and look at the arguments of an op outside every module; what its results are for."""
+        meter = self.meter
+        if torch._C._current_graph_task_id() != -1:
+            if meter.phases.phase is not Phase.BACKWARD:
+                meter.phases.begin(Phase.BACKWARD)
+            return None
+        if meter.modules.running() or meter.stepping:
+            return None
+        return self._look_at(args, kwargs)
+
+    def _look_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """Meet the arguments of an op outside modules: data, or what belongs to a forward pass (a loss)."""
+        meter = self.meter
+        found = [meter.adopt(tensor, "") for tensor in _strided(args)]
+        if kwargs:
+            found += [meter.adopt(tensor, "") for tensor in _strided(tuple(kwargs.values()))]
+        if meter.phases.phase is not Phase.FORWARD:
+            return None
+        if not any(record.category in (Category.ACTIVATIONS, Category.PARAMETERS) for record in found):
+            return Category.OTHER
+        for record in found:
+            if record.category == Category.OTHER:
+                meter.settle(record, Category.INPUTS)
+        return None
+
+    def _adopt_all(self, out: Any, op: str, category: int | None) -> None:
+        meter = self.meter
+        if type(out) is torch.Tensor:
+            if out.device.type == "cpu" and out.layout is torch.strided:
+                meter.adopt(out, op, category)
+                return
+            for part in holders(out):
+                meter.adopt(part, op, category)
+        elif isinstance(out, (list, tuple)):
+            for item in out:
+                self._adopt_all(item, op, category)
+        elif isinstance(out, torch.Tensor):
+            for part in holders(out):
+                meter.adopt(part, op, category)
+
+    def _has_wrapper(self, types: Any) -> bool:
+        key = frozenset(types)
+        found = self._wrapped.get(key)
+        if found is None:
+            plain = torch.Tensor.__torch_dispatch__
+            found = self._wrapped[key] = any(t.__torch_dispatch__ is not plain for t in key - _PLAIN)
+        return found
+
+
+_modes: weakref.WeakSet[MeterMode] = weakref.WeakSet()
+
+
+def _leave_forked_children_alone() -> None:
+    for mode in _modes:
+        mode.off = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_forked_children_alone)
+
+
+def _strided(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The strided CPU tensors among arguments, lists one level deep."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.layout is torch.strided and value.device.type == "cpu":
+                yield value
+        elif type(value) in (list, tuple):
+            for item in value:
+                if (
+                    isinstance(item, torch.Tensor)
+                    and item.layout is torch.strided
+                    and item.device.type == "cpu"
+                ):
+                    yield item
+
+
+def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """The tensors in what a module is called with."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item, depth - 1)
+    elif depth and isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item, depth - 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CpuDevice:
+    """The device that a metered run is told to have.
+
+    Attributes:
+        name: as reports name it.
+        total_bytes: its memory: the budget, or that of this machine.
+        limit_bytes: from where on requests are refused.
+    """
+
+    name: str
+    total_bytes: int
+    limit_bytes: int
+
+    @classmethod
+    def of(cls, budget: int | None) -> CpuDevice:
+        """The CPU with a budget in bytes, or with none."""
+        if budget is None:
+            return cls(name="CPU", total_bytes=host_bytes(), limit_bytes=_NO_LIMIT)
+        return cls(
+            name=f"CPU with a budget of {format_bytes(budget)}", total_bytes=budget, limit_bytes=budget
+        )
+
+    def spec(self) -> GpuSpec:
+        """The card that stands for it; only its memory counts."""
+        return replace(
+            find_gpu("24GiB"),
+            name=self.name,
+            vendor_name=self.name,
+            kind=GpuKind.GENERIC,
+            total_bytes=self.limit_bytes,
+            context_bytes=0,
+        )
+
+
+def host_bytes() -> int:
+    """Memory of this machine in bytes, 0 where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return 0
+
+
+class CpuRecorder(Recorder):
+    """Meters the CPU tensors of this process.
+
+    Args:
+        budget: bytes that the program may hold; past them a request raises ``torch.OutOfMemoryError``. None: no limit.
+        subjects: the models and optimizers that exist already; without any, all that are alive.
+        alloc_conf: allocator settings; None reads the environment.
+
+    Raises:
+        ConfigError: a setting cannot be read.
+    """
+
+    def __init__(
+        self, *, budget: int | None = None, subjects: Subjects | None = None, alloc_conf: str | None = None
+    ) -> None:
+        self.device = CpuDevice.of(budget)
+        self._subjects = subjects or Subjects()
+        machine = Machine(
+            [self.device.spec()],
+            alloc_conf=alloc_conf,
+            torch_version=torch_version(),
+            visible="0",
+            context_bytes=0,
+        )
+        machine.config  # noqa: B018  # unreadable settings are refused here, not in the middle of the program
+        self._builder = TraceBuilder(meta={"source": "cpu", "torch_version": torch.__version__})
+        self.meter = CpuMeter(machine, self._builder)
+        self.mode = MeterMode(self.meter)
+        self._patches = PatchStack()
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._result: Run | None = None
+        self._started = 0.0
+
+    # -- the recording -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to meter this process."""
+        if _virtual():
+            raise EnvironmentUnfitError(
+                "a virtual GPU is active in this process", "Track its card (leave device= out)"
+            )
+        self._started = time.perf_counter()
+        self.mode._began = time.perf_counter_ns()
+        self._meet_subjects()
+        try:
+            watch(self, self._patches)
+            threads.install(self.mode, self._patches)
+            self.mode.__enter__()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._patches.undo()
+            raise
+
+    def stop(self, error: BaseException | None = None) -> Run:
+        """End; every patch is undone."""
+        self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._patches.undo()
+        self._result = self._outcome(error)
+        self.meter.machine.on_event = None
+        return self._result
+
+    def run(self) -> Run:
+        """What was recorded so far."""
+        return self._outcome(None) if self._result is None else self._result
+
+    def mark(self, tag: str) -> None:
+        """Put a named point in time into the trace."""
+        self.mode.tick()
+        self.meter.mark(tag)
+
+    def figures(self, device: int = 0) -> Figures:
+        """What the allocator holds now."""
+        self.meter.collect()
+        allocator, peaks = self.meter.machine.devices[device].allocator, self.meter.lifetime_peaks(device)
+        return Figures(
+            allocated=allocator.allocated_bytes,
+            reserved=allocator.reserved_bytes,
+            peak_allocated=peaks.allocated,
+            peak_reserved=peaks.reserved,
+        )
+
+    def empty_cache(self) -> None:
+        """Give back the segments that hold nothing, as ``torch.cuda.empty_cache`` does."""
+        with self.meter.lock:
+            self.meter.collect()
+            self.meter.machine.devices[0].allocator.empty_cache()
+
+    def _meet_subjects(self) -> None:
+        """Place what the named models and optimizers hold already, or all that are alive."""
+        models, optimizers = self._subjects.models, self._subjects.optimizers
+        for name, model in models:
+            self.meter.modules.name_tree(model, name)
+            self._meet_module(model)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self.meter.tag_tensor(parameter, Category.PARAMETERS)
+        if not self._subjects:
+            for parameter in _alive(nn.Parameter):
+                self.meter.tag_tensor(parameter, Category.PARAMETERS)
+            optimizers = tuple(_alive(torch.optim.Optimizer))
+        self.meter.tag_gradients()
+        for optimizer in optimizers:
+            self.meter.tag_states(optimizer)
+
+    def _meet_module(self, root: nn.Module) -> None:
+        self._seen.add(root)
+        for module in root.modules():
+            path = self.meter.modules.path_of(module)
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor):
+                    self.meter.tag_tensor(tensor, Category.PARAMETERS, path)
+
+    # -- what the program does (Watcher) -------------------------------------------------------------------------
+
+    def enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Follow which module runs; a root's parameters and inputs are met here."""
+        meter = self.meter
+        if not meter.modules.enter(module) or torch._C._current_graph_task_id() != -1 or self.mode.off:
+            return
+        self.mode.tick()
+        meter.phases.begin(Phase.FORWARD)
+        if module not in self._seen or self._moved(module):
+            self._meet_module(module)
+        for tensor in (*_tensors(args), *_tensors(kwargs)):
+            for part in holders(tensor):
+                record = meter.adopt(part, "", Category.INPUTS)
+                if record.category in _UNSETTLED and tensor.grad_fn is None:
+                    meter.settle(record, Category.INPUTS)
+
+    def _moved(self, module: nn.Module) -> bool:
+        """Whether a module's parameters lie elsewhere than when they were met (``.to()``, ``.half()``)."""
+        first = next(module.parameters(), None)
+        if first is None or is_wrapper(first) or first.layout is not torch.strided:
+            return False
+        record = self.meter.known(first)
+        return record is None or record.category != Category.PARAMETERS
+
+    def leave_module(self) -> None:
+        """The innermost module returns."""
+        self.meter.modules.leave()
+
+    def begin_backward(self) -> None:
+        """The engine starts."""
+        self.mode.tick()
+        self.meter.remember_backward()
+        self.meter.phases.begin(Phase.BACKWARD)
+
+    def end_backward(self) -> None:
+        """The engine has left gradients."""
+        if not self.mode.off:
+            self.meter.tag_gradients()
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer steps."""
+        self.mode.tick()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self.meter._parameters:
+                    self.meter.tag_tensor(parameter, Category.PARAMETERS)
+        self.meter.tag_gradients()
+        self.meter.phases.begin(Phase.OPTIMIZER)
+        self.meter.stepping = True
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has left its state."""
+        self.meter.stepping = False
+        self.meter.tag_states(optimizer)
+
+    def new_parameter(self, tensor: torch.Tensor) -> None:
+        """A parameter or buffer is born."""
+        if not torch.nn.parameter.is_lazy(tensor) and not self.mode.off:
+            self.meter.tag_tensor(tensor, Category.PARAMETERS)
+
+    # -- results -------------------------------------------------------------------------------------------------
+
+    def _outcome(self, error: BaseException | None) -> Run:
+        meter, device = self.meter, self.device
+        meter.collect()
+        allocator, peaks = meter.machine.devices[0].allocator, meter.lifetime_peaks(0)
+        self._builder.meta["alloc_conf"] = meter.machine.config.to_string()
+        ended_by_it = meter.oom is not None and isinstance(error, torch.OutOfMemoryError)
+        return Run(
+            trace=self._builder.finish(
+                devices=(
+                    TraceDevice(
+                        index=0,
+                        name=device.name,
+                        total_bytes=device.total_bytes,
+                        segments=allocator.segments(),
+                    ),
+                )
+            ),
+            devices=(
+                DeviceOutcome(
+                    index=0,
+                    gpu=device.name,
+                    total_bytes=device.total_bytes,
+                    context_bytes=0,
+                    stats=allocator.memory_stats_flat(),
+                    peak_allocated_bytes=peaks.allocated,
+                    peak_reserved_bytes=peaks.reserved,
+                    peak_active_bytes=peaks.active,
+                ),
+            ),
+            oom=meter.unhandled_oom() if ended_by_it else meter.oom,
+            warnings=(),
+            ops=meter.ops,
+            seconds_simulated=0.0,
+            seconds_wall=time.perf_counter() - self._started,
+            exit_code=0 if error is None else 1,
+            error=error_line(error),
+            program=program_of_process(),
+            torch_version=torch.__version__,
+            platform=platform_text(),
+            source=Source.CPU,
+        )
+
+
+def _alive(kind: type) -> list[Any]:
+    """All objects of a type that the garbage collector knows, in no stated order."""
+    import gc
+
+    # By type: asking an object for its class can run code of its own.
+    return [found for found in gc.get_objects() if issubclass(type(found), kind)]
+
+
+def _virtual() -> bool:
+    import sys
+
+    module = sys.modules.get("vramfit.virtual.gpu")
+    return module is not None and module._active is not None

@@ -1,0 +1,177 @@
+"""``vramfit.track`` as a block and as a decorator, and the lines of ``vramfit.snapshot``."""
+
+from __future__ import annotations
+
+import gc
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import vramfit
+from vramfit.errors import UsageError
+from vramfit.trace import EventKind, MemoryTrace, load_snapshot, marks, read_any
+
+LINE = re.compile(
+    r"\[(?P<tag>.*?)\] allocated [\d.]+ \w+, reserved [\d.]+ \w+, peak [\d.]+ \w+"
+    r"(?: \((?P<change>[+-][\d.]+ \w+) since \[(?P<last>.*)\]\))?"
+)
+
+
+def test_a_decorator_records_each_call() -> None:
+    tracker = vramfit.track(device="cpu")
+
+    @tracker
+    def work(count: int) -> int:
+        """Make some tensors."""
+        return len([torch.ones(256) for _ in range(count)])
+
+    assert work(2) == 2 and work.__doc__ == "Make some tensors."
+    first = tracker.run
+    assert work(5) == 5
+    assert tracker.run is not first and work.tracked is tracker
+    assert tracker.peak_allocated_bytes - first.devices[0].peak_allocated_bytes == 3 * 1024
+
+
+def test_several_models_and_optimizers_can_be_named() -> None:
+    models = {"generator": nn.Linear(4, 4), "critic": nn.Sequential(nn.Linear(4, 1))}
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models.values()]
+    with vramfit.track(model=models, optimizer=optimizers, device="cpu") as tracked:
+        models["critic"](models["generator"](torch.ones(2, 4))).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert {"generator", "critic.0"} <= set(tracked.trace.modules)
+
+
+def test_results_are_saved_and_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(32, 32)
+    with vramfit.track(model, device="cpu", budget="1GiB") as tracked:
+        model(torch.ones(4, 32)).sum().backward()
+    tracked.save(tmp_path / "run.vft")
+    tracked.save(tmp_path / "run.pickle")
+    assert MemoryTrace.load(tmp_path / "run.vft").equals(tracked.trace)
+    again, events = read_any(tmp_path / "run.pickle"), tracked.trace.kind != EventKind.MARKER
+    assert again.size[again.kind != EventKind.MARKER].tolist() == tracked.trace.size[events].tolist()
+    assert load_snapshot(tmp_path / "run.pickle")["segments"]
+    tracked.print()
+    out = capsys.readouterr().out
+    assert "CPU with a budget of 1.00 GiB" in out and "parameters" in out
+    assert "simulated" not in out and "virtual" not in out and "card" not in out
+
+
+def test_torchs_own_viewer_reads_the_snapshot(tmp_path: Path) -> None:
+    import pickle
+
+    from torch.cuda import _memory_viz
+
+    model = nn.Linear(32, 32)
+    with vramfit.track(model, device="cpu") as tracked:
+        model(torch.ones(4, 32)).sum().backward()
+    tracked.save(tmp_path / "run.pickle")
+    with (tmp_path / "run.pickle").open("rb") as stream:
+        snapshot = pickle.load(stream)
+    assert "torch" in _memory_viz.trace(snapshot) or _memory_viz.trace(snapshot)
+    assert _memory_viz.segsum(snapshot) and _memory_viz.trace_plot(snapshot)
+
+
+def test_lines_tell_what_changed_and_mark_the_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    with vramfit.track(device="cpu") as tracked:
+        one = vramfit.snapshot("epoch 1")
+        held = torch.ones(1 << 18)
+        two = vramfit.snapshot("epoch 2")
+        del held
+        vramfit.snapshot("epoch 3")
+    assert capsys.readouterr().out.splitlines()[:2] == [one, two]
+    assert LINE.fullmatch(one)["last"] is None
+    assert LINE.fullmatch(two).group("tag", "change", "last") == ("epoch 2", "+1.00 MiB", "epoch 1")
+    found = marks(tracked.trace)
+    assert [mark.tag for mark in found] == ["epoch 1", "epoch 2", "epoch 3"]
+    assert [mark.row for mark in found] == sorted(mark.row for mark in found)
+
+
+def test_lines_go_where_they_are_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    stream, said = io.StringIO(), []
+    with vramfit.track(device="cpu"):
+        line = vramfit.snapshot("a", file=stream)
+        vramfit.snapshot("b", file=said.append)
+    assert stream.getvalue() == f"{line}\n"
+    assert len(said) == 1 and said[0].startswith("[b] ")
+    assert capsys.readouterr().out == ""
+
+
+def test_garbage_and_idle_segments_stay_until_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    class Knot:
+        def __init__(self) -> None:
+            self.me, self.tensor = self, torch.ones(8 << 20)
+
+    gc.collect()
+    with vramfit.track(device="cpu") as tracked:
+        before = tracked.allocated_bytes
+        Knot()
+        vramfit.snapshot("as it is")
+        assert tracked.allocated_bytes - before == 32 << 20
+        vramfit.snapshot("collected", gc=True)
+        assert tracked.allocated_bytes == before
+        assert tracked.reserved_bytes >= 32 << 20
+        vramfit.snapshot("emptied", gc=True, empty_cache=True)
+        assert tracked.reserved_bytes < 32 << 20
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_without_anything_to_measure_the_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    line = vramfit.snapshot("here")
+    assert line.startswith("[here] nothing to measure") and 'device="cpu"' in line
+    assert capsys.readouterr().out == f"{line}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"device": "tpu"}, "tpu"),
+        ({"device": "mps"}, "mps"),
+        ({"device": 3.5}, "3.5"),
+        ({"budget": "much"}, "much"),
+        ({"budget": -1}, "-1"),
+        ({"budget": 0}, "0"),
+        ({"budget": True}, "True"),
+        ({"model": 3}, "int"),
+        ({"model": [nn.Linear(1, 1), "a"]}, "str"),
+        ({"optimizer": nn.Linear(1, 1)}, "Linear"),
+        ({"max_entries": 0}, "max_entries"),
+        ({"alloc_conf": "nonsense"}, "nonsense"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_arguments_are_named(options: dict[str, object], reason: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(reason)):
+        vramfit.track(**{"device": "cpu", **options})
+
+
+def test_misuse_is_explained() -> None:
+    tracker = vramfit.track(device="cpu")
+    with pytest.raises(UsageError, match="nothing was recorded"):
+        tracker.run  # noqa: B018
+    with pytest.raises(UsageError, match="while the recording runs"):
+        tracker.mark("now")
+    with tracker, pytest.raises(UsageError, match="runs already"):
+        tracker.__enter__()
+
+    def generator() -> object:
+        yield 1
+
+    with pytest.raises(UsageError, match="generator"):
+        tracker(generator)
+
+
+def test_tracks_can_be_nested() -> None:
+    with vramfit.track(device="cpu") as outer:
+        torch.ones(256)
+        with vramfit.track(device="cpu") as inner:
+            kept = torch.ones(512)
+            assert inner.allocated_bytes and outer.allocated_bytes
+        assert outer.allocated_bytes >= kept.nbytes
+    assert outer.peak_allocated_bytes >= inner.peak_allocated_bytes
