@@ -339,7 +339,8 @@ def _search_all(
             best[family] = trial.config
     search.run(list(finer_candidates(best, search.sizes)))
     trap = AllocatorConfig.parse(_TRAP_CONF, torch_version=version)
-    if search.sizes.segment > (trap.max_split_size or 0):
+    # In an expandable segment free blocks join to more than any one request.
+    if reference.peak_reserved > (trap.max_split_size or 0):
         limit, search.limit = search.limit, None
         search.run([("trap", trap), ("max_split", replace(trap, expandable_segments=False))])
         search.limit = limit
