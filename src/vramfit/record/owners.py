@@ -1,0 +1,518 @@
+"""Who keeps a tensor alive: chains from globals, closures, caches, tracebacks and graphs down to the tensor.
+
+NOTE [How owners are found]
+The search goes backwards, breadth first: from all tensors that share the storage, over `gc.get_referrers`, to something
+that needs no owner: a module's variables, a class, a function that is running. What the collector cannot see is added
+to its edges: the autograd graph (`vramfit.record.graph`), ``.grad``, and the variables of running functions. The first
+way to each owner is the shortest. Frames, containers and objects of vramfit itself do not count.
+Where the search ends without an owner, everything that leads to the tensor is known. If it contains a circle and every
+reference to its first members comes from within, it is dead: that is the collector's own reasoning
+(Python/gc.c, subtract_refs). If the circle leads through the autograd graph, the collector will never see it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import time
+import types
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+
+from vramfit.record.chains import OwnerChain, Root, Through
+from vramfit.record.graph import Graph, is_node, storage_key
+from vramfit.record.naming import Path, is_a, local_names, location, type_name
+
+_BATCH = (
+    16  # objects for one pass over the heap: a pass costs a comparison with each for every reference there is
+)
+_MOST_OBJECTS = 4_000
+_WIDEST = 160  # objects of one level that are followed
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_IS_LEAF: Any = torch._C.TensorBase.is_leaf
+_GRAD: Any = torch._C.TensorBase.grad
+_STORAGES = (torch.UntypedStorage, torch.TypedStorage)
+
+
+def owner_chains(
+    tensor: torch.Tensor | torch.UntypedStorage, *, limit: int = 5, seconds: float = 5.0
+) -> tuple[OwnerChain, ...]:
+    """Find what keeps a tensor alive, in this process.
+
+    Nothing is kept alive, collected or changed, and no code of the program runs: neither ``__eq__`` nor ``__repr__``
+    nor hooks of saved tensors. The variable that the caller has the tensor in is an owner like any other.
+
+    Args:
+        tensor: a tensor, or a storage: every tensor and view of it counts.
+        limit: chains to give at most.
+        seconds: time to search at most.
+
+    Returns:
+        The chains, shortest first, each from another owner. One chain with `Root.HIDDEN` where nothing that Python
+        sees holds the tensor, or with a cycle where only a circle of references does.
+    """
+    _check(limit)
+    with Heap.now(seconds) as heap:
+        search = Search(heap, limit)
+        if is_a(tensor, _STORAGES):
+            search.add_storage(_storage_of(tensor))
+        else:
+            search.add_tensor(tensor)
+        del tensor
+        return search.run()
+
+
+def storage_owners(storage: int, *, limit: int = 5, seconds: float = 5.0) -> tuple[OwnerChain, ...]:
+    """The same for a storage known by its address (``UntypedStorage._cdata``), so that the caller holds nothing."""
+    _check(limit)
+    with Heap.now(seconds) as heap:
+        return heap.owners(storage, limit=limit)
+
+
+def _check(limit: int) -> None:
+    if limit < 1:
+        raise ValueError(f"limit {limit} is not positive")
+
+
+class Heap:
+    """What a search has to know of the process as it is now; several searches can share it.
+
+    Attributes:
+        deadline: when to stop searching, on the clock of `time.monotonic`.
+        tensors: all tensors.
+        storages: all Python objects of storages.
+        graph: the autograd graph.
+        variables: id of a value -> the variables of running functions that have it.
+        modules: id of the dictionary of a module -> the module's name.
+        running: ids of the frames of running functions.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.deadline = time.monotonic() + seconds
+        self.variables = _running_locals()
+        self.modules = _module_dicts()
+        self.running = {id(frame) for frame in _running_frames()}
+        self.tensors, self.storages, nodes = _torch_objects()
+        self.graph = Graph(self.tensors, nodes, self.deadline)
+        nodes.clear()
+        self.own = {
+            id(own)
+            for own in (
+                self.__dict__,
+                self.tensors,
+                self.storages,
+                self.graph.__dict__,
+                self.graph.nodes,
+                self.graph.results,
+                *self.graph.results.values(),
+            )
+        }
+
+    @staticmethod
+    @contextlib.contextmanager
+    def now(seconds: float = 5.0) -> Iterator[Heap]:
+        """The process as it is, until the block is left.
+
+        The collector is held off: a search makes enough objects to start it, and it would free what is searched for.
+        """
+        enabled = gc.isenabled()
+        gc.disable()
+        heap = Heap(seconds)
+        try:
+            yield heap
+        finally:
+            heap.tensors.clear()
+            heap.storages.clear()
+            heap.graph.nodes.clear()
+            heap.graph.results.clear()
+            if enabled:
+                gc.enable()
+
+    def owners(self, storage: int, *, limit: int = 5) -> tuple[OwnerChain, ...]:
+        """The owners of a storage known by its address."""
+        search = Search(self, limit)
+        search.add_storage(storage)
+        return search.run()
+
+    def references_to(self, value: Any) -> int:
+        """How many references to an object this has."""
+        lists = [self.tensors, self.storages, *self.graph.results.values()]
+        return sum(one is value for held in lists for one in held)
+
+
+class Search:
+    """One search for the owners of one storage."""
+
+    def __init__(self, heap: Heap, limit: int) -> None:
+        self.heap, self.graph, self.limit = heap, heap.graph, limit
+        self.objects: dict[int, Any] = {}
+        # Each object leads to the one that it holds, and to how it does where only the search knows.
+        self.toward: dict[int, tuple[int, str | None]] = {}
+        self.edges: list[tuple[int, int, bool]] = []  # every reference found: holder, held, through the graph
+        self.level: list[int] = []
+        self.next: list[int] = []
+        self.chains: list[OwnerChain] = []
+        self.complete = True
+        self.followed = 0
+        self._found: list[Any] = []
+        self._batch: list[Any] = []
+        self._ignored = heap.own | {
+            id(own) for own in (self.__dict__, self.objects, self._found, self._batch)
+        }
+
+    # -- where it begins -----------------------------------------------------------------------------------------
+
+    def add_tensor(self, tensor: Any) -> None:
+        """Search for the owners of a tensor and of all that shares its storage."""
+        self._source(tensor)
+        if key := storage_key(tensor):
+            self.add_storage(key)
+
+    def add_storage(self, key: int) -> None:
+        """Search for the owners of a storage, given the address of its C++ object."""
+        for tensor in self.heap.tensors:
+            if storage_key(tensor) == key:
+                self._source(tensor)
+        for storage in self.heap.storages:
+            if _storage_of(storage) == key:
+                self._source(storage)
+        storage = None
+        for node, label in self.graph.saved.get(key, ()):
+            self._visit(self.graph.nodes[node], 0, f" {label}", graph=True)
+
+    def _source(self, value: Any) -> None:
+        if id(value) not in self.objects:
+            self._visit(value, 0, "")
+
+    # -- the search ----------------------------------------------------------------------------------------------
+
+    def run(self) -> tuple[OwnerChain, ...]:
+        """Search level by level until there are enough chains."""
+        for tensor in self.heap.tensors:
+            self._gradient_of(tensor)
+        tensor = None
+        while self.next and len(self.chains) < self.limit:
+            self.level, self.next = self.next, []
+            self.followed += len(self.level)
+            if self.followed > _MOST_OBJECTS or time.monotonic() > self.heap.deadline:
+                self.complete = False
+                break
+            if len(self.level) > _WIDEST:
+                self.complete = False
+                del self.level[_WIDEST:]
+            self._expand()
+        if not self.chains:
+            self.chains.append(self._without_owner())
+        chains = tuple(self.chains[: self.limit])
+        self.objects.clear()
+        return chains
+
+    def _gradient_of(self, tensor: Any) -> None:
+        """A parameter holds its gradient, out of the collector's sight."""
+        try:
+            with torch._C.DisableTorchFunction():
+                if not _IS_LEAF.__get__(tensor):
+                    return
+                gradient = _GRAD.__get__(tensor)
+        except Exception:
+            return
+        if gradient is not None and id(gradient) in self.objects:
+            self._visit(tensor, id(gradient), ".grad", graph=True)
+
+    def _expand(self) -> None:
+        """Visit whatever holds an object of this level."""
+        for number in self.level:
+            self._by_graph(number)
+        for start in range(0, len(self.level), _BATCH):
+            if time.monotonic() > self.heap.deadline:
+                self.complete = False
+                return
+            wanted = self.level[start : start + _BATCH]
+            self._batch.extend(self.objects[number] for number in wanted)
+            self._found.extend(gc.get_referrers(*self._batch))
+            self._batch.clear()
+            targets = set(wanted)
+            while self._found:
+                holder = self._found.pop()
+                if not self._is_ours(holder):
+                    for held in targets.intersection(map(id, gc.get_referents(holder))):
+                        self._visit(holder, held)
+            holder = None
+
+    def _by_graph(self, number: int) -> None:
+        """Visit what holds a node of the graph, or an object that a hook gave the graph instead of a tensor."""
+        graph = self.graph
+        for node, label in graph.packed.get(number, ()):
+            self._visit(graph.nodes[node], number, f" {label}", graph=True)
+        if number not in graph.nodes:
+            return
+        # All nodes downstream at once: each level of the search costs a pass over the heap, a node costs nothing.
+        waiting = [number]
+        for node in waiting:
+            for tensor in graph.results.get(node, ()):
+                self._visit(tensor, node, f" -> grad_fn {type(graph.nodes[node]).__name__}", graph=True)
+            for consumer in graph.consumers.get(node, ()):
+                fresh = consumer not in self.objects
+                self._visit(
+                    graph.nodes[consumer], node, f" -> {type(graph.nodes[node]).__name__}", graph=True
+                )
+                if fresh:
+                    waiting.append(consumer)
+                    self.next.pop()
+                    if _is_held_by_python(graph.nodes, consumer):
+                        self.next.append(consumer)
+
+    def _visit(self, holder: Any, held: int, told: str | None = None, *, graph: bool = False) -> None:
+        """Note that ``holder`` holds ``held``; a new holder is followed further unless a chain ends with it."""
+        number = id(holder)
+        if held:
+            self.edges.append((number, held, graph))
+        if number in self.toward:
+            return
+        self.toward[number] = (held, told)
+        self.objects[number] = holder
+        for variable in self.heap.variables.get(number, ()):
+            self._chain(Root.LOCAL, number, variable)
+        if not self._is_owner(holder, number):
+            self.next.append(number)
+
+    def _is_owner(self, holder: Any, number: int) -> bool:
+        """Write a chain where the holder needs no owner itself."""
+        kind = type(holder)
+        if issubclass(kind, type):
+            self._chain(Root.CLASS, number, _class_name(holder))
+            return True
+        if kind is dict:
+            name = self.heap.modules.get(number)
+            if name is None and "__builtins__" in holder and type(holder.get("__name__")) is str:
+                name = holder["__name__"]  # globals of code that was run without a module
+            if name is not None:
+                self._chain(Root.GLOBAL, number, _program_name(name))
+                return True
+        # A running function's variables are known from the start; a module is known by its dictionary.
+        return issubclass(kind, types.ModuleType) or number in self.heap.running
+
+    def _chain(self, root: Root, number: int, start: str) -> None:
+        """Write the chain from an owner down to the tensor."""
+        if len(self.chains) < self.limit:
+            path = self._path(number, start, attributes=root is Root.GLOBAL)
+            self.chains.append(
+                OwnerChain(
+                    root=root, text=path.finish(), links=tuple(path.links), through=frozenset(path.through)
+                )
+            )
+
+    def _path(self, number: int, start: str, *, attributes: bool = False) -> Path:
+        """The way from an object down to the tensor, long stretches of graph in short."""
+        steps: list[tuple[int, int, str | None]] = []
+        while number:
+            held, told = self.toward[number]
+            if held or told:
+                steps.append((number, held, told))
+            number = held
+        path = Path(start, attributes=attributes)
+        nodes = self.graph.nodes
+        for place, (holder, held, told) in enumerate(steps):
+            inside = holder in nodes and held in nodes
+            if inside and any(a not in nodes or b not in nodes for a, b, _ in steps[place : place + 2]):
+                pass  # the last node of a stretch is named
+            elif inside and place and steps[place - 1][0] in nodes:
+                told = "" if path.text.endswith("…") else " -> …"
+            if told and (holder in nodes or held in nodes):
+                path.through.add(Through.AUTOGRAD)
+            if told == ".grad":
+                path.through.add(Through.GRADIENT)
+            path.step(self.objects[holder], self.objects.get(held), told)
+        return path
+
+    # -- nothing owns it -----------------------------------------------------------------------------------------
+
+    def _without_owner(self) -> OwnerChain:
+        """What to say where no owner was found."""
+        if not self.complete or not self.graph.complete:
+            return OwnerChain(
+                root=Root.UNFINISHED, text="the search ended at its bounds before an owner", links=()
+            )
+        circle, hidden = self._circle()
+        if not circle or not (hidden or self._is_closed(circle)):
+            return self._hidden()
+        kinds = tuple(dict.fromkeys(type_name(self.objects[number]) for number in circle))
+        root = Root.GRAPH_CYCLE if hidden else Root.DEAD_CYCLE
+        plain = [one for one in circle if self._is_telling(one)]
+        first = plain[-1] if plain else circle[-1]
+        path = self._path(first, type_name(self.objects[first]))
+        return OwnerChain(
+            root=root,
+            text=f"{root.value} of {', '.join(kinds)}: {path.finish()}",
+            links=tuple(path.links),
+            through=frozenset(path.through),
+            cycle=kinds,
+        )
+
+    def _is_telling(self, number: int) -> bool:
+        """Whether an object says more to people than a container or a tensor."""
+        kinds = (dict, list, tuple, types.CellType, torch.Tensor)
+        return number not in self.graph.nodes and not is_a(self.objects[number], kinds)
+
+    def _hidden(self) -> OwnerChain:
+        """Something out of sight holds the tensor, or an object that leads to it."""
+        entered = {held for _, held, _ in self.edges}
+        first = next((one for one in self.toward if one not in entered and self.toward[one][0]), 0)
+        path = self._path(first, type_name(self.objects[first]) if first else "")
+        text = "held by C++ or a torch object that the garbage collector cannot see"
+        return OwnerChain(
+            root=Root.HIDDEN,
+            text=f"{text} -> {path.finish()}" if first else text,
+            links=tuple(path.links),
+            through=frozenset(path.through),
+        )
+
+    def _circle(self) -> tuple[list[int], bool]:
+        """A circle of references that nothing outside leads to, and whether the collector cannot see all of it."""
+        from scipy.sparse import coo_array
+        from scipy.sparse.csgraph import connected_components
+
+        numbers = list(self.toward)
+        place = {number: index for index, number in enumerate(numbers)}
+        if not self.edges:
+            return [], False
+        ends = [(place[holder], place[held]) for holder, held, _ in self.edges]
+        rows, columns = zip(*ends, strict=True)
+        matrix = coo_array(([1] * len(ends), (rows, columns)), shape=(len(numbers), len(numbers)))
+        _, part = connected_components(matrix, directed=True, connection="strong")
+        entered = {int(part[held]) for holder, held in ends if part[holder] != part[held]}
+        sizes = Counter(part.tolist())
+        own = {int(part[holder]) for holder, held in ends if holder == held}
+        for candidate, size in sizes.items():
+            if candidate in entered or not (size > 1 or candidate in own):
+                continue
+            members = [number for index, number in enumerate(numbers) if part[index] == candidate]
+            inside = set(members)
+            hidden = any(
+                graph and holder in inside and held in inside and not self._is_traversed(holder, held)
+                for holder, held, graph in self.edges
+            )
+            return members, hidden
+        return [], False
+
+    def _is_traversed(self, holder: int, held: int) -> bool:
+        """Whether the collector follows an edge of the graph: from a tensor to the custom Function that made it.
+
+        (torch/csrc/autograd/python_variable.cpp, THPVariable_subclass_traverse.)
+        """
+        return holder not in self.graph.nodes and issubclass(type(self.objects[held]), torch._C._FunctionBase)
+
+    def _is_closed(self, circle: list[int]) -> bool:
+        """Whether all references to the objects of a circle come from within it."""
+        inner: Counter[int] = Counter()
+        known = {end for holder, held, graph in self.edges if graph for end in (holder, held)}
+        for number in circle:
+            inner.update(map(id, gc.get_referents(self.objects[number])))
+        self.objects[0] = object()
+        ours = sys.getrefcount(self.objects[0])
+        del self.objects[0]
+        # C++ has references of its own to what the graph leads through; the graph was followed anyway.
+        return all(
+            number in known or sys.getrefcount(self.objects[number]) - ours <= inner[number]
+            for number in circle
+        )
+
+    def _is_ours(self, holder: Any) -> bool:
+        """Whether an object is part of vramfit, or of this search."""
+        if id(holder) in self._ignored:
+            return True
+        kind = type(holder)
+        if kind is types.FrameType:
+            return str(holder.f_code.co_filename).startswith(_HERE)
+        if kind is types.GeneratorType:
+            return str(holder.gi_code.co_filename).startswith(_HERE)
+        module = type.__dict__["__module__"].__get__(kind)
+        return isinstance(module, str) and module.startswith("vramfit.")
+
+
+def _is_held_by_python(nodes: dict[int, Any], number: int) -> bool:
+    """Whether something but `Graph.nodes` and `Search.objects` refers to the wrapper of a node."""
+    return bool(sys.getrefcount(nodes[number]) > 3)
+
+
+def _torch_objects() -> tuple[list[Any], list[Any], list[Any]]:
+    """All tensors, storages and nodes of the graph that the collector knows."""
+    tensors: list[Any] = []
+    storages: list[Any] = []
+    nodes: list[Any] = []
+    kinds: dict[int, list[Any] | None] = {}  # by id: the hash of a class may be its metaclass's own
+    for one in gc.get_objects():
+        kind = type(one)
+        number = id(kind)
+        if number not in kinds:
+            kinds[number] = (
+                tensors
+                if issubclass(kind, torch.Tensor)
+                else storages
+                if issubclass(kind, _STORAGES)
+                else nodes
+                if is_node(one)
+                else None
+            )
+        if (into := kinds[number]) is not None:
+            into.append(one)
+    return tensors, storages, nodes
+
+
+def _storage_of(value: Any) -> int:
+    try:
+        return int(value._cdata) if is_a(value, torch.UntypedStorage) else int(value._untyped_storage._cdata)
+    except Exception:
+        return 0
+
+
+def _running_frames() -> list[types.FrameType]:
+    """The frames of all threads that do not belong to vramfit."""
+    frames = []
+    for one in list(sys._current_frames().values()):
+        frame: types.FrameType | None = one
+        while frame is not None:
+            if not frame.f_code.co_filename.startswith(_HERE):
+                frames.append(frame)
+            frame = frame.f_back
+    return frames
+
+
+def _running_locals() -> dict[int, list[str]]:
+    """Id of each value that a variable of a running function has, and that variable as text."""
+    found: dict[int, list[str]] = {}
+    for frame in _running_frames():
+        if frame.f_code.co_name != "<module>":
+            where = location(frame.f_code, frame.f_lineno)
+            for name, number in local_names(frame).items():
+                found.setdefault(number, []).append(f"{where} local {name}")
+    return found
+
+
+def _module_dicts() -> dict[int, str]:
+    """Id of the dictionary of every module, and the module's name."""
+    found: dict[int, str] = {}
+    for name, module in list(sys.modules.items()):
+        if is_a(module, types.ModuleType):
+            found.setdefault(id(object.__getattribute__(module, "__dict__")), name)
+    return found
+
+
+def _class_name(kind: type) -> str:
+    module = type.__dict__["__module__"].__get__(kind)
+    name = type.__dict__["__qualname__"].__get__(kind)
+    return f"{_program_name(module)}.{name}" if isinstance(module, str) else str(name)
+
+
+def _program_name(module: str) -> str:
+    """A module's name; the program's own module goes by the name of its file."""
+    if module != "__main__":
+        return module
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return FilePath(file).stem if isinstance(file, str) else module
