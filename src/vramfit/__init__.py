@@ -4,6 +4,7 @@
 - `VirtualGPU`: the virtual GPU around a block of code.
 - `track`: a recording of the memory of any block of code, on a card or on the metered CPU.
 - `snapshot`: a line of figures.
+- `check_leaks`: what grows when a function is called again and again, and who holds it.
 - `MemoryTrace`: what every run, recording and snapshot comes to.
 """
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from vramfit.api import run as run
     from vramfit.errors import VramfitError as VramfitError
     from vramfit.in_process import VirtualGPU as VirtualGPU
+    from vramfit.leakcheck import assert_no_leaks as assert_no_leaks
+    from vramfit.leakcheck import check_leaks as check_leaks
     from vramfit.trace import MemoryTrace as MemoryTrace
     from vramfit.tracking import Track as Track
     from vramfit.tracking import snapshot as snapshot
@@ -30,6 +33,8 @@ __all__ = [
     "VirtualGPU",
     "VramfitError",
     "__version__",
+    "assert_no_leaks",
+    "check_leaks",
     "run",
     "snapshot",
     "track",
@@ -42,6 +47,8 @@ _HOMES = {
     "Track": "vramfit.tracking",
     "VirtualGPU": "vramfit.in_process",
     "VramfitError": "vramfit.errors",
+    "assert_no_leaks": "vramfit.leakcheck",
+    "check_leaks": "vramfit.leakcheck",
     "run": "vramfit.api",
     "snapshot": "vramfit.tracking",
     "track": "vramfit.tracking",

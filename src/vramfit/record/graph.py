@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -103,6 +103,19 @@ class Graph:
                 self._meet(one)
                 self.consumers[id(one)].append(id(node))
             self._look_into(node)
+
+    def saved_tensors(self) -> Iterator[Any]:
+        """Every saved tensor that is not packed by a hook."""
+        for node in list(self.nodes.values()):
+            for name in self._saved_names(type(node)):
+                try:
+                    found = getattr(node, name)
+                except Exception:
+                    continue
+                for one in found if type(found) in (tuple, list) else (found,):
+                    data = one.data if type(one) is _SAVED else one
+                    if data is not None and issubclass(type(data), torch.Tensor):
+                        yield data
 
     def _look_into(self, node: Any) -> None:
         """Note what a node saved."""

@@ -140,6 +140,18 @@ class Heap:
         search.add_storage(storage)
         return search.run()
 
+    def storages_at(self) -> dict[int, int]:
+        """Address of the memory -> the storage that has it, for all tensors, and those saved in the graph."""
+        found: dict[int, int] = {}
+        with torch._C.DisableTorchFunction():
+            for tensor in (*self.tensors, *self.graph.saved_tensors()):
+                try:
+                    storage = torch._C.TensorBase.untyped_storage(tensor)
+                    found[storage.data_ptr()] = storage._cdata
+                except Exception:
+                    continue
+        return found
+
     def references_to(self, value: Any) -> int:
         """How many references to an object this has."""
         lists = [self.tensors, self.storages, *self.graph.results.values()]

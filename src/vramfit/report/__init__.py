@@ -4,7 +4,9 @@ from vramfit.report.against import against_to_json, print_against, render_agains
 from vramfit.report.check import CHECK_SCHEMA, Check, check_to_json, print_check, render_check
 from vramfit.report.diff import DIFF_SCHEMA, diff_to_json, print_diff, render_diff
 from vramfit.report.explain import Explanation, explanation_to_json, print_explanation, render_explanation
+from vramfit.report.html import render_html, render_trace_html, write_page
 from vramfit.report.json_report import SCHEMA, render_json, run_to_json
+from vramfit.report.leaks import print_leaks, render_leaks
 from vramfit.report.terminal import print_terminal, render_terminal
 from vramfit.report.tuning import TUNE_SCHEMA, print_tuning, render_tuning, render_tuning_json, tuning_to_json
 from vramfit.writing import check_writable, write_text
@@ -25,17 +27,22 @@ __all__ = [
     "print_check",
     "print_diff",
     "print_explanation",
+    "print_leaks",
     "print_terminal",
     "print_tuning",
     "render_against",
     "render_check",
     "render_diff",
     "render_explanation",
+    "render_html",
     "render_json",
+    "render_leaks",
     "render_terminal",
+    "render_trace_html",
     "render_tuning",
     "render_tuning_json",
     "run_to_json",
     "tuning_to_json",
+    "write_page",
     "write_text",
 ]

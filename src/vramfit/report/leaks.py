@@ -1,0 +1,181 @@
+"""What grows from step to step, in the terminal: how fast, who allocates it, who holds it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from vramfit.analysis import (
+    NAMES,
+    GrowingStack,
+    LeakReport,
+    LeakVerdict,
+    Place,
+    Release,
+    StepSource,
+    short_location,
+)
+from vramfit.report.sections import SIZE, STYLES, Sections
+from vramfit.report.text import elide_left, print_lines, short_op
+from vramfit.units import format_bytes
+
+_GROWING, _SETTLED, _SAWTEETH = 12, 3, 3
+_SPARKS = "▁▂▃▄▅▆▇█"
+_SPARK_WIDTH = 40
+
+
+def print_leaks(report: LeakReport, console: Console, *, root: Path | None = None) -> None:
+    """Print what grows.
+
+    Args:
+        report: what `vramfit.analysis.leaks` or ``vramfit.check_leaks`` found.
+        console: where to; its width, colour and encoding are respected.
+        root: the user's folder; file names below it are shown relative to it.
+    """
+    page = _Page(console.width, root)
+    print_lines(console, page.lines(report), page.width)
+
+
+def render_leaks(report: LeakReport, *, width: int = 80, root: Path | None = None) -> str:
+    """The same as plain text of ``width`` columns, without colour."""
+    stream = io.StringIO()
+    print_leaks(report, Console(file=stream, width=width, color_system=None, force_terminal=False), root=root)
+    return stream.getvalue()
+
+
+def per_step(report: LeakReport, amount: float) -> str:
+    """``4.00 MiB per step``."""
+    return f"{format_bytes(amount)} per {report.steps.unit}"
+
+
+class _Page(Sections):
+    """The parts of the report for one width."""
+
+    def lines(self, report: LeakReport) -> Iterator[Text]:
+        """All lines of the report."""
+        yield from self.headline(report)
+        if report.growing:
+            yield Text()
+            yield from self.growing(report)
+        if report.settled:
+            yield Text()
+            yield from self.settled(report)
+        if report.sawteeth:
+            yield Text()
+            yield from self.sawteeth(report)
+
+    def headline(self, report: LeakReport) -> Iterator[Text]:
+        """The answer, and what it rests on."""
+        count, unit = max(0, len(report.steps) - 1), report.steps.unit
+        speed = per_step(report, report.bytes_per_step)
+        if report.verdict is LeakVerdict.GROWING:
+            yield from self.wrapped(Text.assemble(("! memory grows", "bold red"), f" by {speed}"))
+        elif report.verdict is LeakVerdict.SUSPECTED:
+            text = (
+                f" by {speed}, but nothing tells the steps of the program: a model being loaded looks alike"
+            )
+            yield from self.wrapped(Text.assemble(("? memory grows", "bold yellow"), text))
+        elif report.verdict is LeakVerdict.STEADY:
+            yield Text.assemble(("✓ no memory grows", "bold green"), f" from {unit} to {unit} beyond chance")
+        else:
+            more = f": {count} seen, {report.least_steps} needed to tell growth from chance"
+            if report.steps.source is StepSource.GIVEN:
+                more = f": {count - 1 - report.warmup} after the warm-up; 5 are needed to tell growth from chance"
+            yield from self.wrapped(Text.assemble(("? too few steps", "bold yellow"), more))
+        if report.levels:
+            found = (
+                "given"
+                if report.steps.source is StepSource.GIVEN
+                else f"found by {report.steps.source.value}"
+            )
+            text = (
+                f"  {_counted(count, 'level')}, {found}, the first {report.warmup} left out as warm-up; "
+                f"p = {report.p_value:.2g}, {_counted(report.tested, 'stack')} tested at {report.alpha:g}"
+            )
+            yield from self.wrapped(Text(text, style="bright_black"))
+            ends = f" {format_bytes(min(report.levels))} to {format_bytes(max(report.levels))}"
+            yield Text.assemble("  ", (_spark(report.levels), "cyan"), ends)
+
+    def growing(self, report: LeakReport) -> Iterator[Text]:
+        """Each stack that grows, with its owners."""
+        title = "What grows" if report.verdict is not LeakVerdict.TOO_FEW_STEPS else "What grew in every step"
+        unit = "step" if report.steps.source is not StepSource.GIVEN else "round"
+        yield self.heading(title, f"{f'per {unit}':>{SIZE}}{'in all':>{SIZE + 2}}")
+        for stack in report.growing[:_GROWING]:
+            yield from self.stack(stack)
+        if (more := len(report.growing) - _GROWING) > 0:
+            rest = sum(stack.bytes_per_step for stack in report.growing[_GROWING:])
+            yield Text(f"  {_counted(more, 'stack')} more: {format_bytes(rest)} in all", style="bright_black")
+
+    def stack(self, stack: GrowingStack) -> Iterator[Text]:
+        """One stack, what its bytes are, and who holds them."""
+        speed, grown = format_bytes(stack.bytes_per_step), format_bytes(stack.grown_bytes)
+        head = f"  {speed:>{SIZE}}{grown:>{SIZE + 2}}  "
+        line = Text(head)
+        line.append(elide_left(self.where(stack.place), self.width - len(head)), style="bold")
+        yield line
+        p = f"p = {stack.p_value:.2g}" + (
+            f" ({stack.adjusted_p:.2g} of all)" if stack.adjusted_p > stack.p_value else ""
+        )
+        facts = f"{self.what(stack.place)}; since {stack.first_step}, {_counted(stack.blocks, 'block')}, {p}"
+        yield from self.broken(Text(f"      {facts}", style=STYLES[stack.place.category]), indent=6)
+        if stack.release is Release.COLLECTOR:
+            text = "      dead: nothing reaches it, only the garbage collector frees it (reference cycles)"
+            yield Text(text, style="yellow")
+        for owner in stack.owners:
+            said = owner.text if owner.cycle or not owner.links else f"held by {owner.text}"
+            through = ", ".join(sorted(kind.value for kind in owner.through))
+            yield from self.broken(Text(f"      {said}" + (f"  ({through})" if through else "")), indent=8)
+
+    def settled(self, report: LeakReport) -> Iterator[Text]:
+        """What grew and stopped."""
+        yield self.heading("Grew and stopped", "no leak: caches that filled")
+        for one in report.settled[:_SETTLED]:
+            text = (
+                f"  {format_bytes(one.grown_bytes):>{SIZE}}  {self.where(one.place)}, until {one.last_step}"
+            )
+            yield Text(text, style="bright_black")
+
+    def sawteeth(self, report: LeakReport) -> Iterator[Text]:
+        """What is freed at one blow."""
+        yield self.heading(
+            "Freed at one blow", "no leak: reference cycles until they are collected, lists emptied"
+        )
+        for one in report.sawteeth[:_SAWTEETH]:
+            text = (
+                f"  {format_bytes(one.most_bytes):>{SIZE}}  {self.where(one.place)}, "
+                f"{_counted(one.times, 'time')}, up to {one.steps} steps at once"
+            )
+            yield Text(text, style="bright_black")
+
+    def where(self, place: Place) -> str:
+        """The user's line, else a library's, else the module."""
+        line = short_location(place.line or place.library_line, root=self.root)
+        return line or place.module or "no stack recorded"
+
+    def what(self, place: Place) -> str:
+        """Tensor, operator, category and module."""
+        parts = [
+            place.tensor.replace(", ", ","),
+            short_op(place.op),
+            NAMES[place.category],
+            f"in {place.module}" if place.module else "",
+        ]
+        text = " ".join(part for part in parts if part)
+        return text if place.kinds == 1 else f"{text} and {_counted(place.kinds - 1, 'other kind')}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _spark(levels: tuple[int, ...]) -> str:
+    """The levels as a line of bars from the lowest to the highest, at most 40 of them."""
+    step = -(-len(levels) // _SPARK_WIDTH)
+    shown = levels[::step]
+    least, most = min(shown), max(shown)
+    return "".join(_SPARKS[round((level - least) * 7 / max(most - least, 1))] for level in shown)
