@@ -114,6 +114,12 @@ class Report:
             console.print()
             print_against(self.against, console, root=Path.cwd())
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the verdict and the timeline, without scripts."""
+        from vramfit.report.notebook import run_summary
+
+        return run_summary(self.run, self.verdict)
+
     def __str__(self) -> str:
         """The report as plain text."""
         text = render_terminal(self.run, self.verdict)

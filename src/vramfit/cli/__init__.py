@@ -15,6 +15,7 @@ from vramfit.cli.diff import diff_command
 from vramfit.cli.doctor import doctor_command
 from vramfit.cli.errors import INTERNAL_ERROR, print_bug, print_error
 from vramfit.cli.explain import explain_command
+from vramfit.cli.export import export_command
 from vramfit.cli.gpus import gpus_command
 from vramfit.cli.program import ProgramCommand
 from vramfit.cli.replay import replay_command
@@ -51,6 +52,7 @@ app.command(
 )(check_command)
 app.command("explain")(explain_command)
 app.command("diff")(diff_command)
+app.command("export", epilog="Example: vramfit export snapshot.pickle -o page.html -o timeline.svg")(export_command)
 app.command("calibrate")(calibrate_command)
 app.command("doctor")(doctor_command)
 
