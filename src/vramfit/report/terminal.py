@@ -287,7 +287,7 @@ class _Page(Sections):
     def footer(self, run: Run) -> Text:
         """What was run, and for how long."""
         parts = [
-            f"{run.ops:,} ops",
+            *([f"{run.ops:,} ops"] if run.source is not Source.CARD else []),  # nobody counts a card's
             *([f"{seconds(run.seconds_simulated)} simulated"] if run.source is Source.VIRTUAL else []),
             f"{seconds(run.seconds_wall)} here",
             f"torch {run.torch_version}",

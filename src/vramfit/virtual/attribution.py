@@ -139,6 +139,11 @@ class ModuleStack:
         stack = self._stack()
         return stack[-1][2] if stack else -1
 
+    def current_path(self) -> str:
+        """Dotted path of the running module, empty outside every module."""
+        stack = self._stack()
+        return stack[-1][1] if stack else ""
+
     def running(self) -> bool:
         """Whether any module runs on this thread."""
         return bool(self._stack())

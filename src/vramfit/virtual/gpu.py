@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 import time
+from bisect import bisect_right
 from os import PathLike
 from types import TracebackType
 from typing import Any
@@ -98,6 +99,7 @@ class VirtualGPU:
         self._builder = TraceBuilder(meta={"source": "virtual", "torch_version": torch.__version__})
         self._patches = PatchStack()
         self._history_start = 0
+        self._metadata: list[tuple[int, str]] = []
         self._run: Run | None = None
         self._started = 0.0
         self._shim: build_shim.ShimReport | None = None
@@ -122,6 +124,7 @@ class VirtualGPU:
             self._patches.call(lambda: build_shim.set_current_device(0))
             self._machine.hooks.clear_workspaces = self.mode.workspaces.clear
             self._machine.hooks.on_record_history = self._begin_history
+            self._machine.hooks.on_metadata = self._note_metadata
             self._machine.hooks.malloc = self._raw_malloc
             self._machine.hooks.free = lambda device, address: self.meter.free(address, device)
             self.mode.__enter__()
@@ -183,6 +186,12 @@ class VirtualGPU:
         self.meter.collect()  # tensors that have died before are no part of them
         if arguments.get("clear_history") or self._machine.history is not None:
             self._history_start = len(self._builder)
+
+    def _note_metadata(self, text: str) -> None:
+        """``torch.cuda.memory._set_memory_metadata``: events from now on carry the text."""
+        if self._machine.history is not None:
+            self.meter.collect()
+            self._metadata.append((len(self._builder), text))
 
     def _outcome(self, error: BaseException | None) -> Run:
         meter, machine = self.meter, self._machine
@@ -299,6 +308,7 @@ class VirtualGPU:
         history = self._machine.history
         if history is None:
             return {**snapshot, "device_traces": [[] for _ in snapshot["device_traces"]]}
+        self._write_metadata(trace, snapshot["device_traces"])
         before = (trace.kind[: self._history_start] != EventKind.MARKER).nonzero()[0]
         limit = int(history.get("max_entries") or sys.maxsize)
         traces = [
@@ -306,6 +316,20 @@ class VirtualGPU:
             for device, events in enumerate(snapshot["device_traces"])
         ]
         return {**snapshot, "device_traces": traces}
+
+    def _write_metadata(self, trace: MemoryTrace, traces: list[list[dict[str, Any]]]) -> None:
+        """Put the program's own words in place of ours, for the events since it said them."""
+        if not self._metadata:
+            return
+        starts = [row for row, _ in self._metadata]
+        events = (trace.kind != EventKind.MARKER).nonzero()[0].tolist()
+        positions = [0] * len(traces)
+        for row, device in zip(events, trace.device[events].tolist(), strict=True):
+            entry = traces[device][positions[device]]
+            positions[device] += 1
+            index = bisect_right(starts, row) - 1
+            if index >= 0:
+                entry["user_metadata"] = self._metadata[index][1]
 
 
 _active: VirtualGPU | None = None

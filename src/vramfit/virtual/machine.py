@@ -144,6 +144,7 @@ class Hooks:
             (empty for ``"pop"`` and ``"end"``).
         on_synchronize: called with the device index when the program waits for a device.
         on_record_history: called with the arguments of ``_record_memory_history`` by name.
+        on_metadata: called with the text that the history shall carry from now on (``_set_memory_metadata``).
         clear_workspaces: called when the program drops cuBLAS's workspaces.
         malloc: serves ``torch.cuda.caching_allocator_alloc``: (device, bytes, stream id) to address.
             Without it the device's allocator is asked directly.
@@ -157,6 +158,7 @@ class Hooks:
     on_nvtx: Callable[[str, str], None] | None = None
     on_synchronize: Callable[[int], None] | None = None
     on_record_history: Callable[[dict[str, Any]], None] | None = None
+    on_metadata: Callable[[str], None] | None = None
     clear_workspaces: Callable[[], None] | None = None
     malloc: Callable[[int, int, int], int] | None = None
     free: Callable[[int, int], None] | None = None

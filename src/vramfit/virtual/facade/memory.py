@@ -211,6 +211,8 @@ class MemoryFunctions(CFunctions):
 
     def _cuda_setMemoryMetadata(self, metadata: str) -> None:
         self.metadata = metadata
+        if self.machine.hooks.on_metadata is not None:
+            self.machine.hooks.on_metadata(metadata)
 
     def _cuda_getMemoryMetadata(self) -> str:
         return self.metadata

@@ -1,0 +1,493 @@
+"""Recorder of a real card: torch's own memory history, and what only the live program can tell beside it.
+
+torch records every event of its allocator with the Python stack, in C++ and into a ring that is bounded. This module
+adds what that leaves open, at a cost of microseconds per module call and step: the module that runs goes along as the
+history's metadata (kept per thread by torch, so that it does not reach autograd's own threads); phases and marks are
+noted as numbers of events; parameters, gradients and optimizer states by their addresses when an optimizer steps.
+
+This has run against the virtual GPU in a card's place, which answers the same functions of torch. It has not run on a
+real card yet.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from vramfit.errors import EnvironmentUnfitError
+from vramfit.programs.patching import PatchStack
+from vramfit.record.notes import (
+    MODULE_PREFIX,
+    MarkNote,
+    Moment,
+    Notes,
+    PhaseNote,
+    Stretch,
+    TensorNotes,
+    annotate,
+    peaks_of,
+)
+from vramfit.record.recorder import (
+    Figures,
+    Recorder,
+    Subjects,
+    error_line,
+    platform_text,
+    program_of_process,
+)
+from vramfit.record.watching import watch
+from vramfit.trace import (
+    Category,
+    DeviceOutcome,
+    MemoryTrace,
+    OomReport,
+    Run,
+    RunWarning,
+    Source,
+    TraceBuilder,
+    TraceDevice,
+    trace_from_snapshot,
+)
+from vramfit.trace.frames import user_frame
+from vramfit.virtual.attribution import ModuleStack, Phase, PhaseTracker, StackInterner
+
+_CONTEXT = "alloc"  # stacks of allocations; those of frees would double the cost and nobody reads them
+_STATES_AT = frozenset(1 << n for n in range(16))
+"""Steps of an optimizer after which its states are looked at: they come into being at the first."""
+
+
+class CardRecorder(Recorder):
+    """Records the cards of this process.
+
+    Recording begins when the program first uses CUDA, so that a program may still choose its devices and settings.
+
+    Args:
+        device: ``"cuda"`` or ``"cuda:1"``: the one that a budget is for and that figures tell of.
+        budget: bytes, None for no limit.
+        subjects: the models and optimizers that exist already; without any, they are met when they are used.
+        max_entries: events that torch keeps per device; the last ones.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: str = "cuda",
+        budget: int | None = None,
+        subjects: Subjects | None = None,
+        max_entries: int = 1_000_000,
+    ) -> None:
+        self._device = torch.device(device)
+        self._budget = budget
+        self._subjects = subjects or Subjects()
+        self._max_entries = max_entries
+        self._names = TraceBuilder()
+        self._modules = ModuleStack(self._names)
+        self._stacks = StackInterner(self._names)
+        self._patches = PatchStack()
+        self._began: dict[int, int] | None = None
+        self._peak_before: dict[int, int] = {}
+        self._phases: list[PhaseNote] = []
+        self._marks: list[MarkNote] = []
+        self._tensors: list[TensorNotes] = []
+        self._paths: dict[int, str] = {}
+        self._last: dict[tuple[int, Category], TensorNotes] = {}
+        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._phase = PhaseTracker(self._names, self._begin_phase)
+        self._oom: OomReport | None = None
+        self._metadata_before = ""
+        self._fraction: float | None = None
+        self._result: Run | None = None
+        self._started = 0.0
+
+    # -- the recording -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin when CUDA does, which may be now."""
+        global _recording
+        if _recording is not None:
+            raise EnvironmentUnfitError(
+                "this process's cards are being recorded already: torch keeps one history",
+                "Record the outer block only, or mark moments in it with vramfit.snapshot",
+            )
+        self._started = time.perf_counter()
+        _recording = self
+        try:
+            watch(self, self._patches)
+            torch.cuda._lazy_call(self._begin)
+        except BaseException:
+            self._patches.undo()
+            _recording = None
+            raise
+
+    def _begin(self) -> None:
+        """CUDA is there: let torch record."""
+        if _recording is not self:
+            return  # the block was left before the program used CUDA
+        index = self._index()
+        if self._budget is not None:
+            total = torch.cuda.get_device_properties(index).total_memory
+            self._fraction = torch.cuda.get_per_process_memory_fraction(index)
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self._budget / total), index)
+        torch.cuda.memory._record_memory_history(
+            "all", context=_CONTEXT, stacks="python", max_entries=self._max_entries, clear_history=True
+        )
+        _attach_observer()
+        self._began = {}
+        self._began = _counts()
+        self._peak_before = {d: torch.cuda.max_memory_allocated(d) for d in self._began}
+        for name, model in self._subjects.models:
+            self._modules.name_tree(model, name)
+            self._meet_module(model)
+        for optimizer in self._subjects.optimizers:
+            self._note_optimizer(optimizer)
+
+    def stop(self, error: BaseException | None = None) -> Run:
+        """End; torch records no longer, and nothing stays patched."""
+        global _recording
+        self._patches.undo()
+        _recording = None
+        try:
+            self._result = self._outcome(error)
+        finally:
+            if self._began is not None:
+                torch.cuda.memory._record_memory_history(None)
+                if self._fraction is not None:
+                    torch.cuda.set_per_process_memory_fraction(self._fraction, self._index())
+        return self._result
+
+    def run(self) -> Run:
+        """What was recorded so far."""
+        return self._outcome(None) if self._result is None else self._result
+
+    def mark(self, tag: str) -> None:
+        """Put a named point in time into the trace."""
+        if self._began is not None:
+            self._marks.append(MarkNote(moment=self._moment(), tag=tag))
+
+    def empty_cache(self) -> None:
+        """Give back the segments that hold nothing."""
+        torch.cuda.empty_cache()
+
+    def figures(self, device: int | None = None) -> Figures:
+        """What the allocator holds now."""
+        if self._began is None:
+            return Figures(allocated=0, reserved=0, peak_allocated=0, peak_reserved=0)
+        index = self._index() if device is None else device
+        cuda = torch.cuda
+        return Figures(
+            allocated=cuda.memory_allocated(index),
+            reserved=cuda.memory_reserved(index),
+            peak_allocated=cuda.max_memory_allocated(index),
+            peak_reserved=cuda.max_memory_reserved(index),
+        )
+
+    def _index(self) -> int:
+        return torch.cuda.current_device() if self._device.index is None else self._device.index
+
+    # -- what the program does (Watcher) -------------------------------------------------------------------------
+
+    def enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let torch's history name the module; at a root, the forward phase begins."""
+        root = self._modules.enter(module)
+        if self._began is None:
+            return
+        memory = torch._C
+        if root:
+            self._metadata_before = memory._cuda_getMemoryMetadata()
+            if memory._current_graph_task_id() == -1:
+                self._phase.begin(Phase.FORWARD)
+                self._meet_root(module, args, kwargs)
+        memory._cuda_setMemoryMetadata(MODULE_PREFIX + self._modules.current_path())
+
+    def leave_module(self) -> None:
+        """The module around it runs on."""
+        empty = self._modules.leave()
+        if self._began is not None:
+            text = self._metadata_before if empty else MODULE_PREFIX + self._modules.current_path()
+            torch._C._cuda_setMemoryMetadata(text)
+
+    def begin_backward(self) -> None:
+        """The engine starts."""
+        self._phase.begin(Phase.BACKWARD)
+
+    def end_backward(self) -> None:
+        """The engine is done: gradients are noted when an optimizer steps, or at the end."""
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer steps: its gradients are there."""
+        if self._began is not None:
+            self._note_optimizer(optimizer, states=False)
+        self._phase.begin(Phase.OPTIMIZER)
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has left its state; what comes now is data until a module is called."""
+        if self._began is None:
+            return
+        count = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if count in _STATES_AT:
+            self._note_states(optimizer)
+        if self._phases:
+            name = self._phases[-1].name
+            self._phases.append(PhaseNote(moment=self._moment(), name=name, stretch=Stretch.OTHER))
+
+    def new_parameter(self, tensor: torch.Tensor) -> None:
+        """Parameters are met when their module is called."""
+
+    def _begin_phase(self, index: int) -> None:
+        del index  # of the phase in the table of names, which is not the trace's
+        if self._began is None:
+            return
+        phase = self._phase.phase
+        stretch = Stretch.BUSY
+        if phase is Phase.FORWARD:
+            stretch = Stretch.FORWARD if torch.is_grad_enabled() else Stretch.INFERENCE
+        name = f"step {self._phase.step}/{phase.value}"
+        self._phases.append(PhaseNote(moment=self._moment(), name=name, stretch=stretch))
+
+    # -- notes ---------------------------------------------------------------------------------------------------
+
+    def _moment(self) -> Moment:
+        began = self._began
+        assert began is not None
+        return {device: count - began.get(device, 0) for device, count in _counts().items()}
+
+    def _meet_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first = next(module.parameters(), None)
+        where = 0 if first is None else _address(first)
+        if self._seen.get(module) != where:  # new, or its parameters have moved
+            self._seen[module] = where
+            self._meet_module(module)
+        inputs = [tensor for tensor in (*_tensors(args), *_tensors(kwargs)) if tensor.grad_fn is None]
+        self._note(id(self), Category.INPUTS, inputs, [""] * len(inputs))
+
+    def _meet_module(self, root: nn.Module) -> None:
+        tensors, paths = [], []
+        for module in root.modules():
+            path = self._modules.path_of(module)
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor):
+                    tensors.append(tensor)
+                    paths.append(path)
+                    self._paths[id(tensor)] = path
+        self._note(id(root), Category.PARAMETERS, tensors, paths)
+
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer, *, states: bool = True) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        paths = [self._paths.get(id(parameter), "") for parameter in parameters]
+        self._note(id(optimizer), Category.PARAMETERS, parameters, paths)
+        pairs = [(p.grad, path) for p, path in zip(parameters, paths, strict=True) if p.grad is not None]
+        self._note(id(optimizer), Category.GRADIENTS, [g for g, _ in pairs], [path for _, path in pairs])
+        if states:
+            self._note_states(optimizer)
+
+    def _note_states(self, optimizer: torch.optim.Optimizer) -> None:
+        tensors, paths = [], []
+        for parameter, state in optimizer.state.items():
+            path = self._paths.get(id(parameter), "")
+            for value in state.values() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    tensors.append(value)
+                    paths.append(path)
+        self._note(id(optimizer), Category.OPTIMIZER_STATE, tensors, paths)
+
+    def _note(
+        self, owner: int, category: Category, tensors: Iterable[torch.Tensor], paths: Iterable[str]
+    ) -> None:
+        """Note where tensors lie now; where they lie as at the last note, that one counts again."""
+        devices, addresses, modules = [], [], []
+        for tensor, path in zip(tensors, paths, strict=True):
+            if tensor.is_cuda and tensor.layout is torch.strided:
+                devices.append(tensor.get_device())
+                addresses.append(_address(tensor))
+                modules.append(path)
+        if not addresses:
+            return
+        last = self._last.get((owner, category))
+        if last is None or last.addresses != tuple(addresses):
+            last = TensorNotes(
+                category=category,
+                devices=tuple(devices),
+                addresses=tuple(addresses),
+                modules=tuple(modules),
+            )
+            self._last[owner, category] = last
+            self._tensors.append(last)
+        last.moments.append(self._moment())
+
+    # -- results -------------------------------------------------------------------------------------------------
+
+    def note_oom(self, device: int, requested: int, free: int) -> None:
+        """A request failed, all retries included; called by torch with the figures of the moment."""
+        stack = self._stacks.frames(self._stacks.key())
+        self._oom = OomReport(
+            device=device,
+            requested_bytes=requested,
+            stack=stack,
+            user_line=user_frame(stack),
+            op="",
+            message="",
+            allocated_bytes=torch.cuda.memory_allocated(device),
+            reserved_bytes=torch.cuda.memory_reserved(device),
+            free_bytes=free,
+            total_bytes=torch.cuda.get_device_properties(device).total_memory,
+            handled=True,
+        )
+
+    def _outcome(self, error: BaseException | None) -> Run:
+        trace, warnings = self._trace()
+        oom = self._oom
+        if oom is not None and isinstance(error, torch.OutOfMemoryError):
+            oom = replace(oom, handled=False, message=str(error))
+        return Run(
+            trace=trace,
+            devices=tuple(self._device_outcome(trace, device) for device in trace.devices),
+            oom=oom,
+            warnings=tuple(warnings),
+            ops=0,
+            seconds_simulated=0.0,
+            seconds_wall=time.perf_counter() - self._started,
+            exit_code=0 if error is None else 1,
+            error=error_line(error),
+            program=program_of_process(),
+            torch_version=torch.__version__,
+            platform=platform_text(),
+            source=Source.CARD,
+        )
+
+    def _trace(self) -> tuple[MemoryTrace, list[RunWarning]]:
+        """The history as a trace, and what must be known of it."""
+        if self._began is None:
+            empty = TraceBuilder(meta={"source": "card", "torch_version": torch.__version__})
+            return empty.finish(devices=(_device(0, ()),) if torch.cuda.is_available() else ()), []
+        if self._result is None:
+            self._note_last()
+        total = self._moment()
+        snapshot = torch.cuda.memory._snapshot()
+        warnings = []
+        if not torch._C._cuda_isHistoryEnabled():
+            warnings.append(_warning("history-stopped", "the program itself ended torch's memory history"))
+        read = trace_from_snapshot(_plain(snapshot))
+        held = {d: len(events) for d, events in enumerate(snapshot["device_traces"])}
+        if any(count >= self._max_entries for count in held.values()):
+            warnings.append(
+                _warning(
+                    "history-full",
+                    f"only the last {self._max_entries:,} events are in the trace: earlier ones were dropped",
+                )
+            )
+        notes = Notes(total=total, phases=self._phases, marks=self._marks, tensors=self._tensors)
+        trace = annotate(read, snapshot, notes)
+        used = {segment["device"] for segment in snapshot["segments"]} | {d for d, n in held.items() if n}
+        devices = tuple(
+            _device(device.index, device.segments)
+            for device in trace.devices
+            if device.index in used or device.index == self._index()
+        )
+        meta = {**trace.meta, "source": "card", "torch_version": torch.__version__}
+        return replace(trace, devices=devices, meta=meta), warnings
+
+    def _note_last(self) -> None:
+        """Look at what is alive at the end."""
+        for _, model in self._subjects.models:
+            self._meet_module(model)
+        for optimizer in {*self._steps.keys(), *self._subjects.optimizers}:
+            self._note_optimizer(optimizer)
+
+    def _device_outcome(self, trace: MemoryTrace, device: TraceDevice) -> DeviceOutcome:
+        index = device.index
+        allocated, reserved = peaks_of(trace, index)
+        stats: dict[str, int] = {}
+        if self._began is not None:
+            stats = dict(torch.cuda.memory_stats(index))
+            # torch knows peaks that the ring of events has lost, unless they are of before the recording.
+            peak = torch.cuda.max_memory_allocated(index)
+            if peak > self._peak_before.get(index, 0):
+                allocated = max(allocated, peak)
+                reserved = max(reserved, torch.cuda.max_memory_reserved(index))
+        return DeviceOutcome(
+            index=index,
+            gpu=device.name,
+            total_bytes=device.total_bytes,
+            context_bytes=device.context_bytes,
+            stats=stats,
+            peak_allocated_bytes=allocated,
+            peak_reserved_bytes=reserved,
+            peak_active_bytes=max(allocated, stats.get("active_bytes.all.peak", 0)),
+        )
+
+
+_recording: CardRecorder | None = None
+_observed = False
+
+
+def _attach_observer() -> None:
+    """Hear of requests that fail. torch cannot forget an observer, so there is one for all recordings."""
+    global _observed
+    if _observed:
+        return
+
+    def observe(device: int, requested: int, limit: int, free: int) -> None:
+        del limit  # the memory of the card, or the share of it that is allowed
+        if _recording is not None:
+            _recording.note_oom(device, requested, free)
+
+    memory: Any = torch._C
+    memory._cuda_attach_out_of_memory_observer(observe)
+    _observed = True
+
+
+def _counts() -> dict[int, int]:
+    """Requests and frees that each device's allocator has counted."""
+    found = {}
+    for device in range(torch.cuda.device_count()):
+        counted = torch._C._cuda_memoryStats(device)["allocation"]["all"]
+        found[device] = counted["allocated"] + counted["freed"]
+    return found
+
+
+def _device(index: int, segments: Any) -> TraceDevice:
+    """A device as the trace tells of it; what lies outside torch is the context, and what other processes hold."""
+    properties = torch.cuda.get_device_properties(index)
+    outside = 0
+    if segments or torch.cuda.memory_reserved(index):
+        free, total = torch.cuda.mem_get_info(index)
+        outside = max(0, total - free - torch.cuda.memory_reserved(index))
+    return TraceDevice(
+        index=index,
+        name=properties.name,
+        total_bytes=properties.total_memory,
+        context_bytes=outside,
+        segments=segments,
+    )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(value: Any, depth: int = 4) -> Iterable[torch.Tensor]:
+    """The tensors in what a module is called with."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item, depth - 1)
+    elif depth and isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item, depth - 1)
+
+
+def _plain(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+    """A snapshot without the annotations of torch's profiler: phases come from the notes."""
+    return {**snapshot, "external_annotations": []}
+
+
+def _warning(code: str, message: str) -> RunWarning:
+    return RunWarning(code=code, message=message, location=None, count=1)
