@@ -56,9 +56,10 @@ def check_leaks(
 ) -> LeakReport:
     """Call a function ``warmup + rounds`` times and tell what memory grows with every call, and who holds it.
 
-    Inside ``vramfit.VirtualGPU`` it is the virtual card's memory, else that of a real card where there is one, else
-    that of the CPU tensors. What the function returns is dropped before the next call. Its own garbage is left to
-    Python's collector; after the last round the garbage is collected, to tell dead reference cycles from the rest.
+    Inside ``vramfit.VirtualGPU`` it is the virtual card's memory, inside ``vramfit.track`` what that records, else the
+    memory of a real card where there is one, else that of the CPU tensors. What the function returns is dropped before
+    the next call. Its own garbage is left to Python's collector; after the last round the garbage is collected, to tell
+    dead reference cycles from the rest.
 
     Args:
         function: what to call, without arguments.
@@ -159,8 +160,12 @@ def _metered(device: str | None) -> Iterator[_Metering]:
         )
         yield _Metering(active, active.meter, index)
         return
-    from vramfit.tracking import track
+    from vramfit.tracking import running_track, track
 
+    outer = running_track() if device is None else None
+    if outer is not None:
+        yield _Metering(outer, getattr(outer._recorder, "meter", None), outer.run.devices[0].index)
+        return
     with track(device=device) as tracked:
         run = tracked.run
         yield _Metering(tracked, getattr(tracked._recorder, "meter", None), run.devices[0].index)

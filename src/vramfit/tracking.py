@@ -237,6 +237,11 @@ _active: list[Track] = []
 _last_on_card: dict[int, tuple[str, int]] = {}
 
 
+def running_track() -> Track | None:
+    """The innermost recording that runs, None if none does."""
+    return _active[-1] if _active and _active[-1]._recorder is not None else None
+
+
 def track(
     model: Models = None,
     optimizer: Optimizers = None,
