@@ -9,23 +9,28 @@ from typing import Any
 import numpy as np
 
 from vramfit.trace.events import Category, Frame, TraceDevice
+from vramfit.trace.journal import Journal
 from vramfit.trace.model import COLUMNS, MemoryTrace
 
 
 class _Table:
     """Distinct strings in the order of their first use."""
 
-    __slots__ = ("entries", "ids")
+    __slots__ = ("entries", "ids", "journal", "name")
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, journal: Journal | None) -> None:
         self.ids: dict[str, int] = {}
         self.entries: list[str] = []
+        self.name = name
+        self.journal = journal
 
     def intern(self, text: str) -> int:
         found = self.ids.get(text)
         if found is None:
             found = self.ids[text] = len(self.entries)
             self.entries.append(text)
+            if self.journal is not None:
+                self.journal.text(self.name, text)
         return found
 
 
@@ -35,17 +40,23 @@ class TraceBuilder:
     Args:
         devices: the devices of the trace; `finish` can replace them when the final segments are known.
         meta: facts about the source: ``torch_version``, ``alloc_conf``, ``source``, ``program``.
+        journal: written as the events come, for the case that the process is killed; None without.
     """
 
     def __init__(
-        self, devices: Iterable[TraceDevice] = (), meta: Mapping[str, str | int | float] | None = None
+        self,
+        devices: Iterable[TraceDevice] = (),
+        meta: Mapping[str, str | int | float] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """Start without events."""
         self.devices = tuple(devices)
         self.meta: dict[str, str | int | float] = dict(meta or {})
         self._columns = {name: array(np.dtype(dtype).char) for name, dtype in COLUMNS.items()}
         self._appends = tuple(column.append for column in self._columns.values())
-        self._ops, self._modules, self._phases, self._tensors = _Table(), _Table(), _Table(), _Table()
+        self.journal = journal
+        self._ops, self._modules = _Table("op", journal), _Table("module", journal)
+        self._phases, self._tensors = _Table("phase", journal), _Table("tensor", journal)
         self.op = self._ops.intern
         """Index of an operator's name, entered into the table on first use."""
         self.module = self._modules.intern
@@ -67,11 +78,15 @@ class TraceBuilder:
         """Index of a stack, innermost frame first."""
         found = self._stack_of.get(frames)
         if found is None:
-            known = self._frames
+            known, journal, before = self._frames, self.journal, len(self._frames)
             key = tuple([known.setdefault(frame, len(known)) for frame in frames])
             found = self._stack_of[frames] = self._stacks.setdefault(key, len(self._stacks))
             if found == len(self._frames_of):
                 self._frames_of.append(frames)
+                if journal is not None:
+                    for frame in list(known)[before:] if len(known) > before else ():
+                        journal.frame(frame)
+                    journal.stack(key)
         return found
 
     def frames_of(self, stack: int) -> tuple[Frame, ...]:
@@ -110,6 +125,10 @@ class TraceBuilder:
         add[10](module)
         add[11](phase)
         add[12](tensor)
+        if self.journal is not None:
+            self.journal.row(
+                kind, device, stream, address, size, block, time_us, category, op, stack, module, phase, tensor
+            )
         return len(self._columns["kind"]) - 1
 
     def category(self, row: int) -> Category:
@@ -119,14 +138,20 @@ class TraceBuilder:
     def set_category(self, row: int, category: int) -> None:
         """Replace the category of an event."""
         self._columns["category"][row] = category
+        if self.journal is not None:
+            self.journal.change(row, "category", category)
 
     def set_module(self, row: int, module: int) -> None:
         """Replace the module of an event."""
         self._columns["module"][row] = module
+        if self.journal is not None:
+            self.journal.change(row, "module", module)
 
     def set_tensor(self, row: int, tensor: int) -> None:
         """Replace the tensor description of an event."""
         self._columns["tensor"][row] = tensor
+        if self.journal is not None:
+            self.journal.change(row, "tensor", tensor)
 
     def finish(self, devices: Iterable[TraceDevice] | None = None) -> MemoryTrace:
         """The trace so far; the builder can go on afterwards.

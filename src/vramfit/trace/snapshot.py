@@ -18,6 +18,8 @@ from vramfit.errors import TraceFormatError
 from vramfit.trace.events import Category, EventKind, Frame, TraceDevice
 from vramfit.trace.fileformat import MAGIC, parse_trace
 from vramfit.trace.files import read_file
+from vramfit.trace.journal import MAGIC as JOURNAL
+from vramfit.trace.journal import parse_journal
 from vramfit.trace.model import COLUMNS, MemoryTrace
 from vramfit.trace.pickles import load_plain, looks_like_a_pickle
 from vramfit.trace.segments import check_frames, check_segment
@@ -51,8 +53,8 @@ _FIRST_BYTES = frozenset({*(ord(opcode.code) for opcode in pickletools.opcodes),
 
 
 def read_any(path: str | Path) -> MemoryTrace:
-    """The trace in a file: .vft, or a torch snapshot as pickle or JSON, gzipped or plain, told by its
-    content.
+    """The trace in a file: .vft, the journal of a killed process, or a torch snapshot as pickle or JSON, gzipped or
+    plain, told by its content.
 
     Raises:
         TraceFormatError: it is none of these, or damaged.
@@ -61,6 +63,8 @@ def read_any(path: str | Path) -> MemoryTrace:
     data = read_file(path)
     if data.startswith(MAGIC[: len(data)]):
         return parse_trace(data, str(path))
+    if data.startswith(JOURNAL[: len(data)]):
+        return parse_journal(data, str(path))
     return trace_from_snapshot(_parse(data, str(path)))
 
 
