@@ -87,6 +87,7 @@ class Heap:
         deadline: when to stop searching, on the clock of `time.monotonic`.
         tensors: all tensors.
         storages: all Python objects of storages.
+        gradients: id of a gradient -> the parameters that have it, out of the collector's sight.
         graph: the autograd graph.
         variables: id of a value -> the variables of running functions that have it.
         modules: id of the dictionary of a module -> the module's name.
@@ -99,6 +100,7 @@ class Heap:
         self.modules = _module_dicts()
         self.running = {id(frame) for frame in _running_frames()}
         self.tensors, self.storages, nodes = _torch_objects()
+        self.gradients = _gradients(self.tensors)
         self.graph = Graph(self.tensors, nodes, self.deadline)
         nodes.clear()
         self.own = {
@@ -111,6 +113,8 @@ class Heap:
                 self.graph.nodes,
                 self.graph.results,
                 *self.graph.results.values(),
+                self.gradients,
+                *self.gradients.values(),
             )
         }
 
@@ -131,6 +135,7 @@ class Heap:
             heap.storages.clear()
             heap.graph.nodes.clear()
             heap.graph.results.clear()
+            heap.gradients.clear()
             if enabled:
                 gc.enable()
 
@@ -154,7 +159,7 @@ class Heap:
 
     def references_to(self, value: Any) -> int:
         """How many references to an object this has."""
-        lists = [self.tensors, self.storages, *self.graph.results.values()]
+        lists = [self.tensors, self.storages, *self.graph.results.values(), *self.gradients.values()]
         return sum(one is value for held in lists for one in held)
 
 
@@ -206,9 +211,6 @@ class Search:
 
     def run(self) -> tuple[OwnerChain, ...]:
         """Search level by level until there are enough chains."""
-        for tensor in self.heap.tensors:
-            self._gradient_of(tensor)
-        tensor = None
         while self.next and len(self.chains) < self.limit:
             self.level, self.next = self.next, []
             self.followed += len(self.level)
@@ -224,18 +226,6 @@ class Search:
         chains = tuple(self.chains[: self.limit])
         self.objects.clear()
         return chains
-
-    def _gradient_of(self, tensor: Any) -> None:
-        """A parameter holds its gradient, out of the collector's sight."""
-        try:
-            with torch._C.DisableTorchFunction():
-                if not _IS_LEAF.__get__(tensor):
-                    return
-                gradient = _GRAD.__get__(tensor)
-        except Exception:
-            return
-        if gradient is not None and id(gradient) in self.objects:
-            self._visit(tensor, id(gradient), ".grad", graph=True)
 
     def _expand(self) -> None:
         """Visit whatever holds an object of this level."""
@@ -260,6 +250,8 @@ class Search:
     def _by_graph(self, number: int) -> None:
         """Visit what holds a node of the graph, or an object that a hook gave the graph instead of a tensor."""
         graph = self.graph
+        for tensor in self.heap.gradients.get(number, ()):
+            self._visit(tensor, number, ".grad", graph=True)
         for node, label in graph.packed.get(number, ()):
             self._visit(graph.nodes[node], number, f" {label}", graph=True)
         if number not in graph.nodes:
@@ -451,6 +443,24 @@ class Search:
 def _is_held_by_python(nodes: dict[int, Any], number: int) -> bool:
     """Whether something but `Graph.nodes` and `Search.objects` refers to the wrapper of a node."""
     return bool(sys.getrefcount(nodes[number]) > 3)
+
+
+def _gradients(tensors: list[Any]) -> dict[int, list[Any]]:
+    """Id of each gradient -> the tensors that have it; gradients that had no Python object join the tensors."""
+    known = set(map(id, tensors))
+    found: dict[int, list[Any]] = {}
+    with torch._C.DisableTorchFunction():
+        for tensor in list(tensors):
+            try:
+                gradient = _GRAD.__get__(tensor) if _IS_LEAF.__get__(tensor) else None
+            except Exception:
+                continue
+            if gradient is not None:
+                found.setdefault(id(gradient), []).append(tensor)
+                if id(gradient) not in known:
+                    known.add(id(gradient))
+                    tensors.append(gradient)
+    return found
 
 
 def _torch_objects() -> tuple[list[Any], list[Any], list[Any]]:
