@@ -174,6 +174,7 @@ class Search:
         self.edges: list[tuple[int, int, bool]] = []  # every reference found: holder, held, through the graph
         self.level: list[int] = []
         self.next: list[int] = []
+        self.ends: set[int] = set()
         self.chains: list[OwnerChain] = []
         self.complete = True
         self.followed = 0
@@ -277,13 +278,15 @@ class Search:
         number = id(holder)
         if held:
             self.edges.append((number, held, graph))
-        if number in self.toward:
+        if number in self.toward and number not in self.ends:
             return
         self.toward[number] = (held, told)
         self.objects[number] = holder
         for variable in self.heap.variables.get(number, ()):
             self._chain(Root.LOCAL, number, variable)
-        if not self._is_owner(holder, number):
+        if self._is_owner(holder, number):
+            self.ends.add(number)  # nothing leads further; another variable of it makes another chain
+        else:
             self.next.append(number)
 
     def _is_owner(self, holder: Any, number: int) -> bool:
