@@ -297,13 +297,13 @@ def test_the_choice_of_a_device_shows_its_pictures_and_tables(folder: Path, show
     run = two_cards()
     opened = show(written(folder, run, "two"))
     assert opened.figure("allocated") == peak(run.trace, 1).allocated
-    assert opened.page.locator("section[data-device='1']").is_visible()
+    assert opened.page.locator("#s-tensors > [data-device='1']").is_visible()
     opened.page.select_option("#device-choice", "0")
     opened.page.wait_for_selector("html[data-ready='0']")
     opened.settle()
     assert opened.figure("allocated") == peak(run.trace, 0).allocated
-    assert opened.page.locator("section[data-device='0']").is_visible()
-    assert opened.page.locator("section[data-device='1']").is_hidden()
+    assert opened.page.locator("#s-tensors > [data-device='0']").is_visible()
+    assert opened.page.locator("#s-tensors > [data-device='1']").is_hidden()
     opened.page.focus("#timeline")
     before = opened.moment()
     opened.page.keyboard.press(".")

@@ -39,15 +39,24 @@ def join(children: Iterable[str | None], separator: str = "") -> Html:
     )
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> Html:
+def table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    numbers: Sequence[int] = (),
+    prose: Sequence[int] = (),
+) -> Html:
     """A table in a box that scrolls where it is too wide.
 
     Args:
         heads: names of the columns.
         rows: the cells of each row.
         numbers: the columns that hold figures, aligned to the right.
+        prose: the columns that hold sentences, which may break.
     """
-    kinds = ["number" if column in numbers else "" for column in range(len(heads))]
+    kinds = [
+        "number" if column in numbers else "wrap" if column in prose else "" for column in range(len(heads))
+    ]
     head = join(
         tag("th", name, scope="col", class_=kind or None) for name, kind in zip(heads, kinds, strict=True)
     )

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from vramfit.analysis import NAMES, Breakdown, DeviceVerdict, Outcome, Verdict
 from vramfit.analysis import verdict as judge
 from vramfit.analysis.recorded_run import run_from_trace
+from vramfit.report.html.advice import find_advice, fragmentation_advice, leaks_html
 from vramfit.report.html.columns import (
     DeviceView,
     device_columns,
@@ -149,6 +150,7 @@ def _page(
 ) -> str:
     style = "\n".join(_asset(name) for name in _STYLES)
     script = _script()
+    advice = [find_advice(trace, part.view) for part in parts]
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
@@ -166,15 +168,16 @@ def _page(
         "legend": _legend(),
         "timeline_text": _each(parts, first, [timeline_text(trace, part.view) for part in parts]),
         "blocks_text": _each(parts, first, [blocks_text(trace, part.view, root=root) for part in parts]),
-        "tables": _each(
+        "tensors": _each(parts, first, [device_tables(part.breakdown, root=root) for part in parts]),
+        "fragmentation": _each(
             parts,
             first,
             [
-                join([device_tables(part.breakdown, root=root), fragmentation_text(part.breakdown)])
-                for part in parts
+                join([fragmentation_text(part.breakdown), fragmentation_advice(found, root=root)])
+                for part, found in zip(parts, advice, strict=True)
             ],
-            name="section",
         ),
+        "leaks": _each(parts, first, [leaks_html(found, root=root) for found in advice]),
         "warnings": warnings,
         "footer": join([footer]),
         "data": _data(trace, parts),
@@ -234,11 +237,11 @@ def _device_data(
     ]
 
 
-def _each(parts: Sequence[_Part], first: int | None, contents: Sequence[Html], name: str = "div") -> Html:
+def _each(parts: Sequence[_Part], first: int | None, contents: Sequence[Html]) -> Html:
     """What belongs to each device; only that of the chosen one is seen."""
     return join(
         tag(
-            name,
+            "div",
             content,
             data_device=part.view.device.index,
             hidden=part.view.device.index != first,
@@ -270,6 +273,7 @@ def _navigation(has_warnings: bool) -> Html:
         ("s-flames", "Modules and stacks"),
         ("s-tensors", "Tensors"),
         ("s-fragmentation", "Fragmentation"),
+        ("s-leaks", "Leaks"),
     ]
     if has_warnings:
         links.append(("s-warnings", "Warnings"))
@@ -287,7 +291,7 @@ def _legend() -> Html:
 
 def _run_summary(run: Run, verdict: Verdict, root: Path | None) -> Html:
     kind = {Outcome.FITS: "fits", Outcome.DOES_NOT_FIT: "fails", Outcome.FAILED: "fails"}.get(verdict.outcome)
-    nothing = run.source is not Source.VIRTUAL and not run.devices
+    nothing = not run.devices and not run.seconds_wall  # a recording without events, not a run of a program
     told = _recorded(run, verdict) if kind is None or nothing else headline(run, verdict, root=root)
     first, *more = told
     listed = {*verdict.why, *verdict.advice}

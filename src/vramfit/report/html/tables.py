@@ -132,7 +132,6 @@ def device_tables(found: Breakdown, *, root: Path | None) -> Html:
         when += f", {found.moment.phase}"
     return join(
         [
-            tag("h2", "Largest tensors", id="s-tensors"),
             tag(
                 "p",
                 f"At the fullest moment ({when}), {format_bytes(found.allocated)} allocated.",
@@ -228,4 +227,4 @@ def fragmentation_text(found: Breakdown) -> Html:
         f"{format_bytes(use.releasable)} could be given back to the driver. The largest request that could be "
         f"served without asking the driver is {format_bytes(use.largest_free)}."
     )
-    return join([tag("h2", "Fragmentation", id="s-fragmentation"), tag("p", words), figures(pairs)])
+    return join([tag("p", words), figures(pairs)])
