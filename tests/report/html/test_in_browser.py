@@ -1,6 +1,7 @@
 """The page in a real Chromium. Every test also checks (see ``show``) that the console stays silent and that nothing
 but the file itself is asked for."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +13,19 @@ from report.html.conftest import Open
 from report.html.pages import EVIL, recording, simple, training, two_cards
 from report.html.pages import evil as evil_run
 from vramfit.analysis import fragmentation, lifetimes, peak, verdict
+from vramfit.report.html import advice, write_page
 from vramfit.report.html import page as page_module
-from vramfit.report.html import write_page
 from vramfit.trace import EventKind, MemoryTrace, Run, TraceBuilder
 from vramfit.units import MIB, format_bytes
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("pages")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    # The search for settings takes longer than all else, and the pictures do not show it.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(advice, "TUNE_EVENTS", 0)
+        patch.setattr(advice, "PROVE_EVENTS", 0)
+        yield tmp_path_factory.mktemp("pages")
 
 
 def written(folder: Path, source: Run | MemoryTrace, name: str) -> Path:
