@@ -49,6 +49,16 @@ from vramfit.analysis.recorded_run import run_from_trace
 from vramfit.analysis.remedies import Remedy, RemedyKind
 from vramfit.analysis.requests import Label
 from vramfit.analysis.segment_spans import SegmentSpans, segment_spans
+from vramfit.analysis.stability import (
+    Limit,
+    LimitReason,
+    Round,
+    RoundOutcome,
+    Stability,
+    StressReport,
+    Trend,
+    stability,
+)
 from vramfit.analysis.states import Holding, State, state_from_trace, states, states_from_report
 from vramfit.analysis.steps import LEAST_STEPS, Steps, StepSource, steps
 from vramfit.analysis.tolerance import DEFAULT_TOLERANCE, Tolerance
@@ -91,6 +101,8 @@ __all__ = [
     "LeakReport",
     "LeakVerdict",
     "Lifetimes",
+    "Limit",
+    "LimitReason",
     "LocalPeak",
     "Measure",
     "ModuleNode",
@@ -113,20 +125,25 @@ __all__ = [
     "Remedy",
     "RemedyKind",
     "Removal",
+    "Round",
+    "RoundOutcome",
     "Sawtooth",
     "SegmentSpans",
     "SettledStack",
+    "Stability",
     "State",
     "StepSource",
     "Steps",
     "StreamComparison",
     "StreamDifference",
+    "StressReport",
     "TensorGroup",
     "Timeline",
     "Tolerance",
     "TraceDiff",
     "Trap",
     "TrapKind",
+    "Trend",
     "Trial",
     "Tuning",
     "Verdict",
@@ -158,6 +175,7 @@ __all__ = [
     "run_from_trace",
     "segment_spans",
     "short_location",
+    "stability",
     "state_from_trace",
     "states",
     "states_from_report",

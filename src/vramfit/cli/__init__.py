@@ -20,6 +20,7 @@ from vramfit.cli.gpus import gpus_command
 from vramfit.cli.program import ProgramCommand
 from vramfit.cli.replay import replay_command
 from vramfit.cli.run import run_command
+from vramfit.cli.stress import stress_command
 from vramfit.cli.tune import tune_command
 from vramfit.errors import VramfitError
 
@@ -44,6 +45,7 @@ app.command(
 )(run_command)
 app.command("gpus")(gpus_command)
 app.command("replay")(replay_command)
+app.command("stress", epilog='Example: vramfit stress --gpu "RTX 4090" workloads.py:gpt2')(stress_command)
 app.command("tune", epilog="Example: vramfit tune snapshot.pickle")(tune_command)
 app.command(
     "check",

@@ -7,6 +7,14 @@ from vramfit.report.explain import Explanation, explanation_to_json, print_expla
 from vramfit.report.html import render_html, render_trace_html, write_page
 from vramfit.report.json_report import SCHEMA, render_json, run_to_json
 from vramfit.report.leaks import print_leaks, render_leaks
+from vramfit.report.stress import (
+    STRESS_SCHEMA,
+    print_stress,
+    render_stress,
+    render_stress_json,
+    render_stress_svg,
+    stress_to_json,
+)
 from vramfit.report.terminal import print_terminal, render_terminal
 from vramfit.report.tuning import TUNE_SCHEMA, print_tuning, render_tuning, render_tuning_json, tuning_to_json
 from vramfit.writing import check_writable, write_text
@@ -15,6 +23,7 @@ __all__ = [
     "CHECK_SCHEMA",
     "DIFF_SCHEMA",
     "SCHEMA",
+    "STRESS_SCHEMA",
     "TUNE_SCHEMA",
     "Check",
     "Explanation",
@@ -28,6 +37,7 @@ __all__ = [
     "print_diff",
     "print_explanation",
     "print_leaks",
+    "print_stress",
     "print_terminal",
     "print_tuning",
     "render_against",
@@ -37,11 +47,15 @@ __all__ = [
     "render_html",
     "render_json",
     "render_leaks",
+    "render_stress",
+    "render_stress_json",
+    "render_stress_svg",
     "render_terminal",
     "render_trace_html",
     "render_tuning",
     "render_tuning_json",
     "run_to_json",
+    "stress_to_json",
     "tuning_to_json",
     "write_page",
     "write_text",

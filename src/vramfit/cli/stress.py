@@ -1,0 +1,142 @@
+"""``vramfit stress``: a workload at changing sizes, up to where it no longer fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vramfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from vramfit.analysis.stability import StressReport
+
+DOES_NOT_FIT = 3
+FAILED = 1
+_WIDTH = 110
+
+
+def stress_command(
+    workload: Annotated[
+        str, typer.Argument(metavar="FILE.py:WORKLOAD", help="The file and the Workload in it.")
+    ],
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help='A virtual card: "RTX 4090", a size such as 24GiB, or a TOML file.'
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="cuda|cpu", help="A real device; cpu is metered and needs --budget.")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory that metered CPU may take, such as 2GiB.")
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Rounds of changing sizes; 0 finds the limits only.")
+    ] = 32,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZE[=RANGE]",
+            help="A size to vary: batch_size, batch_size=1..64 or batch_size=1,2,4. Several times for several.",
+        ),
+    ] = None,
+    alloc_conf: Annotated[
+        str | None, typer.Option(metavar="CONF", help="Allocator settings, instead of PYTORCH_ALLOC_CONF.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the report as JSON; - for standard output.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Write the rounds as a picture.")
+    ] = None,
+) -> None:
+    """Find the largest sizes of a workload that fit, and whether its memory is steady while sizes change.
+
+    The exit code is 3 if it does not fit at its usual sizes, and 1 if it fails there for another reason.
+    """
+    _check(json, plot, alloc_conf)
+    report = _run(workload, gpu, device, budget, rounds, vary or [], alloc_conf)
+    from vramfit.report import print_stress, render_stress_json, render_stress_svg, write_text
+
+    if json == Path("-"):
+        typer.echo(render_stress_json(report), nl=False)
+    else:
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        print_stress(report, console if console.is_terminal else Console(highlight=False, width=_WIDTH))
+        if json is not None:
+            write_text(json, render_stress_json(report))
+    if plot is not None:
+        write_text(plot, render_stress_svg(report))
+    if not report.fits:
+        from vramfit.analysis.stability import RoundOutcome
+
+        raise typer.Exit(DOES_NOT_FIT if report.baseline.outcome is RoundOutcome.OUT_OF_MEMORY else FAILED)
+
+
+def _check(json: Path | None, plot: Path | None, alloc_conf: str | None) -> None:
+    """Find what cannot be read or written before minutes of work."""
+    from vramfit.writing import check_writable
+
+    if alloc_conf is not None:
+        from vramfit.allocator import AllocatorConfig
+
+        AllocatorConfig.parse(alloc_conf)
+    if plot is not None and plot.suffix != ".svg":
+        raise UsageError(f"--plot {plot} is no SVG file", "Give it a name that ends in .svg")
+    for path in (json, plot):
+        if path is not None and path != Path("-"):
+            check_writable(path)
+
+
+def _run(
+    workload: str,
+    gpu: str | None,
+    device: str | None,
+    budget: str | None,
+    rounds: int,
+    vary: list[str],
+    alloc_conf: str | None,
+) -> StressReport:
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from vramfit.stress import Vary, stress
+
+    spec = None
+    if gpu is not None:
+        from vramfit.gpus import find_gpu
+
+        spec = find_gpu(gpu)
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+        return stress(
+            workload,
+            gpu=spec,
+            device=device,
+            budget=_bytes(budget),
+            rounds=rounds,
+            vary=[Vary.parse(text) for text in vary],
+            alloc_conf=alloc_conf,
+            progress=lambda text: bar.update(task, description=text),
+        )
+
+
+def _bytes(budget: str | None) -> int | None:
+    from vramfit.units import parse_bytes
+
+    if budget is None:
+        return None
+    try:
+        found = parse_bytes(budget)
+    except ValueError as error:
+        raise UsageError(f"--budget: {error}", "Write it as 2GiB") from None
+    if found < 1:
+        raise UsageError("--budget is no memory at all", "Write it as 2GiB")
+    return found

@@ -1,0 +1,129 @@
+"""What a stress test does: which sizes it varies, how far, and in what order its rounds go. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vramfit.errors import UsageError
+
+DEFAULT_ROUNDS = 32
+CEILING = 1 << 20
+"""A ramp without an upper end stops here."""
+
+_SHARES = (2, 9, 4, 11, 1, 14, 7, 16)
+"""Sizes of a cycle, in sixteenths of the largest: small and large alternate, and the large ones ramp up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vary:
+    """One size to vary.
+
+    Attributes:
+        name: of the size.
+        low, high: the range, both included; None leaves an end open.
+        values: these values only, ascending; empty for all between the ends.
+    """
+
+    name: str
+    low: int | None = None
+    high: int | None = None
+    values: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Vary:
+        """Read ``batch_size``, ``batch_size=1..64``, ``batch_size=..64`` or ``batch_size=1,2,4``.
+
+        Raises:
+            UsageError: it is written otherwise.
+        """
+        name, separator, rest = text.partition("=")
+        if not name.isidentifier():
+            raise _unreadable(text)
+        if not separator:
+            return cls(name=name)
+        if match := re.fullmatch(r"(\d*)\.\.(\d*)", rest.strip()):
+            low, high = (int(part) if part else None for part in match.groups())
+            if low == 0 or high == 0 or (low is not None and high is not None and low > high):
+                raise UsageError(f"{text!r} is an empty range", "Write it as batch_size=1..64")
+            return cls(name=name, low=low, high=high)
+        if re.fullmatch(r"\d+(\s*,\s*\d+)*", rest.strip()):
+            values = tuple(sorted({int(part) for part in rest.split(",")}))
+            if values[0] < 1:
+                raise UsageError(f"{text!r} has a size of 0", "Sizes are whole numbers from 1 on")
+            return cls(name=name, low=values[0], high=values[-1], values=values)
+        raise _unreadable(text)
+
+    def nearest(self, value: int) -> int:
+        """The largest value of the range that is not above ``value``; the lowest if none is."""
+        if self.values:
+            return max((one for one in self.values if one <= value), default=self.values[0])
+        return max(self.low or 1, min(value, self.high or value))
+
+
+def _unreadable(text: str) -> UsageError:
+    return UsageError(
+        f"--vary {text!r} cannot be read",
+        "Write it as batch_size, batch_size=1..64 or batch_size=1,2,4,8",
+    )
+
+
+def chosen(sizes: Mapping[str, int], varied: Sequence[Vary]) -> tuple[Vary, ...]:
+    """The sizes to vary; without any the first one of the workload.
+
+    Raises:
+        UsageError: the workload has no size of that name, or a size is named twice.
+    """
+    if not varied:
+        return (Vary(name=next(iter(sizes))),)
+    names = [one.name for one in varied]
+    for name in names:
+        if name not in sizes:
+            raise UsageError(f"the workload has no size {name}", f"It has {', '.join(sizes)}")
+        if names.count(name) > 1:
+            raise UsageError(f"--vary names {name} twice", "Give each size once")
+    return tuple(varied)
+
+
+def cycle_of(
+    sizes: Mapping[str, int], varied: Sequence[Vary], largest: Mapping[str, int]
+) -> tuple[dict[str, int], ...]:
+    """The sizes that the rounds go through: each varied one alone at several shares of its largest value.
+
+    Args:
+        sizes: the usual sizes.
+        varied: those to vary.
+        largest: the largest value of each that fits.
+    """
+    found: list[dict[str, int]] = []
+    for share in _SHARES:
+        for one in varied:
+            top = largest.get(one.name, 0)
+            if top < 1:
+                continue
+            values = one.values and tuple(value for value in one.values if value <= top)
+            if values:
+                value = values[min(len(values) - 1, share * len(values) // 16)]
+            else:
+                value = one.nearest(max(1, top * share // 16))
+            step = {**sizes, one.name: value}
+            if not found or found[-1] != step:
+                found.append(step)
+    return tuple(found)
+
+
+def as_plain(varied: Sequence[Vary]) -> list[dict[str, Any]]:
+    """The sizes to vary as values that JSON can hold."""
+    return [
+        {"name": one.name, "low": one.low, "high": one.high, "values": list(one.values)} for one in varied
+    ]
+
+
+def from_plain(values: Sequence[Mapping[str, Any]]) -> tuple[Vary, ...]:
+    """What `as_plain` wrote."""
+    return tuple(
+        Vary(name=one["name"], low=one["low"], high=one["high"], values=tuple(one["values"]))
+        for one in values
+    )

@@ -1,0 +1,331 @@
+"""The child of a stress test: runs the workload's steps and writes down what each needs.
+
+Started as ``python -m vramfit.stress.rounds JOB``, on the virtual GPU, on a card or on metered CPU; it sees the memory
+through torch's own figures, or through `vramfit.track`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vramfit.errors import VramfitError
+from vramfit.stress.plan import CEILING, Vary, chosen, cycle_of, from_plain
+from vramfit.workload import State, Workload, load_workload
+
+_COARSE = 32
+"""A limit is told to within a part in so many of its value: nobody needs a sequence length to the token."""
+
+
+class Memory(ABC):
+    """The figures of the device."""
+
+    device: str
+
+    @abstractmethod
+    def begin(self) -> None:
+        """A round begins: peaks are counted anew."""
+
+    @abstractmethod
+    def figures(self) -> dict[str, int]:
+        """``peak_allocated`` and ``peak_reserved`` of the round so far; ``allocated`` and ``reserved`` now."""
+
+    @abstractmethod
+    def empty_cache(self) -> None:
+        """Give cached memory back."""
+
+
+class CudaMemory(Memory):
+    """A card, real or virtual."""
+
+    device = "cuda"
+
+    def begin(self) -> None:
+        """Reset torch's peaks."""
+        import torch
+
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+    def figures(self) -> dict[str, int]:
+        """By torch's own statistics."""
+        import torch
+
+        torch.cuda.synchronize()
+        return {
+            "peak_allocated": torch.cuda.max_memory_allocated(),
+            "peak_reserved": torch.cuda.max_memory_reserved(),
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+        }
+
+    def empty_cache(self) -> None:
+        """As torch does."""
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+class CpuMemory(Memory):
+    """Metered CPU. The peaks of a round are read from the trace, since the recording has only those of the whole."""
+
+    device = "cpu"
+
+    def __init__(self, track: Any) -> None:
+        self.track = track
+        self.number = 0
+
+    def begin(self) -> None:
+        """Mark the place in the trace."""
+        self.number += 1
+        self.track.mark(f"round {self.number}")
+
+    def figures(self) -> dict[str, int]:
+        """What the trace shows since the last mark."""
+        from vramfit.analysis import Measure, curves, lifetimes
+        from vramfit.trace import marks
+
+        trace = self.track.trace
+        found = curves(trace, lifetimes(trace, 0))
+        begin = next(mark.row for mark in reversed(marks(trace)) if mark.tag == f"round {self.number}")
+        peaks = {
+            name: int(found.of(measure)[begin:].max())
+            for name, measure in (
+                ("peak_allocated", Measure.ALLOCATED),
+                ("peak_reserved", Measure.RESERVED),
+            )
+        }
+        return {
+            **peaks,
+            "allocated": int(found.allocated[-1]),
+            "reserved": int(found.reserved[-1]),
+        }
+
+    def empty_cache(self) -> None:
+        """Give the metered segments back."""
+        from vramfit.tracking import snapshot
+
+        snapshot(empty_cache=True, file=len)  # the line itself goes nowhere
+
+
+class Stress:
+    """One stress test."""
+
+    def __init__(self, workload: Workload, memory: Memory, job: Mapping[str, Any], tell: Any) -> None:
+        self.workload, self.memory, self.job, self.tell = workload, memory, job, tell
+        self.varied = chosen(workload.sizes, from_plain(job["vary"]))
+        self.state: State | None = None
+        self.usable = False
+
+    def run(self) -> dict[str, Any]:
+        """All of it."""
+        usual = dict(self.workload.sizes)
+        baseline = self.baseline(usual)
+        limits = [self.limit(one, usual) for one in self.varied]
+        largest = {limit["name"]: limit["largest"] for limit in limits}
+        cycle = cycle_of(usual, self.varied, largest)
+        rounds = []
+        if self.job["rounds"] and cycle:
+            self.fresh()
+            for number in range(self.job["rounds"]):
+                sizes = cycle[number % len(cycle)]
+                self.tell("rounds", number + 1, self.job["rounds"])
+                rounds.append(self.step(sizes))
+        return {
+            "sizes": usual,
+            "baseline": baseline,
+            "limits": limits,
+            "cycle": [dict(one) for one in cycle],
+            "rounds": rounds,
+        }
+
+    def baseline(self, usual: dict[str, int]) -> dict[str, Any]:
+        """Two steps at the usual sizes: the first makes the optimizer's state."""
+        self.tell("baseline", 1, 2)
+        first = self.probe(usual)
+        if first["outcome"] != "FITS":
+            return first
+        self.tell("baseline", 2, 2)
+        return self.step(usual)
+
+    def fresh(self) -> None:
+        """Forget everything: a new model and optimizer on an empty cache."""
+        self.state = None
+        self.usable = False
+        gc.collect()
+        self.memory.empty_cache()
+
+    def probe(self, sizes: dict[str, int]) -> dict[str, Any]:
+        """A step on an empty cache; the model and what the optimizer keeps stay, if they are whole."""
+        if not self.usable:
+            self.fresh()
+        self.memory.empty_cache()
+        if self.state is None and self.workload.trains:
+            first = self.step(sizes)
+            if first["outcome"] != "FITS":
+                return first
+            self.memory.empty_cache()
+        return self.step(sizes)
+
+    def step(self, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """One step, whatever comes of it; memory that it held is free afterwards."""
+        import torch
+
+        self.memory.begin()
+        outcome, message = "FITS", ""
+        try:
+            if self.state is None:
+                self.state = self.workload.start(self.memory.device)
+            self.workload.run_step(self.state, sizes)
+        except torch.OutOfMemoryError as error:
+            outcome, message = "OUT_OF_MEMORY", _first_line(error)
+        except VramfitError:
+            raise
+        except Exception as error:
+            outcome, message = "REFUSED", _first_line(error)
+        # Only here, the exception and the frames that it held being gone, can the step's tensors go.
+        figures = self.memory.figures() if outcome == "FITS" else None
+        if outcome != "FITS":
+            self._drop_gradients()
+            gc.collect()
+            peaks = self.memory.figures()
+            self.memory.empty_cache()
+            figures = {
+                **self.memory.figures(),
+                **{key: peaks[key] for key in peaks if key.startswith("peak")},
+            }
+            # An optimizer that failed in its first step may have made half of its state.
+            if not self.usable:
+                self.state = None
+        else:
+            self.usable = True
+        assert figures is not None
+        return {"sizes": dict(sizes), "outcome": outcome, "message": message, **figures}
+
+    def _drop_gradients(self) -> None:
+        if self.state is None:
+            return
+        self.state.model.zero_grad(set_to_none=True)
+        if self.state.optimizer is not None:
+            self.state.optimizer.zero_grad(set_to_none=True)
+
+    def limit(self, one: Vary, usual: dict[str, int]) -> dict[str, Any]:
+        """The largest value of a size that fits: doubled until it does not, then halved in between."""
+        rounds: list[dict[str, Any]] = []
+        start = one.nearest(usual[one.name])
+        ceiling = one.high or CEILING
+        tried: dict[int, str] = {}
+
+        def fitting(value: int) -> bool:
+            self.tell(f"limit of {one.name}", value, 0)
+            found = self.probe({**usual, one.name: value})
+            rounds.append(found)
+            tried[value] = found["outcome"]
+            return bool(found["outcome"] == "FITS")
+
+        low, high = self._bracket(one, start, ceiling, fitting)
+        low = self._between(one, low, high, fitting)
+        failing = min((value for value, outcome in tried.items() if outcome != "FITS"), default=None)
+        reason = "NOT_REACHED" if failing is None else tried[failing]
+        return {
+            "name": one.name,
+            "usual": usual[one.name],
+            "largest": low,
+            "failing": failing,
+            "reason": reason,
+            "rounds": rounds,
+        }
+
+    @staticmethod
+    def _bracket(one: Vary, start: int, ceiling: int, fitting: Any) -> tuple[int, int | None]:
+        """The largest value seen to fit (0 if none), and the smallest seen not to."""
+        value, low, high = start, 0, None
+        while True:
+            if fitting(value):
+                low = value
+                if high is not None or value >= ceiling:
+                    return low, high
+                value = one.nearest(min(ceiling, value * 2)) if not one.values else _next(one.values, value)
+            else:
+                high = value
+                if low:
+                    return low, high
+                below = one.nearest(value // 2)
+                if value <= (one.low or 1) or below >= value:
+                    return 0, high
+                value = below
+
+    @staticmethod
+    def _between(one: Vary, low: int, high: int | None, fitting: Any) -> int:
+        while low and high is not None:
+            middle = one.nearest((low + high) // 2) if not one.values else _middle(one.values, low, high)
+            if middle <= low or middle >= high or high - low <= max(1, low // _COARSE):
+                return low
+            if fitting(middle):
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+def _next(values: tuple[int, ...], value: int) -> int:
+    return next((one for one in values if one > value), value)
+
+
+def _middle(values: tuple[int, ...], low: int, high: int) -> int:
+    between = [one for one in values if low < one < high]
+    return between[len(between) // 2] if between else low
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+@contextlib.contextmanager
+def _memory(job: Mapping[str, Any]) -> Iterator[Memory]:
+    if job["device"] == "cpu":
+        from vramfit.tracking import track as tracked
+
+        with tracked(device="cpu", budget=job["budget"], alloc_conf=job["alloc_conf"]) as track:
+            yield CpuMemory(track)
+        return
+    yield CudaMemory()
+
+
+def main(job_file: str) -> int:
+    """Run the job; 0 where results were written."""
+    file = Path(job_file)
+    job = json.loads(file.read_text(encoding="utf-8"))
+    folder = file.parent
+
+    def tell(what: str, number: int, of: int) -> None:
+        text = json.dumps({"what": what, "number": number, "of": of})
+        beside = folder / "progress.new"
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(folder / "progress.json")
+
+    try:
+        import torch
+
+        workload = load_workload(job["target"])
+        with _memory(job) as memory:
+            found = Stress(workload, memory, job, tell).run()
+        found["torch"] = torch.__version__
+        found["total"] = torch.cuda.get_device_properties(0).total_memory if memory.device == "cuda" else 0
+        found["name"] = torch.cuda.get_device_name(0) if memory.device == "cuda" else "cpu"
+        (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
+    except VramfitError as error:
+        told = {"message": error.message, "hint": error.hint, "code": error.exit_code}
+        (folder / "failed.json").write_text(json.dumps(told), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

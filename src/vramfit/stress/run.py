@@ -1,0 +1,224 @@
+"""The parent of a stress test: starts the child where it was asked to run, and reads what it found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vramfit.analysis.stability import Limit, LimitReason, Round, RoundOutcome, StressReport, stability
+from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError
+from vramfit.gpus import GpuSpec
+from vramfit.stress.plan import DEFAULT_ROUNDS, Vary, as_plain
+from vramfit.trace import Source
+from vramfit.workload import split_target
+
+Progress = Callable[[str], None]
+"""Called with what the test is doing, in words."""
+
+_LOOK = 0.2
+"""Seconds between two looks at what the child says of its progress."""
+
+
+def stress(
+    target: str,
+    *,
+    gpu: GpuSpec | None = None,
+    device: str | None = None,
+    budget: int | None = None,
+    rounds: int = DEFAULT_ROUNDS,
+    vary: Sequence[Vary] = (),
+    alloc_conf: str | None = None,
+    progress: Progress | None = None,
+) -> StressReport:
+    """Run a workload at changing sizes, in a process of its own.
+
+    Args:
+        target: ``FILE.py:NAME``.
+        gpu: the virtual card; None for a real device.
+        device: ``"cuda"`` or ``"cpu"`` (metered, with a budget); None is the card.
+        budget: bytes that metered CPU may take.
+        rounds: rounds of changing sizes after the limits are known; 0 leaves them out.
+        vary: the sizes to vary; by default the first of the workload.
+        alloc_conf: allocator settings; None leaves them to the environment.
+        progress: called as the test goes on.
+
+    Raises:
+        UsageError: the workload, a size or the device is not there.
+        VramfitError: the workload's file fails, or its process died.
+    """
+    split_target(target)
+    _check_device(gpu, device, budget, rounds)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="vramfit-") as name:
+        folder = Path(name)
+        job = {
+            "target": target,
+            "device": "cpu" if gpu is None and device == "cpu" else "cuda",
+            "budget": budget,
+            "rounds": rounds,
+            "vary": as_plain(vary),
+            "alloc_conf": alloc_conf,
+        }
+        (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+        context = _start(folder, gpu, alloc_conf, progress)
+        found = _results(folder)
+    source = Source.VIRTUAL if gpu is not None else Source.CPU if device == "cpu" else Source.CARD
+    return _report(
+        target,
+        found,
+        source=source,
+        total=_total(found, gpu, budget, context),
+        alloc_conf=_conf(alloc_conf, found["torch"]),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _check_device(gpu: GpuSpec | None, device: str | None, budget: int | None, rounds: int) -> None:
+    if gpu is not None and device is not None:
+        raise UsageError("both a virtual GPU and a device are given", "Give --gpu NAME, or --device")
+    if device not in (None, "cpu", "cuda"):
+        raise UsageError(f"{device!r} is no device", "Give cuda or cpu")
+    if device == "cpu" and budget is None:
+        raise UsageError("metered CPU needs a budget", "Give one, such as --budget 2GiB")
+    if budget is not None and device != "cpu":
+        raise UsageError("a budget is for metered CPU", "Give --device cpu, or leave --budget out")
+    if rounds < 0:
+        raise UsageError(f"{rounds} rounds make no sense", "Give a number from 0 on")
+
+
+def _start(folder: Path, gpu: GpuSpec | None, alloc_conf: str | None, progress: Progress | None) -> int:
+    """Run the child to its end; bytes of the virtual card's context."""
+    done = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(folder, progress, done), daemon=True)
+    watcher.start()
+    try:
+        if gpu is None:
+            _spawn(folder, alloc_conf)
+            return 0
+        from vramfit.virtual.runner import run_in_child
+
+        run = run_in_child(
+            ["-m", "vramfit.stress.rounds", str(folder / "job.json")], gpu=gpu, alloc_conf=alloc_conf
+        )
+        if not (folder / "found.json").exists() and not (folder / "failed.json").exists():
+            raise VramfitError(
+                f"the stress test failed: {run.error or f'exit code {run.exit_code}'}",
+                "The lines above say where",
+            )
+        return run.devices[0].context_bytes if run.devices else 0
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _spawn(folder: Path, alloc_conf: str | None) -> None:
+    environ = dict(os.environ)
+    if alloc_conf is not None:
+        environ["PYTORCH_CUDA_ALLOC_CONF"] = environ["PYTORCH_ALLOC_CONF"] = alloc_conf
+    job = str(folder / "job.json")
+    arguments = [sys.executable, "-m", "vramfit.stress.rounds", job]
+    code = subprocess.run(arguments, env=environ, check=False).returncode
+    if code:
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        raise VramfitError(f"the process of the stress test {how}", "The lines above say why")
+
+
+def _watch(folder: Path, progress: Progress | None, done: threading.Event) -> None:
+    """Tell what the child says it is doing."""
+    if progress is None:
+        return
+    last = ""
+    while not done.wait(_LOOK):
+        file = folder / "progress.json"
+        if not file.exists():
+            continue
+        told = json.loads(file.read_text(encoding="utf-8"))
+        text = f"{told['what']}: {told['number']:,}" + (f" of {told['of']:,}" if told["of"] else "")
+        if text != last:
+            progress(text)
+        last = text
+
+
+def _results(folder: Path) -> dict[str, Any]:
+    failed = folder / "failed.json"
+    if failed.exists():
+        told = json.loads(failed.read_text(encoding="utf-8"))
+        kind = {2: UsageError}.get(told["code"], VramfitError)
+        raise kind(told["message"], told["hint"])
+    file = folder / "found.json"
+    if not file.exists():
+        raise EnvironmentUnfitError("the stress test ended without results", "The lines above say why")
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def _total(found: Mapping[str, Any], gpu: GpuSpec | None, budget: int | None, context: int) -> int:
+    if gpu is not None:
+        return gpu.total_bytes - context
+    return int(budget or found["total"])
+
+
+def _conf(alloc_conf: str | None, torch_version: str) -> str:
+    from vramfit.allocator import alloc_conf_from_env, parse_torch_version
+
+    if alloc_conf is not None:
+        return alloc_conf
+    return alloc_conf_from_env(os.environ, parse_torch_version(torch_version))
+
+
+def _report(
+    target: str,
+    found: Mapping[str, Any],
+    *,
+    source: Source,
+    total: int,
+    alloc_conf: str,
+    seconds: float,
+) -> StressReport:
+    rounds = tuple(_round(one) for one in found["rounds"])
+    cycle = tuple(found["cycle"])
+    return StressReport(
+        target=target,
+        device=found["name"],
+        source=source.value,
+        total_bytes=total,
+        alloc_conf=alloc_conf,
+        torch_version=found["torch"],
+        sizes=found["sizes"],
+        baseline=_round(found["baseline"]),
+        limits=tuple(
+            Limit(
+                name=one["name"],
+                usual=one["usual"],
+                largest=one["largest"],
+                failing=one["failing"],
+                reason=LimitReason[one["reason"]],
+                rounds=tuple(_round(probe) for probe in one["rounds"]),
+            )
+            for one in found["limits"]
+        ),
+        cycle=cycle,
+        rounds=rounds,
+        stability=stability(rounds, len(cycle)) if rounds and cycle else None,
+        seconds=seconds,
+    )
+
+
+def _round(values: Mapping[str, Any]) -> Round:
+    return Round(
+        sizes=dict(values["sizes"]),
+        outcome=RoundOutcome[values["outcome"]],
+        peak_allocated=values["peak_allocated"],
+        peak_reserved=values["peak_reserved"],
+        allocated=values["allocated"],
+        reserved=values["reserved"],
+        message=values["message"],
+    )

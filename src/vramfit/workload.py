@@ -1,0 +1,227 @@
+"""A workload: what is needed to run steps of a model at any input size, and reading one from ``FILE.py:NAME``."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from vramfit.errors import UsageError, VramfitError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Batch: TypeAlias = Any
+"""What a model takes: a tensor, or a tuple, list or dict of them; the dict's keys are the model's arguments."""
+
+
+@dataclass(kw_only=True, slots=True)
+class State:
+    """What lives from step to step.
+
+    Attributes:
+        model: on its device.
+        optimizer: None where the workload has none.
+        device: where batches go.
+        extra: room for what a ``step`` of your own keeps: a second model, a scaler.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    device: torch.device
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """A model and what is done with it, at sizes that can be varied.
+
+    Example::
+
+        gpt2 = Workload(
+            model=lambda: GPT2(),
+            batch=lambda batch_size, sequence_length: torch.randint(50257, (batch_size, sequence_length)),
+            sizes={"batch_size": 8, "sequence_length": 1024},
+            loss=lambda model, tokens: model(tokens, labels=tokens).loss,
+            optimizer=torch.optim.AdamW,
+        )
+
+    Attributes:
+        model: makes the model, on the CPU.
+        batch: makes a batch on the CPU for named sizes.
+        sizes: the usual value of each size, the one to vary first at the front; names are those of ``batch``.
+        loss: the loss of a batch; None runs the model without gradients.
+        optimizer: makes the optimizer of the model's parameters; None leaves the parameters as they are.
+        step: the whole step, given the state and a batch on its device, where one loss and one optimizer do not say it.
+
+    Raises:
+        UsageError: a part is not what it has to be.
+    """
+
+    model: Callable[[], nn.Module]
+    batch: Callable[..., Batch]
+    sizes: Mapping[str, int]
+    loss: Callable[[nn.Module, Batch], torch.Tensor] | None = None
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
+    step: Callable[[State, Batch], Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the parts."""
+        for name in ("model", "batch"):
+            if not callable(getattr(self, name)):
+                raise UsageError(
+                    f"{name} of a Workload is no function", f"Give a function that makes the {name}"
+                )
+        for name in ("loss", "optimizer", "step"):
+            part = getattr(self, name)
+            if part is not None and not callable(part):
+                raise UsageError(f"{name} of a Workload is no function", "Give a function, or leave it out")
+        if not isinstance(self.sizes, Mapping) or not self.sizes:
+            raise UsageError("a Workload has no sizes", 'Give some, such as sizes={"batch_size": 8}')
+        for name, value in self.sizes.items():
+            if type(value) is not int or value < 1:
+                raise UsageError(
+                    f"the size {name} of a Workload is {value!r}", "Give a whole number from 1 on"
+                )
+
+    @property
+    def trains(self) -> bool:
+        """Whether a step changes the model."""
+        return self.loss is not None or self.step is not None
+
+    def start(self, device: torch.device | str) -> State:
+        """A fresh model and optimizer on a device."""
+        import torch
+
+        model = self.model().to(device)
+        optimizer = None
+        if self.optimizer is not None:
+            optimizer = self.optimizer(model.parameters())
+        return State(model=model, optimizer=optimizer, device=torch.device(device))
+
+    def run_step(self, state: State, sizes: Mapping[str, int]) -> None:
+        """One step at these sizes: batch, forward and, with a loss, backward and the optimizer's step."""
+        import torch
+
+        batch = to_device(self.batch(**sizes), state.device)
+        if self.step is not None:
+            self.step(state, batch)
+        elif self.loss is None:
+            with torch.no_grad():
+                _call(state.model, batch)
+        else:
+            self.loss(state.model, batch).backward()
+            if state.optimizer is not None:
+                state.optimizer.step()
+                state.optimizer.zero_grad(set_to_none=True)
+            else:
+                state.model.zero_grad(set_to_none=True)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """A batch with all its tensors on a device, in the same containers."""
+    if hasattr(batch, "to") and callable(batch.to):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {name: to_device(value, device) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+def _call(model: nn.Module, batch: Batch) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, list | tuple):
+        return model(*batch)
+    return model(batch)
+
+
+def split_target(target: str) -> tuple[Path, str]:
+    """File and name of ``FILE.py:NAME``, without running anything.
+
+    Raises:
+        UsageError: it is written otherwise, or there is no such file.
+    """
+    file, separator, name = target.rpartition(":")
+    if not separator or not file or not name.isidentifier():
+        raise UsageError(
+            f"{target!r} names no workload", "Write it as FILE.py:NAME, the file and the variable in it"
+        )
+    path = Path(file)
+    if not path.is_file():
+        raise UsageError(f"there is no file {file}", "Check the path; it is relative to the current folder")
+    return path, name
+
+
+def load_workload(target: str) -> Workload:
+    """Read ``FILE.py:NAME``: run the file as a module and take the workload of that name.
+
+    Raises:
+        UsageError: there is no such file or name, or it is no `Workload`.
+        VramfitError: the file itself fails; exit code 1.
+    """
+    path, name = split_target(target)
+    module = _run_file(path)
+    if not hasattr(module, name):
+        known = sorted(key for key, value in vars(module).items() if isinstance(value, Workload))
+        hint = f"It has {', '.join(known)}" if known else "Put a vramfit.workload.Workload into it"
+        raise UsageError(f"{path} has no {name}", hint)
+    found = getattr(module, name)
+    if not isinstance(found, Workload) and callable(found):
+        found = _made(found, path, name)
+    if not isinstance(found, Workload):
+        raise UsageError(
+            f"{name} in {path} is of type {type(found).__name__}, not a Workload",
+            "Make it a vramfit.workload.Workload, or a function without arguments that gives one",
+        )
+    return found
+
+
+def _made(function: Callable[[], Any], path: Path, name: str) -> Any:
+    try:
+        return function()
+    except Exception as error:
+        raise _own_failure(path, error, f"{name}()") from error
+
+
+def _run_file(path: Path) -> ModuleType:
+    """Run a file as python would, with its folder first on the path."""
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    name = (
+        path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"_workload_{path.stem}"
+    )
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is no Python file", "Give a file whose name ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise _own_failure(path, error, "the file") from error
+    return module
+
+
+def _own_failure(path: Path, error: Exception, what: str) -> VramfitError:
+    """What the user's own code raised, with the line of theirs that did."""
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
+    ]
+    where = f"{path}:{lines[-1]}" if lines else str(path)
+    if isinstance(error, SyntaxError) and error.lineno:
+        where = f"{path}:{error.lineno}"
+    return VramfitError(
+        f"{where}: {type(error).__name__}: {error}", f"Correct {what}: python {path} shows the same"
+    )
