@@ -266,7 +266,7 @@ def test_a_line_that_repeats_tells_the_steps_but_only_raises_suspicion() -> None
     def body(recorder: Recorder, step: int) -> None:
         keep(recorder, 5000)
         for _ in range(5):
-            recorder.free(keep(recorder, 700, OTHER))
+            recorder.free(keep(recorder, 5000, OTHER))
 
     found = leaks(program(body, 12, phases=False))
     assert (found.verdict, found.steps.source) == (LeakVerdict.SUSPECTED, StepSource.REPEATS)
@@ -280,9 +280,19 @@ def test_equal_parts_of_the_time_where_nothing_repeats() -> None:
     for step in range(200):
         keep(recorder, 512, (Frame(TRAIN, 50, "train"), Frame(TRAIN, step, "main")))
     found = leaks(recorder.finish())
-    assert found.steps.source is StepSource.QUANTILES
+    assert (found.verdict, found.steps.source) == (LeakVerdict.NO_STEPS, StepSource.QUANTILES)
     assert not found.leaks
     assert found.bytes_per_step == pytest.approx(512 * 200 / 24, rel=0.05)
+
+
+def test_a_model_being_built_by_one_line_raises_no_suspicion() -> None:
+    recorder = Recorder()
+    for _ in range(200):
+        keep(recorder, 512)
+    found = leaks(recorder.finish())
+    assert (found.verdict, found.growing) == (LeakVerdict.STEADY, ())
+    assert found.steps.source is StepSource.REPEATS
+    assert found.p_value < 1e-6
 
 
 @pytest.mark.parametrize("events", [0, 1, 3])

@@ -14,6 +14,8 @@ NOTE [How a leak is told]
 5. Half of the level of significance (1 % in all) is kept for one test of the whole device. Where that one rejects, a
    leak there is, and the question left is who: then the stacks are held to their own p values, uncorrected.
    This is what lets five rounds suffice for a leak that a hundred lines take part in, as a kept graph is.
+6. Where the steps had to be guessed (a line that repeats), growth only raises suspicion, and only where the whole
+   device grows while three times as much is allocated, in nearly every step: a model that is being loaded grows, too.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ ALPHA = 0.01
 _LEAST_LEVELS = 6  # 1/6! is below half of ALPHA, 1/5! is not
 _FADING = 0.01
 _LATE_SHARE = 0.5
+_CHURN = 3  # where steps are guessed: bytes allocated for each byte of growth,
+_CHURNING = 0.75  # in at least this share of the steps
 _SHOWN_SAWTEETH = 20
 
 
@@ -52,7 +56,9 @@ class LeakVerdict(Enum):
     GROWING = "growing"
     """Memory grows from step to step, beyond chance."""
     SUSPECTED = "suspected"
-    """It grows, but nothing tells the steps of the program: a model being loaded looks alike."""
+    """It grows, but the steps of the program had to be guessed."""
+    NO_STEPS = "no steps"
+    """Nothing in the trace repeats: what grew over equal parts of it is listed, but any program builds something."""
     STEADY = "steady"
     """No growth beyond chance."""
     TOO_FEW_STEPS = "too few steps"
@@ -278,11 +284,14 @@ class _Search:
                 growing.append(self._growing(name, found, p, p_all))
             elif called:
                 settled.append(self._settled(name, found))
+        verdict = self._verdict(enough, bool(growing) or device_grows, device_grows and self._churns(total))
+        if verdict is LeakVerdict.STEADY:
+            growing.clear()
         growing.sort(key=lambda one: (-one.bytes_per_step, -one.grown_bytes, one.first_step))
         settled.sort(key=lambda one: -one.grown_bytes)
         return LeakReport(
             device=self.lives.device,
-            verdict=self._verdict(enough, bool(growing) or device_grows),
+            verdict=verdict,
             steps=self.steps,
             warmup=self.start,
             alpha=self.alpha,
@@ -295,13 +304,23 @@ class _Search:
             sawteeth=self._sawteeth({one.place.stack for one in growing}),
         )
 
-    def _verdict(self, enough: bool, grows: bool) -> LeakVerdict:
+    def _verdict(self, enough: bool, grows: bool, grows_in_a_loop: bool) -> LeakVerdict:
         if not enough:
             return LeakVerdict.TOO_FEW_STEPS
-        if not grows:
-            return LeakVerdict.STEADY
-        guessed = self.steps.source in (StepSource.REPEATS, StepSource.QUANTILES)
-        return LeakVerdict.SUSPECTED if guessed else LeakVerdict.GROWING
+        if self.steps.source is StepSource.QUANTILES:
+            return LeakVerdict.NO_STEPS
+        if self.steps.source is StepSource.REPEATS:
+            return LeakVerdict.SUSPECTED if grows_in_a_loop else LeakVerdict.STEADY
+        return LeakVerdict.GROWING if grows else LeakVerdict.STEADY
+
+    def _churns(self, total: Ints) -> bool:
+        """Whether most of what is allocated is freed again, in nearly every step: a loop, not a model being built."""
+        bounds = self.steps.rows[self.start :]
+        if len(bounds) < 2:
+            return False
+        born = np.histogram(self.lives.born, bins=bounds, weights=self.lives.block)[0]
+        rises = (total[-1] - total[self.start]) / (len(bounds) - 1)
+        return bool(np.mean(born >= _CHURN * rises) >= _CHURNING)
 
     # -- levels --------------------------------------------------------------------------------------------------
 

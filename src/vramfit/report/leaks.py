@@ -75,10 +75,13 @@ class _Page(Sections):
         if report.verdict is LeakVerdict.GROWING:
             yield from self.wrapped(Text.assemble(("! memory grows", "bold red"), f" by {speed}"))
         elif report.verdict is LeakVerdict.SUSPECTED:
-            text = (
-                f" by {speed}, but nothing tells the steps of the program: a model being loaded looks alike"
-            )
+            text = f" by {speed}, but nothing tells the steps of the program: set marks to be sure"
             yield from self.wrapped(Text.assemble(("? memory grows", "bold yellow"), text))
+        elif report.verdict is LeakVerdict.NO_STEPS:
+            text = (
+                " repeats in this trace, so that a leak cannot be told from a program that builds something"
+            )
+            yield from self.wrapped(Text.assemble(("? nothing", "bold yellow"), text))
         elif report.verdict is LeakVerdict.STEADY:
             yield Text.assemble(("✓ no memory grows", "bold green"), f" from {unit} to {unit} beyond chance")
         else:
