@@ -51,6 +51,8 @@ class Track:
             ``torch.cuda.set_per_process_memory_fraction`` and put back afterwards.
         alloc_conf: allocator settings of metered CPU, instead of those of the environment.
         max_entries: events kept of a card; earlier ones are lost.
+        journal: a file to write the trace of metered CPU to while it happens, so that a killed process leaves it;
+            ``vramfit explain`` reads it. It is deleted when the recording ends well.
 
     Raises:
         UsageError: an argument is of another kind than these, or there is no such device.
@@ -65,6 +67,7 @@ class Track:
         budget: str | int | None = None,
         alloc_conf: str | None = None,
         max_entries: int = MAX_ENTRIES,
+        journal: str | os.PathLike[str] | None = None,
     ) -> None:
         from vramfit.record.recorder import Subjects
 
@@ -75,6 +78,7 @@ class Track:
         if type(max_entries) is not int or max_entries < 1:
             raise UsageError(f"max_entries={max_entries!r} is no positive number", "Leave it out")
         self._max_entries = max_entries
+        self._journal = None if journal is None else Path(journal)
         self._recorder: Recorder | None = None
         self._run: Run | None = None
         self._last: tuple[str, int] | None = None
@@ -103,6 +107,8 @@ class Track:
         assert recorder is not None
         _active.remove(self)
         self._run = recorder.stop(error)
+        if self._journal is not None:
+            self._journal.unlink(missing_ok=True)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function: each call is a recording of its own, and `run` is that of the last one.
@@ -128,13 +134,23 @@ class Track:
         if self._device == "cpu":
             from vramfit.record.cpu import CpuRecorder
 
-            return CpuRecorder(budget=self._budget, subjects=self._subjects, alloc_conf=self._alloc_conf)
+            return CpuRecorder(
+                budget=self._budget,
+                subjects=self._subjects,
+                alloc_conf=self._alloc_conf,
+                journal=self._journal,
+            )
         from vramfit.record.card import CardRecorder
 
         if self._alloc_conf is not None:
             raise UsageError(
                 "alloc_conf= is for metered CPU: a card's allocator has its settings already",
                 "Set PYTORCH_ALLOC_CONF before the program starts",
+            )
+        if self._journal is not None:
+            raise UsageError(
+                "journal= is for metered CPU: a card's history lies in torch until it is asked for",
+                "vramfit run saves it from time to time",
             )
         return CardRecorder(
             device=self._device,
@@ -250,6 +266,7 @@ def track(
     budget: str | int | None = None,
     alloc_conf: str | None = None,
     max_entries: int = MAX_ENTRIES,
+    journal: str | os.PathLike[str] | None = None,
 ) -> Track:
     """Record the memory of a block of code or of a function; see `Track`."""
     return Track(
@@ -259,6 +276,7 @@ def track(
         budget=budget,
         alloc_conf=alloc_conf,
         max_entries=max_entries,
+        journal=journal,
     )
 
 

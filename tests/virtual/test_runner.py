@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import vramfit
-from vramfit.errors import UsageError, VramfitError
+from vramfit.errors import UsageError
 from vramfit.gpus.profile import MeasuredProfile, save_profile
 
 GPU = "RTX 4090"
@@ -168,11 +168,24 @@ def test_a_program_that_leaves_at_once_still_has_its_report(tmp_path: Path) -> N
     assert report.peak_allocated_bytes == 4_000_256  # 4,000,000 B in blocks of 512 B
 
 
-def test_a_program_ended_by_a_signal_is_explained(tmp_path: Path) -> None:
-    script = write(tmp_path / "script.py", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    with pytest.raises(VramfitError, match="was ended by signal SIGKILL") as caught:
-        vramfit.run(script, gpu=GPU)
-    assert caught.value.exit_code == 128 + signal.SIGKILL
+def test_a_program_ended_by_a_signal_leaves_what_had_happened(tmp_path: Path) -> None:
+    script = write(
+        tmp_path / "script.py",
+        """
+        import os, signal, torch
+        held = torch.ones(1000, 1000).cuda()
+        del held
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+    )
+    done = cli("run", "--gpu", GPU, "--trace", tmp_path / "run.vft", "--json", "-", script)
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    told = json.loads(done.stdout)
+    assert told["fits"] is None and told["error"] == "the process was ended by signal SIGKILL"
+    assert told["peak"]["allocated_bytes"] == 4_000_256 and told["gpu"]["name"] == GPU
+    assert [warning["code"] for warning in told["warnings"]] == ["killed"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.vft", "script.py"], "the journal is gone"
+    assert vramfit.MemoryTrace.load(tmp_path / "run.vft").meta["source"] == "virtual"
 
 
 def test_what_a_program_leaves_open_is_written_and_deleted(tmp_path: Path) -> None:

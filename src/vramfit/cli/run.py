@@ -1,4 +1,4 @@
-"""``vramfit run``: a program on the virtual GPU, and what it says about its memory."""
+"""``vramfit run``: a program on the virtual GPU or for real, and what it says about its memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import typer
 
 from vramfit.cli.against import DEFAULT_TOLERANCE, compare, read_reference
 from vramfit.cli.program import check_source, program_command
+from vramfit.cli.where import chosen
 from vramfit.errors import UsageError
 from vramfit.virtual.assume import Assume
 
 if TYPE_CHECKING:
     from vramfit.analysis import Reconciliation, Verdict
-    from vramfit.gpus import GpuSpec
     from vramfit.trace import Run
 
 DOES_NOT_FIT = 3
@@ -40,6 +40,17 @@ def run_command(
     gpus: Annotated[
         int, typer.Option(metavar="N", help="How many of them.", min=1, max=_MOST_GPUS, show_default=True)
     ] = 1,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cuda|cpu",
+            help="Record the real run instead: on this machine's card (the default without --gpu), or on its CPU.",
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory that a recorded run may take, such as 2GiB."),
+    ] = None,
     module: Annotated[
         str | None, typer.Option("-m", metavar="MODULE", help="Run a module as python -m does.")
     ] = None,
@@ -96,35 +107,44 @@ def run_command(
         ),
     ] = None,
 ) -> None:
-    """Run a CUDA program on a virtual GPU: does it fit, and where are the bytes?
+    """Run a program on a virtual GPU, or record a real run: does it fit, and where are the bytes?
+
+    With --gpu it runs on a virtual GPU and computes nothing. Without, it runs for real, recorded: on this machine's
+    card, or with --device cpu on its CPU, whose tensors are then placed as a card's allocator would place them.
 
     The exit code is that of the program; 3 if it ran out of memory, or differs from --against by more than the
     tolerance; 2 if it could not be started as asked or a report could not be written after it ran.
     """
     command = program_command(module, program or [])
-    spec = _card(gpu)
+    where = chosen(gpu, gpus=gpus, device=device, budget=budget, assume=assume, profile=profile)
     check_alloc_conf(alloc_conf)
     check_outputs((("--json", json), ("--trace", trace), ("--snapshot", snapshot), ("--report", report)))
     reference = read_reference(against or [], against_device, tolerance)
     check_source(command)
 
     from vramfit.analysis import verdict as judge
-    from vramfit.virtual.runner import run_in_child
 
+    # Beside the trace that was asked for: should this process be killed as well, it is found there.
+    journal = None if trace is None or _is_device(trace) else trace.with_name(f"{trace.name}.journal")
     try:
         with apart_from_json(json):
-            run = run_in_child(
-                command, gpu=spec, gpus=gpus, alloc_conf=alloc_conf, assume=assume.value, profile=profile
-            )
+            run = where.run(command, alloc_conf=alloc_conf, journal=journal)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     verdict = judge(run)
     found, misfit = compare(reference, run)
     _show(run, verdict, found, json)
     _write(run, verdict, found, json, trace, snapshot, report)
+    if journal is not None:
+        journal.unlink(missing_ok=True)
     if misfit is not None:
         raise misfit
     raise typer.Exit(exit_code(run, verdict, found))
+
+
+def _is_device(path: Path) -> bool:
+    """Whether a path is a pipe or a device such as /dev/stdout, beside which nothing can lie."""
+    return path.exists() and not path.is_file()
 
 
 def exit_code(run: Run, verdict: Verdict, found: Reconciliation | None = None) -> int:
@@ -139,17 +159,6 @@ def exit_code(run: Run, verdict: Verdict, found: Reconciliation | None = None) -
     if run.exit_code == 0 and found is not None and not found.within:
         return DIFFERS
     return run.exit_code if run.exit_code >= 0 else 128 - run.exit_code
-
-
-def _card(gpu: str | None) -> GpuSpec:
-    if gpu is None:
-        raise UsageError(
-            "no card is given, and this version does not record on a real one",
-            'Choose one with --gpu, such as --gpu "RTX 4090"; vramfit gpus lists them',
-        )
-    from vramfit.gpus import find_gpu
-
-    return find_gpu(gpu)
 
 
 def check_alloc_conf(alloc_conf: str | None) -> None:

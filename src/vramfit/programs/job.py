@@ -12,6 +12,9 @@ from typing import Any, Self
 from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError
 from vramfit.trace import DeviceOutcome, Frame, MemoryTrace, OomReport, ProfileNote, Run, RunWarning, Source
 
+PARTIAL = "partial.vft"
+"""In a job's folder: what a recording of a card held when it was last looked at."""
+
 
 class Stage(Enum):
     """How far a child has come; a child that dies in a stage is explained by it."""
@@ -30,11 +33,18 @@ class Job:
         command: the script and its arguments, or ``-m``, a module and its arguments.
         folder: where the results go.
         alloc_conf: allocator settings, None to read the environment.
+        journal: where the trace is written while it happens; None for a file in the folder.
     """
 
     command: list[str]
     folder: str
     alloc_conf: str | None = None
+    journal: str | None = None
+
+    @property
+    def journal_file(self) -> Path:
+        """Where the trace is written while it happens."""
+        return Path(self.folder) / "run.journal" if self.journal is None else Path(self.journal)
 
     def write(self) -> Path:
         """Write the job into its folder; the file that a child is given."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,15 +12,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
-from vramfit.errors import EnvironmentUnfitError, VramfitError
-from vramfit.programs.job import Job, Stage, load_outcome, raise_failure, stage_of
-from vramfit.trace import Run
+from vramfit.errors import EnvironmentUnfitError, TraceFormatError, VramfitError
+from vramfit.programs.job import PARTIAL, Job, Stage, load_outcome, raise_failure, stage_of
+from vramfit.trace import Run, read_any
+from vramfit.trace.partial import partial_run
 
 
 def run_job(
     child: str, job: Job, *, environ: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Run:
     """Run a job in a child interpreter; the program's input and output are this process's own.
+
+    A child that is killed while the program runs leaves what it wrote until then: that is the run then, with a
+    negative exit code and a warning.
 
     Args:
         child: the module that runs it, as ``python -m`` is given it.
@@ -35,10 +40,17 @@ def run_job(
     folder = Path(job.folder)
     code = _spawn(child, job.write(), environ, cwd)
     raise_failure(folder)
-    run = load_outcome(folder)
-    if run is None:
-        raise _explain(stage_of(folder), code)
-    return run
+    return load_outcome(folder) or _recover(job, stage_of(folder), code)
+
+
+def _recover(job: Job, stage: Stage | None, code: int) -> Run:
+    """What a process that was killed had written down."""
+    for file in (Path(job.folder) / PARTIAL, job.journal_file):
+        if stage is Stage.RUNNING and file.exists():
+            with contextlib.suppress(TraceFormatError):
+                trace = read_any(file)
+                return partial_run(trace, exit_code=code, how=_how(code), program=tuple(job.command))
+    raise _explain(stage, code)
 
 
 def _spawn(module: str, job_file: Path, environ: Mapping[str, str] | None, cwd: Path | None) -> int:
@@ -79,8 +91,17 @@ def _interpreter_options() -> list[str]:
     return subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined,no-any-return]
 
 
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"  # one of the real-time signals, which have no names
+
+
 def _explain(stage: Stage | None, code: int) -> VramfitError:
-    how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    how = _how(code)
     if stage is Stage.CHECKING:
         return EnvironmentUnfitError(
             f"the self-check of the virtual GPU {how}: this torch build cannot carry it",

@@ -11,16 +11,18 @@ real card yet.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from vramfit.errors import EnvironmentUnfitError
+from vramfit.errors import EnvironmentUnfitError, WriteError
 from vramfit.programs.patching import PatchStack
 from vramfit.record.notes import (
     MODULE_PREFIX,
@@ -31,14 +33,12 @@ from vramfit.record.notes import (
     Stretch,
     TensorNotes,
     annotate,
-    peaks_of,
 )
 from vramfit.record.recorder import (
     Figures,
     Recorder,
     Subjects,
     error_line,
-    platform_text,
     program_of_process,
 )
 from vramfit.record.watching import watch
@@ -55,9 +55,13 @@ from vramfit.trace import (
     trace_from_snapshot,
 )
 from vramfit.trace.frames import user_frame
+from vramfit.trace.partial import peaks_of
 from vramfit.virtual.attribution import ModuleStack, Phase, PhaseTracker, StackInterner
+from vramfit.virtual.versions import platform_text
 
 _CONTEXT = "alloc"  # stacks of allocations; those of frees would double the cost and nobody reads them
+_SAVE_EVERY = 5.0  # seconds
+_SAVE_SHARE = 0.01
 _STATES_AT = frozenset(1 << n for n in range(16))
 """Steps of an optimizer after which its states are looked at: they come into being at the first."""
 
@@ -72,6 +76,8 @@ class CardRecorder(Recorder):
         budget: bytes, None for no limit.
         subjects: the models and optimizers that exist already; without any, they are met when they are used.
         max_entries: events that torch keeps per device; the last ones.
+        partial: a file to which the recording is written from time to time (at most a hundredth of the time goes into
+            it), for the case that the process is killed; None without.
     """
 
     def __init__(
@@ -81,11 +87,14 @@ class CardRecorder(Recorder):
         budget: int | None = None,
         subjects: Subjects | None = None,
         max_entries: int = 1_000_000,
+        partial: str | None = None,
     ) -> None:
         self._device = torch.device(device)
         self._budget = budget
         self._subjects = subjects or Subjects()
         self._max_entries = max_entries
+        self._partial = None if partial is None else Path(partial)
+        self._save_at = 0.0
         self._names = TraceBuilder()
         self._modules = ModuleStack(self._names)
         self._stacks = StackInterner(self._names)
@@ -236,6 +245,8 @@ class CardRecorder(Recorder):
         if self._phases:
             name = self._phases[-1].name
             self._phases.append(PhaseNote(moment=self._moment(), name=name, stretch=Stretch.OTHER))
+        if self._partial is not None and time.perf_counter() >= self._save_at:
+            self._save(self._partial)
 
     def new_parameter(self, tensor: torch.Tensor) -> None:
         """Parameters are met when their module is called."""
@@ -339,6 +350,14 @@ class CardRecorder(Recorder):
             total_bytes=torch.cuda.get_device_properties(device).total_memory,
             handled=True,
         )
+
+    def _save(self, file: Path) -> None:
+        """Write what there is, and let a hundred times as long pass before the next time."""
+        began = time.perf_counter()
+        with contextlib.suppress(WriteError):  # a full disk must not end the program
+            self._trace()[0].save(file)
+        ended = time.perf_counter()
+        self._save_at = ended + max(_SAVE_EVERY, (ended - began) / _SAVE_SHARE)
 
     def _outcome(self, error: BaseException | None) -> Run:
         trace, warnings = self._trace()

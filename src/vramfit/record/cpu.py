@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,18 +34,18 @@ from vramfit.record.recorder import (
     Recorder,
     Subjects,
     error_line,
-    platform_text,
     program_of_process,
 )
 from vramfit.record.watching import watch
 from vramfit.trace import Category, DeviceOutcome, Run, Source, TraceBuilder, TraceDevice
+from vramfit.trace.journal import Journal
 from vramfit.units import format_bytes
 from vramfit.virtual.attribution import Phase
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.ops import OpTable
 from vramfit.virtual.storages import StorageMeter, StorageRecord
 from vramfit.virtual.subclasses import is_wrapper
-from vramfit.virtual.versions import torch_version
+from vramfit.virtual.versions import platform_text, torch_version
 
 _NO_LIMIT = 1 << 46
 """Memory of the device where no budget is given: more than any machine has, so that no request is refused."""
@@ -359,13 +360,19 @@ class CpuRecorder(Recorder):
         budget: bytes that the program may hold; past them a request raises ``torch.OutOfMemoryError``. None: no limit.
         subjects: the models and optimizers that exist already; without any, all that are alive.
         alloc_conf: allocator settings; None reads the environment.
+        journal: a file to write the trace to while it happens, which survives the process; None without.
 
     Raises:
         ConfigError: a setting cannot be read.
     """
 
     def __init__(
-        self, *, budget: int | None = None, subjects: Subjects | None = None, alloc_conf: str | None = None
+        self,
+        *,
+        budget: int | None = None,
+        subjects: Subjects | None = None,
+        alloc_conf: str | None = None,
+        journal: Path | None = None,
     ) -> None:
         self.device = CpuDevice.of(budget)
         self._subjects = subjects or Subjects()
@@ -376,8 +383,15 @@ class CpuRecorder(Recorder):
             visible="0",
             context_bytes=0,
         )
-        machine.config  # noqa: B018  # unreadable settings are refused here, not in the middle of the program
-        self._builder = TraceBuilder(meta={"source": "cpu", "torch_version": torch.__version__})
+        device = TraceDevice(index=0, name=self.device.name, total_bytes=self.device.total_bytes)
+        meta: dict[str, str | int | float] = {
+            "source": Source.CPU.value,
+            "torch_version": torch.__version__,
+            "alloc_conf": machine.config.to_string(),
+        }
+        self._builder = TraceBuilder((device,), meta, None if journal is None else Journal(journal))
+        if self._builder.journal is not None:
+            self._builder.journal.facts({**meta, "platform": platform_text()}, (device,))
         self.meter = CpuMeter(machine, self._builder)
         self.mode = MeterMode(self.meter)
         self._patches = PatchStack()
@@ -410,6 +424,8 @@ class CpuRecorder(Recorder):
         self._patches.undo()
         self._result = self._outcome(error)
         self.meter.machine.on_event = None
+        if self._builder.journal is not None:
+            self._builder.journal.close()
         return self._result
 
     def run(self) -> Run:

@@ -344,22 +344,3 @@ class _Finder:
         found = self._keys[np.maximum(at, 0)]
         known &= (at >= 0) & (found // self._scale == ranks)
         return np.where(known, found % self._scale, -1)
-
-
-def peaks_of(trace: MemoryTrace, index: int) -> tuple[int, int]:
-    """The most bytes allocated and reserved on a device while the trace lasts.
-
-    Args:
-        trace: one that `annotate` made: it holds what was there before.
-        index: index of the device.
-    """
-    mine = trace.device == index
-    change = np.zeros(len(trace), dtype=np.int64)
-    segments = np.zeros(len(trace), dtype=np.int64)
-    change[mine & (trace.kind == EventKind.ALLOC)] = 1
-    change[mine & (trace.kind == EventKind.FREE_REQUESTED)] = -1
-    segments[mine & np.isin(trace.kind, (EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_MAP))] = 1
-    segments[mine & np.isin(trace.kind, (EventKind.SEGMENT_FREE, EventKind.SEGMENT_UNMAP))] = -1
-    sizes = np.where(trace.block > 0, trace.block, trace.size)
-    allocated, reserved = np.cumsum(change * sizes), np.cumsum(segments * trace.size)
-    return max(0, int(allocated.max(initial=0))), max(0, int(reserved.max(initial=0)))

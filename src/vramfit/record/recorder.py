@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -129,8 +128,3 @@ def error_line(error: BaseException | None) -> str | None:
 def program_of_process() -> tuple[str, ...]:
     """The command line of this process's program."""
     return tuple(sys.argv)
-
-
-def platform_text() -> str:
-    """Operating system and architecture."""
-    return f"{platform.system()} {platform.machine()}"

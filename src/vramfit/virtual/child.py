@@ -30,6 +30,7 @@ def main(job_file: str) -> int:
             alloc_conf=job.alloc_conf,
             assume=job.assume,
             profile=job.profile,
+            journal=job.journal_file,
         )
         gpu.__enter__()
     except VramfitError as unfit:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 import time
 from bisect import bisect_right
 from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +28,7 @@ from vramfit.trace import (
     TraceDevice,
     snapshot_from_trace,
 )
+from vramfit.trace.journal import Journal
 from vramfit.units import format_bytes
 from vramfit.virtual import build_shim, facade, program
 from vramfit.virtual.assume import Assume, assumption
@@ -36,7 +37,7 @@ from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.machine import Machine, VirtualDevice
 from vramfit.virtual.meter import Meter
 from vramfit.virtual.mode import VirtualMode
-from vramfit.virtual.versions import torch_version
+from vramfit.virtual.versions import platform_text, torch_version
 from vramfit.virtual.workspaces import Workspaces
 
 MAX_GPUS = 8  # c10/core/impl/FakeGuardImpl.h: kFakeGuardImplMaxDevices
@@ -63,6 +64,7 @@ class VirtualGPU:
         assume: ``"upper"`` or ``"typical"``: what is taken for sizes that depend on data (see `Assume`).
         profile: what ``vramfit calibrate`` measured: a file, a `MeasuredProfile`, ``"none"``, or ``"auto"`` for the
             one that was written for this card and this torch, if there is one.
+        journal: a file to write the trace to while it happens, which survives the process; None without.
 
     Raises:
         UnknownGpuError: no such card.
@@ -80,6 +82,7 @@ class VirtualGPU:
         context_bytes: int | None = None,
         assume: str | Assume = Assume.UPPER,
         profile: MeasuredProfile | str | PathLike[str] = "auto",
+        journal: str | PathLike[str] | None = None,
     ) -> None:
         if not 1 <= gpus <= MAX_GPUS:
             raise UsageError(f"{gpus} virtual GPUs were asked for; 1 to {MAX_GPUS} are possible")
@@ -96,7 +99,10 @@ class VirtualGPU:
         if measured is not None and (doubt := profile_doubt(measured.profile, self.spec, torch.__version__)):
             self._machine.warn("profile-differs", doubt)
         self._machine.config  # noqa: B018  # unreadable settings are refused here, not in the middle of the program
-        self._builder = TraceBuilder(meta={"source": "virtual", "torch_version": torch.__version__})
+        self._builder = TraceBuilder(
+            meta={"source": "virtual", "torch_version": torch.__version__},
+            journal=None if journal is None else Journal(Path(journal)),
+        )
         self._patches = PatchStack()
         self._history_start = 0
         self._metadata: list[tuple[int, str]] = []
@@ -132,6 +138,26 @@ class VirtualGPU:
             self._patches.undo()
             build_shim.uninstall()
             raise
+        if (written := self._builder.journal) is not None:
+            meta = {
+                **self._builder.meta,
+                "platform": platform_text(),
+                "assume": self._machine.assume.value,
+                "alloc_conf": self._machine.config.to_string(),
+            }
+            specs = [device.spec for device in self._machine.devices]
+            written.facts(
+                meta,
+                [
+                    TraceDevice(
+                        index=index,
+                        name=spec.name,
+                        total_bytes=spec.total_bytes,
+                        context_bytes=self._machine.devices[index].context_bytes,
+                    )
+                    for index, spec in enumerate(specs)
+                ],
+            )
         global _active
         _active = self
         return self
@@ -148,6 +174,8 @@ class VirtualGPU:
         self.mode.__exit__(kind, error, traceback)
         self._patches.undo()
         build_shim.uninstall()
+        if self._builder.journal is not None:
+            self._builder.journal.close()
 
     # -- results -------------------------------------------------------------------------------------------------
 
@@ -215,7 +243,7 @@ class VirtualGPU:
             error=None if error is None else f"{type(error).__name__}: {error}",
             program=tuple(sys.argv),
             torch_version=torch.__version__,
-            platform=f"{platform.system()} {platform.machine()}",
+            platform=platform_text(),
             assume=machine.assume.value,
             host_pinned_peak_bytes=machine.pinned.peak_reserved_bytes,
             profile=self._profile_note(),

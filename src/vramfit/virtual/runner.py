@@ -24,6 +24,7 @@ def run_in_child(
     cwd: Path | None = None,
     assume: str = "upper",
     profile: str | os.PathLike[str] = OWN_PROFILE,
+    journal: Path | None = None,
 ) -> Run:
     """Run ``[script, *args]`` or ``["-m", module, *args]`` as python would, on virtual GPUs.
 
@@ -38,6 +39,8 @@ def run_in_child(
         cwd: folder to run in; None for the current one.
         assume: ``upper`` or ``typical``, for sizes that depend on data.
         profile: a file of `vramfit calibrate`, ``none``, or ``auto`` for that of this card and torch.
+        journal: where the trace is written while it happens, for the case that this process is killed too; None
+            keeps it in a temporary folder.
 
     Raises:
         EnvironmentUnfitError: this torch cannot carry the virtual GPU.
@@ -57,5 +60,6 @@ def run_in_child(
             folder=name,
             assume=assume,
             profile=named,
+            journal=None if journal is None else os.path.abspath(journal),
         )
         return run_job("vramfit.virtual.child", job, environ=environ, cwd=cwd)

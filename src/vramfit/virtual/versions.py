@@ -1,6 +1,8 @@
-"""Which torch runs."""
+"""Which torch runs, and where."""
 
 from __future__ import annotations
+
+import platform
 
 import torch
 
@@ -9,3 +11,8 @@ def torch_version() -> tuple[int, int]:
     """Major and minor version of the torch that runs."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+def platform_text() -> str:
+    """Operating system and architecture."""
+    return f"{platform.system()} {platform.machine()}"

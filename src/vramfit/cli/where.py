@@ -1,0 +1,113 @@
+"""Where ``vramfit run`` runs a program: on virtual cards, on the card of this machine, or metered on its CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from vramfit.errors import UsageError
+from vramfit.units import parse_bytes
+from vramfit.virtual.assume import Assume
+
+if TYPE_CHECKING:
+    from vramfit.gpus import GpuSpec
+    from vramfit.trace import Run
+
+_DEVICES = "Write --device cuda, --device cuda:1 or --device cpu"
+
+
+class Where(Protocol):
+    """Runs a program."""
+
+    def run(self, command: list[str], *, alloc_conf: str | None, journal: Path | None) -> Run:
+        """Run it to its end; see `vramfit.virtual.runner` and `vramfit.record.runner`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnVirtual:
+    """On virtual cards."""
+
+    gpu: GpuSpec
+    gpus: int
+    assume: Assume
+    profile: str
+
+    def run(self, command: list[str], *, alloc_conf: str | None, journal: Path | None) -> Run:
+        """Run it on virtual cards."""
+        from vramfit.virtual.runner import run_in_child
+
+        return run_in_child(
+            command,
+            gpu=self.gpu,
+            gpus=self.gpus,
+            alloc_conf=alloc_conf,
+            assume=self.assume.value,
+            profile=self.profile,
+            journal=journal,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """For real, recorded."""
+
+    device: str
+    budget: int | None
+
+    def run(self, command: list[str], *, alloc_conf: str | None, journal: Path | None) -> Run:
+        """Run it for real."""
+        from vramfit.record.runner import record_in_child
+
+        return record_in_child(
+            command, device=self.device, budget=self.budget, alloc_conf=alloc_conf, journal=journal
+        )
+
+
+def chosen(
+    gpu: str | None, *, gpus: int, device: str | None, budget: str | None, assume: Assume, profile: str
+) -> Where:
+    """What the options choose.
+
+    Raises:
+        UsageError: two of them contradict each other, or one cannot be read.
+        UnknownGpuError: no such card.
+    """
+    if gpu is not None:
+        if device is not None or budget is not None:
+            given = "--device" if device is not None else "--budget"
+            raise UsageError(
+                f"{given} is for recording a real run, and --gpu for a virtual GPU",
+                "Leave one of them out; a virtual GPU of any size is --gpu 20GiB",
+            )
+        from vramfit.gpus import find_gpu
+
+        return OnVirtual(gpu=find_gpu(gpu), gpus=gpus, assume=assume, profile=profile)
+    for option, is_default in (
+        ("--gpus", gpus == 1),
+        ("--assume", assume is Assume.UPPER),
+        ("--profile", profile == "auto"),
+    ):
+        if not is_default:
+            raise UsageError(f"{option} is for a virtual GPU", "Choose one with --gpu NAME")
+    return Recorded(device=_device(device), budget=None if budget is None else _bytes(budget))
+
+
+def _device(text: str | None) -> str:
+    if text is None:
+        return "auto"
+    name, _, index = text.partition(":")
+    known = text in ("cpu", "cuda") or (name == "cuda" and index.isdecimal())
+    if not known:
+        raise UsageError(f"--device {text} is no device that can be recorded", _DEVICES)
+    return text
+
+
+def _bytes(text: str) -> int:
+    try:
+        found = parse_bytes(text)
+    except ValueError as error:
+        raise UsageError(f"--budget: {error}") from None
+    if found <= 0:
+        raise UsageError(f"--budget {text} leaves no memory at all", "Write it as 2GiB")
+    return found

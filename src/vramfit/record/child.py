@@ -1,0 +1,125 @@
+"""The child interpreter that records: becomes ``python script.py`` (or ``python -m module``) with a recorder beside it.
+
+Started by runner.py as ``python -P -m vramfit.record.child JOB``. The exit code is the program's own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import replace
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from vramfit.errors import UsageError, VramfitError
+from vramfit.programs.job import PARTIAL, Stage
+from vramfit.programs.patching import PatchStack
+from vramfit.programs.running import Finish, leave, run_to_end
+from vramfit.record.job import AUTO, RecordJob
+from vramfit.record.runner import CPU
+
+if TYPE_CHECKING:
+    from vramfit.record.recorder import Recorder
+
+_NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+
+
+def main(job_file: str) -> int:
+    """Run the job; returns the program's exit code."""
+    job = RecordJob.read(job_file)
+    job.enter(Stage.IMPORTING)
+    try:
+        recorder = _recorder(job)
+        recorder.start()
+    except VramfitError as unfit:
+        job.fail(unfit)
+        return unfit.exit_code
+    job.enter(Stage.RUNNING)
+    finished = False
+
+    def finish(code: int, error: BaseException | None) -> None:
+        nonlocal finished
+        if not finished:
+            finished = True
+            run = recorder.stop(error)
+            if code < 0:
+                run = replace(run, error=f"the process was ended by signal {signal.Signals(-code).name}")
+            job.save(run, exit_code=code)
+            job.enter(Stage.DONE)
+
+    with PatchStack() as patches:
+        _save_when_told_to_stop(finish, patches)
+        return run_to_end(job.command, finish, patches)
+
+
+def _recorder(job: RecordJob) -> Recorder:
+    """The recorder that the job asks for.
+
+    Raises:
+        UsageError: there is no such card.
+    """
+    if job.device == CPU:
+        from vramfit.record.cpu import CpuRecorder
+
+        return CpuRecorder(budget=job.budget, alloc_conf=job.alloc_conf, journal=job.journal_file)
+    _need_card(job.device)
+    from vramfit.record.card import CardRecorder
+
+    return CardRecorder(
+        device="cuda" if job.device == AUTO else job.device,
+        budget=job.budget,
+        max_entries=job.max_entries,
+        partial=os.path.join(job.folder, PARTIAL),
+    )
+
+
+def _need_card(device: str) -> None:
+    """Make sure that there is a card, without waking it: the program may still choose among several.
+
+    Raises:
+        UsageError: there is none.
+    """
+    import torch
+
+    before = os.environ.get(_NVML_CHECK)
+    os.environ[_NVML_CHECK] = "1"  # asks the driver's management library, which sets nothing up
+    try:
+        there = torch.cuda.is_available()
+    finally:
+        if before is None:
+            del os.environ[_NVML_CHECK]
+        else:
+            os.environ[_NVML_CHECK] = before
+    if not there:
+        raise UsageError(
+            "no card is given, and torch finds none on this machine"
+            if device == AUTO
+            else f"there is no {device} on this machine: torch finds no card",
+            'Choose a virtual one with --gpu, such as --gpu "RTX 4090" (vramfit gpus lists them), or meter the '
+            "program on the CPU: --device cpu --budget 2GiB",
+        )
+
+
+def _save_when_told_to_stop(finish: Finish, patches: PatchStack) -> None:
+    """SIGTERM ends a program at once where it has no handler of its own; what was recorded is saved first."""
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del frame
+        finish(-number, None)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, stop)
+
+    def undo() -> None:
+        if signal.getsignal(signal.SIGTERM) is stop:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    patches.call(undo)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1]))

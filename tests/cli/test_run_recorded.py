@@ -1,0 +1,183 @@
+"""``vramfit run`` without ``--gpu``: the real run, recorded; here on the CPU, which every machine has."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cli.conftest import Invocation
+from vramfit.trace import MemoryTrace, load_snapshot, read_any
+
+PROGRAM = """
+    import os, signal, sys, time
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number in range(3):
+        model(torch.randn(64, 256)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 1 and len(sys.argv) > 1:
+            print("ready", flush=True)
+            exec(sys.argv[1])
+    print(float(model[0].weight.sum()))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(PROGRAM))
+    return path
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "vramfit", "run", *map(str, arguments)]
+
+
+def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=120, check=False, **options
+    )
+
+
+def test_every_form_of_the_report_is_written(script: Path, tmp_path: Path) -> None:
+    files = {option: tmp_path / f"run.{option}" for option in ("json", "vft", "pickle")}
+    done = run(
+        "--device", "cpu", "--budget", "1GiB", "--json", files["json"], "--trace", files["vft"],
+        "--snapshot", files["pickle"], script,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    plain = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(plain.stdout), "the program computes what it computes"
+    assert "CPU with a budget of 1.00 GiB" in done.stdout and "optimizer state" in done.stdout
+    assert "virtual" not in done.stdout and "simulated" not in done.stdout
+    told = json.loads(files["json"].read_text())
+    assert told["source"] == "cpu" and told["fits"] is True and told["total_bytes"] == 1 << 30
+    assert told["categories"]["parameters"] == 4 * (257 * 256) + 4 * 1024 + 512
+    trace = MemoryTrace.load(files["vft"])
+    assert trace.meta["source"] == "cpu" and "step 2/backward" in trace.phases
+    assert len(load_snapshot(files["pickle"])["device_traces"][0]) > 100
+    assert not (tmp_path / "run.vft.journal").exists()
+
+
+def test_past_the_budget_it_does_not_fit(script: Path) -> None:
+    done = run("--device", "cpu", "--budget", "1MiB", script)
+    assert done.returncode == 3
+    assert "does not fit CPU with a budget of 1.00 MiB" in done.stdout and "train.py:" in done.stdout
+    assert "CUDA out of memory" in done.stderr
+    assert not any("vramfit" in line for line in done.stderr.splitlines() if line.lstrip().startswith("File"))
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL, "ended by signal SIGKILL"),
+        ("import ctypes; ctypes.string_at(0)", 128 + signal.SIGSEGV, "ended by signal SIGSEGV"),
+        ("os._exit(7)", 7, "the program failed (exit code 7)"),
+    ],
+    ids=["kill", "segfault", "os._exit"],
+)
+def test_however_a_program_ends_there_is_a_report(script: Path, how: str, code: int, said: str) -> None:
+    done = run("--device", "cpu", script, how)
+    assert done.returncode == code
+    assert said in done.stdout and "parameters" in done.stdout and "same in all 2" in done.stdout
+
+
+def test_told_to_stop_it_reports_what_it_has(script: Path) -> None:
+    with subprocess.Popen(
+        command("--device", "cpu", script, "time.sleep(60)"), stdout=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "ready\n"
+        running.send_signal(signal.SIGTERM)
+        out = running.stdout.read()
+    assert running.returncode == 128 + signal.SIGTERM
+    assert "the process was ended by signal SIGTERM" in out and "same in all 2" in out
+
+
+def test_an_interrupt_of_the_keyboard_reports_what_it_has(script: Path) -> None:
+    with subprocess.Popen(
+        command("--device", "cpu", script, "time.sleep(60)"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # as a terminal does, the signal goes to the whole group
+    ) as running:
+        assert running.stdout is not None and running.stdout.readline() == "ready\n"
+        os.killpg(running.pid, signal.SIGINT)
+        out, err = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert err.count("KeyboardInterrupt") == 1 and "optimizer state" in out
+
+
+def test_when_all_is_killed_the_journal_lies_beside_the_trace(script: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "run.vft"
+    with subprocess.Popen(
+        command("--device", "cpu", "--trace", trace, script, "time.sleep(60)"),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        assert running.stdout is not None and running.stdout.readline() == "ready\n"
+        os.killpg(running.pid, signal.SIGKILL)
+    assert not trace.exists()
+    left = read_any(tmp_path / "run.vft.journal")
+    assert left.phases[-1] == "step 1/optimizer" and left.meta["source"] == "cpu"
+    for verb in ("replay", "explain"):
+        done = subprocess.run(
+            [sys.executable, "-m", "vramfit", verb, tmp_path / "run.vft.journal"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, (verb, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "step"),
+    [
+        (["--gpu", "RTX 4090", "--device", "cpu"], "--device", "--gpu"),
+        (["--gpu", "RTX 4090", "--budget", "2GiB"], "--budget", "--gpu 20GiB"),
+        (["--device", "tpu"], "tpu", "--device cpu"),
+        (["--device", "cuda:x"], "cuda:x", "--device cpu"),
+        (["--device", ""], "--device", "--device cpu"),
+        (["--device", "cpu", "--budget", "lots"], "lots", "24GiB"),
+        (["--device", "cpu", "--budget", "0"], "0", "2GiB"),
+        (["--device", "cpu", "--gpus", "2"], "--gpus", "--gpu NAME"),
+        (["--device", "cpu", "--assume", "typical"], "--assume", "--gpu NAME"),
+        (["--device", "cpu", "--profile", "none"], "--profile", "--gpu NAME"),
+        (["--device", "cpu", "--alloc-conf", "nonsense"], "nonsense", ""),
+        (["--device", "cpu", "--trace", "missing/run.vft"], "missing", "folder"),
+    ],
+    ids=" ".join,
+)
+def test_options_that_cannot_be_used_are_explained(
+    vramfit: Any, script: Path, options: list[str], reason: str, step: str
+) -> None:
+    done: Invocation = vramfit("run", *options, script)
+    assert done.code == 2
+    assert reason in done.err and step in done.err and "Traceback" not in done.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+@pytest.mark.parametrize("options", [[], ["--device", "cuda:1"]], ids=" ".join)
+def test_without_a_card_it_says_what_to_choose(script: Path, options: list[str]) -> None:
+    began = time.monotonic()
+    done = run(*options, script)
+    assert done.returncode == 2 and time.monotonic() - began < 60
+    assert "no card" in done.stderr and "--gpu" in done.stderr and "--device cpu --budget" in done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
