@@ -11,7 +11,7 @@ from vramfit.cli.documents import STANDARD_OUTPUT, write_document
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from vramfit.analysis import Verdict
+    from vramfit.analysis import FragmentationCauses, Verdict
     from vramfit.report import Explanation
 
 
@@ -33,6 +33,12 @@ def explain_command(
         str,
         typer.Option(metavar="SHARE", help="By how much each peak should be lower: what would have to go?"),
     ] = "10%",
+    fragmentation: Annotated[
+        bool,
+        typer.Option(
+            "--fragmentation", help="Also tell why reserved memory is not used, and what would help."
+        ),
+    ] = False,
     json: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the explanation as JSON; - for standard output."),
@@ -44,19 +50,38 @@ def explain_command(
 ) -> None:
     """Explain a recorded run: what was alive at its peak, by category, module and line, and what would lower it."""
     from vramfit.cli.run import check_outputs
-    from vramfit.report import explanation_to_json, print_explanation, write_page
+    from vramfit.report import (
+        explanation_to_json,
+        fragmentation_to_json,
+        print_explanation,
+        print_fragmentation,
+        write_page,
+    )
 
     share = _share(lower)
     check_outputs((("--json", json), ("--report", report)))
     found = explain_file(file, device, most=peaks, share=share)
+    causes = _causes(found) if fragmentation else None
     if json != STANDARD_OUTPUT:
         from rich.console import Console
 
-        print_explanation(found, Console(), root=Path.cwd())
+        console = Console()
+        print_explanation(found, console, root=Path.cwd())
+        if causes is not None:
+            console.print()
+            print_fragmentation(causes, console, root=Path.cwd())
     if json is not None:
-        write_document(json, explanation_to_json(found))
+        told = {} if causes is None else {"fragmentation_causes": fragmentation_to_json(causes)}
+        write_document(json, explanation_to_json(found) | told)
     if report is not None:
         write_page(report, found.run, found.verdict, root=Path.cwd())
+
+
+def _causes(found: Explanation) -> FragmentationCauses:
+    """Why the explained device reserves more than was asked for."""
+    from vramfit.analysis import causes
+
+    return causes(found.run.trace, found.verdict.device.index)
 
 
 def explain_file(file: Path, device: int | None, *, most: int, share: float) -> Explanation:

@@ -4,6 +4,7 @@ from vramfit.report.against import against_to_json, print_against, render_agains
 from vramfit.report.check import CHECK_SCHEMA, Check, check_to_json, print_check, render_check
 from vramfit.report.diff import DIFF_SCHEMA, diff_to_json, print_diff, render_diff
 from vramfit.report.explain import Explanation, explanation_to_json, print_explanation, render_explanation
+from vramfit.report.fragmentation import fragmentation_to_json, print_fragmentation, render_fragmentation
 from vramfit.report.html import render_html, render_trace_html, write_page
 from vramfit.report.json_report import SCHEMA, render_json, run_to_json
 from vramfit.report.leaks import print_leaks, render_leaks
@@ -32,10 +33,12 @@ __all__ = [
     "check_writable",
     "diff_to_json",
     "explanation_to_json",
+    "fragmentation_to_json",
     "print_against",
     "print_check",
     "print_diff",
     "print_explanation",
+    "print_fragmentation",
     "print_leaks",
     "print_stress",
     "print_terminal",
@@ -44,6 +47,7 @@ __all__ = [
     "render_check",
     "render_diff",
     "render_explanation",
+    "render_fragmentation",
     "render_html",
     "render_json",
     "render_leaks",

@@ -1,0 +1,74 @@
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from analysis import fragmentation_cases as cases
+from vramfit.analysis import causes
+from vramfit.cli import app
+from vramfit.report import fragmentation_to_json, render_fragmentation
+
+RECORDINGS = Path(__file__).parents[1] / "data" / "traces"
+
+
+def test_a_case_is_told_with_its_story() -> None:
+    found = causes(cases.checkpoint_in_a_step())
+    text = render_fragmentation(found, width=100, root=Path("/home/ada"))
+    assert text.startswith(
+        "Reserved but not asked for: 40.00 MiB of 1.29 GiB (3.0 %) at step 2/forward, empty, train.py:1"
+    )
+    assert "   40.00 MiB  long-lived blocks lie in holes of earlier ones\n" in text
+    assert "→ expandable_segments:True: let segments grow by pages" in text
+    assert "(replayed: peak reserved 1.25 GiB instead of 1.29 GiB)" in text
+    assert "copy of weight ×20, optimizer state, train.py:30, made in step 1/checkpoint" in text
+    assert "taken for activation of step 0/forward (train.py:1)" in text
+    assert (
+        "held by copy of weight of step 1/checkpoint (train.py:30), put in a hole that another left" in text
+    )
+    assert "which stays to the end" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_remedy_is_told_once() -> None:
+    text = render_fragmentation(causes(cases.many_sizes()))
+    assert text.count("let segments grow by pages") == 1
+    assert "as above: expandable_segments:True" in text
+    assert "no help, peak reserved" not in text.split("→")[1]
+
+
+def test_an_out_of_memory_is_answered() -> None:
+    text = render_fragmentation(causes(cases.oom_of_alternating_blocks()))
+    assert "Would the request of 100.00 MiB have fitted?" in text
+    assert "  with expandable segments  misses by 80.00 MiB\n" in text
+    assert "  defragmented              fits, 120.00 MiB to spare\n" in text
+    assert "Only if the free memory lay together, which no setting tried brings about" in text
+    served = render_fragmentation(causes(cases.oom_of_holes()))
+    assert "→ Yes, with expandable segments (expandable_segments:True)." in served
+
+
+def test_values_for_other_programs() -> None:
+    value = fragmentation_to_json(causes(cases.oom_of_live_memory()))
+    assert json.loads(json.dumps(value)) == value
+    assert value["causes"][0]["kind"] == "live_memory"
+    assert value["oom"]["verdict"] == "not_at_all"
+    assert {answer["what"] for answer in value["oom"]["answers"]} == {
+        "as_recorded",
+        "empty_cache",
+        "expandable_segments",
+        "defragmented",
+    }
+    spare = sum(cause["bytes"] for cause in value["causes"][1:])
+    assert spare == value["reserved_bytes"] - value["requested_bytes"]
+
+
+def test_explain_tells_it_when_asked(tmp_path: Path) -> None:
+    file = RECORDINGS / "select-n-b.json.gz"
+    out = tmp_path / "out.json"
+    result = CliRunner().invoke(app, ["explain", str(file), "--fragmentation", "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "free memory of another stream" in result.output
+    value = json.loads(out.read_text())
+    assert value["fragmentation_causes"]["causes"][0]["kind"] == "other_stream"
+    plain = CliRunner().invoke(app, ["explain", str(file), "--json", str(out)])
+    assert "Reserved but not asked for" not in plain.output
+    assert "fragmentation_causes" not in json.loads(out.read_text())
