@@ -217,7 +217,8 @@ def _tuning(found: Advice) -> Iterator[Html]:
 
 _LEAKS = {
     LeakVerdict.GROWING: "Memory grows from step to step, beyond chance",
-    LeakVerdict.SUSPECTED: "Memory grows, but nothing tells the steps of the program: a model being loaded looks alike",
+    LeakVerdict.SUSPECTED: "Memory grows, but the steps of the program had to be guessed",
+    LeakVerdict.NO_STEPS: "Nothing in this trace repeats: a leak cannot be told from a program that builds something",
     LeakVerdict.STEADY: "No memory grows from step to step beyond chance",
     LeakVerdict.TOO_FEW_STEPS: "There are too few steps to tell growth from chance",
 }
@@ -228,6 +229,8 @@ def _leaks(report: LeakReport, root: Path | None) -> Iterator[Html]:
     text = f"{_LEAKS[report.verdict]}: {count:,} of them seen"
     if report.verdict is LeakVerdict.TOO_FEW_STEPS:
         text = f"{_LEAKS[report.verdict]}: {count:,} seen, {report.least_steps} needed"
+    elif report.verdict is LeakVerdict.NO_STEPS:
+        text = _LEAKS[report.verdict]
     elif report.levels:
         text += (
             f", the first {report.warmup} left out as warm-up; {format_bytes(report.bytes_per_step)} per {unit}, "
