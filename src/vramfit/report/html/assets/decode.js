@@ -11,13 +11,13 @@ async function decode(id) {
   const columns = {};
   let offset = 4 + length;
   for (const [name, count, width, rising] of header.columns) {
-    columns[name] = column(all.subarray(offset, offset + count * width), count, width, rising === 1);
+    columns[name] = readColumn(all.subarray(offset, offset + count * width), count, width, rising === 1);
     offset += count * width;
   }
   return { columns, facts: header.facts };
 }
 
-function column(planes, count, width, rising) {
+function readColumn(planes, count, width, rising) {
   // Sums of small differences may be large, so only columns of few bytes that do not rise are 32 bits wide.
   const values = !rising && width <= 3 ? new Int32Array(count) : new Float64Array(count);
   for (let plane = width - 1; plane >= 0; plane--) {

@@ -52,7 +52,13 @@ function tickBytes(count, step) {
   return `${count} B`;
 }
 
-/** A step between ticks that is a round number of bytes: 1, 2 or 5 x 2^10k, or a power of two between. */
+/** A step of 1, 2 or 5 times a power of ten that is at least this large. */
+function roundStep(wanted, least) {
+  const scale = 10 ** Math.floor(Math.log10(Math.max(wanted, least, 1e-9)));
+  return Math.max(least, [1, 2, 5, 10].map((factor) => factor * scale).find((step) => step >= wanted) ?? scale);
+}
+
+/** A step between ticks that is a power of two, so that the figures are round ones in binary units. */
 function byteStep(range, most) {
   let step = 1;
   while (range / step > most) step *= 2;

@@ -87,7 +87,8 @@ class DevicePage {
       });
       const close = h("button", { type: "button" }, "Close");
       close.addEventListener("click", () => this.choose(-1, this.view.moment));
-      $("chosen-block").replaceChildren(...describeBlock(this.model, block, 1000), zoom, " ", close);
+      const buttons = h("div", { className: "buttons" }, zoom, " ", close);
+      $("chosen-block").replaceChildren(buttons, ...describeBlock(this.model, block, 1000));
     }
     this.view.setMoment(row);
     for (const chart of [this.address, this.stacked]) chart.plot.drawOver();
@@ -146,7 +147,10 @@ function connect() {
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => page.current?.redraw());
   window.addEventListener("resize", eachFrame(() => page.current?.redraw()));
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") tooltip.hide();
+    if (event.key !== "Escape") return;
+    tooltip.hide();
+    const free = !document.activeElement?.classList.contains("flame-cell");
+    if (free && !$("chosen").hidden) page.current.choose(-1, page.current.view.moment);
   });
 }
 
@@ -176,7 +180,7 @@ function settle() {
   $("to-oom").hidden = model.columns.oom_row.length === 0;
 }
 
-async function start() {
+async function begin() {
   nameTheme();
   if (typeof DecompressionStream === "undefined") {
     $("loading").textContent = "This browser is too old for the pictures; the tables hold the same facts.";
@@ -195,4 +199,4 @@ async function start() {
 }
 
 // After the first paint: the words of the page are there at once, its pictures a moment later.
-requestAnimationFrame(() => setTimeout(start, 0));
+requestAnimationFrame(() => setTimeout(begin, 0));

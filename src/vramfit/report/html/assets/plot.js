@@ -105,25 +105,22 @@ class Plot {
 
   drawTicks(context) {
     const [low, high] = this.range;
-    const step = byteStep(high - low, 5);
+    const byteTicks = byteStep(high - low, 5);
     context.textAlign = "right";
-    for (let at = Math.ceil(low / step) * step; at <= high; at += step) {
+    for (let at = Math.ceil(low / byteTicks) * byteTicks; at <= high; at += byteTicks) {
       const y = this.y(at);
-      context.fillText(tickBytes(at, step), PLOT_LEFT - 6, y + 4);
+      context.fillText(tickBytes(at, byteTicks), PLOT_LEFT - 6, y + 4);
       context.beginPath();
       context.moveTo(PLOT_LEFT - 4, y);
       context.lineTo(PLOT_LEFT, y);
       context.stroke();
     }
-    context.textAlign = "center";
     const { low: first, high: last, byTime } = this.view;
-    const count = Math.max(2, Math.floor(this.view.width / 130));
-    for (let i = 0; i <= count; i++) {
-      const value = first + ((last - first) * i) / count;
-      const x = PLOT_LEFT + (this.view.width * i) / count;
-      const text = byTime ? duration(value) : integer(value);
-      context.textAlign = i === 0 ? "left" : i === count ? "right" : "center";
-      context.fillText(text, x, this.height - 8);
+    const step = roundStep((last - first) / Math.max(2, Math.floor(this.view.width / 110)), byTime ? 0 : 1);
+    for (let value = Math.ceil(first / step) * step; value <= last; value += step) {
+      const x = PLOT_LEFT + ((value - first) / (last - first)) * this.view.width;
+      context.textAlign = x < PLOT_LEFT + 20 ? "left" : x > PLOT_LEFT + this.view.width - 30 ? "right" : "center";
+      context.fillText(byTime ? duration(value) : integer(value), x, this.height - 8);
     }
     context.textAlign = "left";
   }

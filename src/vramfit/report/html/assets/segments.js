@@ -7,6 +7,7 @@ class SegmentsMap {
     this.host = host;
     this.model = model;
     this.view = view;
+    this.choose = choose;
     this.canvas = h("canvas", { className: "ribbon", "aria-hidden": "true" });
     host.append(this.canvas);
     view.onMoment(eachFrame(() => this.draw()));
@@ -152,7 +153,8 @@ class SegmentsMap {
   key(event) {
     const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -1e9, End: 1e9 };
     if (!(event.key in steps) || !this.cells.length) {
-      if (event.key === "Enter" && this.cells[this.cursor]?.block !== undefined) this.host.click();
+      const block = this.cells[this.cursor]?.block;
+      if (event.key === "Enter" && block !== undefined) this.choose(block, this.view.moment);
       return;
     }
     event.preventDefault();

@@ -55,7 +55,7 @@ class View {
   show(low, high) {
     const [least, most] = this.full;
     const narrowest = this.byTime ? Math.min(most - least, 2) : Math.min(most - least, 4);
-    let range = Math.min(Math.max(high - low, narrowest), most - least);
+    const range = Math.min(Math.max(high - low, narrowest), most - least);
     const start = Math.max(least, Math.min((low + high - range) / 2, most - range));
     this.low = start;
     this.high = start + range;
@@ -138,7 +138,7 @@ function navigate(element, view, more = {}) {
   drag(element, view, more, place);
   element.addEventListener("dblclick", () => resetAll(view, more));
   element.addEventListener("keydown", (event) => {
-    if (key(event, view, more)) event.preventDefault();
+    if (press(event, view, more)) event.preventDefault();
   });
 }
 
@@ -147,7 +147,7 @@ function resetAll(view, more) {
   view.reset();
 }
 
-function key(event, view, more) {
+function press(event, view, more) {
   if (event.ctrlKey || event.metaKey || event.altKey) return false;
   const page = event.shiftKey ? 0.9 : 0.2;
   const actions = {
