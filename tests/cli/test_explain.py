@@ -29,7 +29,7 @@ def test_it_tells_what_the_run_told(vramfit: Command, trace: Path) -> None:
     found = vramfit("explain", trace)
     assert (found.code, found.err) == (0, "")
     assert found.out.startswith("run.vft on RTX 4090: ")
-    for heading in ("At the peak", "Modules", "Largest tensors", "Phases", "Local peaks"):
+    for heading in ("At the peak", "Modules", "Largest tensors", "Phases", "Local peaks", "Growth"):
         assert f"\n{heading}" in found.out
     assert "to lower it by 10 %" in found.out
 
@@ -70,6 +70,7 @@ def test_json(vramfit: Command, trace: Path, tmp_path: Path) -> None:
     assert first["removal"]["share"] == 0.25
     freed = sum(group["total_bytes"] for group in first["removal"]["groups"])
     assert freed == first["removal"]["freed_bytes"] >= first["removal"]["wanted_bytes"]
+    assert document["leaks"]["verdict"] == "too_few_steps"
     file = tmp_path / "explain.json"
     assert vramfit("explain", trace, "--json", file).code == 0
     assert json.loads(file.read_text())["run"] == document["run"]

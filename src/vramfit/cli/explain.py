@@ -91,14 +91,15 @@ def explain_file(file: Path, device: int | None, *, most: int, share: float) -> 
         TraceFormatError: the file cannot be read.
         UsageError: it has no such device.
     """
-    from vramfit.analysis import peaks, run_from_trace, verdict
+    from vramfit.analysis import leaks, peaks, run_from_trace, verdict
     from vramfit.report import Explanation
     from vramfit.trace import read_any
 
     run = run_from_trace(read_any(file), name=file.name)
     judged = _for_device(verdict(run), device, file)
     found = peaks(run.trace, judged.device.index, most=most, share=share)
-    return Explanation(run=run, verdict=judged, peaks=found)
+    grown = leaks(run.trace, judged.device.index) if found else None
+    return Explanation(run=run, verdict=judged, peaks=found, leaks=grown)
 
 
 def _for_device(judged: Verdict, device: int | None, file: Path) -> Verdict:

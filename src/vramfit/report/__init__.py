@@ -8,6 +8,7 @@ from vramfit.report.fragmentation import fragmentation_to_json, print_fragmentat
 from vramfit.report.html import render_html, render_trace_html, write_page
 from vramfit.report.json_report import SCHEMA, render_json, run_to_json
 from vramfit.report.leaks import print_leaks, render_leaks
+from vramfit.report.leaks_json import leaks_to_json
 from vramfit.report.stress import (
     STRESS_SCHEMA,
     print_stress,
@@ -34,6 +35,7 @@ __all__ = [
     "diff_to_json",
     "explanation_to_json",
     "fragmentation_to_json",
+    "leaks_to_json",
     "print_against",
     "print_check",
     "print_diff",

@@ -11,8 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from vramfit.analysis import NAMES, LocalPeak, Outcome, Removal, TensorGroup, Verdict
+from vramfit.analysis import NAMES, LeakReport, LocalPeak, Outcome, Removal, TensorGroup, Verdict
 from vramfit.report.json_report import group_to_json, moment_to_json, run_to_json
+from vramfit.report.leaks import LeakLines
+from vramfit.report.leaks_json import leaks_to_json
 from vramfit.report.sections import SIZE, Sections
 from vramfit.report.text import elide_left, percent, print_lines, short_op
 from vramfit.trace import Run
@@ -32,11 +34,13 @@ class Explanation:
         run: what happened.
         verdict: what is to be said about it; its deciding card is the device explained.
         peaks: the local peaks.
+        leaks: what grows from step to step; None where that was not asked.
     """
 
     run: Run
     verdict: Verdict
     peaks: Sequence[LocalPeak]
+    leaks: LeakReport | None = None
 
 
 def print_explanation(found: Explanation, console: Console, *, root: Path | None = None) -> None:
@@ -76,6 +80,10 @@ class _Page(Sections):
         yield from self.tensors(device.breakdown)
         yield from self.phases(found.run.trace, device.index)
         yield from self.peaks(found.peaks)
+        if found.leaks is not None:
+            yield Text()
+            yield self.heading("Growth")
+            yield from LeakLines(self.width, self.root).lines(found.leaks)
 
     def headline(self, found: Explanation) -> Iterator[Text]:
         """What was recorded, and what it came to."""
@@ -164,6 +172,7 @@ def explanation_to_json(found: Explanation) -> dict[str, Any]:
         "schema": EXPLAIN_SCHEMA,
         "run": run_to_json(found.run, found.verdict),
         "peaks": [_peak(peak) for peak in found.peaks],
+        "leaks": None if found.leaks is None else leaks_to_json(found.leaks),
     }
 
 

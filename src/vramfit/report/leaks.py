@@ -36,7 +36,7 @@ def print_leaks(report: LeakReport, console: Console, *, root: Path | None = Non
         console: where to; its width, colour and encoding are respected.
         root: the user's folder; file names below it are shown relative to it.
     """
-    page = _Page(console.width, root)
+    page = LeakLines(console.width, root)
     print_lines(console, page.lines(report), page.width)
 
 
@@ -52,7 +52,7 @@ def per_step(report: LeakReport, amount: float) -> str:
     return f"{format_bytes(amount)} per {report.steps.unit}"
 
 
-class _Page(Sections):
+class LeakLines(Sections):
     """The parts of the report for one width."""
 
     def lines(self, report: LeakReport) -> Iterator[Text]:
@@ -73,7 +73,8 @@ class _Page(Sections):
         count, unit = max(0, len(report.steps) - 1), report.steps.unit
         speed = per_step(report, report.bytes_per_step)
         if report.verdict is LeakVerdict.GROWING:
-            yield from self.wrapped(Text.assemble(("! memory grows", "bold red"), f" by {speed}"))
+            spread = "" if report.growing else ", spread over many lines: none of them stands out"
+            yield from self.wrapped(Text.assemble(("! memory grows", "bold red"), f" by {speed}{spread}"))
         elif report.verdict is LeakVerdict.SUSPECTED:
             text = f" by {speed}, but nothing tells the steps of the program: set marks to be sure"
             yield from self.wrapped(Text.assemble(("? memory grows", "bold yellow"), text))
