@@ -12,6 +12,7 @@ from analysis.reconciling import predicted, training
 from analysis.synthetic import Recorder, fitting_run, gpt_training, oom_run
 from cli.conftest import Invocation
 from vramfit.analysis import peak
+from vramfit.errors import TraceFormatError
 from vramfit.trace import write_snapshot
 
 Command = Callable[..., Invocation]
@@ -59,6 +60,26 @@ def test_a_recording_of_three_cards_explains_the_one_that_ran_out(vramfit: Comma
     missing = vramfit("explain", recording, "--device", 9)
     assert missing.code == 2
     assert "tells nothing of device 9" in missing.err
+
+
+def test_why_it_did_not_fit_is_told_where_it_ran_out(vramfit: Command) -> None:
+    recording = TRACES / "expandable-3gpu-oom.json.gz"
+    question = "Would the request of 4.94 GiB have fitted?"
+    assert question in vramfit("explain", recording).out
+    assert question not in vramfit("explain", recording, "--no-fragmentation").out
+
+
+def test_a_recording_that_contradicts_itself_is_explained_as_far_as_it_goes(
+    vramfit: Command, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def contradicts(*_: object, **__: object) -> None:
+        raise TraceFormatError("a block is freed twice")
+
+    monkeypatch.setattr("vramfit.analysis.causes", contradicts)
+    found = vramfit("explain", trace, "--fragmentation")
+    assert found.code == 0
+    assert "Local peaks" in found.out
+    assert "a block is freed twice" in found.err
 
 
 def test_json(vramfit: Command, trace: Path, tmp_path: Path) -> None:

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vramfit.cli.documents import STANDARD_OUTPUT, write_document
-from vramfit.errors import UsageError
+from vramfit.errors import TraceFormatError, UsageError
 
 if TYPE_CHECKING:
     from vramfit.analysis import FragmentationCauses, Verdict
     from vramfit.report import Explanation
+
+PROVEN_EVENTS = 200_000
+"""Remedies for longer recordings are told without a replay that proves them: each would take seconds."""
 
 
 def explain_command(
@@ -34,11 +37,12 @@ def explain_command(
         typer.Option(metavar="SHARE", help="By how much each peak should be lower: what would have to go?"),
     ] = "10%",
     fragmentation: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--fragmentation", help="Also tell why reserved memory is not used, and what would help."
+            help="Tell why reserved memory is not used, and what would help; by default where it ran out.",
+            show_default=False,
         ),
-    ] = False,
+    ] = None,
     json: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the explanation as JSON; - for standard output."),
@@ -61,7 +65,8 @@ def explain_command(
     share = _share(lower)
     check_outputs((("--json", json), ("--report", report)))
     found = explain_file(file, device, most=peaks, share=share)
-    causes = _causes(found) if fragmentation else None
+    wanted = found.run.oom is not None if fragmentation is None else fragmentation
+    causes = _causes(found) if wanted else None
     if json != STANDARD_OUTPUT:
         from rich.console import Console
 
@@ -77,11 +82,16 @@ def explain_command(
         write_page(report, found.run, found.verdict, root=Path.cwd())
 
 
-def _causes(found: Explanation) -> FragmentationCauses:
-    """Why the explained device reserves more than was asked for."""
+def _causes(found: Explanation) -> FragmentationCauses | None:
+    """Why the explained device reserves more than was asked for; None, with a note, where that cannot be told."""
     from vramfit.analysis import causes
 
-    return causes(found.run.trace, found.verdict.device.index)
+    trace = found.run.trace
+    try:
+        return causes(trace, found.verdict.device.index, proven=len(trace) <= PROVEN_EVENTS)
+    except TraceFormatError as error:
+        typer.echo(f"note: the causes of fragmentation are not told: {error}", err=True)
+        return None
 
 
 def explain_file(file: Path, device: int | None, *, most: int, share: float) -> Explanation:
