@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -123,11 +123,12 @@ class _Metering:
 
     Attributes:
         device: index of the device.
+        knows_storages: whether it follows storages itself; a card's recording knows addresses only.
     """
 
     def __init__(self, source: Any, storages: StorageMeter[Any] | None, device: int) -> None:
         self._source, self._storages, self.device = source, storages, device
-        self._offset = 0
+        self.knows_storages = storages is not None
 
     def mark(self, tag: str) -> None:
         self._source.mark(tag)
@@ -189,10 +190,10 @@ def _with_owners(
                 stack = replace(stack, owners=heap.owners(samples[0], limit=limit))
             asked.append(stack)
     gc.collect()
-    with Heap.now(seconds) as heap:
+    with nullcontext() if meter.knows_storages else Heap.now(seconds) as after:
         left = [
             stack
-            if not stack.rows or meter.storages(trace, stack.rows[:_SAMPLES], heap)
+            if not stack.rows or meter.storages(trace, stack.rows[:_SAMPLES], after)
             else replace(stack, release=Release.COLLECTOR)
             for stack in asked
         ]

@@ -257,7 +257,7 @@ class _Search:
         self.lives = lifetimes(trace, device)
         self.category = block_categories(trace, self.lives)
         self.count = max(0, len(found) - 1)  # levels: the last step's end is not known
-        self.start = min(self.count, _warmup(self.count) if warmup is None else warmup)
+        self.start = min(self.count, warmup_of(self.count) if warmup is None else warmup)
         self.keys, self.stack_of = _keys(trace, self.lives)
 
     def report(self) -> LeakReport:
@@ -274,13 +274,13 @@ class _Search:
                 series.append(found)
         p_values = [growth_p_value(found[window]) for found in series]
         adjusted = holm(p_values)
-        device_grows = enough and p_total <= self.alpha / 2 and self._goes_on(total)
+        device_grows = enough and p_total <= self.alpha / 2 and goes_on(total, self.start)
         growing, settled = [], []
         for name, found, p, p_all in zip(names, series, p_values, adjusted, strict=True):
             called = p_all <= self.alpha / 2 or (device_grows and p <= self.alpha)
             if not enough:
                 called = len(found[window]) > 1 and bool((np.diff(found[window]) > 0).all())
-            if called and (self._goes_on(found) if enough else True):
+            if called and (goes_on(found, self.start) if enough else True):
                 growing.append(self._growing(name, found, p, p_all))
             elif called:
                 settled.append(self._settled(name, found))
@@ -356,16 +356,6 @@ class _Search:
             # reduceat gives the minimum of held[at[j] : at[j + 1]], and held[at[j]] itself where that is empty.
             lows = np.minimum.reduceat(np.append(held, 0), at)[:-1]
             yield int(both[start]), np.minimum(lows, held[at[1:]])
-
-    def _goes_on(self, found: Ints) -> bool:
-        """Whether growth lasts to the end: see NOTE [How a leak is told]."""
-        window = found[self.start :]
-        before = int(found[: self.start].max(initial=0))
-        return (
-            late_share(window) >= _LATE_SHARE
-            and fading_p_value(window) > _FADING
-            and int(window[-1]) > before
-        )
 
     # -- results -------------------------------------------------------------------------------------------------
 
@@ -480,8 +470,14 @@ class _Search:
         return int(np.cumsum(change).max())
 
 
-def _warmup(count: int) -> int:
-    """How many of ``count`` levels to leave out."""
+def goes_on(levels: Ints, warmup: int) -> bool:
+    """Whether growth lasts to the end: see NOTE [How a leak is told], 4."""
+    window, before = levels[warmup:], int(levels[:warmup].max(initial=0))
+    return late_share(window) >= _LATE_SHARE and fading_p_value(window) > _FADING and int(window[-1]) > before
+
+
+def warmup_of(count: int) -> int:
+    """How many of ``count`` levels to leave out: see NOTE [How a leak is told], 2."""
     return max(1, min(count // 3, count - _LEAST_LEVELS)) if count > 1 else 0
 
 
