@@ -26,6 +26,8 @@ class CachingAllocator(ReleasingStore):
         torch_version: major and minor version whose rules apply.
         device: index of the card, for errors and snapshots.
         on_event: called with each event of a torch memory trace, as (kind, address, size, stream).
+        on_segment: called instead with those events that are not about blocks: segments, and running out. Who asks
+            for these alone leaves the short paths open (NOTE [Two paths] in core.py).
         event_query: whether a stream is done with all it was given, asked once for each block that waits
             for it, at each request. Without it, blocks wait until `process_events` or `synchronize` is
             called, or memory runs out.
@@ -39,6 +41,7 @@ class CachingAllocator(ReleasingStore):
         torch_version: TorchVersion = REFERENCE_VERSION,
         device: int = 0,
         on_event: EventCallback | None = None,
+        on_segment: EventCallback | None = None,
         event_query: Callable[[int], bool] | None = None,
     ) -> None:
         self._callbacks: list[Callable[[], bool]] = []
@@ -48,6 +51,7 @@ class CachingAllocator(ReleasingStore):
             torch_version=torch_version,
             device=device,
             on_event=on_event,
+            on_segment=on_segment,
             event_query=event_query,
         )
 

@@ -57,6 +57,7 @@ class BlockStore:
         torch_version: TorchVersion = REFERENCE_VERSION,
         device: int = 0,
         on_event: EventCallback | None = None,
+        on_segment: EventCallback | None = None,
         event_query: Callable[[int], bool] | None = None,
     ) -> None:
         self.driver = driver
@@ -66,6 +67,7 @@ class BlockStore:
         self._collects = False
         self._rules = rules_for(torch_version)
         self._on_event = on_event
+        self._on_segment = on_event if on_segment is None else on_segment
         self._event_query = event_query
         self._stats = DeviceStats()
         self._small = Pool(small=True, stats=self._stats.small)
@@ -121,8 +123,8 @@ class BlockStore:
         )
 
     def _emit(self, kind: AllocatorEventKind, address: int, size: int, stream: int) -> None:
-        if self._on_event is not None:
-            self._on_event(kind, address, size, stream)
+        if self._on_segment is not None:
+            self._on_segment(kind, address, size, stream)
 
     # Taking a free block
 

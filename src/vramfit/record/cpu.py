@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vramfit.allocator import OutOfMemory
 from vramfit.errors import EnvironmentUnfitError
 from vramfit.gpus import GpuKind, GpuSpec, find_gpu
 from vramfit.programs import threads
@@ -37,13 +39,13 @@ from vramfit.record.recorder import (
     program_of_process,
 )
 from vramfit.record.watching import watch
-from vramfit.trace import Category, DeviceOutcome, Run, Source, TraceBuilder, TraceDevice
+from vramfit.trace import Category, DeviceOutcome, EventKind, Run, Source, TraceBuilder, TraceDevice
 from vramfit.trace.journal import Journal
 from vramfit.units import format_bytes
 from vramfit.virtual.attribution import Phase
 from vramfit.virtual.machine import Machine
-from vramfit.virtual.ops import OpTable
-from vramfit.virtual.storages import StorageMeter, StorageRecord
+from vramfit.virtual.ops import OpInfo, OpTable
+from vramfit.virtual.storages import Peaks, StorageMeter, StorageRecord, describe
 from vramfit.virtual.subclasses import is_wrapper
 from vramfit.virtual.versions import platform_text, torch_version
 
@@ -58,10 +60,19 @@ _UNSETTLED = (Category.OTHER, Category.TEMPORARIES)
 
 
 class CpuMeter(StorageMeter[StorageRecord]):
-    """Places the storages of real CPU tensors."""
+    """Places the storages of real CPU tensors.
+
+    Every op of the program comes through here, so what the virtual GPU's meter leaves to the allocator's observer is
+    written at once: on the CPU there is one stream, and a free completes when it is asked for.
+    """
 
     stepping = False
     """Whether an optimizer's step is running: what is made between steps is none of its temporaries."""
+
+    def __init__(self, machine: Machine, builder: TraceBuilder) -> None:
+        super().__init__(machine, builder)
+        self._allocator = machine.devices[0].allocator
+        self._described: dict[tuple[torch.dtype, torch.Size], int] = {}
 
     def adopt(self, tensor: torch.Tensor, op: str, category: int | None = None) -> StorageRecord:
         """Place the storage of a CPU tensor if it is new, or follow its change of size; gives its record.
@@ -84,12 +95,72 @@ class CpuMeter(StorageMeter[StorageRecord]):
             self._place(record, op, category, tensor)
             self._records[key] = record
         elif record.nbytes != (nbytes := storage.nbytes()):
-            old_address, row = record.address, record.row
+            old_address, old_nbytes, row = record.address, record.nbytes, record.row
             record.nbytes = nbytes
             self._place(record, op, self._category_of(row), tensor)
             if old_address:
-                self.free(old_address, 0)
+                self._give_back(old_address, old_nbytes)
         return record
+
+    def _place(
+        self, record: StorageRecord, op: str, category: int | None, tensor: torch.Tensor | None
+    ) -> None:
+        phases, builder, nbytes = self.phases, self.builder, record.nbytes
+        record.phase = phases.index
+        record.category = kind = self._category_now() if category is None else category
+        if not nbytes:
+            record.address, record.row = 0, -1
+            return
+        described = -1
+        if tensor is not None:
+            like = tensor.dtype, tensor.shape
+            found = self._described.get(like)
+            if found is None:
+                found = self._described[like] = builder.tensor(describe(tensor))
+            described = found
+        allocator = self._allocator
+        with self.lock:
+            try:
+                record.address = address = allocator.malloc(nbytes)
+            except OutOfMemory as error:
+                raise self._out_of_memory(error, 0, nbytes, op) from None
+            record.row = builder.append(
+                EventKind.ALLOC,
+                device=0,
+                address=address,
+                size=nbytes,
+                block=allocator.block_size(address),
+                time_us=int(self.machine.clock_us),
+                category=kind,
+                op=builder.op(op) if op else -1,
+                stack=self.stacks.current(self._backward_stack),
+                module=self.modules.current(),
+                phase=phases.index,
+                tensor=described,
+            )
+
+    def _release(self, record: StorageRecord) -> None:
+        if self._records.get(record.key) is record:
+            del self._records[record.key]
+        if record.address:
+            self._demote(record)
+            self._give_back(record.address, record.nbytes)
+
+    def _give_back(self, address: int, nbytes: int) -> None:
+        append, time_us, phase = self.builder.append, int(self.machine.clock_us), self.phases.index
+        with self.lock:
+            self._allocator.free(address)
+            for kind in (EventKind.FREE_REQUESTED, EventKind.FREE_COMPLETED):
+                append(kind, device=0, address=address, size=nbytes, time_us=time_us, phase=phase)
+
+    def peaks(self) -> Peaks:
+        """Highest figures since the start."""
+        stats = self._allocator.memory_stats_flat()
+        return Peaks(
+            allocated=stats["allocated_bytes.all.peak"],
+            reserved=stats["reserved_bytes.all.peak"],
+            active=stats["active_bytes.all.peak"],
+        )
 
     def known(self, tensor: torch.Tensor) -> StorageRecord | None:
         """The record of a plain strided tensor, None when it is not followed."""
@@ -164,6 +235,23 @@ def holders(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
 
 
+class Leaves(Enum):
+    """What an op leaves that was not there before."""
+
+    NOTHING = "nothing"
+    RESULTS = "results"
+    PARTS = "parts"
+    """Results, of an op that is made of others."""
+
+
+def _what_it_leaves(info: OpInfo) -> Leaves:
+    if info.composite:
+        return Leaves.PARTS
+    if info.name in _ADOPTING_VIEWS or info.name in _RESIZING:
+        return Leaves.RESULTS
+    return Leaves.RESULTS if info.fresh and not info.view else Leaves.NOTHING
+
+
 class MeterMode(TorchDispatchMode):
     """Runs every op for real, and meters what it leaves."""
 
@@ -175,6 +263,7 @@ class MeterMode(TorchDispatchMode):
         self.off = False
         """Whether this is a forked child of the recorded process, which is none of its business."""
         self._ops = OpTable({})
+        self._leaves: dict[Any, Leaves] = {}
         self._wrapped: dict[frozenset[type], bool] = {}
         self._began = time.perf_counter_ns()
         self._after_backward = False
@@ -202,8 +291,10 @@ class MeterMode(TorchDispatchMode):
             out = func(*args, **kwargs)
             self._adopt_all(out, str(func), None)
             return out
-        info = self._ops[func]
-        if info.composite and torch.is_inference_mode_enabled():
+        leaves = self._leaves.get(func)
+        if leaves is None:
+            leaves = self._leaves[func] = _what_it_leaves(self._ops[func])
+        if leaves is Leaves.PARTS and torch.is_inference_mode_enabled():
             # Below autograd's keys composite ops arrive whole; a card's allocator sees what they are made of.
             with self:
                 parts = func.decompose(*args, **kwargs)
@@ -214,10 +305,8 @@ class MeterMode(TorchDispatchMode):
         meter.ops += 1
         category = self._before(args, kwargs)
         out = func(*args, **kwargs)
-        if info.view and info.name not in _ADOPTING_VIEWS:
-            return out
-        if info.fresh or info.name in _RESIZING or info.name in _ADOPTING_VIEWS or "out" in kwargs:
-            self._adopt_all(out, info.overload, category)
+        if leaves is not Leaves.NOTHING or "out" in kwargs:
+            self._adopt_all(out, self._ops[func].overload, category)
         return out
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -249,7 +338,7 @@ class MeterMode(TorchDispatchMode):
     def _adopt_all(self, out: Any, op: str, category: int | None) -> None:
         meter = self.meter
         if type(out) is torch.Tensor:
-            if out.device.type == "cpu" and out.layout is torch.strided:
+            if out.is_cpu and out.layout is torch.strided:
                 meter.adopt(out, op, category)
                 return
             for part in holders(out):
@@ -382,6 +471,7 @@ class CpuRecorder(Recorder):
             torch_version=torch_version(),
             visible="0",
             context_bytes=0,
+            observes_blocks=False,
         )
         device = TraceDevice(index=0, name=self.device.name, total_bytes=self.device.total_bytes)
         meta: dict[str, str | int | float] = {
@@ -440,7 +530,7 @@ class CpuRecorder(Recorder):
     def figures(self, device: int = 0) -> Figures:
         """What the allocator holds now."""
         self.meter.collect()
-        allocator, peaks = self.meter.machine.devices[device].allocator, self.meter.lifetime_peaks(device)
+        allocator, peaks = self.meter.machine.devices[device].allocator, self.meter.peaks()
         return Figures(
             allocated=allocator.allocated_bytes,
             reserved=allocator.reserved_bytes,
@@ -546,7 +636,7 @@ class CpuRecorder(Recorder):
     def _outcome(self, error: BaseException | None) -> Run:
         meter, device = self.meter, self.device
         meter.collect()
-        allocator, peaks = meter.machine.devices[0].allocator, meter.lifetime_peaks(0)
+        allocator, peaks = meter.machine.devices[0].allocator, meter.peaks()
         self._builder.meta["alloc_conf"] = meter.machine.config.to_string()
         ended_by_it = meter.oom is not None and isinstance(error, torch.OutOfMemoryError)
         return Run(

@@ -44,7 +44,8 @@ class Phase(Enum):
 class StackInterner:
     """Turns the current Python stack into an index of the trace's stack table, quickly.
 
-    A stack is a flat tuple of code ids and line numbers: code objects themselves are slow to hash.
+    A stack is a flat tuple of code ids and positions in their bytecode: code objects themselves are slow to hash, and
+    a line number takes ten times as long to find as the position that it follows from.
     """
 
     def __init__(self, builder: TraceBuilder) -> None:
@@ -52,6 +53,7 @@ class StackInterner:
         self._known: dict[tuple[object, ...], int] = {}
         self._hidden: dict[int, bool] = {}
         self._codes: dict[int, CodeType] = {}  # keeps them alive, so that their ids stay theirs
+        self._lines: dict[tuple[int, int], int] = {}
         self.origin: tuple[
             Frame, ...
         ] = ()  # innermost frames that no Python frame shows: a compiled program's
@@ -68,7 +70,7 @@ class StackInterner:
         return self._intern(key) if index is None else index
 
     def key(self) -> tuple[int, ...]:
-        """The current stack as alternating code ids and line numbers, innermost first."""
+        """The current stack as alternating code ids and bytecode positions, innermost first."""
         hidden = self._hidden
         frame: FrameType | None = sys._getframe(1)
         key: list[int] = []
@@ -81,7 +83,7 @@ class StackInterner:
                 skip = self._meet(code)
             if not skip:
                 add(number)
-                add(frame.f_lineno or 0)
+                add(frame.f_lasti)
             frame = frame.f_back
         return tuple(key)
 
@@ -95,9 +97,18 @@ class StackInterner:
         """The frames of a key, innermost first."""
         codes = self._codes
         return tuple(
-            Frame(codes[number].co_filename, line, codes[number].co_qualname)
-            for number, line in zip(key[::2], key[1::2], strict=True)
+            Frame(codes[number].co_filename, self._line(number, position), codes[number].co_qualname)
+            for number, position in zip(key[::2], key[1::2], strict=True)
         )
+
+    def _line(self, number: int, position: int) -> int:
+        """The line at a position of a code object's bytecode."""
+        line = self._lines.get((number, position))
+        if line is None:
+            spans = self._codes[number].co_lines()
+            line = next((at or 0 for start, end, at in spans if start <= position < end), 0)
+            self._lines[number, position] = line
+        return line
 
     def _intern(self, key: tuple[int, ...]) -> int:
         index = self._builder.stack(self.origin + self.frames(key))

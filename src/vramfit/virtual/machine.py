@@ -99,7 +99,8 @@ class VirtualDevice:
             config=machine.settle_config(),
             torch_version=machine.torch_version,
             device=index,
-            on_event=on_event,
+            on_event=on_event if machine.observes_blocks else None,
+            on_segment=on_event,
         )
 
     def use_library(self, name: str) -> None:
@@ -186,6 +187,7 @@ class Machine:
         context_bytes: memory outside torch per device; None takes it from the card.
         assume: what is taken for sizes that depend on data.
         measured: what was measured on such a card; None without a profile.
+        observes_blocks: whether `on_event` hears of blocks too, or of segments alone, which is quicker.
 
     Attributes:
         clock_us: simulated time in microseconds.
@@ -209,12 +211,14 @@ class Machine:
         context_bytes: int | None = None,
         assume: Assume = Assume.UPPER,
         measured: MeasuredTable | None = None,
+        observes_blocks: bool = True,
     ) -> None:
         if not specs:
             raise UsageError("a virtual machine needs at least one GPU")
         self.specs = tuple(specs)
         self.assume = assume
         self.measured = measured
+        self.observes_blocks = observes_blocks
         self.torch_version = torch_version
         self.clock_us = 0.0
         self.on_event: EventHook | None = None

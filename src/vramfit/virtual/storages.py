@@ -124,7 +124,11 @@ class StorageMeter(Generic[RecordT]):
             del self._records[record.key]
         if not record.address:
             return
-        # What a forward pass made and dropped again before its backward began was a temporary all along.
+        self._demote(record)
+        self.free(record.address, record.device)
+
+    def _demote(self, record: RecordT) -> None:
+        """What a forward pass made and dropped again before its backward began was a temporary all along."""
         if (
             record.category == Category.ACTIVATIONS
             and record.graph
@@ -132,7 +136,6 @@ class StorageMeter(Generic[RecordT]):
             and self.phases.phase is Phase.FORWARD
         ):
             self.builder.set_category(record.row, Category.TEMPORARIES)
-        self.free(record.address, record.device)
 
     # -- raw blocks ----------------------------------------------------------------------------------------------
 
