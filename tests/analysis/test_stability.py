@@ -60,7 +60,9 @@ def test_rounds_that_only_history_made_fail() -> None:
     rounds[7] = one(3, 120, outcome=RoundOutcome.OUT_OF_MEMORY)
     found = stability(rounds, 2)
     assert (found.ooms, found.ooms_by_history) == (2, 1)
+    assert found.trend is Trend.RUNS_OUT
     assert found.overhead == pytest.approx(0.2)
+    assert stability(rounds, 2, tried=[one(3, 120)]).ooms_by_history == 2
 
 
 def test_an_unfinished_cycle_is_left_out() -> None:

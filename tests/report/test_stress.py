@@ -69,9 +69,11 @@ def test_growth_and_failures_are_told() -> None:
     text = render_stress(grown)
     assert "! reserved memory grows by 25.00 MiB a cycle for the same sizes: fragmentation" in text
     rounds = (*grown.rounds[:-1], one(16, 900, 1000, RoundOutcome.OUT_OF_MEMORY))
-    text = render_stress(replace(grown, rounds=rounds, stability=stability(rounds, 2)))
+    text = render_stress(replace(grown, rounds=rounds, stability=stability(rounds, 2)), width=120)
     assert "✗ out of memory" in text
-    assert "1 of 8 rounds ran out of memory, 1 of them at sizes that fitted in another round." in text
+    assert (
+        "1 of 8 rounds ran out of memory, 1 of them at sizes that fit by themselves: fragmentation." in text
+    )
 
 
 def test_what_does_not_fit_is_the_headline() -> None:

@@ -57,4 +57,5 @@ def test_a_cycle_stays_in_the_range_and_in_the_list() -> None:
 
 def test_several_sizes_take_turns() -> None:
     cycle = cycle_of({"n": 8, "m": 4}, [Vary(name="n"), Vary(name="m")], {"n": 16, "m": 16})
+    assert len(cycle) == 8
     assert cycle[-2:] == ({"n": 16, "m": 4}, {"n": 8, "m": 16})

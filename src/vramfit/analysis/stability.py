@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
@@ -83,6 +83,8 @@ class Trend(Enum):
     """The allocator takes more and more for the same sizes: fragmentation."""
     ALLOCATED_GROWS = "allocated grows"
     """The program keeps more and more: a leak."""
+    RUNS_OUT = "runs out"
+    """Sizes that fit by themselves run out of memory after others: fragmentation."""
     UNKNOWN = "unknown"
     """Too few cycles to tell."""
 
@@ -99,7 +101,8 @@ class Stability:
         growth_per_cycle: of reserved bytes, or of allocated ones if those grow, over the cycles after the first.
         overhead: by how much the most that was ever reserved exceeds the most that was ever allocated, as a share.
         ooms: rounds that ran out of memory.
-        ooms_by_history: of those, sizes that fitted in another round: only what came before made them fail.
+        ooms_by_history: of those, sizes that fitted in another round or on an empty cache: only what came before made
+            them fail.
     """
 
     trend: Trend
@@ -119,23 +122,28 @@ _NOTABLE = 2 * MIB
 """Growth of less per cycle is no trend of reserved memory: it comes in segments of 2 MiB at least."""
 
 
-def stability(rounds: Sequence[Round], length: int) -> Stability:
+def stability(rounds: Sequence[Round], length: int, *, tried: Iterable[Round] = ()) -> Stability:
     """Judge rounds that go through the same sizes again and again.
 
-    Reserved memory grows when it is higher in the last cycle than in the second, never falls on the way, and goes on
-    rising in the second half of the cycles; likewise what stays allocated. The first cycle is warm-up.
+    A size that fits by itself and runs out after others is fragmentation, whatever the trend. Reserved memory grows
+    when it is higher in the last cycle than in the second, never falls on the way, and goes on rising in the second
+    half of the cycles; likewise what stays allocated. The first cycle is warm-up.
 
     Args:
         rounds: in order.
         length: rounds of one cycle; an unfinished one at the end is left out.
+        tried: steps on an empty cache, which tell sizes that fit by themselves.
     """
     cycles = [rounds[begin : begin + length] for begin in range(0, len(rounds) - length + 1, length)]
     reserved = tuple(max(one.peak_reserved for one in cycle) for cycle in cycles)
     allocated = tuple(cycle[-1].allocated for cycle in cycles)
-    fitting = {tuple(sorted(one.sizes.items())) for one in rounds if one.fits}
+    fitting = {tuple(sorted(one.sizes.items())) for one in (*rounds, *tried) if one.fits}
     failed = [one for one in rounds if one.outcome is RoundOutcome.OUT_OF_MEMORY]
+    by_history = sum(tuple(sorted(one.sizes.items())) in fitting for one in failed)
     trend, series = Trend.STEADY, reserved
-    if len(cycles) < LEAST_CYCLES:
+    if by_history:
+        trend = Trend.RUNS_OUT
+    elif len(cycles) < LEAST_CYCLES:
         trend = Trend.UNKNOWN
     elif _grows(allocated, 1):
         trend, series = Trend.ALLOCATED_GROWS, allocated
@@ -150,7 +158,7 @@ def stability(rounds: Sequence[Round], length: int) -> Stability:
         growth_per_cycle=growth,
         overhead=_overhead(rounds),
         ooms=len(failed),
-        ooms_by_history=sum(tuple(sorted(one.sizes.items())) in fitting for one in failed),
+        ooms_by_history=by_history,
     )
 
 

@@ -34,8 +34,14 @@ def stress_command(
         str | None, typer.Option(metavar="SIZE", help="Memory that metered CPU may take, such as 2GiB.")
     ] = None,
     rounds: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Rounds of changing sizes; 0 finds the limits only.")
-    ] = 32,
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Rounds of changing sizes; 0 finds the limits only.",
+            show_default="4 times all sizes",
+        ),
+    ] = None,
     vary: Annotated[
         list[str] | None,
         typer.Option(
@@ -98,7 +104,7 @@ def _run(
     gpu: str | None,
     device: str | None,
     budget: str | None,
-    rounds: int,
+    rounds: int | None,
     vary: list[str],
     alloc_conf: str | None,
 ) -> StressReport:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -18,6 +18,7 @@ from vramfit.units import GIB, MIB, format_bytes
 
 STRESS_SCHEMA = "vramfit.stress/1"
 _BAR = 30
+_SETTINGS = "Try --alloc-conf expandable_segments:True; vramfit tune on a trace finds other settings."
 _SHOWN = 40
 """Rounds that the terminal shows: the last ones."""
 
@@ -104,7 +105,7 @@ def _bars(report: StressReport) -> Iterator[Text]:
     first = max(0, len(report.rounds) - _SHOWN)
     if first:
         yield Text(f"  {first} earlier rounds are left out; --json has them", style="dim")
-    names = [sizes_text({name: one.sizes[name] for name in varied}) for one in report.rounds]
+    names = [_unusual(one.sizes, varied, report.sizes) for one in report.rounds]
     widest = max(len(name) for name in names)
     for number, one in enumerate(report.rounds[first:], start=first):
         allocated = round(_BAR * one.peak_allocated / top)
@@ -119,16 +120,29 @@ def _bars(report: StressReport) -> Iterator[Text]:
         yield line
 
 
+def _unusual(sizes: Mapping[str, int], varied: Sequence[str], usual: Mapping[str, int]) -> str:
+    """The varied sizes that are not as usual; with one varied size, that one."""
+    if len(varied) == 1:
+        return sizes_text({varied[0]: sizes[varied[0]]})
+    changed = {name: sizes[name] for name in varied if sizes[name] != usual[name]}
+    return sizes_text(changed) if changed else "as usual"
+
+
 def _verdict(report: StressReport) -> Iterator[Text]:
     found = report.stability
     if found is None:
         return
     share = f"{100 * found.overhead:.0f} % more reserved than allocated at the most"
     grown = format_bytes(found.growth_per_cycle)
+    over = f"over {found.cycles} cycles of {len(report.cycle)} sizes"
+    ran_out = f"{found.ooms} of {len(report.rounds)} rounds ran out of memory"
+    if found.trend is Trend.RUNS_OUT:
+        fit = f", {found.ooms_by_history} of them at sizes that fit by themselves"
+        yield Text.assemble(("! runs out ", "bold yellow"), f"by fragmentation: {ran_out}{fit}; {share}")
+        yield Text(f"  {_SETTINGS}")
+        return
     if found.trend is Trend.STEADY:
-        yield Text.assemble(
-            ("✓ steady ", "bold green"), f"over {found.cycles} cycles of {len(report.cycle)} sizes: {share}"
-        )
+        yield Text.assemble(("✓ steady ", "bold green"), f"{over}: {share}")
     elif found.trend is Trend.UNKNOWN:
         yield Text(f"{found.cycles} cycles of {len(report.cycle)} sizes are too few to tell a trend: {share}")
     elif found.trend is Trend.RESERVED_GROWS:
@@ -136,18 +150,13 @@ def _verdict(report: StressReport) -> Iterator[Text]:
             ("! reserved memory grows ", "bold yellow"),
             f"by {grown} a cycle for the same sizes: fragmentation; {share}",
         )
-        yield Text("  vramfit run --trace F, then vramfit tune F, finds settings against it.")
+        yield Text(f"  {_SETTINGS}")
     else:
         yield Text.assemble(
             ("! allocated memory grows ", "bold yellow"), f"by {grown} a cycle: the workload keeps tensors"
         )
     if found.ooms:
-        history = (
-            f", {found.ooms_by_history} of them at sizes that fitted in another round"
-            if found.ooms_by_history
-            else ""
-        )
-        yield Text(f"  {found.ooms} of {len(report.rounds)} rounds ran out of memory{history}.")
+        yield Text(f"  {ran_out}.")
 
 
 def _footer(report: StressReport) -> str:

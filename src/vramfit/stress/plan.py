@@ -9,12 +9,14 @@ from typing import Any
 
 from vramfit.errors import UsageError
 
-DEFAULT_ROUNDS = 32
+CYCLES = 4
+"""How often the sizes come round, unless a number of rounds is given: enough to tell a trend."""
 CEILING = 1 << 20
 """A ramp without an upper end stops here."""
 
 _SHARES = (2, 9, 4, 11, 1, 14, 7, 16)
 """Sizes of a cycle, in sixteenths of the largest: small and large alternate, and the large ones ramp up."""
+_FEWER = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +100,8 @@ def cycle_of(
         largest: the largest value of each that fits.
     """
     found: list[dict[str, int]] = []
-    for share in _SHARES:
+    # Several sizes share a cycle, so that it does not get longer than it has to.
+    for share in _SHARES if len(varied) == 1 else _SHARES[-_FEWER:]:
         for one in varied:
             top = largest.get(one.name, 0)
             if top < 1:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vramfit.errors import VramfitError
-from vramfit.stress.plan import CEILING, Vary, chosen, cycle_of, from_plain
+from vramfit.stress.plan import CEILING, CYCLES, Vary, chosen, cycle_of, from_plain
 from vramfit.workload import State, Workload, load_workload
 
 _COARSE = 32
@@ -131,11 +131,13 @@ class Stress:
         largest = {limit["name"]: limit["largest"] for limit in limits}
         cycle = cycle_of(usual, self.varied, largest)
         rounds = []
-        if self.job["rounds"] and cycle:
+        wanted = self.job["rounds"]
+        count = CYCLES * len(cycle) if wanted is None else wanted
+        if count and cycle:
             self.fresh()
-            for number in range(self.job["rounds"]):
+            for number in range(count):
                 sizes = cycle[number % len(cycle)]
-                self.tell("rounds", number + 1, self.job["rounds"])
+                self.tell("rounds", number + 1, count)
                 rounds.append(self.step(sizes))
         return {
             "sizes": usual,

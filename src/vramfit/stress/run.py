@@ -16,7 +16,7 @@ from typing import Any
 from vramfit.analysis.stability import Limit, LimitReason, Round, RoundOutcome, StressReport, stability
 from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError
 from vramfit.gpus import GpuSpec
-from vramfit.stress.plan import DEFAULT_ROUNDS, Vary, as_plain
+from vramfit.stress.plan import Vary, as_plain
 from vramfit.trace import Source
 from vramfit.workload import split_target
 
@@ -33,7 +33,7 @@ def stress(
     gpu: GpuSpec | None = None,
     device: str | None = None,
     budget: int | None = None,
-    rounds: int = DEFAULT_ROUNDS,
+    rounds: int | None = None,
     vary: Sequence[Vary] = (),
     alloc_conf: str | None = None,
     progress: Progress | None = None,
@@ -45,7 +45,7 @@ def stress(
         gpu: the virtual card; None for a real device.
         device: ``"cuda"`` or ``"cpu"`` (metered, with a budget); None is the card.
         budget: bytes that metered CPU may take.
-        rounds: rounds of changing sizes after the limits are known; 0 leaves them out.
+        rounds: rounds of changing sizes after the limits are known; 0 leaves them out, None makes `CYCLES` cycles.
         vary: the sizes to vary; by default the first of the workload.
         alloc_conf: allocator settings; None leaves them to the environment.
         progress: called as the test goes on.
@@ -81,7 +81,7 @@ def stress(
     )
 
 
-def _check_device(gpu: GpuSpec | None, device: str | None, budget: int | None, rounds: int) -> None:
+def _check_device(gpu: GpuSpec | None, device: str | None, budget: int | None, rounds: int | None) -> None:
     if gpu is not None and device is not None:
         raise UsageError("both a virtual GPU and a device are given", "Give --gpu NAME, or --device")
     if device not in (None, "cpu", "cuda"):
@@ -90,7 +90,7 @@ def _check_device(gpu: GpuSpec | None, device: str | None, budget: int | None, r
         raise UsageError("metered CPU needs a budget", "Give one, such as --budget 2GiB")
     if budget is not None and device != "cpu":
         raise UsageError("a budget is for metered CPU", "Give --device cpu, or leave --budget out")
-    if rounds < 0:
+    if rounds is not None and rounds < 0:
         raise UsageError(f"{rounds} rounds make no sense", "Give a number from 0 on")
 
 
@@ -185,6 +185,8 @@ def _report(
 ) -> StressReport:
     rounds = tuple(_round(one) for one in found["rounds"])
     cycle = tuple(found["cycle"])
+    limits = tuple(_limit(one) for one in found["limits"])
+    tried = [one for limit in limits for one in limit.rounds]
     return StressReport(
         target=target,
         device=found["name"],
@@ -194,21 +196,22 @@ def _report(
         torch_version=found["torch"],
         sizes=found["sizes"],
         baseline=_round(found["baseline"]),
-        limits=tuple(
-            Limit(
-                name=one["name"],
-                usual=one["usual"],
-                largest=one["largest"],
-                failing=one["failing"],
-                reason=LimitReason[one["reason"]],
-                rounds=tuple(_round(probe) for probe in one["rounds"]),
-            )
-            for one in found["limits"]
-        ),
+        limits=limits,
         cycle=cycle,
         rounds=rounds,
-        stability=stability(rounds, len(cycle)) if rounds and cycle else None,
+        stability=stability(rounds, len(cycle), tried=tried) if rounds and cycle else None,
         seconds=seconds,
+    )
+
+
+def _limit(values: Mapping[str, Any]) -> Limit:
+    return Limit(
+        name=values["name"],
+        usual=values["usual"],
+        largest=values["largest"],
+        failing=values["failing"],
+        reason=LimitReason[values["reason"]],
+        rounds=tuple(_round(one) for one in values["rounds"]),
     )
 
 
