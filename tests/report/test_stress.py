@@ -71,9 +71,8 @@ def test_growth_and_failures_are_told() -> None:
     rounds = (*grown.rounds[:-1], one(16, 900, 1000, RoundOutcome.OUT_OF_MEMORY))
     text = render_stress(replace(grown, rounds=rounds, stability=stability(rounds, 2)), width=120)
     assert "✗ out of memory" in text
-    assert (
-        "1 of 8 rounds ran out of memory, 1 of them at sizes that fit by themselves: fragmentation." in text
-    )
+    out = "! runs out by fragmentation: 1 of 8 rounds ran out of memory, 1 of them at sizes that fit by themselves"
+    assert out in " ".join(text.split())
 
 
 def test_what_does_not_fit_is_the_headline() -> None:

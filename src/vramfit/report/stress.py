@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vramfit.analysis.stability import Limit, LimitReason, Round, RoundOutcome, StressReport, Trend
+from vramfit.report.sections import Sections
 from vramfit.report.text import print_lines, seconds
 from vramfit.units import GIB, MIB, format_bytes
 
@@ -33,7 +34,8 @@ def print_stress(report: StressReport, console: Console) -> None:
         console.print()
         print_lines(console, _bars(report), width)
         console.print()
-        print_lines(console, _verdict(report), width)
+        page = Sections(width, None)
+        print_lines(console, (line for part in _verdict(report) for line in page.wrapped(part)), width)
     console.print()
     print_lines(console, [Text(_footer(report), style="dim")], width)
 
