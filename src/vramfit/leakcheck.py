@@ -154,22 +154,23 @@ def _metered(device: str | None) -> Iterator[_Metering]:
     gpu_module = sys.modules.get("vramfit.virtual.gpu")
     active = None if gpu_module is None else gpu_module._active
     if active is not None and device != "cpu":
-        import torch
-
-        index = (
-            torch.cuda.current_device() if device in (None, "cuda") else torch.device(str(device)).index or 0
-        )
-        yield _Metering(active, active.meter, index)
+        yield _Metering(active, active.meter, _index(device))
         return
-    from vramfit.tracking import running_track, track
+    from vramfit.tracking import track
 
-    outer = running_track() if device is None else None
-    if outer is not None:
-        yield _Metering(outer, getattr(outer._recorder, "meter", None), outer.run.devices[0].index)
-        return
     with track(device=device) as tracked:
-        run = tracked.run
-        yield _Metering(tracked, getattr(tracked._recorder, "meter", None), run.devices[0].index)
+        meter = getattr(
+            tracked._recorder, "meter", None
+        )  # metered CPU has one, the recorder of a card has not
+        yield _Metering(tracked, meter, _index(device) if meter is None else 0)
+
+
+def _index(device: str | None) -> int:
+    """The index of the card that is meant."""
+    import torch
+
+    index = None if device is None else torch.device(device).index
+    return torch.cuda.current_device() if index is None else index
 
 
 # -- who holds it ----------------------------------------------------------------------------------------------------
