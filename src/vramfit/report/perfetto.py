@@ -16,7 +16,7 @@ import numpy as np
 
 from vramfit.analysis import NAMES, Lifetimes, curves, lifetimes, short_location, timeline, user_frame
 from vramfit.analysis.groups import stack_frames
-from vramfit.trace import Category, EventKind, MemoryTrace, TraceDevice
+from vramfit.trace import Category, EventKind, MemoryTrace, TraceDevice, marks
 from vramfit.units import format_bytes
 from vramfit.writing import write_file
 
@@ -134,8 +134,9 @@ def _instants(trace: MemoryTrace, device: int, times: Any) -> Iterator[dict[str,
         asked = int(trace.size[row])
         name = f"out of memory: asked for {format_bytes(asked)}"
         yield _instant(name, "oom", device, int(times[row]), {"requested_bytes": asked})
-    for row in np.flatnonzero(mine & (trace.kind == EventKind.MARKER) & (trace.op >= 0)).tolist():
-        yield _instant(trace.ops[int(trace.op[row])], "mark", device, int(times[row]), {})
+    for mark in marks(trace):
+        if mark.device == device:
+            yield _instant(mark.tag, "mark", device, int(times[mark.row]), {})
 
 
 def _instant(name: str, category: str, device: int, time: int, args: dict[str, Any]) -> dict[str, Any]:

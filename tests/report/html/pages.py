@@ -4,7 +4,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from analysis.synthetic import TRAIN, Recorder, gpt_training, outcome, virtual_run
-from vramfit.trace import Category, Frame, MemoryTrace, Run, RunWarning, read_any
+from vramfit.trace import (
+    Category,
+    EventKind,
+    Frame,
+    MemoryTrace,
+    Run,
+    RunWarning,
+    TraceBuilder,
+    TraceDevice,
+    read_any,
+)
 from vramfit.units import GIB, MIB
 
 EVIL = "</script><img src=x onerror=alert(1)>"
@@ -67,3 +77,23 @@ def simple() -> MemoryTrace:
         )
     recorder.free(addresses[1])
     return recorder.finish()
+
+
+def waiting() -> MemoryTrace:
+    """Two segments: one with a live block, a gap and a block that a stream still uses; one wholly free."""
+    builder = TraceBuilder(devices=[TraceDevice(index=0)])
+    base, block = 0x7F0000000000, 4 * MIB
+
+    def event(kind: EventKind, address: int, size: int, stream: int = 0) -> None:
+        wide = size if kind <= EventKind.FREE_COMPLETED else 0
+        builder.append(kind, device=0, address=base + address, size=size, block=wide, stream=stream)
+
+    event(EventKind.SEGMENT_ALLOC, 0, 20 * MIB)
+    event(EventKind.ALLOC, 0, block)
+    event(EventKind.ALLOC, 4 * MIB, block)
+    event(EventKind.ALLOC, 8 * MIB, block, 7)
+    event(EventKind.SEGMENT_ALLOC, 64 * MIB, 20 * MIB)
+    event(EventKind.FREE_REQUESTED, 4 * MIB, block)
+    event(EventKind.FREE_COMPLETED, 4 * MIB, block)
+    event(EventKind.FREE_REQUESTED, 8 * MIB, block, 7)
+    return builder.finish()

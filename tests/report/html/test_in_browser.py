@@ -10,7 +10,7 @@ import pytest
 from analysis.synthetic import oom_run
 from report.html.browser import Opened
 from report.html.conftest import Open
-from report.html.pages import EVIL, recording, simple, training, two_cards
+from report.html.pages import EVIL, recording, simple, training, two_cards, waiting
 from report.html.pages import evil as evil_run
 from vramfit.analysis import fragmentation, lifetimes, peak, verdict
 from vramfit.report.html import advice, write_page
@@ -81,6 +81,33 @@ def test_the_ribbon_has_room_for_every_reserved_byte(folder: Path, show: Open) -
     assert sum(size for _, size, _ in cells) == opened.figure("reserved")
     assert sum(size for _, size, state in cells if state < 2) == opened.figure("occupied")
     assert [at for at, _, _ in cells] == np.cumsum([0, *(size for _, size, _ in cells[:-1])]).tolist()
+
+
+def test_the_states_of_the_segments_map(folder: Path, show: Open) -> None:
+    trace = waiting()
+    opened = show(written(folder, trace, "waiting"))
+    opened.set_moment(len(trace) - 1)
+    assert shown_figures(opened) == wanted_figures(trace, len(trace) - 1)
+    cells = opened.page.evaluate(
+        "vramfit.current.segments.cells.map(cell => [cell.segment, cell.state, cell.size])"
+    )
+    live, pending, inactive, cached = range(4)
+    assert cells == [
+        [0, live, 4 * MIB],
+        [0, inactive, 4 * MIB],
+        [0, pending, 4 * MIB],
+        [0, inactive, 8 * MIB],
+        [1, cached, 20 * MIB],
+    ]
+    segments = opened.page.locator("#segments")
+    segments.focus()
+    for _ in range(3):
+        opened.page.keyboard.press("ArrowRight")
+    assert "a stream still uses it" in opened.page.text_content("#segments-cursor")
+    opened.page.keyboard.press("Enter")
+    assert "stream 7" in opened.page.text_content("#chosen-block")
+    opened.page.keyboard.press("Escape")
+    assert opened.page.is_hidden("#chosen")
 
 
 def test_pointing_at_a_block_tells_its_stack(folder: Path, show: Open) -> None:

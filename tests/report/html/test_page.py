@@ -18,7 +18,7 @@ from vramfit.analysis import lifetimes, peak, verdict
 from vramfit.report import render_html, render_trace_html, write_page
 from vramfit.report.html import columns
 from vramfit.report.html.markup import Html, tag
-from vramfit.trace import Category, MemoryTrace, Run, TraceBuilder
+from vramfit.trace import Category, EventKind, MemoryTrace, Run, TraceBuilder
 from vramfit.units import MIB, format_bytes
 
 
@@ -188,6 +188,27 @@ def test_the_blocks_of_the_page_are_those_of_the_analysis() -> None:
     before = np.cumsum(sizes) - sizes
     home = np.searchsorted(before, position, side="right") - 1
     assert sorted((starts[home] + position - before[home]).tolist()) == sorted(lives.address.tolist())
+
+
+def test_marks_phases_and_times_are_on_the_page() -> None:
+    builder = TraceBuilder()
+    loading = builder.phase("loading")
+    for number, tag_of in enumerate(("", "", EVIL)):
+        builder.append(
+            EventKind.MARKER if tag_of else EventKind.ALLOC,
+            device=0,
+            address=0 if tag_of else 4096 * number,
+            size=0 if tag_of else 512,
+            block=0 if tag_of else 512,
+            op=builder.op(tag_of) if tag_of else -1,
+            phase=loading if number else -1,
+            time_us=1_700_000_000_000_000 + 250 * number,
+        )
+    document = Document(render_trace_html(builder.finish()))
+    packed, facts = unpack(base64.b64decode(document.data("data-shared")))
+    assert (packed["mark_row"], facts["marks"]) == ([2], [EVIL])
+    assert (packed["phase_row"], packed["phase"], facts["phases"]) == ([0, 1], [0, 1], ["loading"])
+    assert (packed["time_row"], packed["time_us"]) == ([0, 1, 2], [0, 250, 500])
 
 
 def test_what_is_left_out_are_the_smallest_blocks() -> None:

@@ -22,7 +22,7 @@ from vramfit.analysis import (
     timeline,
 )
 from vramfit.report.html.packing import Column
-from vramfit.trace import EventKind, Frame, MemoryTrace, TraceDevice
+from vramfit.trace import EventKind, Frame, MemoryTrace, TraceDevice, marks
 
 Ints = NDArray[np.int64]
 
@@ -143,14 +143,14 @@ def shared_columns(trace: MemoryTrace, found: Origins) -> tuple[dict[str, Column
     stack_columns, names = _stack_columns(trace, used)
     columns |= stack_columns
     columns |= _phase_columns(trace)
-    marks = np.flatnonzero((trace.kind == EventKind.MARKER) & (trace.op >= 0))
-    columns["mark_row"] = Column(values=marks, rising=True)
+    tags = marks(trace)
+    columns["mark_row"] = Column(values=np.array([mark.row for mark in tags], dtype=np.int64), rising=True)
     columns |= _time_columns(trace)
     facts: dict[str, Any] = {
         "rows": len(trace),
         "streams": [str(stream) for stream in streams.tolist()],
         "phases": list(trace.phases),
-        "marks": [trace.ops[op] for op in trace.op[marks].tolist()],
+        "marks": [mark.tag for mark in tags],
         **tables,
         **names,
     }

@@ -77,7 +77,7 @@ def _phases(trace: MemoryTrace, view: DeviceView) -> Html | None:
         )
         for one in found[:_LINES]
     )
-    return join([tag("h4", "Phases"), table(heads, rows, numbers=(1, 3, 4, 5))])
+    return join([tag("h3", "Phases"), table(heads, rows, numbers=(1, 3, 4, 5))])
 
 
 def _phase(trace: MemoryTrace, row: int) -> str:
