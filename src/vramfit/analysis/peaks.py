@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.signal import find_peaks
 
 from vramfit.analysis.breakdown import Breakdown, at, moment
 from vramfit.analysis.curves import Curves, Measure, curves, running
@@ -132,6 +131,8 @@ def _standing_out(bytes_over: Curves, prominence: float) -> list[_Found]:
     padded = np.concatenate([[-1], values, [-1]])
     least = max(1, prominence * int(values.max()))
     # Of a plateau its first event: there the last of its bytes was asked for.
+    from scipy.signal import find_peaks  # takes a second to import, and most commands ask for no peaks
+
     _, told = find_peaks(padded, prominence=least, plateau_size=1)
     return [
         _Found(
