@@ -5,6 +5,7 @@
 - `track`: a recording of the memory of any block of code, on a card or on the metered CPU.
 - `snapshot`: a line of figures.
 - `check_leaks`: what grows when a function is called again and again, and who holds it.
+- `annotate`, `join_profile`: names for Nsight Systems, and categories for torch.profiler.
 - `MemoryTrace`: what every run, recording and snapshot comes to.
 """
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from vramfit.in_process import VirtualGPU as VirtualGPU
     from vramfit.leakcheck import assert_no_leaks as assert_no_leaks
     from vramfit.leakcheck import check_leaks as check_leaks
+    from vramfit.record.annotating import annotate as annotate
+    from vramfit.record.profilers import join_profile as join_profile
     from vramfit.trace import MemoryTrace as MemoryTrace
     from vramfit.tracking import Track as Track
     from vramfit.tracking import snapshot as snapshot
@@ -33,8 +36,10 @@ __all__ = [
     "VirtualGPU",
     "VramfitError",
     "__version__",
+    "annotate",
     "assert_no_leaks",
     "check_leaks",
+    "join_profile",
     "run",
     "snapshot",
     "track",
@@ -47,8 +52,10 @@ _HOMES = {
     "Track": "vramfit.tracking",
     "VirtualGPU": "vramfit.in_process",
     "VramfitError": "vramfit.errors",
+    "annotate": "vramfit.record.annotating",
     "assert_no_leaks": "vramfit.leakcheck",
     "check_leaks": "vramfit.leakcheck",
+    "join_profile": "vramfit.record.profilers",
     "run": "vramfit.api",
     "snapshot": "vramfit.tracking",
     "track": "vramfit.tracking",

@@ -1,0 +1,202 @@
+"""Named ranges around modules and phases, for the profilers that people have: NVTX for Nsight Systems, torch.profiler.
+
+NOTE [Which ranges there are]
+``step 3`` lasts from one optimizer step to the next; within it ``forward``, ``backward`` and ``optimizer`` follow each
+other. A forward phase begins with the first call of a module outside another and ends where the backward pass begins;
+without one it lasts until that call ends. Each call of a module is a range with its path, nested as the calls are.
+Modules are not told apart in the backward pass: the engine runs nodes, not modules (``emit_nvtx`` shows the nodes).
+A range is closed on the thread that opened it, so ranges of modules that other threads run nest there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from vramfit.errors import EnvironmentUnfitError, UsageError
+from vramfit.programs.patching import PatchStack
+from vramfit.record.watching import watch
+
+Opened = Callable[[], object]
+"""Closes a range."""
+
+
+@contextmanager
+def annotate(
+    model: nn.Module | None = None, *, nvtx: bool = True, profiler: bool = False, prefix: str = ""
+) -> Iterator[None]:
+    """Give the phases and modules of a program named ranges that profilers show.
+
+    Example::
+
+        with vramfit.annotate(model):
+            train(model, optimizer)
+
+    and ``nsys profile --trace=cuda,nvtx --cuda-memory-usage=true python train.py`` shows kernels and memory below
+    ``step 0`` > ``forward`` > ``GPT.blocks.0.attention``. What is installed is gone after the block.
+
+    Args:
+        model: whose modules are named by their paths; others by their class. None names all by class.
+        nvtx: make NVTX ranges.
+        profiler: make ranges of `torch.profiler.record_function`.
+        prefix: put before each name, to filter by (``nsys stats --filter-nvtx``).
+
+    Raises:
+        EnvironmentUnfitError: NVTX is asked for, but this torch has none: a CPU build.
+        UsageError: neither kind of ranges is asked for, or ``model`` is no module.
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        raise UsageError(f"annotate was given a {type(model).__name__}", "Give a torch.nn.Module, or none")
+    if not nvtx and not profiler:
+        raise UsageError("annotate was asked for no ranges", "Leave nvtx=True, or set profiler=True")
+    if nvtx and not _has_nvtx():
+        raise EnvironmentUnfitError(
+            f"torch {torch.__version__} was built without NVTX",
+            "Use a CUDA build, or annotate(model, nvtx=False, profiler=True) with torch.profiler",
+        )
+    ranges = _Ranges(_paths(model), _openers(nvtx, profiler), prefix)
+    with PatchStack() as patches:
+        patches.call(ranges.close)
+        watch(ranges, patches)
+        yield
+
+
+def _has_nvtx() -> bool:
+    """Whether ``torch.cuda.nvtx`` calls the library rather than a stand-in that raises."""
+    return type(getattr(torch.cuda.nvtx, "_nvtx", None)).__name__ not in ("_NVTXStub", "NoneType")
+
+
+def _openers(nvtx: bool, profiler: bool) -> list[Callable[[str], Opened]]:
+    found: list[Callable[[str], Opened]] = []
+    if nvtx:
+        found.append(_open_nvtx)
+    if profiler:
+        found.append(_open_record_function)
+    return found
+
+
+def _open_nvtx(name: str) -> Opened:
+    torch.cuda.nvtx.range_push(name)
+    return torch.cuda.nvtx.range_pop
+
+
+def _open_record_function(name: str) -> Opened:
+    opened = torch.profiler.record_function(name)
+    opened.__enter__()
+    return lambda: opened.__exit__(None, None, None)
+
+
+def _paths(model: nn.Module | None) -> dict[int, str]:
+    if model is None:
+        return {}
+    root = type(model).__name__
+    return {id(module): f"{root}.{name}" if name else root for name, module in model.named_modules()}
+
+
+class _Ranges:
+    """Opens and closes ranges as the program runs; a watcher of `vramfit.record.watching`."""
+
+    def __init__(self, paths: dict[int, str], openers: list[Callable[[str], Opened]], prefix: str) -> None:
+        self._paths, self._openers, self._prefix = paths, openers, prefix
+        self._threads = threading.local()
+        self._owner = threading.get_ident()
+        self._phases: list[list[Opened]] = []
+        self._phase = ""
+        self._step = 0
+        self._stepped = False
+
+    # -- what the program does ---------------------------------------------------------------------------------------
+
+    def enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Open the range of a module's call, and the forward phase with the first."""
+        del args, kwargs
+        stack = self._modules()
+        if not stack and self._is_owner() and self._phase not in ("forward", "backward"):
+            self._begin("forward")
+        stack.append(self._open(self._paths.get(id(module), type(module).__name__)))
+
+    def leave_module(self) -> None:
+        """Close it; without gradients no backward pass will end the phase."""
+        stack = self._modules()
+        if stack:
+            _close(stack.pop())
+        if not stack and self._is_owner() and self._phase == "forward" and not torch.is_grad_enabled():
+            self._end_phase()
+
+    def begin_backward(self) -> None:
+        """Open the backward phase."""
+        if self._is_owner():
+            self._begin("backward")
+
+    def end_backward(self) -> None:
+        """Close it."""
+        if self._is_owner() and self._phase == "backward":
+            self._end_phase()
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Open the phase of an optimizer's step."""
+        del optimizer
+        if self._is_owner():
+            self._begin("optimizer")
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Close it; the step of training ends when the next phase begins."""
+        del optimizer
+        if self._is_owner():
+            self._end_phase()
+            self._stepped = True
+
+    def new_parameter(self, tensor: torch.Tensor) -> None:
+        """Parameters make no range."""
+
+    # -- ranges --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close what is open on the thread that annotates."""
+        for stack in (self._modules(), self._phases):
+            while stack:
+                _close(stack.pop())
+        self._phase = ""
+
+    def _begin(self, phase: str) -> None:
+        if (
+            self._modules() and self._phase
+        ):  # a backward pass or a step within a module's call: it stays a part
+            return
+        self._end_phase()
+        if self._stepped and phase != "optimizer":
+            self._stepped = False
+            self._step += 1
+            while self._phases:
+                _close(self._phases.pop())
+        if not self._phases:
+            self._phases.append(self._open(f"step {self._step}"))
+        self._phases.append(self._open(phase))
+        self._phase = phase
+
+    def _end_phase(self) -> None:
+        if self._phase and len(self._phases) == 2:
+            _close(self._phases.pop())
+        self._phase = ""
+
+    def _open(self, name: str) -> list[Opened]:
+        return [opener(self._prefix + name) for opener in self._openers]
+
+    def _modules(self) -> list[list[Opened]]:
+        if not hasattr(self._threads, "stack"):
+            self._threads.stack = []
+        stack: list[list[Opened]] = self._threads.stack
+        return stack
+
+    def _is_owner(self) -> bool:
+        return threading.get_ident() == self._owner
+
+
+def _close(opened: list[Opened]) -> None:
+    for close in reversed(opened):
+        close()
