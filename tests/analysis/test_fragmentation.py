@@ -54,8 +54,11 @@ def test_a_released_segment_is_gone() -> None:
 
 
 def test_mapped_pages_join_and_give_back_whole_pages() -> None:
-    trace = trace_of((MAP, 0, 20), (MAP, 20, 20), (EventKind.ALLOC, 0, 5), (EventKind.ALLOC, 39, 1))
-    assert at_end(trace) == (40, 6, 2, 32, 34)
+    # Pages of the large pool are of 20 MiB, those of the small one of 2 MiB.
+    trace = trace_of((MAP, 0, 40), (MAP, 40, 20), (EventKind.ALLOC, 0, 5), (EventKind.ALLOC, 59, 1))
+    assert at_end(trace) == (60, 6, 34, 20, 54)
+    trace = trace_of((MAP, 0, 2), (MAP, 2, 2), (MAP, 4, 2), (EventKind.ALLOC, 0, 1), (EventKind.ALLOC, 5, 1))
+    assert at_end(trace) == (6, 2, 2, 2, 4)
 
 
 def test_unmapped_pages_part_a_range() -> None:
@@ -80,6 +83,9 @@ def test_segments_from_before_the_trace_are_walked_back_from_its_end() -> None:
         {
             "address": BASE + offset * MIB,
             "total_size": 20 * MIB,
+            "stream": 0,
+            "segment_type": "large",
+            "segment_pool_id": (0, 0),
             "is_expandable": expandable,
             "blocks": [{"address": BASE + offset * MIB, "size": 20 * MIB, "state": "inactive"}],
         }

@@ -14,7 +14,7 @@ from vramfit.analysis.curves import curves
 from vramfit.analysis.fragmentation import Fragmentation, fragmentation
 from vramfit.analysis.lifetimes import Lifetimes, lifetimes
 from vramfit.analysis.occupancy import COMMON_POOL, Gap, HeldSegment, Occupancy, occupancy
-from vramfit.analysis.oom import OomExplanation, OomVerdict, explain_oom
+from vramfit.analysis.oom import OomExplanation, OomVerdict, WhatIf, explain_oom
 from vramfit.analysis.pinning import Holder, PinGroup, PinnedSegment, Pins
 from vramfit.analysis.remedies import Remedy, prove, remedies_for
 from vramfit.trace import Capacity, CapacitySource, EventKind, MemoryTrace, Rehearsal
@@ -418,10 +418,11 @@ class _Judge:
     def _live_memory(self) -> FragmentationCause:
         oom = self.oom
         assert oom is not None
-        lives = self.lives
-        alive = lives.alive(self.held.row)
-        total = int(lives.block[alive].sum())
-        short = max(0, total + oom.requested - oom.capacity.bytes)
+        packed = oom.answer(WhatIf.DEFRAGMENTED)
+        assert packed is not None
+        short = max(0, -packed.margin)
+        alive = self.lives.alive(self.held.row)
+        total = oom.capacity.bytes + short - oom.requested
         evidence = (
             f"{format_bytes(total)} are alive, and {format_bytes(oom.requested)} were asked for, of "
             f"{format_bytes(oom.capacity.bytes)} that there are: {format_bytes(short)} too much, however they lie"

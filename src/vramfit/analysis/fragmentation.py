@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from vramfit.analysis.lifetimes import Flags, Ints, Lifetimes
+from vramfit.analysis.occupancy import occupancy
 from vramfit.analysis.segment_spans import final_segments, segment_events
 from vramfit.trace import EventKind, MemoryTrace
-
-# c10/cuda/CUDACachingAllocator.cpp, kSmallBuffer: the smallest page that expandable segments map and unmap.
-_PAGE = 2 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,10 +49,7 @@ def fragmentation(trace: MemoryTrace, lives: Lifetimes, row: int) -> Fragmentati
     slack = int((lives.block[occupied] - lives.size[occupied]).sum())
     whole = _gaps(*_classic_segments(trace, lives.device, row), lives, occupied)
     paged = _gaps(*_mapped_ranges(trace, lives.device, row), lives, occupied)
-    # Of a free gap in an expandable segment, the whole pages can be unmapped.
-    first_page = -(-paged.start // _PAGE) * _PAGE
-    last_page = (paged.start + paged.size) // _PAGE * _PAGE
-    pages = int(np.maximum(last_page - first_page, 0).sum())
+    pages = _free_pages(trace, lives, row) if len(paged.size) else 0
     free = int(whole.size.sum() + paged.size.sum())
     reserved = int(whole.reserved + paged.reserved)
     releasable = int(whole.size[whole.is_whole].sum()) + pages
@@ -67,6 +62,12 @@ def fragmentation(trace: MemoryTrace, lives: Lifetimes, row: int) -> Fragmentati
         slack=slack,
         segments=whole.segments + paged.segments,
     )
+
+
+def _free_pages(trace: MemoryTrace, lives: Lifetimes, row: int) -> int:
+    """Bytes of the whole pages in free gaps of expandable segments: these can be unmapped."""
+    held = occupancy(trace, lives, row)
+    return sum(held.whole_pages(gap) for gap in held.gaps if held.segments[gap.segment].expandable)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

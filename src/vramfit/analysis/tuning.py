@@ -160,9 +160,9 @@ class Tuning:
 def tolerance(peak: int) -> int:
     """By how many bytes peaks may differ from the lowest and count as equal, so that simpler settings win.
 
-    It is a quarter of a percent, or one segment (20 MiB) of a small peak, but at most 5 % of that.
+    It is half a percent, or one segment (20 MiB) of a small peak, but at most 5 % of that.
     """
-    return max(peak // 400, min(20 * MIB, peak // 20))
+    return max(peak // 200, min(20 * MIB, peak // 20))
 
 
 Progress = Callable[[float, str], None]
