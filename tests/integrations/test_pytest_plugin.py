@@ -224,6 +224,8 @@ def test_the_failure_says_where_the_bytes_are(virtual: Outcome) -> None:
     text = virtual.texts["test_over"]
     assert "peak reserved memory 86.00 MiB is over the limit of 40.00 MiB by 46.00 MiB" in text
     assert "on RTX 4090, device 0" in text
+    assert "first passed at setup, empty, test_it.py:23" in text
+    assert "86.00 MiB were reserved: 72.17 MiB in use" in text
     for part in ("parameters", "Linear", "float32[4096,4096]", "test_it.py:23"):
         assert part in text
     assert "vramfit/" not in text  # none of our own lines

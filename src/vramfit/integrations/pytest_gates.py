@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -192,7 +193,13 @@ def open_meter(gpu: GpuSpec | None) -> AbstractContextManager[Metered]:
         return VirtualGPU(gpu)
     from vramfit.tracking import track
 
-    return track(device="cuda" if device is Device.CARD else "cpu")
+    if device is Device.CPU:
+        return track(device="cpu")
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()  # what earlier tests left in the cache is none of this test's
+    return track(device="cuda")
 
 
 def prepare_interpreter() -> None:
