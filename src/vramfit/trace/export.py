@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import pickle
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from vramfit.trace.events import Category, EventKind, TraceDevice
+from vramfit.trace.fileformat import EMBEDDED, packed_trace
 from vramfit.trace.model import MemoryTrace
 from vramfit.trace.segments import check_segment
 from vramfit.trace.settings import settings_from_conf
@@ -21,10 +23,15 @@ _CATEGORIES = {category.value: category.name.lower() for category in Category}
 def write_snapshot(trace: MemoryTrace, path: str | Path) -> None:
     """Write a trace as a torch snapshot pickle, whole or not at all.
 
+    The file also holds the trace itself, as text under a key that torch's tools pass over: what a snapshot has no
+    place for comes back when `vramfit.trace.read_any` reads it.
+
     Raises:
         WriteError: the file cannot be written.
     """
     snapshot = snapshot_from_trace(trace)
+    # Text, since the web viewer's own reader of pickles knows no bytes.
+    snapshot[EMBEDDED] = base64.b64encode(packed_trace(trace)).decode("ascii")
     # Protocol 4 as Python's default for `torch.cuda.memory._dump_snapshot`: the web viewer reads no newer
     # one.
     write_file(Path(path), lambda stream: pickle.dump(snapshot, stream, protocol=4))

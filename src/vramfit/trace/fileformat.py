@@ -14,6 +14,7 @@ in the file is executed, and every length and index is checked before it is used
 
 from __future__ import annotations
 
+import io
 import json
 import struct
 import zlib
@@ -33,6 +34,8 @@ from vramfit.writing import write_file
 
 MAGIC = b"\x93vramfit"
 VERSION = 1
+EMBEDDED = "vramfit_trace"
+"""Key under which a torch snapshot that vramfit wrote holds the trace itself, in base64."""
 
 _HEAD = struct.Struct("<8sIIQ")
 _MAX_HEADER_BYTES = 1 << 30
@@ -52,6 +55,13 @@ def save_trace(trace: MemoryTrace, path: Path) -> None:
         WriteError: the file cannot be written.
     """
     write_file(path, lambda stream: _write(trace, stream))
+
+
+def packed_trace(trace: MemoryTrace) -> bytes:
+    """The content of the file that `save_trace` would write."""
+    stream = io.BytesIO()
+    _write(trace, stream)
+    return stream.getvalue()
 
 
 def _write(trace: MemoryTrace, stream: BinaryIO) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gc
 import io
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from vramfit.errors import TraceFormatError
 from vramfit.trace.events import Category, EventKind, Frame, TraceDevice
-from vramfit.trace.fileformat import MAGIC, parse_trace
+from vramfit.trace.fileformat import EMBEDDED, MAGIC, parse_trace
 from vramfit.trace.files import read_file
 from vramfit.trace.journal import MAGIC as JOURNAL
 from vramfit.trace.journal import parse_journal
@@ -69,7 +70,21 @@ def read_any(path: str | Path) -> MemoryTrace:
     if data.startswith(JOURNAL[: len(data)]):
         return parse_journal(data, str(path))
     with _collector_paused():
-        return trace_from_snapshot(_parse(data, str(path)))
+        snapshot = _parse(data, str(path))
+        return _embedded(snapshot, str(path)) or trace_from_snapshot(snapshot)
+
+
+def _embedded(snapshot: Snapshot, name: str) -> MemoryTrace | None:
+    """The trace that a snapshot of our own holds; None where it holds none, or other events than that."""
+    text = snapshot.get(EMBEDDED)
+    if not isinstance(text, str):
+        return None
+    try:
+        trace = parse_trace(base64.b64decode(text, validate=True), f"the trace in {name}")
+    except (ValueError, TraceFormatError):
+        return None
+    entries = sum(len(events) for events in snapshot["device_traces"] if isinstance(events, list))
+    return trace if int((trace.kind != EventKind.MARKER).sum()) == entries else None
 
 
 @contextlib.contextmanager
