@@ -317,3 +317,32 @@ def test_given_boundaries_and_warmup_make_five_rounds_enough() -> None:
 def test_impossible_arguments_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"is (not between|negative)"):
         leaks(Recorder().finish(), **wrong)  # type: ignore[arg-type]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_trace_is_too_odd(data: st.DataObject) -> None:
+    """Frees of nothing, doubled allocations, phases out of order, two devices: a report comes out all the same."""
+    rows = data.draw(st.integers(0, 60))
+    column = st.integers(-1, 3)
+    builder = TraceBuilder()
+    for name in ("setup", "step 2/forward", "step 0/forward", "step 1/backward"):
+        builder.phase(name)
+        builder.op(name)
+    builder.stack(LEAK)
+    builder.stack(OTHER)
+    for _ in range(rows):
+        builder.append(
+            EventKind(data.draw(st.integers(0, 9))),
+            device=data.draw(st.integers(0, 1)),
+            address=data.draw(st.integers(0, 4)),
+            size=data.draw(st.integers(0, 2000)),
+            op=data.draw(column),
+            phase=data.draw(column),
+            stack=data.draw(st.integers(-1, 1)),
+        )
+    trace = builder.finish()
+    for by in (None, *StepSource):
+        if by is not StepSource.GIVEN:
+            found = leaks(trace, data.draw(st.integers(0, 1)), by=by)
+            assert len(found.levels) == max(0, len(found.steps) - 1)

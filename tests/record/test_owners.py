@@ -71,6 +71,22 @@ def test_an_uncaught_exception_is_an_owner(monkeypatch: pytest.MonkeyPatch, ways
     assert first(storage).text.startswith("sys.last_exc ValueError traceback ->")
 
 
+def test_an_exception_being_handled_is_an_owner() -> None:
+    found: list[int] = []
+
+    def fails() -> None:
+        batch = torch.ones(3)
+        found.append(key(batch))
+        raise ValueError("no")
+
+    try:
+        fails()
+    except ValueError:
+        chain = first(found[0])
+    assert chain.text.startswith("the exception being handled, ValueError traceback -> ")
+    assert chain.text.endswith("local batch")
+
+
 def test_a_variable_of_a_running_function_is_an_owner() -> None:
     mine = torch.ones(3)
     chains = owner_chains(mine)

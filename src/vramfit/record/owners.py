@@ -512,6 +512,9 @@ def _running_frames() -> list[types.FrameType]:
 def _running_locals() -> dict[int, list[str]]:
     """Id of each value that a variable of a running function has, and that variable as text."""
     found: dict[int, list[str]] = {}
+    handled = sys.exc_info()[1]
+    if handled is not None:
+        found[id(handled)] = ["the exception being handled,"]
     for frame in _running_frames():
         if frame.f_code.co_name != "<module>":
             where = location(frame.f_code, frame.f_lineno)

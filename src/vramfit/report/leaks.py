@@ -76,7 +76,9 @@ class LeakLines(Sections):
             spread = "" if report.growing else ", spread over many lines: none of them stands out"
             yield from self.wrapped(Text.assemble(("! memory grows", "bold red"), f" by {speed}{spread}"))
         elif report.verdict is LeakVerdict.SUSPECTED:
-            text = f" by {speed}, but nothing tells the steps of the program: set marks to be sure"
+            text = (
+                f" by {speed}. The steps are guessed, and a sequence being generated looks alike: set marks"
+            )
             yield from self.wrapped(Text.assemble(("? memory grows", "bold yellow"), text))
         elif report.verdict is LeakVerdict.NO_STEPS:
             text = (
@@ -84,7 +86,8 @@ class LeakLines(Sections):
             )
             yield from self.wrapped(Text.assemble(("? nothing", "bold yellow"), text))
         elif report.verdict is LeakVerdict.STEADY:
-            yield Text.assemble(("✓ no memory grows", "bold green"), f" from {unit} to {unit} beyond chance")
+            text = f" beyond chance in {count} {_plural(unit)}"
+            yield from self.wrapped(Text.assemble(("✓ no memory grows", "bold green"), text))
         else:
             more = f": {count} seen, {report.least_steps} needed to tell growth from chance"
             if report.steps.source is StepSource.GIVEN:
@@ -171,6 +174,12 @@ class LeakLines(Sections):
         ]
         text = " ".join(part for part in parts if part)
         return text if place.kinds == 1 else f"{text} and {_counted(place.kinds - 1, 'other kind')}"
+
+
+def _plural(unit: str) -> str:
+    """``steps``, ``repeats of train.py:12``."""
+    noun, _, rest = unit.partition(" ")
+    return f"{noun}s {rest}".rstrip()
 
 
 def _counted(count: int, noun: str) -> str:
