@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from analysis.synthetic import Recorder, fitting_run, gpt_training, oom_run, vir
 from cli.conftest import FakeRunner, Invocation
 from vramfit.analysis import verdict
 from vramfit.report import render_json
+from vramfit.trace import Run, Source
 
 Command = Callable[..., Invocation]
 RUN = fitting_run()
@@ -145,6 +147,51 @@ class TestBaseline:
         assert found.code == 2
         assert "--write-baseline none.json" in found.err
         assert not runner.calls
+
+
+class TestForReal:
+    @pytest.fixture
+    def recorded(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+        """The child that runs a program for real replaced; what it was asked."""
+        calls: list[dict[str, object]] = []
+
+        def record_in_child(command: list[str], **options: object) -> Run:
+            calls.append({"command": command, **options})
+            return replace(RUN, source=Source.CPU)
+
+        monkeypatch.setattr("vramfit.record.runner.record_in_child", record_in_child)
+        return calls
+
+    def test_the_budget_is_that_of_the_metered_cpu(
+        self, vramfit: Command, recorded: list[dict[str, object]], script: Path
+    ) -> None:
+        assert vramfit("check", script, "--device", "cpu", "--budget", "20GiB").code == 0
+        (call,) = recorded
+        assert (call["device"], call["budget"]) == ("cpu", 20 << 30)
+
+    def test_a_baseline_of_the_cpu_is_compared_with_the_cpu(
+        self, vramfit: Command, recorded: list[dict[str, object]], script: Path, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "cpu.json"
+        assert vramfit("check", script, "--device", "cpu", "--write-baseline", path).code == 0
+        assert vramfit("check", script, "--baseline", path, "--tolerance", "0%").code == 0
+        assert [call["device"] for call in recorded] == ["cpu", "cpu"]
+
+    def test_not_both_at_once(
+        self, vramfit: Command, recorded: list[dict[str, object]], script: Path
+    ) -> None:
+        found = vramfit("check", script, "--device", "cpu", "--gpu", "RTX 4090", "--budget", "1GiB")
+        assert found.code == 2
+        assert not recorded
+
+
+def test_a_page_is_written(vramfit: Command, trace: Path, report: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert vramfit("check", trace, "--budget", 1, "--report", page).code == 3
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    found = vramfit("check", report, "--budget", USED, "--report", tmp_path / "none.html")
+    assert found.code == 2
+    assert not (tmp_path / "none.html").exists()
 
 
 def test_json(vramfit: Command, trace: Path, report: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import typer.core
 from vramfit.cli.documents import STANDARD_OUTPUT, write_document
 from vramfit.cli.program import check_source, program_command
 from vramfit.cli.run import apart_from_json, check_alloc_conf, check_outputs
+from vramfit.cli.where import Where, chosen
 from vramfit.errors import UsageError, VramfitError
 from vramfit.virtual.assume import Assume
 
@@ -76,6 +77,13 @@ def check_command(
         ),
     ] = None,
     gpus: Annotated[int, typer.Option(metavar="N", help="How many of them.", min=1, max=8)] = 1,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cuda[:N]|cpu",
+            help="Run for real instead, recorded: on this machine's card or on its CPU.",
+        ),
+    ] = None,
     module: Annotated[
         str | None, typer.Option("-m", metavar="MODULE", help="Run a module as python -m does.")
     ] = None,
@@ -92,6 +100,10 @@ def check_command(
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the result as JSON; - for standard output.")
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the run as one HTML page that needs no network."),
+    ] = None,
 ) -> None:
     """Check that a program stays within a memory budget, or takes no more than it used to.
 
@@ -99,15 +111,16 @@ def check_command(
     checked.
     """
     asked = _asked(budget, of, baseline, tolerance, write_baseline)
-    check_outputs((("--json", json), ("--write-baseline", write_baseline)))
+    check_outputs((("--json", json), ("--write-baseline", write_baseline), ("--report", report)))
     check_alloc_conf(alloc_conf)
     subject = _subject(module, target or [])
     if isinstance(subject, Path):
         found = _of_file(subject)
     else:
+        where = _where(asked, gpu, gpus, device, assume, profile)
         with apart_from_json(json):
-            found = _of_program(subject, gpu or _card_of(asked), gpus, alloc_conf, assume, profile)
-    _end(asked, found, json)
+            found = _of_program(subject, where, alloc_conf)
+    _end(asked, found, json, report)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,6 +199,20 @@ def _subject(module: str | None, target: list[str]) -> Path | list[str]:
     return Path(target[0])
 
 
+def _where(
+    asked: _Asked, gpu: str | None, gpus: int, device: str | None, assume: Assume, profile: str
+) -> Where:
+    """Where to run: as the options say, else as the baseline ran, else on a virtual card of the budget's size."""
+    if gpu is None and device is None:
+        before = {} if asked.baseline is None else asked.baseline.report or {}
+        if before.get("source") == "cpu":
+            device = "cpu"
+        else:
+            gpu = _card_of(asked)
+    budget = None if asked.budget is None or device != "cpu" else f"{asked.budget}B"
+    return chosen(gpu, gpus=gpus, device=device, budget=budget, assume=assume, profile=profile)
+
+
 def _card_of(asked: _Asked) -> str:
     """The card to run on where none is named: the baseline's, else one of the budget's size."""
     if asked.baseline is not None:
@@ -200,7 +227,7 @@ def _card_of(asked: _Asked) -> str:
         if isinstance(total, int) and total > 0:  # a card that was named by its size alone
             return f"{total}B"
     if asked.budget is not None:
-        return str(asked.budget) + "B"
+        return f"{asked.budget}B"
     raise UsageError(
         "no card is given, and nothing tells which to take",
         'Choose one with --gpu, such as --gpu "RTX 4090"; vramfit gpus lists them',
@@ -222,23 +249,12 @@ def _of_file(file: Path) -> _Found:
     )
 
 
-def _of_program(
-    command: list[str], gpu: str, gpus: int, alloc_conf: str | None, assume: Assume, profile: str
-) -> _Found:
+def _of_program(command: list[str], where: Where, alloc_conf: str | None) -> _Found:
     from vramfit.analysis import verdict
-    from vramfit.gpus import find_gpu
     from vramfit.report import run_to_json
-    from vramfit.virtual.runner import run_in_child
 
     try:
-        run = run_in_child(
-            command,
-            gpu=find_gpu(gpu),
-            gpus=gpus,
-            alloc_conf=alloc_conf,
-            assume=assume.value,
-            profile=profile,
-        )
+        run = where.run(command, alloc_conf=alloc_conf, journal=None)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     judged = verdict(run)
@@ -264,7 +280,7 @@ def _states_of_run(run: Run, judged: Verdict, name: str) -> Iterator[State]:
         yield replace(state, gpu=device.gpu, ran_out=ran_out)
 
 
-def _end(asked: _Asked, found: _Found, json: Path | None) -> None:
+def _end(asked: _Asked, found: _Found, json: Path | None, report: Path | None) -> None:
     """Judge, tell, write, and leave with the code that says how it went."""
     from vramfit.analysis import Outcome
     from vramfit.cli.run import exit_code
@@ -282,6 +298,8 @@ def _end(asked: _Asked, found: _Found, json: Path | None) -> None:
     _tell(asked, found, gates, json)
     if asked.write is not None:
         _write_baseline(asked.write, found)
+    if report is not None:
+        _write_report(report, found)
     raise typer.Exit(0 if passed else GATE_FAILED)
 
 
@@ -337,3 +355,15 @@ def _write_baseline(path: Path, found: _Found) -> None:
         )
     write_document(path, found.report)
     typer.echo(f"Wrote the baseline {path}", err=True)
+
+
+def _write_report(path: Path, found: _Found) -> None:
+    """Write the page of the run."""
+    if found.run is None:
+        raise UsageError(
+            f"{found.name} does not hold what happened, so there is no page of it",
+            "Give a program, a trace or a snapshot",
+        )
+    from vramfit.report import write_page
+
+    write_page(path, found.run, found.verdict, root=Path.cwd())
