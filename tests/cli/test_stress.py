@@ -21,7 +21,7 @@ def test_the_example_on_a_virtual_card(tmp_path: Path) -> None:
         "--gpu",
         "8GiB",
         "--vary",
-        "batch_size=4,16",
+        "batch_size=8,12",
         "--rounds",
         "2",
         "--json",
@@ -33,7 +33,7 @@ def test_the_example_on_a_virtual_card(tmp_path: Path) -> None:
     assert "✓ fits" in result.output
     value = json.loads(out.read_text())
     (limit,) = value["limits"]
-    assert (limit["largest"], limit["reason"]) == (16, "not_reached")
+    assert (limit["largest"], limit["reason"]) == (12, "not_reached")
     assert len(value["rounds"]) == 2
     assert picture.read_text().startswith("<svg")
 
@@ -44,6 +44,7 @@ def test_a_workload_that_does_not_fit_ends_with_3() -> None:
     )
     assert result.exit_code == 3
     value = json.loads(result.stdout)
+    assert (value["source"], value["device"], value["total_bytes"]) == ("cpu", "cpu", 24 << 20)
     assert value["fits"] is False
     assert value["baseline"]["outcome"] == "out_of_memory"
 

@@ -70,6 +70,3 @@ def test_explain_tells_it_when_asked(tmp_path: Path) -> None:
     assert "free memory of another stream" in result.output
     value = json.loads(out.read_text())
     assert value["fragmentation_causes"]["causes"][0]["kind"] == "other_stream"
-    plain = CliRunner().invoke(app, ["explain", str(file), "--json", str(out)])
-    assert "Reserved but not asked for" not in plain.output
-    assert "fragmentation_causes" not in json.loads(out.read_text())
