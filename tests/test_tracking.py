@@ -178,3 +178,12 @@ def test_tracks_can_be_nested() -> None:
             assert inner.allocated_bytes and outer.allocated_bytes
         assert outer.allocated_bytes >= kept.nbytes
     assert outer.peak_allocated_bytes >= inner.peak_allocated_bytes
+
+
+def test_a_journal_is_there_while_the_recording_runs(tmp_path: Path) -> None:
+    with vramfit.track(device="cpu", journal=tmp_path / "run.journal") as tracked:
+        held = torch.ones(1 << 10)
+        now = read_any(tmp_path / "run.journal")
+        assert now.size.tolist()[-1] == held.nbytes and now.meta["source"] == "cpu"
+        assert now.devices[0].name == "CPU"
+    assert list(tmp_path.iterdir()) == [] and len(tracked.trace) > len(now)

@@ -1,4 +1,4 @@
-"""The Python face of ``vramfit run``: run a program on a virtual GPU and get its report as a value."""
+"""The Python face of ``vramfit run``: run a program on a virtual GPU, or recorded, and get its report as a value."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from vramfit.analysis import (
 )
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.record.job import AUTO
+from vramfit.record.runner import record_in_child
 from vramfit.report import (
     print_against,
     print_terminal,
@@ -30,13 +32,14 @@ from vramfit.report import (
 )
 from vramfit.trace import Actual, MemoryTrace, Run, read_actual
 from vramfit.trace.actual import together
+from vramfit.units import parse_bytes
 from vramfit.virtual.assume import assumption
 from vramfit.virtual.runner import run_in_child
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What a program did on a virtual GPU.
+    """What a program did, on a virtual GPU or for real.
 
     Attributes:
         run: the facts: devices, warnings, out-of-memory, exit code.
@@ -129,8 +132,10 @@ class Report:
 def run(
     program: str | os.PathLike[str],
     *arguments: str,
-    gpu: str | GpuSpec,
+    gpu: str | GpuSpec | None = None,
     gpus: int = 1,
+    device: str | None = None,
+    budget: str | int | None = None,
     module: bool = False,
     alloc_conf: str | None = None,
     environ: Mapping[str, str] | None = None,
@@ -140,13 +145,15 @@ def run(
     against: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     tolerance: str = "1%",
 ) -> Report:
-    """Run a CUDA program on virtual GPUs, in a process of its own.
+    """Run a program on virtual GPUs, or for real and recorded, in a process of its own.
 
     Args:
         program: a script, or the name of a module with ``module=True``.
         arguments: the program's own.
-        gpu: a card's name, a size (``"24GiB"``), a TOML file or a `GpuSpec`.
+        gpu: a card's name, a size (``"24GiB"``), a TOML file or a `GpuSpec`; None records the real run.
         gpus: how many of them.
+        device: what is recorded without ``gpu``: ``"cuda"`` (or None), this machine's card, or ``"cpu"``, its CPU.
+        budget: memory that a recorded program may hold, ``"2GiB"`` or bytes.
         module: run ``program`` as ``python -m`` does.
         alloc_conf: allocator settings, instead of ``PYTORCH_ALLOC_CONF``.
         environ: variables added to this process's.
@@ -158,11 +165,16 @@ def run(
 
     Raises:
         UnknownGpuError: no such card.
-        UsageError: no such script, or nothing in common with the real run.
+        UsageError: no such script, no such device, or nothing in common with the real run.
         TraceFormatError: a file of the real run cannot be read.
         EnvironmentUnfitError: this torch cannot carry the virtual GPU.
     """
+    if gpu is not None and (device is not None or budget is not None):
+        raise UsageError(
+            "device= and budget= are for recording a real run, gpu= for a virtual GPU", "Give one"
+        )
     spec = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    limit = None if budget is None else _budget(budget)
     folder = None if cwd is None else Path(cwd)
     name = os.fspath(program)
     if not module and not (Path(folder or ".") / name).is_file():
@@ -172,15 +184,35 @@ def run(
     if actual is not None:
         check_device(actual, None)  # a wrong file should not cost a run
     command = ["-m", name, *arguments] if module else [name, *arguments]
-    outcome = run_in_child(
-        command,
-        gpu=spec,
-        gpus=gpus,
-        alloc_conf=alloc_conf,
-        environ=environ,
-        cwd=folder,
-        assume=assumption(assume).value,
-        profile=profile,
-    )
+    if spec is None:
+        outcome = record_in_child(
+            command,
+            device=device or AUTO,
+            budget=limit,
+            alloc_conf=alloc_conf,
+            environ=environ,
+            cwd=folder,
+        )
+    else:
+        outcome = run_in_child(
+            command,
+            gpu=spec,
+            gpus=gpus,
+            alloc_conf=alloc_conf,
+            environ=environ,
+            cwd=folder,
+            assume=assumption(assume).value,
+            profile=profile,
+        )
     report = Report(run=outcome, verdict=verdict(outcome))
     return report if actual is None else report._beside(actual, None, bound)
+
+
+def _budget(budget: str | int) -> int:
+    try:
+        found = parse_bytes(budget)
+    except ValueError as error:
+        raise UsageError(f"budget={budget!r} cannot be read", 'Write it as "2GiB" or in bytes') from error
+    if found <= 0:
+        raise UsageError(f"budget={budget!r} leaves no memory at all", 'Write it as "2GiB"')
+    return found

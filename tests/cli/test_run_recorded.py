@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from cli.conftest import Invocation
-from vramfit.trace import MemoryTrace, load_snapshot, read_any
+from vramfit import api
+from vramfit.errors import UsageError
+from vramfit.trace import MemoryTrace, Source, load_snapshot, read_any
 
 PROGRAM = """
     import os, signal, sys, time
@@ -181,3 +183,13 @@ def test_without_a_card_it_says_what_to_choose(script: Path, options: list[str])
     assert done.returncode == 2 and time.monotonic() - began < 60
     assert "no card" in done.stderr and "--gpu" in done.stderr and "--device cpu --budget" in done.stderr
     assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_the_python_face_records_too(script: Path) -> None:
+    report = api.run(script, device="cpu", budget="1GiB")
+    assert report.run.source is Source.CPU and report.fits is True
+    assert report.to_dict()["total_bytes"] == 1 << 30
+    with pytest.raises(UsageError, match="gpu="):
+        api.run(script, gpu="RTX 4090", device="cpu")
+    with pytest.raises(UsageError, match="lots"):
+        api.run(script, device="cpu", budget="lots")

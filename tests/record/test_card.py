@@ -85,7 +85,8 @@ def test_a_recording_tells_what_the_card_knows(tmp_path: Path) -> None:
     assert mine.categories[Category.INPUTS] == theirs.categories[Category.INPUTS] - labels > 0
     assert mine.moment.phase == theirs.moment.phase
     assert {"Sequential.0", "Sequential.1", "Sequential.2"} <= set(trace.modules)
-    assert [mark.tag for mark in marks(trace)] == ["step 0", "step 1", "step 2"]
+    tags = ["step 0", "step 1", "step 2"]
+    assert [mark.tag for mark in marks(trace)] == [mark.tag for mark in marks(known.trace)] == tags
     assert _phases(trace) == _phases(known.trace)
 
 
@@ -165,6 +166,28 @@ def test_running_out_is_told_with_its_line_and_all_is_put_back(tmp_path: Path) -
     assert told["line"].endswith("script.py")
     assert "recorded already" in told["nested"]
     assert told["put_back"] is True
+
+
+def test_what_a_kill_would_leave_is_saved_in_between(tmp_path: Path) -> None:
+    _, folder = run(
+        tmp_path,
+        """
+        from vramfit.record.card import CardRecorder
+        recorder = CardRecorder(partial="partial.vft")
+        recorder.start()
+        model, optimizer = build()
+        step(model, optimizer)
+        first = vramfit.MemoryTrace.load("partial.vft")
+        step(model, optimizer)
+        same = vramfit.MemoryTrace.load("partial.vft").equals(first)
+        run = recorder.stop()
+        json.dump({"phases": first.phases, "events": len(first), "same": same, "in_all": len(run.trace)},
+                  open("facts.json", "w"))
+        """,
+    )
+    told = facts(folder)
+    assert told["phases"][-1] == "step 0/optimizer" and 0 < told["events"] < told["in_all"]
+    assert told["same"], "it is not written at every step"
 
 
 @pytest.mark.gpu
