@@ -192,7 +192,8 @@ class Track:
         self.report.print()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace: a torch snapshot where the name ends in ``.pickle``, else a ``.vft`` file.
+        """Write the trace: a torch snapshot where the name ends in ``.pickle``, a page where it ends in ``.html``, else
+        a ``.vft`` file.
 
         Raises:
             WriteError: it cannot be written.
@@ -200,8 +201,17 @@ class Track:
         file = Path(path)
         if file.suffix == ".pickle":
             write_snapshot(self.trace, file)
+        elif file.suffix == ".html":
+            from vramfit.report import write_page
+
+            report = self.report
+            write_page(file, report.run, report.verdict, root=Path.cwd())
         else:
             self.trace.save(file)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the verdict and the timeline, without scripts."""
+        return self.report._repr_html_()
 
     # -- figures, at any time ------------------------------------------------------------------------------------
 
