@@ -4,9 +4,11 @@
 - `VirtualGPU`: the virtual GPU around a block of code.
 - `track`: a recording of the memory of any block of code, on a card or on the metered CPU.
 - `snapshot`: a line of figures.
+- `Workload`: a model and its batches at sizes that can be varied, for ``vramfit stress``.
 - `check_leaks`: what grows when a function is called again and again, and who holds it.
 - `annotate`, `join_profile`: names for Nsight Systems, and categories for torch.profiler.
 - `MemoryTrace`: what every run, recording and snapshot comes to.
+
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from vramfit.tracking import Track as Track
     from vramfit.tracking import snapshot as snapshot
     from vramfit.tracking import track as track
+    from vramfit.workload import Workload as Workload
 
 __all__ = [
     "MemoryTrace",
@@ -35,6 +38,7 @@ __all__ = [
     "Track",
     "VirtualGPU",
     "VramfitError",
+    "Workload",
     "__version__",
     "annotate",
     "assert_no_leaks",
@@ -52,6 +56,7 @@ _HOMES = {
     "Track": "vramfit.tracking",
     "VirtualGPU": "vramfit.in_process",
     "VramfitError": "vramfit.errors",
+    "Workload": "vramfit.workload",
     "annotate": "vramfit.record.annotating",
     "assert_no_leaks": "vramfit.leakcheck",
     "check_leaks": "vramfit.leakcheck",

@@ -10,7 +10,7 @@ from vramfit.errors import UsageError, VramfitError
 from vramfit.gpus import find_gpu
 from vramfit.stress import Vary, stress
 from vramfit.stress.plan import as_plain
-from vramfit.stress.rounds import CpuMemory, Stress
+from vramfit.stress.rounds import CpuMemory, Stress, _memory
 from vramfit.stress.run import _report
 from vramfit.trace import Source
 from vramfit.tracking import track
@@ -142,6 +142,13 @@ def test_what_cannot_be_run(file: Path) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             stress(f"{file}:short", **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_without_a_card_the_other_devices_are_named() -> None:
+    with pytest.raises(UsageError, match="no CUDA card here") as caught, _memory({"device": "cuda"}):
+        pass
+    assert "--gpu NAME" in caught.value.hint
 
 
 def test_a_file_that_fails_is_told_with_its_line(tmp_path: Path) -> None:

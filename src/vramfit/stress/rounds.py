@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from vramfit.errors import VramfitError
+from vramfit.errors import UsageError, VramfitError
 from vramfit.stress.plan import CEILING, CYCLES, Vary, chosen, cycle_of, from_plain
 from vramfit.workload import State, Workload, load_workload
 
@@ -298,6 +298,13 @@ def _memory(job: Mapping[str, Any]) -> Iterator[Memory]:
         with tracked(device="cpu", budget=job["budget"], alloc_conf=job["alloc_conf"]) as track:
             yield CpuMemory(track)
         return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "torch finds no CUDA card here",
+            "Give --gpu NAME for a virtual one, or --device cpu --budget 2GiB for metered CPU",
+        )
     yield CudaMemory()
 
 
