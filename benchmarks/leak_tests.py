@@ -1,6 +1,6 @@
 """How often the test for leaks errs: innocent series that are called growth, and leaks that are missed.
 
-    python -m benchmarks.leak_tests [--times N]
+    python benchmarks/leak_tests.py [--times N]
 
 Series are drawn from a seeded generator and put to exactly the rule of `vramfit.analysis.leaks` for one stack:
 half of 1 % of significance against both innocent models, and growth that goes on to the end.

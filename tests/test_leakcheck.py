@@ -51,7 +51,7 @@ def test_a_leak_is_told_with_its_rate_line_and_owner() -> None:
 
 
 def test_a_clean_function_is_steady() -> None:
-    found = check_leaks(clean)
+    found = check_leaks(clean, device="auto")
     assert (found.verdict, found.bytes_per_step, found.growing) == (LeakVerdict.STEADY, 0.0, ())
 
 

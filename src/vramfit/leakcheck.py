@@ -19,7 +19,7 @@ from vramfit.trace import MemoryTrace
 from vramfit.trace.marks import marks
 
 if TYPE_CHECKING:
-    from vramfit.record.owners import Heap
+    from vramfit.record.heap import Heap
     from vramfit.virtual.storages import StorageMeter
 
 LEAST_ROUNDS = 5
@@ -65,7 +65,7 @@ def check_leaks(
         function: what to call, without arguments.
         rounds: calls that count; fewer than `LEAST_ROUNDS` can prove nothing, and the report says so.
         warmup: calls before them, for what is made once: optimizer state, workspaces, caches.
-        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``; None as said above.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``; None or ``"auto"`` as said above.
         owners: owner chains to look for, for each of the stacks that grow fastest; 0 looks for none.
         seconds: time to look for owners at most.
         alpha: chance of calling growth where there is none.
@@ -85,7 +85,7 @@ def check_leaks(
             f"a {type(function).__name__} cannot be called",
             "Give a function without arguments: lambda: step(batch)",
         )
-    with _metered(device) as meter:
+    with _metered(None if device == "auto" else device) as meter:
         meter.mark(f"{_TAG} 0")
         for number in range(1, warmup + rounds + 1):
             function()
@@ -180,7 +180,8 @@ def _with_owners(
     found: LeakReport, trace: MemoryTrace, meter: _Metering, limit: int, seconds: float
 ) -> LeakReport:
     """Ask the process who holds samples of what grows, then collect the garbage and see what goes."""
-    from vramfit.record.owners import Heap
+    from vramfit.record.heap import Heap
+    from vramfit.record.owners import owners_in
 
     asked: list[GrowingStack] = []
     with Heap.now(seconds) as heap:
@@ -188,7 +189,7 @@ def _with_owners(
             samples = meter.storages(trace, stack.rows[:_SAMPLES], heap)
             if samples and limit and len(asked) < _ASKED:
                 # The oldest: the newest may still be in a variable that the next call overwrites.
-                stack = replace(stack, owners=heap.owners(samples[0], limit=limit))
+                stack = replace(stack, owners=owners_in(heap, samples[0], limit=limit))
             asked.append(stack)
     gc.collect()
     with nullcontext() if meter.knows_storages else Heap.now(seconds) as after:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from vramfit.record.chains import OwnerChain, Root
-from vramfit.record.owners import Heap, owner_chains, storage_owners
+from vramfit.record.heap import Heap
+from vramfit.record.owners import owner_chains, owners_in, storage_owners
 
 WAYS = Path(__file__).with_name("ways.py")
 
@@ -52,7 +53,7 @@ def test_each_way_is_found_and_named(ways: Any) -> None:
     """All at once: the heap is looked at once, which takes longer than a search."""
     storages = [way[0]() for way in ways.WAYS]
     with Heap.now(60) as heap:
-        found = [heap.owners(storage, limit=1)[0] for storage in storages]
+        found = [owners_in(heap, storage, limit=1)[0] for storage in storages]
     for (way, root, text, through), chain in zip(ways.WAYS, found, strict=True):
         assert chain.root is root, way.__name__
         assert chain.text.startswith(f"ways.{text}"), way.__name__

@@ -14,7 +14,7 @@ from vramfit.analysis.diff import Change, HoldingChange, Pair, TraceDiff, diff, 
 from vramfit.analysis.fragmentation import Fragmentation, fragmentation
 from vramfit.analysis.gates import Bound, Gate, baseline_gates, budget_gates, card_gates
 from vramfit.analysis.groups import TensorGroup
-from vramfit.analysis.leaks import (
+from vramfit.analysis.leak_report import (
     GrowingStack,
     LeakReport,
     LeakVerdict,
@@ -22,8 +22,8 @@ from vramfit.analysis.leaks import (
     Release,
     Sawtooth,
     SettledStack,
-    leaks,
 )
+from vramfit.analysis.leaks import leaks
 from vramfit.analysis.lifetimes import Lifetimes, lifetimes
 from vramfit.analysis.modules import ModuleNode, fold_layers, fold_path, module_tree
 from vramfit.analysis.oom import Answer, Fit, OomExplanation, OomVerdict, WhatIf

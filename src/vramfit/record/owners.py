@@ -12,32 +12,24 @@ reference to its first members comes from within, it is dead: that is the collec
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
 import sys
 import time
 import types
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path as FilePath
 from typing import Any
 
 import torch
 
 from vramfit.record.chains import OwnerChain, Root, Through
-from vramfit.record.graph import Graph, is_node, storage_key
-from vramfit.record.naming import Path, is_a, local_names, location, type_name
+from vramfit.record.graph import storage_key
+from vramfit.record.heap import HERE, STORAGES, Heap, storage_of
+from vramfit.record.naming import Path, is_a, type_name
 
-_BATCH = (
-    16  # objects for one pass over the heap: a pass costs a comparison with each for every reference there is
-)
+_BATCH = 16  # objects for one pass over the heap, which compares every reference there is with each of them
 _MOST_OBJECTS = 4_000
 _WIDEST = 160  # objects of one level that are followed
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_IS_LEAF: Any = torch._C.TensorBase.is_leaf
-_GRAD: Any = torch._C.TensorBase.grad
-_STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 
 
 def owner_chains(
@@ -60,8 +52,8 @@ def owner_chains(
     _check(limit)
     with Heap.now(seconds) as heap:
         search = Search(heap, limit)
-        if is_a(tensor, _STORAGES):
-            search.add_storage(_storage_of(tensor))
+        if is_a(tensor, STORAGES):
+            search.add_storage(storage_of(tensor))
         else:
             search.add_tensor(tensor)
         del tensor
@@ -70,97 +62,21 @@ def owner_chains(
 
 def storage_owners(storage: int, *, limit: int = 5, seconds: float = 5.0) -> tuple[OwnerChain, ...]:
     """The same for a storage known by its address (``UntypedStorage._cdata``), so that the caller holds nothing."""
-    _check(limit)
     with Heap.now(seconds) as heap:
-        return heap.owners(storage, limit=limit)
+        return owners_in(heap, storage, limit=limit)
+
+
+def owners_in(heap: Heap, storage: int, *, limit: int = 5) -> tuple[OwnerChain, ...]:
+    """The same in a heap that several searches share."""
+    _check(limit)
+    search = Search(heap, limit)
+    search.add_storage(storage)
+    return search.run()
 
 
 def _check(limit: int) -> None:
     if limit < 1:
         raise ValueError(f"limit {limit} is not positive")
-
-
-class Heap:
-    """What a search has to know of the process as it is now; several searches can share it.
-
-    Attributes:
-        deadline: when to stop searching, on the clock of `time.monotonic`.
-        tensors: all tensors.
-        storages: all Python objects of storages.
-        gradients: id of a gradient -> the parameters that have it, out of the collector's sight.
-        graph: the autograd graph.
-        variables: id of a value -> the variables of running functions that have it.
-        modules: id of the dictionary of a module -> the module's name.
-        running: ids of the frames of running functions.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.deadline = time.monotonic() + seconds
-        self.variables = _running_locals()
-        self.modules = _module_dicts()
-        self.running = {id(frame) for frame in _running_frames()}
-        self.tensors, self.storages, nodes = _torch_objects()
-        self.gradients = _gradients(self.tensors)
-        self.graph = Graph(self.tensors, nodes, self.deadline)
-        nodes.clear()
-        self.own = {
-            id(own)
-            for own in (
-                self.__dict__,
-                self.tensors,
-                self.storages,
-                self.graph.__dict__,
-                self.graph.nodes,
-                self.graph.results,
-                *self.graph.results.values(),
-                self.gradients,
-                *self.gradients.values(),
-            )
-        }
-
-    @staticmethod
-    @contextlib.contextmanager
-    def now(seconds: float = 5.0) -> Iterator[Heap]:
-        """The process as it is, until the block is left.
-
-        The collector is held off: a search makes enough objects to start it, and it would free what is searched for.
-        """
-        enabled = gc.isenabled()
-        gc.disable()
-        heap = Heap(seconds)
-        try:
-            yield heap
-        finally:
-            heap.tensors.clear()
-            heap.storages.clear()
-            heap.graph.nodes.clear()
-            heap.graph.results.clear()
-            heap.gradients.clear()
-            if enabled:
-                gc.enable()
-
-    def owners(self, storage: int, *, limit: int = 5) -> tuple[OwnerChain, ...]:
-        """The owners of a storage known by its address."""
-        search = Search(self, limit)
-        search.add_storage(storage)
-        return search.run()
-
-    def storages_at(self) -> dict[int, int]:
-        """Address of the memory -> the storage that has it, for all tensors, and those saved in the graph."""
-        found: dict[int, int] = {}
-        with torch._C.DisableTorchFunction():
-            for tensor in (*self.tensors, *self.graph.saved_tensors()):
-                try:
-                    storage = torch._C.TensorBase.untyped_storage(tensor)
-                    found[storage.data_ptr()] = storage._cdata
-                except Exception:
-                    continue
-        return found
-
-    def references_to(self, value: Any) -> int:
-        """How many references to an object this has."""
-        lists = [self.tensors, self.storages, *self.graph.results.values(), *self.gradients.values()]
-        return sum(one is value for held in lists for one in held)
 
 
 class Search:
@@ -198,7 +114,7 @@ class Search:
             if storage_key(tensor) == key:
                 self._source(tensor)
         for storage in self.heap.storages:
-            if _storage_of(storage) == key:
+            if storage_of(storage) == key:
                 self._source(storage)
         storage = None
         for node, label in self.graph.saved.get(key, ()):
@@ -436,9 +352,9 @@ class Search:
             return True
         kind = type(holder)
         if kind is types.FrameType:
-            return str(holder.f_code.co_filename).startswith(_HERE)
+            return str(holder.f_code.co_filename).startswith(HERE)
         if kind is types.GeneratorType:
-            return str(holder.gi_code.co_filename).startswith(_HERE)
+            return str(holder.gi_code.co_filename).startswith(HERE)
         module = type.__dict__["__module__"].__get__(kind)
         return isinstance(module, str) and module.startswith("vramfit.")
 
@@ -446,90 +362,6 @@ class Search:
 def _is_held_by_python(nodes: dict[int, Any], number: int) -> bool:
     """Whether something but `Graph.nodes` and `Search.objects` refers to the wrapper of a node."""
     return bool(sys.getrefcount(nodes[number]) > 3)
-
-
-def _gradients(tensors: list[Any]) -> dict[int, list[Any]]:
-    """Id of each gradient -> the tensors that have it; gradients that had no Python object join the tensors."""
-    known = set(map(id, tensors))
-    found: dict[int, list[Any]] = {}
-    with torch._C.DisableTorchFunction():
-        for tensor in list(tensors):
-            try:
-                gradient = _GRAD.__get__(tensor) if _IS_LEAF.__get__(tensor) else None
-            except Exception:
-                continue
-            if gradient is not None:
-                found.setdefault(id(gradient), []).append(tensor)
-                if id(gradient) not in known:
-                    known.add(id(gradient))
-                    tensors.append(gradient)
-    return found
-
-
-def _torch_objects() -> tuple[list[Any], list[Any], list[Any]]:
-    """All tensors, storages and nodes of the graph that the collector knows."""
-    tensors: list[Any] = []
-    storages: list[Any] = []
-    nodes: list[Any] = []
-    kinds: dict[int, list[Any] | None] = {}  # by id: the hash of a class may be its metaclass's own
-    for one in gc.get_objects():
-        kind = type(one)
-        number = id(kind)
-        if number not in kinds:
-            kinds[number] = (
-                tensors
-                if issubclass(kind, torch.Tensor)
-                else storages
-                if issubclass(kind, _STORAGES)
-                else nodes
-                if is_node(one)
-                else None
-            )
-        if (into := kinds[number]) is not None:
-            into.append(one)
-    return tensors, storages, nodes
-
-
-def _storage_of(value: Any) -> int:
-    try:
-        return int(value._cdata) if is_a(value, torch.UntypedStorage) else int(value._untyped_storage._cdata)
-    except Exception:
-        return 0
-
-
-def _running_frames() -> list[types.FrameType]:
-    """The frames of all threads that do not belong to vramfit."""
-    frames = []
-    for one in list(sys._current_frames().values()):
-        frame: types.FrameType | None = one
-        while frame is not None:
-            if not frame.f_code.co_filename.startswith(_HERE):
-                frames.append(frame)
-            frame = frame.f_back
-    return frames
-
-
-def _running_locals() -> dict[int, list[str]]:
-    """Id of each value that a variable of a running function has, and that variable as text."""
-    found: dict[int, list[str]] = {}
-    handled = sys.exc_info()[1]
-    if handled is not None:
-        found[id(handled)] = ["the exception being handled,"]
-    for frame in _running_frames():
-        if frame.f_code.co_name != "<module>":
-            where = location(frame.f_code, frame.f_lineno)
-            for name, number in local_names(frame).items():
-                found.setdefault(number, []).append(f"{where} local {name}")
-    return found
-
-
-def _module_dicts() -> dict[int, str]:
-    """Id of the dictionary of every module, and the module's name."""
-    found: dict[int, str] = {}
-    for name, module in list(sys.modules.items()):
-        if is_a(module, types.ModuleType):
-            found.setdefault(id(object.__getattribute__(module, "__dict__")), name)
-    return found
 
 
 def _class_name(kind: type) -> str:
