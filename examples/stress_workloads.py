@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vramfit.workload import Workload
+from vramfit import Workload
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 8192, 512, 8, 6
 

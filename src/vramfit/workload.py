@@ -173,7 +173,7 @@ def load_workload(target: str) -> Workload:
     module = _run_file(path)
     if not hasattr(module, name):
         known = sorted(key for key, value in vars(module).items() if isinstance(value, Workload))
-        hint = f"It has {', '.join(known)}" if known else "Put a vramfit.workload.Workload into it"
+        hint = f"It has {', '.join(known)}" if known else "Put a vramfit.Workload into it"
         raise UsageError(f"{path} has no {name}", hint)
     found = getattr(module, name)
     if not isinstance(found, Workload) and callable(found):
@@ -181,7 +181,7 @@ def load_workload(target: str) -> Workload:
     if not isinstance(found, Workload):
         raise UsageError(
             f"{name} in {path} is of type {type(found).__name__}, not a Workload",
-            "Make it a vramfit.workload.Workload, or a function without arguments that gives one",
+            "Make it a vramfit.Workload, or a function without arguments that gives one",
         )
     return found
 

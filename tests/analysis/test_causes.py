@@ -1,9 +1,12 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from analysis import fragmentation_cases as cases
 from analysis.fragmentation_cases import CASES, Case
+from analysis.test_against_allocator import STEPS, Metered
 from vramfit.allocator import AllocatorConfig
 from vramfit.analysis import (
     CauseKind,
@@ -62,6 +65,29 @@ def test_the_causes_of_recordings_account_for_every_byte(path: Path) -> None:
         free = [cause for cause in found.causes if cause.kind is not CauseKind.LIVE_MEMORY]
         assert sum(cause.bytes for cause in free) == found.fragmentation.reserved - found.requested
         assert sum(pin.pinned for pin in found.pins) <= found.fragmentation.reserved
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    STEPS,
+    st.sampled_from(["", "expandable_segments:True", "max_split_size_mb:30", "roundup_power2_divisions:4"]),
+    st.floats(0, 1),
+)
+def test_the_causes_of_any_moment_account_for_every_byte(
+    steps: list[tuple[str, int, int]], conf: str, share: float
+) -> None:
+    metered = Metered(conf)
+    metered.builder.meta["alloc_conf"] = conf
+    metered.take(steps)
+    trace = metered.finish(with_segments=True)
+    for row in (None, round(share * len(trace)) - 1):
+        found = causes(trace, row=row, proven=False)
+        free = [cause for cause in found.causes if cause.kind is not CauseKind.LIVE_MEMORY]
+        assert sum(cause.bytes for cause in free) == found.fragmentation.reserved - found.requested
+        pinned = sum(pin.pinned for pin in found.pins)
+        assert pinned <= found.fragmentation.reserved - found.fragmentation.occupied
+        if found.oom is not None and found.oom.reproduced:
+            assert found.oom.largest_request < found.oom.requested
 
 
 def test_a_recorded_mismatch_of_streams() -> None:

@@ -377,7 +377,7 @@ class _Judge:
         """What the cache, and what the driver would serve."""
         request = self.request
         stream = request.stream if request else 0
-        limit = self.config.max_split_size
+        # A block above max_split_size_mb serves a request of its own size too.
         free = max(
             (
                 gap.size
@@ -388,11 +388,6 @@ class _Judge:
             ),
             default=0,
         )
-        if limit is not None and free >= limit:
-            # A block of at least the limit serves only requests of at least the limit, and nearly all of it at that.
-            smaller = [gap.size for gap in self.held.gaps if gap.size < limit]
-            fits_whole = free if free - self.config.max_non_split_rounding < free else 0
-            free = max([fits_whole, *smaller])
         if self.oom is not None:
             return LargestRequest(from_cache=free, after_release=self.oom.largest_request)
         capacity = self.rehearsal.capacity
