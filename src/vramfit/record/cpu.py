@@ -111,13 +111,7 @@ class CpuMeter(StorageMeter[StorageRecord]):
         if not nbytes:
             record.address, record.row = 0, -1
             return
-        described = -1
-        if tensor is not None:
-            like = tensor.dtype, tensor.shape
-            found = self._described.get(like)
-            if found is None:
-                found = self._described[like] = builder.tensor(describe(tensor))
-            described = found
+        described = -1 if tensor is None else self._describe(tensor)
         allocator = self._allocator
         with self.lock:
             try:
@@ -138,6 +132,16 @@ class CpuMeter(StorageMeter[StorageRecord]):
                 phase=phases.index,
                 tensor=described,
             )
+
+    def _describe(self, tensor: torch.Tensor) -> int:
+        """Index of a tensor's description in the trace's table."""
+        if tensor.is_nested:
+            return self.builder.tensor(f"{str(tensor.dtype)[6:]}[nested]")  # it has no shape of numbers
+        like = tensor.dtype, tensor.shape
+        found = self._described.get(like)
+        if found is None:
+            found = self._described[like] = self.builder.tensor(describe(tensor))
+        return found
 
     def _release(self, record: StorageRecord) -> None:
         if self._records.get(record.key) is record:
