@@ -202,7 +202,7 @@ class TimelineChart {
     context.setLineDash([]);
     context.fillStyle = token("--bad");
     context.textAlign = "right";
-    context.fillText(`the card less its context: ${bytes(this.limit)}`, chart.bbox.left + chart.bbox.width - 4, y - 4 * scale);
+    this.write(context, `the card less its context: ${bytes(this.limit)}`, chart.bbox.left + chart.bbox.width - 4, y - 6 * scale);
     context.textAlign = "left";
   }
 
@@ -222,9 +222,19 @@ class TimelineChart {
     const right = x > chart.bbox.left + chart.bbox.width * 0.75;
     context.textAlign = right ? "right" : "left";
     const place = [x + (right ? -8 : 8) * scale, Math.max(y - 6 * scale, chart.bbox.top + 10 * scale)];
-    context.strokeText(text, ...place);
-    context.fillText(text, ...place);
+    this.write(context, text, ...place);
     context.textAlign = "left";
+  }
+
+  /** Text with a rim of the ground's colour, so that it can be read on any category. */
+  write(context, text, x, y) {
+    const colour = context.fillStyle;
+    context.lineJoin = "round";
+    context.lineWidth = 4 * (window.devicePixelRatio || 1);
+    context.strokeStyle = token("--surface");
+    context.strokeText(text, x, y);
+    context.fillStyle = colour;
+    context.fillText(text, x, y);
   }
 
   vertical(context, x, chart, colour, dash, text) {
@@ -241,7 +251,7 @@ class TimelineChart {
     const right = x > chart.bbox.left + chart.bbox.width * 0.7;
     context.fillStyle = colour;
     context.textAlign = right ? "right" : "left";
-    context.fillText(text, x + (right ? -4 : 4) * scale, chart.bbox.top + chart.bbox.height - 6 * scale);
+    this.write(context, text, x + (right ? -4 : 4) * scale, chart.bbox.top + chart.bbox.height - 6 * scale);
     context.textAlign = "left";
   }
 }
