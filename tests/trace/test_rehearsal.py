@@ -1,7 +1,9 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
 
+from analysis.test_against_allocator import STEPS, Metered
 from vramfit.allocator import AllocatorConfig, AllocatorEventKind, CachingAllocator, Driver
 from vramfit.trace import CapacitySource, MemoryTrace, Rehearsal, TraceBuilder, TraceDevice, read_any
 from vramfit.units import MIB
@@ -95,3 +97,15 @@ def test_the_failure_itself_is_left_to_the_caller() -> None:
     assert player.failed is not None
     assert player.failed.size == 5_308_694_528
     assert player.allocator.reserved_bytes >= 84_063_358_976
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS)
+def test_the_recorded_settings_on_a_fresh_card_give_the_recorded_peaks(
+    steps: list[tuple[str, int, int]],
+) -> None:
+    """Also through retries, emptied caches, failed requests and several streams, on a card that nothing names."""
+    metered = Metered("")
+    metered.take(steps)
+    rehearsal = Rehearsal(metered.finish(with_segments=True), 0)
+    assert rehearsal.play(rehearsal.config).peaks == rehearsal.recorded

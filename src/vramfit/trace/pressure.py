@@ -48,8 +48,8 @@ class Pressure:
 
     A run of releases right before a new segment is either a retry of a request that had failed, or the program's
     own ``empty_cache``. It was the program where the request cannot have failed: one of the released segments would
-    have served it, or what was reserved before and the new segment together are within what was reserved at some
-    other time.
+    have served it, or what was reserved before and the new segment together are within what was reserved, or
+    reserved and free, at some other time.
 
     Attributes:
         capacity: memory for the allocator.
@@ -82,6 +82,7 @@ class Pressure:
         """For each run of releases that a new segment follows at once: what did not fit, by its first position."""
         found: dict[int, int] = {}
         kinds, at = events.kinds[self._at], self._at
+        enough = max(self.peak_reserved, int(self._limits.max(initial=0)))
         releases = (kinds == EventKind.SEGMENT_FREE) | (kinds == EventKind.SEGMENT_UNMAP)
         for index in np.flatnonzero(releases).tolist():
             if index and releases[index - 1] and at[index] == at[index - 1] + 1:
@@ -91,9 +92,7 @@ class Pressure:
                 end += 1
             if end < len(at) and at[end] == at[index] + end - index:
                 wanted = int(self._held[index]) + int(events.sizes[at[end]])
-                if wanted > self.peak_reserved and not self._cache_served(
-                    events, at[index:end], int(at[end])
-                ):
+                if wanted > enough and not self._cache_served(events, at[index:end], int(at[end])):
                     found[int(at[index])] = wanted
         return found
 
