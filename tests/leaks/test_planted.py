@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -46,11 +45,13 @@ def load() -> Iterator[Callable[[str, str], ModuleType]]:
     gc.unfreeze()
 
 
-def on(device: str) -> Any:
-    return VirtualGPU("RTX 4090", alloc_conf="") if device == "cuda" else nullcontext()
+@pytest.fixture(scope="module", params=["cuda", "cpu"])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A virtual GPU, entered once for all, and the CPU without one."""
+    with VirtualGPU("RTX 4090", alloc_conf="") if request.param == "cuda" else nullcontext():
+        yield request.param
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_leak_is_found_with_its_owner(
     load: Callable[[str, str], ModuleType], name: str, device: str
@@ -58,9 +59,8 @@ def test_a_planted_leak_is_found_with_its_owner(
     module = load("planted", name)
     if name == "finalizer":  # its owner is one of Python's own objects
         gc.unfreeze()
-    with on(device):
-        found = check_leaks(module.program(device), owners=2)
-        texts = [owner.text for stack in found.growing for owner in stack.owners]
+    found = check_leaks(module.program(device), owners=2)
+    texts = [owner.text for stack in found.growing for owner in stack.owners]
     assert found.verdict is LeakVerdict.GROWING
     assert found.bytes_per_step >= 512
     assert any(re.search(module.OWNER, text) for text in texts), texts
@@ -70,14 +70,12 @@ def test_a_planted_leak_is_found_with_its_owner(
     assert str(HERE / "planted" / f"{name}.py") in lines
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("name", CLEAN)
 def test_a_clean_program_raises_nothing(
     load: Callable[[str, str], ModuleType], name: str, device: str
 ) -> None:
     module = load("clean", name)
-    with on(device):
-        found = check_leaks(module.program(device), owners=0)
+    found = check_leaks(module.program(device), owners=0)
     assert found.verdict is LeakVerdict.STEADY
     assert found.growing == ()
 
