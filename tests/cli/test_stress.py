@@ -7,7 +7,7 @@ from typer.testing import CliRunner, Result
 from vramfit.cli import app
 from vramfit.errors import ConfigError, UsageError, WriteError
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "stress_workloads.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "workloads" / "small_gpt.py"
 
 
 def invoke(*arguments: str) -> Result:

@@ -1,7 +1,7 @@
 """Workloads for vramfit stress: a small GPT that trains, and the same answering.
 
-vramfit stress examples/stress_workloads.py:training --gpu "RTX 4090" --vary batch_size --vary sequence_length
-vramfit stress examples/stress_workloads.py:inference --device cpu --budget 512MiB
+vramfit stress examples/workloads/small_gpt.py:training --gpu "RTX 4090" --vary batch_size --vary sequence_length
+vramfit stress examples/workloads/small_gpt.py:inference --device cpu --budget 512MiB
 """
 
 import torch
