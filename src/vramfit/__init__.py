@@ -9,6 +9,7 @@
 - `annotate`, `join_profile`: names for Nsight Systems, and categories for torch.profiler.
 - `MemoryTrace`: what every run, recording and snapshot comes to.
 
+PYTEST_DONT_REWRITE: a package with a pytest plugin would have its assertions rewritten, and may be imported before.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,19 +23,22 @@ class Outcome:
     properties: dict[str, dict[str, str]]
 
 
-def run_pytest(folder: Path, files: dict[str, str], *arguments: str, **environ: str) -> Outcome:
-    """Write the files and run pytest on them; with arguments ``-p no:...`` and the like."""
+def run_pytest(
+    folder: Path, files: dict[str, str], *arguments: str, launcher: Sequence[str] = ("-m", "pytest")
+) -> Outcome:
+    """Write the files and run pytest on them; the real card, if there is one, is hidden."""
     for name, text in files.items():
         (folder / name).write_text(textwrap.dedent(text))
+    environ = dict(os.environ)
+    if "--vram-gpu" not in arguments and "--gpu" not in launcher:
+        environ["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--junitxml=junit.xml", "-p", "no:cacheprovider", *arguments],
+        [sys.executable, *launcher, "--junitxml=junit.xml", "-p", "no:cacheprovider", *arguments],
         cwd=folder,
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environ}
-        if "--vram-gpu" not in arguments
-        else {**os.environ, **environ},
+        env=environ,
     )
     tests, texts, properties = {}, {}, {}
     junit = folder / "junit.xml"
@@ -301,10 +305,61 @@ def test_metered_cpu_where_there_is_no_card(tmp_path: Path) -> None:
     assert "held by test_it.kept[" in outcome.texts["test_leak"]
 
 
+def test_the_cards_path_with_a_virtual_gpu_in_its_place(tmp_path: Path) -> None:
+    """pytest itself runs on the virtual GPU: CUDA seems to be there, and torch's memory history records the tests."""
+    files = {
+        "pytest.ini": "[pytest]\nfilterwarnings = error\n",
+        "test_it.py": """
+            import pytest
+            import torch
+
+            MIB = 1 << 20
+            kept = []
+
+            def use(mib):
+                return torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
+
+            def test_leaves_a_cache_behind():
+                use(500)
+
+            @pytest.mark.limit_vram("40 MiB")
+            def test_within(vram):
+                use(30)
+                assert vram.run.source.value == "card"
+
+            @pytest.mark.limit_vram("40 MiB")
+            def test_over():
+                torch.nn.Linear(4096, 4096, device="cuda")(torch.ones(1, 4096, device="cuda"))
+
+            @pytest.mark.no_vram_leak
+            def test_leak():
+                kept.append(use(3))
+
+            @pytest.mark.no_vram_leak
+            def test_clean():
+                use(3)
+        """,
+    }
+    outcome = run_pytest(
+        tmp_path, files, launcher=["-m", "vramfit", "run", "--gpu", "RTX 4090", "-m", "pytest"]
+    )
+    assert "4 tests are metered on the card: NVIDIA GeForce RTX 4090" in outcome.output
+    assert outcome.tests == {
+        "test_leaves_a_cache_behind": "passed",
+        "test_within": "passed",
+        "test_over": "failure",
+        "test_leak": "failure",
+        "test_clean": "passed",
+    }
+    assert "first passed at setup, test_it.py:21" in outcome.texts["test_over"]
+    assert "held by test_it.kept[" in outcome.texts["test_leak"]
+
+
 def test_tests_that_their_process_cannot_carry_run_in_children_also_of_xdist(tmp_path: Path) -> None:
     """A backward pass before the shim was there, and a fixture that outlives its test: results are the same."""
     pytest.importorskip("xdist")
     files = {
+        "pytest.ini": "[pytest]\nfilterwarnings = error\n",
         "conftest.py": """
             import torch
 
@@ -339,7 +394,8 @@ def test_tests_that_their_process_cannot_carry_run_in_children_also_of_xdist(tmp
         """,
     }
     outcome = run_pytest(tmp_path, files, "--vram-gpu", "24GiB", "--vram-peaks", "-n", "1", "--size", "4096")
-    assert outcome.tests == {"test_over[1]": "failure", "test_dies": "failure", "test_bad": "error"}
+    expected = {"test_over[1]": "failure", "test_dies": "failure", "test_bad": "error"}
+    assert outcome.tests == expected, outcome.output
     assert "is over the limit of 40.00 MiB" in outcome.texts["test_over[1]"]
     assert "test_it.py::test_over[1]" in outcome.output.split("peaks of GPU memory")[1]
     assert "by signal 6 before it could report" in outcome.texts["test_dies"]
