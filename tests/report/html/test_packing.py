@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vramfit.errors import TraceFormatError
 from vramfit.report.html.packing import Column, pack, to_text
 
 
@@ -41,12 +42,12 @@ def test_columns_come_back_as_they_were(plain: list[int], rising: list[int]) -> 
 
 @pytest.mark.parametrize("number", [-1, 1 << 53])
 def test_numbers_that_a_page_cannot_hold_are_refused(number: int) -> None:
-    with pytest.raises(ValueError, match="column sizes"):
+    with pytest.raises(TraceFormatError, match="column sizes"):
         pack({"sizes": Column(values=np.array([1, number]))}, {})
 
 
 def test_a_column_that_falls_is_no_rising_one() -> None:
-    with pytest.raises(ValueError, match="column rows"):
+    with pytest.raises(TraceFormatError, match="column rows"):
         pack({"rows": Column(values=np.array([2, 1]), rising=True)}, {})
 
 

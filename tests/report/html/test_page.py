@@ -15,6 +15,7 @@ from analysis.synthetic import Recorder, fitting_run, oom_run
 from report.html.pages import EVIL, evil, recording, simple, two_cards
 from report.html.test_packing import unpack
 from vramfit.analysis import lifetimes, peak, verdict
+from vramfit.errors import TraceFormatError
 from vramfit.report import render_html, render_trace_html, write_page
 from vramfit.report.html import columns
 from vramfit.report.html.markup import Html, tag
@@ -231,6 +232,22 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("trace", [TraceBuilder().finish(), Recorder().finish()], ids=["nothing", "a device"])
 def test_empty_traces(trace: MemoryTrace) -> None:
     assert "holds no events" in Document(render_trace_html(trace)).text
+
+
+def test_a_device_that_only_gives_back() -> None:
+    builder = TraceBuilder()
+    builder.append(EventKind.FREE_REQUESTED, device=3, address=512, size=512)
+    builder.append(EventKind.FREE_COMPLETED, device=3, address=512, size=512)
+    text = Document(render_trace_html(builder.finish())).text
+    assert "No request of this device is in the recording" in text
+    assert "512 B" in text
+
+
+def test_addresses_that_no_gpu_has_are_refused() -> None:
+    builder = TraceBuilder()
+    builder.append(EventKind.ALLOC, device=0, address=1 << 60, size=512, block=512)
+    with pytest.raises(TraceFormatError, match="cannot be drawn"):
+        render_trace_html(builder.finish())
 
 
 def test_markup_escapes_text_and_attributes() -> None:

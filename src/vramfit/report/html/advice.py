@@ -72,8 +72,8 @@ def find_advice(trace: MemoryTrace, view: DeviceView) -> Advice:
 
 def _no_search(trace: MemoryTrace, view: DeviceView, found: FragmentationCauses) -> str:
     """Why allocator settings are not searched; empty where they are."""
-    if not len(trace) or not len(view.lives.born):
-        return "Nothing is allocated on this device."
+    if not (view.lives.born >= 0).any():
+        return "No request of this device is in the recording."
     reserved = int(view.bytes_over.reserved.max())
     spare = reserved - int(view.bytes_over.allocated.max())
     if spare < reserved * _NOTABLE and found.oom is None:

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vramfit.errors import TraceFormatError
+
 _LEVEL = 6
 
 
@@ -43,7 +45,7 @@ def pack(columns: Mapping[str, Column], facts: Mapping[str, Any]) -> bytes:
         facts: anything that JSON can say; the reader finds it beside the columns.
 
     Raises:
-        ValueError: a column holds a negative number, or one that is not exact as a double.
+        TraceFormatError: a column holds a negative number, or one that is not exact as a double.
     """
     described, planes = [], []
     for name, column in columns.items():
@@ -51,7 +53,10 @@ def pack(columns: Mapping[str, Column], facts: Mapping[str, Any]) -> bytes:
         if column.rising and len(values):
             values = np.diff(values, prepend=0)
         if len(values) and (int(values.min()) < 0 or int(values.max()) >= 1 << 53):
-            raise ValueError(f"column {name} holds numbers that cannot be packed")
+            raise TraceFormatError(
+                f"the recording cannot be drawn: its column {name} holds numbers that no GPU has",
+                "Record it again, or look at what wrote the file",
+            )
         width = max(1, (int(values.max(initial=0)).bit_length() + 7) // 8)
         described.append([name, len(values), width, int(column.rising)])
         whole = values.astype("<i8").view(np.uint8).reshape(-1, 8)
