@@ -17,6 +17,7 @@ from vramfit.analysis import (
 )
 from vramfit.report.sections import SIZE, Sections
 from vramfit.report.text import (
+    exit_words,
     percent,
     print_lines,
     seconds,
@@ -79,7 +80,7 @@ class _Page(Sections):
         """The report of a program that never came to use a card: there are no bytes to show."""
         if verdict.outcome is Outcome.FAILED:
             reason = f": {run.error}" if run.error else ""
-            failed = f" (exit code {run.exit_code}) before it used a card{reason}"
+            failed = f" ({exit_words(run.exit_code)}) before it used a card{reason}"
             yield from self.wrapped(Text.assemble(("! the program failed", "bold red"), failed))
             yield from self.warnings(run)
             return
@@ -117,7 +118,7 @@ class _Page(Sections):
             yield from self.does_not_fit(run, verdict, where)
         else:
             reason = f": {run.error}" if run.error else ""
-            failed = (f" (exit code {run.exit_code}){reason}", "")
+            failed = (f" ({exit_words(run.exit_code)}){reason}", "")
             yield from self.wrapped(Text.assemble(("! the program failed", "bold red"), failed))
             used = f"{format_bytes(device.used)} of {format_bytes(device.total)}"
             until_then = f"Until then it used {used} on {where}."

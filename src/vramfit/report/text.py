@@ -26,6 +26,11 @@ def print_lines(console: Console, lines: Iterable[Text], width: int) -> None:
         console.print(line, soft_wrap=True, highlight=False)
 
 
+def exit_words(code: int) -> str:
+    """How a process ended, ``exit code 1`` or ``signal 9``, by the code that `subprocess` gives it."""
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"
+
+
 def bar(share: float, width: int) -> str:
     """A horizontal bar of ``share`` (0 to 1) of ``width`` characters, to an eighth of a character."""
     share = min(max(share, 0.0), 1.0)
