@@ -18,7 +18,7 @@ def test_a_case_is_told_with_its_story() -> None:
         "Reserved but not asked for: 40.00 MiB of 1.29 GiB (3.0 %) at step 2/forward, empty, train.py:1"
     )
     assert max(map(len, text.splitlines())) <= 100
-    assert "   40.00 MiB  long-lived blocks lie in holes of earlier ones\n" in text
+    assert "   40.00 MiB  longer-lived blocks lie in holes of earlier ones\n" in text
     text = " ".join(text.split())
     assert "→ expandable_segments:True: let segments grow by pages" in text
     assert "(replayed: peak reserved 1.25 GiB instead of 1.29 GiB)" in text

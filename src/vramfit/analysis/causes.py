@@ -26,8 +26,8 @@ class CauseKind(Enum):
     """Why bytes are reserved that no request asked for; or, for LIVE_MEMORY, why that is not the trouble."""
 
     LIVE_MEMORY = "live memory fills the card"
-    LONG_LIVED_IN_HOLE = "long-lived blocks lie in holes of earlier ones"
-    INTERLEAVED = "long-lived and short-lived blocks lie side by side"
+    LONG_LIVED_IN_HOLE = "longer-lived blocks lie in holes of earlier ones"
+    INTERLEAVED = "longer-lived and shorter-lived blocks lie side by side"
     GROWING_SIZES = "each request is larger than what the one before left"
     VARYING_SIZES = "requests of many different sizes"
     SMALLER_SEGMENTS = "free segments that are all smaller than the request"
@@ -500,8 +500,9 @@ class _Judge:
             return ""
         pin = groups[0]
         name = pin.group.tensor or pin.group.op or format_bytes(pin.group.block_bytes)
+        times = f" ×{pin.group.count:,}" if pin.group.count > 1 else ""
         made = f" made in {pin.phase}" if pin.phase else ""
-        return f"; the most, {format_bytes(pin.pinned)}, beside {name} ×{pin.group.count}{made}"
+        return f"; the most, {format_bytes(pin.pinned)}, beside {name}{times}{made}"
 
 
 def _counted(count: int, what: str) -> str:

@@ -68,7 +68,7 @@ class _Page(Sections):
         rest = [cause for cause in found.causes if cause not in shown]
         if rest:
             amount = format_bytes(sum(cause.bytes for cause in rest))
-            yield Text(f"  {amount:>{SIZE}}  for {len(rest)} other causes", style="bright_black")
+            yield Text(f"  {amount:>{SIZE}}  for {counted(len(rest), 'other cause')}", style="bright_black")
         if found.oom is not None:
             yield Text()
             yield from self.oom(found.oom)
@@ -137,7 +137,8 @@ class _Page(Sections):
         group = pin.group
         what = group.tensor or short_op(group.op) or format_bytes(group.block_bytes)
         where = self.location(group.line or group.library_line) or group.module
-        facts = [f"{what} ×{group.count:,}", NAMES[group.category]]
+        times = f" ×{group.count:,}" if group.count > 1 else ""
+        facts = [f"{what}{times}", NAMES[group.category]]
         facts += [where] if where else []
         facts += [f"made in {pin.phase}"] if pin.phase else []
         facts += [f"{pin.in_holes:,} in holes of earlier blocks"] if pin.in_holes else []
