@@ -185,6 +185,15 @@ def test_without_a_card_it_says_what_to_choose(script: Path, options: list[str])
     assert "Traceback" not in done.stderr and done.stdout == ""
 
 
+def test_other_processes_are_not_counted_and_that_is_said(tmp_path: Path) -> None:
+    script = tmp_path / "starts.py"
+    script.write_text(
+        "import subprocess, sys, torch\nsubprocess.run([sys.executable, '-c', 'pass'])\ntorch.ones(9)"
+    )
+    run = api.run(script, device="cpu").run
+    assert [warning.code for warning in run.warnings] == ["other-processes"]
+
+
 def test_the_python_face_records_too(script: Path) -> None:
     report = api.run(script, device="cpu", budget="1GiB")
     assert report.run.source is Source.CPU and report.fits is True

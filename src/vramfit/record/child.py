@@ -13,11 +13,14 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from vramfit.errors import UsageError, VramfitError
+from vramfit.programs import processes
 from vramfit.programs.job import PARTIAL, Stage
 from vramfit.programs.patching import PatchStack
+from vramfit.programs.processes import CODE, MESSAGE
 from vramfit.programs.running import Finish, leave, run_to_end
 from vramfit.record.job import AUTO, RecordJob
 from vramfit.record.runner import CPU
+from vramfit.trace import RunWarning
 
 if TYPE_CHECKING:
     from vramfit.record.recorder import Recorder
@@ -36,13 +39,20 @@ def main(job_file: str) -> int:
         job.fail(unfit)
         return unfit.exit_code
     job.enter(Stage.RUNNING)
-    finished = False
+    finished, started = False, 0
+
+    def count_processes() -> None:
+        nonlocal started
+        started += 1
 
     def finish(code: int, error: BaseException | None) -> None:
         nonlocal finished
         if not finished:
             finished = True
             run = recorder.stop(error)
+            if started:
+                told = RunWarning(code=CODE, message=MESSAGE, location=None, count=started)
+                run = replace(run, warnings=(*run.warnings, told))
             if code < 0:
                 run = replace(run, error=f"the process was ended by signal {signal.Signals(-code).name}")
             job.save(run, exit_code=code)
@@ -50,6 +60,7 @@ def main(job_file: str) -> int:
 
     with PatchStack() as patches:
         _save_when_told_to_stop(finish, patches)
+        processes.install(count_processes, patches)
         return run_to_end(job.command, finish, patches)
 
 

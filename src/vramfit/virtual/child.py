@@ -9,8 +9,10 @@ from __future__ import annotations
 import sys
 
 from vramfit.errors import VramfitError
+from vramfit.programs import processes
 from vramfit.programs.job import Stage
 from vramfit.programs.patching import PatchStack
+from vramfit.programs.processes import CODE, MESSAGE
 from vramfit.programs.running import leave, run_to_end
 from vramfit.virtual.job import VirtualJob, spec_from_plain
 
@@ -19,7 +21,6 @@ def main(job_file: str) -> int:
     """Run the job; returns the program's exit code."""
     job = VirtualJob.read(job_file)
     job.enter(Stage.IMPORTING)
-    from vramfit.virtual import processes
     from vramfit.virtual.gpu import VirtualGPU
 
     job.enter(Stage.CHECKING)
@@ -43,8 +44,9 @@ def main(job_file: str) -> int:
         job.save(gpu.run, exit_code=code)
         job.enter(Stage.DONE)
 
+    location = gpu.mode.guesses.location
     with PatchStack() as patches:
-        processes.install(gpu.mode, patches)
+        processes.install(lambda: gpu.mode.machine.warn(CODE, MESSAGE, location=location()), patches)
         return run_to_end(job.command, finish, patches)
 
 

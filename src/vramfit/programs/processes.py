@@ -1,27 +1,23 @@
-"""Processes that the program starts: they are not on the virtual GPU, and the report must say so."""
+"""Processes that the program starts: nobody measures them, and the report must say so."""
 
 from __future__ import annotations
 
 import multiprocessing.process
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vramfit.programs.patching import PatchStack
 
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
-
+CODE = "other-processes"
 MESSAGE = "the program started other Python processes: what they allocate on a card is not counted"
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
-    """Warn where the program starts a Python process of its own; a DataLoader's workers do not use the card."""
+def install(tell: Callable[[], object], patches: PatchStack) -> None:
+    """Call `tell` where the program starts a Python process of its own; a DataLoader's workers do not use the card."""
     start, popen = multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__
-
-    def tell() -> None:
-        mode.machine.warn("other-processes", MESSAGE, location=mode.guesses.location())
 
     def counted_start(self: multiprocessing.process.BaseProcess) -> None:
         target = getattr(self, "_target", None)
