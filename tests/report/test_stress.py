@@ -11,6 +11,7 @@ from vramfit.analysis import (
     stability,
 )
 from vramfit.report import STRESS_SCHEMA, render_stress, render_stress_json, render_stress_svg
+from vramfit.trace import RunWarning
 from vramfit.units import GIB, MIB
 
 
@@ -82,6 +83,18 @@ def test_what_does_not_fit_is_the_headline() -> None:
     text = render_stress(failed)
     assert text.startswith("✗ does not fit Example <1GB> at batch_size 8, length 128\n")
     assert "Rounds" not in text
+
+
+def test_warnings_of_the_virtual_card_are_told() -> None:
+    warnings = tuple(
+        RunWarning(code="guess", message=f"value {number} was guessed", location="loads.py:7", count=number)
+        for number in range(1, 8)
+    )
+    text = render_stress(replace(report(), warnings=warnings))
+    assert "! value 1 was guessed (loads.py:7)\n! value 2 was guessed (loads.py:7) ×2\n" in text
+    assert "  2 more; --json has them" in text
+    value = json.loads(render_stress_json(replace(report(), warnings=warnings)))
+    assert value["warnings"][6]["count"] == 7
 
 
 def test_json_holds_every_step() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 
+from vramfit.trace import RunWarning
 from vramfit.units import MIB
 
 
@@ -196,6 +197,7 @@ class StressReport:
         rounds: the rounds, on a cache that is never emptied.
         stability: what they say; None without rounds.
         seconds: time the test took.
+        warnings: what the virtual GPU did otherwise than a card.
     """
 
     target: str
@@ -211,6 +213,7 @@ class StressReport:
     rounds: tuple[Round, ...]
     stability: Stability | None
     seconds: float
+    warnings: tuple[RunWarning, ...] = ()
 
     @property
     def fits(self) -> bool:

@@ -20,6 +20,7 @@ from vramfit.units import GIB, MIB, format_bytes
 STRESS_SCHEMA = "vramfit.stress/1"
 _BAR = 30
 _SETTINGS = "Try --alloc-conf expandable_segments:True; vramfit tune on a trace finds other settings."
+_WARNINGS = 5
 _SHOWN = 40
 """Rounds that the terminal shows: the last ones."""
 
@@ -36,6 +37,10 @@ def print_stress(report: StressReport, console: Console) -> None:
         console.print()
         page = Sections(width, None)
         print_lines(console, (line for part in _verdict(report) for line in page.wrapped(part)), width)
+    if report.warnings:
+        console.print()
+        page = Sections(width, None)
+        print_lines(console, (line for part in _warnings(report) for line in page.wrapped(part)), width)
     console.print()
     print_lines(console, [Text(_footer(report), style="dim")], width)
 
@@ -161,6 +166,16 @@ def _verdict(report: StressReport) -> Iterator[Text]:
         yield Text(f"  {ran_out}.")
 
 
+def _warnings(report: StressReport) -> Iterator[Text]:
+    for warning in report.warnings[:_WARNINGS]:
+        where = f" ({warning.location})" if warning.location else ""
+        times = f" ×{warning.count}" if warning.count > 1 else ""
+        yield Text.assemble(("! ", "yellow"), f"{warning.message}{where}{times}")
+    more = len(report.warnings) - _WARNINGS
+    if more > 0:
+        yield Text(f"  {more} more; --json has them")
+
+
 def _footer(report: StressReport) -> str:
     on = {"virtual": "on a virtual GPU", "card": "on the card", "cpu": "on metered CPU"}[report.source]
     steps = sum(len(limit.rounds) for limit in report.limits) + len(report.rounds) + 1
@@ -206,6 +221,15 @@ def stress_to_json(report: StressReport) -> dict[str, Any]:
             "ooms": found.ooms,
             "ooms_by_history": found.ooms_by_history,
         },
+        "warnings": [
+            {
+                "code": warning.code,
+                "message": warning.message,
+                "location": warning.location,
+                "count": warning.count,
+            }
+            for warning in report.warnings
+        ],
         "seconds": round(report.seconds, 3),
     }
 

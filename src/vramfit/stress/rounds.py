@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import sys
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -122,6 +123,7 @@ class Stress:
         self.varied = chosen(workload.sizes, from_plain(job["vary"]))
         self.state: State | None = None
         self.usable = False
+        self.shown = False
 
     def run(self) -> dict[str, Any]:
         """All of it."""
@@ -191,6 +193,9 @@ class Stress:
             raise
         except Exception as error:
             outcome, message = "REFUSED", _first_line(error)
+            if not self.shown:  # a line alone does not say where; of the same at other sizes, one is enough
+                self.shown = True
+                traceback.print_exc()
         # Only here, the exception and the frames that it held being gone, can the step's tensors go.
         figures = self.memory.figures() if outcome == "FITS" else None
         if outcome != "FITS":

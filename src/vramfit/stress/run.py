@@ -17,11 +17,14 @@ from vramfit.analysis.stability import Limit, LimitReason, Round, RoundOutcome, 
 from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError
 from vramfit.gpus import GpuSpec
 from vramfit.stress.plan import Vary, as_plain
-from vramfit.trace import Source
+from vramfit.trace import Run, RunWarning, Source
 from vramfit.workload import split_target
 
 Progress = Callable[[str], None]
 """Called with what the test is doing, in words."""
+
+_INTERRUPTED = 130
+"""Exit code of a program that was interrupted from the keyboard."""
 
 _LOOK = 0.2
 """Seconds between two looks at what the child says of its progress."""
@@ -68,14 +71,15 @@ def stress(
             "alloc_conf": alloc_conf,
         }
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        context = _start(folder, gpu, alloc_conf, progress)
+        run = _start(folder, gpu, alloc_conf, progress)
         found = _results(folder)
     source = Source.VIRTUAL if gpu is not None else Source.CPU if device == "cpu" else Source.CARD
     return _report(
         target,
         found,
         source=source,
-        total=_total(found, gpu, budget, context),
+        total=_total(found, gpu, budget, run),
+        warnings=() if run is None else run.warnings,
         alloc_conf=_conf(alloc_conf, found["torch"]),
         seconds=time.perf_counter() - began,
     )
@@ -94,26 +98,30 @@ def _check_device(gpu: GpuSpec | None, device: str | None, budget: int | None, r
         raise UsageError(f"{rounds} rounds make no sense", "Give a number from 0 on")
 
 
-def _start(folder: Path, gpu: GpuSpec | None, alloc_conf: str | None, progress: Progress | None) -> int:
-    """Run the child to its end; bytes of the virtual card's context."""
+def _start(
+    folder: Path, gpu: GpuSpec | None, alloc_conf: str | None, progress: Progress | None
+) -> Run | None:
+    """Run the child to its end; the run, if it was on a virtual GPU."""
     done = threading.Event()
     watcher = threading.Thread(target=_watch, args=(folder, progress, done), daemon=True)
     watcher.start()
     try:
         if gpu is None:
             _spawn(folder, alloc_conf)
-            return 0
+            return None
         from vramfit.virtual.runner import run_in_child
 
         run = run_in_child(
             ["-m", "vramfit.stress.rounds", str(folder / "job.json")], gpu=gpu, alloc_conf=alloc_conf
         )
+        if run.exit_code == _INTERRUPTED:
+            raise KeyboardInterrupt
         if not (folder / "found.json").exists() and not (folder / "failed.json").exists():
             raise VramfitError(
                 f"the stress test failed: {run.error or f'exit code {run.exit_code}'}",
                 "The lines above say where",
             )
-        return run.devices[0].context_bytes if run.devices else 0
+        return run
     finally:
         done.set()
         watcher.join()
@@ -160,9 +168,9 @@ def _results(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _total(found: Mapping[str, Any], gpu: GpuSpec | None, budget: int | None, context: int) -> int:
+def _total(found: Mapping[str, Any], gpu: GpuSpec | None, budget: int | None, run: Run | None) -> int:
     if gpu is not None:
-        return gpu.total_bytes - context
+        return gpu.total_bytes - (run.devices[0].context_bytes if run is not None and run.devices else 0)
     return int(budget or found["total"])
 
 
@@ -182,6 +190,7 @@ def _report(
     total: int,
     alloc_conf: str,
     seconds: float,
+    warnings: tuple[RunWarning, ...] = (),
 ) -> StressReport:
     rounds = tuple(_round(one) for one in found["rounds"])
     cycle = tuple(found["cycle"])
@@ -201,6 +210,7 @@ def _report(
         rounds=rounds,
         stability=stability(rounds, len(cycle), tried=tried) if rounds and cycle else None,
         seconds=seconds,
+        warnings=warnings,
     )
 
 
