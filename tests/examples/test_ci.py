@@ -46,6 +46,7 @@ def steps() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_workflow_runs_from_its_baseline_to_its_tests(project: Path) -> None:
     """Every command but the installation, in order; the baseline is written as the comment above it says."""
     text = (CI / "github-actions.yml").read_text()

@@ -123,6 +123,39 @@ VIRTUAL = """
             use(30)
 
 
+    setups = []
+
+
+    @pytest.fixture(scope="session", autouse=True)
+    def for_the_session():
+        setups.append("session")  # gives no value: it stays
+
+
+    @pytest.fixture(scope="module")
+    def layer():
+        setups.append("layer")
+        return torch.nn.Linear(2048, 2048)
+
+
+    @pytest.fixture(scope="module")
+    def on_card(layer):
+        yield layer.cuda()
+        assert torch.cuda.is_available()
+        setups.append("down")
+
+
+    @pytest.mark.limit_vram("60 MiB")
+    @pytest.mark.parametrize("rows", [1, 2, 4096])
+    def test_module_fixture(on_card, rows):
+        on_card(torch.ones(rows, 2048, device="cuda"))
+
+
+    def test_module_fixture_with_values_after_all(layer):
+        assert type(layer.weight.data) is torch.Tensor
+        assert layer(torch.ones(1, 2048)).isfinite().all()
+        assert setups == ["session", *(["layer", "down"] * 3), "layer"]
+
+
     @pytest.mark.skip(reason="not today")
     @pytest.mark.limit_vram("20 MiB")
     def test_skipped():
@@ -209,6 +242,10 @@ def test_outcomes_on_the_virtual_gpu(virtual: Outcome) -> None:
         "test_parameters[50]": "failure",
         "test_fixture": "failure",
         "test_unit": "failure",
+        "test_module_fixture[1]": "passed",
+        "test_module_fixture[2]": "passed",
+        "test_module_fixture[4096]": "failure",
+        "test_module_fixture_with_values_after_all": "passed",
         "test_skipped": "skipped",
         "test_known": "skipped",
         "test_out_of_memory": "failure",
@@ -261,7 +298,7 @@ def test_a_round_that_fails_is_named(virtual: Outcome) -> None:
 
 def test_the_device_and_the_peaks_are_told(virtual: Outcome) -> None:
     assert "vram: virtual RTX 4090" in virtual.output
-    assert "19 tests are metered on virtual RTX 4090, 23.64 GiB" in virtual.output
+    assert "22 tests are metered on virtual RTX 4090, 23.64 GiB" in virtual.output
     assert virtual.properties["test_within"]["vram_peak_reserved_bytes"] == str(30 << 20)
     peaks = virtual.output.split("peaks of GPU memory")[1]
     assert "   50.00 MiB   50.00 MiB  test_it.py::test_figures" in peaks
@@ -355,8 +392,9 @@ def test_the_cards_path_with_a_virtual_gpu_in_its_place(tmp_path: Path) -> None:
     assert "held by test_it.kept[" in outcome.texts["test_leak"]
 
 
+@pytest.mark.slow
 def test_tests_that_their_process_cannot_carry_run_in_children_also_of_xdist(tmp_path: Path) -> None:
-    """A backward pass before the shim was there, and a fixture that outlives its test: results are the same."""
+    """A backward pass before the shim was there: results are the same."""
     pytest.importorskip("xdist")
     files = {
         "pytest.ini": "[pytest]\nfilterwarnings = error\n",

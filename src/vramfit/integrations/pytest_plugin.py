@@ -4,17 +4,20 @@ Loaded by the entry point ``pytest11``. Where no test uses it, it imports neithe
 
 NOTE [Where a test on the virtual GPU runs]
 In the test run's own process where that can carry it: autograd's threads must not have been started before the shim is
-in place, which is therefore installed once the tests are collected. It runs in a child of its own (`pytest_child`)
-1. where the virtual GPU refuses this process all the same (a backward pass or a card was used while collecting), and
-2. where the test would be the first to set up a fixture of a wider scope than the test: what such a fixture puts on the
-   card holds no values once the test is over, so that no later test could use it.
+in place, which is therefore installed once the tests are collected. Where the virtual GPU refuses this process all the
+same (a backward pass or a card was used while collecting), it runs in a child of its own (`pytest_child`).
+
+NOTE [Fixtures that outlive their test]
+What a fixture of a module or session puts on the virtual GPU holds no values once the test is over, and parameters made
+meanwhile are no ordinary ones. So the fixtures of wider scope that a metered test is the first to set up are torn down
+with it, unless they gave no value and used no card: the next test that wants them sets them up anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,19 +38,28 @@ class _Plan:
         gpu: the virtual card, None without ``--vram-gpu``.
         gates: of each test that is metered, by node id.
         is_child: this interpreter was started for one test.
+        running: the test that is being metered, None between them.
     """
 
     gpu: GpuSpec | None
     gates: dict[str, Gates]
     is_child: bool
+    running: _Running | None = None
 
 
 @dataclass(slots=True)
 class _Running:
-    """A test that is being metered."""
+    """A test that is being metered.
+
+    Attributes:
+        context: what is left when it is over.
+        meter: what meters it.
+        wide: fixtures of wider scope that end with it, with the requests that set them up.
+    """
 
     context: AbstractContextManager[Metered]
     meter: Metered
+    wide: list[tuple[pytest.FixtureDef[Any], Any]] = field(default_factory=list)
 
 
 _plan_key = pytest.StashKey[_Plan]()
@@ -152,39 +164,19 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     """Hand a test that this process cannot carry to a child."""
     plan = item.config.stash[_plan_key]
-    if item.nodeid not in plan.gates or plan.gpu is None or plan.is_child or not _wants_child(item):
+    if item.nodeid not in plan.gates or plan.gpu is None or plan.is_child:
         return None
     from vramfit.integrations.pytest_child import run_in_child
+    from vramfit.integrations.pytest_gates import carries_virtual_gpu
+
+    if carries_virtual_gpu():  # see NOTE [Where a test on the virtual GPU runs]
+        return None
 
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for report in run_in_child(item):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
-
-
-def _wants_child(item: pytest.Item) -> bool:
-    """See NOTE [Where a test on the virtual GPU runs]."""
-    from vramfit.integrations.pytest_gates import carries_virtual_gpu
-
-    return _would_set_up_wide_fixture(item) or not carries_virtual_gpu()
-
-
-def _would_set_up_wide_fixture(item: pytest.Item) -> bool:
-    """Whether a fixture of the project's own, of wider scope than a test, is not set up yet."""
-    definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
-    for chain in definitions.values():
-        fixture = chain[-1]
-        home = getattr(fixture.func, "__module__", "") or ""
-        outside = home.startswith("_pytest.") or (not fixture.baseid and not _is_conftest(fixture.func))
-        if fixture.scope != "function" and not outside and fixture.cached_result is None:
-            return True
-    return False
-
-
-def _is_conftest(function: Any) -> bool:
-    code = getattr(function, "__code__", None)
-    return code is not None and Path(code.co_filename).name == "conftest.py"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -203,7 +195,31 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         meter = context.__enter__()
     except VramfitError as error:
         pytest.fail(f"vramfit cannot meter this test: {error}", pytrace=False)
-    item.stash[_running_key] = _Running(context=context, meter=meter)
+    item.stash[_running_key] = plan.running = _Running(context=context, meter=meter)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Generator[None, Any, Any]:
+    """Note the fixtures that must end with the test: see NOTE [Fixtures that outlive their test]."""
+    plan = request.config.stash[_plan_key]
+    running = plan.running
+    if running is None or plan.gpu is None or fixturedef.scope == "function" or _is_pytests_own(fixturedef):
+        return (yield)
+    before = running.meter.run.ops
+    try:
+        value = yield
+    except BaseException:
+        running.wide.append((fixturedef, request))  # an error is kept as a value would be
+        raise
+    if value is not None or running.meter.run.ops != before:
+        running.wide.append((fixturedef, request))
+    return value
+
+
+def _is_pytests_own(fixture: pytest.FixtureDef[Any]) -> bool:
+    return (getattr(fixture.func, "__module__", "") or "").startswith("_pytest.")
 
 
 def _refuse(item: pytest.Item) -> None:
@@ -269,7 +285,12 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
         running = item.stash.get(_running_key, None)
         if running is not None:
             del item.stash[_running_key]
-            running.context.__exit__(None, None, None)
+            item.config.stash[_plan_key].running = None
+            try:
+                for fixture, request in reversed(running.wide):
+                    fixture.finish(request)
+            finally:
+                running.context.__exit__(None, None, None)
 
 
 @pytest.fixture
