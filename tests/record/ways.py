@@ -64,7 +64,7 @@ def in_a_graph() -> int:
 def in_a_deep_graph() -> int:
     start = torch.ones(3, requires_grad=True)
     value = start.sin()
-    for _ in range(30):
+    for _ in range(300):  # more tensors than a search follows
         value = (value * 1.01).sin()
     held["last"] = value
     return key(start)

@@ -7,6 +7,7 @@ that no hook of the program runs (torch/csrc/autograd/python_saved_variable_hook
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,6 +50,7 @@ class Graph:
         packed: id of a saved tensor that has a wrapper, of what a hook put in its place, or of a dictionary of hooks
             -> the same.
         complete: whether every node was reached before the bounds.
+        least_references: references that the least referenced of the nodes has, while `nodes` has one of them.
     """
 
     def __init__(self, tensors: Sequence[Any], nodes: Iterable[Any], deadline: float) -> None:
@@ -68,6 +70,7 @@ class Graph:
             for node in nodes:
                 self._meet(node)
             self._walk()
+        self.least_references = min((sys.getrefcount(self.nodes[number]) for number in self.nodes), default=0)
 
     def _result(self, tensor: Any) -> None:
         try:

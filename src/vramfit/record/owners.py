@@ -30,6 +30,7 @@ from vramfit.record.naming import Path, is_a, type_name
 _BATCH = 16  # objects for one pass over the heap, which compares every reference there is with each of them
 _MOST_OBJECTS = 4_000
 _WIDEST = 160  # objects of one level that are followed
+_USE_COUNT: Any = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 
 
 def owner_chains(
@@ -134,9 +135,6 @@ class Search:
             if self.followed > _MOST_OBJECTS or time.monotonic() > self.heap.deadline:
                 self.complete = False
                 break
-            if len(self.level) > _WIDEST:
-                self.complete = False
-                del self.level[_WIDEST:]
             self._expand()
         if not self.chains:
             self.chains.append(self._without_owner())
@@ -148,11 +146,14 @@ class Search:
         """Visit whatever holds an object of this level."""
         for number in self.level:
             self._by_graph(number)
-        for start in range(0, len(self.level), _BATCH):
+        asked = self._worth_asking()
+        for start in range(0, len(asked), _BATCH):
+            if len(self.chains) >= self.limit:
+                return
             if time.monotonic() > self.heap.deadline:
                 self.complete = False
                 return
-            wanted = self.level[start : start + _BATCH]
+            wanted = asked[start : start + _BATCH]
             self._batch.extend(self.objects[number] for number in wanted)
             self._found.extend(gc.get_referrers(*self._batch))
             self._batch.clear()
@@ -163,6 +164,32 @@ class Search:
                     for held in targets.intersection(map(id, gc.get_referents(holder))):
                         self._visit(holder, held)
             holder = None
+
+    def _worth_asking(self) -> list[int]:
+        """The objects of this level that something in Python may hold: a graph leads to many that only C++ holds."""
+        asked: list[int] = []
+        rest: list[int] = []
+        for number in self.level:
+            (asked if self._is_held_by_python(number) else rest).append(number)
+        if len(asked) > _WIDEST:
+            self.complete = False
+        return asked[:_WIDEST] + rest[:_BATCH]  # a few of the rest, should another torch count otherwise
+
+    def _is_held_by_python(self, number: int) -> bool:
+        """Whether an object has more references than this search and C++ have to it."""
+        nodes = self.graph.nodes
+        if number in nodes:  # this, `Graph.nodes` and `Search.objects`, beyond what every node has
+            return bool(sys.getrefcount(nodes[number]) - 1 > self.graph.least_references)
+        value = self.objects[number]
+        if not issubclass(type(value), torch.Tensor):
+            return True
+        try:
+            with torch._C.DisableTorchFunction():
+                shared = _USE_COUNT(value) > 1  # C++ has a reference for all of its own
+        except Exception:
+            return True
+        # Ours are: `value`, the argument, `Search.objects`, `Heap.tensors`, and the graph's list of results.
+        return bool(sys.getrefcount(value) - shared > 5)
 
     def _by_graph(self, number: int) -> None:
         """Visit what holds a node of the graph, or an object that a hook gave the graph instead of a tensor."""
@@ -185,9 +212,6 @@ class Search:
                 )
                 if fresh:
                     waiting.append(consumer)
-                    self.next.pop()
-                    if _is_held_by_python(graph.nodes, consumer):
-                        self.next.append(consumer)
 
     def _visit(self, holder: Any, held: int, told: str | None = None, *, graph: bool = False) -> None:
         """Note that ``holder`` holds ``held``; a new holder is followed further unless a chain ends with it."""
@@ -357,11 +381,6 @@ class Search:
             return str(holder.gi_code.co_filename).startswith(HERE)
         module = type.__dict__["__module__"].__get__(kind)
         return isinstance(module, str) and module.startswith("vramfit.")
-
-
-def _is_held_by_python(nodes: dict[int, Any], number: int) -> bool:
-    """Whether something but `Graph.nodes` and `Search.objects` refers to the wrapper of a node."""
-    return bool(sys.getrefcount(nodes[number]) > 3)
 
 
 def _class_name(kind: type) -> str:

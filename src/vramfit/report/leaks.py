@@ -86,7 +86,10 @@ class LeakLines(Sections):
             )
             yield from self.wrapped(Text.assemble(("? nothing", "bold yellow"), text))
         elif report.verdict is LeakVerdict.STEADY:
-            text = f" beyond chance in {count} {_plural(unit)}"
+            rounds = (
+                count - 1 if report.steps.source is StepSource.GIVEN else count
+            )  # the end has a level of its own
+            text = f" beyond chance in {rounds} {_plural(unit)}"
             yield from self.wrapped(Text.assemble(("✓ no memory grows", "bold green"), text))
         else:
             more = f": {count} seen, {report.least_steps} needed to tell growth from chance"
