@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,9 @@ class CardRecorder(Recorder):
         self._patches = PatchStack()
         self._began: dict[int, int] | None = None
         self._peak_before: dict[int, int] = {}
+        self._devices: set[int] = set()
+        self._held: Moment | None = None
+        self._gradients_at: dict[int, list[int]] = {}
         self._phases: list[PhaseNote] = []
         self._marks: list[MarkNote] = []
         self._tensors: list[TensorNotes] = []
@@ -148,8 +151,7 @@ class CardRecorder(Recorder):
             "all", context=_CONTEXT, stacks="python", max_entries=self._max_entries, clear_history=True
         )
         _attach_observer()
-        self._began = {}
-        self._began = _counts()
+        self._began = _counts(range(torch.cuda.device_count()))
         self._peak_before = {d: torch.cuda.max_memory_allocated(d) for d in self._began}
         for name, model in self._subjects.models:
             self._modules.name_tree(model, name)
@@ -211,8 +213,9 @@ class CardRecorder(Recorder):
         if root:
             self._metadata_before = memory._cuda_getMemoryMetadata()
             if memory._current_graph_task_id() == -1:
-                self._phase.begin(Phase.FORWARD)
-                self._meet_root(module, args, kwargs)
+                with self._one_moment():
+                    self._phase.begin(Phase.FORWARD)
+                    self._meet_root(module, args, kwargs)
         memory._cuda_setMemoryMetadata(MODULE_PREFIX + self._modules.current_path())
 
     def leave_module(self) -> None:
@@ -231,20 +234,28 @@ class CardRecorder(Recorder):
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps: its gradients are there."""
-        if self._began is not None:
-            self._note_optimizer(optimizer, states=False)
-        self._phase.begin(Phase.OPTIMIZER)
+        if self._began is None:
+            self._phase.begin(Phase.OPTIMIZER)
+            return
+        with self._one_moment():
+            if self._steps.get(optimizer, 0) + 1 in _STATES_AT:
+                self._note_parameters(optimizer)
+            self._note_gradients(optimizer)
+            self._phase.begin(Phase.OPTIMIZER)
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """It has left its state; what comes now is data until a module is called."""
         if self._began is None:
             return
         count = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        if count in _STATES_AT:
-            self._note_states(optimizer)
-        if self._phases:
-            name = self._phases[-1].name
-            self._phases.append(PhaseNote(moment=self._moment(), name=name, stretch=Stretch.OTHER))
+        self._devices.update(range(torch.cuda.device_count()))  # whichever the step has used
+        with self._one_moment():
+            if count in _STATES_AT:
+                self._note_states(optimizer)
+            if self._phases:
+                name = self._phases[-1].name
+                self._phases.append(PhaseNote(moment=self._moment(), name=name, stretch=Stretch.OTHER))
+            self._devices = {device for device, events in self._moment().items() if events}
         if self._partial is not None and time.perf_counter() >= self._save_at:
             self._save(self._partial)
 
@@ -265,9 +276,22 @@ class CardRecorder(Recorder):
     # -- notes ---------------------------------------------------------------------------------------------------
 
     def _moment(self) -> Moment:
+        """Now; see NOTE [Moments of a card's history]. To ask torch takes tens of microseconds for each device."""
+        if self._held is not None:
+            return self._held
         began = self._began
         assert began is not None
-        return {device: count - began.get(device, 0) for device, count in _counts().items()}
+        devices = self._devices | {torch.cuda.current_device()}
+        return {device: count - began.get(device, 0) for device, count in _counts(devices).items()}
+
+    @contextlib.contextmanager
+    def _one_moment(self) -> Iterator[None]:
+        """Let everything that is noted inside be of one moment: the program does nothing in between."""
+        self._held = self._moment()
+        try:
+            yield
+        finally:
+            self._held = None
 
     def _meet_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         first = next(module.parameters(), None)
@@ -289,14 +313,28 @@ class CardRecorder(Recorder):
                     self._paths[id(tensor)] = path
         self._note(id(root), Category.PARAMETERS, tensors, paths)
 
-    def _note_optimizer(self, optimizer: torch.optim.Optimizer, *, states: bool = True) -> None:
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._note_parameters(optimizer)
+        self._note_gradients(optimizer)
+        self._note_states(optimizer)
+
+    def _note_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         paths = [self._paths.get(id(parameter), "") for parameter in parameters]
         self._note(id(optimizer), Category.PARAMETERS, parameters, paths)
-        pairs = [(p.grad, path) for p, path in zip(parameters, paths, strict=True) if p.grad is not None]
-        self._note(id(optimizer), Category.GRADIENTS, [g for g, _ in pairs], [path for _, path in pairs])
-        if states:
-            self._note_states(optimizer)
+
+    def _note_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """At every step: the gradients of the last one are gone, these may lie where they lay."""
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [parameter.grad for parameter in held]
+        where = [g.data_ptr() if g.layout is torch.strided else 0 for g in gradients]
+        last = self._last.get((id(optimizer), Category.GRADIENTS))
+        if last is not None and self._gradients_at.get(id(optimizer)) == where:
+            last.moments.append(self._moment())
+            return
+        self._gradients_at[id(optimizer)] = where
+        paths = [self._paths.get(id(parameter), "") for parameter in held]
+        self._note(id(optimizer), Category.GRADIENTS, gradients, paths)
 
     def _note_states(self, optimizer: torch.optim.Optimizer) -> None:
         tensors, paths = [], []
@@ -387,6 +425,7 @@ class CardRecorder(Recorder):
             return empty.finish(devices=(_device(0, ()),) if torch.cuda.is_available() else ()), []
         if self._result is None:
             self._note_last()
+        self._devices = set(self._began)
         total = self._moment()
         snapshot = torch.cuda.memory._snapshot()
         warnings = []
@@ -462,10 +501,10 @@ def _attach_observer() -> None:
     _observed = True
 
 
-def _counts() -> dict[int, int]:
-    """Requests and frees that each device's allocator has counted."""
+def _counts(devices: Iterable[int]) -> dict[int, int]:
+    """Requests and frees that devices' allocators have counted."""
     found = {}
-    for device in range(torch.cuda.device_count()):
+    for device in devices:
         counted = torch._C._cuda_memoryStats(device)["allocation"]["all"]
         found[device] = counted["allocated"] + counted["freed"]
     return found
