@@ -3,66 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import numpy as np
 
 from vramfit.allocator import AllocatorConfig
-from vramfit.allocator.rounding import LARGE_ROUNDING, MIN_BLOCK, SMALL_REQUEST, Rounding
+from vramfit.allocator.rounding import LARGE_ROUNDING, MIN_BLOCK
+from vramfit.analysis.accounting import Account, CauseKind, Request, request_at
 from vramfit.analysis.breakdown import Moment, moment, oom_row
 from vramfit.analysis.curves import curves
 from vramfit.analysis.fragmentation import Fragmentation, fragmentation
 from vramfit.analysis.lifetimes import Lifetimes, lifetimes
-from vramfit.analysis.occupancy import COMMON_POOL, Gap, HeldSegment, Occupancy, occupancy
+from vramfit.analysis.occupancy import COMMON_POOL, Occupancy, occupancy
 from vramfit.analysis.oom import OomExplanation, OomVerdict, WhatIf, explain_oom
 from vramfit.analysis.pinning import Holder, PinGroup, PinnedSegment, Pins
 from vramfit.analysis.remedies import Remedy, prove, remedies_for
 from vramfit.trace import Capacity, CapacitySource, EventKind, MemoryTrace, Rehearsal
 from vramfit.trace.settings import recorded_config
 from vramfit.units import format_bytes
-
-
-class CauseKind(Enum):
-    """Why bytes are reserved that no request asked for; or, for LIVE_MEMORY, why that is not the trouble."""
-
-    LIVE_MEMORY = "live memory fills the card"
-    LONG_LIVED_IN_HOLE = "longer-lived blocks lie in holes of earlier ones"
-    INTERLEAVED = "longer-lived and shorter-lived blocks lie side by side"
-    GROWING_SIZES = "each request is larger than what the one before left"
-    VARYING_SIZES = "requests of many different sizes"
-    SMALLER_SEGMENTS = "free segments that are all smaller than the request"
-    OTHER_STREAM = "free memory of another stream"
-    PENDING_FREE = "freed blocks that wait for a stream"
-    OTHER_POOL = "free memory of the other pool (small or large)"
-    PRIVATE_POOL = "memory of a private pool"
-    OVERSIZE_CACHED = "max_split_size_mb keeps large cached blocks from smaller requests"
-    MAX_SPLIT_EXPANDABLE = "max_split_size_mb keeps free memory of expandable segments from being used"
-    PAGE_EDGES = "free parts of pages that also hold live blocks"
-    SEGMENT_REST = "the rest of the newest segment"
-    UNSPLIT_SLACK = "blocks larger than their requests, since rests of at most 1 MiB are not split off"
-    ROUNDING = "requests rounded up"
-    CACHED = "free segments or pages, given back before memory runs out"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """The request by which the causes are judged: the one that made the reserved memory grow last, or that failed.
-
-    Attributes:
-        row: its event.
-        size: bytes asked for.
-        stream: its stream.
-        small: it is for the small pool.
-        failed: it ran out of memory.
-        grown: row of the segment event that it caused; -1 where it failed.
-    """
-
-    row: int
-    size: int
-    stream: int
-    small: bool
-    failed: bool
-    grown: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,22 +159,15 @@ class _Judge:
         self.trace, self.lives, self.held, self.oom = trace, lives, held, oom
         self.rehearsal = rehearsal
         self.config: AllocatorConfig = recorded_config(trace)
-        self.rounding = Rounding(self.config)
-        self.request = self._request()
+        self.request = request_at(trace, lives.device, held.row, self.config, oom)
         self.pins = Pins(trace, lives, held)
-        self.bytes: dict[CauseKind, int] = {}
-        self.counts: dict[CauseKind, int] = {}
-        self.largest_of: dict[CauseKind, int] = {}
+        self.account = Account(lives, held, self.config, self.request, self.pins)
 
     def judge(self, *, proven: bool) -> FragmentationCauses:
         """All about the moment."""
         row, lives = self.held.row, self.lives
         fragments = fragmentation(self.trace, lives, row)
-        self._inside_blocks()
-        whole = self._kind_of_whole_segments()
-        for gap in self.held.gaps:
-            self._gap(gap, whole)
-        found = [self._cause(kind) for kind in self.bytes if self.bytes[kind]]
+        found = [self._cause(kind) for kind, size in self.account.bytes.items() if size]
         found.sort(key=lambda cause: (cause.kind in _HARMLESS, -cause.bytes, cause.kind.name))
         if self.oom is not None and self.oom.verdict is OomVerdict.NOT_AT_ALL:
             found.insert(0, self._live_memory())
@@ -252,127 +202,6 @@ class _Judge:
             for cause in found
         ]
 
-    def _request(self) -> Request | None:
-        trace, row, device = self.trace, self.held.row, self.lives.device
-        if self.oom is not None:
-            small = self.rounding.block(self.oom.requested) <= SMALL_REQUEST
-            return Request(
-                row=row,
-                size=self.oom.requested,
-                stream=self.oom.stream,
-                small=small,
-                failed=True,
-                grown=-1,
-            )
-        here = (trace.device == device)[: row + 1]
-        kinds = trace.kind[: row + 1]
-        grown = np.flatnonzero(here & ((kinds == EventKind.SEGMENT_ALLOC) | (kinds == EventKind.SEGMENT_MAP)))
-        if not len(grown):
-            return None
-        last = int(grown[-1])
-        served = np.flatnonzero((trace.device[last:] == device) & (trace.kind[last:] == EventKind.ALLOC))
-        if not len(served):
-            return None
-        at = last + int(served[0])
-        size = int(trace.size[at])
-        return Request(
-            row=at,
-            size=size,
-            stream=int(trace.stream[at]),
-            small=self.rounding.block(size) <= SMALL_REQUEST,
-            failed=False,
-            grown=last,
-        )
-
-    # Where each byte belongs
-
-    def _add(self, kind: CauseKind, size: int) -> None:
-        if size:
-            self.bytes[kind] = self.bytes.get(kind, 0) + size
-            self.counts[kind] = self.counts.get(kind, 0) + 1
-            self.largest_of[kind] = max(self.largest_of.get(kind, 0), size)
-
-    def _inside_blocks(self) -> None:
-        """Rounding, slack, and blocks that wait for a stream."""
-        lives, row = self.lives, self.held.row
-        alive = lives.alive(row)
-        size, block = lives.size[alive], lives.block[alive]
-        distinct, index = np.unique(size, return_inverse=True)
-        rounded = np.array([self.rounding.block(one) for one in distinct.tolist()], dtype=np.int64)
-        rounded = np.minimum(rounded[index.reshape(-1)] if len(rounded) else size, block)
-        for kind, extra in ((CauseKind.ROUNDING, rounded - size), (CauseKind.UNSPLIT_SLACK, block - rounded)):
-            if extra.any():
-                self.bytes[kind] = int(extra.sum())
-                self.counts[kind] = int((extra > 0).sum())
-                self.largest_of[kind] = int(extra.max())
-        for waiting in np.setdiff1d(lives.active(row), alive).tolist():
-            self._add(CauseKind.PENDING_FREE, int(lives.block[waiting]))
-
-    def _gap(self, gap: Gap, whole: CauseKind) -> None:
-        """Why one free range did not serve the request."""
-        held, request = self.held, self.request
-        segment = held.segments[gap.segment]
-        if segment.pool_id != COMMON_POOL:
-            self._add(CauseKind.PRIVATE_POOL, gap.size)
-        elif request is None:
-            self._by_pins(gap, whole)
-        elif segment.stream != request.stream:
-            self._add(CauseKind.OTHER_STREAM, gap.size)
-        elif segment.small != request.small:
-            self._add(CauseKind.OTHER_POOL, gap.size)
-        elif request.grown >= 0 and segment.newest == request.grown and gap.after < 0:
-            self._add(CauseKind.SEGMENT_REST, gap.size)
-        elif gap.size >= self.rounding.block(request.size) and self.config.max_split_size is not None:
-            kind = CauseKind.MAX_SPLIT_EXPANDABLE if segment.expandable else CauseKind.OVERSIZE_CACHED
-            self._add(kind, gap.size)
-        else:
-            self._by_pins(gap, whole)
-
-    def _by_pins(self, gap: Gap, whole: CauseKind) -> None:
-        held = self.held
-        pages = held.whole_pages(gap)
-        segment = held.segments[gap.segment]
-        if segment.expandable:
-            self._add(CauseKind.CACHED, pages)
-            self._add(CauseKind.PAGE_EDGES, gap.size - pages)
-        elif pages:
-            self._add(whole, gap.size)
-        else:
-            beside = [block for block in (gap.before, gap.after) if block >= 0]
-            hole = any(self.pins.in_hole[block] for block in beside)
-            self._add(CauseKind.LONG_LIVED_IN_HOLE if hole else CauseKind.INTERLEAVED, gap.size)
-
-    def _kind_of_whole_segments(self) -> CauseKind:
-        """Why free segments of the request's own pool and stream did not serve it: their sizes tell.
-
-        Of the sizes in the order in which the segments were taken, nine of ten steps upwards make growing ones, and
-        more than two different sizes varying ones.
-        """
-        request = self.request
-        if request is None or request.small:
-            return CauseKind.CACHED
-        mine = [
-            self.held.segments[gap.segment]
-            for gap in self.held.gaps
-            if self.held.is_whole(gap) and self._same_pool(self.held.segments[gap.segment], request)
-        ]
-        mine.sort(key=lambda segment: segment.born)
-        sizes = [segment.size for segment in mine if segment.size < self.rounding.block(request.size)]
-        if not sizes:
-            return CauseKind.CACHED
-        steps = np.diff(np.array([*sizes, self.rounding.segment(self.rounding.block(request.size))]))
-        if len(set(sizes)) > 2 and (steps >= 0).mean() >= 0.9 and (steps > 0).any():
-            return CauseKind.GROWING_SIZES
-        return CauseKind.VARYING_SIZES if len(set(sizes)) > 2 else CauseKind.SMALLER_SEGMENTS
-
-    def _same_pool(self, segment: HeldSegment, request: Request) -> bool:
-        return (
-            segment.pool_id == COMMON_POOL
-            and segment.stream == request.stream
-            and segment.small == request.small
-            and not segment.expandable
-        )
-
     def _largest(self) -> LargestRequest:
         """What the cache, and what the driver would serve."""
         request = self.request
@@ -404,8 +233,8 @@ class _Judge:
     def _cause(self, kind: CauseKind) -> FragmentationCause:
         return FragmentationCause(
             kind=kind,
-            bytes=self.bytes[kind],
-            count=self.counts[kind],
+            bytes=self.account.bytes[kind],
+            count=self.account.counts[kind],
             evidence=self._evidence(kind),
             remedies=remedies_for(kind.name, self.config, self.rehearsal.version),
         )
@@ -452,14 +281,15 @@ class _Judge:
         return " and ".join(found)
 
     def _evidence(self, kind: CauseKind) -> str:
-        size, count = format_bytes(self.bytes[kind]), self.counts[kind]
-        largest = format_bytes(self.largest_of[kind])
+        account = self.account
+        size, count = format_bytes(account.bytes[kind]), account.counts[kind]
+        largest = format_bytes(account.largest[kind])
         request = self.request
         wanted = "" if request is None else format_bytes(request.size)
         verb = "failed" if request is not None and request.failed else "needed new memory"
         many = _counted(count, "free range")
         if kind is CauseKind.ROUNDING:
-            step = "the next power-of-two division" if not self.rounding.plain else f"{MIN_BLOCK} bytes"
+            step = "the next power-of-two division" if not account.rounding.plain else f"{MIN_BLOCK} bytes"
             return f"{_counted(count, 'live block')}, {size} larger than asked for: rounded up to {step}"
         if kind is CauseKind.UNSPLIT_SLACK:
             return f"{_counted(count, 'live block')} with {size} behind what was asked for, at most {largest} each"
@@ -469,7 +299,7 @@ class _Judge:
             )
         if kind is CauseKind.OTHER_STREAM:
             assert request is not None
-            fits = "would have served" if self.largest_of[kind] >= request.size else "is smaller than"
+            fits = "would have served" if account.largest[kind] >= request.size else "is smaller than"
             return (
                 f"{many} of {size} on other streams than stream {request.stream}; the largest, {largest}, {fits} the "
                 f"{wanted} that {verb}"

@@ -3,83 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import numpy as np
 
 from vramfit.allocator import AllocatorConfig
-from vramfit.allocator.rounding import Rounding
 from vramfit.allocator.versions import TorchVersion, rules_for
-from vramfit.analysis.candidates import Sizes, finer_candidates, first_candidates
-from vramfit.errors import ConfigError, UsageError
-from vramfit.trace import Capacity, CapacitySource, EventKind, MemoryTrace, Peaks, Played, Rehearsal
-from vramfit.units import MIB, format_bytes
+from vramfit.analysis.candidates import finer_candidates, first_candidates
+from vramfit.analysis.traps import TRAP_CONF, Trap, TrapKind, find_traps
+from vramfit.analysis.trials import Progress, Search, Trial, rank
+from vramfit.errors import UsageError
+from vramfit.trace import Capacity, CapacitySource, EventKind, MemoryTrace, Peaks, Rehearsal
+from vramfit.units import MIB
 
-
-class TrapKind(Enum):
-    """A setting that does harm, or nothing."""
-
-    MAX_SPLIT_EXPANDABLE = "max_split_size_mb with expandable segments"
-    COLLECTION_WITHOUT_FRACTION = "garbage_collection_threshold without a memory fraction"
-    ROUNDUP_NO_USE = "roundup_power2_divisions on sizes that are powers of two"
-    ROUNDUP_COSTS = "roundup_power2_divisions that costs more than it saves"
-    OUT_OF_MEMORY = "settings under which requests fail"
-    UNKNOWN_SETTING = "a setting that this torch does not know"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trap:
-    """A trap that the trace shows.
-
-    Attributes:
-        kind: which one.
-        alloc_conf: the settings concerned.
-        text: what it does, with the figures of the replay.
-    """
-
-    kind: TrapKind
-    alloc_conf: str
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
-    """The requests served under one configuration, on fresh cards. Bytes throughout.
-
-    Attributes:
-        alloc_conf: the settings; empty for the defaults.
-        config: the same.
-        family: what kind of settings these are.
-        peak_reserved: of the device that needs the most.
-        peak_allocated: of the device that needs the most.
-        devices: peaks of each device, in the order of `Tuning.devices`.
-        device_allocs: calls of cudaMalloc, or of mapping pages, on all devices after the start of the trace.
-        device_frees: calls of cudaFree, or of unmapping.
-        retries: how often all of the cache was given back for want of memory: each waits for the card.
-        ooms: requests that failed.
-        complete: it was served to the end; otherwise broken off, being above ``peak_reserved`` already.
-        seconds: time of the replay.
-    """
-
-    alloc_conf: str
-    config: AllocatorConfig
-    family: str
-    peak_reserved: int
-    peak_allocated: int
-    devices: tuple[Peaks, ...]
-    device_allocs: int
-    device_frees: int
-    retries: int
-    ooms: int
-    complete: bool
-    seconds: float
-
-    @property
-    def settings(self) -> int:
-        """How many settings differ from the defaults."""
-        return len(self.alloc_conf.split(":")) - 1 if self.alloc_conf else 0
+__all__ = [
+    "DeviceRecording",
+    "Trap",
+    "TrapKind",
+    "Trial",
+    "Tuning",
+    "tolerance",
+    "tune",
+    "variable_for",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,13 +112,8 @@ def tolerance(peak: int) -> int:
     return max(peak // 200, min(20 * MIB, peak // 20))
 
 
-Progress = Callable[[float, str], None]
-"""Called with the share that is done (a guess that never falls) and the settings being tried."""
-
 _STOP_AT = 1.5
 """A trial is broken off above so many times the recorded peak: it is worse, and by how much does not matter."""
-_TRAP_CONF = "max_split_size_mb:128,expandable_segments:True"
-_TRAP_FACTOR = 1.2
 
 
 def tune(
@@ -202,14 +144,14 @@ def tune(
     version = rehearsals[0].version
     given = [AllocatorConfig.parse(text, torch_version=version) for text in settings]
     recordings = tuple(_recording(rehearsal) for rehearsal in rehearsals)
-    search = _Search(rehearsals, progress)
+    search = Search(rehearsals, progress)
     baseline = search.try_("recorded", rehearsals[0].config)
     search.limit = int(_STOP_AT * baseline.peak_reserved)
     if given:
         search.run([("given", config) for config in given])
     else:
         _search_all(search, recordings, version, known=bool(trace.meta.get("torch_version")))
-    trials = tuple(sorted(search.trials.values(), key=_rank))
+    trials = tuple(sorted(search.trials.values(), key=rank))
     return Tuning(
         devices=recordings,
         torch_version=version,
@@ -219,7 +161,7 @@ def tune(
         baseline=baseline,
         trials=trials,
         best=_best(trials, baseline),
-        traps=tuple(_traps(search, baseline, trace)),
+        traps=tuple(find_traps(search, baseline, trace)),
         events=len(trace),
         seconds=time.perf_counter() - began,
     )
@@ -261,65 +203,8 @@ def _recording(rehearsal: Rehearsal) -> DeviceRecording:
     )
 
 
-class _Search:
-    """Trials by their settings, each served once."""
-
-    def __init__(self, rehearsals: Sequence[Rehearsal], progress: Progress | None) -> None:
-        self.rehearsals = rehearsals
-        self.progress = progress
-        self.sizes = Sizes(rehearsals)
-        self.limit: int | None = None
-        self.trials: dict[str, Trial] = {}
-        self.done, self.planned = 0, 1
-        self._shown = 0.0
-
-    def run(self, candidates: Sequence[tuple[str, AllocatorConfig]]) -> None:
-        """Try all that have not been tried."""
-        self.planned = self.done + len(candidates)
-        for family, config in candidates:
-            self.try_(family, config)
-
-    def try_(self, family: str, config: AllocatorConfig) -> Trial:
-        """Serve all devices under one configuration."""
-        conf = config.to_string()
-        if conf not in self.trials:
-            self.trials[conf] = self._serve(family, conf, config)
-        self.done += 1
-        self._tell(0.0, conf)
-        return self.trials[conf]
-
-    def _tell(self, share: float, conf: str) -> None:
-        if self.progress is not None:
-            self._shown = max(self._shown, min(1.0, (self.done + share) / max(1, self.planned)))
-            self.progress(self._shown, conf)
-
-    def _serve(self, family: str, conf: str, config: AllocatorConfig) -> Trial:
-        played: list[Played] = []
-        count = len(self.rehearsals)
-        for number, rehearsal in enumerate(self.rehearsals):
-
-            def tick(share: float, number: int = number) -> None:
-                self._tell((number + share) / count, conf)
-
-            played.append(rehearsal.play(config, stop_above=self.limit, tick=tick))
-        return Trial(
-            alloc_conf=conf,
-            config=config,
-            family=family,
-            peak_reserved=max(one.peaks.peak_reserved for one in played),
-            peak_allocated=max(one.peaks.peak_allocated for one in played),
-            devices=tuple(one.peaks for one in played),
-            device_allocs=sum(one.device_allocs for one in played),
-            device_frees=sum(one.device_frees for one in played),
-            retries=sum(one.retries for one in played),
-            ooms=sum(one.ooms for one in played),
-            complete=all(one.complete for one in played),
-            seconds=sum(one.seconds for one in played),
-        )
-
-
 def _search_all(
-    search: _Search, recordings: Sequence[DeviceRecording], version: TorchVersion, *, known: bool
+    search: Search, recordings: Sequence[DeviceRecording], version: TorchVersion, *, known: bool
 ) -> None:
     """Coarse settings of each family, then finer ones around the best.
 
@@ -333,28 +218,17 @@ def _search_all(
     best: dict[str, AllocatorConfig] = {}
     for family in dict.fromkeys(family for family, _ in coarse):
         trial = min(
-            (search.trials[config.to_string()] for name, config in coarse if name == family), key=_rank
+            (search.trials[config.to_string()] for name, config in coarse if name == family), key=rank
         )
-        if _rank(trial)[:2] < _rank(reference)[:2]:
+        if rank(trial)[:2] < rank(reference)[:2]:
             best[family] = trial.config
     search.run(list(finer_candidates(best, search.sizes)))
-    trap = AllocatorConfig.parse(_TRAP_CONF, torch_version=version)
+    trap = AllocatorConfig.parse(TRAP_CONF, torch_version=version)
     # In an expandable segment free blocks join to more than any one request.
     if reference.peak_reserved > (trap.max_split_size or 0):
         limit, search.limit = search.limit, None
         search.run([("trap", trap), ("max_split", replace(trap, expandable_segments=False))])
         search.limit = limit
-
-
-def _rank(trial: Trial) -> tuple[int, int, int, int, int, str]:
-    return (
-        trial.ooms if trial.complete else 1 << 40,
-        trial.peak_reserved,
-        trial.retries,
-        trial.device_allocs + trial.device_frees,
-        trial.settings,
-        trial.alloc_conf,
-    )
 
 
 def _best(trials: Sequence[Trial], baseline: Trial) -> Trial:
@@ -379,135 +253,3 @@ def _best(trials: Sequence[Trial], baseline: Trial) -> Trial:
             trial.peak_reserved,
         ),
     )
-
-
-# Traps
-
-
-def _traps(search: _Search, baseline: Trial, trace: MemoryTrace) -> list[Trap]:
-    concerned = {baseline.alloc_conf: baseline}
-    concerned.update({conf: trial for conf, trial in search.trials.items() if trial.family == "given"})
-    traps = [*_unknown_settings(trace, search.rehearsals[0].version), *_growing(search)]
-    for trial in concerned.values():
-        config = trial.config
-        if config.garbage_collection_threshold and config.per_process_memory_fraction == 1.0:
-            traps.append(
-                Trap(
-                    kind=TrapKind.COLLECTION_WITHOUT_FRACTION,
-                    alloc_conf=trial.alloc_conf,
-                    text="garbage_collection_threshold does nothing until the program or per_process_memory_fraction "
-                    "limits the memory: torch collects only then",
-                )
-            )
-        if max(config.roundup_power2_divisions) > 1:
-            traps += _roundup(search, trial)
-    failing = [
-        trial
-        for trial in search.trials.values()
-        if trial.ooms > baseline.ooms and trial.complete and trial.alloc_conf
-    ]
-    worst: dict[str, Trial] = {}
-    for trial in failing:
-        worst[trial.family] = max(trial, worst.get(trial.family, trial), key=lambda one: one.ooms)
-    traps += [
-        Trap(
-            kind=TrapKind.OUT_OF_MEMORY,
-            alloc_conf=trial.alloc_conf,
-            text=f"{_requests(trial.ooms)} would run out of memory, {_requests(baseline.ooms)} did as recorded"
-            + _and_others([one for one in failing if one.family == trial.family]),
-        )
-        for trial in sorted(worst.values(), key=_rank)
-    ]
-    return traps
-
-
-def _requests(count: int) -> str:
-    return "1 request" if count == 1 else f"{count} requests"
-
-
-def _and_others(failing: Sequence[Trial]) -> str:
-    if len(failing) < 2:
-        return ""
-    return (
-        "; so with 1 setting like it"
-        if len(failing) == 2
-        else f"; so with {len(failing) - 1} settings like it"
-    )
-
-
-def _growing(search: _Search) -> list[Trap]:
-    """Settings with both a limit to splitting and expandable segments that need far more than either alone."""
-    found = []
-    for conf, trial in list(search.trials.items()):
-        config = trial.config
-        if config.max_split_size is None or not config.expandable_segments:
-            continue
-        alone = [
-            search.try_("trap", replace(config, max_split_size=None)),
-            search.try_("trap", replace(config, expandable_segments=False)),
-        ]
-        most = max(one.peak_reserved for one in alone)
-        if trial.peak_reserved > _TRAP_FACTOR * most:
-            more = "" if trial.complete else "more than "
-            found.append(
-                Trap(
-                    kind=TrapKind.MAX_SPLIT_EXPANDABLE,
-                    alloc_conf=conf,
-                    text=f"reserved memory grows to {more}{_mib(trial.peak_reserved)} with at most "
-                    f"{_mib(trial.peak_allocated)} allocated; with expandable segments alone it is "
-                    f"{_mib(alone[0].peak_reserved)}, with max_split_size_mb alone {_mib(alone[1].peak_reserved)}: "
-                    "free memory above the limit is kept from smaller requests, and new pages are mapped instead",
-                )
-            )
-    return found
-
-
-def _mib(size: int) -> str:
-    return f"{size / MIB:,.0f} MiB"
-
-
-def _roundup(search: _Search, trial: Trial) -> list[Trap]:
-    """Whether rounding up can do anything for these sizes, and what it costs."""
-    share = search.sizes.power_of_two_share()
-    plain = search.try_("given", replace(trial.config, roundup_power2_divisions=(0,) * 16))
-    if share > 0.9:
-        return [
-            Trap(
-                kind=TrapKind.ROUNDUP_NO_USE,
-                alloc_conf=trial.alloc_conf,
-                text=f"{100 * share:.0f} % of the bytes are in requests of powers of two, which are not rounded",
-            )
-        ]
-    if plain.complete and trial.peak_reserved > plain.peak_reserved:
-        rounding = Rounding(trial.config)
-        extra = sum(
-            (rounding.block(size) - size) * (weight // size)
-            for size, weight in zip(search.sizes.sizes.tolist(), search.sizes.weights.tolist(), strict=True)
-        )
-        part = extra / max(1, int(search.sizes.weights.sum()))
-        return [
-            Trap(
-                kind=TrapKind.ROUNDUP_COSTS,
-                alloc_conf=trial.alloc_conf,
-                text=f"it makes requests {100 * part:.0f} % larger, and the peak {format_bytes(trial.peak_reserved)} "
-                f"instead of {format_bytes(plain.peak_reserved)} without it",
-            )
-        ]
-    return []
-
-
-def _unknown_settings(trace: MemoryTrace, version: TorchVersion) -> list[Trap]:
-    text = str(trace.meta.get("alloc_conf", ""))
-    try:
-        AllocatorConfig.parse(text, torch_version=version)
-    except ConfigError as error:
-        major, minor = version
-        return [
-            Trap(
-                kind=TrapKind.UNKNOWN_SETTING,
-                alloc_conf=text,
-                text=f"torch {major}.{minor} does not take these settings as they are ({error.message}); what it does "
-                "not know is left out here",
-            )
-        ]
-    return []
