@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from vramfit.allocator.rounding import SMALL_SEGMENT
 from vramfit.analysis.lifetimes import Ints, Lifetimes
-from vramfit.analysis.segment_spans import segment_spans
+from vramfit.analysis.segment_spans import SegmentSpans, segment_spans
 from vramfit.trace import MemoryTrace, Segment
 from vramfit.trace.device_events import DeviceEvents
 from vramfit.trace.rewind import StartSegment, start_segments
@@ -138,15 +139,32 @@ def occupancy(trace: MemoryTrace, lives: Lifetimes, row: int) -> Occupancy:
 
 def held_segments(trace: MemoryTrace, device: int, row: int) -> tuple[HeldSegment, ...]:
     """The segments that a device holds right after event ``row``, by address."""
-    events = DeviceEvents(trace, device)
-    large_page = recorded_config(trace).large_segment_size
     spans = segment_spans(trace, device)
+    pieces: list[HeldSegment] = []
+    for piece in span_segments(trace, spans, spans.held(row)):
+        expandable = piece.expandable
+        before = pieces[-1] if pieces else None
+        if before is not None and expandable and before.expandable and _continues(before, piece):
+            pieces[-1] = replace(
+                before,
+                size=piece.end - before.address,
+                born=min(before.born, piece.born),
+                newest=max(before.newest, piece.born),
+            )
+        else:
+            pieces.append(piece)
+    return tuple(pieces)
+
+
+def span_segments(trace: MemoryTrace, spans: SegmentSpans, chosen: Ints) -> Iterator[HeldSegment]:
+    """The chosen spans, each as a segment of its own with what is known of its stream, its pool and its pages."""
+    events = DeviceEvents(trace, spans.device)
+    large_page = recorded_config(trace).large_segment_size
     first = _Described(start_segments(events))
     final = _Described(
         [_described(segment) for segment in sorted(events.final_segments, key=lambda found: found["address"])]
     )
-    pieces: list[HeldSegment] = []
-    for index in spans.held(row).tolist():
+    for index in chosen.tolist():
         address, end = int(spans.start[index]), int(spans.end[index])
         born, expandable = int(spans.born[index]), bool(spans.expandable[index])
         known = (first.at(address) if born < 0 else None) or (
@@ -159,7 +177,7 @@ def held_segments(trace: MemoryTrace, device: int, row: int) -> tuple[HeldSegmen
         else:
             small = known.small if known else end - address == SMALL_SEGMENT
             stream = known.stream if known else 0
-        piece = HeldSegment(
+        yield HeldSegment(
             address=address,
             size=end - address,
             stream=stream,
@@ -169,17 +187,6 @@ def held_segments(trace: MemoryTrace, device: int, row: int) -> tuple[HeldSegmen
             born=born,
             newest=born,
         )
-        before = pieces[-1] if pieces else None
-        if before is not None and expandable and before.expandable and _continues(before, piece):
-            pieces[-1] = replace(
-                before,
-                size=piece.end - before.address,
-                born=min(before.born, born),
-                newest=max(before.newest, born),
-            )
-        else:
-            pieces.append(piece)
-    return tuple(pieces)
 
 
 def _continues(before: HeldSegment, piece: HeldSegment) -> bool:

@@ -21,6 +21,7 @@ from vramfit.analysis import (
     segment_spans,
     timeline,
 )
+from vramfit.analysis.occupancy import span_segments
 from vramfit.report.html.packing import Column
 from vramfit.trace import EventKind, Frame, MemoryTrace, TraceDevice, marks
 
@@ -237,6 +238,7 @@ def device_columns(
     # Numbers that say "never" must be small to pack well: 0 is never, else 1 + the distance.
     life = np.where(lives.freed < rows, lives.freed - lives.born + 1, 0)[kept]
     wait = np.where(lives.completed < rows, np.maximum(lives.completed - lives.freed, 0) + 1, 0)[kept]
+    page, kind = _pages(trace, spans)
     ooms = np.flatnonzero((trace.device == view.device.index) & (trace.kind == EventKind.OOM))
     columns = {
         "born": Column(values=lives.born[kept] + 1, rising=True),
@@ -254,7 +256,8 @@ def device_columns(
         "span_size": Column(values=spans.end - spans.start),
         "span_born": Column(values=spans.born + 1),
         "span_freed": Column(values=spans.freed),
-        "span_expandable": Column(values=spans.expandable.astype(np.int64)),
+        "span_page": Column(values=page),
+        "span_kind": Column(values=kind),
         "oom_row": Column(values=ooms, rising=True),
         "oom_size": Column(values=np.maximum(trace.size[ooms], 0)),
     }
@@ -275,6 +278,16 @@ def device_columns(
         facts["left_out_below"] = int(lives.block[left].max())
         columns |= _points(timeline(trace, view.device.index, points=_POINTS, lives=lives))
     return columns, facts
+
+
+def _pages(trace: MemoryTrace, spans: SegmentSpans) -> tuple[Ints, Ints]:
+    """Bytes of a page of each span, 0 for segments of cudaMalloc; and its kind: like neighbours are one stretch."""
+    kinds: dict[tuple[int, bool], int] = {}
+    pages, found = [], []
+    for segment in span_segments(trace, spans, np.arange(len(spans.start), dtype=np.int64)):
+        pages.append(segment.page)
+        found.append(kinds.setdefault((segment.stream, segment.small), len(kinds)))
+    return np.array(pages, dtype=np.int64), np.array(found, dtype=np.int64)
 
 
 def _points(over: Timeline) -> dict[str, Column]:

@@ -1,7 +1,6 @@
 // One device of the trace: its blocks, segments and curves, and its state at any event.
 
 const CHECKPOINT = 2048;
-const PAGE = 2 * KIB * KIB; // c10/cuda/CUDACachingAllocator.cpp, kSmallBuffer: what expandable segments unmap
 
 /** Index of the last element of sorted values that is at most x, or -1. */
 function lastAtMost(values, x) {
@@ -173,7 +172,8 @@ class Model {
     this.spanSize = columns.span_size;
     this.spanBorn = new Int32Array(count);
     this.spanFreed = columns.span_freed;
-    this.spanExpandable = columns.span_expandable;
+    this.spanPage = columns.span_page; // of expandable segments; 0 for those of cudaMalloc
+    this.spanKind = columns.span_kind; // stream and pool: pages of different kinds are not given back together
     for (let i = 0; i < count; i++) {
       this.spanStart[i] = this.inArena(columns.span_start[i]);
       this.spanBorn[i] = columns.span_born[i] - 1;
@@ -344,11 +344,13 @@ class Model {
       if (this.spanBorn[i] > row || this.spanFreed[i] <= row) continue;
       const start = this.spanStart[i];
       const last = segments[segments.length - 1];
-      const expandable = this.spanExpandable[i] === 1;
-      if (last && last.expandable && expandable && last.end === start && this.touches(start)) {
-        last.end += this.spanSize[i];
-      } else {
-        segments.push({ start, end: start + this.spanSize[i], expandable, blocks: [], gaps: [] });
+      const page = this.spanPage[i];
+      const kind = this.spanKind[i];
+      const follows = last && last.end === start && page > 0 && last.page > 0 && this.touches(start);
+      if (follows && last.kind === kind) last.end += this.spanSize[i];
+      else {
+        const end = start + this.spanSize[i];
+        segments.push({ start, end, page, kind, follows, expandable: page > 0, blocks: [], gaps: [] });
       }
     }
     const starts = Float64Array.from(segments, (segment) => segment.start);
@@ -373,34 +375,45 @@ class Model {
       at = this.position[block] + this.block[block];
     }
     if (at < segment.end) segment.gaps.push({ start: at, end: segment.end });
-    for (const gap of segment.gaps) {
-      gap.releasable = segment.expandable ? this.wholePages(gap) : segment.blocks.length ? 0 : gap.end - gap.start;
-    }
+    for (const gap of segment.gaps) gap.releasable = this.releasable(segment, gap);
   }
 
-  wholePages(gap) {
-    const start = this.address(gap.start);
-    const first = Math.ceil(start / PAGE) * PAGE;
-    const last = Math.floor((start + gap.end - gap.start) / PAGE) * PAGE;
-    return Math.max(0, last - first);
+  /** Bytes of a gap that can be given back: all of a free segment, or the whole pages of an expandable one. */
+  releasable(segment, gap) {
+    if (!segment.expandable) return segment.blocks.length ? 0 : gap.end - gap.start;
+    const first = Math.ceil((gap.start - segment.start) / segment.page);
+    const last = Math.floor((gap.end - segment.start) / segment.page);
+    return Math.max(0, last - first) * segment.page;
   }
 
   /** The figures of analysis.fragmentation, from the segments of a moment. */
   figures(segments, row) {
-    const found = { reserved: 0, free: 0, releasable: 0, largestFree: 0, slack: 0, segments: segments.length };
+    const found = { reserved: 0, free: 0, releasable: 0, largestFree: 0, slack: 0, segments: 0 };
+    let open = 0; // free bytes at the end of the stretch before, if it goes on
     for (const segment of segments) {
+      if (!segment.follows) found.segments++;
       found.reserved += segment.end - segment.start;
       for (const gap of segment.gaps) {
         found.free += gap.end - gap.start;
         found.releasable += gap.releasable;
-        found.largestFree = Math.max(found.largestFree, gap.end - gap.start);
+        const before = segment.follows && gap.start === segment.start ? open : 0;
+        found.largestFree = Math.max(found.largestFree, before + gap.end - gap.start);
       }
+      open = this.openEnd(segment, open);
     }
     for (const block of this.alive(row, true)) found.slack += this.block[block] - this.size[block];
     found.occupied = found.reserved - found.free;
     found.inactiveSplit = found.free - found.releasable;
     found.allocated = this.allocatedAt(row);
     return found;
+  }
+
+  /** Free bytes that reach to the end of a stretch, with those of the one before where all of it is free. */
+  openEnd(segment, before) {
+    const last = segment.gaps[segment.gaps.length - 1];
+    if (!last || last.end !== segment.end) return 0;
+    const size = last.end - last.start;
+    return segment.follows && size === segment.end - segment.start ? before + size : size;
   }
 
   /** The event with the most allocated bytes, of equals the first; -1 if there was as much before the first. */
