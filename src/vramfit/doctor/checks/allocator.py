@@ -133,7 +133,7 @@ def _contradictions(config: AllocatorConfig, facts: Facts) -> Iterator[Finding]:
             "Nothing to do if that is meant",
             Severity.INFO,
         )
-    if any(division == 1 or division > 1 for division in config.roundup_power2_divisions):
+    if any(division > 1 for division in config.roundup_power2_divisions):
         yield finding(
             "roundup_power2_divisions is set",
             "requests are rounded up: fewer distinct sizes and less fragmentation, but each block may be larger",
