@@ -57,8 +57,8 @@ GOLDEN = """\
 
 What grows    per step      in all
     3.00 MiB   57.00 MiB  nets/gpt.py:40
-      float32[4,1024,768] addmm activations in GPT.h.*; since 0, 20 blocks, p =
-      4.1e-19 (1.2e-18 of all)
+      float32[4,1024,768] addmm activations in GPT.h.*; since step 0, 20 blocks,
+      p = 4.1e-19 (1.2e-18 of all)
       held by train.history[2] -> grad_fn MseLossBackward0 -> … ->
         AddmmBackward0 saved mat1  (autograd graph)
 

@@ -116,12 +116,12 @@ class LeakLines(Sections):
         unit = "step" if report.steps.source is not StepSource.GIVEN else "round"
         yield self.heading(title, f"{f'per {unit}':>{SIZE}}{'in all':>{SIZE + 2}}")
         for stack in report.growing[:_GROWING]:
-            yield from self.stack(stack)
+            yield from self.stack(stack, _since(report, stack.first_step))
         if (more := len(report.growing) - _GROWING) > 0:
             rest = sum(stack.bytes_per_step for stack in report.growing[_GROWING:])
             yield Text(f"  {_counted(more, 'stack')} more: {format_bytes(rest)} in all", style="bright_black")
 
-    def stack(self, stack: GrowingStack) -> Iterator[Text]:
+    def stack(self, stack: GrowingStack, since: str) -> Iterator[Text]:
         """One stack, what its bytes are, and who holds them."""
         speed, grown = format_bytes(stack.bytes_per_step), format_bytes(stack.grown_bytes)
         head = f"  {speed:>{SIZE}}{grown:>{SIZE + 2}}  "
@@ -131,7 +131,7 @@ class LeakLines(Sections):
         p = f"p = {stack.p_value:.2g}" + (
             f" ({stack.adjusted_p:.2g} of all)" if stack.adjusted_p > stack.p_value else ""
         )
-        facts = f"{self.what(stack.place)}; since {stack.first_step}, {_counted(stack.blocks, 'block')}, {p}"
+        facts = f"{self.what(stack.place)}; {since}, {_counted(stack.blocks, 'block')}, {p}"
         yield from self.broken(Text(f"      {facts}", style=STYLES[stack.place.category]), indent=6)
         if stack.release is Release.COLLECTOR:
             text = "      dead: nothing reaches it, only the garbage collector frees it (reference cycles)"
@@ -177,6 +177,13 @@ class LeakLines(Sections):
         ]
         text = " ".join(part for part in parts if part)
         return text if place.kinds == 1 else f"{text} and {_counted(place.kinds - 1, 'other kind')}"
+
+
+def _since(report: LeakReport, step: int) -> str:
+    """``since step 3``; rounds are counted from 1, the warm-up's among them."""
+    if report.steps.source is StepSource.GIVEN:
+        return f"since round {step + 1}"
+    return f"since {report.steps.unit.partition(' ')[0]} {step}"
 
 
 def _plural(unit: str) -> str:
