@@ -156,12 +156,12 @@ def _metered(device: str | None) -> Iterator[_Metering]:
     if active is not None and device != "cpu":
         yield _Metering(active, active.meter, _index(device))
         return
-    from vramfit.tracking import track
+    from vramfit.tracking import running_track, track
 
-    with track(device=device) as tracked:
-        meter = getattr(
-            tracked._recorder, "meter", None
-        )  # metered CPU has one, the recorder of a card has not
+    outer = running_track() if device is None else None
+    with nullcontext(outer) if outer is not None else track(device=device) as tracked:
+        # Metered CPU has a meter, the recorder of a card has not.
+        meter = getattr(tracked._recorder, "meter", None)
         yield _Metering(tracked, meter, _index(device) if meter is None else 0)
 
 
