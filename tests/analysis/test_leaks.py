@@ -63,6 +63,12 @@ def test_a_planted_growth_is_estimated_exactly(size: int, steps: int, blocks: in
     assert growing.adjusted_p <= 1 / 720
 
 
+def test_long_traces_are_thinned_out_and_the_estimate_stays_exact() -> None:
+    found = report_of(lambda recorder, step: void(keep(recorder, 1000)), 500)
+    assert len(found.levels) == 119
+    assert (found.bytes_per_step, found.growing[0].requested_per_step) == (1024.0, 1000.0)
+
+
 def test_a_training_run_without_a_leak_is_steady() -> None:
     recorder = Recorder()
     gpt_training(recorder, layers=2, iterations=12)
