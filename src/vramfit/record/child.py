@@ -59,7 +59,8 @@ def main(job_file: str) -> int:
             job.enter(Stage.DONE)
 
     with PatchStack() as patches:
-        _save_when_told_to_stop(finish, patches)
+        if job.device != CPU:  # there the journal has it all
+            _save_when_told_to_stop(finish, patches)
         processes.install(count_processes, patches)
         return run_to_end(job.command, finish, patches)
 

@@ -82,7 +82,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler of the program may come in between
         self._at = 0
         try:
             self._file = os.open(
@@ -199,7 +199,7 @@ class Journal:
 
     def _forget(self) -> None:
         """This is a forked child: the file is its parent's."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.closed = True
         self._map.close()
         os.close(self._file)
