@@ -408,8 +408,6 @@ def test_tests_that_their_process_cannot_carry_run_in_children_also_of_xdist(tmp
                 parser.addoption("--size", type=int, default=0)
         """,
         "test_it.py": """
-            import os
-
             import pytest
             import torch
 
@@ -422,22 +420,32 @@ def test_tests_that_their_process_cannot_carry_run_in_children_also_of_xdist(tmp
             def test_over(layer, rows):
                 layer(torch.ones(rows, 4096, device="cuda")).sum().backward()
 
-            @pytest.mark.limit_vram("40 MiB")
-            def test_dies():
-                os.abort()
-
             @pytest.mark.limit_vram("20 pounds")
             def test_bad():
                 pass
         """,
     }
     outcome = run_pytest(tmp_path, files, "--vram-gpu", "24GiB", "--vram-peaks", "-n", "1", "--size", "4096")
-    expected = {"test_over[1]": "failure", "test_dies": "failure", "test_bad": "error"}
+    expected = {"test_over[1]": "failure", "test_bad": "error"}
     assert outcome.tests == expected, outcome.output
     assert "is over the limit of 40.00 MiB" in outcome.texts["test_over[1]"]
     assert "test_it.py::test_over[1]" in outcome.output.split("peaks of GPU memory")[1]
-    assert "by signal 6 before it could report" in outcome.texts["test_dies"]
     assert "'20 pounds' is not a size" in outcome.texts["test_bad"]
+
+
+def test_a_child_that_dies_fails_its_test(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vramfit.integrations.pytest_child import run_in_child
+
+    interpreter = tmp_path / "python"
+    interpreter.write_text("#!/bin/sh\necho last words\nkill -6 $$\n")
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    [report] = run_in_child(request.node)
+    assert (report.outcome, report.when, report.nodeid) == ("failed", "call", request.node.nodeid)
+    assert "by signal 6 before it could report" in report.longreprtext
+    assert "last words" in report.longreprtext
 
 
 @pytest.mark.parametrize(
