@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +125,9 @@ def test_an_interrupt_of_the_keyboard_reports_what_it_has(script: Path) -> None:
     assert err.count("KeyboardInterrupt") == 1 and "optimizer state" in out
 
 
-def test_when_all_is_killed_the_journal_lies_beside_the_trace(script: Path, tmp_path: Path) -> None:
+def test_when_all_is_killed_the_journal_lies_beside_the_trace(
+    vramfit: Any, script: Path, tmp_path: Path
+) -> None:
     trace = tmp_path / "run.vft"
     with subprocess.Popen(
         command("--device", "cpu", "--trace", trace, script, "time.sleep(60)"),
@@ -140,13 +141,8 @@ def test_when_all_is_killed_the_journal_lies_beside_the_trace(script: Path, tmp_
     left = read_any(tmp_path / "run.vft.journal")
     assert left.phases[-1] == "step 1/optimizer" and left.meta["source"] == "cpu"
     for verb in ("replay", "explain"):
-        done = subprocess.run(
-            [sys.executable, "-m", "vramfit", verb, tmp_path / "run.vft.journal"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, (verb, done.stderr)
+        done: Invocation = vramfit(verb, tmp_path / "run.vft.journal")
+        assert done.code == 0, (verb, done.err)
 
 
 @pytest.mark.parametrize(
@@ -176,28 +172,22 @@ def test_options_that_cannot_be_used_are_explained(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-@pytest.mark.parametrize("options", [[], ["--device", "cuda:1"]], ids=" ".join)
-def test_without_a_card_it_says_what_to_choose(script: Path, options: list[str]) -> None:
-    began = time.monotonic()
-    done = run(*options, script)
-    assert done.returncode == 2 and time.monotonic() - began < 60
+def test_without_a_card_it_says_what_to_choose(script: Path) -> None:
+    done = run(script)
+    assert done.returncode == 2
     assert "no card" in done.stderr and "--gpu" in done.stderr and "--device cpu --budget" in done.stderr
     assert "Traceback" not in done.stderr and done.stdout == ""
 
 
-def test_other_processes_are_not_counted_and_that_is_said(tmp_path: Path) -> None:
+def test_the_python_face_records_and_says_that_other_processes_are_not_counted(tmp_path: Path) -> None:
     script = tmp_path / "starts.py"
     script.write_text(
         "import subprocess, sys, torch\nsubprocess.run([sys.executable, '-c', 'pass'])\ntorch.ones(9)"
     )
-    run = api.run(script, device="cpu").run
-    assert [warning.code for warning in run.warnings] == ["other-processes"]
-
-
-def test_the_python_face_records_too(script: Path) -> None:
     report = api.run(script, device="cpu", budget="1GiB")
     assert report.run.source is Source.CPU and report.fits is True
     assert report.to_dict()["total_bytes"] == 1 << 30
+    assert [warning.code for warning in report.run.warnings] == ["other-processes"]
     with pytest.raises(UsageError, match="gpu="):
         api.run(script, gpu="RTX 4090", device="cpu")
     with pytest.raises(UsageError, match="lots"):
