@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.virtual.conftest import fit_interpreter
 from torch import nn
 
 import vramfit
 from vramfit.errors import UsageError
 from vramfit.trace import EventKind, MemoryTrace, load_snapshot, marks, read_any
+
+__all__ = ["fit_interpreter"]  # backward passes on the CPU before tests of the virtual GPU
 
 LINE = re.compile(
     r"\[(?P<tag>.*?)\] allocated [\d.]+ \w+, reserved [\d.]+ \w+, peak [\d.]+ \w+"
@@ -168,6 +171,11 @@ def test_misuse_is_explained() -> None:
 
     with pytest.raises(UsageError, match="generator"):
         tracker(generator)
+
+
+def test_a_line_of_a_device_that_is_not_there_is_refused() -> None:
+    with vramfit.track(device="cpu"), pytest.raises(UsageError, match="no device 1"):
+        vramfit.snapshot("x", device=1)
 
 
 def test_tracks_can_be_nested() -> None:

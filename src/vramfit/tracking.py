@@ -81,7 +81,6 @@ class Track:
         self._journal = None if journal is None else Path(journal)
         self._recorder: Recorder | None = None
         self._run: Run | None = None
-        self._last: tuple[str, int] | None = None
         if alloc_conf is not None:
             from vramfit.allocator import AllocatorConfig
 
@@ -95,7 +94,7 @@ class Track:
             raise UsageError("this recording runs already", "Make another with vramfit.track()")
         recorder = self._make()
         recorder.start()
-        self._recorder, self._run, self._last = recorder, None, None
+        self._recorder, self._run = recorder, None
         _active.append(self)
         return self
 
@@ -302,8 +301,8 @@ def snapshot(
 
     ``[epoch 3] allocated 4.21 GiB, reserved 5.00 GiB, peak 6.02 GiB (+122.88 MiB since [epoch 2])``
 
-    It tells of the innermost ``vramfit.track``, else of the card (a real or a virtual one); where there is neither, the
-    line says so.
+    It tells of the innermost ``vramfit.track``, or of the run that ``vramfit run`` records, else of the card (a real or
+    a virtual one); where there is neither, the line says so.
 
     Args:
         tag: names the moment.
@@ -318,13 +317,13 @@ def snapshot(
         collector.collect()
     head = f"[{tag}] " if tag else ""
     last: tuple[str, int] | None
-    if _active and _active[-1]._recorder is not None:
-        innermost = _active[-1]
-        recorder = _active[-1]._recorder
+    recorders = _running()
+    if recorders:
+        recorder = recorders[-1]
         if empty_cache:
             recorder.empty_cache()
         now = recorder.figures() if device is None else recorder.figures(device)
-        last, innermost._last = innermost._last, (tag, now.allocated)
+        last, recorder.last_told = recorder.last_told, (tag, now.allocated)
     elif (found := _card_figures(device, empty_cache)) is not None:
         index, now = found
         last = _last_on_card.get(index)
@@ -357,11 +356,16 @@ def _say(line: str, file: Sink) -> str:
     return line
 
 
+def _running() -> list[Recorder]:
+    """The recordings of this process: those of tracks, and that of ``vramfit run``."""
+    module = sys.modules.get("vramfit.record.recorder")
+    return [] if module is None else list(module.running)
+
+
 def _mark(tag: str) -> None:
-    """Mark the moment in all that record: the tracks, and a virtual GPU of this process."""
-    for one in _active:
-        if one._recorder is not None:
-            one._recorder.mark(tag)
+    """Mark the moment in all that record: the recordings, and a virtual GPU of this process."""
+    for recorder in _running():
+        recorder.mark(tag)
     virtual = sys.modules.get("vramfit.virtual.gpu")
     if virtual is not None and virtual._active is not None:
         virtual._active.mark(tag)

@@ -17,7 +17,7 @@ import torch
 from cli.conftest import Invocation
 from vramfit import api
 from vramfit.errors import UsageError
-from vramfit.trace import MemoryTrace, Source, load_snapshot, read_any
+from vramfit.trace import MemoryTrace, Source, load_snapshot, marks, read_any
 
 PROGRAM = """
     import os, signal, sys, time
@@ -182,12 +182,16 @@ def test_without_a_card_it_says_what_to_choose(script: Path) -> None:
 def test_the_python_face_records_and_says_that_other_processes_are_not_counted(tmp_path: Path) -> None:
     script = tmp_path / "starts.py"
     script.write_text(
-        "import subprocess, sys, torch\nsubprocess.run([sys.executable, '-c', 'pass'])\ntorch.ones(9)"
+        "import subprocess, sys, torch, vramfit\n"
+        "subprocess.run([sys.executable, '-c', 'pass'])\n"
+        "held = torch.ones(1 << 18)\n"
+        "assert 'allocated 1.00 MiB' in vramfit.snapshot('one')\n"
     )
     report = api.run(script, device="cpu", budget="1GiB")
     assert report.run.source is Source.CPU and report.fits is True
     assert report.to_dict()["total_bytes"] == 1 << 30
     assert [warning.code for warning in report.run.warnings] == ["other-processes"]
+    assert [mark.tag for mark in marks(report.trace)] == ["one"]
     with pytest.raises(UsageError, match="gpu="):
         api.run(script, gpu="RTX 4090", device="cpu")
     with pytest.raises(UsageError, match="lots"):

@@ -40,6 +40,7 @@ from vramfit.record.recorder import (
     Subjects,
     error_line,
     program_of_process,
+    running,
 )
 from vramfit.record.watching import watch
 from vramfit.trace import (
@@ -137,6 +138,7 @@ class CardRecorder(Recorder):
             self._patches.undo()
             _recording = None
             raise
+        running.append(self)
 
     def _begin(self) -> None:
         """CUDA is there: let torch record."""
@@ -162,6 +164,7 @@ class CardRecorder(Recorder):
     def stop(self, error: BaseException | None = None) -> Run:
         """End; torch records no longer, and nothing stays patched."""
         global _recording
+        running.remove(self)
         self._patches.undo()
         _recording = None
         try:

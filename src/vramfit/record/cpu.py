@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramfit.allocator import OutOfMemory
-from vramfit.errors import EnvironmentUnfitError
+from vramfit.errors import EnvironmentUnfitError, UsageError
 from vramfit.gpus import GpuKind, GpuSpec, find_gpu
 from vramfit.programs import threads
 from vramfit.programs.patching import PatchStack
@@ -37,6 +37,7 @@ from vramfit.record.recorder import (
     Subjects,
     error_line,
     program_of_process,
+    running,
 )
 from vramfit.record.watching import watch
 from vramfit.trace import Category, DeviceOutcome, EventKind, Run, Source, TraceBuilder, TraceDevice
@@ -511,9 +512,11 @@ class CpuRecorder(Recorder):
         except BaseException:
             self._patches.undo()
             raise
+        running.append(self)
 
     def stop(self, error: BaseException | None = None) -> Run:
         """End; every patch is undone."""
+        running.remove(self)
         self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._patches.undo()
         self._result = self._outcome(error)
@@ -533,8 +536,10 @@ class CpuRecorder(Recorder):
 
     def figures(self, device: int = 0) -> Figures:
         """What the allocator holds now."""
+        if device:
+            raise UsageError(f"there is no device {device}", "The metered CPU is one device, 0")
         self.meter.collect()
-        allocator, peaks = self.meter.machine.devices[device].allocator, self.meter.peaks()
+        allocator, peaks = self.meter.machine.devices[0].allocator, self.meter.peaks()
         return Figures(
             allocated=allocator.allocated_bytes,
             reserved=allocator.reserved_bytes,

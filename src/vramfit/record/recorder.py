@@ -89,7 +89,13 @@ def _named(given: object, kind: type[T], what: str) -> Iterable[tuple[str, T]]:
 
 
 class Recorder(ABC):
-    """Records what happens to memory between `start` and `stop`."""
+    """Records what happens to memory between `start` and `stop`.
+
+    Attributes:
+        last_told: tag and allocated bytes of the last line that `vramfit.snapshot` told of this recording.
+    """
+
+    last_told: tuple[str, int] | None = None
 
     @abstractmethod
     def start(self) -> None:
@@ -118,6 +124,10 @@ class Recorder(ABC):
     @abstractmethod
     def figures(self, device: int = 0) -> Figures:
         """What the allocator holds now."""
+
+
+running: list[Recorder] = []
+"""The recordings of this process that run, innermost last."""
 
 
 def error_line(error: BaseException | None) -> str | None:
