@@ -24,6 +24,7 @@ from torch import nn
 
 from vramfit.errors import EnvironmentUnfitError, WriteError
 from vramfit.programs.patching import PatchStack
+from vramfit.record.metering import tensors_of
 from vramfit.record.notes import (
     MODULE_PREFIX,
     MarkNote,
@@ -302,7 +303,7 @@ class CardRecorder(Recorder):
         if self._seen.get(module) != where:  # new, or its parameters have moved
             self._seen[module] = where
             self._meet_module(module)
-        inputs = [tensor for tensor in (*_tensors(args), *_tensors(kwargs)) if tensor.grad_fn is None]
+        inputs = [tensor for tensor in (*tensors_of(args), *tensors_of(kwargs)) if tensor.grad_fn is None]
         self._note(id(self), Category.INPUTS, inputs, [""] * len(inputs))
 
     def _meet_module(self, root: nn.Module) -> None:
@@ -531,18 +532,6 @@ def _device(index: int, segments: Any) -> TraceDevice:
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _tensors(value: Any, depth: int = 4) -> Iterable[torch.Tensor]:
-    """The tensors in what a module is called with."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth and isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item, depth - 1)
-    elif depth and isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item, depth - 1)
 
 
 def _plain(snapshot: Mapping[str, Any]) -> dict[str, Any]:
