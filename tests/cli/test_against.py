@@ -136,7 +136,7 @@ def refused(found: Invocation, runner: FakeRunner, reason: str) -> None:
         (b"cards were busy today\n", "is no known kind of recording"),
         (b"\x89PNG\r\n\x1a\n" + bytes(40), "is no known kind of recording"),
         (b"PK\x03\x04" + bytes(40), "is no known kind of recording"),
-        (gzip.compress(b"a log of a run\n"), "is no known kind of recording"),
+        (gzip.compress(b"a log of a run\n", mtime=0), "is no known kind of recording"),
         (b"\x80\x04\x95", "truncated"),
         (b"\x80\x04}h\x05.", "is a damaged pickle"),
         (b"{", "no JSON"),
