@@ -54,7 +54,9 @@ app.command(
 )(check_command)
 app.command("explain")(explain_command)
 app.command("diff")(diff_command)
-app.command("export", epilog="Example: vramfit export snapshot.pickle -o page.html -o timeline.svg")(export_command)
+app.command("export", epilog="Example: vramfit export snapshot.pickle -o page.html -o timeline.svg")(
+    export_command
+)
 app.command("calibrate")(calibrate_command)
 app.command("doctor")(doctor_command)
 

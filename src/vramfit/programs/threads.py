@@ -14,7 +14,7 @@ class _ThreadMode(TorchDispatchMode):
     """The same mode, entered on another thread (a mode object keeps state while it is entered)."""
 
     def __init__(self, mode: TorchDispatchMode) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._mode = mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

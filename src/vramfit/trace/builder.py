@@ -127,7 +127,19 @@ class TraceBuilder:
         add[12](tensor)
         if self.journal is not None:
             self.journal.row(
-                kind, device, stream, address, size, block, time_us, category, op, stack, module, phase, tensor
+                kind,
+                device,
+                stream,
+                address,
+                size,
+                block,
+                time_us,
+                category,
+                op,
+                stack,
+                module,
+                phase,
+                tensor,
             )
         return len(self._columns["kind"]) - 1
 
