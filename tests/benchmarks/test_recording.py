@@ -14,13 +14,13 @@ from typing import Any
 
 import accuracy
 import pytest
-import record
 import torch
 from comparing.results import Results
 from comparing.rows import Figure, Tool
 from configurations import ALL
 from recording import store
 
+import record
 from vramfit.errors import TraceFormatError, VramfitError
 
 BENCHMARKS = Path(record.__file__).parent
