@@ -68,7 +68,15 @@ _HOMES = {
 }
 
 
+_MODULES = frozenset({"analysis", "doctor", "gpus", "report", "trace"})
+"""Packages that can be used after ``import vramfit`` alone."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        from importlib import import_module
+
+        return import_module(f"vramfit.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -12,7 +12,7 @@ from vramfit.analysis.fragmentation import Fragmentation, fragmentation
 from vramfit.analysis.groups import Grouping, TensorGroup, born_column, entry, stack_frames
 from vramfit.analysis.lifetimes import Ints, Lifetimes, lifetimes
 from vramfit.analysis.modules import ModuleNode, module_tree
-from vramfit.trace import Category, EventKind, Frame, MemoryTrace
+from vramfit.trace import RAN_OUT, Category, EventKind, Frame, MemoryTrace
 from vramfit.trace.frames import user_frame
 
 
@@ -140,10 +140,17 @@ def oom_row(trace: MemoryTrace, device: int) -> int | None:
 
 
 def last_oom_row(trace: MemoryTrace, device: int) -> int | None:
-    """The event at which ``device`` ran out of memory, if that ended the trace: nothing was allocated on it after."""
+    """The event at which ``device`` ran out of memory, if that ended the run.
+
+    Where the trace does not say how the run ended, it did if nothing was allocated on the device after.
+    """
     row = oom_row(trace, device)
     if row is None:
         return None
+    told = trace.meta.get(RAN_OUT)
+    if told is not None:
+        last = int(np.flatnonzero(trace.kind == EventKind.OOM)[-1])
+        return row if told and row == last else None
     after = (trace.device[row:] == device) & (trace.kind[row:] == EventKind.ALLOC)
     return None if after.any() else row
 

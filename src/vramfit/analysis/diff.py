@@ -139,7 +139,7 @@ def diff(
     categories = {
         kind: Pair(before=before.categories.get(kind, 0), after=after.categories.get(kind, 0))
         for kind in (*list(Category)[1:], Category.OTHER)
-        if before.categories and after.categories
+        if before.categories and after.categories and _tells(before, "category") and _tells(after, "category")
     }
     return TraceDiff(
         before=before,
@@ -148,7 +148,9 @@ def diff(
         reserved=_pair(before.reserved, after.reserved),
         outside=_pair(before.outside, after.outside),
         categories=categories,
-        modules=_differing(before.modules, after.modules) if detailed else {},
+        modules=_differing(before.modules, after.modules)
+        if _tells(before, "module") and _tells(after, "module")
+        else {},
         phases=_differing(before.phases, after.phases) if before.phases and after.phases else {},
         changes=_changes(before, after) if detailed else (),
         omitted=Pair(before=before.omitted, after=after.omitted),
@@ -197,25 +199,33 @@ def _differing(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str,
 
 
 _Key = Callable[[Holding], Hashable]
+_TOLD = ("category", "op", "module", "tensor", "stack")
+
+
+def _tells(state: State, name: str) -> bool:
+    """Whether a source knows this of any of its blocks."""
+    return any(getattr(one, name) for one in state.holdings)
 
 
 def _changes(before: State, after: State) -> tuple[HoldingChange, ...]:
     """The holdings of both, paired from the most to the least that they have in common."""
     deep = before.deep and after.deep
-    # Recordings of a card know no categories.
-    categorised = all(any(one.category for one in state.holdings) for state in (before, after))
+    # Recordings of a card know no categories, operators, modules and tensors, and some no stacks.
+    known = {name for name in _TOLD if _tells(before, name) and _tells(after, name)}
 
     def stack(one: Holding) -> tuple[Frame, ...]:
+        if "stack" not in known:
+            return ()
         return one.stack if deep else one.stack[: 1 + _names_library(one)]
 
-    def kind(one: Holding) -> object:
-        return one.category if categorised else None
+    def words(one: Holding, *names: str) -> tuple[object, ...]:
+        return tuple(getattr(one, name) for name in names if name in known)
 
     passes: tuple[_Key, ...] = (
-        lambda one: (kind(one), one.op, one.module, tuple(map(_place, stack(one)))),
-        lambda one: (kind(one), one.op, one.module, one.tensor, tuple(map(_function, stack(one)))),
-        lambda one: (kind(one), one.op, one.module, tuple(map(_function, stack(one)))),
-        lambda one: (kind(one), one.module, tuple(map(_function, stack(one)))),
+        lambda one: (*words(one, "category", "op", "module"), *map(_place, stack(one))),
+        lambda one: (*words(one, "category", "op", "module", "tensor"), *map(_function, stack(one))),
+        lambda one: (*words(one, "category", "op", "module"), *map(_function, stack(one))),
+        lambda one: (*words(one, "category", "module"), *map(_function, stack(one))),
     )
     left, right = list(before.holdings), list(after.holdings)
     found = []

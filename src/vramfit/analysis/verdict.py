@@ -153,7 +153,7 @@ def verdict(run: Run, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = N
         cards: among which the smallest that would do is sought; None means the catalogue.
     """
     offered = catalogue() if cards is None else tuple(cards)
-    ran_out = run.oom is not None and (not run.oom.handled or run.exit_code != 0)
+    ran_out = run.ran_out
     if ran_out:
         outcome = Outcome.DOES_NOT_FIT
     elif run.exit_code != 0:

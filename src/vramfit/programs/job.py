@@ -88,6 +88,7 @@ def raise_failure(folder: Path) -> None:
 
 def save_outcome(folder: Path, run: Run, *, exit_code: int, command: list[str]) -> None:
     """Write a run's trace and facts into a folder."""
+    run = dataclasses.replace(run, exit_code=exit_code).with_ending()
     run.trace.save(folder / "run.vft")
     facts: dict[str, Any] = {
         field.name: getattr(run, field.name) for field in dataclasses.fields(run) if field.name != "trace"

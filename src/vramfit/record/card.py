@@ -420,7 +420,7 @@ class CardRecorder(Recorder):
             torch_version=torch.__version__,
             platform=platform_text(),
             source=Source.CARD,
-        )
+        ).with_ending()
 
     def _trace(self) -> tuple[MemoryTrace, list[RunWarning]]:
         """The history as a trace, and what must be known of it."""

@@ -319,7 +319,7 @@ class CpuRecorder(Recorder):
             torch_version=torch.__version__,
             platform=platform_text(),
             source=Source.CPU,
-        )
+        ).with_ending()
 
 
 def _alive(kind: type) -> list[Any]:

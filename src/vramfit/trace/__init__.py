@@ -6,7 +6,7 @@ from vramfit.trace.events import Category, EventKind, Frame, Segment, TraceDevic
 from vramfit.trace.export import snapshot_from_trace, write_snapshot
 from vramfit.trace.marks import Mark, marks
 from vramfit.trace.model import MemoryTrace
-from vramfit.trace.outcome import DeviceOutcome, OomReport, ProfileNote, Run, RunWarning, Source
+from vramfit.trace.outcome import RAN_OUT, DeviceOutcome, OomReport, ProfileNote, Run, RunWarning, Source
 from vramfit.trace.pressure import Capacity, CapacitySource
 from vramfit.trace.rehearsal import Played, Rehearsal
 from vramfit.trace.replaying import replay
@@ -14,6 +14,7 @@ from vramfit.trace.report import DeviceReplay, Peaks, ReplayReport
 from vramfit.trace.snapshot import load_snapshot, read_any, trace_from_snapshot
 
 __all__ = [
+    "RAN_OUT",
     "Actual",
     "Capacity",
     "CapacitySource",

@@ -10,10 +10,9 @@ from typing import Any
 
 from vramfit.errors import TraceFormatError, UsageError
 from vramfit.trace.events import EventKind
-from vramfit.trace.fileformat import MAGIC, parse_trace
 from vramfit.trace.files import read_file
 from vramfit.trace.model import MemoryTrace
-from vramfit.trace.snapshot import as_snapshot, parse_plain, trace_from_snapshot
+from vramfit.trace.snapshot import as_snapshot, parse_own, parse_plain, trace_of
 from vramfit.units import parse_bytes
 
 RUN_SCHEMA = "vramfit.run/"
@@ -179,11 +178,12 @@ def _outside(used: int, held: int) -> int:
 
 def _read(path: Path) -> Actual:
     data = read_file(path)
-    if data.startswith(MAGIC[: len(data)]):
-        return Actual(name=path.name, trace=parse_trace(data, str(path)))
+    own = parse_own(data, str(path))
+    if own is not None:
+        return Actual(name=path.name, trace=own)
     plain = parse_plain(data, str(path), kinds=_HINT)
     if _is_snapshot(plain.value) or not plain.is_json:
-        return Actual(name=path.name, trace=trace_from_snapshot(as_snapshot(plain, str(path))))
+        return Actual(name=path.name, trace=trace_of(as_snapshot(plain, str(path)), str(path)))
     figures = figures_from(plain.value, str(path))
     return Actual(name=path.name, figures=figures, report=plain.value if is_report(plain.value) else None)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from vramfit.trace.events import Frame
 from vramfit.trace.model import MemoryTrace
+
+RAN_OUT = "ran_out"
+"""Key of a trace's meta: 1 where the run ended by running out of memory, 0 where it did not; absent where unknown."""
 
 
 class Source(Enum):
@@ -154,3 +157,13 @@ class Run:
     host_pinned_peak_bytes: int = 0
     profile: ProfileNote | None = None
     source: Source = Source.VIRTUAL
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether it ended by running out of memory: a program that catches the error and finishes well did not."""
+        return self.oom is not None and (not self.oom.handled or self.exit_code != 0)
+
+    def with_ending(self) -> Run:
+        """The same, its trace saying how it ended: the events of one that caught the error look no different."""
+        meta = {**self.trace.meta, RAN_OUT: int(self.ran_out)}
+        return replace(self, trace=replace(self.trace, meta=meta))

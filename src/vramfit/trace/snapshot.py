@@ -65,13 +65,33 @@ def read_any(path: str | Path) -> MemoryTrace:
     """
     path = Path(path)
     data = read_file(path)
-    if data.startswith(MAGIC[: len(data)]):
-        return parse_trace(data, str(path))
-    if data.startswith(JOURNAL[: len(data)]):
-        return parse_journal(data, str(path))
+    own = parse_own(data, str(path))
+    if own is not None:
+        return own
     with _collector_paused():
-        snapshot = _parse(data, str(path))
-        return _embedded(snapshot, str(path)) or trace_from_snapshot(snapshot)
+        return trace_of(_parse(data, str(path)), str(path))
+
+
+def parse_own(data: bytes, name: str) -> MemoryTrace | None:
+    """The trace in a file of our own, .vft or journal; None where it is neither.
+
+    Raises:
+        TraceFormatError: it is damaged.
+    """
+    if data.startswith(MAGIC[: len(data)]):
+        return parse_trace(data, name)
+    if data.startswith(JOURNAL[: len(data)]):
+        return parse_journal(data, name)
+    return None
+
+
+def trace_of(snapshot: Snapshot, name: str) -> MemoryTrace:
+    """The trace that a snapshot tells of: the very one it was written from, where it holds that.
+
+    Raises:
+        TraceFormatError: it contradicts itself.
+    """
+    return _embedded(snapshot, name) or trace_from_snapshot(snapshot)
 
 
 def _embedded(snapshot: Snapshot, name: str) -> MemoryTrace | None:

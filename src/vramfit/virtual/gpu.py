@@ -247,7 +247,7 @@ class VirtualGPU:
             assume=machine.assume.value,
             host_pinned_peak_bytes=machine.pinned.peak_reserved_bytes,
             profile=self._profile_note(),
-        )
+        ).with_ending()
 
     def _profile_note(self) -> ProfileNote | None:
         measured = self._machine.measured

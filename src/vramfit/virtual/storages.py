@@ -307,6 +307,7 @@ class StorageMeter(Generic[RecordT]):
         self.builder.append(
             EventKind.OOM,
             device=device,
+            address=card.driver.free_bytes,  # see EventKind.OOM
             size=nbytes,
             stream=self.machine.current_stream(device),
             time_us=int(self.machine.clock_us),

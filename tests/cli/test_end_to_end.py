@@ -1,0 +1,73 @@
+"""From the program to the explanation: what a run says of itself, its files say too."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import torch
+
+device = {device!r}
+try:
+    kept, gone = [], []
+    for _ in range(40):
+        gone.append(torch.empty(9 << 20, dtype=torch.uint8, device=device))
+        kept.append(torch.empty(9 << 20, dtype=torch.uint8, device=device))
+    gone.clear()
+    torch.empty({request}, dtype=torch.uint8, device=device)
+except torch.OutOfMemoryError:
+    if not {caught}:
+        raise
+"""
+ON = {"virtual": ("cuda", ["--gpu", "2GiB"]), "cpu": ("cpu", ["--device", "cpu", "--budget", "2GiB"])}
+REQUEST = {"virtual": 1000 << 20, "cpu": 1400 << 20}
+"""More than is free outside the segments, less than is free in all."""
+
+
+def vramfit(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vramfit", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(params=["virtual", "cpu"])
+def ran_out(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A program that leaves holes and then asks for more than is free in one piece."""
+    device, options = ON[request.param]
+    (tmp_path / "holes.py").write_text(
+        PROGRAM.format(device=device, request=REQUEST[request.param], caught=False)
+    )
+    files = ["--trace", "run.vft", "--snapshot", "run.pickle", "--json", "run.json"]
+    assert vramfit("run", *options, *files, "holes.py", cwd=tmp_path).returncode == 3
+    return tmp_path
+
+
+def test_the_files_know_what_was_free_when_it_ran_out(ran_out: Path) -> None:
+    told = json.loads((ran_out / "run.json").read_text())["oom"]
+    assert told["free_bytes"] > 0
+    for file in ("run.vft", "run.pickle"):
+        document = json.loads(vramfit("explain", file, "--json", "-", cwd=ran_out).stdout)
+        oom = document["run"]["oom"]
+        assert {key: oom[key] for key in ("free_bytes", "short_by_bytes", "request")} == {
+            key: told[key] for key in ("free_bytes", "short_by_bytes", "request")
+        }
+    printed = vramfit("explain", "run.vft", cwd=ran_out).stdout
+    assert "  as recorded               misses by" in printed
+    assert "  defragmented              fits" in printed
+    assert "no difference" in vramfit("diff", "run.vft", "run.pickle", cwd=ran_out).stdout
+
+
+@pytest.mark.parametrize("where", ON)
+def test_an_error_that_was_caught_last_is_no_end(where: str, tmp_path: Path) -> None:
+    device, options = ON[where]
+    (tmp_path / "probe.py").write_text(PROGRAM.format(device=device, request=8 << 30, caught=True))
+    files = ["--trace", "run.vft", "--snapshot", "run.pickle", "--json", "run.json"]
+    assert vramfit("run", *options, *files, "probe.py", cwd=tmp_path).returncode == 0
+    for file in ("run.vft", "run.pickle", "run.json"):
+        found = vramfit("check", file, "--budget", "2GiB", cwd=tmp_path)
+        assert found.returncode == 0, (file, found.stdout)
+    assert "(caught)" in vramfit("explain", "run.vft", cwd=tmp_path).stdout
