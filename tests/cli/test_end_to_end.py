@@ -71,3 +71,13 @@ def test_an_error_that_was_caught_last_is_no_end(where: str, tmp_path: Path) -> 
         found = vramfit("check", file, "--budget", "2GiB", cwd=tmp_path)
         assert found.returncode == 0, (file, found.stdout)
     assert "(caught)" in vramfit("explain", "run.vft", cwd=tmp_path).stdout
+
+
+def test_a_reader_who_leaves_early_loses_no_file(tmp_path: Path) -> None:
+    (tmp_path / "quick.py").write_text("import torch\nx = [torch.ones(1000) for _ in range(50)]\n")
+    files = "--trace run.vft --json run.json --report run.html"
+    command = f"{sys.executable} -m vramfit run --device cpu {files} quick.py | true; echo ${{PIPESTATUS[0]}}"
+    found = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert found.stdout == "0\n", found.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"quick.py", "run.vft", "run.json", "run.html"}
+    assert found.stderr == ""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vramfit.cli.documents import write_document
+from vramfit.cli.documents import STANDARD_OUTPUT, reader, write_document
 
 
 def diff_command(
@@ -33,9 +33,10 @@ def diff_command(
     if json is not None and json != Path("-"):
         check_writable(json)
     found = diff_states(states(read_actual(before)), states(read_actual(after)), device)
-    if json != Path("-"):
-        from rich.console import Console
-
-        print_diff(found, Console(), root=Path.cwd())
     if json is not None:
         write_document(json, diff_to_json(found))
+    if json != STANDARD_OUTPUT:
+        from rich.console import Console
+
+        with reader():
+            print_diff(found, Console(), root=Path.cwd())

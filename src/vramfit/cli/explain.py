@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vramfit.cli.documents import STANDARD_OUTPUT, write_document
+from vramfit.cli.documents import STANDARD_OUTPUT, reader, write_document
 from vramfit.errors import TraceFormatError, UsageError
 
 if TYPE_CHECKING:
@@ -67,19 +67,21 @@ def explain_command(
     found = explain_file(file, device, most=peaks, share=share)
     wanted = found.run.oom is not None if fragmentation is None else fragmentation
     causes = _causes(found) if wanted else None
-    if json != STANDARD_OUTPUT:
-        from rich.console import Console
-
-        console = Console()
-        print_explanation(found, console, root=Path.cwd())
-        if causes is not None:
-            console.print()
-            print_fragmentation(causes, console, root=Path.cwd())
     if json is not None:
         told = {} if causes is None else {"fragmentation_causes": fragmentation_to_json(causes)}
         write_document(json, explanation_to_json(found) | told)
     if report is not None:
         write_page(report, found.run, found.verdict, root=Path.cwd())
+    if json == STANDARD_OUTPUT:
+        return
+    from rich.console import Console
+
+    console = Console()
+    with reader():
+        print_explanation(found, console, root=Path.cwd())
+        if causes is not None:
+            console.print()
+            print_fragmentation(causes, console, root=Path.cwd())
 
 
 def _causes(found: Explanation) -> FragmentationCauses | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vramfit.cli.against import DEFAULT_TOLERANCE, compare, read_reference
+from vramfit.cli.documents import reader
 from vramfit.cli.program import check_source, program_command
 from vramfit.cli.where import chosen
 from vramfit.errors import UsageError
@@ -133,8 +134,11 @@ def run_command(
         raise typer.Exit(130) from None
     verdict = judge(run)
     found, misfit = compare(reference, run)
-    _show(run, verdict, found, json)
-    _write(run, verdict, found, json, trace, snapshot, report)
+    try:
+        _write(run, verdict, found, json, trace, snapshot, report)
+    finally:
+        with reader():
+            _show(run, verdict, found, json)
     if journal is not None:
         journal.unlink(missing_ok=True)
     if misfit is not None:
