@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.analysis.synthetic import TORCH_LINEAR, TRAIN, Recorder, gpt_training
 
+from analysis.synthetic import TORCH_LINEAR, TRAIN, Recorder, gpt_training
 from vramfit.analysis import LeakReport, LeakVerdict, StepSource, leaks
 from vramfit.trace import Category, EventKind, Frame, MemoryTrace, TraceBuilder
 
@@ -279,6 +280,16 @@ def test_a_line_that_repeats_tells_the_steps_but_only_raises_suspicion() -> None
     assert not found.leaks
     assert found.steps.unit.startswith("repeat of project/train.py:")
     assert [one.bytes_per_step for one in found.growing] == [5120]
+
+
+def test_what_was_met_at_the_beginning_is_no_repetition() -> None:
+    """A recorder writes the blocks that it finds as allocated where it begins, by no operator."""
+    trace = program(lambda recorder, _: keep(recorder, 5000), 12, phases=False)
+    met = trace.op.copy()
+    met[trace.kind == EventKind.ALLOC] = -1
+    met[np.flatnonzero(trace.kind == EventKind.ALLOC)[-1]] = 0
+    found = leaks(replace(trace, op=met))
+    assert found.steps.source is StepSource.QUANTILES
 
 
 def test_equal_parts_of_the_time_where_nothing_repeats() -> None:

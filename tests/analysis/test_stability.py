@@ -68,3 +68,13 @@ def test_rounds_that_only_history_made_fail() -> None:
 def test_an_unfinished_cycle_is_left_out() -> None:
     assert stability(cycles(110, 120, 120, 120)[:-1], 2).cycles == 3
     assert stability([], 3).trend is Trend.UNKNOWN
+
+
+def test_rounds_that_fail_because_tensors_are_kept_are_no_fragmentation() -> None:
+    """What is kept (30 MiB) is more than the allocator had free (20 MiB) in the round that failed."""
+    rounds = cycles(110, 120, 120, 120, allocated=(10, 20, 30, 40))
+    rounds[7] = one(2, 120, 40, outcome=RoundOutcome.OUT_OF_MEMORY)
+    assert stability(rounds, 2).trend is Trend.ALLOCATED_GROWS
+    rounds = cycles(110, 120, 120, 120, allocated=(10, 20, 30, 30))
+    rounds[7] = one(2, 120, 30, outcome=RoundOutcome.OUT_OF_MEMORY)
+    assert stability(rounds, 2).trend is Trend.RUNS_OUT

@@ -85,7 +85,8 @@ class Trend(Enum):
     ALLOCATED_GROWS = "allocated grows"
     """The program keeps more and more: a leak."""
     RUNS_OUT = "runs out"
-    """Sizes that fit by themselves run out of memory after others: fragmentation."""
+    """Sizes that fit by themselves run out of memory after others, and the program kept less than the allocator wasted:
+    fragmentation."""
     UNKNOWN = "unknown"
     """Too few cycles to tell."""
 
@@ -126,7 +127,8 @@ _NOTABLE = 2 * MIB
 def stability(rounds: Sequence[Round], length: int, *, tried: Iterable[Round] = ()) -> Stability:
     """Judge rounds that go through the same sizes again and again.
 
-    A size that fits by itself and runs out after others is fragmentation, whatever the trend. Reserved memory grows
+    A size that fits by itself and runs out after others is fragmentation, unless the program kept more over the rounds
+    than the allocator wasted in those that failed. Reserved memory grows
     when it is higher in the last cycle than in the second, never falls on the way, and goes on rising in the second
     half of the cycles; likewise what stays allocated. The first cycle is warm-up.
 
@@ -142,7 +144,9 @@ def stability(rounds: Sequence[Round], length: int, *, tried: Iterable[Round] = 
     failed = [one for one in rounds if one.outcome is RoundOutcome.OUT_OF_MEMORY]
     by_history = sum(tuple(sorted(one.sizes.items())) in fitting for one in failed)
     trend, series = Trend.STEADY, reserved
-    if by_history:
+    if by_history and _kept(rounds) > _wasted(failed):
+        trend, series = Trend.ALLOCATED_GROWS, allocated
+    elif by_history:
         trend = Trend.RUNS_OUT
     elif len(cycles) < LEAST_CYCLES:
         trend = Trend.UNKNOWN
@@ -161,6 +165,16 @@ def stability(rounds: Sequence[Round], length: int, *, tried: Iterable[Round] = 
         ooms=len(failed),
         ooms_by_history=by_history,
     )
+
+
+def _kept(rounds: Sequence[Round]) -> int:
+    """Bytes that were left allocated after the rounds beyond what the first one left."""
+    return max(one.allocated for one in rounds) - rounds[0].allocated
+
+
+def _wasted(failed: Sequence[Round]) -> int:
+    """The most that was reserved and not allocated when a round ran out."""
+    return max(one.peak_reserved - one.peak_allocated for one in failed)
 
 
 def _overhead(rounds: Sequence[Round]) -> float:

@@ -120,6 +120,8 @@ def _by_marks(trace: MemoryTrace, device: int) -> Steps:
 def _by_repeats(trace: MemoryTrace, device: int) -> Steps:
     """The rarest stack that allocates at least `LEAST_STEPS` + 1 times, evenly, over most of the trace."""
     rows = np.flatnonzero((trace.kind == EventKind.ALLOC) & (trace.device == device))
+    if len(rows) and (trace.op[rows] >= 0).any():
+        rows = rows[trace.op[rows] >= 0]  # what a recorder met at its beginning was allocated by no operator
     stack = trace.stack[rows]
     order = np.argsort(stack, kind="stable")
     used, first, counts = np.unique(stack[order], return_index=True, return_counts=True)
