@@ -168,11 +168,19 @@ class _Page(Sections):
         if pinned.pins:
             late = max(pinned.pins, key=lambda pin: pin.born)
             lasts = "to the end" if late.freed is None else f"until event {late.freed:,}"
-            place = "in a hole that another left" if late.in_hole else "beside them"
+            alone = pinned.taken_for is not None and late.born == pinned.taken_for.born
+            place = (
+                ", put in a hole that another left"
+                if late.in_hole
+                else ""
+                if alone
+                else ", put beside what was there"
+            )
             more = len(pinned.pins) + pinned.pins_omitted - 1
             others = f", with {counted(more, 'other')}" if more else ""
             age = f", {seconds(late.age_us / 1e6)} old" if late.age_us else ""
-            story.append(f"held by {self.holder(late)}, put {place}{age}, which stays {lasts}{others}")
+            who = "that block itself" if alone else self.holder(late)
+            story.append(f"held by {who}{place}{age}, which stays {lasts}{others}")
         yield from self.wrapped(Text(f"  {'; '.join(story)}"), indent=4, most=4)
 
     def holder(self, holder: Holder) -> str:
