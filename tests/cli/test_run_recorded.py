@@ -110,6 +110,7 @@ def test_told_to_stop_it_reports_what_it_has(script: Path) -> None:
     assert "the process was ended by signal SIGTERM" in out and "same in all 2" in out
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_of_the_keyboard_reports_what_it_has(script: Path) -> None:
     with subprocess.Popen(
         command("--device", "cpu", script, "time.sleep(60)"),

@@ -99,7 +99,8 @@ def test_a_training_step_on_a_virtual_card(file: Path) -> None:
 def metered(file: Path, name: str, *, budget: int, rounds: int = 0, vary: str = "") -> StressReport:
     """A stress test on metered CPU in this process: what the child does."""
     job = {"rounds": rounds, "vary": as_plain([Vary.parse(vary)] if vary else [])}
-    with track(device="cpu", budget=budget) as tracked:
+    # With a model named, what other tests have left alive in this process does not count.
+    with track(model=torch.nn.Identity(), device="cpu", budget=budget) as tracked:
         found = Stress(load_workload(f"{file}:{name}"), CpuMemory(tracked), job, lambda *_: None).run()
     found |= {"torch": torch.__version__, "total": 0, "name": "cpu"}
     return _report(name, found, source=Source.CPU, total=budget, alloc_conf="", seconds=0.0)

@@ -248,6 +248,7 @@ def test_signals_reach_the_program(tmp_path: Path) -> None:
     assert time.monotonic() - started < 50
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_the_program_as_python_does(tmp_path: Path) -> None:
     script = write(tmp_path / "script.py", "import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
     with subprocess.Popen(
