@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import importlib.util
+import itertools
 import sys
 import threading
 import time
@@ -111,6 +112,32 @@ def test_a_variable_of_another_thread_is_an_owner() -> None:
     done.set()
     thread.join()
     assert (chain.root, chain.text.rpartition(" ")[2]) == (Root.LOCAL, "batch")
+
+
+def test_a_numpy_array_that_shares_the_memory_is_an_owner(ways: Any) -> None:
+    """The collector knows neither arrays nor what they hold; a view of one leads there as well."""
+    ways.held["arrays"] = []
+    storages = []
+    for cut in (slice(None), slice(1, None)):
+        tensor = torch.ones(8, 8)
+        storages.append(key(tensor))
+        ways.held["arrays"].append(tensor.numpy()[cut].T)
+        del tensor
+    for index, storage in enumerate(storages):
+        chain = first(storage)
+        assert (chain.root, chain.text) == (Root.GLOBAL, f"ways.held['arrays'][{index}] -> numpy array")
+
+
+def test_objects_that_tell_no_edge_leave_no_empty_arrows(ways: Any) -> None:
+    tensor = torch.ones(8)
+    storage = key(tensor)
+    gone, ways.held["tee"] = itertools.tee(iter([tensor]))
+    next(gone)
+    del tensor, gone
+    text = first(storage).text
+    assert text.startswith("ways.held['tee'] -> itertools._tee")
+    assert "-> ->" not in text
+    assert not text.endswith("->")
 
 
 def test_several_owners_are_told_shortest_first(ways: Any) -> None:

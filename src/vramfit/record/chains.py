@@ -13,6 +13,8 @@ class Root(Enum):
     """A variable of a module."""
     LOCAL = "local"
     """A variable of a function that is running."""
+    CONTEXT = "context variable"
+    """A ``contextvars.ContextVar``, in the context of the thread that asks."""
     CLASS = "class attribute"
     """An attribute of a class."""
     THREAD_LOCAL = "thread-local"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import gc
 import os
 import sys
@@ -34,6 +35,7 @@ class Heap:
         gradients: id of a gradient -> the parameters that have it, out of the collector's sight.
         graph: the autograd graph.
         variables: id of a value -> the variables of running functions that have it.
+        contexts: id of a value -> the context variables that have it.
         modules: id of the dictionary of a module -> the module's name.
         running: ids of the frames of running functions.
     """
@@ -41,6 +43,7 @@ class Heap:
     def __init__(self, seconds: float) -> None:
         self.deadline = time.monotonic() + seconds
         self.variables = _running_locals()
+        self.contexts = _context_variables()
         self.modules = _module_dicts()
         self.running = {id(frame) for frame in _running_frames()}
         self.tensors, self.storages, nodes = _torch_objects()
@@ -177,6 +180,14 @@ def _running_locals() -> dict[int, list[str]]:
             where = location(frame.f_code, frame.f_lineno)
             for name, number in local_names(frame).items():
                 found.setdefault(number, []).append(f"{where} local {name}")
+    return found
+
+
+def _context_variables() -> dict[int, list[str]]:
+    """Id of the value of every context variable of this thread, and the variable as text."""
+    found: dict[int, list[str]] = {}
+    for variable, value in contextvars.copy_context().items():
+        found.setdefault(id(value), []).append(f"context variable {variable.name}")
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import enum
 import functools
+import re
 import sys
 import threading
 import types
@@ -123,10 +124,13 @@ class Path:
 
     def finish(self) -> str:
         """The whole text, cut in its middle where it is too long."""
-        if len(self.text) <= _LONGEST_TEXT:
-            return self.text
+        text = re.sub(
+            r"( ->)+(?= ->|$)", "", self.text
+        )  # of objects that say nothing of how they hold the next
+        if len(text) <= _LONGEST_TEXT:
+            return text
         half = _LONGEST_TEXT // 2 - 2
-        return f"{self.text[:half]} … {self.text[-half:]}"
+        return f"{text[:half]} … {text[-half:]}"
 
     # -- edges ---------------------------------------------------------------------------------------------------
 

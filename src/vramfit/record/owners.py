@@ -94,6 +94,7 @@ class Search:
         self.ends: set[int] = set()
         self.chains: list[OwnerChain] = []
         self.complete = True
+        self._looked_for_arrays = False
         self.followed = 0
         self._found: list[Any] = []
         self._batch: list[Any] = []
@@ -136,6 +137,8 @@ class Search:
                 self.complete = False
                 break
             self._expand()
+            if not self.next and not self.chains:
+                self._look_for_arrays()
         if not self.chains:
             self.chains.append(self._without_owner())
         chains = tuple(self.chains[: self.limit])
@@ -164,6 +167,22 @@ class Search:
                     for held in targets.intersection(map(id, gc.get_referents(holder))):
                         self._visit(holder, held)
             holder = None
+
+    def _look_for_arrays(self) -> None:
+        """Visit the numpy arrays that share a tensor's memory: the collector knows neither them nor what they hold."""
+        numpy = sys.modules.get("numpy")
+        if numpy is None or self._looked_for_arrays:
+            return
+        self._looked_for_arrays = True
+        for holder in gc.get_objects():
+            if time.monotonic() > self.heap.deadline:
+                self.complete = False
+                break
+            for held in gc.get_referents(holder):
+                if issubclass(type(held), numpy.ndarray) and not self._is_ours(holder):
+                    base = _array_base(held, numpy.ndarray)
+                    if base in self.objects:
+                        self._visit(held, base, " -> numpy array")
 
     def _worth_asking(self) -> list[int]:
         """The objects of this level that something in Python may hold: a graph leads to many that only C++ holds."""
@@ -224,6 +243,8 @@ class Search:
         self.objects[number] = holder
         for variable in self.heap.variables.get(number, ()):
             self._chain(Root.LOCAL, number, variable)
+        for variable in self.heap.contexts.get(number, ()):
+            self._chain(Root.CONTEXT, number, variable)
         if self._is_owner(holder, number):
             self.ends.add(number)  # nothing leads further; another variable of it makes another chain
         else:
@@ -381,6 +402,14 @@ class Search:
             return str(holder.gi_code.co_filename).startswith(HERE)
         module = type.__dict__["__module__"].__get__(kind)
         return isinstance(module, str) and module.startswith("vramfit.")
+
+
+def _array_base(value: Any, array: type) -> int:
+    """Id of what the memory of a numpy array belongs to, beyond the arrays that it is a view of; 0 if it owns it."""
+    base = array.__dict__["base"].__get__(value)
+    while base is not None and issubclass(type(base), array):
+        base = array.__dict__["base"].__get__(base)
+    return 0 if base is None else id(base)
 
 
 def _class_name(kind: type) -> str:

@@ -19,6 +19,7 @@ from vramfit.analysis import (
     StepSource,
     short_location,
 )
+from vramfit.record.chains import Root
 from vramfit.report.sections import SIZE, STYLES, Sections
 from vramfit.report.text import elide_left, print_lines, short_op
 from vramfit.units import format_bytes
@@ -137,7 +138,8 @@ class LeakLines(Sections):
             text = "      dead: nothing reaches it, only the garbage collector frees it (reference cycles)"
             yield Text(text, style="yellow")
         for owner in stack.owners:
-            said = owner.text if owner.cycle or not owner.links else f"held by {owner.text}"
+            told = owner.cycle or not owner.links or owner.root is Root.HIDDEN  # says itself who holds it
+            said = owner.text if told else f"held by {owner.text}"
             through = ", ".join(sorted(kind.value for kind in owner.through))
             yield from self.broken(Text(f"      {said}" + (f"  ({through})" if through else "")), indent=8)
 
