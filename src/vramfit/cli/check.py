@@ -12,6 +12,7 @@ import typer
 import typer.core
 
 from vramfit.cli.documents import STANDARD_OUTPUT, reader, write_document
+from vramfit.cli.options import AllocConf, AssumedSizes, Gpus, Module, Page, Profile
 from vramfit.cli.program import check_source, program_command
 from vramfit.cli.run import apart_from_json, check_alloc_conf, check_outputs
 from vramfit.cli.where import Where, chosen
@@ -76,7 +77,7 @@ def check_command(
             help="The card of the program; by default the baseline's, or one of the budget's size.",
         ),
     ] = None,
-    gpus: Annotated[int, typer.Option(metavar="N", help="How many of them.", min=1, max=8)] = 1,
+    gpus: Gpus = 1,
     device: Annotated[
         str | None,
         typer.Option(
@@ -84,26 +85,14 @@ def check_command(
             help="Run for real instead, recorded: on this machine's card or on its CPU.",
         ),
     ] = None,
-    module: Annotated[
-        str | None, typer.Option("-m", metavar="MODULE", help="Run a module as python -m does.")
-    ] = None,
-    alloc_conf: Annotated[
-        str | None,
-        typer.Option(metavar="CONF", help="Allocator settings, instead of PYTORCH_ALLOC_CONF."),
-    ] = None,
-    assume: Annotated[
-        Assume, typer.Option(help="What to take for sizes that depend on data.")
-    ] = Assume.UPPER,
-    profile: Annotated[
-        str, typer.Option(metavar="FILE|auto|none", help="What vramfit calibrate measured.")
-    ] = "auto",
+    module: Module = None,
+    alloc_conf: AllocConf = None,
+    assume: AssumedSizes = Assume.UPPER,
+    profile: Profile = "auto",
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the result as JSON; - for standard output.")
     ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the run as one HTML page that needs no network."),
-    ] = None,
+    report: Page = None,
 ) -> None:
     """Check that a program stays within a memory budget, or takes no more than it used to.
 

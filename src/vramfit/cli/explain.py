@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vramfit.cli.documents import STANDARD_OUTPUT, reader, write_document
+from vramfit.cli.options import Page
 from vramfit.errors import TraceFormatError, UsageError
 
 if TYPE_CHECKING:
@@ -47,10 +48,7 @@ def explain_command(
         Path | None,
         typer.Option(metavar="FILE", help="Write the explanation as JSON; - for standard output."),
     ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the recording as one HTML page that needs no network."),
-    ] = None,
+    report: Page = None,
 ) -> None:
     """Explain a recorded run: what was alive at its peak, by category, module and line, and what would lower it."""
     from vramfit.cli.run import check_outputs

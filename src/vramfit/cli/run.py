@@ -13,6 +13,7 @@ import typer
 
 from vramfit.cli.against import DEFAULT_TOLERANCE, compare, read_reference
 from vramfit.cli.documents import reader
+from vramfit.cli.options import AllocConf, AssumedSizes, Gpus, Module, Page, Profile
 from vramfit.cli.program import check_source, program_command
 from vramfit.cli.where import chosen
 from vramfit.errors import UsageError
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 DOES_NOT_FIT = 3
 DIFFERS = 3
-_MOST_GPUS = 8
 
 
 def run_command(
@@ -38,9 +38,7 @@ def run_command(
         str | None,
         typer.Option(metavar="NAME", help='The card: "RTX 4090", a size such as 24GiB, or a TOML file.'),
     ] = None,
-    gpus: Annotated[
-        int, typer.Option(metavar="N", help="How many of them.", min=1, max=_MOST_GPUS, show_default=True)
-    ] = 1,
+    gpus: Gpus = 1,
     device: Annotated[
         str | None,
         typer.Option(
@@ -52,24 +50,10 @@ def run_command(
         str | None,
         typer.Option(metavar="SIZE", help="Memory that a recorded run may take, such as 2GiB."),
     ] = None,
-    module: Annotated[
-        str | None, typer.Option("-m", metavar="MODULE", help="Run a module as python -m does.")
-    ] = None,
-    alloc_conf: Annotated[
-        str | None,
-        typer.Option(metavar="CONF", help="Allocator settings, instead of PYTORCH_ALLOC_CONF."),
-    ] = None,
-    assume: Annotated[
-        Assume,
-        typer.Option(help="What to take for sizes that depend on data: the most, or what is to be expected."),
-    ] = Assume.UPPER,
-    profile: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE|auto|none",
-            help="What vramfit calibrate measured; auto is that of this card and this torch, if there is any.",
-        ),
-    ] = "auto",
+    module: Module = None,
+    alloc_conf: AllocConf = None,
+    assume: AssumedSizes = Assume.UPPER,
+    profile: Profile = "auto",
     json: Annotated[
         Path | None,
         typer.Option(
@@ -82,10 +66,7 @@ def run_command(
         Path | None,
         typer.Option(metavar="FILE", help="Write a torch memory snapshot, for pytorch.org/memory_viz."),
     ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the report as one HTML page that needs no network."),
-    ] = None,
+    report: Page = None,
     against: Annotated[
         list[Path] | None,
         typer.Option(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vramfit.cli.options import AllocConf
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -49,9 +50,7 @@ def stress_command(
             help="A size to vary: batch_size, batch_size=1..64 or batch_size=1,2,4. Several times for several.",
         ),
     ] = None,
-    alloc_conf: Annotated[
-        str | None, typer.Option(metavar="CONF", help="Allocator settings, instead of PYTORCH_ALLOC_CONF.")
-    ] = None,
+    alloc_conf: AllocConf = None,
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the report as JSON; - for standard output.")
     ] = None,
