@@ -124,3 +124,16 @@ def test_many_growing_stacks_are_summed_up() -> None:
 
 def test_an_empty_trace_has_a_report() -> None:
     assert render_leaks(leaks(Recorder().finish())).startswith("? too few steps: 0 seen")
+
+
+@pytest.mark.parametrize(
+    ("levels", "hint"),
+    [
+        ((9, 9, 9, 12, 12, 15, 15), True),
+        ((9, 9, 9, 12, 12, 12, 12), False),
+        ((9, 9, 9, 12, 11, 15, 15), False),
+    ],
+)
+def test_rises_that_prove_nothing_yet_are_told(levels: tuple[int, ...], hint: bool) -> None:
+    steady = replace(found(), verdict=LeakVerdict.STEADY, warmup=2, levels=levels)
+    assert ("rose in 2 of them and never fell" in render_leaks(steady)) == hint

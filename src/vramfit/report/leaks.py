@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
@@ -92,6 +93,10 @@ class LeakLines(Sections):
             )  # the end has a level of its own
             text = f" beyond chance in {rounds} {_plural(unit)}"
             yield from self.wrapped(Text.assemble(("✓ no memory grows", "bold green"), text))
+            rises, falls = _moves(report.levels[report.warmup :])
+            if rises > 1 and not falls:
+                text = f"  yet it rose in {rises} of them and never fell: more of them would tell"
+                yield from self.wrapped(Text(text, style="yellow"))
         else:
             more = f": {count} seen, {report.least_steps} needed to tell growth from chance"
             if report.steps.source is StepSource.GIVEN:
@@ -192,6 +197,12 @@ def _plural(unit: str) -> str:
     """``steps``, ``repeats of train.py:12``."""
     noun, _, rest = unit.partition(" ")
     return f"{noun}s {rest}".rstrip()
+
+
+def _moves(levels: tuple[int, ...]) -> tuple[int, int]:
+    """How often a series rises and falls."""
+    steps = [after - before for before, after in pairwise(levels)]
+    return sum(step > 0 for step in steps), sum(step < 0 for step in steps)
 
 
 def _counted(count: int, noun: str) -> str:
