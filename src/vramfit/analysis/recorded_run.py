@@ -6,11 +6,10 @@ from vramfit.analysis.breakdown import last_oom_row, oom_row
 from vramfit.analysis.curves import Curves, Measure, curves
 from vramfit.analysis.groups import stack_frames
 from vramfit.analysis.lifetimes import Flags, lifetimes, trace_device
-from vramfit.trace import DeviceOutcome, EventKind, MemoryTrace, OomReport, Run, Source
+from vramfit.trace import DeviceOutcome, EventKind, MemoryTrace, OomReport, Run
 from vramfit.trace.frames import user_frame
+from vramfit.trace.partial import run_of_trace
 from vramfit.units import format_bytes
-
-_SOURCES = {source.value: source for source in Source}
 
 
 def run_from_trace(trace: MemoryTrace, *, name: str = "") -> Run:
@@ -27,24 +26,15 @@ def run_from_trace(trace: MemoryTrace, *, name: str = "") -> Run:
     used |= {int(index) for index in set(trace.device[_memory_rows(trace)].tolist())}
     curves_of = {index: curves(trace, lifetimes(trace, index)) for index in sorted(used)}
     oom = _last_oom(trace, curves_of)
-    times = trace.time_us[trace.time_us > 0]
     ended = oom is not None and not oom.handled
     program = str(trace.meta.get("program", "")) or name
-    return Run(
-        trace=trace,
+    return run_of_trace(
+        trace,
         devices=tuple(_outcome(trace, index, found, oom) for index, found in curves_of.items()),
         oom=oom,
-        warnings=(),
-        ops=0,
-        seconds_simulated=0.0,
-        seconds_wall=float(times.max() - times.min()) / 1e6 if len(times) else 0.0,
         exit_code=1 if ended else 0,
         error=oom.message if ended and oom is not None else None,
         program=(program,) if program else (),
-        torch_version=str(trace.meta.get("torch_version", "")),
-        platform=str(trace.meta.get("platform", "")),
-        assume=str(trace.meta.get("assume", "upper")),
-        source=_SOURCES.get(str(trace.meta.get("source", "")), Source.CARD),
     )
 
 

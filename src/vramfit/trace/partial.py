@@ -1,4 +1,4 @@
-"""What a trace tells of a run that could not tell itself: the program's process was killed."""
+"""What a trace tells of a run that cannot tell itself: it is a file's, or its process was killed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,53 @@ import numpy as np
 
 from vramfit.trace.events import EventKind, TraceDevice
 from vramfit.trace.model import MemoryTrace
-from vramfit.trace.outcome import DeviceOutcome, Run, RunWarning, Source
+from vramfit.trace.outcome import DeviceOutcome, OomReport, Run, RunWarning, Source
+
+_SOURCES = {source.value: source for source in Source}
+
+
+def run_of_trace(
+    trace: MemoryTrace,
+    *,
+    devices: tuple[DeviceOutcome, ...],
+    oom: OomReport | None,
+    exit_code: int,
+    error: str | None,
+    program: tuple[str, ...],
+    warnings: tuple[RunWarning, ...] = (),
+    ops: int = 0,
+) -> Run:
+    """A run whose circumstances are those that its trace notes: versions, source, and the time from event to event.
+
+    Args:
+        trace: what happened.
+        devices: what became of each device.
+        oom: the request that failed, or None.
+        exit_code: the program's; `subprocess` gives it negative for a signal.
+        error: how it failed, in words, or None.
+        program: its command line, or its name alone.
+        warnings: what to say of it.
+        ops: how many operations it ran, 0 where nobody counted them.
+    """
+    times = trace.time_us[trace.time_us > 0]
+    seconds = float(times.max() - times.min()) / 1e6 if len(times) else 0.0
+    source = _SOURCES.get(str(trace.meta.get("source", "")), Source.CARD)
+    return Run(
+        trace=trace,
+        devices=devices,
+        oom=oom,
+        warnings=warnings,
+        ops=ops,
+        seconds_simulated=seconds if source is Source.VIRTUAL else 0.0,
+        seconds_wall=0.0 if source is Source.VIRTUAL else seconds,
+        exit_code=exit_code,
+        error=error,
+        program=program,
+        torch_version=str(trace.meta.get("torch_version", "")),
+        platform=str(trace.meta.get("platform", "")),
+        assume=str(trace.meta.get("assume", "upper")),
+        source=source,
+    )
 
 
 def partial_run(trace: MemoryTrace, *, exit_code: int, how: str, program: tuple[str, ...]) -> Run:
@@ -18,25 +64,16 @@ def partial_run(trace: MemoryTrace, *, exit_code: int, how: str, program: tuple[
         how: how it ended, in words: ``was ended by signal SIGKILL``.
         program: its command line.
     """
-    times = trace.time_us[trace.time_us > 0]
-    seconds = float(times.max() - times.min()) / 1e6 if len(times) else 0.0
-    source = Source(str(trace.meta.get("source", Source.VIRTUAL.value)))
     message = f"the program's process {how}: this is what had happened until then"
-    return Run(
-        trace=trace,
+    return run_of_trace(
+        trace,
         devices=tuple(_outcome(trace, device) for device in trace.devices),
         oom=None,
-        warnings=(RunWarning(code="killed", message=message, location=None, count=1),),
-        ops=int((trace.kind == EventKind.ALLOC).sum()),
-        seconds_simulated=seconds if source is Source.VIRTUAL else 0.0,
-        seconds_wall=0.0 if source is Source.VIRTUAL else seconds,
         exit_code=exit_code,
         error=f"the process {how}",
         program=program,
-        torch_version=str(trace.meta.get("torch_version", "")),
-        platform=str(trace.meta.get("platform", "")),
-        assume=str(trace.meta.get("assume", "upper")),
-        source=source,
+        warnings=(RunWarning(code="killed", message=message, location=None, count=1),),
+        ops=int((trace.kind == EventKind.ALLOC).sum()),
     )
 
 
