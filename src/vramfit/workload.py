@@ -105,23 +105,30 @@ class Workload:
             optimizer = self.optimizer(model.parameters())
         return State(model=model, optimizer=optimizer, device=torch.device(device))
 
-    def run_step(self, state: State, sizes: Mapping[str, int]) -> None:
-        """One step at these sizes: batch, forward and, with a loss, backward and the optimizer's step."""
+    def run_step(self, state: State, sizes: Mapping[str, int]) -> Any:
+        """One step at these sizes: batch, forward and, with a loss, backward and the optimizer's step.
+
+        Returns:
+            the loss without its graph, what ``step`` returned, or None without a loss.
+        """
         import torch
 
         batch = to_device(self.batch(**sizes), state.device)
         if self.step is not None:
-            self.step(state, batch)
-        elif self.loss is None:
+            return self.step(state, batch)
+        if self.loss is None:
             with torch.no_grad():
                 _call(state.model, batch)
+            return None
+        loss = self.loss(state.model, batch)
+        loss.backward()
+        loss = loss.detach()
+        if state.optimizer is not None:
+            state.optimizer.step()
+            state.optimizer.zero_grad(set_to_none=True)
         else:
-            self.loss(state.model, batch).backward()
-            if state.optimizer is not None:
-                state.optimizer.step()
-                state.optimizer.zero_grad(set_to_none=True)
-            else:
-                state.model.zero_grad(set_to_none=True)
+            state.model.zero_grad(set_to_none=True)
+        return loss
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

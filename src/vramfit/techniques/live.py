@@ -1,0 +1,282 @@
+"""A program under treatment: its model and optimizer with the techniques attached, and the loop that they ask for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from vramfit.errors import UsageError
+from vramfit.techniques.surround import Around, release, surround
+from vramfit.techniques.technique import Choice, Phase
+from vramfit.workload import Batch
+
+Optimizer = torch.optim.Optimizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """One micro-batch.
+
+    Attributes:
+        batch: it, in the containers of the whole batch.
+        weight: what its loss is multiplied with, so that the gradients add up to those of the whole batch.
+        last: whether the step follows.
+    """
+
+    batch: Batch
+    weight: float | torch.Tensor
+    last: bool
+
+
+class Scaler(Protocol):
+    """What scales losses: ``torch.amp.GradScaler`` is one."""
+
+    def scale(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The loss to go backward from."""
+        ...
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Turn the gradients into true ones."""
+        ...
+
+    def step(self, optimizer: Optimizer) -> Any:
+        """Take the step, unless a gradient overflowed."""
+        ...
+
+    def update(self) -> None:
+        """Choose the next scale."""
+        ...
+
+
+class Live:
+    """A model and an optimizer that techniques are attached to, in place.
+
+    Args:
+        model: the model, on the CPU or on its device.
+        optimizer: the optimizer, or a function that makes one of parameters, or None.
+        device: where the model goes; None leaves it where it is.
+
+    Attributes:
+        model: the same object throughout.
+        optimizer: what steps; a technique may have exchanged it.
+        device: where the model's work is done.
+        placed: whether a technique has placed the model, or it had its place before.
+        splitter: cuts a batch into pieces; None leaves it whole.
+        scaler: scales losses; None leaves them.
+        steps_in_backward: whether the optimizer has stepped when the backward pass is over.
+        frees_input: whether a batch may go as soon as the forward pass is over.
+        loss_surroundings: what surrounds the computation of the loss in a workload, the innermost first; each is given
+            a function without arguments that computes it.
+        before_step: called before the optimizer steps, after gradients are unscaled.
+        after_step: called after the optimizer stepped and the gradients went.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer: Optimizer | None = optimizer if isinstance(optimizer, Optimizer) else None
+        self._make_optimizer = None if isinstance(optimizer, Optimizer) else optimizer
+        self.placed = device is None
+        self.device = device if device is not None else _device_of(model)
+        self.splitter: Callable[[Batch], Sequence[Piece]] | None = None
+        self.scaler: Scaler | None = None
+        self.steps_in_backward = False
+        self.frees_input = False
+        self.loss_surroundings: list[Callable[[Callable[[], Any]], Any]] = []
+        self.before_step: list[Callable[[], None]] = []
+        self.after_step: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = []
+        self._weight: float | torch.Tensor = 1.0
+
+    # -- attaching -----------------------------------------------------------------------------------------------
+
+    def attach(self, choices: Iterable[Choice]) -> None:
+        """Attach techniques, each in its phase; place the model and make the optimizer in between.
+
+        Raises:
+            UsageError: one cannot be applied; what the others changed is undone.
+        """
+        ordered = sorted(choices, key=lambda choice: choice.technique.phase)
+        try:
+            for phase in Phase:
+                if phase is Phase.OPTIMIZER:
+                    self._place()
+                for choice in ordered:
+                    if choice.technique.phase is phase:
+                        choice.technique.attach(self, choice.setting)
+        except BaseException:
+            self.undo()
+            raise
+
+    def _place(self) -> None:
+        if not self.placed:
+            self.model.to(self.device)
+            self.placed = True
+        if self._make_optimizer is not None and self.optimizer is None:
+            self.optimizer = self._make_optimizer(self.model.parameters())
+
+    def surround(self, module: nn.Module, around: Around) -> None:
+        """Put `around` around a module's forward pass until the undo."""
+        surround(module, around)
+        self.on_undo(lambda: release(module, around))
+
+    def set(self, obj: object, name: str, value: Any) -> None:
+        """Bind ``obj.name`` to `value` until the undo."""
+        before = getattr(obj, name)
+        setattr(obj, name, value)
+        self.on_undo(lambda: setattr(obj, name, before))
+
+    def on_undo(self, action: Callable[[], None]) -> None:
+        """Call `action` when everything is undone, the latest first."""
+        self._undo.append(action)
+
+    def undo(self) -> None:
+        """Leave the model as it was before, its values as they are now.
+
+        The optimizer that was exchanged is back in `optimizer`, with its own state.
+        """
+        while self._undo:
+            self._undo.pop()()
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def split(self, batch: Batch) -> Iterator[Batch]:
+        """The micro-batches of a batch: go forward and backward with each before the next.
+
+        Gradients of distributed data parallel models are exchanged with the last one alone.
+        """
+        whole = (Piece(batch=batch, weight=1.0, last=True),)
+        waiting = list(whole if self.splitter is None else self.splitter(batch))[::-1]
+        del batch, whole
+        try:
+            while waiting:
+                piece = waiting.pop()
+                # Nothing here holds a piece while it is worked on: the loop may let it go after the forward pass.
+                held, self._weight, last = [piece.batch], piece.weight, piece.last
+                del piece
+                with contextlib.ExitStack() as stack:
+                    if not last and (no_sync := getattr(self.model, "no_sync", None)) is not None:
+                        stack.enter_context(no_sync())
+                    yield held.pop()
+        finally:
+            self._weight = 1.0
+
+    def weighted(self, loss: torch.Tensor) -> torch.Tensor:
+        """A micro-batch's loss as its share of the whole batch's.
+
+        Raises:
+            UsageError: it is no scalar.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise UsageError(
+                f"the loss is no scalar but {shape}", "Take its mean or its sum before the backward pass"
+            )
+        if isinstance(self._weight, float) and self._weight == 1.0:
+            return loss
+        return loss * self._weight
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass of a micro-batch's loss, with the weight and the scale that belong to it.
+
+        Raises:
+            UsageError: the loss is no scalar.
+        """
+        loss = self.weighted(loss)
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward()
+
+    def step(self, *, clip_norm: float | None = None) -> None:
+        """The optimizer's step, and the end of the gradients.
+
+        Args:
+            clip_norm: the norm that all gradients together are cut to before; None does not cut.
+
+        Raises:
+            UsageError: gradients are to be clipped, but the optimizer steps during the backward pass.
+        """
+        if clip_norm is not None:
+            if self.steps_in_backward:
+                raise UsageError(
+                    "gradients cannot be clipped together when the optimizer steps in the backward pass",
+                    "Leave clip_norm out, or forbid step-in-backward in the plan",
+                )
+            if self.scaler is not None and self.optimizer is not None:
+                self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
+        for action in self.before_step:
+            action()
+        if self.optimizer is None:
+            self.model.zero_grad(set_to_none=True)
+        else:
+            if not self.steps_in_backward:
+                self._take_step(self.optimizer)
+            self.optimizer.zero_grad(set_to_none=True)
+        for action in self.after_step:
+            action()
+
+    def _take_step(self, optimizer: Optimizer) -> None:
+        if self.scaler is None:
+            optimizer.step()
+            return
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def train_step(
+        self,
+        loss: Callable[[nn.Module, Batch], torch.Tensor],
+        batch: Batch,
+        to_device: Callable[[Batch], Batch],
+    ) -> torch.Tensor:
+        """A whole step of a workload; the loss of the whole batch, without its graph.
+
+        Args:
+            loss: the loss of a batch on the device.
+            batch: on the CPU, or where it was made.
+            to_device: moves a batch to the device.
+        """
+        pieces = self.split(batch)
+        del batch
+        total: torch.Tensor | None = None
+        for piece in pieces:
+            held = [to_device(piece)]
+            del piece
+            value = self._loss(loss, held)
+            self.backward(value)
+            share = self.weighted(value).detach()
+            del value, held
+            total = share if total is None else total + share
+        self.step()
+        if total is None:
+            raise UsageError("the batch is empty", "Let batch make at least one example")
+        return total
+
+    def _loss(self, loss: Callable[[nn.Module, Batch], torch.Tensor], held: list[Batch]) -> torch.Tensor:
+        def compute() -> torch.Tensor:
+            return loss(self.model, held.pop() if self.frees_input else held[0])
+
+        call: Callable[[], Any] = compute
+        for around in self.loss_surroundings:
+            call = _bind(around, call)
+        found: torch.Tensor = call()
+        return found
+
+
+def _bind(around: Callable[[Callable[[], Any]], Any], call: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: around(call)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")

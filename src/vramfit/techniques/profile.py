@@ -1,0 +1,106 @@
+"""What one run of a workload tells the techniques: its blocks, what they keep, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockOp:
+    """One operation of a block's forward pass, in the order in which they run.
+
+    Attributes:
+        name: the aten operation, as ``addmm``.
+        bytes: of the storages that its results have of their own; 0 for a view.
+        seconds: estimated, of this one.
+        flops: multiplications and additions of products, convolutions and attention.
+        kept: whether autograd keeps its results for the backward pass.
+        random: whether it draws random numbers.
+        parent: the block's submodule that ran it, by its name inside the block; empty for the block itself.
+    """
+
+    name: str
+    bytes: int
+    seconds: float
+    flops: int
+    kept: bool
+    random: bool = False
+    parent: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """A part of the model that can be kept, recomputed or offloaded on its own.
+
+    Attributes:
+        path: the submodule's name in the model.
+        kind: name of its class.
+        index: when its forward pass runs, among the blocks.
+        like: index of the first block that has the same operations and sizes; its own where there is none before.
+        ops: its forward pass.
+        input_bytes: the tensors that it is called with and that need gradients or are kept, once each.
+        kept_bytes: all that autograd keeps for its backward pass, without parameters and without its input.
+        forward_seconds: estimated.
+        backward_seconds: estimated.
+        calls: how often its forward pass runs in a step.
+    """
+
+    path: str
+    kind: str
+    index: int
+    like: int
+    ops: tuple[BlockOp, ...]
+    input_bytes: int
+    kept_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+    calls: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """What the planner knows of a workload on a device.
+
+    Attributes:
+        model: the model, to look at its structure; on the virtual GPU its tensors hold no values.
+        optimizer: the optimizer, or None.
+        sizes: the sizes of the batch.
+        trains: whether a step changes the model.
+        own_step: whether the workload owns its whole step, so that batches cannot be split and losses not be scaled.
+        device_type: ``cuda`` or ``cpu``.
+        capability: the card's compute capability, (0, 0) on the CPU.
+        total_bytes: memory of the device.
+        host_bytes: memory of the host that a plan may spend.
+        peak_allocated_bytes: of a plain step.
+        peak_reserved_bytes: of a plain step.
+        step_seconds: estimated, of a plain step.
+        step_flops: of a plain step, forward and backward.
+        categories: bytes at the peak, by category: ``parameters``, ``gradients``, ``activations``, and so on.
+        logits_bytes: the input of the loss's cross-entropy, 0 where the model has none.
+        blocks: parts of the model in the order in which they run.
+        link_bytes_per_second: between the host's pinned memory and the card.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    sizes: Mapping[str, int]
+    trains: bool
+    own_step: bool = False
+    device_type: str = "cuda"
+    capability: tuple[int, int] = (8, 9)
+    total_bytes: int = 0
+    host_bytes: int = 0
+    peak_allocated_bytes: int = 0
+    peak_reserved_bytes: int = 0
+    step_seconds: float = 0.0
+    step_flops: int = 0
+    categories: Mapping[str, int] = field(default_factory=dict)
+    logits_bytes: int = 0
+    blocks: tuple[Block, ...] = ()
+    link_bytes_per_second: float = 0.0

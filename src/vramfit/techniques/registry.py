@@ -1,0 +1,35 @@
+"""All techniques, by name."""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from vramfit.errors import UsageError
+from vramfit.techniques.technique import Technique
+
+# Module and class of each, in the order in which tables show them.
+_HOMES: tuple[tuple[str, str], ...] = ()
+
+
+@cache
+def all_techniques() -> tuple[Technique[Any], ...]:
+    """One of each, in the order in which tables show them."""
+    made = (getattr(import_module(f"vramfit.techniques.{module}"), kind)() for module, kind in _HOMES)
+    return tuple(made)
+
+
+def find_technique(name: str) -> Technique[Any]:
+    """The technique of that name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    known = {technique.name: technique for technique in all_techniques()}
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(known)}"
+    raise UsageError(f"there is no technique {name!r}", hint)
