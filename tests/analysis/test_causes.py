@@ -22,6 +22,15 @@ from vramfit.analysis import (
 from vramfit.trace import CapacitySource, EventKind, MemoryTrace, TraceBuilder, read_any, replay
 from vramfit.units import GIB, MIB
 
+BESIDE_LIVE_BLOCKS = (
+    CauseKind.LONG_LIVED_IN_HOLE,
+    CauseKind.INTERLEAVED,
+    CauseKind.PAGE_EDGES,
+    CauseKind.CACHED,
+    CauseKind.OTHER_STREAM,
+    CauseKind.OTHER_POOL,
+)
+"""Of free memory that may lie beside live blocks."""
 RECORDINGS = sorted((Path(__file__).parents[1] / "data" / "traces").glob("*.json.gz"))
 
 
@@ -176,6 +185,21 @@ def test_which_blocks_pin_which_segments_and_how_that_came() -> None:
     assert worst.last_freed_phase == "step 1/checkpoint"
     assert all(holder.freed is None for holder in worst.pins)
     assert worst.gone > 0
+
+
+def test_the_rest_of_the_newest_segment_has_no_culprit() -> None:
+    program = cases.Program()
+    program.take(6 * MIB)  # of a segment of 20 MiB
+    found = causes(program.finish(), proven=False)
+    assert [(cause.kind, cause.bytes) for cause in found.causes] == [(CauseKind.SEGMENT_REST, 14 * MIB)]
+    assert found.pins == found.segments == ()
+
+
+def test_the_culprits_of_a_recording_pin_no_more_than_their_causes() -> None:
+    found = causes(read_any(next(path for path in RECORDINGS if "eor-nn" in path.name)), proven=False)
+    assert CauseKind.SEGMENT_REST in {cause.kind for cause in found.causes}
+    pinned = sum(cause.bytes for cause in found.causes if cause.kind in BESIDE_LIVE_BLOCKS)
+    assert sum(pin.pinned for pin in found.pins) <= pinned
 
 
 def test_what_could_still_be_served() -> None:

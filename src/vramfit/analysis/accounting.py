@@ -120,7 +120,7 @@ class Account:
             self._add(CauseKind.OTHER_STREAM, gap.size)
         elif segment.small != request.small:
             self._add(CauseKind.OTHER_POOL, gap.size)
-        elif request.grown >= 0 and segment.newest == request.grown and gap.after < 0:
+        elif held.is_rest(gap, request.grown):
             self._add(CauseKind.SEGMENT_REST, gap.size)
         elif gap.size >= self.rounding.block(request.size) and self.config.max_split_size is not None:
             kind = CauseKind.MAX_SPLIT_EXPANDABLE if segment.expandable else CauseKind.OVERSIZE_CACHED

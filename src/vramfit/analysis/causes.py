@@ -68,7 +68,8 @@ class FragmentationCauses:
         requested: bytes asked for in blocks that are allocated.
         request: by what the causes are judged; None if reserved memory never grew within the trace.
         causes: largest first, after the decisive one.
-        pins: the live blocks that lie beside free memory, by what they are.
+        pins: the live blocks that lie beside free memory, by what they are; not those beside the rest of the newest
+            segment alone, which they do not keep from anything.
         segments: the segments with the most pinned free memory, with their history.
         largest: what could still be served.
         capacity: memory of the card for the allocator, and what tells it.
@@ -160,7 +161,7 @@ class _Judge:
         self.rehearsal = rehearsal
         self.config: AllocatorConfig = recorded_config(trace)
         self.request = request_at(trace, lives.device, held.row, self.config, oom)
-        self.pins = Pins(trace, lives, held)
+        self.pins = Pins(trace, lives, held, -1 if self.request is None else self.request.grown)
         self.account = Account(lives, held, self.config, self.request, self.pins)
 
     def judge(self, *, proven: bool) -> FragmentationCauses:

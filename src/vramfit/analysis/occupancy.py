@@ -92,6 +92,15 @@ class Occupancy:
         """Whether the whole segment is free."""
         return not self.blocks[gap.segment]
 
+    def is_rest(self, gap: Gap, grown: int) -> bool:
+        """Whether a gap is what the segment event ``grown`` took beyond the request that it served.
+
+        Args:
+            gap: a free range.
+            grown: row of the event that took memory for a request; -1 for none.
+        """
+        return grown >= 0 and self.segments[gap.segment].newest == grown and gap.after < 0
+
     def whole_pages(self, gap: Gap) -> int:
         """Bytes of a gap that can be given back: all of a free segment, or the whole pages of an expandable one."""
         segment = self.segments[gap.segment]

@@ -105,16 +105,20 @@ PINS = 8
 class Pins:
     """The pins of one moment.
 
+    The rest of the newest segment counts for none of its blocks: the allocator took more than was asked for, and the
+    next request is served from it.
+
     Attributes:
         held: segments, blocks and gaps.
         in_hole: for each pinning block (index into the lifetimes) whether others lay at its place before.
     """
 
-    def __init__(self, trace: MemoryTrace, lives: Lifetimes, held: Occupancy) -> None:
-        """Look at every segment that has both blocks and gaps."""
+    def __init__(self, trace: MemoryTrace, lives: Lifetimes, held: Occupancy, grown: int) -> None:
+        """Look at every segment with gaps that its blocks pin; ``grown`` is the row of the newest segment, or -1."""
         self.trace, self.lives, self.held = trace, lives, held
         self._order: Ints = np.argsort(lives.address, kind="stable")
         self._free: dict[int, int] = {}
+        self._pinned_in: dict[int, int] = {}
         self._largest: dict[int, int] = {}
         self.pinned: dict[int, int] = {}
         self.in_hole: dict[int, bool] = {}
@@ -124,11 +128,14 @@ class Pins:
                 continue
             self._free[gap.segment] = self._free.get(gap.segment, 0) + gap.size
             self._largest[gap.segment] = max(self._largest.get(gap.segment, 0), gap.size)
+            if held.is_rest(gap, grown):
+                continue
+            self._pinned_in[gap.segment] = self._pinned_in.get(gap.segment, 0) + gap.size
             beside = [block for block in (gap.before, gap.after) if block >= 0]
             for place, block in enumerate(beside):
                 share = gap.size // len(beside) + (gap.size % len(beside) if place == 0 else 0)
                 self.pinned[block] = self.pinned.get(block, 0) + share
-        for index in self._free:
+        for index in self._pinned_in:
             self._look_at(index)
 
     def _look_at(self, index: int) -> None:
@@ -172,7 +179,7 @@ class Pins:
 
     def worst(self, limit: int) -> tuple[PinnedSegment, ...]:
         """The segments with the most pinned free memory, each with its history."""
-        order = sorted(self._free, key=lambda index: (-self._free[index], index))
+        order = sorted(self._pinned_in, key=lambda index: (-self._pinned_in[index], index))
         return tuple(self._segment(index) for index in order[:limit])
 
     def _segment(self, index: int) -> PinnedSegment:
@@ -209,13 +216,13 @@ class Pins:
         lives = self.lives
         # All blocks of those segments, also those that lie beside no gap: they hold the segment as well.
         blocks = np.array(
-            sorted({block for index in self._free for block in self.held.blocks[index]}), dtype=np.int64
+            sorted({block for index in self._pinned_in for block in self.held.blocks[index]}), dtype=np.int64
         )
         if not len(blocks):
             return ()
         grouping = Grouping.of(self.trace, lives, blocks)
         phases = born_column(self.trace.phase, lives.born[blocks])
-        home = {block: index for index in self._free for block in self.held.blocks[index]}
+        home = {block: index for index in self._pinned_in for block in self.held.blocks[index]}
         found = []
         for group, key in grouping.with_members():
             chosen = grouping.alike(key)
