@@ -85,6 +85,18 @@ def test_what_does_not_fit_is_the_headline() -> None:
     assert "Rounds" not in text
 
 
+def test_an_out_of_memory_is_told_whole_without_the_hints_of_torch() -> None:
+    message = (
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 10.00 KiB of "
+        "which 10.00 KiB is free. Of the allocated memory 0 bytes is allocated by PyTorch, and 0 bytes is reserved by "
+        "PyTorch but unallocated."
+    )
+    hints = " If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    baseline = replace(one(8, 0, 0, RoundOutcome.OUT_OF_MEMORY), message=f"{message}{hints}")
+    text = render_stress(replace(report(), baseline=baseline, rounds=(), stability=None), width=80)
+    assert f"{message} size usual" in " ".join(text.split())
+
+
 def test_warnings_of_the_virtual_card_are_told() -> None:
     warnings = tuple(
         RunWarning(code="guess", message=f"value {number} was guessed", location="loads.py:7", count=number)

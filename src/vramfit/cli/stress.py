@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 DOES_NOT_FIT = 3
 FAILED = 1
-_WIDTH = 110
 
 
 def stress_command(
@@ -69,10 +68,9 @@ def stress_command(
     if json == Path("-"):
         typer.echo(render_stress_json(report), nl=False)
     else:
-        from rich.console import Console
+        from vramfit.cli.consoles import wide_console
 
-        console = Console(highlight=False)
-        print_stress(report, console if console.is_terminal else Console(highlight=False, width=_WIDTH))
+        print_stress(report, wide_console())
         if json is not None:
             write_text(json, render_stress_json(report))
     if plot is not None:

@@ -9,17 +9,19 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from vramfit.analysis.stability import Limit, LimitReason, Round, RoundOutcome, StressReport, Trend
-from vramfit.report.sections import Sections
+from vramfit.report.folding import broken, table
 from vramfit.report.text import print_lines, seconds
 from vramfit.units import GIB, MIB, format_bytes
 
 STRESS_SCHEMA = "vramfit.stress/1"
-_BAR = 30
+_WIDEST = 120
+_BAR, _LEAST_BAR = 30, 8
 _SETTINGS = "Try --alloc-conf expandable_segments:True; vramfit tune on a trace finds other settings."
+_HINTS = " If reserved but unallocated memory is large"
+"""Where they begin: c10/cuda/CUDACachingAllocator.cpp, malloc."""
 _WARNINGS = 5
 _SHOWN = 40
 """Rounds that the terminal shows: the last ones."""
@@ -27,22 +29,8 @@ _SHOWN = 40
 
 def print_stress(report: StressReport, console: Console) -> None:
     """Print baseline, limits, and the rounds as bars."""
-    width = min(console.width, 120)
-    print_lines(console, _head(report), width)
-    console.print()
-    console.print(_table(report))
-    if report.rounds:
-        console.print()
-        print_lines(console, _bars(report), width)
-        console.print()
-        page = Sections(width, None)
-        print_lines(console, (line for part in _verdict(report) for line in page.wrapped(part)), width)
-    if report.warnings:
-        console.print()
-        page = Sections(width, None)
-        print_lines(console, (line for part in _warnings(report) for line in page.wrapped(part)), width)
-    console.print()
-    print_lines(console, [Text(_footer(report), style="dim")], width)
+    width = min(console.width, _WIDEST)
+    print_lines(console, _lines(report, width), width)
 
 
 def render_stress(report: StressReport, *, width: int = 100) -> str:
@@ -50,6 +38,27 @@ def render_stress(report: StressReport, *, width: int = 100) -> str:
     stream = io.StringIO()
     print_stress(report, Console(file=stream, width=width, color_system=None, force_terminal=False))
     return stream.getvalue()
+
+
+def _lines(report: StressReport, width: int) -> Iterator[Text]:
+    yield from _broken(_head(report), width)
+    yield Text()
+    yield from _table(report, width)
+    if report.rounds:
+        yield Text()
+        yield from _rounds(report, width)
+        yield Text()
+        yield from _broken(_verdict(report), width)
+    if report.warnings:
+        yield Text()
+        yield from _broken(_warnings(report), width)
+    yield Text()
+    yield Text(_footer(report), style="dim")
+
+
+def _broken(sentences: Iterator[Text], width: int) -> Iterator[Text]:
+    for sentence in sentences:
+        yield from broken(sentence, width)
 
 
 def _head(report: StressReport) -> Iterator[Text]:
@@ -65,7 +74,13 @@ def _head(report: StressReport) -> Iterator[Text]:
         return
     word = "does not fit" if baseline.outcome is RoundOutcome.OUT_OF_MEMORY else "fails on"
     yield Text.assemble((f"✗ {word} ", "bold red"), (report.device, "bold"), f" at {sizes}")
-    yield Text(f"  {baseline.message}")
+    yield Text(f"  {_reason(baseline)}")
+
+
+def _reason(one: Round) -> str:
+    """Why a round failed, in a line; of an out-of-memory without the hints that torch puts behind the figures."""
+    told = " ".join(one.message.split())
+    return told.partition(_HINTS)[0] if one.outcome is RoundOutcome.OUT_OF_MEMORY else told
 
 
 def sizes_text(sizes: Mapping[str, int]) -> str:
@@ -73,26 +88,25 @@ def sizes_text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {value:,}" for name, value in sizes.items())
 
 
-def _table(report: StressReport) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("size")
-    for name in ("usual", "largest that fits", "fails at", "allocated", "reserved"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
+def _table(report: StressReport, width: int) -> Iterator[Text]:
+    heads = ("size", "usual", "largest that fits", "fails at", "allocated", "reserved")
+    rows = []
     for limit in report.limits:
         best = next(
             (one for one in limit.rounds if one.fits and one.sizes[limit.name] == limit.largest), None
         )
-        table.add_row(
-            limit.name,
-            f"{limit.usual:,}",
-            Text(f"{limit.largest:,}" if limit.largest else "none", style="bold"),
-            "" if limit.failing is None else f"{limit.failing:,}",
-            "" if best is None else format_bytes(best.peak_allocated),
-            "" if best is None else format_bytes(best.peak_reserved),
-            Text(_why(limit), style="dim"),
+        rows.append(
+            [
+                Text(limit.name),
+                Text(f"{limit.usual:,}"),
+                Text(f"{limit.largest:,}" if limit.largest else "none", style="bold"),
+                Text("" if limit.failing is None else f"{limit.failing:,}"),
+                Text("" if best is None else format_bytes(best.peak_allocated)),
+                Text("" if best is None else format_bytes(best.peak_reserved)),
+            ]
         )
-    return table
+    notes = [Text(_why(limit), style="dim") for limit in report.limits]
+    return table(heads, rows, width, notes=notes)
 
 
 def _why(limit: Limit) -> str:
@@ -104,27 +118,34 @@ def _why(limit: Limit) -> str:
     return ""
 
 
-def _bars(report: StressReport) -> Iterator[Text]:
-    """One line a round: what is allocated at its peak, and what is reserved beyond."""
+def _rounds(report: StressReport, width: int) -> Iterator[Text]:
+    """One line a round: what is allocated at its peak, and what is reserved beyond; as a bar where there is room."""
     varied = [limit.name for limit in report.limits]
     top = max((one.peak_reserved for one in report.rounds), default=0) or 1
-    yield Text("Rounds, the cache never emptied  (█ allocated at the peak, ░ reserved beyond)", style="bold")
     first = max(0, len(report.rounds) - _SHOWN)
-    if first:
-        yield Text(f"  {first} earlier rounds are left out; --json has them", style="dim")
     names = [_unusual(one.sizes, varied, report.sizes) for one in report.rounds]
     widest = max(len(name) for name in names)
+    figures = [_figures(one) for one in report.rounds]
+    room = width - (6 + widest + 2) - max(text.cell_len for text in figures[first:])
+    longest = min(_BAR, room) if room >= _LEAST_BAR else 0
+    legend = "█ allocated at the peak, ░ reserved beyond" if longest else "allocated at the peak / reserved"
+    yield Text(f"Rounds, the cache never emptied  ({legend})", style="bold")
+    if first:
+        yield Text(f"  {first} earlier rounds are left out; --json has them", style="dim")
     for number, one in enumerate(report.rounds[first:], start=first):
-        allocated = round(_BAR * one.peak_allocated / top)
-        reserved = round(_BAR * one.peak_reserved / top)
+        allocated = round(longest * one.peak_allocated / top)
+        reserved = round(longest * one.peak_reserved / top)
         line = Text(f"{number + 1:>4}  {names[number]:<{widest}}  ")
         line.append("█" * allocated, style="green")
         line.append("░" * max(0, reserved - allocated), style="yellow")
-        line.append(" " * (_BAR - max(allocated, reserved)))
-        line.append(f"  {format_bytes(one.peak_allocated):>10} / {format_bytes(one.peak_reserved)}")
-        if not one.fits:
-            line.append(f"  ✗ {one.outcome.value}", style="bold red")
-        yield line
+        line.append(" " * (longest - max(allocated, reserved)))
+        yield line + figures[number]
+
+
+def _figures(one: Round) -> Text:
+    """A round's peaks, and how it failed if it did."""
+    figures = Text(f"  {format_bytes(one.peak_allocated):>10} / {format_bytes(one.peak_reserved)}")
+    return figures if one.fits else figures.append(f"  ✗ {one.outcome.value}", style="bold red")
 
 
 def _unusual(sizes: Mapping[str, int], varied: Sequence[str], usual: Mapping[str, int]) -> str:
