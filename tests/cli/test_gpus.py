@@ -17,7 +17,7 @@ app.command()(gpus_command)
 
 
 def output(*arguments: str) -> str:
-    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False, env={"COLUMNS": None})
     assert result.exit_code == 0
     return result.stdout
 
@@ -32,6 +32,16 @@ def test_the_table_has_every_card_within_100_columns() -> None:
         "RTX", "4090", "Ada", "8.9", "23.64", "GiB", "128", "72", "MiB", "1008", "82.6", "165", "$1,599",
     ]  # fmt: skip
     assert "…" not in "".join(lines)
+
+
+def test_a_narrow_terminal_gets_every_figure() -> None:
+    result = CliRunner().invoke(app, [], catch_exceptions=False, env={"COLUMNS": "40"})
+    lines = result.stdout.splitlines()
+    assert max(len(line) for line in lines) <= 40
+    told = " ".join(" ".join(lines[lines.index("RTX 4090") :]).split())
+    assert told.startswith(
+        "RTX 4090 Architecture Ada, CC 8.9, Memory 23.64 GiB, SMs 128, L2 72 MiB, GB/s 1008,"
+    )
 
 
 def test_an_estimated_memory_is_marked() -> None:

@@ -26,8 +26,16 @@ def test_the_line_for_the_shell_and_its_evidence(tmp_path: Path) -> None:
     text = run(str(trace))
     assert "    unset PYTORCH_CUDA_ALLOC_CONF\n" in text
     assert "peak reserved 422.00 MiB instead of 13.73 GiB" in text
-    assert "reserved memory grows to 14,060 MiB with at most 402 MiB allocated" in text
+    assert "reserved memory grows to 14,060 MiB with at most 402 MiB allocated" in " ".join(text.split())
     assert "peak reserved 13.73 GiB, as recorded" in text
+
+
+def test_columns_are_counted_where_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    text = run(str(RECORDINGS / "gpt-small-forward.json.gz"))
+    export = "    export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    assert export in text.splitlines()
+    assert [line for line in text.splitlines() if len(line) > 40 and line != export] == []
 
 
 def test_everything_as_json(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from vramfit.report.doctor import doctor_to_json, render_doctor, render_doctor_j
 def test_a_finding_stands_with_its_reason_and_its_fix() -> None:
     lines = render_doctor(diagnose(SHARED_BOX)).splitlines()
     assert lines[0].startswith("warning  cards: GPU 0: other processes hold")
-    assert lines[1].startswith("  why   ")
-    assert lines[2].startswith("  fix   ")
+    told = [line[:8] for line in lines[1:] if not line.startswith(" " * 8)]
+    assert told[:2] == ["  why   ", "  fix   "]
     assert lines[-1].startswith("0 errors, 1 warning; ")
 
 

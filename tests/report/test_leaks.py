@@ -65,7 +65,8 @@ What grows    per step      in all
 Grew and stopped  no leak: caches that filled
    36.00 KiB  project/train.py:12, until 17
 
-Freed at one blow  no leak: reference cycles until they are collected, lists em…
+Freed at one blow  no leak: reference cycles until they are collected, lists
+  emptied
    20.00 KiB  project/train.py:20, 4 times, up to 5 steps at once
 """
 

@@ -74,11 +74,9 @@ def calibrate_command(
         typer.echo(f"{len(names)} cases", err=True)
         return
 
-    from rich.console import Console
+    from vramfit.cli.consoles import wide_console
 
-    console = Console(stderr=json == Path("-"), highlight=False)
-    if not console.is_terminal:
-        console = Console(stderr=json == Path("-"), highlight=False, width=110)
+    console = wide_console(stderr=json == Path("-"))
     try:
         if measured is not None:
             found = _again(measured, names, console)

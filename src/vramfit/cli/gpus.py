@@ -11,11 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vramfit.cli.consoles import wide_console
 from vramfit.gpus import GpuMatch, GpuSpec, catalogue, match_gpu
 from vramfit.units import GIB, MIB, format_bytes
 
 SCHEMA = "vramfit.gpus/1"
-_WIDTH = 100
+_HEADS = ("GPU", "Architecture", "CC", "Memory", "SMs", "L2", "GB/s", "fp32", "fp16", "Price")
+_TABLE = 100
+"""Columns that the list takes; where there are fewer, each card is told."""
 
 
 def gpus_command(
@@ -31,11 +34,12 @@ def gpus_command(
     if json_output:
         typer.echo(json.dumps(_document(match), indent=2, ensure_ascii=False))
         return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH)
+    console = wide_console()
     if match is None:
-        console.print(_table(catalogue()))
+        if console.width >= _TABLE:
+            console.print(_table(catalogue()))
+        else:
+            _print_narrow(catalogue(), console)
         console.print(_LEGEND, style="dim", highlight=False)
     else:
         _print_card(console, match)
@@ -49,24 +53,34 @@ _LEGEND = (
 
 def _table(cards: Iterable[GpuSpec]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1))
-    table.add_column("GPU", no_wrap=True, overflow="ellipsis")
-    table.add_column("Architecture", no_wrap=True)
-    for heading in ("CC", "Memory", "SMs", "L2", "GB/s", "fp32", "fp16", "Price"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in _HEADS:
+        table.add_column(heading, justify="left" if heading in _HEADS[:2] else "right", no_wrap=True)
     for card in cards:
-        table.add_row(
-            card.name,
-            card.architecture,
-            _capability(card),
-            f"{'~' if card.memory_estimated else ''}{card.total_bytes / GIB:.2f} GiB",
-            str(card.sm_count),
-            f"{card.l2_bytes / MIB:.4g} MiB",
-            f"{card.bandwidth / 1e9:.0f}",
-            _tera(card, "float32"),
-            _tera(card, "float16"),
-            str(card.price) if card.price else "",
-        )
+        table.add_row(*_row(card))
     return table
+
+
+def _print_narrow(cards: Iterable[GpuSpec], console: Console) -> None:
+    from vramfit.report.folding import table
+    from vramfit.report.text import print_lines
+
+    rows = [[Text(cell) for cell in _row(card)] for card in cards]
+    print_lines(console, table(_HEADS, rows, console.width), console.width)
+
+
+def _row(card: GpuSpec) -> list[str]:
+    return [
+        card.name,
+        card.architecture,
+        _capability(card),
+        f"{'~' if card.memory_estimated else ''}{card.total_bytes / GIB:.2f} GiB",
+        str(card.sm_count),
+        f"{card.l2_bytes / MIB:.4g} MiB",
+        f"{card.bandwidth / 1e9:.0f}",
+        _tera(card, "float32"),
+        _tera(card, "float16"),
+        str(card.price) if card.price else "",
+    ]
 
 
 def _tera(card: GpuSpec, dtype: str) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json as json_module
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.text import Text
 
     from vramfit.trace import DeviceReplay, ReplayReport
 
@@ -108,39 +109,41 @@ def _device(device: DeviceReplay) -> dict[str, Any]:
 
 def _print(report: ReplayReport, file: Path) -> None:
     from rich.console import Console
-    from rich.text import Text
+
+    from vramfit.report.text import print_lines
 
     console = Console(highlight=False)
+    print_lines(console, _lines(report, file, console.width), console.width)
+
+
+def _lines(report: ReplayReport, file: Path, width: int) -> Iterator[Text]:
+    from rich.text import Text
+
     settings = report.alloc_conf or "the defaults"
     if report.what_if:
         recorded = report.recorded_alloc_conf or "the defaults"
         head = f"{file.name}: what if, under {settings} instead of {recorded}"
     else:
         head = f"{file.name}: replayed as recorded, under {settings}"
-    console.print(Text(head, style="bold"), soft_wrap=True)
+    yield Text(head, style="bold")
     if not report.devices:
-        console.print("The recording holds no events and no segments.")
+        yield Text("The recording holds no events and no segments.")
         return
-    table = _table(report)
-    if table.row_count:
-        console.print(table)
+    yield from _table(report, width)
     for device in report.devices:
         for note in _notes(report, device):
-            console.print(Text(f"GPU {device.index}: {note}"), soft_wrap=True)
+            yield Text(f"GPU {device.index}: {note}")
     rate = report.events / report.seconds if report.seconds else 0.0
-    console.print(Text(f"{report.events:,} events in {report.seconds:.2f} s ({rate:,.0f}/s)", style="dim"))
+    yield Text(f"{report.events:,} events in {report.seconds:.2f} s ({rate:,.0f}/s)", style="dim")
 
 
-def _table(report: ReplayReport) -> Table:
-    from rich.table import Table
+def _table(report: ReplayReport, width: int) -> Iterator[Text]:
     from rich.text import Text
 
+    from vramfit.report.folding import table
     from vramfit.units import format_bytes
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("")
-    for name in ("", "recorded", "replayed"):
-        table.add_column(name, justify="left" if not name else "right")
+    cells: list[list[Text]] = []
     for device in report.devices:
         rows: list[tuple[str, str, int, int | None]] = [
             ("requests, at their addresses", "", device.allocations, device.addresses_matched),
@@ -155,11 +158,11 @@ def _table(report: ReplayReport) -> Table:
         for number, (name, unit, recorded, replayed) in enumerate(shown):
             form = format_bytes if unit else "{:,}".format
             style = "" if report.what_if else ("green" if recorded == replayed else "yellow")
-            label = f"GPU {device.index}" if number == 0 else ""
+            label = f"GPU {device.index}  " if number == 0 else " " * len(f"GPU {device.index}  ")
             found = "" if replayed is None else form(replayed)
-            table.add_row(label, name, form(recorded), Text(found, style=style))
-        table.add_section()
-    return table
+            cells.append([Text(f"{label}{name}"), Text(form(recorded)), Text(found, style=style)])
+    if cells:
+        yield from table(("", "recorded", "replayed"), cells, width)
 
 
 def _notes(report: ReplayReport, device: DeviceReplay) -> list[str]:

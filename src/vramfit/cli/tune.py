@@ -11,9 +11,6 @@ if TYPE_CHECKING:
     from vramfit.analysis import Tuning
     from vramfit.trace import MemoryTrace
 
-_WIDTH = 110
-"""Columns where the output is no terminal."""
-
 
 def tune_command(
     file: Annotated[
@@ -52,12 +49,10 @@ def tune_command(
     if json == Path("-"):
         typer.echo(render_tuning_json(tuning), nl=False)
         return
-    from rich.console import Console
-
+    from vramfit.cli.consoles import wide_console
     from vramfit.report import print_tuning
 
-    console = Console(highlight=False)
-    print_tuning(tuning, console if console.is_terminal else Console(highlight=False, width=_WIDTH))
+    print_tuning(tuning, wide_console())
     if json is not None:
         write_text(json, render_tuning_json(tuning))
 

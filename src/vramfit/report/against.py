@@ -25,6 +25,7 @@ from vramfit.analysis.reconciliation import (
     When,
 )
 from vramfit.analysis.requests import Label
+from vramfit.report.folding import NARROW, broken
 from vramfit.report.text import elide_left, print_lines, short_op
 from vramfit.trace import Frame
 from vramfit.units import format_bytes
@@ -35,6 +36,8 @@ _MOST_REQUESTS = 4
 _JSON_ROWS = 100
 _FIGURE = 13
 _NAME = 26
+_SHARE = 11
+_ROW = _NAME + 3 * _FIGURE + _SHARE
 _SAME = "="
 
 
@@ -87,17 +90,20 @@ class _Page:
     def table(self, device: DeviceReconciliation) -> Iterator[Text]:
         """One row for each part, and one for each figure that they sum to."""
         heads = ("predicted", "recorded", "difference")
-        yield Text(f"{'':{_NAME}}" + "".join(f"{head:>{_FIGURE}}" for head in heads), style="bright_black")
+        if self.width >= _ROW:
+            yield Text(
+                f"{'':{_NAME}}" + "".join(f"{head:>{_FIGURE}}" for head in heads), style="bright_black"
+            )
         allocated, reserved, total = (device.of(quantity) for quantity in Quantity)
         main = reserved or allocated
         if main is not None:
             for part in main.parts:
                 if part.predicted or part.recorded:
-                    yield _row(f"  {part.part.value}", part)
-            yield _row(_name(main, device.when), main)
+                    yield from self.row(f"  {part.part.value}", part)
+            yield from self.row(_name(main, device.when), main)
         if total is not None:
-            yield _row(f"  {total.parts[-1].part.value}", total.parts[-1])
-            yield _row(_name(total, device.when), total)
+            yield from self.row(f"  {total.parts[-1].part.value}", total.parts[-1])
+            yield from self.row(_name(total, device.when), total)
         if allocated is not None and main is not allocated:
             yield from self.allocated(allocated, main, device.when)
 
@@ -106,8 +112,27 @@ class _Page:
         told = {} if reserved is None else {part.part: part.difference for part in reserved.parts}
         for part in allocated.parts:
             if part.difference and told.get(part.part) != part.difference:
-                yield _row(f"  {part.part.value}", part)
-        yield _row(_name(allocated, when), allocated)
+                yield from self.row(f"  {part.part.value}", part)
+        yield from self.row(_name(allocated, when), allocated)
+
+    def row(self, name: str, found: PartDifference | Comparison) -> Iterator[Text]:
+        """What was predicted and what was recorded; in words where columns have no room."""
+        is_sum = isinstance(found, Comparison)
+        predicted, recorded = format_bytes(found.predicted), format_bytes(found.recorded)
+        difference = found.difference
+        style = "" if not difference else "green" if difference < 0 else "red"
+        share = found.share if isinstance(found, Comparison) and difference else None
+        percent = "" if share is None else f"{100 * share:+.2f} %"
+        label = Text(name, style="bold" if is_sum else "")
+        if self.width < _ROW:
+            change = f"difference {_signed(difference)}" + (f", {percent}" if percent else "")
+            told = Text.assemble(label, f": {predicted} predicted, {recorded} recorded, ", (change, style))
+            yield from broken(told, self.width, indent=4)
+            return
+        label.pad_right(_NAME - label.cell_len)
+        figures = f"{predicted:>{_FIGURE}}{recorded:>{_FIGURE}}"
+        line = Text.assemble(label, figures, (f"{_signed(difference):>{_FIGURE}}", style))
+        yield line.append(f"{percent:>{_SHARE}}") if percent else line
 
     # -- what lies behind it ---------------------------------------------------------------------------------
 
@@ -160,6 +185,10 @@ class _Page:
         place = short_location(row.label.line, root=self.root)
         if row.is_near and (op or place):
             op = f"after {op}" if op else "after"
+        if self.width < NARROW:
+            head = Text.assemble("  ", (total, style), f" ×{row.count:,} {row.cause.value}: ")
+            facts = ", ".join(filter(None, (f"{op} {place}".strip(), what)))
+            return head.append(facts or f"requests of {format_bytes(row.size)}")
         line = Text.assemble(
             "  ", (f"{total:>12}", style), f" {f'×{row.count:,}':<6} {row.cause.value:<18}  "
         )
@@ -176,14 +205,7 @@ class _Page:
 
     def wrapped(self, text: Text, *, indent: int = 2) -> Iterator[Text]:
         """Break a sentence into lines of the page's width."""
-        first, *others = text.wrap(Console(width=self.width), self.width) or [Text()]
-        yield first
-        if others:
-            for part in others:
-                part.rstrip()
-            tail = Text(" ").join(others)
-            for line in tail.wrap(Console(width=self.width), self.width - indent):
-                yield Text(" " * indent) + line
+        yield from broken(text, self.width, indent=indent)
 
 
 def _verdict(found: Reconciliation) -> Text:
@@ -226,18 +248,6 @@ def _name(found: Comparison, when: When) -> str:
 
 def _share(found: Comparison) -> str:
     return "" if found.share is None else f" or {100 * found.share:+.2f} %"
-
-
-def _row(name: str, found: PartDifference | Comparison) -> Text:
-    is_sum = isinstance(found, Comparison)
-    line = Text(f"{name:<{_NAME}}", style="bold" if is_sum else "")
-    line.append(f"{format_bytes(found.predicted):>{_FIGURE}}{format_bytes(found.recorded):>{_FIGURE}}")
-    difference = found.difference
-    style = "" if not difference else "green" if difference < 0 else "red"
-    line.append(f"{_signed(difference):>{_FIGURE}}", style=style)
-    if isinstance(found, Comparison) and difference and found.share is not None:
-        line.append(f"{100 * found.share:>+9.2f} %")
-    return line
 
 
 def _signed(amount: int) -> str:

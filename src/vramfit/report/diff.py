@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vramfit.analysis import NAMES, Change, HoldingChange, Pair, State, TraceDiff, short_location
+from vramfit.report.folding import NARROW, broken
 from vramfit.report.json_report import frame_to_json
 from vramfit.report.text import elide_left, print_lines, short_op
 from vramfit.trace import Category, Frame
@@ -21,7 +22,8 @@ DIFF_SCHEMA = "vramfit.diff/1"
 """Name and version: the number grows when a key changes its meaning or goes away, not for new keys."""
 
 _WIDEST = 120
-_NAME, _FIGURE = 24, 13
+_NAME, _FIGURE, _SHARE = 24, 13, 11
+_ROW = _NAME + 3 * _FIGURE + _SHARE
 _MOST_CHANGES, _MOST_MODULES = 12, 6
 _JSON_CHANGES = 200
 _SIGNED = 12
@@ -78,31 +80,44 @@ class DiffLines:
     def figures(self, one: TraceDiff) -> Iterator[Text]:
         """The peaks and the categories."""
         heads = ("before", "after", "difference")
-        yield Text(f"{'':{_NAME}}" + "".join(f"{head:>{_FIGURE}}" for head in heads), style="bright_black")
+        if self.width >= _ROW:
+            yield Text(
+                f"{'':{_NAME}}" + "".join(f"{head:>{_FIGURE}}" for head in heads), style="bright_black"
+            )
         for name, pair in (
             ("peak allocated", one.allocated),
             ("peak reserved", one.reserved),
             ("outside PyTorch", one.outside),
         ):
             if pair is not None and (pair.before or pair.after):
-                yield self.row(name, pair, bold=True)
+                yield from self.row(name, pair, bold=True)
         for kind, pair in one.categories.items():
             if pair.difference:
-                yield self.row(f"  {NAMES[kind]}", pair)
+                yield from self.row(f"  {NAMES[kind]}", pair)
         for state, when in ((one.before, "before"), (one.after, "after")):
             if state.ran_out:
                 yield Text(f"  The run {when} ended by running out of memory.", style="yellow")
 
-    def row(self, name: str, pair: Pair, *, bold: bool = False) -> Text:
-        """A figure before and after."""
+    def row(self, name: str, pair: Pair, *, bold: bool = False) -> Iterator[Text]:
+        """A figure before and after; in words where columns have no room."""
         share = "" if pair.share is None or not pair.difference else f"{100 * pair.share:+.2f} %"
         style = "" if not pair.difference else ("red" if pair.difference > 0 else "green")
         label = Text(name, style="bold" if bold else "")
+        before, after, difference = (
+            format_bytes(pair.before),
+            format_bytes(pair.after),
+            _signed(pair.difference),
+        )
+        if self.width < _ROW:
+            change = f"{difference}, {share}" if share else difference
+            told = Text.assemble(label, f": {before} before, {after} after, ", (change, style))
+            yield from broken(told, self.width, indent=4)
+            return
         label.truncate(_NAME, overflow="ellipsis", pad=True)
-        return Text.assemble(
+        yield Text.assemble(
             label,
-            f"{format_bytes(pair.before):>{_FIGURE}}{format_bytes(pair.after):>{_FIGURE}}",
-            (f"{_signed(pair.difference):>{_FIGURE}}{share:>11}", style),
+            f"{before:>{_FIGURE}}{after:>{_FIGURE}}",
+            (f"{difference:>{_FIGURE}}{share:>{_SHARE}}", style),
         )
 
     def details(self, one: TraceDiff) -> Iterator[Text]:
@@ -132,8 +147,8 @@ class DiffLines:
         yield Text()
         yield Text(title, style="bold")
         for name, pair in list(pairs.items())[:most]:
-            label = elide_left(name or "outside any module", _NAME - 2)
-            yield self.row(f"  {label}", pair)
+            label = name or "outside any module"
+            yield from self.row(f"  {elide_left(label, _NAME - 2) if self.width >= _ROW else label}", pair)
         if (rest := len(pairs) - most) > 0:
             yield Text(f"  and {rest} more: --json lists them all", style="bright_black")
 
@@ -147,6 +162,11 @@ class DiffLines:
         widths = (room - place - operation, operation)
         for change, (shape, op, where) in zip(changes, cells, strict=True):
             word, style = _SIGNS[change.change]
+            if self.width < NARROW:
+                size = (f"  {_signed(change.size.difference)}", style)
+                facts = ", ".join(filter(None, (shape, op, where)))
+                yield from broken(Text.assemble(size, f" {word} {facts}"), self.width, indent=4)
+                continue
             line = Text.assemble((f"  {_signed(change.size.difference):>{_SIGNED}}", style), f"  {word:<5}")
             for text, width in zip((Text(shape), Text(op)), widths, strict=True):
                 text.truncate(width, overflow="ellipsis", pad=True)

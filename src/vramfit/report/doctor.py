@@ -13,8 +13,11 @@ from vramfit.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 SCHEMA = "vramfit.doctor/1"
+
+_WIDEST = 140
 
 _STYLES = {
     Severity.ERROR: "bold red",
@@ -43,22 +46,10 @@ def render_doctor_json(diagnosis: Diagnosis) -> str:
 
 def print_doctor(diagnosis: Diagnosis, console: Console) -> None:
     """Print the findings, the heaviest first, then where each card's bytes are."""
-    from rich.text import Text
+    from vramfit.report.text import print_lines
 
-    for finding in diagnosis.findings:
-        if finding.severity is not Severity.OK:
-            for line in _lines(finding):
-                console.print(line, soft_wrap=True, highlight=False)
-    fine = diagnosis.of(Severity.OK)
-    if fine:
-        console.print(Text("as it should be", style=_STYLES[Severity.OK]))
-        for finding in fine:
-            console.print(Text(f"  {finding.area.value}: {finding.finding}"), soft_wrap=True, highlight=False)
-    for account in accounts(diagnosis.facts):
-        console.print()
-        _print_account(account, console)
-    console.print()
-    console.print(Text(_summary(diagnosis), style="bold"), highlight=False)
+    width = min(console.width, _WIDEST)
+    print_lines(console, _all_lines(diagnosis, width), width)
 
 
 def render_doctor(diagnosis: Diagnosis, *, width: int = 100) -> str:
@@ -72,7 +63,28 @@ def render_doctor(diagnosis: Diagnosis, *, width: int = 100) -> str:
     return text.getvalue()
 
 
-def _lines(finding: Finding) -> Iterator[Any]:
+def _all_lines(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
+    from rich.text import Text
+
+    from vramfit.report.folding import broken
+
+    for finding in diagnosis.findings:
+        if finding.severity is not Severity.OK:
+            for line in _lines(finding):
+                yield from broken(line, width, indent=8)
+    fine = diagnosis.of(Severity.OK)
+    if fine:
+        yield Text("as it should be", style=_STYLES[Severity.OK])
+        for finding in fine:
+            yield from broken(Text(f"  {finding.area.value}: {finding.finding}"), width, indent=4)
+    for account in accounts(diagnosis.facts):
+        yield Text()
+        yield from _account_lines(account)
+    yield Text()
+    yield Text(_summary(diagnosis), style="bold")
+
+
+def _lines(finding: Finding) -> Iterator[Text]:
     from rich.text import Text
 
     yield Text.assemble(
@@ -86,19 +98,15 @@ def _lines(finding: Finding) -> Iterator[Any]:
         yield Text(f"  fix   {finding.fix}")
 
 
-def _print_account(account: CardAccount, console: Console) -> None:
-    from rich.table import Table
+def _account_lines(account: CardAccount) -> Iterator[Text]:
     from rich.text import Text
 
     seen = "not seen by torch" if account.torch_index is None else f"cuda:{account.torch_index}"
-    console.print(Text(f"GPU {account.index}, {account.name} ({seen})", style="bold"))
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2))
-    table.add_column()
-    table.add_column(justify="right")
-    for name, size in account_lines(account):
-        table.add_row(f"  {name}", format_bytes(size))
-    table.add_row("  total", format_bytes(account.total))
-    console.print(table)
+    yield Text(f"GPU {account.index}, {account.name} ({seen})", style="bold")
+    rows = [*account_lines(account), ("total", account.total)]
+    longest = max(len(name) for name, _ in rows)
+    for name, size in rows:
+        yield Text(f"  {name:<{longest}}    {format_bytes(size):>10}")
 
 
 def _summary(diagnosis: Diagnosis) -> str:

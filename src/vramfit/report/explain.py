@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vramfit.analysis import NAMES, LeakReport, LocalPeak, Outcome, Removal, TensorGroup, Verdict
+from vramfit.report.folding import NARROW, folded
 from vramfit.report.json_report import group_to_json, moment_to_json, run_to_json
 from vramfit.report.leaks import LeakLines
 from vramfit.report.leaks_json import leaks_to_json
@@ -143,7 +144,7 @@ class _Page(Sections):
         share = percent(round(removal.share * 1000), 1000)
         yield Text(f"{indent}to lower it by {share} ({format_bytes(removal.wanted)}), without:")
         for group in removal.groups[:_SHOWN]:
-            yield self.group(group, indent)
+            yield from self.group(group, indent)
         if rest := removal.groups[_SHOWN:]:
             left = format_bytes(sum(group.total_bytes for group in rest))
             yield Text(f"{indent}  {left:>{SIZE}} in {len(rest)} more groups", style="bright_black")
@@ -154,16 +155,18 @@ class _Page(Sections):
                 style="yellow",
             )
 
-    def group(self, group: TensorGroup, indent: str) -> Text:
-        """One group of tensors in a line."""
+    def group(self, group: TensorGroup, indent: str) -> Iterator[Text]:
+        """One group of tensors, in a line where there is room."""
         count = f" ×{group.count}" if group.count > 1 else ""
         what = f"{group.tensor.replace(', ', ',') or NAMES[group.category]}{count}"
         place = self.location(group.line or group.library_line) or group.module
         parts = [what, short_op(group.op)]
         line = Text(f"{indent}  {format_bytes(group.total_bytes):>{SIZE}} {'  '.join(filter(None, parts))}")
-        if place:
-            line.append("  ").append(elide_left(place, max(10, self.width - len(line))))
-        return line
+        if place and self.width < NARROW:
+            line.append(f"  {place}")
+        elif place:
+            line.append("  ").append(elide_left(place, max(10, self.width - len(line) - 2)))
+        yield from folded(line, self.width)
 
 
 def explanation_to_json(found: Explanation) -> dict[str, Any]:

@@ -106,7 +106,8 @@ class _Page(Sections):
     def cause(self, cause: FragmentationCause, told: set[Remedy]) -> Iterator[Text]:
         """One cause with its evidence and what helps; remedies that were ``told`` before only by name."""
         indent = SIZE + 4
-        yield Text.assemble((f"  {format_bytes(cause.bytes):>{SIZE}}  ", "bold"), cause.kind.value)
+        head = Text.assemble((f"  {format_bytes(cause.bytes):>{SIZE}}  ", "bold"), cause.kind.value)
+        yield from self.wrapped(head, indent=indent)
         yield from self.wrapped(
             Text(f"{'':{indent}}{cause.evidence}", style="bright_black"), indent=indent, most=4
         )

@@ -21,6 +21,7 @@ from vramfit.analysis import (
     short_location,
 )
 from vramfit.record.chains import Root
+from vramfit.report.folding import NARROW
 from vramfit.report.sections import SIZE, STYLES, Sections
 from vramfit.report.text import elide_left, print_lines, short_op
 from vramfit.units import format_bytes
@@ -114,26 +115,31 @@ class LeakLines(Sections):
             )
             yield from self.wrapped(Text(text, style="bright_black"))
             ends = f" {format_bytes(min(report.levels))} to {format_bytes(max(report.levels))}"
-            yield Text.assemble("  ", (_spark(report.levels), "cyan"), ends)
+            sparks = _spark(report.levels, min(_SPARK_WIDTH, self.width - 2))
+            yield Text.assemble("  ", (sparks, "cyan"), ends)
 
     def growing(self, report: LeakReport) -> Iterator[Text]:
         """Each stack that grows, with its owners."""
         title = "What grows" if report.verdict is not LeakVerdict.TOO_FEW_STEPS else "What grew in every step"
         unit = "step" if report.steps.source is not StepSource.GIVEN else "round"
-        yield self.heading(title, f"{f'per {unit}':>{SIZE}}{'in all':>{SIZE + 2}}")
+        heads = f"{f'per {unit}':>{SIZE}}{'in all':>{SIZE + 2}}"
+        yield self.heading(title, heads if self.width >= NARROW else "")
         for stack in report.growing[:_GROWING]:
-            yield from self.stack(stack, _since(report, stack.first_step))
+            yield from self.stack(stack, _since(report, stack.first_step), unit)
         if (more := len(report.growing) - _GROWING) > 0:
             rest = sum(stack.bytes_per_step for stack in report.growing[_GROWING:])
             yield Text(f"  {_counted(more, 'stack')} more: {format_bytes(rest)} in all", style="bright_black")
 
-    def stack(self, stack: GrowingStack, since: str) -> Iterator[Text]:
+    def stack(self, stack: GrowingStack, since: str, unit: str) -> Iterator[Text]:
         """One stack, what its bytes are, and who holds them."""
         speed, grown = format_bytes(stack.bytes_per_step), format_bytes(stack.grown_bytes)
-        head = f"  {speed:>{SIZE}}{grown:>{SIZE + 2}}  "
-        line = Text(head)
-        line.append(elide_left(self.where(stack.place), self.width - len(head)), style="bold")
-        yield line
+        where = self.where(stack.place)
+        if self.width < NARROW:
+            rates = Text.assemble(f"  {speed} per {unit}, {grown} in all: ", (where, "bold"))
+            yield from self.broken(rates, indent=4)
+        else:
+            head = f"  {speed:>{SIZE}}{grown:>{SIZE + 2}}  "
+            yield Text.assemble(head, (elide_left(where, self.width - len(head)), "bold"))
         p = f"p = {stack.p_value:.2g}" + (
             f" ({stack.adjusted_p:.2g} of all)" if stack.adjusted_p > stack.p_value else ""
         )
@@ -209,9 +215,9 @@ def _counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def _spark(levels: tuple[int, ...]) -> str:
-    """The levels as a line of bars from the lowest to the highest, at most 40 of them."""
-    step = -(-len(levels) // _SPARK_WIDTH)
+def _spark(levels: tuple[int, ...], most: int) -> str:
+    """The levels as a line of bars from the lowest to the highest, at most ``most`` of them."""
+    step = -(-len(levels) // most)
     shown = levels[::step]
     least, most = min(shown), max(shown)
     return "".join(_SPARKS[round((level - least) * 7 / max(most - least, 1))] for level in shown)

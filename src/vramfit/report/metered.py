@@ -10,6 +10,7 @@ from rich.text import Text
 
 from vramfit.analysis import Breakdown, Measure, curves, lifetimes, peak
 from vramfit.analysis.breakdown import moment
+from vramfit.report.folding import folded
 from vramfit.report.sections import Sections
 from vramfit.trace import EventKind, MemoryTrace, Run
 from vramfit.units import format_bytes
@@ -92,4 +93,4 @@ def peak_bytes(run: Run, device: int, measure: Measure) -> int:
 
 
 def _plain(lines: list[Text]) -> str:
-    return "\n".join(line.plain.rstrip() for line in lines)
+    return "\n".join(part.plain.rstrip() for line in lines for part in folded(line, _WIDTH))

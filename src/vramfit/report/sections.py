@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
 from vramfit.analysis import (
@@ -21,6 +20,7 @@ from vramfit.analysis import (
     short_location,
     summarise,
 )
+from vramfit.report.folding import NARROW, broken
 from vramfit.report.text import bar, elide_left, percent, short_op, tree_lines
 from vramfit.trace import Category, Frame, MemoryTrace
 from vramfit.units import MIB, format_bytes
@@ -37,6 +37,8 @@ STYLES = {
 }
 _WIDEST = 140
 _MODULES, _TENSORS, _PHASES = 12, 8, 6
+_PHASE = 18
+_PHASE_FIGURE = 12
 SIZE = 10
 """Characters that a number of bytes takes."""
 
@@ -63,7 +65,7 @@ class Sections:
         for kind, name in NAMES.items():
             amount = breakdown.categories[kind]
             if amount:
-                drawn = bar(amount / largest, min(40, self.width - 42))
+                drawn = bar(amount / largest, max(0, min(40, self.width - 42)))
                 yield Text.assemble(
                     f"  {name:<18}{format_bytes(amount):>{SIZE}}{percent(amount, breakdown.allocated):>7}  ",
                     (drawn, STYLES[kind]),
@@ -81,11 +83,16 @@ class Sections:
             return
         yield Text()
         yield self.heading("Modules")
-        name_width = max(30, min(self.width - 52, 60))
+        narrow = self.width < NARROW
+        name_width = max(0, self.width - SIZE - 9) if narrow else max(30, min(self.width - 52, 60))
         lines = tree_lines(tree, limit=_MODULES - (1 if tree.own_bytes else 0))
         for line in lines:
-            label = elide_left("  " * line.depth + line.label, name_width)
+            label = "  " * line.depth + line.label
             style = "" if line.node is not None else "bright_black"
+            if narrow:
+                yield self.module_line(label, line.total_bytes, breakdown, name_width, style)
+                continue
+            label = elide_left(label, name_width)
             yield self.module_line(label, line.total_bytes, breakdown, name_width, style).append_text(
                 self.mostly(line.node.categories if line.node else {}, line.total_bytes)
             )
@@ -97,7 +104,8 @@ class Sections:
     def module_line(self, label: str, amount: int, breakdown: Breakdown, width: int, style: str) -> Text:
         """A module with its bytes and its share."""
         share = percent(amount, breakdown.allocated)
-        return Text.assemble("  ", (f"{label:<{width}}", style), f"{format_bytes(amount):>{SIZE}}{share:>7}")
+        figure = f"{format_bytes(amount):>{SIZE}}" if len(label) < width else f"  {format_bytes(amount)}"
+        return Text.assemble("  ", (f"{label:<{width}}", style), f"{figure}{share:>7}")
 
     def mostly(self, categories: object, total: int) -> Text:
         """What a module's bytes mostly are."""
@@ -122,7 +130,10 @@ class Sections:
         tensor, operation = (flexible // 3, flexible // 7) if wide else (flexible * 2 // 5, flexible // 5)
         widths = (tensor, operation, flexible - tensor - operation)
         for group in groups:
-            yield self.tensor_line(group, widths, wide=wide)
+            if self.width < NARROW:
+                yield from self.tensor_told(group)
+            else:
+                yield self.tensor_line(group, widths, wide=wide)
         if rest := len(alike) - len(groups) + breakdown.tensors_omitted[0]:
             left = sum(group.total_bytes for group in alike[_TENSORS:]) + breakdown.tensors_omitted[1]
             groups_left = "1 smaller group" if rest == 1 else f"{rest} smaller groups"
@@ -131,9 +142,7 @@ class Sections:
     def tensor_line(self, group: TensorGroup, widths: tuple[int, int, int], *, wide: bool) -> Text:
         """One group of tensors."""
         count = f"×{group.count}" if group.count > 1 else ""
-        tensor = Text(
-            group.tensor.replace(", ", ",") or f"({NAMES[group.category]})", style=STYLES[group.category]
-        )
+        tensor = Text(_tensor(group), style=STYLES[group.category])
         operation = Text(short_op(group.op))
         for text, width in ((tensor, widths[0]), (operation, widths[1])):
             text.truncate(width, overflow="ellipsis", pad=True)
@@ -146,6 +155,13 @@ class Sections:
         line.append(location)
         line.rstrip()
         return line
+
+    def tensor_told(self, group: TensorGroup) -> Iterator[Text]:
+        """One group of tensors, whole, where columns have no room."""
+        count = f" ×{group.count}" if group.count > 1 else ""
+        place = self.location(group.line or group.library_line) or group.module
+        facts = ", ".join(filter(None, (_tensor(group), short_op(group.op), place)))
+        yield from self.broken(Text(f"  {format_bytes(group.total_bytes)}{count} {facts}"), indent=4)
 
     def tensor_location(self, group: TensorGroup, width: int, *, wide: bool) -> str:
         """The user's line; where there is room, also that of the library between it and torch."""
@@ -165,10 +181,12 @@ class Sections:
             return
         shown = sorted(summaries, key=lambda one: -one.worst.peak_allocated)[:_PHASES]
         yield Text()
-        yield self.heading("Phases", f"{'start':>24}{'peak':>12}{'end':>12}")
+        lined_up = self.width >= 2 + _PHASE + 3 * _PHASE_FIGURE
+        heads = "".join(f"{head:>{_PHASE_FIGURE}}" for head in ("start", "peak", "end"))
+        yield self.heading("Phases", f"{'':{_PHASE - 6}}{heads}" if lined_up else "")
         for summary in summaries:
             if summary in shown:
-                yield self.phase_line(summary)
+                yield from [self.phase_line(summary)] if lined_up else self.phase_told(summary)
         grown = growth(found)
         if grown.per_iteration is not None and grown.per_iteration >= MIB:
             more = format_bytes(grown.per_iteration)
@@ -178,44 +196,38 @@ class Sections:
     def phase_line(self, summary: PhaseSummary) -> Text:
         """One part of the iterations."""
         worst = summary.worst
-        note = ""
-        if summary.count > 1:
-            same = summary.first.peak_allocated == worst.peak_allocated == summary.last.peak_allocated
-            which = worst.name.removesuffix(f"/{worst.part}")
-            note = f"  same in all {summary.count}" if same else f"  worst of {summary.count}: {which}"
         figures = "".join(
-            f"{format_bytes(amount):>12}"
+            f"{format_bytes(amount):>{_PHASE_FIGURE}}"
             for amount in (worst.start_allocated, worst.peak_allocated, worst.end_allocated)
         )
         part = Text(summary.part)
-        part.truncate(18, overflow="ellipsis", pad=True)
-        return Text.assemble("  ", part, figures, (note, "bright_black"))
+        part.truncate(_PHASE, overflow="ellipsis", pad=True)
+        note = _which(summary)
+        return Text.assemble("  ", part, figures, (f"  {note}" if note else "", "bright_black"))
+
+    def phase_told(self, summary: PhaseSummary) -> list[Text]:
+        """The same where columns have no room."""
+        worst, note = summary.worst, _which(summary)
+        figures = (
+            f"start {format_bytes(worst.start_allocated)}, peak {format_bytes(worst.peak_allocated)}, "
+            f"end {format_bytes(worst.end_allocated)}"
+        )
+        return self.broken(Text(f"  {summary.part}: {figures}{f'; {note}' if note else ''}"), indent=4)
 
     # Pieces
 
     def heading(self, title: str, rest: str = "") -> Text:
-        """A bold title, with figures after it, cut to the width."""
-        line = Text.assemble((title, "bold"), "  " if rest else "", rest)
-        line.truncate(self.width, overflow="ellipsis")
-        return line
+        """A bold title, with figures after it."""
+        return Text.assemble((title, "bold"), "  " if rest else "", rest)
 
     def wrapped(self, text: Text, *, indent: int = 2, most: int = 3) -> Iterator[Text]:
-        """Break a sentence into lines of the page's width, at most ``most`` of them."""
-        yield from self.broken(text, indent=indent)[:most]
+        """Break a sentence into lines of the page's width, at most ``most`` of them but where they are short."""
+        lines = self.broken(text, indent=indent)
+        yield from lines if self.width < NARROW else lines[:most]
 
     def broken(self, text: Text, *, indent: int) -> list[Text]:
         """Break a sentence into lines of the page's width, all but the first indented."""
-        console = Console(width=self.width)
-        first, *more = text.wrap(console, self.width) or [Text()]
-        first.rstrip()
-        if not more:
-            return [first]
-        rest = text[len(first) :]
-        rest = rest[len(rest.plain) - len(rest.plain.lstrip()) :]
-        lines = rest.wrap(console, self.width - indent)
-        for line in lines:
-            line.rstrip()
-        return [first, *(Text(" " * indent) + line for line in lines)]
+        return broken(text, self.width, indent=indent)
 
     def location(self, frame: Frame | None) -> str:
         """A source line, relative to the user's folder."""
@@ -230,6 +242,20 @@ class Sections:
     def at_line(self, frame: Frame | None) -> str:
         """The same with a preposition; empty where the line is unknown."""
         return f" at {self.location(frame)}" if frame else ""
+
+
+def _tensor(group: TensorGroup) -> str:
+    return group.tensor.replace(", ", ",") or f"({NAMES[group.category]})"
+
+
+def _which(summary: PhaseSummary) -> str:
+    """Which of the iterations a line shows."""
+    if summary.count == 1:
+        return ""
+    worst = summary.worst
+    if summary.first.peak_allocated == worst.peak_allocated == summary.last.peak_allocated:
+        return f"same in all {summary.count}"
+    return f"worst of {summary.count}: {worst.name.removesuffix(f'/{worst.part}')}"
 
 
 def _joined(groups: tuple[TensorGroup, ...], *, by_library: bool) -> list[TensorGroup]:

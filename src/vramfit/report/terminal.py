@@ -209,7 +209,8 @@ class _Page(Sections):
             for device in verdict.devices:
                 label = Text(f"GPU {device.index} ", style="bold" if device is verdict.device else "")
                 figures = f" {format_bytes(device.used):>{SIZE}} of {format_bytes(device.total)}"
-                yield label + self.card_bar(device, self.width - len(label) - len(figures)) + Text(figures)
+                room = max(0, self.width - len(label) - len(figures))
+                yield label + self.card_bar(device, room) + Text(figures)
         else:
             yield self.card_bar(verdict.device, self.width)
         yield from self.card_figures(run, verdict)

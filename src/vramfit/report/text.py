@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vramfit.analysis.modules import ModuleNode
+from vramfit.report.folding import folded
 
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _ASCII = str.maketrans("✓✗…×·µ█▉▊▋▌▍▎▏▓▒░", "+x~x,u#####   +c.")
@@ -17,13 +18,13 @@ _ASCII = str.maketrans("✓✗…×·µ█▉▊▋▌▍▎▏▓▒░", "+x~x
 
 
 def print_lines(console: Console, lines: Iterable[Text], width: int) -> None:
-    """Print lines, each cut to ``width`` and in characters that the terminal can show."""
+    """Print lines, each folded to ``width`` and in characters that the terminal can show."""
     for line in lines:
         line.rstrip()
-        line.truncate(width, overflow="ellipsis")
-        if console.options.ascii_only:
-            line.plain = line.plain.translate(_ASCII).encode("ascii", "replace").decode("ascii")
-        console.print(line, soft_wrap=True, highlight=False)
+        for part in folded(line, width):
+            if console.options.ascii_only:
+                part.plain = part.plain.translate(_ASCII).encode("ascii", "replace").decode("ascii")
+            console.print(part, soft_wrap=True, highlight=False)
 
 
 def exit_words(code: int) -> str:

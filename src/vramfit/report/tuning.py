@@ -8,41 +8,32 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from vramfit.analysis.tuning import DeviceRecording, Trial, Tuning
+from vramfit.report.folding import broken, table
+from vramfit.report.text import print_lines
 from vramfit.trace import CapacitySource
 from vramfit.units import format_bytes
 
 TUNE_SCHEMA = "vramfit.tune/1"
 _ROWS = 12
+_WIDEST = 140
 _DEFAULTS = "(defaults)"
 
 
 def print_tuning(tuning: Tuning, console: Console) -> None:
     """Print the settings to use, the evidence, and what to keep away from."""
-    for line in _headline(tuning):
-        console.print(line, soft_wrap=True, highlight=False)
-    console.print()
-    console.print(_table(tuning))
-    for note in _notes(tuning):
-        console.print(Text(note), soft_wrap=True, highlight=False)
-    if tuning.traps:
+    width = min(console.width, _WIDEST)
+    print_lines(console, _headline(tuning), width)
+    if not tuning.keep:
         console.print()
-        console.print(Text("Traps", style="bold"))
-        for trap in tuning.traps:
-            conf = trap.alloc_conf or _DEFAULTS
-            console.print(
-                Text.assemble(("  ! ", "yellow"), (conf, "bold"), f": {trap.text}"),
-                soft_wrap=True,
-                highlight=False,
-            )
+        # Whole whatever the width, so that it can be copied.
+        console.print(Text(f"    {tuning.export_line}", style="bold"), soft_wrap=True, highlight=False)
+        console.print()
+        print_lines(console, [Text(f"  {_price(tuning)}")], width)
     console.print()
-    tried = (
-        f"{len(tuning.trials)} settings, each with all {tuning.events:,} events, in {tuning.seconds:.1f} s"
-    )
-    console.print(Text(tried, style="dim"))
+    print_lines(console, _evidence(tuning, width), width)
 
 
 def render_tuning(tuning: Tuning, *, width: int = 100) -> str:
@@ -50,6 +41,25 @@ def render_tuning(tuning: Tuning, *, width: int = 100) -> str:
     stream = io.StringIO()
     print_tuning(tuning, Console(file=stream, width=width, color_system=None, force_terminal=False))
     return stream.getvalue()
+
+
+def _evidence(tuning: Tuning, width: int) -> Iterator[Text]:
+    """What was tried, and what to keep away from."""
+    yield from _table(tuning, width)
+    for note in _notes(tuning):
+        yield from broken(Text(note), width)
+    if tuning.traps:
+        yield Text()
+        yield Text("Traps", style="bold")
+        for trap in tuning.traps:
+            conf = trap.alloc_conf or _DEFAULTS
+            trapped = Text.assemble(("  ! ", "yellow"), (conf, "bold"), f": {trap.text}")
+            yield from broken(trapped, width, indent=4)
+    yield Text()
+    tried = (
+        f"{len(tuning.trials)} settings, each with all {tuning.events:,} events, in {tuning.seconds:.1f} s"
+    )
+    yield Text(tried, style="dim")
 
 
 def _headline(tuning: Tuning) -> Iterator[Text]:
@@ -78,15 +88,11 @@ def _headline(tuning: Tuning) -> Iterator[Text]:
             f"the cache is given back for want of memory {best.retries} times instead of {baseline.retries}"
         )
     yield Text.assemble(("✓ ", "bold green"), what)
-    yield Text()
-    yield Text(f"    {tuning.export_line}", style="bold")
-    yield Text()
-    calls = best.device_allocs + best.device_frees, baseline.device_allocs + baseline.device_frees
-    yield Text(f"  {_trade_off(*calls)}")
 
 
-def _trade_off(calls: int, before: int) -> str:
+def _price(tuning: Tuning) -> str:
     """Calls to the driver: each takes from microseconds to a millisecond, and a free waits for the card."""
+    calls, before = (one.device_allocs + one.device_frees for one in (tuning.best, tuning.baseline))
     if calls > before:
         return f"The price: {calls:,} calls to the driver for memory instead of {before:,}, mostly in the first step."
     if calls < before:
@@ -94,14 +100,10 @@ def _trade_off(calls: int, before: int) -> str:
     return f"The calls to the driver for memory stay the same: {calls:,}."
 
 
-def _table(tuning: Tuning) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("settings", overflow="fold", min_width=36)
-    for name in ("peak reserved", "against", "allocs", "frees", "retries", "failed"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for trial, alike in shown_trials(tuning):
-        table.add_row(*_row(trial, alike, tuning))
-    return table
+def _table(tuning: Tuning, width: int) -> Iterator[Text]:
+    heads = ("settings", "peak reserved", "against", "allocs", "frees", "retries", "failed")
+    rows = [_row(trial, alike, tuning) for trial, alike in shown_trials(tuning)]
+    return table(heads, rows, width)
 
 
 def shown_trials(tuning: Tuning) -> list[tuple[Trial, int]]:
@@ -117,7 +119,7 @@ def shown_trials(tuning: Tuning) -> list[tuple[Trial, int]]:
     return [*rows[:_ROWS], *last]
 
 
-def _row(trial: Trial, alike: int, tuning: Tuning) -> list[Text | str]:
+def _row(trial: Trial, alike: int, tuning: Tuning) -> list[Text]:
     name = Text(trial.alloc_conf or _DEFAULTS)
     if alike:
         name.append(f"  and {alike} alike", style="dim")
@@ -130,11 +132,11 @@ def _row(trial: Trial, alike: int, tuning: Tuning) -> list[Text | str]:
     peak = format_bytes(trial.peak_reserved)
     return [
         name,
-        peak if trial.complete else f"> {peak}",
-        against,
-        f"{trial.device_allocs:,}",
-        f"{trial.device_frees:,}",
-        f"{trial.retries:,}",
+        Text(peak if trial.complete else f"> {peak}"),
+        Text(against),
+        Text(f"{trial.device_allocs:,}"),
+        Text(f"{trial.device_frees:,}"),
+        Text(f"{trial.retries:,}"),
         Text(f"{trial.ooms:,}", style="red" if trial.ooms else ""),
     ]
 

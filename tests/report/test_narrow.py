@@ -1,0 +1,123 @@
+"""What every report keeps to on any terminal: no line beyond its width, and no figure cut."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.text import Text
+from tests.doctor.machines import SHARED_BOX
+
+from analysis import fragmentation_cases as cases
+from analysis.synthetic import fitting_run, oom_run
+from report import test_against, test_diff, test_leaks, test_stress, test_terminal
+from vramfit.analysis import causes, leaks, peaks, tune, verdict
+from vramfit.doctor import diagnose
+from vramfit.report import (
+    Explanation,
+    render_against,
+    render_diff,
+    render_explanation,
+    render_fragmentation,
+    render_leaks,
+    render_stress,
+    render_terminal,
+    render_tuning,
+)
+from vramfit.report.doctor import render_doctor
+from vramfit.report.folding import NARROW, broken, folded, table
+from vramfit.trace import read_any
+
+WIDTHS = (20, 30, 40, 59, 60, 80)
+FIGURE = re.compile(r"\d[\d.,]* (?:[KMGT]iB|B|%)|×\d+")
+
+
+def explained(width: int) -> str:
+    run = oom_run()
+    found = Explanation(
+        run=run, verdict=verdict(run), peaks=peaks(run.trace, most=3), leaks=leaks(run.trace, 0)
+    )
+    return render_explanation(found, width=width)
+
+
+REPORTS: dict[str, Callable[[int], str]] = {
+    "against": lambda width: render_against(test_against.differs(), width=width),
+    "diff": lambda width: render_diff([test_diff.changed()], width=width),
+    "doctor": lambda width: render_doctor(diagnose(SHARED_BOX), width=width),
+    "explain": explained,
+    "fragmentation": lambda width: render_fragmentation(causes(cases.checkpoint_in_a_step()), width=width),
+    "fragmentation-oom": lambda width: render_fragmentation(
+        causes(cases.oom_of_alternating_blocks()), width=width
+    ),
+    "leaks": lambda width: render_leaks(test_leaks.found(), width=width),
+    "run": lambda width: render_terminal(fitting_run(), verdict(fitting_run(), cards=()), width=width),
+    "run-two-cards": lambda width: render_terminal(
+        test_terminal.two_cards(), verdict(test_terminal.two_cards(), cards=()), width=width
+    ),
+    "stress": lambda width: render_stress(test_stress.report(), width=width),
+    "tune": lambda width: render_tuning(tune(cases.growing_trap()), width=width),
+}
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", REPORTS)
+def test_no_line_is_wider_than_the_terminal_and_no_figure_is_cut(name: str, width: int) -> None:
+    text = REPORTS[name](width)
+    lines = [line for line in text.splitlines() if "PYTORCH_CUDA_ALLOC_CONF" not in line]
+    assert [line for line in lines if len(line) > width] == []
+    assert [line for line in lines if line.endswith("…")] == []
+    if width < NARROW:  # a wide one shows no more than it does
+        assert set(FIGURE.findall(REPORTS[name](NARROW))) - set(FIGURE.findall(text)) == set()
+
+
+@pytest.mark.parametrize("width", [20, 40, 80])
+def test_the_line_for_the_shell_stays_whole(width: int) -> None:
+    recording = Path(__file__).parents[1] / "data" / "traces" / "gpt-small-forward.json.gz"
+    text = render_tuning(tune(read_any(recording)), width=width)
+    assert "\n    export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n" in text
+
+
+def plain(lines: list[Text]) -> list[str]:
+    return [line.plain for line in lines]
+
+
+def test_a_number_keeps_its_unit_and_a_name_its_quotes() -> None:
+    assert plain(broken(Text("it takes 12.00 MiB ×3 here"), 16)) == ["it takes", "  12.00 MiB ×3", "  here"]
+    assert plain(broken(Text('take --gpu "RTX 4090" then'), 18)) == ["take --gpu", '  "RTX 4090" then']
+
+
+def test_columns_are_drawn_together_where_they_do_not_fit() -> None:
+    line = Text("  other              51.30 GiB   100 %")
+    assert plain(folded(line, 40)) == ["  other              51.30 GiB   100 %"]
+    assert plain(folded(line, 30)) == ["  other  51.30 GiB  100 %"]
+    assert plain(folded(line, 20)) == ["  other  51.30 GiB", "    100 %"]
+
+
+def test_a_table_gives_up_empty_columns_and_then_itself() -> None:
+    heads = ("settings", "peak", "retries", "failed")
+    rows = [
+        [Text("a_setting:1,another:2"), Text("10 MiB"), Text("0"), Text("")],
+        [Text("b"), Text("9 MiB"), Text("0"), Text("")],
+    ]
+    assert [line.plain.rstrip() for line in table(heads, rows, 50)] == [
+        "settings                 peak  retries  failed",
+        "a_setting:1,another:2  10 MiB        0",
+        "b                       9 MiB        0",
+    ]
+    assert [line.plain.rstrip() for line in table(heads, rows, 22)] == [
+        "settings          peak",
+        "a_setting:1,    10 MiB",
+        "another:2",
+        "b                9 MiB",
+        "in every row 0:",
+        "  retries",
+    ]
+    assert [line.plain.rstrip() for line in table(heads, rows, 18)] == [
+        "a_setting:1,",
+        "another:2",
+        "  peak 10 MiB",
+        "b",
+        "  peak 9 MiB",
+        "in every row 0:",
+        "  retries",
+    ]
