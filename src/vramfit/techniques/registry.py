@@ -11,7 +11,7 @@ from vramfit.errors import UsageError
 from vramfit.techniques.technique import Technique
 
 # Module and class of each, in the order in which tables show them.
-_HOMES: tuple[tuple[str, str], ...] = ()
+_HOMES: tuple[tuple[str, str], ...] = (("in_place_activations", "InPlaceActivations"),)
 
 
 @cache
