@@ -11,7 +11,10 @@ from vramfit.errors import UsageError
 from vramfit.techniques.technique import Technique
 
 # Module and class of each, in the order in which tables show them.
-_HOMES: tuple[tuple[str, str], ...] = (("in_place_activations", "InPlaceActivations"),)
+_HOMES: tuple[tuple[str, str], ...] = (
+    ("tf32", "Tf32"),
+    ("in_place_activations", "InPlaceActivations"),
+)
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # CUDA C++ Programming Guide, compute capabilities: tensor cores take TF32 from 8.0 on.
 _FIRST_CAPABILITY = (8, 0)
 _OF_CUDNN = (nn.modules.conv._ConvNd, nn.RNNBase)
+# Torch makes the switches when they are asked for, so that type checkers know nothing of them.
+_BACKENDS: Any = torch.backends
 _OF_CUBLAS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention)
 
 T = TypeVar("T")
@@ -66,11 +68,11 @@ class Tf32(Technique[Tf32Setting]):
         modules = tuple(profile.model.modules())
         if not any(parameter.dtype is torch.float32 for parameter in profile.model.parameters()):
             return
-        convolution = torch.backends.cudnn.conv.fp32_precision != "tf32" and any(
+        convolution = _BACKENDS.cudnn.conv.fp32_precision != "tf32" and any(
             isinstance(module, _OF_CUDNN) for module in modules
         )
         # Modules of other libraries hide their products: only a model of convolutions alone is sure to have none.
-        matmul = torch.backends.cuda.matmul.fp32_precision != "tf32" and (
+        matmul = _BACKENDS.cuda.matmul.fp32_precision != "tf32" and (
             any(isinstance(module, _OF_CUBLAS) for module in modules)
             or not any(isinstance(module, _OF_CUDNN) for module in modules)
         )
@@ -99,13 +101,13 @@ class Tf32(Technique[Tf32Setting]):
         if setting.matmul:
             if before.old_matmul is not None:
                 torch.set_float32_matmul_precision("high")
-                torch.backends.mkldnn.matmul.fp32_precision = before.mkldnn  # products on the CPU stay exact
-            torch.backends.cuda.matmul.fp32_precision = "tf32"
+                _BACKENDS.mkldnn.matmul.fp32_precision = before.mkldnn  # products on the CPU stay exact
+            _BACKENDS.cuda.matmul.fp32_precision = "tf32"
         if setting.convolution:
             if before.old_cudnn is not None:
-                torch.backends.cudnn.allow_tf32 = True
-            torch.backends.cudnn.conv.fp32_precision = "tf32"
-            torch.backends.cudnn.rnn.fp32_precision = "tf32"
+                _BACKENDS.cudnn.allow_tf32 = True
+            _BACKENDS.cudnn.conv.fp32_precision = "tf32"
+            _BACKENDS.cudnn.rnn.fp32_precision = "tf32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +126,11 @@ class _Switches:
         """As they are now."""
         return cls(
             old_matmul=_or_none(torch.get_float32_matmul_precision),
-            old_cudnn=_or_none(lambda: bool(torch.backends.cudnn.allow_tf32)),
-            matmul=torch.backends.cuda.matmul.fp32_precision,
-            mkldnn=torch.backends.mkldnn.matmul.fp32_precision,
-            convolution=torch.backends.cudnn.conv.fp32_precision,
-            recurrent=torch.backends.cudnn.rnn.fp32_precision,
+            old_cudnn=_or_none(lambda: bool(_BACKENDS.cudnn.allow_tf32)),
+            matmul=_BACKENDS.cuda.matmul.fp32_precision,
+            mkldnn=_BACKENDS.mkldnn.matmul.fp32_precision,
+            convolution=_BACKENDS.cudnn.conv.fp32_precision,
+            recurrent=_BACKENDS.cudnn.rnn.fp32_precision,
         )
 
     def restore(self) -> None:
@@ -136,11 +138,11 @@ class _Switches:
         if self.old_matmul is not None:
             torch.set_float32_matmul_precision(self.old_matmul)
         if self.old_cudnn is not None:
-            torch.backends.cudnn.allow_tf32 = self.old_cudnn
-        torch.backends.cuda.matmul.fp32_precision = self.matmul
-        torch.backends.mkldnn.matmul.fp32_precision = self.mkldnn
-        torch.backends.cudnn.conv.fp32_precision = self.convolution
-        torch.backends.cudnn.rnn.fp32_precision = self.recurrent
+            _BACKENDS.cudnn.allow_tf32 = self.old_cudnn
+        _BACKENDS.cuda.matmul.fp32_precision = self.matmul
+        _BACKENDS.mkldnn.matmul.fp32_precision = self.mkldnn
+        _BACKENDS.cudnn.conv.fp32_precision = self.convolution
+        _BACKENDS.cudnn.rnn.fp32_precision = self.recurrent
 
 
 def _or_none(read: Callable[[], T]) -> T | None:
