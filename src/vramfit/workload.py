@@ -118,7 +118,7 @@ class Workload:
             return self.step(state, batch)
         if self.loss is None:
             with torch.no_grad():
-                _call(state.model, batch)
+                call_model(state.model, batch)
             return None
         loss = self.loss(state.model, batch)
         loss.backward()
@@ -144,7 +144,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return batch
 
 
-def _call(model: nn.Module, batch: Batch) -> Any:
+def call_model(model: nn.Module, batch: Batch) -> Any:
+    """The model's output for a batch: lists are its arguments, a dict its named ones."""
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, list | tuple):

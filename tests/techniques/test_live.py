@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
 import torch
-from tests.techniques.toys import all_toys, gradients
+from tests.techniques.toys import all_toys, gradients, numbers
 from torch import nn
 
 from vramfit.errors import UsageError
@@ -194,3 +194,55 @@ def test_settings_that_do_not_exist_are_refused(plain: dict[str, object], messag
     with pytest.raises(UsageError) as raised:
         setting_from_plain(Split(), plain)
     assert str(raised.value) == message
+
+
+class Early(Refuses):
+    """Is attached to the model and comes back when the optimizer is there."""
+
+    name: ClassVar[str] = "early"
+    phase: ClassVar[Phase] = Phase.MODEL
+    found: ClassVar[list[object]] = []
+
+    def attach(self, live: Live, setting: Nothing) -> None:
+        self.found.append(live.optimizer)
+        live.after(Phase.OPTIMIZER, lambda: self.found.append(live.optimizer))
+        live.after(Phase.MODEL, lambda: self.found.append("model"))
+
+
+def test_an_early_technique_comes_back_after_later_phases() -> None:
+    Early.found.clear()
+    live = Live(_frozen(), torch.optim.AdamW, torch.device("cpu"))
+    live.attach((Choice(technique=Early(), setting=Nothing()),))
+    assert live.optimizer is not None
+    assert Early.found == [None, "model", live.optimizer]
+    Early.found.clear()
+    Early().attach(live, Nothing())  # nothing else is being attached: all phases are over
+    assert Early.found == [live.optimizer, live.optimizer, "model"]
+
+
+class Marks(Refuses):
+    """Notes when something runs inside its surroundings."""
+
+    name: ClassVar[str] = "marks"
+    seen: ClassVar[list[str]] = []
+
+    def attach(self, live: Live, setting: Nothing) -> None:
+        def around(compute: Callable[[], object]) -> object:
+            self.seen.append("in")
+            result = compute()
+            self.seen.append("out")
+            return result
+
+        live.loss_surroundings.append(around)
+
+
+def test_without_a_loss_the_forward_pass_is_surrounded() -> None:
+    Marks.seen.clear()
+    plain = replace(
+        all_toys()["mlp"], loss=None, optimizer=None, batch=lambda batch_size: numbers(batch_size, 16)
+    )
+    applied = Marks().apply(plain, Nothing())
+    state = applied.start("cpu")
+    state.model.register_forward_hook(lambda *_: Marks.seen.append(f"forward {torch.is_grad_enabled()}"))
+    assert applied.run_step(state, applied.sizes) is None
+    assert Marks.seen == ["in", "forward False", "out"]

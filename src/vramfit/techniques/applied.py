@@ -11,7 +11,7 @@ import torch
 from vramfit.errors import UsageError
 from vramfit.techniques.live import Live
 from vramfit.techniques.technique import Choice
-from vramfit.workload import State, Workload, to_device
+from vramfit.workload import State, Workload, call_model, to_device
 
 _LIVE = "vramfit"
 
@@ -38,9 +38,14 @@ class AppliedWorkload(Workload):
 
     def run_step(self, state: State, sizes: Mapping[str, int]) -> Any:
         """One step at these sizes, as the techniques want it."""
-        if self.loss is None or self.step is not None:
+        if self.step is not None:
             return Workload.run_step(self, state, sizes)
         live: Live = state.extra[_LIVE]
+        if self.loss is None:
+            batch = to_device(self.batch(**sizes), state.device)
+            with torch.no_grad():
+                live.surrounded(lambda: call_model(state.model, batch))
+            return None
         return live.train_step(self.loss, self.batch(**sizes), lambda batch: to_device(batch, state.device))
 
 

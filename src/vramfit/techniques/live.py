@@ -70,8 +70,8 @@ class Live:
         scaler: scales losses; None leaves them.
         steps_in_backward: whether the optimizer has stepped when the backward pass is over.
         frees_input: whether a batch may go as soon as the forward pass is over.
-        loss_surroundings: what surrounds the computation of the loss in a workload, the innermost first; each is given
-            a function without arguments that computes it.
+        loss_surroundings: what surrounds the computation of the loss in a workload, and the forward pass where it has
+            no loss, the innermost first; each is given a function without arguments that computes it.
         before_step: called before the optimizer steps, after gradients are unscaled.
         after_step: called after the optimizer stepped and the gradients went.
     """
@@ -95,6 +95,8 @@ class Live:
         self.before_step: list[Callable[[], None]] = []
         self.after_step: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
+        self._attaching: Phase | None = None
+        self._later: list[tuple[Phase, Callable[[], None]]] = []
         self._weight: float | torch.Tensor = 1.0
 
     # -- attaching -----------------------------------------------------------------------------------------------
@@ -108,14 +110,21 @@ class Live:
         ordered = sorted(choices, key=lambda choice: choice.technique.phase)
         try:
             for phase in Phase:
+                self._attaching = phase
                 if phase is Phase.OPTIMIZER:
                     self._place()
                 for choice in ordered:
                     if choice.technique.phase is phase:
                         choice.technique.attach(self, choice.setting)
+                for due, action in self._later:
+                    if due is phase:
+                        action()
         except BaseException:
             self.undo()
             raise
+        finally:
+            self._attaching = None
+            self._later.clear()
 
     def _place(self) -> None:
         if not self.placed:
@@ -134,6 +143,16 @@ class Live:
         before = getattr(obj, name)
         setattr(obj, name, value)
         self.on_undo(lambda: setattr(obj, name, before))
+
+    def after(self, phase: Phase, action: Callable[[], None]) -> None:
+        """Call `action` when all techniques of a phase are attached; at once if that phase is over.
+
+        One that is attached early, to the model on the CPU, can so act on the optimizer that comes of later ones.
+        """
+        if self._attaching is None or self._attaching > phase:
+            action()
+        else:
+            self._later.append((phase, action))
 
     def on_undo(self, action: Callable[[], None]) -> None:
         """Call `action` when everything is undone, the latest first."""
@@ -265,11 +284,14 @@ class Live:
         def compute() -> torch.Tensor:
             return loss(self.model, held.pop() if self.frees_input else held[0])
 
-        call: Callable[[], Any] = compute
-        for around in self.loss_surroundings:
-            call = _bind(around, call)
-        found: torch.Tensor = call()
+        found: torch.Tensor = self.surrounded(compute)
         return found
+
+    def surrounded(self, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives inside the surroundings of the loss."""
+        for around in self.loss_surroundings:
+            compute = _bind(around, compute)
+        return compute()
 
 
 def _bind(around: Callable[[Callable[[], Any]], Any], call: Callable[[], Any]) -> Callable[[], Any]:
