@@ -92,6 +92,16 @@ def test_settings_can_be_changed(machine):
     assert machine.config.max_split_size is None
 
 
+def test_settings_that_others_do_not_name_stay_and_the_backend_cannot_change(machine):
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("max_split_size_mb:32")
+    assert machine.config.expandable_segments and machine.config.max_split_size == 32 * MIB
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    assert not machine.config.expandable_segments and machine.config.max_split_size is None
+    with pytest.raises(RuntimeError, match="parsed at runtime != allocator backend parsed at load time"):
+        torch._C._accelerator_setAllocatorSettings("backend:cudaMallocAsync")
+
+
 def test_settings_of_the_environment_may_be_set_by_the_program(monkeypatch):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     with virtual_cuda(alloc_conf=None) as machine:

@@ -14,6 +14,7 @@ from vramfit.techniques.technique import Technique
 _HOMES: tuple[tuple[str, str], ...] = (
     ("tf32", "Tf32"),
     ("in_place_activations", "InPlaceActivations"),
+    ("allocator_settings", "AllocatorSettings"),
 )
 
 

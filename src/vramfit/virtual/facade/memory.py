@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vramfit.allocator import AllocatorConfig, OutOfMemory
+from vramfit.allocator import OutOfMemory
 from vramfit.errors import ConfigError
 from vramfit.trace.settings import settings_from_conf
 from vramfit.virtual import streams as ids
@@ -104,10 +104,16 @@ class MemoryFunctions(CFunctions):
         self._accelerator_setAllocatorSettings(settings)
 
     def _accelerator_setAllocatorSettings(self, settings: str) -> None:
+        before = self.machine.config
         try:
-            config = AllocatorConfig.parse(settings, torch_version=self.machine.torch_version)
+            config = before.updated(settings, torch_version=self.machine.torch_version)
         except ConfigError as error:
             raise RuntimeError(error.message) from error
+        if config.backend != before.backend:  # c10/cuda/CUDAAllocatorConfig.cpp, parseBackend
+            raise RuntimeError(
+                "Allocator backend parsed at runtime != allocator backend parsed at load time, "
+                f"{config.backend} != {before.backend}"
+            )
         self.machine.set_config(config)
 
     def _accelerator_getAllocatorSettings(self) -> str:
