@@ -282,6 +282,20 @@ def equal_segments(*, cured: bool = False) -> MemoryTrace:
     return program.finish()
 
 
+def two_streams_with_gaps() -> MemoryTrace:
+    """Gaps of 8 MiB between blocks 'side' on stream 7, and of 4 MiB between blocks 'main' on stream 0."""
+    program = Program()
+    program.phase("build")
+    for name, kept, size, stream in (("side", 2 * MIB, 8 * MIB, 7), ("main", 4 * MIB, 4 * MIB, 0)):
+        temporaries = []
+        for _ in range(10):
+            temporaries.append(program.take(size, stream=stream))
+            program.keep(kept, name, stream=stream)
+        program.free(*temporaries)
+    program.take(60 * MIB, "activation")
+    return program.finish()
+
+
 def run_out(steps: Callable[[Program], None], *, conf: str = "", total: int) -> MemoryTrace:
     """A program that ends by running out of memory."""
     program = Program(conf, total=total)

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from vramfit.analysis import (
     lifetimes,
 )
 from vramfit.trace import CapacitySource, EventKind, MemoryTrace, TraceBuilder, read_any, replay
-from vramfit.units import GIB, MIB
+from vramfit.units import GIB, MIB, parse_bytes
 
 BESIDE_LIVE_BLOCKS = (
     CauseKind.LONG_LIVED_IN_HOLE,
@@ -200,6 +201,23 @@ def test_the_culprits_of_a_recording_pin_no_more_than_their_causes() -> None:
     assert CauseKind.SEGMENT_REST in {cause.kind for cause in found.causes}
     pinned = sum(cause.bytes for cause in found.causes if cause.kind in BESIDE_LIVE_BLOCKS)
     assert sum(pin.pinned for pin in found.pins) <= pinned
+
+
+def test_each_cause_names_what_lies_beside_its_own_ranges() -> None:
+    found = causes(cases.two_streams_with_gaps(), proven=False)
+    assert found.pins[0].group.tensor == "side"
+    cause = found.cause(CauseKind.INTERLEAVED)
+    assert cause is not None
+    assert cause.evidence.endswith("the most, 40.00 MiB, beside main ×10 made in build")
+
+
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name.split(".json")[0])
+def test_no_block_lies_beside_more_than_its_cause_has(path: Path) -> None:
+    trace = read_any(path)
+    for device in sorted(set(trace.device.tolist())):
+        for cause in causes(trace, device, proven=False).causes:
+            beside = re.search(r"; the most, ([0-9.]+ \wi?B), beside", cause.evidence)
+            assert beside is None or parse_bytes(beside[1]) <= cause.bytes * 1.01
 
 
 def test_what_could_still_be_served() -> None:

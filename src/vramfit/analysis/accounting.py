@@ -65,6 +65,7 @@ class Account:
     Attributes:
         request: by what they are judged.
         bytes, counts, largest: of each cause that occurs: all bytes, how many gaps or blocks, the largest of them.
+        ranges: of each cause that live blocks beside free memory bring about: the gaps, and how much of each.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Account:
         self.bytes: dict[CauseKind, int] = {}
         self.counts: dict[CauseKind, int] = {}
         self.largest: dict[CauseKind, int] = {}
+        self.ranges: dict[CauseKind, list[tuple[Gap, int]]] = {}
         self._inside_blocks()
         whole = self._kind_of_whole_segments()
         for gap in held.gaps:
@@ -91,6 +93,11 @@ class Account:
             self.bytes[kind] = self.bytes.get(kind, 0) + size
             self.counts[kind] = self.counts.get(kind, 0) + 1
             self.largest[kind] = max(self.largest.get(kind, 0), size)
+
+    def _add_pinned(self, kind: CauseKind, gap: Gap, size: int) -> None:
+        self._add(kind, size)
+        if size:
+            self.ranges.setdefault(kind, []).append((gap, size))
 
     def _inside_blocks(self) -> None:
         """Rounding, slack, and blocks that wait for a stream."""
@@ -134,13 +141,14 @@ class Account:
         segment = held.segments[gap.segment]
         if segment.expandable:
             self._add(CauseKind.CACHED, pages)
-            self._add(CauseKind.PAGE_EDGES, gap.size - pages)
+            self._add_pinned(CauseKind.PAGE_EDGES, gap, gap.size - pages)
         elif pages:
             self._add(whole, gap.size)
         else:
             beside = [block for block in (gap.before, gap.after) if block >= 0]
             hole = any(self.pins.in_hole[block] for block in beside)
-            self._add(CauseKind.LONG_LIVED_IN_HOLE if hole else CauseKind.INTERLEAVED, gap.size)
+            kind = CauseKind.LONG_LIVED_IN_HOLE if hole else CauseKind.INTERLEAVED
+            self._add_pinned(kind, gap, gap.size)
 
     def _kind_of_whole_segments(self) -> CauseKind:
         """Why free segments of the request's own pool and stream did not serve it: their sizes tell.

@@ -318,18 +318,18 @@ class _Judge:
                 "only requests of about their size"
             )
         if kind in (CauseKind.LONG_LIVED_IN_HOLE, CauseKind.INTERLEAVED):
-            return f"{many} of {size} beside live blocks, the largest {largest}{self._main_pin()}"
+            return f"{many} of {size} beside live blocks, the largest {largest}{self._main_pin(kind)}"
         if kind in (CauseKind.GROWING_SIZES, CauseKind.VARYING_SIZES, CauseKind.SMALLER_SEGMENTS):
             return f"{_counted(count, 'free segment')} of {size}, the largest {largest}, too small for the {wanted}"
         if kind is CauseKind.PAGE_EDGES:
-            return f"{many} of {size} on pages that hold live blocks too{self._main_pin()}"
+            return f"{many} of {size} on pages that hold live blocks too{self._main_pin(kind)}"
         return f"{many} of {size}, the largest {largest}"
 
-    def _main_pin(self) -> str:
-        groups = self.pins.groups(1)
-        if not groups:
+    def _main_pin(self, kind: CauseKind) -> str:
+        """What lies beside most of the free ranges of a cause."""
+        pin = self.pins.main(self.account.ranges.get(kind, ()))
+        if pin is None:
             return ""
-        pin = groups[0]
         name = pin.group.tensor or pin.group.op or format_bytes(pin.group.block_bytes)
         times = f" ×{pin.group.count:,}" if pin.group.count > 1 else ""
         made = f" made in {pin.phase}" if pin.phase else ""

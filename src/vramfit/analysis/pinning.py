@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from vramfit.analysis.groups import Grouping, TensorGroup, born_column, entry, stack_frames
 from vramfit.analysis.lifetimes import Ints, Lifetimes
-from vramfit.analysis.occupancy import HeldSegment, Occupancy, tenants
+from vramfit.analysis.occupancy import Gap, HeldSegment, Occupancy, tenants
 from vramfit.trace import Category, Frame, MemoryTrace
 from vramfit.trace.frames import user_frame
 
@@ -131,10 +131,7 @@ class Pins:
             if held.is_rest(gap, grown):
                 continue
             self._pinned_in[gap.segment] = self._pinned_in.get(gap.segment, 0) + gap.size
-            beside = [block for block in (gap.before, gap.after) if block >= 0]
-            for place, block in enumerate(beside):
-                share = gap.size // len(beside) + (gap.size % len(beside) if place == 0 else 0)
-                self.pinned[block] = self.pinned.get(block, 0) + share
+            _share(gap, gap.size, self.pinned)
         for index in self._pinned_in:
             self._look_at(index)
 
@@ -213,22 +210,35 @@ class Pins:
 
     def groups(self, limit: int) -> tuple[PinGroup, ...]:
         """The pinning blocks by what they are, those beside the most free memory first."""
-        lives = self.lives
         # All blocks of those segments, also those that lie beside no gap: they hold the segment as well.
-        blocks = np.array(
-            sorted({block for index in self._pinned_in for block in self.held.blocks[index]}), dtype=np.int64
-        )
+        blocks = {block for index in self._pinned_in for block in self.held.blocks[index]}
+        return tuple(self._groups(blocks, self.pinned)[:limit])
+
+    def main(self, ranges: Iterable[tuple[Gap, int]]) -> PinGroup | None:
+        """The like blocks beside most of some free ranges, each a gap and how much of it; None if beside none.
+
+        What is pinned are bytes of these ranges alone, and the blocks are those beside them.
+        """
+        pinned: dict[int, int] = {}
+        for gap, size in ranges:
+            _share(gap, size, pinned)
+        return next(iter(self._groups(pinned, pinned)), None)
+
+    def _groups(self, chosen: Collection[int], pinned: dict[int, int]) -> list[PinGroup]:
+        """Some blocks by what they are, with the free bytes beside each, most bytes first."""
+        lives = self.lives
+        blocks = np.array(sorted(chosen), dtype=np.int64)
         if not len(blocks):
-            return ()
+            return []
         grouping = Grouping.of(self.trace, lives, blocks)
         phases = born_column(self.trace.phase, lives.born[blocks])
         home = {block: index for index in self._pinned_in for block in self.held.blocks[index]}
         found = []
         for group, key in grouping.with_members():
-            chosen = grouping.alike(key)
-            members = blocks[chosen]
-            pinned = sum(self.pinned.get(block, 0) for block in members.tolist())
-            if not pinned:
+            alike = grouping.alike(key)
+            members = blocks[alike]
+            total = sum(pinned.get(block, 0) for block in members.tolist())
+            if not total:
                 continue
             first = int(np.argmin(lives.born[members]))
             inside = set(members.tolist())
@@ -241,14 +251,22 @@ class Pins:
             found.append(
                 PinGroup(
                     group=group,
-                    phase=entry(self.trace.phases, int(phases[chosen][first])),
+                    phase=entry(self.trace.phases, int(phases[alike][first])),
                     born=int(lives.born[members[first]]),
                     in_holes=sum(self.in_hole.get(block, False) for block in inside),
-                    pinned=pinned,
+                    pinned=total,
                     segments=len(segments),
                     freeing_releases=sum(self.held.segments[index].size for index in alone),
                     outlives=int((lives.freed[members] - 1 - self.held.row).max()),
                 )
             )
         found.sort(key=lambda pin: (-pin.pinned, pin.born))
-        return tuple(found[:limit])
+        return found
+
+
+def _share(gap: Gap, size: int, pinned: dict[int, int]) -> None:
+    """Add ``size`` bytes of a gap to the blocks beside it, half to each of two."""
+    beside = [block for block in (gap.before, gap.after) if block >= 0]
+    for place, block in enumerate(beside):
+        share = size // len(beside) + (size % len(beside) if place == 0 else 0)
+        pinned[block] = pinned.get(block, 0) + share
