@@ -1,12 +1,15 @@
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from analysis import fragmentation_cases as cases
-from vramfit.analysis import causes
+from vramfit.analysis import CauseKind, Remedy, RemedyKind, causes
 from vramfit.cli import app
 from vramfit.report import fragmentation_to_json, render_fragmentation
+from vramfit.report.fragmentation import remedy_text
+from vramfit.units import MIB
 
 RECORDINGS = Path(__file__).parents[1] / "data" / "traces"
 
@@ -35,6 +38,46 @@ def test_a_remedy_is_told_once() -> None:
     assert text.count("let segments grow by pages") == 1
     assert "as above: expandable_segments:True" in text
     assert "no help, peak reserved" not in text.split("→")[1]
+
+
+@pytest.mark.parametrize(
+    ("peak", "ooms", "before", "helps", "told"),
+    [
+        (5, 0, 0, True, "peak reserved 5.00 MiB instead of 7.00 MiB"),
+        (8, 0, 0, False, "no help, peak reserved 8.00 MiB"),
+        (5, 1, 1, True, "peak reserved 5.00 MiB instead of 7.00 MiB, and 1 request fails"),
+        (7, 2, 2, False, "no help, peak reserved 7.00 MiB, and 2 requests fail"),
+        (
+            5,
+            2,
+            1,
+            False,
+            "no help, peak reserved 5.00 MiB instead of 7.00 MiB, and 2 requests fail instead of 1",
+        ),
+        (8, 0, 1, True, "peak reserved 8.00 MiB, and the request that failed is served"),
+        (8, 1, 3, True, "peak reserved 8.00 MiB, and 1 request fails instead of 3"),
+    ],
+)
+def test_requests_that_fail_weigh_more_than_the_peak(
+    peak: int, ooms: int, before: int, helps: bool, told: str
+) -> None:
+    remedy = Remedy(
+        kind=RemedyKind.NO_MAX_SPLIT,
+        text="leave it out",
+        alloc_conf="",
+        peak_reserved=peak * MIB,
+        baseline=7 * MIB,
+        ooms=ooms,
+        baseline_ooms=before,
+    )
+    assert remedy.helps is helps
+    assert remedy_text(remedy) == f"the default settings: leave it out (replayed: {told})"
+
+
+def test_a_setting_that_serves_what_failed_is_tried_with_it() -> None:
+    cause = causes(cases.oom_of_holes()).cause(CauseKind.LONG_LIVED_IN_HOLE)
+    assert cause is not None
+    assert (cause.remedies[0].baseline_ooms, cause.remedies[0].ooms) == (1, 0)
 
 
 def test_an_out_of_memory_is_answered() -> None:

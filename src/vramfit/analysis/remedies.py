@@ -45,6 +45,7 @@ class Remedy:
         peak_reserved: peak of reserved bytes under these settings in a replay; None if it was not tried.
         baseline: the same under the recorded settings, also in a replay on a card of its own.
         ooms: requests that fail under them in the replay.
+        baseline_ooms: the same under the recorded settings.
     """
 
     kind: RemedyKind
@@ -53,13 +54,14 @@ class Remedy:
     peak_reserved: int | None = None
     baseline: int | None = None
     ooms: int = 0
+    baseline_ooms: int = 0
 
     @property
     def helps(self) -> bool | None:
-        """Whether it lowers the peak of reserved bytes in the replay; None if it was not tried."""
+        """Whether fewer requests fail in the replay, or as many at a lower peak of reserved bytes; None if untried."""
         if self.peak_reserved is None or self.baseline is None:
             return None
-        return self.peak_reserved < self.baseline
+        return (self.ooms, self.peak_reserved) < (self.baseline_ooms, self.baseline)
 
 
 def remedies_for(
@@ -119,9 +121,11 @@ def prove(rehearsal: Rehearsal, remedies: Iterable[Remedy]) -> dict[Remedy, Reme
         if remedy.alloc_conf is None:
             found[remedy] = remedy
             continue
-        baseline, _ = tried(rehearsal.config.to_string())
+        baseline, failed = tried(rehearsal.config.to_string())
         peak, ooms = tried(remedy.alloc_conf)
-        found[remedy] = replace(remedy, peak_reserved=peak, baseline=baseline, ooms=ooms)
+        found[remedy] = replace(
+            remedy, peak_reserved=peak, baseline=baseline, ooms=ooms, baseline_ooms=failed
+        )
     return found
 
 

@@ -220,12 +220,19 @@ def remedy_text(remedy: Remedy) -> str:
     if remedy.peak_reserved is None or remedy.baseline is None:
         return text
     peak, baseline = format_bytes(remedy.peak_reserved), format_bytes(remedy.baseline)
-    if remedy.ooms:
-        fail = "1 request fails" if remedy.ooms == 1 else f"{remedy.ooms} requests fail"
-        return f"{text} (replayed: peak reserved {peak}, and {fail})"
-    if not remedy.helps:
-        return f"{text} (replayed: no help, peak reserved {peak})"
-    return f"{text} (replayed: peak reserved {peak} instead of {baseline})"
+    lower = f" instead of {baseline}" if remedy.peak_reserved < remedy.baseline else ""
+    helps = "" if remedy.helps else "no help, "
+    return f"{text} (replayed: {helps}peak reserved {peak}{lower}{_failures(remedy)})"
+
+
+def _failures(remedy: Remedy) -> str:
+    """How many requests fail under the settings of a remedy, if any does there or as recorded."""
+    before, after = remedy.baseline_ooms, remedy.ooms
+    if not after:
+        served = "the request that failed is" if before == 1 else f"the {before:,} requests that failed are"
+        return f", and {served} served" if before else ""
+    fail = "1 request fails" if after == 1 else f"{after:,} requests fail"
+    return f", and {fail}" if after == before else f", and {fail} instead of {before:,}"
 
 
 def answer_text(answer: Answer) -> str:
@@ -310,6 +317,7 @@ def _cause(cause: FragmentationCause) -> dict[str, Any]:
                 "peak_reserved_bytes": remedy.peak_reserved,
                 "baseline_peak_reserved_bytes": remedy.baseline,
                 "ooms": remedy.ooms,
+                "baseline_ooms": remedy.baseline_ooms,
                 "helps": remedy.helps,
             }
             for remedy in cause.remedies

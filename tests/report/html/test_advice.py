@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from analysis import fragmentation_cases as cases
 from analysis.synthetic import fitting_run
-from vramfit.analysis import LeakVerdict, leaks
-from vramfit.report.html.advice import Advice, leaks_html
+from vramfit.analysis import LeakVerdict, causes, leaks
+from vramfit.report.fragmentation import remedy_text
+from vramfit.report.html.advice import Advice, fragmentation_advice, leaks_html
 
 
 @pytest.mark.parametrize("verdict", LeakVerdict)
@@ -20,3 +22,15 @@ def test_every_verdict_on_leaks_has_words(verdict: LeakVerdict) -> None:
     for other in others:
         again = replace(found, verdict=other)
         assert str(leaks_html(Advice(causes=None, tuning=None, leaks=again), root=None)) != text
+
+
+def test_remedies_are_told_as_in_the_terminal() -> None:
+    found = causes(cases.many_sizes())
+    remedies = [remedy for cause in found.causes for remedy in cause.remedies]
+    assert {remedy.helps for remedy in remedies} == {True, False, None}
+    text = str(fragmentation_advice(Advice(causes=found, tuning=None, leaks=None), root=None))
+    for remedy in remedies:
+        quiet = ' class="quiet"' if remedy.helps is False else ""
+        assert f"<div{quiet}>{remedy_text(remedy)}</div>" in text
+    assert "no help, peak reserved" in text
+    assert "what helps" not in text

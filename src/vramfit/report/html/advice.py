@@ -19,6 +19,7 @@ from vramfit.analysis import (
     tune,
 )
 from vramfit.errors import TraceFormatError
+from vramfit.report.fragmentation import remedy_text
 from vramfit.report.html.columns import DeviceView
 from vramfit.report.html.markup import Html, details, join, table, tag
 from vramfit.report.text import short_op
@@ -116,25 +117,22 @@ def _causes(found: FragmentationCauses, root: Path | None) -> Iterator[Html]:
                 format_bytes(cause.bytes),
                 tag("span", cause.kind.value, class_="strong"),
                 cause.evidence,
-                join(tag("div", _remedy(remedy)) for remedy in cause.remedies[:3])
+                join(_remedy(remedy) for remedy in cause.remedies[:3])
                 if cause.remedies
                 else "nothing needs to be done",
             )
             for cause in found.causes[:_CAUSES]
         )
-        yield table(("bytes", "cause", "evidence", "what helps"), rows, numbers=(0,), prose=(1, 2, 3))
+        yield table(("bytes", "cause", "evidence", "remedies"), rows, numbers=(0,), prose=(1, 2, 3))
     if found.oom is not None:
         yield from _out_of_memory(found)
     if found.pins:
         yield details("The live blocks that lie beside free memory", _pins(found, root))
 
 
-def _remedy(remedy: Remedy) -> str:
-    """A remedy with what a replay says of it."""
-    peak, baseline = remedy.peak_reserved, remedy.baseline
-    if peak is None or baseline is None:
-        return remedy.text
-    return f"{remedy.text} (replayed: peak reserved {format_bytes(peak)} instead of {format_bytes(baseline)})"
+def _remedy(remedy: Remedy) -> Html:
+    """A remedy in the terminal's words; paler where a replay says that it does not help."""
+    return tag("div", remedy_text(remedy), class_="quiet" if remedy.helps is False else None)
 
 
 def _out_of_memory(found: FragmentationCauses) -> Iterator[Html]:
