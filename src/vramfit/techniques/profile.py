@@ -22,6 +22,7 @@ class BlockOp:
         flops: multiplications and additions of products, convolutions and attention.
         kept: whether autograd keeps its results for the backward pass.
         random: whether it draws random numbers.
+        mutated: whether a later operation of the block changes its results in place.
         parent: the block's submodule that ran it, by its name inside the block; empty for the block itself.
     """
 
@@ -31,6 +32,7 @@ class BlockOp:
     flops: int
     kept: bool
     random: bool = False
+    mutated: bool = False
     parent: str = ""
 
 
@@ -44,7 +46,8 @@ class Block:
         index: when its forward pass runs, among the blocks.
         like: index of the first block that has the same operations and sizes; its own where there is none before.
         ops: its forward pass.
-        input_bytes: the tensors that it is called with and that need gradients or are kept, once each.
+        input_bytes: the tensors that it is called with, once each, without parameters.
+        new_input_bytes: those of its inputs that nothing keeps in the plain program.
         kept_bytes: all that autograd keeps for its backward pass, without parameters and without its input.
         forward_seconds: estimated.
         backward_seconds: estimated.
@@ -60,6 +63,7 @@ class Block:
     kept_bytes: int
     forward_seconds: float
     backward_seconds: float
+    new_input_bytes: int = 0
     calls: int = 1
 
 

@@ -1,0 +1,1 @@
+"""Finds the cheapest set of techniques with which a workload stays within a budget."""

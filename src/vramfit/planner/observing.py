@@ -1,0 +1,389 @@
+"""Watches one step of a workload: what each block computes, keeps for its backward pass, and when.
+
+NOTE [Stretches]: a step is cut into stretches where another part of the model begins to work: the forward pass of block
+3, what lies between blocks, the backward pass of block 3. Forward passes are told by hooks, backward passes by the
+sequence numbers that autograd gives its nodes: those made during the forward pass of a block are the block's. The bytes
+at the peak of each stretch are what the planner starts from: whatever a block no longer keeps is missing in all
+stretches between its forward and its backward pass.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from vramfit.techniques import Block, BlockOp
+
+BETWEEN = -1
+"""Index of the stretches that belong to no block."""
+
+
+class Meter(Protocol):
+    """What knows time and memory on the device where the step runs.
+
+    Attributes:
+        boundaries: how many there were so far.
+    """
+
+    boundaries: int
+
+    def seconds(self) -> float:
+        """The device's time so far."""
+        ...
+
+    def boundary(self) -> None:
+        """A stretch ends here; the bytes at its peak are asked for later."""
+        ...
+
+    def peaks(self) -> Sequence[int]:
+        """The bytes at the peak of each stretch that a boundary ended, in order."""
+        ...
+
+
+Estimate: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any], Any, int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A part of a step in which one block works, or none.
+
+    Attributes:
+        block: index of the block, `BETWEEN` for none.
+        backward: whether it is part of the backward pass.
+        peak_bytes: allocated on the device at its highest.
+    """
+
+    block: int
+    backward: bool
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """One step of a workload.
+
+    Attributes:
+        blocks: the blocks that ran, in the order in which they first did.
+        stretches: the step, in order.
+        seconds: of the whole step.
+        flops: of the whole step.
+        logits_bytes: the largest input of a softmax whose classes a cross-entropy picks, 0 without one.
+    """
+
+    blocks: tuple[Block, ...]
+    stretches: tuple[Stretch, ...]
+    seconds: float
+    flops: int
+    logits_bytes: int
+
+
+@dataclass(slots=True)
+class _Op:
+    name: str
+    bytes: int
+    seconds: float
+    flops: int
+    random: bool
+    kept: bool = False
+    mutated: bool = False
+    parent: str = ""
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What is known of a block so far."""
+
+    path: str
+    module: nn.Module
+    ops: list[_Op] = field(default_factory=list)
+    kept: dict[StorageWeakRef, int] = field(default_factory=dict)
+    inputs: dict[StorageWeakRef, int] = field(default_factory=dict)
+    made: dict[StorageWeakRef, int] = field(default_factory=dict)
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    calls: int = 0
+
+
+class Observer(TorchDispatchMode):
+    """Watches one step. Enter it, run the step, leave it, and ask for the `observation`.
+
+    Args:
+        model: the model of the step.
+        places: the paths of its blocks; none may lie inside another.
+        meter: knows time and memory.
+        estimate: the seconds of an operation, from itself, its arguments, its results and its FLOPs; None takes the
+            meter's.
+    """
+
+    def __init__(
+        self, model: nn.Module, places: Sequence[str], meter: Meter, *, estimate: Estimate | None = None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._estimate = estimate
+        self._meter = meter
+        self._blocks = {path: _Seen(path, model.get_submodule(path)) for path in places}
+        self._order: list[_Seen] = []
+        self._model = model
+        self._running: list[_Seen] = []
+        self._parents: list[str] = []
+        self._starts: list[int] = []  # sequence numbers from which on autograd's nodes are another part's
+        self._parts: list[int] = []
+        self._stretches: list[tuple[int, bool]] = [(BETWEEN, False)]
+        self._backward = False
+        self._flops = 0
+        self._estimated = 0.0
+        self._logits = 0
+        self._packed: set[StorageWeakRef] = set()
+        self._began = self._ended = 0.0
+        self._first = 0
+        self._parameters: set[StorageWeakRef] = set()
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what runs inside."""
+        self._parameters = {StorageWeakRef(t.untyped_storage()) for t in self._tensors()}
+        with ExitStack() as stack:
+            for seen in self._blocks.values():
+                for handle in self._hook(seen):
+                    stack.callback(handle.remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held))
+            self._first = self._meter.boundaries
+            self._began = self._meter.seconds()
+            self._meter.boundary()
+            self._starts.append(torch._C._autograd._get_sequence_nr())
+            self._parts.append(BETWEEN)
+            stack.enter_context(self)
+            yield
+            self._ended = self._meter.seconds()
+            self._meter.boundary()
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            if tensor.layout is torch.strided:
+                yield tensor
+
+    def _hook(self, seen: _Seen) -> Iterator[Any]:
+        yield seen.module.register_forward_pre_hook(lambda *given: self._enter(seen, given), with_kwargs=True)
+        yield seen.module.register_forward_hook(lambda *_: self._leave(seen), always_call=True)
+        for name, module in seen.module.named_modules():
+            if name:
+                yield module.register_forward_pre_hook(lambda *_, name=name: self._parents.append(name))
+                yield module.register_forward_hook(lambda *_: self._parents.pop() and None, always_call=True)
+
+    def _enter(self, seen: _Seen, given: tuple[Any, ...]) -> None:
+        if not seen.calls:
+            self._order.append(seen)
+        seen.calls += 1
+        for tensor in tree_leaves(given[1:]):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                seen.inputs.setdefault(StorageWeakRef(storage), storage.nbytes())
+        self._running.append(seen)
+        self._part(self._order.index(seen))
+        seen.forward_seconds -= self._now()
+
+    def _leave(self, seen: _Seen) -> None:
+        seen.forward_seconds += self._now()
+        self._running.pop()
+        self._part(BETWEEN)
+
+    def _now(self) -> float:
+        return self._meter.seconds() if self._estimate is None else self._estimated
+
+    def _part(self, index: int) -> None:
+        """What follows in the forward pass belongs to another part of the model."""
+        self._starts.append(torch._C._autograd._get_sequence_nr())
+        self._parts.append(index)
+        self._stretch(index, backward=False)
+
+    def _stretch(self, index: int, *, backward: bool) -> None:
+        if self._stretches[-1] != (index, backward):
+            self._meter.boundary()
+            self._stretches.append((index, backward))
+
+    # -- operations ----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and note what it cost."""
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)  # a question for the device of a fake tensor
+        node: Any = torch._C._current_autograd_node()
+        owner = self._owner(node)
+        before = self._meter.seconds()
+        out = func(*args, **kwargs)
+        seconds = self._meter.seconds() - before
+        flops = _flops(func, args, kwargs, out)
+        self._flops += flops
+        if self._estimate is not None:
+            seconds = self._estimate(func, args, kwargs, out, flops)
+            self._estimated += seconds
+        if node is not None:
+            if owner is not None:
+                owner.backward_seconds += seconds
+        else:
+            self._note(func, args, out, seconds, flops)
+        return out
+
+    def _owner(self, node: Any) -> _Seen | None:
+        """The block whose backward pass runs, if any; a stretch begins when it is another than before."""
+        if node is None:
+            return None
+        number = node._sequence_nr()
+        at = bisect_right(self._starts, number) - 1
+        # Nodes that accumulate gradients have the highest number: they go with whatever runs.
+        if number >= (1 << 63) - 1:
+            index, backward = self._stretches[-1]
+            index = index if backward else BETWEEN
+        else:
+            index = self._parts[at] if at >= 0 else BETWEEN
+        self._stretch(index, backward=True)
+        return self._order[index] if index != BETWEEN else None
+
+    def _note(self, func: Any, args: tuple[Any, ...], out: Any, seconds: float, flops: int) -> None:
+        name = func._schema.name.partition("::")[2]
+        if name in ("_log_softmax", "log_softmax") and isinstance(args[0], torch.Tensor):
+            self._logits = max(self._logits, args[0].numel() * args[0].element_size())
+        if not self._running:
+            if self._stretches[-1][1]:
+                self._stretch(BETWEEN, backward=False)
+            return
+        seen = self._running[-1]
+        if seen.calls > 1:
+            return
+        given = {StorageWeakRef(t.untyped_storage()) for t in _strided(args)}
+        if func._schema.is_mutable:
+            for ref in _mutated(func, args):
+                if ref in seen.made:
+                    seen.ops[seen.made[ref]].mutated = True
+        fresh = {}
+        for tensor in _strided(out):
+            ref = StorageWeakRef(tensor.untyped_storage())
+            if ref not in given and ref not in seen.made:
+                fresh[ref] = tensor.untyped_storage().nbytes()
+        for ref in fresh:
+            seen.made[ref] = len(seen.ops)
+        shape = next((tuple(t.shape) for t in _strided(out)), ())
+        seen.ops.append(
+            _Op(
+                name=name,
+                bytes=sum(fresh.values()),
+                seconds=seconds,
+                flops=flops,
+                random=torch.Tag.nondeterministic_seeded in func.tags,
+                parent=self._parents[-1] if self._parents else "",
+                shape=shape,
+            )
+        )
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        ref = StorageWeakRef(storage)
+        self._packed.add(ref)
+        if self._running:
+            seen = self._running[-1]
+            if ref not in self._parameters and ref not in seen.inputs:
+                seen.kept.setdefault(ref, storage.nbytes())
+                made = seen.made.get(ref)
+                if made is not None:
+                    seen.ops[made].kept = True
+        return tensor
+
+    # -- the result ----------------------------------------------------------------------------------------------
+
+    def observation(self) -> Observation:
+        """What was seen, once the step is over."""
+        # Boundaries end stretches: the first of ours ends what came before the step.
+        peaks = self._meter.peaks()[self._first + 1 :]
+        stretches = tuple(
+            Stretch(block, backward, peak)
+            for (block, backward), peak in zip(self._stretches, peaks, strict=True)
+        )
+        return Observation(
+            blocks=self._found(),
+            stretches=stretches,
+            seconds=self._ended - self._began if self._estimate is None else self._estimated,
+            flops=self._flops,
+            logits_bytes=self._logits,
+        )
+
+    def _found(self) -> tuple[Block, ...]:
+        alike: dict[Any, int] = {}
+        blocks = []
+        for index, seen in enumerate(self._order):
+            kept = sum(seen.kept.values())
+            inputs = {ref: size for ref, size in seen.inputs.items() if ref not in self._parameters}
+            likeness = (
+                type(seen.module).__name__,
+                tuple((op.name, op.bytes, op.shape, op.kept) for op in seen.ops),
+                kept,
+            )
+            blocks.append(
+                Block(
+                    path=seen.path,
+                    kind=type(seen.module).__name__,
+                    index=index,
+                    like=alike.setdefault(likeness, index),
+                    ops=tuple(
+                        BlockOp(
+                            name=op.name,
+                            bytes=op.bytes,
+                            seconds=op.seconds,
+                            flops=op.flops,
+                            kept=op.kept,
+                            random=op.random,
+                            mutated=op.mutated,
+                            parent=op.parent,
+                        )
+                        for op in seen.ops
+                    ),
+                    input_bytes=sum(inputs.values()),
+                    new_input_bytes=sum(size for ref, size in inputs.items() if ref not in self._packed),
+                    kept_bytes=kept,
+                    forward_seconds=seen.forward_seconds,
+                    backward_seconds=seen.backward_seconds,
+                    calls=seen.calls,
+                )
+            )
+        return tuple(blocks)
+
+
+def _strided(tree: Any) -> Iterator[torch.Tensor]:
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            yield leaf
+
+
+def _mutated(func: Any, args: tuple[Any, ...]) -> Iterator[StorageWeakRef]:
+    for declared, value in zip(func._schema.arguments, args, strict=False):
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            for tensor in _strided(value):
+                yield StorageWeakRef(tensor.untyped_storage())
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Multiplications and additions as torch's own counter counts them."""
+    count: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+    if count is None:
+        return 0
+    try:
+        return int(count(*args, **kwargs, out_val=out))
+    except (TypeError, AssertionError, ValueError, IndexError):
+        return 0  # a form of the operation that the counter does not know

@@ -1,0 +1,163 @@
+"""Prices workloads on a virtual card: nothing is computed, and every byte is placed as on the card."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vramfit.errors import VramfitError
+from vramfit.gpus import GpuSpec
+from vramfit.planner.observing import Observation, Observer
+from vramfit.planner.price import Price
+from vramfit.techniques import Profile
+from vramfit.trace import Run
+from vramfit.virtual.gpu import VirtualGPU
+from vramfit.workload import State, Workload
+
+STEPS = 2
+"""Steps of a run: the second has the optimizer's state."""
+
+_ENDLESS = 1 << 44
+"""Memory of a card that never runs out."""
+
+
+class VirtualDevice:
+    """A virtual card.
+
+    Args:
+        spec: the card.
+        alloc_conf: allocator settings; None reads the environment.
+        host_bytes: memory of the host that a plan may spend.
+
+    Attributes:
+        name: of the card.
+        device_type: ``cuda``.
+        total_bytes: of the card.
+    """
+
+    device_type = "cuda"
+
+    def __init__(self, spec: GpuSpec, *, alloc_conf: str | None = None, host_bytes: int = 0) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.total_bytes = spec.total_bytes
+        self.host_bytes = host_bytes
+        self._alloc_conf = alloc_conf
+
+    def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> Price:
+        """Run two steps on a card of `budget` bytes, or on an endless one; see `Device.price`.
+
+        Raises:
+            VramfitError: the workload failed for another reason than memory.
+        """
+        seconds = [0.0]
+
+        def work(gpu: VirtualGPU) -> None:
+            state = workload.start("cuda")
+            for step in range(STEPS):
+                if step == STEPS - 1:
+                    seconds[0] = -gpu.run.seconds_simulated
+                workload.run_step(state, sizes)
+
+        run = self._run(work, budget)
+        outcome = run.devices[0]
+        failed = run.oom is not None and not run.oom.handled
+        return Price(
+            fits=not failed,
+            peak_allocated_bytes=outcome.peak_allocated_bytes,
+            peak_reserved_bytes=outcome.peak_reserved_bytes,
+            outside_bytes=outcome.context_bytes,
+            host_bytes=run.host_pinned_peak_bytes,
+            step_seconds=0.0 if failed else seconds[0] + run.seconds_simulated,
+            oom=run.oom.message if failed and run.oom is not None else "",
+        )
+
+    def observe(
+        self, workload: Workload, sizes: dict[str, int], places: Callable[[torch.nn.Module], Sequence[str]]
+    ) -> tuple[Profile, Observation]:
+        """Run two steps on an endless card and look at the second; see `Device.observe`.
+
+        Raises:
+            VramfitError: the workload failed.
+        """
+        found: list[tuple[State, Observation]] = []
+
+        def work(gpu: VirtualGPU) -> None:
+            state = workload.start("cuda")
+            for _ in range(STEPS - 1):
+                workload.run_step(state, sizes)
+            observer = Observer(state.model, places(state.model), _Meter(gpu))
+            with observer.watching():
+                workload.run_step(state, sizes)
+            found.append((state, observer.observation()))
+
+        run = self._run(work, None)
+        state, observation = found[0]
+        outcome = run.devices[0]
+        profile = Profile(
+            model=state.model,
+            optimizer=state.optimizer,
+            sizes=dict(sizes),
+            trains=workload.trains,
+            own_step=workload.step is not None,
+            device_type="cuda",
+            capability=self.spec.compute_capability,
+            total_bytes=self.spec.total_bytes,
+            host_bytes=self.host_bytes,
+            peak_allocated_bytes=outcome.peak_allocated_bytes,
+            peak_reserved_bytes=outcome.peak_reserved_bytes,
+            step_seconds=observation.seconds,
+            step_flops=observation.flops,
+            categories=_categories(run),
+            logits_bytes=observation.logits_bytes,
+            blocks=observation.blocks,
+            link_bytes_per_second=self.spec.host_link,
+        )
+        return profile, observation
+
+    def _run(self, work: Callable[[VirtualGPU], Any], budget: int | None) -> Run:
+        total = _ENDLESS if budget is None else budget
+        gpu = VirtualGPU(replace(self.spec, total_bytes=total), alloc_conf=self._alloc_conf)
+        try:
+            with gpu:
+                work(gpu)
+        except torch.OutOfMemoryError as error:
+            if gpu.run.oom is None:
+                raise VramfitError(f"the workload ran out of memory outside the card: {error}") from error
+        finally:
+            gc.collect()  # a model is full of cycles, and the next run wants its memory
+        return gpu.run
+
+
+class _Meter:
+    """Time and peaks of a virtual card."""
+
+    def __init__(self, gpu: VirtualGPU) -> None:
+        self._gpu = gpu
+        self.boundaries = 0
+        self._peaks: list[int] = []
+
+    def seconds(self) -> float:
+        """The simulated clock."""
+        return self._gpu._machine.clock_us / 1e6
+
+    def boundary(self) -> None:
+        """Note the peak since the last boundary."""
+        self.boundaries += 1
+        self._peaks.append(torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+
+    def peaks(self) -> Sequence[int]:
+        """Peaks of all stretches."""
+        return self._peaks
+
+
+def _categories(run: Run) -> dict[str, int]:
+    from vramfit.analysis import peak
+
+    breakdown = peak(run.trace, 0)
+    return {category.name.lower(): size for category, size in breakdown.categories.items()}

@@ -1,0 +1,151 @@
+"""The choice of what is kept and what is computed again, against every possible choice."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from tests.planner.made import MIB, block, observation, op, random_observation
+
+from vramfit.planner.activations import (
+    OVERHEAD_SECONDS,
+    Decision,
+    Fate,
+    Terms,
+    candidates,
+    greedy,
+    kept_bytes,
+    lowest_peak,
+    predicted_peak,
+    recompute_flops,
+    recompute_seconds,
+    solve,
+)
+from vramfit.planner.observing import Observation
+from vramfit.techniques import Block
+
+
+def _all_decisions(one: Block) -> Iterator[Decision | None]:
+    yield None
+    numbers = list(candidates(one))
+    for count in range(len(numbers) + 1):
+        for saved in itertools.combinations(numbers, count):
+            yield Decision(Fate.RECOMPUTE, frozenset(saved))
+
+
+def _best(observed: Observation, budget: int) -> float | None:
+    best = None
+    for chosen in itertools.product(*(list(_all_decisions(one)) for one in observed.blocks)):
+        decisions = {
+            one.path: found for one, found in zip(observed.blocks, chosen, strict=True) if found is not None
+        }
+        if predicted_peak(observed, decisions) > budget:
+            continue
+        cost = sum(
+            recompute_seconds(one, decisions[one.path].saved)
+            for one in observed.blocks
+            if one.path in decisions
+        )
+        best = cost if best is None else min(best, cost)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_it_is_as_cheap_as_the_best_of_all_choices(seed: int) -> None:
+    observed = random_observation(seed)
+    plain = predicted_peak(observed, {})
+    lowest = lowest_peak(observed, Terms())
+    for share in (0.0, 0.2, 0.5, 0.8, 1.0):
+        budget = round(lowest + share * (plain - lowest))
+        found, best = solve(observed, budget, Terms(gap=0.0)), _best(observed, budget)
+        if best is None:
+            assert found is None
+            continue
+        assert found is not None
+        assert predicted_peak(observed, found.decisions) <= budget
+        cost = sum(
+            recompute_seconds(one, found.decisions[one.path].saved)
+            for one in observed.blocks
+            if one.path in found.decisions
+        )
+        assert cost == pytest.approx(best, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_greedy_way_stays_within_the_budget_and_is_never_cheaper(seed: int) -> None:
+    observed = random_observation(seed, blocks=5, ops=4)
+    plain, lowest = predicted_peak(observed, {}), lowest_peak(observed, Terms())
+    budget = (plain + lowest) // 2
+    exact, quick = solve(observed, budget, Terms(gap=0.0)), greedy(observed, budget, Terms())
+    assert exact is not None
+    assert quick is not None
+    assert quick.peak_bytes <= budget
+    assert quick.extra_seconds >= exact.extra_seconds - 1e-9
+    assert quick.gap is None
+
+
+def test_nothing_is_done_where_it_fits() -> None:
+    observed = random_observation(1)
+    found = solve(observed, predicted_peak(observed, {}), Terms())
+    assert found is not None
+    assert found.decisions == {}
+    assert found.extra_seconds == 0
+
+
+def test_a_budget_below_the_lowest_peak_has_no_solution() -> None:
+    observed = random_observation(2)
+    lowest = lowest_peak(observed, Terms())
+    assert solve(observed, lowest - MIB, Terms()) is None
+    assert greedy(observed, lowest - MIB, Terms()) is None
+    assert solve(observed, lowest, Terms()) is not None
+
+
+def test_cheap_results_are_computed_again_and_dear_ones_saved() -> None:
+    observed = observation(
+        [block(0, [op(10, 50.0, flops=7), op(10, 0.1)]), block(1, [op(10, 50.0, flops=7), op(10, 0.1)])]
+    )
+    found = solve(observed, predicted_peak(observed, {}) - 10 * MIB, Terms())
+    assert found is not None
+    assert found.extra_flops == 0
+    assert all(decision.saved == {0} for decision in found.decisions.values())
+
+
+def test_results_that_change_in_place_are_never_saved() -> None:
+    one = block(0, [op(10, 5.0, mutated=True), op(10, 5.0)])
+    assert set(candidates(one)) == {1}
+
+
+def test_nothing_after_the_last_needed_result_is_computed_again() -> None:
+    one = block(0, [op(10, 5.0, flops=3), op(1, 70.0, kept=False, flops=100)])
+    assert recompute_flops(one) == 3
+    assert recompute_seconds(one) == pytest.approx(5e-3 + OVERHEAD_SECONDS)
+    assert recompute_flops(one, frozenset({0})) == 0
+
+
+def test_what_goes_to_the_host_is_limited_and_costs_what_it_cannot_hide() -> None:
+    observed = observation([block(i, [op(50, 1.0)]) for i in range(4)])
+    budget = predicted_peak(observed, {}) - 60 * MIB
+    link = 10e9
+    terms = Terms(recompute=False, offload=True, host_bytes=1 << 40, link_bytes_per_second=link)
+    found = solve(observed, budget, terms)
+    assert found is not None
+    assert {decision.fate for decision in found.decisions.values()} == {Fate.OFFLOAD}
+    assert found.host_bytes == 100 * MIB
+    assert kept_bytes(observed.blocks[0], Decision(Fate.OFFLOAD)) == 0
+    assert (
+        solve(
+            observed,
+            budget,
+            Terms(recompute=False, offload=True, host_bytes=90 * MIB, link_bytes_per_second=link),
+        )
+        is None
+    )
+
+
+def test_the_solver_writes_nothing_to_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
+    for seed in range(20):
+        observed = random_observation(seed, blocks=8, ops=6)
+        budget = (predicted_peak(observed, {}) + lowest_peak(observed, Terms())) // 2
+        solve(observed, budget, Terms())
+    assert capfd.readouterr().out == ""
