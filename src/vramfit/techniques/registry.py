@@ -14,7 +14,10 @@ from vramfit.techniques.technique import Technique
 _HOMES: tuple[tuple[str, str], ...] = (
     ("tf32", "Tf32"),
     ("in_place_activations", "InPlaceActivations"),
+    ("chunked_loss", "ChunkedLoss"),
     ("allocator_settings", "AllocatorSettings"),
+    ("activation_offload", "ActivationOffload"),
+    ("fused_norms", "FusedNorms"),
 )
 
 

@@ -74,6 +74,11 @@ def surroundings_of(module: nn.Module) -> tuple[Around, ...]:
     return tuple(vars(module).get(_LIST, ()))
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a surrounded module had a forward pass of its own on the instance, as other libraries' hooks put it."""
+    return _OWN_FORWARD in vars(module)
+
+
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module had before anything surrounded it."""
     kind = type(module)
