@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from vramfit.analysis import CauseKind, Remedy, RemedyKind, causes
 from vramfit.cli import app
 from vramfit.report import fragmentation_to_json, render_fragmentation
 from vramfit.report.fragmentation import remedy_text
+from vramfit.trace import MemoryTrace
 from vramfit.units import MIB
 
 RECORDINGS = Path(__file__).parents[1] / "data" / "traces"
@@ -38,6 +40,16 @@ def test_a_remedy_is_told_once() -> None:
     assert text.count("let segments grow by pages") == 1
     assert "as above: expandable_segments:True" in text
     assert "no help, peak reserved" not in text.split("→")[1]
+
+
+@pytest.mark.parametrize(
+    "make", [cases.checkpoint_in_a_step, cases.oom_of_alternating_blocks, cases.many_sizes]
+)
+def test_no_sentence_is_cut(make: Callable[[], MemoryTrace]) -> None:
+    found = causes(make(), proven=False)
+    wide = render_fragmentation(found, width=140).split()
+    assert render_fragmentation(found, width=60).split() == wide
+    assert "…" not in "".join(wide)
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,16 @@ def test_a_wide_report_names_the_library_between() -> None:
     assert "mlp.py" not in render_terminal(run, found, width=80, root=ROOT)
 
 
+def test_a_long_error_is_cut_with_a_mark() -> None:
+    error = "ValueError: the data set\n" + "lacks a column and " * 40
+    for make in (fitting_run, never_used):
+        run = replace(make(), exit_code=1, error=error)
+        text = " ".join(render_terminal(run, verdict(run, cards=())).split())
+        assert "ValueError: the data set lacks a column and lacks" in text
+        assert "…" in text
+        assert 10 < text.count("lacks a column") < 20
+
+
 def test_a_leak_is_pointed_out() -> None:
     recorder = Recorder()
     for iteration in range(6):

@@ -3,7 +3,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vramfit.analysis import fold_layers, module_tree
-from vramfit.report.text import bar, elide_left, percent, seconds, short_op, split_width, tree_lines
+from vramfit.report.text import (
+    bar,
+    elide_left,
+    elide_right,
+    percent,
+    seconds,
+    short_op,
+    split_width,
+    tree_lines,
+)
 from vramfit.trace import Category
 
 
@@ -49,6 +58,11 @@ def test_operators_lose_namespace_and_overload() -> None:
 def test_long_paths_lose_their_beginning() -> None:
     assert elide_left("src/model.py:42", 11) == "…odel.py:42"
     assert elide_left("a.py:1", 11) == "a.py:1"
+
+
+def test_long_messages_lose_their_end() -> None:
+    assert elide_right("no such\n  file", 12) == "no such file"
+    assert elide_right("no such file", 9) == "no such…"
 
 
 def test_chains_of_single_children_are_one_line() -> None:

@@ -108,9 +108,7 @@ class _Page(Sections):
         indent = SIZE + 4
         head = Text.assemble((f"  {format_bytes(cause.bytes):>{SIZE}}  ", "bold"), cause.kind.value)
         yield from self.wrapped(head, indent=indent)
-        yield from self.wrapped(
-            Text(f"{'':{indent}}{cause.evidence}", style="bright_black"), indent=indent, most=4
-        )
+        yield from self.wrapped(Text(f"{'':{indent}}{cause.evidence}", style="bright_black"), indent=indent)
         for remedy in cause.remedies[:2]:
             text = (
                 f"as above: {remedy.alloc_conf or remedy.kind.value}"
@@ -118,9 +116,7 @@ class _Page(Sections):
                 else remedy_text(remedy)
             )
             told.add(remedy)
-            yield from self.wrapped(
-                Text.assemble((f"{'':{indent}}→ ", "green"), text), indent=indent + 2, most=4
-            )
+            yield from self.wrapped(Text.assemble((f"{'':{indent}}→ ", "green"), text), indent=indent + 2)
 
     def oom(self, oom: OomExplanation) -> Iterator[Text]:
         """What would have served the request."""
@@ -182,7 +178,7 @@ class _Page(Sections):
             age = f", {seconds(late.age_us / 1e6)} old" if late.age_us else ""
             who = "that block itself" if alone else self.holder(late)
             story.append(f"held by {who}{place}{age}, which stays {lasts}{others}")
-        yield from self.wrapped(Text(f"  {'; '.join(story)}"), indent=4, most=4)
+        yield from self.wrapped(Text(f"  {'; '.join(story)}"), indent=4)
 
     def holder(self, holder: Holder) -> str:
         """A block in words."""

@@ -136,7 +136,7 @@ class LeakLines(Sections):
         where = self.where(stack.place)
         if self.width < NARROW:
             rates = Text.assemble(f"  {speed} per {unit}, {grown} in all: ", (where, "bold"))
-            yield from self.broken(rates, indent=4)
+            yield from self.wrapped(rates, indent=4)
         else:
             head = f"  {speed:>{SIZE}}{grown:>{SIZE + 2}}  "
             yield Text.assemble(head, (elide_left(where, self.width - len(head)), "bold"))
@@ -144,7 +144,7 @@ class LeakLines(Sections):
             f" ({stack.adjusted_p:.2g} of all)" if stack.adjusted_p > stack.p_value else ""
         )
         facts = f"{self.what(stack.place)}; {since}, {_counted(stack.blocks, 'block')}, {p}"
-        yield from self.broken(Text(f"      {facts}", style=STYLES[stack.place.category]), indent=6)
+        yield from self.wrapped(Text(f"      {facts}", style=STYLES[stack.place.category]), indent=6)
         if stack.release is Release.COLLECTOR:
             text = "      dead: nothing reaches it, only the garbage collector frees it (reference cycles)"
             yield Text(text, style="yellow")
@@ -152,7 +152,7 @@ class LeakLines(Sections):
             told = owner.cycle or not owner.links or owner.root is Root.HIDDEN  # says itself who holds it
             said = owner.text if told else f"held by {owner.text}"
             through = ", ".join(sorted(kind.value for kind in owner.through))
-            yield from self.broken(Text(f"      {said}" + (f"  ({through})" if through else "")), indent=8)
+            yield from self.wrapped(Text(f"      {said}" + (f"  ({through})" if through else "")), indent=8)
 
     def settled(self, report: LeakReport) -> Iterator[Text]:
         """What grew and stopped."""

@@ -161,7 +161,7 @@ class Sections:
         count = f" ×{group.count}" if group.count > 1 else ""
         place = self.location(group.line or group.library_line) or group.module
         facts = ", ".join(filter(None, (_tensor(group), short_op(group.op), place)))
-        yield from self.broken(Text(f"  {format_bytes(group.total_bytes)}{count} {facts}"), indent=4)
+        yield from self.wrapped(Text(f"  {format_bytes(group.total_bytes)}{count} {facts}"), indent=4)
 
     def tensor_location(self, group: TensorGroup, width: int, *, wide: bool) -> str:
         """The user's line; where there is room, also that of the library between it and torch."""
@@ -212,7 +212,7 @@ class Sections:
             f"start {format_bytes(worst.start_allocated)}, peak {format_bytes(worst.peak_allocated)}, "
             f"end {format_bytes(worst.end_allocated)}"
         )
-        return self.broken(Text(f"  {summary.part}: {figures}{f'; {note}' if note else ''}"), indent=4)
+        return self.wrapped(Text(f"  {summary.part}: {figures}{f'; {note}' if note else ''}"), indent=4)
 
     # Pieces
 
@@ -220,13 +220,8 @@ class Sections:
         """A bold title, with figures after it."""
         return Text.assemble((title, "bold"), "  " if rest else "", rest)
 
-    def wrapped(self, text: Text, *, indent: int = 2, most: int = 3) -> Iterator[Text]:
-        """Break a sentence into lines of the page's width, at most ``most`` of them but where they are short."""
-        lines = self.broken(text, indent=indent)
-        yield from lines if self.width < NARROW else lines[:most]
-
-    def broken(self, text: Text, *, indent: int) -> list[Text]:
-        """Break a sentence into lines of the page's width, all but the first indented."""
+    def wrapped(self, text: Text, *, indent: int = 2) -> list[Text]:
+        """Break a sentence into lines of the page's width, all but the first indented; it is never cut."""
         return broken(text, self.width, indent=indent)
 
     def location(self, frame: Frame | None) -> str:

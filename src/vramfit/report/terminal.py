@@ -17,6 +17,7 @@ from vramfit.analysis import (
 )
 from vramfit.report.sections import SIZE, Sections
 from vramfit.report.text import (
+    elide_right,
     exit_words,
     percent,
     print_lines,
@@ -29,6 +30,8 @@ from vramfit.units import format_bytes
 
 _WARNINGS = 5
 _UNBROKEN = 10_000
+_ERROR = 300
+"""Characters of an error that are shown: the program has printed it whole."""
 
 
 def print_terminal(run: Run, verdict: Verdict, console: Console, *, root: Path | None = None) -> None:
@@ -79,7 +82,7 @@ class _Page(Sections):
     def unused(self, run: Run, verdict: Verdict) -> Iterator[Text]:
         """The report of a program that never came to use a card: there are no bytes to show."""
         if verdict.outcome is Outcome.FAILED:
-            reason = f": {run.error}" if run.error else ""
+            reason = f": {elide_right(run.error, _ERROR)}" if run.error else ""
             failed = f" ({exit_words(run.exit_code)}) before it used a card{reason}"
             yield from self.wrapped(Text.assemble(("! the program failed", "bold red"), failed))
             yield from self.warnings(run)
@@ -117,7 +120,7 @@ class _Page(Sections):
         elif verdict.outcome is Outcome.DOES_NOT_FIT:
             yield from self.does_not_fit(run, verdict, where)
         else:
-            reason = f": {run.error}" if run.error else ""
+            reason = f": {elide_right(run.error, _ERROR)}" if run.error else ""
             failed = (f" ({exit_words(run.exit_code)}){reason}", "")
             yield from self.wrapped(Text.assemble(("! the program failed", "bold red"), failed))
             used = f"{format_bytes(device.used)} of {format_bytes(device.total)}"
@@ -276,12 +279,12 @@ class _Page(Sections):
 
     def warning(self, message: str, places: list[str]) -> list[Text]:
         """One warning whole, and as many of its places as two lines, or one more than it takes itself, hold."""
-        bare = self.broken(Text(f"  {message}", style="yellow"), indent=4)
+        bare = self.wrapped(Text(f"  {message}", style="yellow"), indent=4)
         room = max(2, len(bare) + 1)
         for shown in range(len(places), 0, -1):
             left = f" and {len(places) - shown} more" if shown < len(places) else ""
             text = Text(f"  {message} [{', '.join(places[:shown])}{left}]", style="yellow")
-            lines = self.broken(text, indent=4)
+            lines = self.wrapped(text, indent=4)
             if len(lines) <= room or shown == 1:
                 return lines
         return bare

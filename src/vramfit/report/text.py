@@ -84,6 +84,12 @@ def elide_left(text: str, width: int) -> str:
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
 
+def elide_right(text: str, width: int) -> str:
+    """A message in one line, the end cut with a mark where it is longer than ``width`` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= width else f"{line[: width - 1].rstrip()}…"
+
+
 def seconds(value: float) -> str:
     """A duration with three digits: ``1.23 s``, ``45.6 ms``, ``7.0 min``."""
     if value >= 600:
