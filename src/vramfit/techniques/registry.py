@@ -12,12 +12,14 @@ from vramfit.techniques.technique import Technique
 
 # Module and class of each, in the order in which tables show them.
 _HOMES: tuple[tuple[str, str], ...] = (
+    ("mixed_precision", "MixedPrecision"),
     ("tf32", "Tf32"),
     ("in_place_activations", "InPlaceActivations"),
     ("chunked_loss", "ChunkedLoss"),
     ("allocator_settings", "AllocatorSettings"),
     ("activation_offload", "ActivationOffload"),
     ("fused_norms", "FusedNorms"),
+    ("parameter_sharing", "ParameterSharing"),
 )
 
 
