@@ -54,9 +54,9 @@ class FusedNorms(Technique[FusedNormSetting]):
     """Norms written out in tensor operations are computed by one kernel, with the module's own weight.
 
     Written out, an RMS norm keeps its input in float32, and the normalised input for the weight's gradient: 8 bytes an
-    element in float32, 6 in bfloat16. ``F.rms_norm`` keeps the input as it came and one number a row: 4 bytes
-    an element less in either case. It is faster as well: one kernel instead of six. It pays for every such norm on a card; on the
-    CPU torch writes ``F.rms_norm`` out itself (aten/src/ATen/native/layer_norm.cpp), so that nothing is saved there.
+    element in float32, 6 in bfloat16. ``F.rms_norm`` keeps the input as it came and one number a row: 4 bytes an
+    element less in either case. It is faster as well: one kernel instead of six. It pays for every such norm on a card;
+    on the CPU torch writes ``F.rms_norm`` out itself (aten/src/ATen/native/layer_norm.cpp), which saves nothing.
 
     A norm is recognised by its structure (one weight, perhaps a bias, one small number, no submodules) and by what it
     computes for probes of several scales in float32 and bfloat16, never by its name: LlamaRMSNorm and its many copies,
