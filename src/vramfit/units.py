@@ -61,3 +61,8 @@ def format_bytes(count: float) -> str:
         if size >= factor:
             return f"{sign}{size / factor:.2f} {unit}"
     return f"{sign}{size:.0f} B"
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things: ``1 block``, ``2,000 blocks``."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"

@@ -19,7 +19,7 @@ from vramfit.analysis.pinning import Holder, PinGroup, PinnedSegment, Pins
 from vramfit.analysis.remedies import Remedy, prove, remedies_for
 from vramfit.trace import Capacity, CapacitySource, EventKind, MemoryTrace, Rehearsal
 from vramfit.trace.settings import recorded_config
-from vramfit.units import format_bytes
+from vramfit.units import counted, format_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,12 +288,12 @@ class _Judge:
         request = self.request
         wanted = "" if request is None else format_bytes(request.size)
         verb = "failed" if request is not None and request.failed else "needed new memory"
-        many = _counted(count, "free range")
+        many = counted(count, "free range")
         if kind is CauseKind.ROUNDING:
             step = "the next power-of-two division" if not account.rounding.plain else f"{MIN_BLOCK} bytes"
-            return f"{_counted(count, 'live block')}, {size} larger than asked for: rounded up to {step}"
+            return f"{counted(count, 'live block')}, {size} larger than asked for: rounded up to {step}"
         if kind is CauseKind.UNSPLIT_SLACK:
-            return f"{_counted(count, 'live block')} with {size} behind what was asked for, at most {largest} each"
+            return f"{counted(count, 'live block')} with {size} behind what was asked for, at most {largest} each"
         if kind is CauseKind.PENDING_FREE:
             return (
                 f"{count:,} blocks of {size} were freed, but another stream that used them is not past them"
@@ -320,7 +320,7 @@ class _Judge:
         if kind in (CauseKind.LONG_LIVED_IN_HOLE, CauseKind.INTERLEAVED):
             return f"{many} of {size} beside live blocks, the largest {largest}{self._main_pin(kind)}"
         if kind in (CauseKind.GROWING_SIZES, CauseKind.VARYING_SIZES, CauseKind.SMALLER_SEGMENTS):
-            return f"{_counted(count, 'free segment')} of {size}, the largest {largest}, too small for the {wanted}"
+            return f"{counted(count, 'free segment')} of {size}, the largest {largest}, too small for the {wanted}"
         if kind is CauseKind.PAGE_EDGES:
             return f"{many} of {size} on pages that hold live blocks too{self._main_pin(kind)}"
         return f"{many} of {size}, the largest {largest}"
@@ -334,10 +334,6 @@ class _Judge:
         times = f" ×{pin.group.count:,}" if pin.group.count > 1 else ""
         made = f" made in {pin.phase}" if pin.phase else ""
         return f"; the most, {format_bytes(pin.pinned)}, beside {name}{times}{made}"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"1 {what}" if count == 1 else f"{count:,} {what}s"
 
 
 __all__ = [

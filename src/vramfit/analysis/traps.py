@@ -12,7 +12,7 @@ from vramfit.allocator.versions import TorchVersion
 from vramfit.analysis.trials import Search, Trial, rank
 from vramfit.errors import ConfigError
 from vramfit.trace import MemoryTrace
-from vramfit.units import MIB, format_bytes
+from vramfit.units import MIB, counted, format_bytes
 
 
 class TrapKind(Enum):
@@ -78,16 +78,12 @@ def find_traps(search: Search, baseline: Trial, trace: MemoryTrace) -> list[Trap
         Trap(
             kind=TrapKind.OUT_OF_MEMORY,
             alloc_conf=trial.alloc_conf,
-            text=f"{_requests(trial.ooms)} would run out of memory, {_requests(baseline.ooms)} did as recorded"
+            text=f"{counted(trial.ooms, 'request')} would run out of memory, {baseline.ooms:,} did as recorded"
             + _and_others([one for one in failing if one.family == trial.family]),
         )
         for trial in sorted(worst.values(), key=rank)
     ]
     return traps
-
-
-def _requests(count: int) -> str:
-    return "1 request" if count == 1 else f"{count} requests"
 
 
 def _and_others(failing: Sequence[Trial]) -> str:

@@ -119,6 +119,8 @@ def _print(report: ReplayReport, file: Path) -> None:
 def _lines(report: ReplayReport, file: Path, width: int) -> Iterator[Text]:
     from rich.text import Text
 
+    from vramfit.units import counted
+
     settings = report.alloc_conf or "the defaults"
     if report.what_if:
         recorded = report.recorded_alloc_conf or "the defaults"
@@ -134,7 +136,7 @@ def _lines(report: ReplayReport, file: Path, width: int) -> Iterator[Text]:
         for note in _notes(report, device):
             yield Text(f"GPU {device.index}: {note}")
     rate = report.events / report.seconds if report.seconds else 0.0
-    yield Text(f"{report.events:,} events in {report.seconds:.2f} s ({rate:,.0f}/s)", style="dim")
+    yield Text(f"{counted(report.events, 'event')} in {report.seconds:.2f} s ({rate:,.0f}/s)", style="dim")
 
 
 def _table(report: ReplayReport, width: int) -> Iterator[Text]:
@@ -166,17 +168,18 @@ def _table(report: ReplayReport, width: int) -> Iterator[Text]:
 
 
 def _notes(report: ReplayReport, device: DeviceReplay) -> list[str]:
-    from vramfit.units import format_bytes
+    from vramfit.units import counted, format_bytes
 
     notes = []
     if device.first_difference is not None and not report.what_if:
         notes.append(f"first difference: {device.first_difference}")
     if device.unknown_frees:
-        frees = "1 free" if device.unknown_frees == 1 else f"{device.unknown_frees:,} frees"
-        notes.append(f"{frees} of unknown blocks: from before the recording, or not allocated")
+        notes.append(
+            f"{counted(device.unknown_frees, 'free')} of unknown blocks: from before the recording, or not allocated"
+        )
     if report.what_if and device.ooms > device.ooms_replayed:
         notes.append(
-            f"{device.ooms - device.ooms_replayed} requests that ran out of memory would have been served"
+            f"{counted(device.ooms - device.ooms_replayed, 'request')} that ran out of memory would have been served"
         )
     if report.what_if and device.ooms_replayed > device.ooms:
         notes.append(

@@ -19,7 +19,7 @@ from vramfit.report.leaks_json import leaks_to_json
 from vramfit.report.sections import SIZE, Sections
 from vramfit.report.text import elide_left, percent, print_lines, short_op
 from vramfit.trace import Run
-from vramfit.units import format_bytes
+from vramfit.units import counted, format_bytes
 
 EXPLAIN_SCHEMA = "vramfit.explain/1"
 """Name and version: the number grows when a key changes its meaning or goes away, not for new keys."""
@@ -92,7 +92,9 @@ class _Page(Sections):
         name = " ".join(run.program) or "the trace"
         where = f" (GPU {device.index})" if len(run.devices) > 1 or device.index > 0 else ""
         card = f" on {device.gpu}" if device.gpu and device.total else ""
-        yield from self.wrapped(Text.assemble((name, "bold"), f"{card}{where}: {len(run.trace):,} events"))
+        yield from self.wrapped(
+            Text.assemble((name, "bold"), f"{card}{where}: {counted(len(run.trace), 'event')}")
+        )
         total = f" of {format_bytes(device.total)}" if device.total else ""
         context = f", {format_bytes(device.context)} outside PyTorch" if device.context else ""
         yield from self.wrapped(

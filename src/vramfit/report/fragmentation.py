@@ -27,7 +27,7 @@ from vramfit.report.json_report import frame_to_json, group_to_json, moment_to_j
 from vramfit.report.sections import SIZE, Sections
 from vramfit.report.text import print_lines, seconds, short_op
 from vramfit.trace import CapacitySource
-from vramfit.units import format_bytes
+from vramfit.units import counted, format_bytes
 
 _CAUSES, _PINS, _SEGMENTS = 8, 6, 3
 _NOTABLE = 0.001
@@ -200,11 +200,6 @@ class _Page(Sections):
         yield from self.wrapped(
             Text(f"Largest request that could be served: {cache} from the cache, {card}.")
         )
-
-
-def counted(count: int, what: str) -> str:
-    """A number of things: ``1 block``, ``2 blocks``."""
-    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def remedy_text(remedy: Remedy) -> str:

@@ -24,7 +24,7 @@ from vramfit.record.chains import Root
 from vramfit.report.folding import NARROW
 from vramfit.report.sections import SIZE, STYLES, Sections
 from vramfit.report.text import elide_left, print_lines, short_op
-from vramfit.units import format_bytes
+from vramfit.units import counted, format_bytes
 
 _GROWING, _SETTLED, _SAWTEETH = 12, 3, 3
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -110,8 +110,8 @@ class LeakLines(Sections):
                 else f"found by {report.steps.source.value}"
             )
             text = (
-                f"  {_counted(count, 'level')}, {found}, the first {report.warmup} left out as warm-up; "
-                f"p = {report.p_value:.2g}, {_counted(report.tested, 'stack')} tested at {report.alpha:g}"
+                f"  {counted(count, 'level')}, {found}, the first {report.warmup} left out as warm-up; "
+                f"p = {report.p_value:.2g}, {counted(report.tested, 'stack')} tested at {report.alpha:g}"
             )
             yield from self.wrapped(Text(text, style="bright_black"))
             ends = f" {format_bytes(min(report.levels))} to {format_bytes(max(report.levels))}"
@@ -128,7 +128,7 @@ class LeakLines(Sections):
             yield from self.stack(stack, _since(report, stack.first_step), unit)
         if (more := len(report.growing) - _GROWING) > 0:
             rest = sum(stack.bytes_per_step for stack in report.growing[_GROWING:])
-            yield Text(f"  {_counted(more, 'stack')} more: {format_bytes(rest)} in all", style="bright_black")
+            yield Text(f"  {counted(more, 'stack')} more: {format_bytes(rest)} in all", style="bright_black")
 
     def stack(self, stack: GrowingStack, since: str, unit: str) -> Iterator[Text]:
         """One stack, what its bytes are, and who holds them."""
@@ -143,7 +143,7 @@ class LeakLines(Sections):
         p = f"p = {stack.p_value:.2g}" + (
             f" ({stack.adjusted_p:.2g} of all)" if stack.adjusted_p > stack.p_value else ""
         )
-        facts = f"{self.what(stack.place)}; {since}, {_counted(stack.blocks, 'block')}, {p}"
+        facts = f"{self.what(stack.place)}; {since}, {counted(stack.blocks, 'block')}, {p}"
         yield from self.wrapped(Text(f"      {facts}", style=STYLES[stack.place.category]), indent=6)
         if stack.release is Release.COLLECTOR:
             text = "      dead: nothing reaches it, only the garbage collector frees it (reference cycles)"
@@ -171,7 +171,7 @@ class LeakLines(Sections):
         for one in report.sawteeth[:_SAWTEETH]:
             text = (
                 f"  {format_bytes(one.most_bytes):>{SIZE}}  {self.where(one.place)}, "
-                f"{_counted(one.times, 'time')}, up to {one.steps} steps at once"
+                f"{counted(one.times, 'time')}, up to {one.steps} steps at once"
             )
             yield Text(text, style="bright_black")
 
@@ -189,7 +189,7 @@ class LeakLines(Sections):
             f"in {place.module}" if place.module else "",
         ]
         text = " ".join(part for part in parts if part)
-        return text if place.kinds == 1 else f"{text} and {_counted(place.kinds - 1, 'other kind')}"
+        return text if place.kinds == 1 else f"{text} and {counted(place.kinds - 1, 'other kind')}"
 
 
 def _since(report: LeakReport, step: int) -> str:
@@ -209,10 +209,6 @@ def _moves(levels: tuple[int, ...]) -> tuple[int, int]:
     """How often a series rises and falls."""
     steps = [after - before for before, after in pairwise(levels)]
     return sum(step > 0 for step in steps), sum(step < 0 for step in steps)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _spark(levels: tuple[int, ...], most: int) -> str:

@@ -10,7 +10,7 @@ from vramfit.report.html.markup import Html, join, tag
 from vramfit.report.terminal import headline
 from vramfit.report.timeline_picture import draw_timeline
 from vramfit.trace import MemoryTrace, Run
-from vramfit.units import format_bytes
+from vramfit.units import counted, format_bytes
 
 _WIDTH, _HEIGHT = 760, 320
 
@@ -29,7 +29,7 @@ def run_summary(run: Run, verdict: Verdict) -> str:
     ]
     device = verdict.device
     figures = (
-        f"{len(run.trace):,} events · peak allocated {format_bytes(device.peak_allocated)} · "
+        f"{counted(len(run.trace), 'event')} · peak allocated {format_bytes(device.peak_allocated)} · "
         f"peak reserved {format_bytes(device.peak_reserved)}"
     )
     return tag(

@@ -14,7 +14,7 @@ from rich.text import Text
 from vramfit.analysis.stability import Limit, LimitReason, Round, RoundOutcome, StressReport, Trend
 from vramfit.report.folding import broken, table
 from vramfit.report.text import print_lines, seconds
-from vramfit.units import GIB, MIB, format_bytes
+from vramfit.units import GIB, MIB, counted, format_bytes
 
 STRESS_SCHEMA = "vramfit.stress/1"
 _WIDEST = 120
@@ -200,7 +200,7 @@ def _warnings(report: StressReport) -> Iterator[Text]:
 def _footer(report: StressReport) -> str:
     on = {"virtual": "on a virtual GPU", "card": "on the card", "cpu": "on metered CPU"}[report.source]
     steps = sum(len(limit.rounds) for limit in report.limits) + len(report.rounds) + 1
-    return f"{steps} steps {on}, torch {report.torch_version}, in {seconds(report.seconds)}"
+    return f"{counted(steps, 'step')} {on}, torch {report.torch_version}, in {seconds(report.seconds)}"
 
 
 def stress_to_json(report: StressReport) -> dict[str, Any]:
@@ -354,6 +354,6 @@ def _description(report: StressReport) -> str:
     verdict = (
         ""
         if report.stability is None
-        else f"; over {len(report.rounds)} rounds {report.stability.trend.value}"
+        else f"; over {counted(len(report.rounds), 'round')} {report.stability.trend.value}"
     )
     return f"{limits}{verdict}"

@@ -26,7 +26,7 @@ from vramfit.report.text import (
     split_width,
 )
 from vramfit.trace import Run, Source
-from vramfit.units import format_bytes
+from vramfit.units import counted, format_bytes
 
 _WARNINGS = 5
 _UNBROKEN = 10_000
@@ -256,7 +256,7 @@ class _Page(Sections):
         if pinned := run.host_pinned_peak_bytes:
             yield Text(f"pinned host memory {format_bytes(pinned)}, apart from the card")
         if (note := run.profile) is not None:
-            calls = "1 call" if note.used == 1 else f"{note.used:,} calls"
+            calls = counted(note.used, "call")
             told = f"by a profile of {note.date} ({note.gpu}, torch {note.torch}): {calls} as measured"
             yield from self.wrapped(Text(told))
 
@@ -292,7 +292,7 @@ class _Page(Sections):
     def footer(self, run: Run) -> Text:
         """What was run, and for how long."""
         parts = [
-            *([f"{run.ops:,} ops"] if run.source is not Source.CARD else []),  # nobody counts a card's
+            *([counted(run.ops, "op")] if run.source is not Source.CARD else []),  # nobody counts a card's
             *([f"{seconds(run.seconds_simulated)} simulated"] if run.source is Source.VIRTUAL else []),
             f"{seconds(run.seconds_wall)} here",
             f"torch {run.torch_version}",

@@ -12,7 +12,7 @@ from vramfit.analysis.curves import Measure
 from vramfit.analysis.lifetimes import Ints, trace_device
 from vramfit.report.drawing import Area, Drawing, Label, Line, Point, Shape
 from vramfit.trace import Category, MemoryTrace
-from vramfit.units import GIB, KIB, MIB, TIB, format_bytes
+from vramfit.units import GIB, KIB, MIB, TIB, counted, format_bytes
 
 COLOURS = {
     Category.OTHER: "#8d8d8d",
@@ -97,7 +97,7 @@ def draw_timeline(
     return Drawing(
         width=width,
         height=height,
-        title=title or f"Memory of {name} over {len(trace):,} events",
+        title=title or f"Memory of {name} over {counted(len(trace), 'event')}",
         description=f"{name}: {peaks}. {_categories_at_peak(over)}",
         shapes=shapes,
     )

@@ -14,7 +14,7 @@ from vramfit.analysis.tuning import DeviceRecording, Trial, Tuning
 from vramfit.report.folding import broken, table
 from vramfit.report.text import print_lines
 from vramfit.trace import CapacitySource
-from vramfit.units import format_bytes
+from vramfit.units import counted, format_bytes
 
 TUNE_SCHEMA = "vramfit.tune/1"
 _ROWS = 12
@@ -56,10 +56,8 @@ def _evidence(tuning: Tuning, width: int) -> Iterator[Text]:
             trapped = Text.assemble(("  ! ", "yellow"), (conf, "bold"), f": {trap.text}")
             yield from broken(trapped, width, indent=4)
     yield Text()
-    tried = (
-        f"{len(tuning.trials)} settings, each with all {tuning.events:,} events, in {tuning.seconds:.1f} s"
-    )
-    yield Text(tried, style="dim")
+    tried, events = counted(len(tuning.trials), "setting"), counted(tuning.events, "event")
+    yield Text(f"{tried}, each with all {events}, in {tuning.seconds:.1f} s", style="dim")
 
 
 def _headline(tuning: Tuning) -> Iterator[Text]:
@@ -84,9 +82,8 @@ def _headline(tuning: Tuning) -> Iterator[Text]:
             f"{format_bytes(tuning.saved)} or {share:.1f} % less"
         )
     else:
-        what = (
-            f"the cache is given back for want of memory {best.retries} times instead of {baseline.retries}"
-        )
+        often = counted(best.retries, "time")
+        what = f"the cache is given back for want of memory {often} instead of {baseline.retries}"
     yield Text.assemble(("✓ ", "bold green"), what)
 
 
@@ -94,9 +91,12 @@ def _price(tuning: Tuning) -> str:
     """Calls to the driver: each takes from microseconds to a millisecond, and a free waits for the card."""
     calls, before = (one.device_allocs + one.device_frees for one in (tuning.best, tuning.baseline))
     if calls > before:
-        return f"The price: {calls:,} calls to the driver for memory instead of {before:,}, mostly in the first step."
+        driver = f"{counted(calls, 'call')} to the driver"
+        return f"The price: {driver} for memory instead of {before:,}, mostly in the first step."
     if calls < before:
-        return f"It also asks the driver for memory less often: {calls:,} calls instead of {before:,}."
+        return (
+            f"It also asks the driver for memory less often: {counted(calls, 'call')} instead of {before:,}."
+        )
     return f"The calls to the driver for memory stay the same: {calls:,}."
 
 

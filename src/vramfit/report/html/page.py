@@ -31,7 +31,7 @@ from vramfit.report.html.tables import blocks_text, device_tables, fragmentation
 from vramfit.report.terminal import headline
 from vramfit.report.text import seconds
 from vramfit.trace import MemoryTrace, Run, Source, TraceDevice
-from vramfit.units import format_bytes
+from vramfit.units import counted, format_bytes
 from vramfit.writing import write_text
 
 DATA_BUDGET = 5_200_000
@@ -371,9 +371,9 @@ def _card_bar(device: DeviceVerdict) -> Html:
 
 def _footer(run: Run) -> str:
     """What was run, for how long, and with what."""
-    facts = [_SOURCES[run.source], f"{len(run.trace):,} events"]
+    facts = [_SOURCES[run.source], counted(len(run.trace), "event")]
     if run.ops:
-        facts.append(f"{run.ops:,} ops")
+        facts.append(counted(run.ops, "op"))
     if run.seconds_simulated:
         facts.append(f"{seconds(run.seconds_simulated)} simulated")
     if run.seconds_wall:

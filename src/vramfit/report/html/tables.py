@@ -24,7 +24,7 @@ from vramfit.report.html.columns import DeviceView
 from vramfit.report.html.markup import Html, details, figures, join, table, tag
 from vramfit.report.text import percent, short_op, tree_lines
 from vramfit.trace import Category, MemoryTrace
-from vramfit.units import format_bytes
+from vramfit.units import counted, format_bytes
 
 _MOMENTS = 24
 _BLOCKS = 40
@@ -50,7 +50,7 @@ def timeline_text(trace: MemoryTrace, view: DeviceView) -> Html:
     )
     peaks = {measure: view.bytes_over.peak(measure) for measure in Measure}
     sentence = (
-        f"Over {len(trace):,} events allocated memory reached {format_bytes(peaks[Measure.ALLOCATED])}, "
+        f"Over {counted(len(trace), 'event')} allocated memory reached {format_bytes(peaks[Measure.ALLOCATED])}, "
         f"reserved memory {format_bytes(peaks[Measure.RESERVED])}."
     )
     return details(
