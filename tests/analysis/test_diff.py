@@ -236,8 +236,9 @@ class TestDevices:
 
     def test_no_device_in_common(self) -> None:
         before = [State(name="a", device=0), State(name="a", device=2)]
-        with pytest.raises(UsageError, match="a and b have no device in common"):
+        with pytest.raises(UsageError, match="a and b have no device in common") as caught:
             diff_states(before, [State(name="b", device=5)])
+        assert caught.value.hint == "They have devices 0, 2 and device 5"
         with pytest.raises(UsageError, match="b has no device 2"):
             diff_states(before, [State(name="b", device=5)], 2)
 

@@ -38,7 +38,7 @@ from vramfit.analysis import (
     reconcile,
 )
 from vramfit.errors import UsageError
-from vramfit.trace import Actual, Category, Figures, Frame, Run, read_actual, read_any
+from vramfit.trace import Actual, Category, Figures, Frame, Run, TraceBuilder, read_actual, read_any
 from vramfit.units import MIB
 
 RECORDINGS = sorted((Path(__file__).parents[1] / "data" / "traces").glob("*.json.gz"))
@@ -424,9 +424,16 @@ def test_nothing_to_compare_is_an_error() -> None:
     with pytest.raises(UsageError, match="knows nothing of device 2"):
         check_device(figures, 2)
     with pytest.raises(UsageError, match="no memory of any device"):
-        check_device(Actual(name="empty", trace=serve([])), None)
+        check_device(Actual(name="empty", trace=TraceBuilder().finish()), None)
     with pytest.raises(UsageError, match="saw no card"):
         reconcile(replace(predicted(PROGRAM), devices=()), figures)
+
+
+def test_two_programs_that_use_no_card_are_equal() -> None:
+    unused = Actual(name="unused.vft", trace=serve([]))
+    found = reconcile(predicted([]), unused)
+    assert found.within
+    assert found.devices[0].notes == ()
 
 
 def test_other_versions_and_cards_are_noted() -> None:

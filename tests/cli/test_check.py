@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from analysis.synthetic import Recorder, fitting_run, gpt_training, oom_run, vir
 from cli.conftest import FakeRunner, Invocation
 from vramfit.analysis import verdict
 from vramfit.report import render_json
-from vramfit.trace import Run, Source
+from vramfit.trace import EventKind, Run, Source, TraceBuilder, TraceDevice
 
 Command = Callable[..., Invocation]
 RUN = fitting_run()
@@ -264,3 +265,76 @@ def test_figures_make_no_baseline(vramfit: Command, tmp_path: Path) -> None:
     assert found.code == 2
     assert "figures alone" in found.err
     assert not (tmp_path / "b.json").exists()
+
+
+class TestWithoutTensors:
+    """A program that makes no tensors holds 0 bytes: a trace of it says so as the program itself does."""
+
+    @pytest.fixture
+    def unused(self, tmp_path: Path) -> Path:
+        path = tmp_path / "unused.vft"
+        devices = (TraceDevice(index=0, name="RTX 4090", total_bytes=24 << 30),)
+        builder = TraceBuilder(meta={"source": "virtual"})
+        builder.append(EventKind.SNAPSHOT, device=0)
+        builder.finish(devices=devices).save(path)
+        return path
+
+    @pytest.fixture
+    def hidden(self, tmp_path: Path) -> Path:
+        """Of a program to which CUDA_VISIBLE_DEVICES showed no card."""
+        path = tmp_path / "hidden.vft"
+        TraceBuilder(meta={"source": "virtual"}).finish().save(path)
+        return path
+
+    @pytest.mark.parametrize("kind", ["unused", "hidden"])
+    def test_a_trace_passes_at_nothing(
+        self, vramfit: Command, kind: str, request: pytest.FixtureRequest
+    ) -> None:
+        path = request.getfixturevalue(kind)
+        found = vramfit("check", path, "--budget", "1GiB")
+        assert found.code == 0
+        assert found.out == f"✓ passed {path.name}\n  ✓ peak use 0 B (budget 1.00 GiB)\n"
+        found = vramfit("check", path, "--baseline", path)
+        assert found.code == 0
+        assert "✓ peak allocated 0 B (baseline 0 B" in found.out
+        found = vramfit("diff", path, path)
+        assert found.code == 0
+        assert found.out.endswith("no difference\n")
+
+    @pytest.mark.parametrize("kind", ["unused", "hidden"])
+    def test_a_report_is_a_baseline_of_its_trace(
+        self, vramfit: Command, tmp_path: Path, kind: str, request: pytest.FixtureRequest
+    ) -> None:
+        path, baseline = request.getfixturevalue(kind), tmp_path / "baseline.json"
+        vramfit("check", path, "--write-baseline", baseline)
+        assert vramfit("check", path, "--baseline", baseline).code == 0
+        assert vramfit("check", baseline, "--budget", "1GiB").out.count("✓") == 2
+        assert vramfit("diff", baseline, path).out.endswith("no difference\n")
+
+    def test_so_does_a_program(self, vramfit: Command, runner: FakeRunner, script: Path) -> None:
+        trace = TraceBuilder(meta={"source": "virtual"}).finish()
+        runner.result = replace(RUN, trace=trace, devices=(), oom=None)
+        found = vramfit("check", script, "--gpu", "RTX 4090", "--budget", "1GiB")
+        assert found.code == 0
+        assert "✓ peak use 0 B (budget 1.00 GiB)" in found.out
+
+    def test_a_card_of_two_that_is_not_used_is_known(self, vramfit: Command, tmp_path: Path) -> None:
+        path, baseline = tmp_path / "two.vft", tmp_path / "two.json"
+        second = TraceDevice(index=1, name="RTX 4090", total_bytes=24 << 30)
+        replace(RUN.trace, devices=(*RUN.trace.devices, second)).save(path)
+        vramfit("check", path, "--write-baseline", baseline)
+        found = vramfit("check", baseline, "--baseline", path)
+        assert found.code == 0
+        assert "GPU 1: peak allocated 0 B" in found.out
+
+    def test_a_snapshot_that_holds_nothing_cannot_be_checked(self, vramfit: Command, tmp_path: Path) -> None:
+        path = tmp_path / "empty.pickle"
+        path.write_bytes(pickle.dumps({"segments": [], "device_traces": [[], []]}))
+        for arguments in (("check", path, "--budget", "1GiB"), ("diff", path, path)):
+            found = vramfit(*arguments)
+            assert found.code == 2
+            assert "empty.pickle holds no memory of any device" in found.err
+
+    def test_one_event_is_one(self, vramfit: Command, unused: Path) -> None:
+        assert ": 1 event\n" in vramfit("explain", unused).out
+        assert "\n1 event in " in vramfit("replay", unused).out

@@ -59,7 +59,7 @@ from vramfit.analysis.stability import (
     Trend,
     stability,
 )
-from vramfit.analysis.states import Holding, State, state_from_trace, states, states_from_report
+from vramfit.analysis.states import Holding, State, no_card, state_from_trace, states, states_from_report
 from vramfit.analysis.steps import LEAST_STEPS, Steps, StepSource, steps
 from vramfit.analysis.tolerance import DEFAULT_TOLERANCE, Tolerance
 from vramfit.analysis.tuning import DeviceRecording, Trap, TrapKind, Trial, Tuning, tune
@@ -166,6 +166,7 @@ __all__ = [
     "leaks",
     "lifetimes",
     "module_tree",
+    "no_card",
     "oom_row",
     "origin",
     "peak",

@@ -176,14 +176,20 @@ def diff_states(
     shared = sorted(ours.keys() & theirs.keys()) if device is None else [device]
     if not shared:
         names = " and ".join(side[0].name if side else "an empty run" for side in (before, after))
-        held = " and ".join(str(sorted(known)) for known in (ours, theirs))
+        held = " and ".join(_listed(known) for known in (ours, theirs))
         raise UsageError(f"{names} have no device in common", f"They have {held}")
     for side, known in ((before, ours), (after, theirs)):
         if device is not None and device not in known:
             name = side[0].name if side else "an empty run"
-            held = ", ".join(map(str, sorted(known))) or "none"
-            raise UsageError(f"{name} has no device {device}", f"Its devices are: {held}")
+            raise UsageError(f"{name} has no device {device}", f"It has {_listed(known)}")
     return tuple(diff(ours[index], theirs[index]) for index in shared)
+
+
+def _listed(devices: Iterable[int]) -> str:
+    """``device 0``, ``devices 0, 1``."""
+    known = sorted(devices)
+    held = ", ".join(map(str, known))
+    return (f"device {held}" if len(known) == 1 else f"devices {held}") if known else "no device"
 
 
 def _pair(before: int | None, after: int | None) -> Pair | None:

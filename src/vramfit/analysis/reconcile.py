@@ -144,10 +144,13 @@ def _with_trace(
         _compare(pairing, quantity, None if has_history else _most_alike(recorded, predicted))
         for quantity in _MEASURES
     ]
+    held = has_history or any(one.recorded for one in comparisons)
     comparisons += _total(comparisons[-1].predicted, comparisons[-1].recorded, outcome, figures)
     streams = pairing.streams() if has_history else None
     counterfactual, trouble = (None, "") if not has_history else _replayed(pairing, comparisons[1])
-    notes = [*_notes_of_device(outcome, figures), *_notes_of_trace(pairing, streams, outcome), trouble]
+    notes = [*_notes_of_device(outcome, figures), trouble]
+    if held:
+        notes[-1:-1] = _notes_of_trace(pairing, streams, outcome)
     return DeviceReconciliation(
         device=outcome.index,
         recorded_device=recorded.device,

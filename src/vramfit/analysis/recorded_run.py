@@ -5,8 +5,8 @@ from __future__ import annotations
 from vramfit.analysis.breakdown import last_oom_row, oom_row
 from vramfit.analysis.curves import Curves, Measure, curves
 from vramfit.analysis.groups import stack_frames
-from vramfit.analysis.lifetimes import Flags, lifetimes, trace_device
-from vramfit.trace import DeviceOutcome, EventKind, MemoryTrace, OomReport, Run
+from vramfit.analysis.lifetimes import lifetimes, trace_device
+from vramfit.trace import DeviceOutcome, MemoryTrace, OomReport, Run
 from vramfit.trace.frames import user_frame
 from vramfit.trace.partial import run_of_trace
 from vramfit.units import format_bytes
@@ -15,16 +15,14 @@ from vramfit.units import format_bytes
 def run_from_trace(trace: MemoryTrace, *, name: str = "") -> Run:
     """The run that a trace tells of.
 
-    Devices without events and without segments are left out. Where the size of a card is not known, it counts as 0,
-    or, where the card ran out of memory, as what it had at that moment for this program.
+    Its devices are those of `MemoryTrace.known_devices`. Where the size of a card is not known, it counts as 0, or,
+    where the card ran out of memory, as what it had at that moment for this program.
 
     Args:
         trace: what happened.
         name: what to call the program where the trace does not say, such as the name of the file.
     """
-    used = {device.index for device in trace.devices if device.segments}
-    used |= {int(index) for index in set(trace.device[_memory_rows(trace)].tolist())}
-    curves_of = {index: curves(trace, lifetimes(trace, index)) for index in sorted(used)}
+    curves_of = {index: curves(trace, lifetimes(trace, index)) for index in trace.known_devices}
     oom = _last_oom(trace, curves_of)
     ended = oom is not None and not oom.handled
     program = str(trace.meta.get("program", "")) or name
@@ -36,12 +34,6 @@ def run_from_trace(trace: MemoryTrace, *, name: str = "") -> Run:
         error=oom.message if ended and oom is not None else None,
         program=(program,) if program else (),
     )
-
-
-def _memory_rows(trace: MemoryTrace) -> Flags:
-    """Which events are about memory."""
-    about: Flags = (trace.kind != EventKind.MARKER) & (trace.kind != EventKind.SNAPSHOT)
-    return about
 
 
 def _outcome(trace: MemoryTrace, index: int, found: Curves, oom: OomReport | None) -> DeviceOutcome:

@@ -14,8 +14,8 @@ from vramfit.analysis.groups import born_column, entry, stack_frames
 from vramfit.analysis.lifetimes import Ints, Lifetimes, lifetimes, trace_device
 from vramfit.analysis.modules import fold_path
 from vramfit.analysis.phases import phases, split_name
-from vramfit.errors import TraceFormatError
-from vramfit.trace import Actual, Category, Frame, MemoryTrace
+from vramfit.errors import TraceFormatError, UsageError
+from vramfit.trace import Actual, Category, Frame, MemoryTrace, Source
 from vramfit.trace.frames import Origin, innermost, origin, user_frame
 
 _T = TypeVar("_T")
@@ -99,9 +99,10 @@ def states(actual: Actual) -> tuple[State, ...]:
 
     Raises:
         TraceFormatError: a JSON report is not as docs/json.md says.
+        UsageError: there is nothing of any device in it.
     """
     if actual.report is not None and actual.trace is None:
-        return states_from_report(actual.report, actual.name)
+        return states_from_report(actual.report, actual.name) or (no_card(actual.name),)
     if actual.trace is None:
         return tuple(
             State(
@@ -118,7 +119,18 @@ def states(actual: Actual) -> tuple[State, ...]:
     for device in actual.devices:
         outside = actual.figures_of(device).outside
         found.append(state_from_trace(actual.trace, device, name=actual.name, outside=outside))
-    return tuple(found)
+    if found:
+        return tuple(found)
+    if actual.trace.meta.get("source") != Source.VIRTUAL.value:
+        raise UsageError(
+            f"{actual.name} holds no memory of any device", "Record a program that uses the card"
+        )
+    return (no_card(actual.name),)
+
+
+def no_card(name: str) -> State:
+    """What a program came to that saw no card, where ``CUDA_VISIBLE_DEVICES`` hides them all: to nothing."""
+    return State(name=name, device=0, allocated=0, reserved=0, outside=0)
 
 
 def state_from_trace(
@@ -146,14 +158,13 @@ def state_from_trace(
     parts: dict[str, int] = {}
     for phase in phases(trace, device, bytes_over=bytes_over):
         parts[phase.part] = max(parts.get(phase.part, 0), phase.peak_allocated)
-    known = described.context_bytes if described is not None and described.context_bytes else None
     return State(
         name=name,
         device=device,
         gpu=described.name if described is not None else "",
         allocated=bytes_over.peak(Measure.ALLOCATED),
         reserved=bytes_over.peak(Measure.RESERVED),
-        outside=known if outside is None else outside,
+        outside=trace.outside_bytes(device) if outside is None else outside,
         ran_out=failed is not None,
         phase=moment(trace, row).phase,
         categories={kind: int(sums[kind]) for kind in _OTHER_LAST},

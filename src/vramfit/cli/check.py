@@ -239,7 +239,7 @@ def _of_file(file: Path) -> _Found:
 
 
 def _of_program(command: list[str], where: Where, alloc_conf: str | None) -> _Found:
-    from vramfit.analysis import verdict
+    from vramfit.analysis import no_card, verdict
     from vramfit.report import run_to_json
 
     try:
@@ -250,7 +250,7 @@ def _of_program(command: list[str], where: Where, alloc_conf: str | None) -> _Fo
     name = " ".join(command)
     return _Found(
         name=name,
-        states=tuple(_states_of_run(run, judged, name)),
+        states=tuple(_states_of_run(run, judged, name)) or (no_card(name),),
         report=run_to_json(run, judged),
         run=run,
         verdict=judged,

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from vramfit.errors import TraceFormatError, UsageError
-from vramfit.trace.events import EventKind
 from vramfit.trace.files import read_file
 from vramfit.trace.model import MemoryTrace
 from vramfit.trace.snapshot import as_snapshot, parse_own, parse_plain, trace_of
@@ -105,11 +104,7 @@ class Actual:
     def devices(self) -> tuple[int, ...]:
         """Indices of the devices that anything is known of."""
         found = {figures.device or 0 for figures in self.figures}
-        if self.trace is not None:
-            used = {device.index for device in self.trace.devices if device.segments}
-            events = (self.trace.kind != EventKind.MARKER) & (self.trace.kind != EventKind.SNAPSHOT)
-            found |= used | {int(index) for index in set(self.trace.device[events].tolist())}
-        return tuple(sorted(found))
+        return tuple(sorted(found if self.trace is None else found.union(self.trace.known_devices)))
 
     def figures_of(self, device: int) -> Figures:
         """What is known of a device beside the trace; what the trace itself tells of card and context is in it."""
@@ -117,10 +112,9 @@ class Actual:
         if self.trace is None:
             return known
         described = next((found for found in self.trace.devices if found.index == device), None)
-        outside = described.context_bytes if described is not None and described.context_bytes else None
         return replace(
             known,
-            outside=outside if known.outside is None else known.outside,
+            outside=self.trace.outside_bytes(device) if known.outside is None else known.outside,
             gpu=known.gpu or (described.name if described is not None else ""),
             torch=known.torch or str(self.trace.meta.get("torch_version", "")),
         )
@@ -209,7 +203,7 @@ def figures_from(value: Any, name: str) -> tuple[Figures, ...]:
     if isinstance(schema, str) and schema.startswith("vramfit") and schema != RUN_SCHEMA + _READ:
         raise TraceFormatError(f"{name} is a {schema} document, not one of {RUN_SCHEMA}{_READ}", _HINT)
     found = tuple(_each_device(value, name))
-    if not found:
+    if not found and not is_report(value):  # which has none where the program saw no card
         raise TraceFormatError(f"{name} holds no figures of memory that vramfit knows", _HINT)
     indices = [figures.device or 0 for figures in found]
     if len(set(indices)) < len(indices):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from vramfit.trace.events import Frame, TraceDevice
+from vramfit.trace.events import EventKind, Frame, TraceDevice
 
 COLUMNS: Mapping[str, DTypeLike] = MappingProxyType(
     {
@@ -36,6 +36,10 @@ TABLES: Mapping[str, str] = MappingProxyType(
     {"op": "ops", "stack": "stacks", "module": "modules", "phase": "phases", "tensor": "tensors"}
 )
 """Column -> the table that it indexes."""
+
+
+_WITHOUT_OTHERS = frozenset({"virtual", "cpu"})
+"""Sources whose devices hold nothing that the trace does not name: 0 bytes outside torch are known to be 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -101,6 +105,23 @@ class MemoryTrace:
     def __len__(self) -> int:
         """Number of events."""
         return len(self.kind)
+
+    @property
+    def known_devices(self) -> tuple[int, ...]:
+        """Indices of the devices that the trace is of, used or not.
+
+        A device counts where it has events about memory or segments, and where it has a name: the program could have
+        used it. Of the others torch's snapshots list all that the machine has.
+        """
+        about = (self.kind != EventKind.MARKER) & (self.kind != EventKind.SNAPSHOT)
+        named = {device.index for device in self.devices if device.name or device.segments}
+        return tuple(sorted(named | set(np.unique(self.device[about]).tolist())))
+
+    def outside_bytes(self, device: int) -> int | None:
+        """Memory of a device outside torch's allocator; None where the trace does not say."""
+        described = next((found for found in self.devices if found.index == device), None)
+        known = 0 if described is None else described.context_bytes
+        return known if known or self.meta.get("source") in _WITHOUT_OTHERS else None
 
     def equals(self, other: object) -> bool:
         """Whether both hold the same events, tables, devices and meta, element by element."""
