@@ -27,6 +27,7 @@ from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
 from vramfit.gpus.profile import Rates
 from vramfit.virtual.assume import Assume
+from vramfit.virtual.clock import Clock, Engine
 from vramfit.virtual.pinned import PinnedMemory
 from vramfit.virtual.streams import StreamTable
 
@@ -190,7 +191,7 @@ class Machine:
         observes_blocks: whether `on_event` hears of blocks too, or of segments alone, which is quicker.
 
     Attributes:
-        clock_us: simulated time in microseconds.
+        clock: simulated time.
         on_event: called with (device, kind, address, size, stream) on each event of an allocator.
         hooks: what the rest of the virtual GPU wants to hear.
         init_pid: the process that initialised CUDA, None before.
@@ -220,7 +221,7 @@ class Machine:
         self.measured = measured
         self.observes_blocks = observes_blocks
         self.torch_version = torch_version
-        self.clock_us = 0.0
+        self.clock = Clock()
         self.on_event: EventHook | None = None
         self.hooks = Hooks()
         self.streams = StreamTable()
@@ -362,13 +363,30 @@ class Machine:
 
     # Time
 
-    def advance(self, microseconds: float) -> None:
-        """Let simulated time pass."""
-        self.clock_us += microseconds
+    @property
+    def clock_us(self) -> float:
+        """Simulated time at which all work so far is done, in microseconds."""
+        return self.clock.now_us
 
-    def synchronize(self, device: int | None = None) -> None:
-        """Wait for all work of a device: pending frees of other streams complete."""
+    @clock_us.setter
+    def clock_us(self, microseconds: float) -> None:
+        self.clock.hold_host(microseconds)
+
+    def advance(
+        self, microseconds: float, device: int | None = None, engine: Engine = Engine.COMPUTE
+    ) -> None:
+        """Give this thread's current stream of a device (by default the current one) something to do."""
+        number = self.current_device if device is None else device
+        self.clock.work(microseconds, number, self.current_stream(number), engine)
+
+    def wait_for_stream(self, device: int) -> None:
+        """Let the host wait for this thread's current stream of a device, as one does who reads a value."""
+        self.clock.hold_host(self.clock.reached(device, self.current_stream(device)))
+
+    def synchronize(self, device: int | None = None, until: float | None = None) -> None:
+        """Wait for all work of a device, or until a time: pending frees of other streams complete."""
         found = self.device(device)
+        self.clock.hold_host(self.clock_us if until is None else until)
         if found.allocator_used:
             found.allocator.synchronize()
         if self.hooks.on_synchronize is not None:

@@ -36,6 +36,7 @@ from vramfit.trace import Category
 from vramfit.virtual import kernels, roofline
 from vramfit.virtual.assume import Extent
 from vramfit.virtual.checks import check_arguments
+from vramfit.virtual.clock import Engine
 from vramfit.virtual.describe import Describer
 from vramfit.virtual.expectations import WATCHED, expectation, is_whole
 from vramfit.virtual.facade import invalid_device
@@ -299,6 +300,7 @@ class VirtualMode(TorchDispatchMode):
         *,
         category: Category | None = None,
         extents: tuple[Extent, ...] = (),
+        engine: Engine = Engine.COMPUTE,
     ) -> None:
         """Place an op's results, temporaries and workspaces on the card, and bring the shadows up to date.
 
@@ -309,6 +311,7 @@ class VirtualMode(TorchDispatchMode):
             out: its results, not placed yet.
             category: what they are for; None tells it from the moment.
             extents: assumed sizes of the results, beside those on which the arguments rest.
+            engine: what does the work.
         """
         if info.view:
             self.meter.ops += 1
@@ -335,7 +338,8 @@ class VirtualMode(TorchDispatchMode):
             )
             self._expect(func, info, args, kwargs, out)
             spec, rates = self.machine.devices[device].spec, self.machine.rates
-            self.machine.advance(1e6 * roofline.seconds(func, args, kwargs, out, spec, rates))
+            duration = roofline.seconds(func, args, kwargs, out, spec, rates)
+            self.machine.advance(1e6 * duration, device, engine)
         self.shading.follow(func, info, args, kwargs, out, device)
 
     def _expect(
@@ -450,7 +454,8 @@ class VirtualMode(TorchDispatchMode):
         if target.device.type == "cuda":
             device = target.device.index or 0
             spec = self.machine.devices[device].spec
-            self.machine.advance(1e6 * roofline.seconds(_ADD, args, {}, target, spec, self.machine.rates))
+            duration = roofline.seconds(_ADD, args, {}, target, spec, self.machine.rates)
+            self.machine.advance(1e6 * duration, device)
         return target
 
 

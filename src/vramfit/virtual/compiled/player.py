@@ -152,8 +152,9 @@ class Player:
                 mode.meter.expect(tensor, None)
         if device is not None:
             mode.meter.ops += 1
-            spec = mode.machine.devices[device.index or 0].spec
-            mode.machine.advance(1e6 * roofline.traffic_seconds(moved, spec, mode.machine.rates))
+            index = device.index or 0
+            spec, rates = mode.machine.devices[index].spec, mode.machine.rates
+            mode.machine.advance(1e6 * roofline.traffic_seconds(moved, spec, rates), index)
 
 
 class Kernel:

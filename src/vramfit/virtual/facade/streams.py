@@ -10,6 +10,7 @@ import torch
 
 from vramfit.programs.patching import PatchStack
 from vramfit.virtual import streams as ids
+from vramfit.virtual.clock import Engine
 from vramfit.virtual.facade.base import (
     CUDA_DEVICE_TYPE,
     C,
@@ -94,13 +95,18 @@ class VirtualStream(_CStream):  # type: ignore[misc]
 
     def synchronize(self) -> None:
         """Wait for its work."""
-        installed_machine().synchronize(self.device_index)
+        machine = installed_machine()
+        machine.synchronize(self.device_index, until=machine.clock.reached(self.device_index, self.stream_id))
 
     def wait_event(self, event: Any) -> None:
-        """Let later work wait for an event: all work is done in program order, so it does."""
+        """Let later work wait for an event."""
+        event.wait(self)
 
     def wait_stream(self, stream: Any) -> None:
-        """Let later work wait for another stream: all work is done in program order, so it does."""
+        """Let later work wait for another stream."""
+        machine = installed_machine()
+        until = machine.clock.reached(stream.device_index, stream.stream_id)
+        machine.clock.hold(self.device_index, self.stream_id, until)
 
     def record_event(self, event: Any = None) -> Any:
         """Record an event, a new one by default."""
@@ -216,11 +222,18 @@ class VirtualEvent(_CEvent):  # type: ignore[misc]
                 f"Event device {self._index} does not match recording stream's device {index}."
             )
         self._index = index
-        machine.advance(_RECORD_US)
-        self._time_us = machine.clock_us
+        number = machine.current_stream(index) if stream is None else stream.stream_id
+        machine.clock.work(_RECORD_US, index, number, Engine.NONE)
+        self._time_us = machine.clock.reached(index, number)
 
     def wait(self, stream: Any = None) -> None:
-        """Let a stream wait for it: all work is done in program order, so it does."""
+        """Let a stream wait for it, the current one by default."""
+        if self._time_us is None:
+            return
+        machine = installed_machine()
+        device = machine.current_device if stream is None else stream.device_index
+        number = machine.current_stream(device) if stream is None else stream.stream_id
+        machine.clock.hold(device, number, self._time_us)
 
     def query(self) -> bool:
         """Whether the work before it is done: nothing ever runs, so it is."""
@@ -229,7 +242,7 @@ class VirtualEvent(_CEvent):  # type: ignore[misc]
     def synchronize(self) -> None:
         """Wait for the work before it."""
         if self._index is not None and self._time_us is not None:
-            installed_machine().synchronize(self._index)
+            installed_machine().synchronize(self._index, until=self._time_us)
 
     def elapsed_time(self, end_event: Any) -> float:
         """Simulated milliseconds from this event to another.

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.trace import Category
 from vramfit.virtual import roofline
+from vramfit.virtual.clock import Engine
 from vramfit.virtual.guesses import GUESSED
 from vramfit.virtual.rules.registry import rule
 from vramfit.virtual.shadow import guess_value
@@ -58,8 +59,10 @@ def _upload(
         raise NotImplementedError(f"vramfit: {message}")
     fake = mode.wrap(source)
     out = mode.describe(_TO_COPY, (fake,), {**kwargs, "device": device})
-    mode.settle(_TO_COPY, info, (fake,), {**kwargs, "device": device}, out, category=Category.INPUTS)
-    _pass_link(mode, device.index or 0, source.nbytes, upwards=True, pinned=mode.is_pinned(source))
+    kwargs = {**kwargs, "device": device}
+    mode.settle(_TO_COPY, info, (fake,), kwargs, out, category=Category.INPUTS, engine=Engine.UPWARDS)
+    waits = not kwargs.get("non_blocking")
+    _pass_link(mode, device.index or 0, source.nbytes, Engine.UPWARDS, mode.is_pinned(source), waits=waits)
     assert isinstance(out, torch.Tensor)
     return out
 
@@ -79,9 +82,15 @@ def _upload_sparse(
 
 def download(mode: VirtualMode, source: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
     """A real CPU tensor for a virtual one: its shadow, or values nobody knows."""
-    dtype = kwargs.get("dtype") or source.dtype
-    pinned = bool(kwargs.get("pin_memory"))
-    _pass_link(mode, source.device.index or 0, source.nbytes, upwards=False, pinned=pinned)
+    pinned, waits = bool(kwargs.get("pin_memory")), not kwargs.get("non_blocking")
+    _pass_link(mode, source.device.index or 0, source.nbytes, Engine.DOWNWARDS, pinned, waits=waits)
+    out = _host_values(mode, source, kwargs.get("dtype") or source.dtype)
+    if pinned:
+        mode.pin(out)
+    return out
+
+
+def _host_values(mode: VirtualMode, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     shadow = mode.shadows.find(source)
     if shadow is not None:
         if shadow.guessed:
@@ -97,8 +106,6 @@ def download(mode: VirtualMode, source: torch.Tensor, kwargs: dict[str, Any]) ->
                 torch.empty_strided(source.shape, source.stride(), device="meta")
             )
             out = out.view(-1).as_strided(source.shape, dense.stride())
-    if kwargs.get("pin_memory"):
-        mode.pin(out)
     return out
 
 
@@ -114,6 +121,7 @@ def _zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
 def copy_(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``target.copy_(source)`` in each direction."""
     target, source = args[0], args[1]
+    non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
     info = mode.ops[func]
     if type(target) is FakeTensor:
         host = source if type(source) is not FakeTensor else None
@@ -122,27 +130,34 @@ def copy_(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str,
         if target.fake_device != source.fake_device:
             # FakeTensorMode wants one device; the copy itself is what crosses.
             torch.broadcast_shapes(target.shape, source.shape)
-            mode.settle(func, info, (target, source), kwargs, target)
-            if host is not None:
-                device, pinned = target.device.index or 0, mode.is_pinned(host)
-                _pass_link(mode, device, host.nbytes, upwards=True, pinned=pinned)
+            crosses = target.fake_device.type != source.fake_device.type
+            upwards = target.fake_device.type == "cuda"
+            engine = (Engine.UPWARDS if upwards else Engine.DOWNWARDS) if crosses else Engine.COMPUTE
+            mode.settle(func, info, (target, source), kwargs, target, engine=engine)
+            if crosses:
+                card, other = (target, host if host is not None else source) if upwards else (source, target)
+                pinned, nbytes = mode.is_pinned(other), source.nbytes
+                _pass_link(mode, card.device.index or 0, nbytes, engine, pinned, waits=not non_blocking)
             return target
         return mode.run(func, info, (target, source, *args[2:]), kwargs, real=False)
-    return _fill_host(mode, func, target, source)
+    return _fill_host(mode, func, target, source, non_blocking=non_blocking)
 
 
-def _fill_host(mode: VirtualMode, func: Any, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def _fill_host(
+    mode: VirtualMode, func: Any, target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool
+) -> torch.Tensor:
     """Copy a virtual tensor into a real one.
 
     A large target keeps what it holds where nobody knows the values: a program that moves its activations to the host
     would otherwise fill the memory of this machine, page by page, with zeros.
     """
+    device, pinned, waits = source.device.index or 0, mode.is_pinned(target), not non_blocking
+    _pass_link(mode, device, source.nbytes, Engine.DOWNWARDS, pinned, waits=waits)
     if mode.shadows.find(source) is None and target.nbytes > _UNTOUCHED_BYTES and target.is_floating_point():
         torch.broadcast_shapes(target.shape, source.shape)
         warn_guess(mode)
-        _pass_link(mode, source.device.index or 0, source.nbytes, upwards=False, pinned=False)
         return target
-    filled: torch.Tensor = func(target, download(mode, source, {"dtype": target.dtype}))
+    filled: torch.Tensor = func(target, _host_values(mode, source, target.dtype))
     return filled
 
 
@@ -158,6 +173,8 @@ def item(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     """``tensor.item()``: the shadow's value, else a guess with a warning."""
     del kwargs
     tensor: torch.Tensor = args[0]
+    if tensor.device.type == "cuda":
+        mode.machine.wait_for_stream(tensor.device.index or 0)
     shadow = mode.shadows.find(tensor)
     view = mode.shadows.view(tensor)
     if view is not None and shadow is not None:
@@ -239,7 +256,16 @@ def warn_guess(mode: VirtualMode) -> None:
     )
 
 
-def _pass_link(mode: VirtualMode, device: int, nbytes: int, *, upwards: bool, pinned: bool) -> None:
-    """Let the time pass that a copy over the card's host link takes."""
+def _pass_link(
+    mode: VirtualMode, device: int, nbytes: int, engine: Engine, pinned: bool, *, waits: bool
+) -> None:
+    """Let the time pass that a copy over the card's host link takes; the host waits for it, unless told not to.
+
+    With pageable memory it waits in any case (CUDA Runtime API, "API synchronization behavior").
+    """
     spec, rates = mode.machine.devices[device].spec, mode.machine.rates
-    mode.machine.advance(1e6 * roofline.link_seconds(nbytes, spec, rates, upwards=upwards, pinned=pinned))
+    upwards = engine is Engine.UPWARDS
+    duration = roofline.link_seconds(nbytes, spec, rates, upwards=upwards, pinned=pinned)
+    mode.machine.advance(1e6 * duration, device, engine)
+    if waits or not pinned:
+        mode.machine.wait_for_stream(device)

@@ -1,0 +1,130 @@
+"""Simulated time: what runs beside what, and who waits for whom."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vramfit.virtual.clock import Clock, Engine
+
+
+def test_one_stream_does_one_thing_after_the_other():
+    clock = Clock()
+    clock.work(10, 0, 0)
+    clock.work(5, 0, 0, Engine.UPWARDS)
+    clock.work(3, 0, 0)
+    assert clock.now_us == clock.reached(0, 0) == 18
+
+
+def test_copies_of_another_stream_run_beside_the_computation():
+    clock = Clock()
+    clock.work(10, 0, 0)
+    clock.work(4, 0, 3, Engine.DOWNWARDS)
+    clock.work(5, 0, 5, Engine.UPWARDS)
+    assert clock.now_us == 10
+    clock.work(4, 0, 7, Engine.DOWNWARDS)  # its engine is busy until 4
+    assert clock.reached(0, 7) == 8
+
+
+def test_kernels_of_two_streams_or_cards_follow_one_another():
+    clock = Clock()
+    clock.work(10, 0, 0)
+    clock.work(10, 0, 3)
+    clock.work(10, 1, 0)
+    assert clock.now_us == 30
+
+
+def test_a_stream_that_waits_begins_later():
+    clock = Clock()
+    clock.work(10, 0, 0)
+    clock.hold(0, 3, clock.reached(0, 0))
+    clock.work(4, 0, 3, Engine.DOWNWARDS)
+    assert clock.now_us == 14
+    clock.work(1, 0, 0)
+    assert clock.reached(0, 0) == 11
+
+
+def test_what_the_host_asks_for_after_waiting_begins_later():
+    clock = Clock()
+    clock.work(10, 0, 0)
+    clock.hold_host(clock.reached(0, 0))
+    clock.work(4, 0, 3, Engine.UPWARDS)
+    assert clock.now_us == 14
+
+
+def _us(gpu, work):
+    torch.cuda.synchronize()
+    before = gpu.run.seconds_simulated
+    work()
+    torch.cuda.synchronize()
+    return 1e6 * (gpu.run.seconds_simulated - before)
+
+
+def test_a_pinned_copy_beside_a_product_hides_behind_it(gpu):
+    a = torch.empty(8192, 8192, device="cuda")
+    host = torch.empty(16 << 20, dtype=torch.uint8, pin_memory=True)
+    card = torch.empty(16 << 20, dtype=torch.uint8, device="cuda")
+    side = torch.cuda.Stream()
+
+    def product():
+        a @ a
+
+    def copy():
+        host.copy_(card, non_blocking=True)
+
+    def beside():
+        with torch.cuda.stream(side):
+            copy()
+        product()
+
+    def awaited():
+        with torch.cuda.stream(side):
+            copy()
+        torch.cuda.current_stream().wait_stream(side)
+        product()
+
+    def blocking():
+        with torch.cuda.stream(side):
+            host.copy_(card)
+        product()
+
+    product()
+    alone, crossing = _us(gpu, product), _us(gpu, copy)
+    assert 500 < crossing < alone
+    assert _us(gpu, beside) == pytest.approx(alone, abs=1)
+    assert _us(gpu, awaited) == pytest.approx(alone + crossing, abs=3)
+    assert _us(gpu, blocking) == pytest.approx(alone + crossing, abs=3)
+
+
+def test_pageable_copies_and_values_that_are_read_stop_the_host(gpu):
+    a = torch.empty(4096, 4096, device="cuda")
+    host, side = torch.empty(16 << 20, dtype=torch.uint8), torch.cuda.Stream()
+    (a @ a)[0, 0].item()
+    alone = _us(gpu, lambda: a @ a)
+
+    def pageable():
+        with torch.cuda.stream(side):
+            host.to("cuda", non_blocking=True)
+        a @ a
+
+    def read():
+        (a @ a)[0, 0].item()
+        with torch.cuda.stream(side):
+            a @ a
+
+    assert _us(gpu, pageable) > alone + 500
+    assert _us(gpu, read) == pytest.approx(2 * alone, rel=0.01)
+
+
+def test_an_event_is_waited_for_by_the_stream_that_is_told_to(gpu):
+    a = torch.empty(4096, 4096, device="cuda")
+    side = torch.cuda.Stream()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    a @ a
+    torch.cuda.synchronize()
+    start.record()
+    a @ a
+    done = torch.cuda.current_stream().record_event()
+    side.wait_event(done)
+    end.record(side)
+    assert start.elapsed_time(end) == pytest.approx(_us(gpu, lambda: a @ a) / 1e3, rel=0.05)
