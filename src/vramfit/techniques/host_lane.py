@@ -1,0 +1,102 @@
+"""Copies between a card and pinned host memory that run beside the computation."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+
+class Lane(Protocol):
+    """Copies between a device and the host, in order with the computation of the calling thread.
+
+    What is awaited is awaited by the device, not by the program: nothing here stops the host, except `finish`.
+    """
+
+    def out(self, flat: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """A copy on the host, and what tells its end. Until `wait` for that, `flat` must neither go nor change."""
+        ...
+
+    def back(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """A copy on the device, and what tells its end. It must neither be used nor go before `wait` for that."""
+        ...
+
+    def wait(self, end: Any) -> None:
+        """Let what the device computes from now on begin after that."""
+        ...
+
+    def finish(self, end: Any) -> None:
+        """Wait on the host."""
+        ...
+
+    def ended(self, end: Any) -> bool:
+        """Whether it has come already."""
+        ...
+
+
+class CudaLane:
+    """A stream in each direction: cards have an engine for each (CUDA C++ Programming Guide, asyncEngineCount).
+
+    NOTE [Whose memory]: memory on the card is taken and given back on the stream of the computation alone, so that
+    the allocator hands it to nobody who does not come after. A copy out holds its source until the computation has
+    been told to wait for it; a copy back begins after all that the computation was given before, since its target
+    may lie where something of that still is. So ``record_stream`` is not needed, which would leave to chance when
+    memory is free again (https://dev-discuss.pytorch.org/t/1486). On the host torch keeps a pinned block until the
+    copies with it are over (aten/src/ATen/core/CachingHostAllocator.h, record_event).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._outwards, self._inwards = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def out(self, flat: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """See `Lane`."""
+        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        self._outwards.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._outwards):
+            host.copy_(flat, non_blocking=True)
+            return host, self._outwards.record_event()
+
+    def back(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """See `Lane`."""
+        flat = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+        self._inwards.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._inwards):
+            flat.copy_(host, non_blocking=True)
+            return flat, self._inwards.record_event()
+
+    def wait(self, end: Any) -> None:
+        """See `Lane`."""
+        torch.cuda.current_stream(self._device).wait_event(end)
+
+    def finish(self, end: Any) -> None:
+        """See `Lane`."""
+        end.synchronize()
+
+    def ended(self, end: Any) -> bool:
+        """See `Lane`."""
+        done: bool = end.query()
+        return done
+
+
+class CopyLane:
+    """Copies on the CPU, done at once: the same steps where there is no card."""
+
+    def out(self, flat: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """See `Lane`."""
+        return flat.clone(), None
+
+    def back(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """See `Lane`."""
+        return host.clone(), None
+
+    def wait(self, end: Any) -> None:
+        """See `Lane`."""
+
+    def finish(self, end: Any) -> None:
+        """See `Lane`."""
+
+    def ended(self, end: Any) -> bool:
+        """See `Lane`."""
+        del end
+        return True

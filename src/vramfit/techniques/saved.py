@@ -1,0 +1,203 @@
+"""What techniques do with tensors that autograd saves: hooks that stack, and storages that are found again.
+
+NOTE [Stacked hooks]: of nested ``torch.autograd.graph.saved_tensors_hooks`` torch calls the innermost pair alone. So
+the hooks made here hand what they do not take to the pair that was active outside of them. A checkpoint outside sees
+all tensors but those taken; when it recomputes, the same ones are taken again, so that its count agrees.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+
+class Packed(Protocol):
+    """What the graph holds in place of a tensor."""
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, as it was saved."""
+        ...
+
+
+class Kept:
+    """A saved tensor itself. With hooks torch leaves out its check for writes in place, so it is made here."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()  # an output would hold its own graph
+        self._version = tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: it was written to after it was saved.
+        """
+        if self._tensor._version != self._version:
+            raise written_in_place(self._tensor, self._version)
+        return self._tensor
+
+
+class _Outside:
+    """What the hooks outside made of a tensor."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, unpack: Callable[[Any], torch.Tensor], packed: Any) -> None:
+        self._unpack, self._packed = unpack, packed
+
+    def unpack(self) -> torch.Tensor:
+        return self._unpack(self._packed)
+
+
+def packing(take: Callable[[torch.Tensor], Packed | None]) -> saved_tensors_hooks:
+    """Hooks under which `take` is offered each saved tensor; what it answers None to goes outwards.
+
+    See NOTE [Stacked hooks].
+    """
+    outside = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def pack(tensor: torch.Tensor) -> Packed:
+        taken = take(tensor)
+        if taken is not None:
+            return taken
+        return Kept(tensor) if outside is None else _Outside(outside[1], outside[0](tensor))
+
+    def unpack(packed: Packed) -> torch.Tensor:
+        return packed.unpack()
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def written_in_place(tensor: torch.Tensor, version: int) -> RuntimeError:
+    """The error for a saved tensor that was written to, in torch's words (torch/csrc/autograd/saved_variable.cpp)."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.dtype} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead."
+    )
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine runs on this thread: a forward pass is then a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is no more than a view of a strided storage that is not empty."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.numel() > 0
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not is_traceable_wrapper_subclass(tensor)
+    )
+
+
+def is_leaf_of_training(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is, or views, one that gradients are collected for: its owner keeps it in any case."""
+    base = tensor._base if tensor._is_view() else tensor
+    return base is not None and base.is_leaf and base.requires_grad
+
+
+def held_storages(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
+    """Keys of storages that live on without the graph: a module's own, and what it is given that nothing computed."""
+    given = (t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.grad_fn is None)
+    tensors: Iterable[torch.Tensor] = (*module.parameters(), *module.buffers(), *given)
+    return frozenset(storage_key(tensor) for tensor in tensors if is_plain(tensor))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What two tensors with the same storage have in common, for as long as it lives."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+class Stretch:
+    """The elements of a storage that stand for a tensor: all of them, or those from its first to its last.
+
+    Views of one storage are mostly saved together (the parts of a product for queries, keys and values), so the whole
+    storage is worth one copy; unless the tensor spans less than half of it.
+
+    Attributes:
+        flat: one-dimensional and contiguous, without a graph.
+        start: index of the first element in the storage.
+        stop: index after the last one.
+    """
+
+    __slots__ = ("flat", "start", "stop")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        start, stop = span(tensor)
+        whole = tensor.untyped_storage().nbytes() // tensor.element_size()
+        if 2 * (stop - start) >= whole:
+            start, stop = 0, whole
+        self.start, self.stop = start, stop
+        self.flat = tensor.detach().as_strided((stop - start,), (1,), start)
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Index in its storage of a tensor's first element, and the index after its last."""
+    first = int(tensor.storage_offset())
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + reach + 1
+
+
+class Place:
+    """Shape, strides and place of a tensor in its storage."""
+
+    __slots__ = ("offset", "shape", "stride")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.stride = tensor.shape, tensor.stride()
+        self.offset = int(tensor.storage_offset())
+
+    def of(self, flat: torch.Tensor, start: int) -> torch.Tensor:
+        """The tensor in a stretch that begins at `start`."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset - start)
+
+
+T = TypeVar("T")
+
+
+class Found(Generic[T]):
+    """What was made of storages, found again for as long as the storage and that both live."""
+
+    def __init__(self) -> None:
+        self._known: dict[
+            tuple[int, int, torch.dtype], tuple[weakref.ref[torch.UntypedStorage], list[weakref.ref[Any]]]
+        ] = {}
+
+    def of(self, tensor: torch.Tensor, fits: Callable[[T], bool]) -> T | None:
+        """What was made of the tensor's storage with the values that it has now; None if nothing fits."""
+        known = self._known.get(self._key(tensor))
+        if known is None or known[0]() is None:
+            return None
+        return next((made for ref in known[1] if (made := ref()) is not None and fits(made)), None)
+
+    def add(self, tensor: torch.Tensor, made: T) -> None:
+        """Note what was made of the tensor's storage."""
+        key, storage = self._key(tensor), tensor.untyped_storage()
+        known = self._known.get(key)
+        if known is None or known[0]() is None:
+            # A new storage may have the key of a dead one; its entry is then this one, and stays.
+            known = (weakref.ref(storage), [])
+            self._known[key] = known
+        known[1][:] = [ref for ref in known[1] if ref() is not None]
+        known[1].append(weakref.ref(made))
+
+    def tidy(self) -> None:
+        """Forget storages that are gone."""
+        self._known = {key: known for key, known in self._known.items() if known[0]() is not None}
+
+    @staticmethod
+    def _key(tensor: torch.Tensor) -> tuple[int, int, torch.dtype]:
+        return storage_key(tensor), tensor._version, tensor.dtype
