@@ -20,6 +20,7 @@ _HOMES: tuple[tuple[str, str], ...] = (
     ("activation_offload", "ActivationOffload"),
     ("fused_norms", "FusedNorms"),
     ("parameter_sharing", "ParameterSharing"),
+    ("early_release", "EarlyRelease"),
 )
 
 
