@@ -297,3 +297,33 @@ def oom_run(*, handled: bool = False, exit_code: int = 1) -> Run:
         handled=handled,
     )
     return virtual_run(trace, devices=(found,), oom=report, exit_code=exit_code, error="OutOfMemoryError")
+
+
+def no_room_run(*, asked: bool = True, handled: bool = False) -> Run:
+    """On a card of 100 MiB, less than the CUDA context, a request of 1 MiB fails; or nothing is asked for."""
+    total = 100 * MIB
+    recorder = Recorder(total_bytes=total)
+    if asked:
+        recorder.oom(1 * MIB)
+    trace = recorder.finish()
+    report = OomReport(
+        device=0,
+        requested_bytes=1 * MIB,
+        stack=(),
+        user_line=Frame(TRAIN, 35, "main"),
+        op="aten.empty.memory_format",
+        message="CUDA out of memory. Tried to allocate 2.00 MiB.",
+        allocated_bytes=0,
+        reserved_bytes=0,
+        free_bytes=0,
+        total_bytes=total,
+        handled=handled,
+    )
+    ended = asked and not handled
+    return virtual_run(
+        trace,
+        devices=(outcome(trace, total=total, gpu="Example 100MB"),),
+        oom=report if asked else None,
+        exit_code=int(ended),
+        error="OutOfMemoryError" if ended else None,
+    )

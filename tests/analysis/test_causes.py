@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from analysis import fragmentation_cases as cases
 from analysis.fragmentation_cases import CASES, Case
+from analysis.synthetic import no_room_run
 from analysis.test_against_allocator import STEPS, Metered
 from vramfit.allocator import AllocatorConfig
 from vramfit.analysis import (
@@ -20,6 +21,7 @@ from vramfit.analysis import (
     curves,
     lifetimes,
 )
+from vramfit.report import render_fragmentation
 from vramfit.trace import CapacitySource, EventKind, MemoryTrace, TraceBuilder, read_any, replay
 from vramfit.units import GIB, MIB, parse_bytes
 
@@ -169,6 +171,21 @@ def test_by_how_much_each_answer_misses() -> None:
         WhatIf.DEFRAGMENTED: 120,
     }
     assert oom.largest_request == 20 * MIB
+
+
+def test_a_card_without_room_for_anything_needs_to_be_larger() -> None:
+    trace = no_room_run().trace
+    found = causes(trace)
+    assert (found.capacity.bytes, found.capacity.source) == (0, CapacitySource.CARD)
+    assert found.oom is not None
+    assert found.oom.verdict is OomVerdict.NOT_AT_ALL
+    assert found.oom.reproduced
+    assert found.main is not None
+    assert found.main.evidence.startswith("the CUDA context takes all of the card")
+    assert [remedy.kind for remedy in found.main.remedies] == [RemedyKind.LARGER_CARD]
+    assert "at most 0 B" not in render_fragmentation(found)
+    (device,) = replay(trace).devices
+    assert (device.ooms, device.ooms_replayed) == (1, 1)
 
 
 def test_which_blocks_pin_which_segments_and_how_that_came() -> None:

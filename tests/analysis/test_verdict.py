@@ -2,7 +2,16 @@ from dataclasses import replace
 
 import pytest
 
-from analysis.synthetic import TORCH_LINEAR, TRAIN, Recorder, fitting_run, oom_run, outcome, virtual_run
+from analysis.synthetic import (
+    TORCH_LINEAR,
+    TRAIN,
+    Recorder,
+    fitting_run,
+    no_room_run,
+    oom_run,
+    outcome,
+    virtual_run,
+)
 from vramfit.analysis import Outcome, verdict
 from vramfit.gpus import GpuKind, GpuSpec
 from vramfit.trace import Category, Frame, OomReport, Run
@@ -67,6 +76,20 @@ def ran_out(
         handled=False,
     )
     return virtual_run(trace, devices=(found,), oom=report, exit_code=1)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("handled", [True, False])
+def test_a_card_smaller_than_the_context_holds_nothing(asked: bool, handled: bool) -> None:
+    found = verdict(no_room_run(asked=asked, handled=handled), cards=CARDS)
+    assert found.fits is False
+    assert not found.device.has_room
+    assert found.why == ("the CUDA context (400.00 MiB) alone is more than 100.00 MiB",)
+    assert found.advice == ("a larger card: whatever the program does, its context stays",)
+    assert found.needed == 400 * MIB + (MIB if asked and not handled else 0)
+    assert found.smallest_gpu is CARDS[2]
+    failed = replace(no_room_run(asked=False), exit_code=1)
+    assert verdict(failed).outcome is Outcome.FAILED
 
 
 def test_a_run_that_fits_says_with_how_much_to_spare() -> None:

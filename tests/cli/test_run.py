@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from analysis.synthetic import fitting_run, oom_run
+from analysis.synthetic import fitting_run, no_room_run, oom_run
 from cli.conftest import FakeRunner, Invocation
 from vramfit.cli import main
 from vramfit.cli.program import end_options_at_module
@@ -96,6 +96,9 @@ def test_the_report_is_printed_after_the_program(vramfit: Command, runner: FakeR
         (oom_run(), 3),
         (oom_run(handled=True, exit_code=0), 0),
         (oom_run(handled=True, exit_code=7), 7),
+        (no_room_run(), 3),
+        (no_room_run(handled=True), 3),
+        (no_room_run(asked=False), 3),
         (replace(fitting_run(), exit_code=1, error="ValueError"), 1),
         (replace(fitting_run(), exit_code=42), 42),
         (replace(fitting_run(), exit_code=-11), 139),

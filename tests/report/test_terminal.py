@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from analysis.synthetic import TRAIN, Recorder, fitting_run, oom_run, outcome, virtual_run
+from analysis.synthetic import TRAIN, Recorder, fitting_run, no_room_run, oom_run, outcome, virtual_run
 from report.golden_files import check_golden
 from vramfit.analysis import verdict
 from vramfit.report import print_terminal, render_terminal
@@ -70,6 +70,8 @@ def crowded_out() -> Run:
 RUNS = {
     "fits": fitting_run,
     "does-not-fit": oom_run,
+    "no-room": no_room_run,
+    "no-room-unasked": lambda: no_room_run(asked=False),
     "caught": lambda: oom_run(handled=True, exit_code=0),
     "failed": lambda: replace(fitting_run(), exit_code=1, error="ValueError: no such data set", warnings=()),
     "two-cards": two_cards,

@@ -252,6 +252,8 @@ class _Judge:
             f"{format_bytes(total)} are alive, and {format_bytes(oom.requested)} were asked for, of "
             f"{format_bytes(oom.capacity.bytes)} that there are: {format_bytes(short)} too much, however they lie"
         )
+        if not oom.capacity.bytes:
+            evidence = "the CUDA context takes all of the card, so nothing is left for the allocator"
         if others := self._other_devices():
             evidence += f"; {others}"
         return FragmentationCause(
@@ -263,6 +265,7 @@ class _Judge:
                 CauseKind.LIVE_MEMORY.name,
                 self.config,
                 self.rehearsal.version,
+                capacity=oom.capacity.bytes,
                 largest=oom.largest_request,
                 uneven=bool(self._other_devices()),
             ),

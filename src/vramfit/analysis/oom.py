@@ -14,7 +14,7 @@ from vramfit.trace import Capacity, EventKind, MemoryTrace, Rehearsal
 from vramfit.trace.players import OomPlayer
 
 _LARGER_CARD = 16
-"""How many times the card's memory the failed request is tried with, to see what it lacked."""
+"""How many times the card's memory and the failed request it is tried with, to see what it lacked."""
 
 
 class WhatIf(Enum):
@@ -175,7 +175,8 @@ def _try(player: OomPlayer, before: int, what: WhatIf, alloc_conf: str | None) -
         address = allocator.malloc(failed.size, failed.stream)
     except OutOfMemory:
         card = driver.total_bytes
-        driver.total_bytes = card * _LARGER_CARD + failed.size
+        # A segment may be larger than the card itself.
+        driver.total_bytes = (card + failed.size + allocator.config.large_segment_size) * _LARGER_CARD
         address = allocator.malloc(failed.size, failed.stream)
         margin = card - driver.mapped_bytes
         _undo(allocator, address)

@@ -16,6 +16,7 @@ from vramfit.units import MIB, format_bytes
 class RemedyKind(Enum):
     """What to do."""
 
+    LARGER_CARD = "a larger card"
     HOLD_LESS = "hold less"
     SPREAD = "spread over the cards"
     SMALLER_REQUEST = "ask for less at once"
@@ -69,6 +70,7 @@ def remedies_for(
     config: AllocatorConfig,
     version: TorchVersion,
     *,
+    capacity: int = 0,
     largest: int = 0,
     uneven: bool = False,
 ) -> tuple[Remedy, ...]:
@@ -78,13 +80,14 @@ def remedies_for(
         cause: name of the `CauseKind`.
         config: the settings of the trace.
         version: of torch, for the settings that it knows.
+        capacity: for LIVE_MEMORY, the memory for the allocator.
         largest: for LIVE_MEMORY, the largest request that would have been served.
         uneven: for LIVE_MEMORY, other cards of the program hold far less.
     """
     plain = replace(config, max_split_size=None)
     found = list(_WORDS.get(cause, ()))
     if cause == "LIVE_MEMORY":
-        return _live_memory(largest, uneven)
+        return _live_memory(capacity, largest, uneven)
     if cause in _PAGES_HELP and not config.expandable_segments:
         found.insert(0, _setting(RemedyKind.EXPANDABLE_SEGMENTS, replace(plain, expandable_segments=True)))
     if cause in ("OVERSIZE_CACHED", "MAX_SPLIT_EXPANDABLE"):
@@ -207,15 +210,19 @@ _WORDS: dict[str, tuple[Remedy, ...]] = {
 }
 
 
-def _live_memory(largest: int, uneven: bool) -> tuple[Remedy, ...]:
+def _live_memory(capacity: int, largest: int, uneven: bool) -> tuple[Remedy, ...]:
+    if not capacity:
+        return (
+            _words(RemedyKind.LARGER_CARD, "a larger card: whatever the program does, its context stays"),
+        )
     less = _words(
         RemedyKind.HOLD_LESS,
         "hold less at this moment: a smaller batch or sequence, activation checkpointing, a lower precision, "
         "offloading; no allocator setting helps",
     )
-    smaller = _words(
-        RemedyKind.SMALLER_REQUEST,
-        f"ask for at most {format_bytes(largest)} at once here, for instance in chunks",
-    )
-    spread = _words(RemedyKind.SPREAD, "move layers to the cards that hold less")
-    return (spread, less, smaller) if uneven else (less, smaller)
+    found = [_words(RemedyKind.SPREAD, "move layers to the cards that hold less")] if uneven else []
+    found.append(less)
+    if largest:
+        text = f"ask for at most {format_bytes(largest)} at once here, for instance in chunks"
+        found.append(_words(RemedyKind.SMALLER_REQUEST, text))
+    return tuple(found)

@@ -30,6 +30,7 @@ _STATE = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
 
 
 _ROOM = 1.03  # contexts and allocators differ a little from card to card
+_LARGER_CARD = "a larger card: whatever the program does, its context stays"
 _LARGER = 1.05
 """How much larger a card must be to be offered in place of one that ran out."""
 
@@ -84,6 +85,11 @@ class DeviceVerdict:
         """Bytes of the card that are taken at the peak: reserved and the context."""
         return self.peak_reserved + self.context
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the CUDA context leaves anything of the card, as far as its memory is known."""
+        return not self.total or self.context < self.total
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
@@ -94,8 +100,8 @@ class Verdict:
         devices: one verdict per card, by index; never empty (see `NO_CARD`).
         critical: index (into ``devices``) of the card that ran out, else of the fullest one.
         oom: the request that could not be served, also if the program caught it.
-        short_by: bytes that were missing for that request, when everything releasable had been released; 0
-            if none.
+        short_by: bytes that were missing for that request, when everything releasable had been released, or for the
+            context where nothing ran out; 0 if none.
         line: the user's line at which it ran out.
         moment: what the program was doing then.
         smallest_gpu: the smallest card of the catalogue that holds what was seen; None if none does. A
@@ -144,8 +150,9 @@ class Verdict:
 def verdict(run: Run, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = None) -> Verdict:
     """Judge a run.
 
-    A run does not fit if it ended by running out of memory. A program that caught the error and finished
-    well fits: it may have been looking for the largest batch that does.
+    A run does not fit if it ended by running out of memory, or if the card is too small for the CUDA context alone. A
+    program that caught the error and finished well fits otherwise: it may have been looking for the largest batch that
+    does.
 
     Args:
         run: what happened on the virtual cards.
@@ -165,6 +172,8 @@ def verdict(run: Run, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = N
     decisive = devices[critical]
     if outcome is Outcome.FITS and not decisive.total and decisive.index != NO_CARD:
         outcome = Outcome.UNKNOWN
+    if outcome is Outcome.FITS and not decisive.has_room:
+        outcome = Outcome.DOES_NOT_FIT
     oom = run.oom
     bounded = all(warning.code != "size-without-bound" for warning in run.warnings)
     if not ran_out or oom is None:
@@ -174,13 +183,13 @@ def verdict(run: Run, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = N
             devices=devices,
             critical=critical,
             oom=oom,
-            short_by=0,
+            short_by=0 if decisive.has_room else decisive.context - decisive.total,
             line=None,
             moment=None,
             smallest_gpu=_smallest_gpu(needed - decisive.context, offered),
             needed=needed,
-            why=(),
-            advice=(),
+            why=() if decisive.has_room else (_context_alone(decisive),),
+            advice=() if decisive.has_room else (_LARGER_CARD,),
             bounded=bounded,
         )
     fragments = decisive.breakdown.fragmentation
@@ -275,6 +284,8 @@ def _smallest_gpu(reserved: int, cards: Iterable[GpuSpec]) -> GpuSpec | None:
 
 def _reasons(device: DeviceVerdict, oom: OomReport) -> list[str]:
     """Why the request could not be served: what holds the card, in words."""
+    if not device.has_room:
+        return [_context_alone(device)]
     usable = device.total - device.context
     held = device.breakdown.categories
     state = {kind: held[kind] for kind in _STATE if held[kind]}
@@ -307,6 +318,13 @@ def _reasons(device: DeviceVerdict, oom: OomReport) -> list[str]:
     return reasons
 
 
+def _context_alone(device: DeviceVerdict) -> str:
+    """Why nothing at all can be served."""
+    context, total = format_bytes(device.context), format_bytes(device.total)
+    more = "is more than" if device.context > device.total else "takes all of"
+    return f"the CUDA context ({context}) alone {more} {total}"
+
+
 def _still_to_come(breakdown: Breakdown, oom: OomReport) -> str:
     """What a training step would have asked for after this moment, if that can be told."""
     held = breakdown.categories
@@ -329,6 +347,8 @@ def _fragmented(device: DeviceVerdict, oom: OomReport) -> bool:
 
 def _advice(device: DeviceVerdict, oom: OomReport, alloc_conf: str) -> list[str]:
     """What to try, judged from what holds the card."""
+    if not device.has_room:
+        return [_LARGER_CARD]
     usable = device.total - device.context
     held = device.breakdown.categories
     state = sum(held[kind] for kind in _STATE)

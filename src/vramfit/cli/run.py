@@ -133,13 +133,13 @@ def _is_device(path: Path) -> bool:
 
 
 def exit_code(run: Run, verdict: Verdict, found: Reconciliation | None = None) -> int:
-    """The exit code of a run: 3 if it ended by running out of memory, else the program's own.
+    """The exit code of a run: 3 if it ended by running out of memory or cannot fit, else the program's own.
 
     A program that catches the error and leaves by itself keeps the code that it chose. A signal's number
     counts from 128, as in a shell. Where the program ended well, it is 3 if it differs too much from what it
     was compared with.
     """
-    if verdict.fits is False and run.oom is not None and not run.oom.handled:
+    if verdict.fits is False and (run.exit_code == 0 or (run.oom is not None and not run.oom.handled)):
         return DOES_NOT_FIT
     if run.exit_code == 0 and found is not None and not found.within:
         return DIFFERS

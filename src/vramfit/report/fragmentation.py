@@ -238,6 +238,7 @@ def answer_text(answer: Answer) -> str:
 def verdict_text(oom: OomExplanation) -> str:
     """What would have served the request, in a sentence."""
     largest = f"; at most {format_bytes(oom.largest_request)} at once would have been served"
+    largest = largest if oom.largest_request else ""
     if oom.verdict is OomVerdict.NOT_AT_ALL:
         return f"Not at all: what is alive and the request are more than there is{largest}."
     if oom.verdict is OomVerdict.DEFRAGMENTED:
@@ -271,7 +272,7 @@ def fragmentation_to_json(found: FragmentationCauses) -> dict[str, Any]:
             "from_cache_bytes": found.largest.from_cache,
             "after_release_bytes": found.largest.after_release,
         },
-        "capacity_bytes": found.capacity.bytes or None,
+        "capacity_bytes": found.capacity.known,
         "capacity_source": found.capacity.source.name.lower(),
         "oom": None
         if oom is None

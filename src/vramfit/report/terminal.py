@@ -166,6 +166,32 @@ class _Page(Sections):
 
     def does_not_fit(self, run: Run, verdict: Verdict, where: str) -> Iterator[Text]:
         """Where it ran out, by how much, why, and what to try."""
+        if run.ran_out:
+            yield from self.ran_out(verdict, where)
+        else:
+            failed = (("✗ does not fit ", "bold red"), (where, "bold"))
+            yield from self.wrapped(Text.assemble(*failed, ": there is no room for the CUDA context"))
+        yield from self.error_bar(verdict)
+        for label, texts in (("why", verdict.why), ("try", verdict.advice)):
+            for position, text in enumerate(texts):
+                yield from self.wrapped(
+                    Text.assemble((f"  {label if position == 0 else '   '}  ", "bold"), text), indent=7
+                )
+        card, need = verdict.smallest_gpu, format_bytes(verdict.needed)
+        if run.source is Source.CPU:  # what kernels of a card would take beside is not among the bytes
+            yield from self.wrapped(
+                Text(f"  It needs at least {need}. A larger budget shows how much in all.")
+            )
+            return
+        if card is None:
+            text = f"  It needs at least {need}, and no card of the catalogue has that."
+        else:
+            size = format_bytes(card.total_bytes)
+            text = f"  It needs at least {need}: the smallest card with that is {card.name} ({size})."
+        yield from self.wrapped(Text(f"{text} Run it with --gpu 1TiB to see how much in all."))
+
+    def ran_out(self, verdict: Verdict, where: str) -> Iterator[Text]:
+        """The request that failed, and by how much."""
         oom = verdict.oom
         assert oom is not None
         during = f" in {verdict.moment.phase}" if verdict.moment and verdict.moment.phase else ""
@@ -185,24 +211,6 @@ class _Page(Sections):
                 f" of {format_bytes(oom.total_bytes)}{short}."
             )
         )
-        yield from self.error_bar(verdict)
-        for label, texts in (("why", verdict.why), ("try", verdict.advice)):
-            for position, text in enumerate(texts):
-                yield from self.wrapped(
-                    Text.assemble((f"  {label if position == 0 else '   '}  ", "bold"), text), indent=7
-                )
-        card, need = verdict.smallest_gpu, format_bytes(verdict.needed)
-        if run.source is Source.CPU:  # what kernels of a card would take beside is not among the bytes
-            yield from self.wrapped(
-                Text(f"  It needs at least {need}. A larger budget shows how much in all.")
-            )
-            return
-        if card is None:
-            text = f"  It needs at least {need}, and no card of the catalogue has that."
-        else:
-            size = format_bytes(card.total_bytes)
-            text = f"  It needs at least {need}: the smallest card with that is {card.name} ({size})."
-        yield from self.wrapped(Text(f"{text} Run it with --gpu 1TiB to see how much in all."))
 
     # The card
 

@@ -82,7 +82,7 @@ def draw_timeline(
     found = curves(trace, lives)
     allocated, reserved = found.peak(Measure.ALLOCATED), found.peak(Measure.RESERVED)
     described = trace_device(trace, device)
-    limit = (described.total_bytes - described.context_bytes) if described and described.total_bytes else 0
+    limit = max(0, described.total_bytes - described.context_bytes) if described else 0
     most = max(allocated, reserved, 1)
     if limit and limit < 1.5 * most:
         most = max(most, limit)

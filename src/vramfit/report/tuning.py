@@ -218,7 +218,7 @@ def _device(device: DeviceRecording) -> dict[str, Any]:
         "recorded_peak_allocated_bytes": device.recorded.peak_allocated,
         "predicted_peak_reserved_bytes": device.predicted.peak_reserved,
         "exact": device.exact,
-        "capacity_bytes": capacity.bytes or None,
+        "capacity_bytes": capacity.known,
         "capacity_source": capacity.source.name.lower(),
     }
 

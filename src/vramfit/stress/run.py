@@ -170,7 +170,8 @@ def _results(folder: Path) -> dict[str, Any]:
 
 def _total(found: Mapping[str, Any], gpu: GpuSpec | None, budget: int | None, run: Run | None) -> int:
     if gpu is not None:
-        return gpu.total_bytes - (run.devices[0].context_bytes if run is not None and run.devices else 0)
+        context = run.devices[0].context_bytes if run is not None and run.devices else 0
+        return max(0, gpu.total_bytes - context)
     return int(budget or found["total"])
 
 

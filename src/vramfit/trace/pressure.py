@@ -33,7 +33,8 @@ class Capacity:
     """Memory for the allocator on one device.
 
     Attributes:
-        bytes: the most that can be reserved, 0 if unknown. Where `source` is RETRIES it is a lower bound.
+        bytes: the most that can be reserved; 0 if unknown, and where the context takes all of the card. Where `source`
+            is RETRIES it is a lower bound.
         source: what tells.
         below: for RETRIES, a bound that it does not reach; otherwise 0.
     """
@@ -41,6 +42,11 @@ class Capacity:
     bytes: int
     source: CapacitySource
     below: int = 0
+
+    @property
+    def known(self) -> int | None:
+        """The bytes; None if unknown."""
+        return None if self.source is CapacitySource.UNKNOWN else self.bytes
 
 
 class Pressure:
@@ -114,7 +120,7 @@ class Pressure:
         limit = int(self._limits.max(initial=0))
         for device in events.trace.devices:
             if device.index == events.device and device.total_bytes:
-                usable = device.total_bytes - device.context_bytes
+                usable = max(0, device.total_bytes - device.context_bytes)
                 if not self.peak_reserved <= limit < usable:  # others hold memory of the card too
                     return Capacity(bytes=usable, source=CapacitySource.CARD)
         if limit:

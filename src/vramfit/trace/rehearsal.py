@@ -88,16 +88,21 @@ class Rehearsal:
         self.capacity: Capacity = pressure.capacity
         self.recorded = _recorded_peaks(events, self.plan, self.start, pressure.peak_reserved)
 
+    @property
+    def _total(self) -> int:
+        """Memory of the card to play on; a driver has a byte at least."""
+        known = self.capacity.known
+        return UNKNOWN_TOTAL if known is None else max(1, known)
+
     def exact(self) -> ExactPlayer:
         """Serve everything expecting what was recorded; the player when it is through."""
-        total = self.capacity.bytes or UNKNOWN_TOTAL
-        player = ExactPlayer(self.plan, self.config, self.version, total)
+        player = ExactPlayer(self.plan, self.config, self.version, self._total)
         self._run(player)
         return player
 
     def what_if(self, config: AllocatorConfig) -> WhatIfPlayer:
         """Serve everything on a card of its own under ``config``; the player when it is through."""
-        player = WhatIfPlayer(self.plan, config, self.version, self.capacity.bytes or UNKNOWN_TOTAL)
+        player = WhatIfPlayer(self.plan, config, self.version, self._total)
         self._run(player)
         return player
 
@@ -116,7 +121,7 @@ class Rehearsal:
             tick: called now and then with the share of the steps that is done.
         """
         began = time.perf_counter()
-        player = WhatIfPlayer(self.plan, config, self.version, self.capacity.bytes or UNKNOWN_TOTAL)
+        player = WhatIfPlayer(self.plan, config, self.version, self._total)
         player.stop_above, player.tick = stop_above, tick
         self._run(player)
         allocs, frees, retries = player.counts()
@@ -136,7 +141,7 @@ class Rehearsal:
 
     def until_oom(self, config: AllocatorConfig, oom: int) -> OomPlayer:
         """Serve under ``config`` up to the request of the ``oom``-th failure (from 0), which is left to the caller."""
-        player = OomPlayer(self.plan, config, self.version, self.capacity.bytes or UNKNOWN_TOTAL, oom)
+        player = OomPlayer(self.plan, config, self.version, self._total, oom)
         self._run(player)
         return player
 

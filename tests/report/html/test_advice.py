@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from analysis import fragmentation_cases as cases
-from analysis.synthetic import fitting_run
+from analysis.synthetic import fitting_run, no_room_run
 from vramfit.analysis import LeakVerdict, causes, leaks
-from vramfit.report.fragmentation import remedy_text
+from vramfit.report.fragmentation import answer_text, remedy_text, verdict_text
 from vramfit.report.html.advice import Advice, fragmentation_advice, leaks_html
+from vramfit.trace import MemoryTrace
 
 
 @pytest.mark.parametrize("verdict", LeakVerdict)
@@ -34,3 +36,15 @@ def test_remedies_are_told_as_in_the_terminal() -> None:
         assert f"<div{quiet}>{remedy_text(remedy)}</div>" in text
     assert "no help, peak reserved" in text
     assert "what helps" not in text
+
+
+@pytest.mark.parametrize(
+    "make", [cases.oom_of_alternating_blocks, cases.oom_of_rounding, lambda: no_room_run().trace]
+)
+def test_what_would_have_served_a_request_is_told_as_in_the_terminal(make: Callable[[], MemoryTrace]) -> None:
+    found = causes(make())
+    assert found.oom is not None
+    text = str(fragmentation_advice(Advice(causes=found, tuning=None, leaks=None), root=None))
+    assert verdict_text(found.oom) in text
+    for answer in found.oom.answers:
+        assert answer_text(answer) in text

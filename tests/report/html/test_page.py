@@ -150,7 +150,7 @@ def test_advice_is_on_the_page() -> None:
     text = Document(render_trace_html(recording("expandable-3gpu-oom"))).text
     assert "live memory fills the card" in text
     assert "move layers to the cards that hold less" in text
-    assert "Would the request of 4.94 GiB have fitted? Not at all." in text
+    assert "Would the request of 4.94 GiB have fitted? Not at all: what is alive" in text
 
 
 def test_a_leak_is_on_the_page() -> None:

@@ -19,7 +19,7 @@ from vramfit.analysis import (
     tune,
 )
 from vramfit.errors import TraceFormatError
-from vramfit.report.fragmentation import remedy_text
+from vramfit.report.fragmentation import answer_text, remedy_text, verdict_text
 from vramfit.report.html.columns import DeviceView
 from vramfit.report.html.markup import Html, details, join, table, tag
 from vramfit.report.text import short_op
@@ -139,21 +139,10 @@ def _out_of_memory(found: FragmentationCauses) -> Iterator[Html]:
     oom = found.oom
     assert oom is not None
     yield tag("h3", "What would have served the request that failed")
-    rows = (
-        (
-            answer.what.value,
-            answer.fit.value,
-            format_bytes(abs(answer.margin)) + (" left" if answer.margin >= 0 else " missing"),
-            answer.alloc_conf or "",
-        )
-        for answer in oom.answers
-    )
-    yield table(("what if", "result", "margin", "settings"), rows)
-    yield tag(
-        "p",
-        f"Would the request of {format_bytes(oom.requested)} have fitted? {oom.verdict.value.capitalize()}. "
-        f"The largest request that could have been served then is {format_bytes(oom.largest_request)}.",
-    )
+    rows = ((answer.what.value, answer_text(answer), answer.alloc_conf or "") for answer in oom.answers)
+    yield table(("what if", "result", "settings"), rows)
+    request = format_bytes(oom.requested)
+    yield tag("p", f"Would the request of {request} have fitted? {verdict_text(oom)}")
     if not oom.reproduced:
         yield tag(
             "p", "The same settings replayed do serve it, so these answers prove nothing.", class_="note"
