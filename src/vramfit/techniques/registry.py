@@ -17,10 +17,12 @@ _HOMES: tuple[tuple[str, str], ...] = (
     ("in_place_activations", "InPlaceActivations"),
     ("chunked_loss", "ChunkedLoss"),
     ("allocator_settings", "AllocatorSettings"),
+    ("activation_checkpointing", "ActivationCheckpointing"),
     ("activation_offload", "ActivationOffload"),
     ("fused_norms", "FusedNorms"),
     ("parameter_sharing", "ParameterSharing"),
     ("early_release", "EarlyRelease"),
+    ("channels_last", "ChannelsLast"),
 )
 
 
