@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import typer
@@ -88,3 +89,11 @@ def test_a_size_works_too() -> None:
 def test_an_unknown_name_is_the_callers_to_report() -> None:
     with pytest.raises(UnknownGpuError, match="Did you mean RTX 4090"):
         CliRunner().invoke(app, ["RTX 4091"], catch_exceptions=False)
+
+
+def test_the_keys_of_a_card_are_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "json.md").read_text(encoding="utf-8")
+    told = text.partition("## `vramfit gpus --json`")[2].partition("\n## ")[0]
+    (one, every) = (json.loads(output(*arguments, "--json")) for arguments in (["RTX 4090"], []))
+    keys = {*one, *every, *one["gpu"], *one["gpu"]["price"]}
+    assert {key for key in keys if f"`{key}`" not in told and f"`{key}[]`" not in told} == set()

@@ -21,11 +21,15 @@ def test_json_has_the_documented_keys(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     assert run(str(RECORDINGS / "eor-nn.json.gz"), "--json", str(path)) == 0
     found = json.loads(path.read_text())
-    assert (found["schema"], found["version"], found["exact"]) == ("vramfit.replay", 1, True)
+    assert (found["schema"], found["exact"]) == ("vramfit.replay/1", True)
+    text = (Path(__file__).parents[2] / "docs" / "json.md").read_text(encoding="utf-8")
+    told = text.partition("## `vramfit replay --json`")[2].partition("\n## ")[0]
+    keys = {*found, *found["devices"][0], *found["devices"][0]["recorded"]}
+    assert {key for key in keys if f"`{key}`" not in told and f"`{key}[]`" not in told} == set()
     (device,) = found["devices"]
     assert device["allocations"] == device["addresses_matched"] == 1935
     assert device["segments"] == device["segments_matched"] == 7
-    peaks = {"peak_allocated": 110110720, "peak_reserved": 134217728}
+    peaks = {"peak_allocated_bytes": 110110720, "peak_reserved_bytes": 134217728}
     assert device["recorded"] == device["replayed"] == peaks
 
 

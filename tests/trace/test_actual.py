@@ -192,7 +192,7 @@ def test_a_recording_and_figures_go_together(trace: MemoryTrace, tmp_path: Path)
         ({"device_used_bytes": 5}, "does not say how many torch had reserved"),
         ({**STATS, "device_used_bytes": 5}, "less than the 900"),
         ({"schema": "vramfit.run/2", "peak": {}}, "is a vramfit.run/2 document"),
-        ({"schema": "vramfit.replay", "devices": []}, "is a vramfit.replay document"),
+        ({"schema": "vramfit.replay/1", "devices": []}, "is a vramfit.replay/1 document"),
         ([{"max_memory_reserved": 1, "device": 1}, {"max_memory_reserved": 1}], "the same device twice"),
     ],
 )

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json as json_module
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vramfit.cli.documents import STANDARD_OUTPUT, write_document
+
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from vramfit.trace import DeviceReplay, ReplayReport
+    from vramfit.trace import DeviceReplay, Peaks, ReplayReport
 
-SCHEMA = "vramfit.replay"
-SCHEMA_VERSION = 1
+REPLAY_SCHEMA = "vramfit.replay/1"
+"""Name and version: the number grows when a key changes its meaning or goes away, not for new keys."""
 
 
 def replay_command(
@@ -53,21 +54,16 @@ def replay_command(
         from vramfit.report import write_page
 
         write_page(page, trace, title=file.name, root=Path.cwd())
-    if json == Path("-"):
-        typer.echo(render_replay_json(report), nl=False)
-        return
-    _print(report, file)
     if json is not None:
-        from vramfit.report import write_text
+        write_document(json, replay_to_json(report))
+    if json != STANDARD_OUTPUT:
+        _print(report, file)
 
-        write_text(json, render_replay_json(report))
 
-
-def render_replay_json(report: ReplayReport) -> str:
-    """The result as JSON, with its schema's name and version; all sizes are in bytes."""
-    value = {
-        "schema": SCHEMA,
-        "version": SCHEMA_VERSION,
+def replay_to_json(report: ReplayReport) -> dict[str, Any]:
+    """The result as values that `json` can write; docs/json.md describes them. Sizes are bytes."""
+    return {
+        "schema": REPLAY_SCHEMA,
         "alloc_conf": report.alloc_conf,
         "recorded_alloc_conf": report.recorded_alloc_conf,
         "what_if": report.what_if,
@@ -76,7 +72,6 @@ def render_replay_json(report: ReplayReport) -> str:
         "seconds": round(report.seconds, 6),
         "devices": [_device(device) for device in report.devices],
     }
-    return json_module.dumps(value, indent=2) + "\n"
 
 
 def _device(device: DeviceReplay) -> dict[str, Any]:
@@ -91,20 +86,19 @@ def _device(device: DeviceReplay) -> dict[str, Any]:
         "releases_matched": device.releases_matched,
         "final_segments": device.final_segments,
         "final_segments_matched": device.final_segments_matched,
+        "surprises": device.surprises,
         "ooms": device.ooms,
         "ooms_replayed": device.ooms_replayed,
         "unknown_frees": device.unknown_frees,
-        "total_bytes": device.total_bytes,
-        "recorded": {
-            "peak_allocated": device.recorded.peak_allocated,
-            "peak_reserved": device.recorded.peak_reserved,
-        },
-        "replayed": {
-            "peak_allocated": device.replayed.peak_allocated,
-            "peak_reserved": device.replayed.peak_reserved,
-        },
+        "capacity_bytes": device.total_bytes or None,
+        "recorded": _peaks(device.recorded),
+        "replayed": _peaks(device.replayed),
         "first_difference": device.first_difference,
     }
+
+
+def _peaks(peaks: Peaks) -> dict[str, int]:
+    return {"peak_allocated_bytes": peaks.peak_allocated, "peak_reserved_bytes": peaks.peak_reserved}
 
 
 def _print(report: ReplayReport, file: Path) -> None:
