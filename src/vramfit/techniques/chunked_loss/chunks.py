@@ -175,7 +175,8 @@ class Head:
             self._taken = (leaf, changed)
             return changed.detach().to(self.dtype, copy=True)
         for _, dtype in self.spec.steps:
-            found = found.to(dtype)
+            if dtype != self.dtype:  # which the copy below does, and without a copy of its own
+                found = found.to(dtype)
         if self.spec.product == self.dtype and found.dtype == self.dtype:
             return found
         return self._buffer("loss", self.dtype)[:rows].copy_(found)
@@ -211,6 +212,7 @@ class Head:
                 some.copy_(part)
             else:
                 some.add_(part)
+            del part  # before the next one is made
 
     def _buffer(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Memory for a chunk of logits, the same for each; its own where the chunk's graph keeps it."""
