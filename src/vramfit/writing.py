@@ -100,6 +100,10 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        hint = _HINTS.get(error.errno or 0, "Choose another path")
-        raise WriteError(f"cannot write {path}: {reason}", hint) from error
+        raise refused(path, error) from error
+
+
+def refused(name: object, error: OSError) -> WriteError:
+    """What to say where the operating system would not let ``name`` be written."""
+    reason = (error.strerror or str(error)).lower()
+    return WriteError(f"cannot write {name}: {reason}", _HINTS.get(error.errno or 0, "Choose another path"))

@@ -20,6 +20,7 @@ from vramfit.cli.gpus import gpus_command
 from vramfit.cli.program import ProgramCommand
 from vramfit.cli.replay import replay_command
 from vramfit.cli.run import run_command
+from vramfit.cli.streams import GuardedStream, guarded_streams
 from vramfit.cli.stress import stress_command
 from vramfit.cli.tune import tune_command
 from vramfit.errors import VramfitError
@@ -93,11 +94,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: without the name of the program; None takes those of the process.
     """
+    with guarded_streams() as output:
+        try:
+            _run(arguments, output)
+        except VramfitError as error:
+            print_error(error)
+            raise SystemExit(error.exit_code) from None
+        except Exception:  # the last place where a bug of ours can be told from the user's program's failure
+            print_bug()
+            raise SystemExit(INTERNAL_ERROR) from None
+
+
+def _run(arguments: Sequence[str] | None, output: GuardedStream | None) -> None:
     try:
         app(args=None if arguments is None else list(arguments), prog_name="vramfit")
-    except VramfitError as error:
-        print_error(error)
-        raise SystemExit(error.exit_code) from None
-    except Exception:  # the last place where a bug of ours can be told from a failure of the user's program
-        print_bug()
-        raise SystemExit(INTERNAL_ERROR) from None
+    except SystemExit:
+        if output is not None:
+            output.check()
+        raise

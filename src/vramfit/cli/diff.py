@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vramfit.cli.documents import STANDARD_OUTPUT, reader, write_document
+from vramfit.cli.documents import STANDARD_OUTPUT, write_document
 
 
 def diff_command(
@@ -38,5 +38,4 @@ def diff_command(
     if json != STANDARD_OUTPUT:
         from rich.console import Console
 
-        with reader():
-            print_diff(found, Console(), root=Path.cwd())
+        print_diff(found, Console(), root=Path.cwd())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vramfit.cli.documents import STANDARD_OUTPUT, reader, write_document
+from vramfit.cli.documents import STANDARD_OUTPUT, write_document
 from vramfit.cli.options import Page
 from vramfit.errors import TraceFormatError, UsageError
 
@@ -75,11 +75,10 @@ def explain_command(
     from rich.console import Console
 
     console = Console()
-    with reader():
-        print_explanation(found, console, root=Path.cwd())
-        if causes is not None:
-            console.print()
-            print_fragmentation(causes, console, root=Path.cwd())
+    print_explanation(found, console, root=Path.cwd())
+    if causes is not None:
+        console.print()
+        print_fragmentation(causes, console, root=Path.cwd())
 
 
 def _causes(found: Explanation) -> FragmentationCauses | None:

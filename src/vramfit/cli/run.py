@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vramfit.cli.against import DEFAULT_TOLERANCE, compare, read_reference
-from vramfit.cli.documents import reader
 from vramfit.cli.options import AllocConf, AssumedSizes, Gpus, Module, Page, Profile
 from vramfit.cli.program import check_source, program_command
 from vramfit.cli.where import chosen
@@ -118,8 +117,7 @@ def run_command(
     try:
         _write(run, verdict, found, json, trace, snapshot, report)
     finally:
-        with reader():
-            _show(run, verdict, found, json)
+        _show(run, verdict, found, json)
     if journal is not None:
         journal.unlink(missing_ok=True)
     if misfit is not None:

@@ -1,0 +1,86 @@
+"""The standard streams of the command line: who stops reading ends nothing, and a full disk is told at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from vramfit.writing import refused
+
+
+class GuardedStream:
+    """A text stream that falls silent when it can no longer be written to.
+
+    What remains to be done is done all the same: files that were asked for are written, and the exit code is what it
+    would have been.
+
+    Args:
+        stream: the stream; all that is not about writing is its own.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.failure: OSError | None = None
+        """Why it fell silent; None where it did not."""
+
+    def write(self, text: str) -> int:
+        """Write, or pretend to."""
+        try:
+            self._stream.write(text)
+        except OSError as error:
+            self._fall_silent(error)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Write one after the other."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Write what is kept back."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._fall_silent(error)
+
+    def _fall_silent(self, error: OSError) -> None:
+        """Let what is still to come, what the interpreter flushes at its exit too, go nowhere."""
+        self.failure = self.failure or error
+        with contextlib.suppress(OSError, io.UnsupportedOperation):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def check(self) -> None:
+        """Tell of a stream that could not be written to, now that all else is done.
+
+        Raises:
+            WriteError: the disk is full, for one. That nobody reads any more is no error.
+        """
+        self.flush()
+        if self.failure is not None and not isinstance(self.failure, BrokenPipeError):
+            raise refused("standard output", self.failure) from self.failure
+
+
+@contextlib.contextmanager
+def guarded_streams() -> Iterator[GuardedStream | None]:
+    """Guard standard output, which is given, and standard error; None where the shell closed one of them."""
+    out, err = sys.stdout, sys.stderr
+    if out is None or err is None:
+        yield None
+        return
+    guarded = GuardedStream(out)
+    sys.stdout, sys.stderr = guarded, GuardedStream(err)
+    try:
+        yield guarded
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = out, err

@@ -1,0 +1,94 @@
+"""Standard output and standard error that cannot be written to: closed pipes and full disks, for every verb alike."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from analysis.synthetic import fitting_run
+
+VERBS = (
+    "explain {trace}",
+    "check {trace} --budget 100GiB",
+    "diff {trace} {trace}",
+    "replay {trace}",
+    "replay {trace} --json -",
+    "tune {trace} --settings backend:native",
+    "export {trace} -o {folder}/a.csv",
+    "gpus",
+    "--help",
+    "--version",
+)
+needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("traces") / "run.vft"
+    fitting_run().trace.save(path)
+    return path
+
+
+@pytest.fixture
+def closed_pipe() -> Iterator[int]:
+    """The writing end of a pipe that nobody reads, as that of ``| head`` after its lines."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    yield writing
+    os.close(writing)
+
+
+def run(line: str, trace: Path, **streams: object) -> subprocess.CompletedProcess[str]:
+    arguments = line.format(trace=trace, folder=trace.parent).split()
+    return subprocess.run(  # type: ignore[call-overload,no-any-return]
+        [sys.executable, "-m", "vramfit", *arguments], text=True, check=False, **streams
+    )
+
+
+@pytest.mark.parametrize("line", VERBS)
+def test_a_reader_who_leaves_early_changes_nothing(line: str, trace: Path, closed_pipe: int) -> None:
+    done = run(line, trace, stdout=closed_pipe, stderr=subprocess.PIPE)
+    assert done.returncode == 0
+    assert done.stderr == ""
+
+
+def test_nor_the_code_of_a_gate_that_fails(trace: Path, closed_pipe: int) -> None:
+    done = run("check {trace} --budget 1MiB", trace, stdout=closed_pipe, stderr=subprocess.PIPE)
+    assert done.returncode == 3
+    assert done.stderr == ""
+
+
+@needs_full
+@pytest.mark.parametrize("line", VERBS)
+def test_a_full_disk_is_told_in_a_line(line: str, trace: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = run(line, trace, stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: cannot write standard output: no space left on device\n"
+        "next:  Free some space or choose a path on another disk\n"
+    )
+
+
+@needs_full
+def test_what_else_was_asked_for_is_written_all_the_same(trace: Path, tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = run(
+            f"tune {{trace}} --settings backend:native --json {tmp_path}/t.json",
+            trace,
+            stdout=full,
+            stderr=subprocess.PIPE,
+        )
+    assert done.returncode == 2
+    assert (tmp_path / "t.json").read_text().endswith("}\n")
+
+
+@needs_full
+def test_an_error_that_nobody_can_read_keeps_its_code(trace: Path) -> None:
+    with open("/dev/full", "w") as full:
+        assert run("gpus nonesuch", trace, stdout=subprocess.PIPE, stderr=full).returncode == 2
