@@ -23,6 +23,13 @@ _HOMES: tuple[tuple[str, str], ...] = (
     ("parameter_sharing", "ParameterSharing"),
     ("early_release", "EarlyRelease"),
     ("channels_last", "ChannelsLast"),
+    ("attention_backend", "AttentionBackend"),
+    ("optimizer_kernel", "OptimizerKernel"),
+    ("step_in_backward", "StepInBackward"),
+    ("low_bit_optimizer", "LowBitOptimizer"),
+    ("optimizer_offload", "OptimizerOffload"),
+    ("lean_optimizer", "LeanOptimizer"),
+    ("gradient_projection", "GradientProjection"),
 )
 
 
