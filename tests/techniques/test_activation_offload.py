@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.techniques.peaks import kept_bytes, peak_bytes
+from tests.techniques.tiny_gpt2 import tiny_gpt2
 from tests.techniques.toys import all_toys, gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -119,21 +120,7 @@ def test_gradients_are_the_same(toy: str, window: int, lane: LateLane) -> None:
 
 
 def test_gradients_of_gpt2_are_the_same(lane: LateLane) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_layer=3, n_head=4, n_embd=32, vocab_size=97, n_positions=32)
-
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        found: nn.Module = transformers.GPT2LMHeadModel(config)
-        return found.train()
-
-    workload = Workload(
-        model=model,
-        batch=lambda batch_size: torch.arange(12 * batch_size).view(batch_size, 12) % 97,
-        sizes={"batch_size": 2},
-        loss=lambda model, batch: model(batch, labels=batch).loss,
-        optimizer=torch.optim.AdamW,
-    )
+    workload = tiny_gpt2()
     setting = ActivationOffloadSetting(
         modules=tuple(f"transformer.h.{index}" for index in range(3)), min_bytes=64, window=8192
     )

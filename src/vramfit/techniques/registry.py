@@ -30,6 +30,7 @@ _HOMES: tuple[tuple[str, str], ...] = (
     ("optimizer_offload", "OptimizerOffload"),
     ("lean_optimizer", "LeanOptimizer"),
     ("gradient_projection", "GradientProjection"),
+    ("activation_compression", "ActivationCompression"),
 )
 
 

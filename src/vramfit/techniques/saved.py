@@ -63,7 +63,7 @@ def packing(take: Callable[[torch.Tensor], Packed | None]) -> saved_tensors_hook
 
     See NOTE [Stacked hooks].
     """
-    outside = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    outside = hooks_outside()
 
     def pack(tensor: torch.Tensor) -> Packed:
         taken = take(tensor)
@@ -75,6 +75,14 @@ def packing(take: Callable[[torch.Tensor], Packed | None]) -> saved_tensors_hook
         return packed.unpack()
 
     return saved_tensors_hooks(pack, unpack)
+
+
+def hooks_outside() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """The pair of hooks that is active; None without."""
+    found: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = (
+        torch._C._autograd._top_saved_tensors_default_hooks(True)
+    )
+    return found
 
 
 def written_in_place(tensor: torch.Tensor, version: int) -> RuntimeError:
