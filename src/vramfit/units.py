@@ -27,6 +27,8 @@ _FACTORS = {
     "tb": 10**12,
     "tib": TIB,
 }
+_TOO_LARGE = 2**63
+"""Bytes that no signed 64-bit number holds."""
 _PATTERN = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -36,7 +38,7 @@ def parse_bytes(text: str | int) -> int:
     A bare letter (``24G``) is binary, as in the tools that print it (``nvidia-smi``, ``free -h``).
 
     Raises:
-        ValueError: the text is not a size; the message says what is accepted.
+        ValueError: the text is not a size, or a larger one than memory can have; the message says what is accepted.
     """
     if isinstance(text, int):
         return text
@@ -44,7 +46,10 @@ def parse_bytes(text: str | int) -> int:
     factor = _FACTORS.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
         raise ValueError(f"{text!r} is not a size: write it as 24GiB, 24GB, 512MiB or a number of bytes")
-    return round(float(match.group(1).replace("_", "")) * factor)
+    size = float(match.group(1).replace("_", "")) * factor
+    if size >= _TOO_LARGE:
+        raise ValueError(f"{text!r} is larger than any memory")
+    return round(size)
 
 
 def is_size(text: str) -> bool:

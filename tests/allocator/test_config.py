@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 
 from vramfit.allocator import AllocatorConfig
+from vramfit.allocator.parsing import misread_numbers
 from vramfit.errors import ConfigError
 from vramfit.units import MIB
 
@@ -129,6 +130,27 @@ def test_numbers_are_read_as_the_card_reads_them() -> None:
     assert AllocatorConfig.parse("max_split_size_mb:128MB").max_split_size == 128 * MIB
     assert AllocatorConfig.parse("max_split_size_mb:-1").max_split_size == 2**64 - MIB
     assert AllocatorConfig.parse("garbage_collection_threshold:.5x").garbage_collection_threshold == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", []),
+        ("max_split_size_mb:128,garbage_collection_threshold:0.5,roundup_power2_divisions:[256:4,>:8]", []),
+        ("max_split_size_mb:128MiB", ["max_split_size_mb:128MiB as 128: what follows the number is dropped"]),
+        ("max_split_size_mb:-5", ["max_split_size_mb:-5 as 18446744073709551611: a minus sign wraps around"]),
+        (
+            "large_segment_size_mb:40.5",
+            ["large_segment_size_mb:40.5 as 40: what follows the number is dropped"],
+        ),
+        ("garbage_collection_threshold:.5x", ["garbage_collection_threshold:.5x as .5: what follows"]),
+        ("pinned_max_cached_size_mb:-1x", ["-1x as -1: what", "-1 as 18446744073709551615: a minus"]),
+    ],
+)
+def test_numbers_that_mean_something_else_are_told(text: str, told: list[str]) -> None:
+    found = misread_numbers(text)
+    assert len(found) == len(told)
+    assert all(part in note for part, note in zip(told, found, strict=True))
 
 
 def test_settings_of_newer_versions_are_unknown_to_older_ones() -> None:

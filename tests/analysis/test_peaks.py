@@ -83,7 +83,18 @@ def test_a_share_is_a_share(share: float) -> None:
         peaks(steps(3), prominence=share)
 
 
+def test_a_size_is_a_size() -> None:
+    with pytest.raises(ValueError, match="size is 0"):
+        peaks(steps(3), size=0)
+
+
 class TestRemoval:
+    def test_a_size_may_be_wanted(self) -> None:
+        found = peaks(steps(6, 8), size=2 * MIB)[0].removal
+        assert (found.wanted, found.share) == (2 * MIB, 0.25)
+        whole = peaks(steps(6, 8), size=100 * MIB)[0].removal
+        assert (whole.wanted, whole.share, whole.freed) == (8 * MIB, 1.0, 8 * MIB)
+
     def test_the_fewest_groups_and_of_these_the_smallest(self) -> None:
         recorder = Recorder()
         for size in (50, 30, 12, 8):

@@ -225,6 +225,8 @@ def test_arguments_of_the_program_stand_after_two_dashes(
         (("--tolerance", "1%"), "nothing to check"),
         (("--budget", "1GiB", "--tolerance", "1%"), "--tolerance compares with nothing"),
         (("--budget", "much"), "is not a size"),
+        (("--budget", "1e400GiB"), "'1e400GiB' is larger than any memory"),
+        (("--budget", "1e290"), "larger than any memory"),
         (("--budget", "0"), "no memory at all"),
         (("--budget", "1GiB", "--of", "everything"), "--of is"),
         (("--budget", "1GiB", "--gpu", "RTX 9999"), "RTX 9999"),

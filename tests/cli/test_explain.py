@@ -105,11 +105,29 @@ def test_an_empty_trace(vramfit: Command, tmp_path: Path) -> None:
     assert "Nothing was allocated" in found.out
 
 
-@pytest.mark.parametrize("lower", ["0%", "200%", "5MiB", "much"])
-def test_a_share_is_a_share(vramfit: Command, trace: Path, lower: str) -> None:
+@pytest.mark.parametrize(
+    ("lower", "reason"),
+    [
+        ("0%", "not a share above 0 and up to 100%"),
+        ("200%", "not a share above 0 and up to 100%"),
+        ("0MiB", "nothing at all"),
+        ("much", "neither a share nor a size"),
+        ("1e400GiB", "neither a share nor a size"),
+    ],
+)
+def test_a_share_is_a_share(vramfit: Command, trace: Path, lower: str, reason: str) -> None:
     found = vramfit("explain", trace, "--lower", lower)
     assert found.code == 2
     assert found.out == ""
+    assert found.err.startswith(f"error: --lower is '{lower}', {reason}\n")
+    assert '"10%"' in found.err
+    assert '"2GiB"' in found.err
+
+
+def test_a_peak_may_be_lowered_by_a_size(vramfit: Command, trace: Path) -> None:
+    found = vramfit("explain", trace, "--lower", "50MiB")
+    assert found.code == 0
+    assert "% (50.00 MiB), without:" in found.out
 
 
 def test_no_trace(vramfit: Command, tmp_path: Path) -> None:

@@ -54,6 +54,11 @@ def test_what_if(capsys: pytest.CaptureFixture[str]) -> None:
     assert "peak reserved would be 4.12 GiB less" in text
 
 
+def test_a_number_that_torch_reads_otherwise_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(str(RECORDINGS / "eor-nn.json.gz"), "--alloc-conf", "max_split_size_mb:-5") == 0
+    assert "note: torch reads max_split_size_mb:-5 as 18446744073709551611" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

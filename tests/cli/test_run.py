@@ -244,6 +244,16 @@ def test_an_unreadable_allocator_setting(vramfit: Command, runner: FakeRunner, s
     refused(found, runner, "lots", "")
 
 
+def test_a_number_that_torch_reads_otherwise_is_told(
+    vramfit: Command, runner: FakeRunner, script: Path
+) -> None:
+    found = vramfit("run", "--gpu", "RTX 4090", "--alloc-conf", "max_split_size_mb:64GiB", script)
+    assert found.code == 0
+    assert (
+        found.err == "note: torch reads max_split_size_mb:64GiB as 64: what follows the number is dropped\n"
+    )
+
+
 def test_unwritable_results_are_found_before_the_run(
     vramfit: Command, runner: FakeRunner, script: Path, tmp_path: Path
 ) -> None:

@@ -60,6 +60,12 @@ def test_settings_that_are_kept(tmp_path: Path) -> None:
     assert "GPU 1: the allocator can have 78.51 GiB" in text
 
 
+def test_a_number_that_torch_reads_otherwise_is_a_trap() -> None:
+    text = run(str(RECORDINGS / "eor-nn.json.gz"), "--settings", "max_split_size_mb:-5")
+    traps = " ".join(text.partition("Traps")[2].split())
+    assert "! max_split_size_mb:-5: torch reads max_split_size_mb:-5 as 18446744073709551611" in traps
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -278,6 +278,12 @@ def test_which_kernels_run_where(
             Severity.WARNING,
             "without a memory fraction",
         ),
+        (
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:-5"},
+            "alloc-conf-sense",
+            Severity.WARNING,
+            "wraps around",
+        ),
         ({"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.5"}, "alloc-conf-sense", Severity.INFO, "0.5"),
         ({"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:4"}, "alloc-conf-sense", Severity.INFO, "roundup"),
         ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "caching", Severity.WARNING, "CACHING=1"),

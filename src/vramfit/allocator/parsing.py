@@ -6,7 +6,7 @@ import re
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from vramfit.allocator.versions import TorchVersion, rules_for
+from vramfit.allocator.versions import REFERENCE_VERSION, TorchVersion, rules_for
 from vramfit.errors import ConfigError
 from vramfit.units import MIB
 
@@ -53,6 +53,7 @@ class _Reader:
         self.text = text
         self.tokens = _tokens(text)
         self.at = 0
+        self.misread: dict[str, None] = {}
 
     def fail(self, reason: str) -> ConfigError:
         return ConfigError(f"allocator settings {self.text!r}: {reason}", _HINT)
@@ -95,14 +96,24 @@ class _Reader:
         match = re.match(r"[+-]?[0-9]+", word)
         if match is None or abs(int(match.group())) > _SIZE_MAX:
             raise self.fail(f"{word!r} is not a number that {key} takes")
-        return int(match.group()) % (_SIZE_MAX + 1)
+        found = int(match.group()) % (_SIZE_MAX + 1)
+        if match.group() != word:
+            self._note(key, word, match.group(), "what follows the number is dropped")
+        if int(match.group()) < 0:
+            self._note(key, match.group(), str(found), "a minus sign wraps around")
+        return found
 
     def fraction(self, key: str) -> float:
         word = self.value(key)
         match = re.match(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", word, re.IGNORECASE)
         if match is None:
             raise self.fail(f"{word!r} is not a number that {key} takes")
+        if match.group() != word:
+            self._note(key, word, match.group(), "what follows the number is dropped")
         return float(match.group())
+
+    def _note(self, key: str, word: str, found: str, why: str) -> None:
+        self.misread[f"torch reads {key}:{word} as {found}: {why}"] = None
 
     def megabytes(self, key: str) -> int:
         return min(self.number(key), _SIZE_MAX // MIB) * MIB
@@ -121,7 +132,21 @@ def parse_settings(
     Raises:
         ConfigError: torch would refuse the string; the reason is torch's.
     """
+    return _parse(_Reader(text), torch_version, large_segment_size)
+
+
+def misread_numbers(text: str, torch_version: TorchVersion = REFERENCE_VERSION) -> tuple[str, ...]:
+    """The numbers of a settings string that torch takes otherwise than they are written, each in a sentence.
+
+    Raises:
+        ConfigError: torch would refuse the string.
+    """
     reader = _Reader(text)
+    _parse(reader, torch_version, 20 * MIB)
+    return tuple(reader.misread)
+
+
+def _parse(reader: _Reader, torch_version: TorchVersion, large_segment_size: int) -> dict[str, Any]:
     large = _segment_size_first(reader, torch_version) or large_segment_size
     found: dict[str, Any] = {"max_non_split_rounding": large}  # follows the segment size unless it is named
     while not reader.done:

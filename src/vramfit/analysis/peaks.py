@@ -23,7 +23,7 @@ _STRETCHES = 1 << 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Removal:
-    """The fewest groups of tensors without which a peak would be lower by a wanted share. Bytes throughout.
+    """The fewest groups of tensors without which a peak would be lower by what is wanted. Bytes throughout.
 
     Attributes:
         share: by which the peak should be lower, 0.1 for ten percent.
@@ -75,6 +75,7 @@ def peaks(
     most: int = 5,
     prominence: float = _PROMINENCE,
     share: float = _SHARE,
+    size: int | None = None,
     tensors: int = 20,
 ) -> tuple[LocalPeak, ...]:
     """The local peaks of allocated bytes, highest first; one for each kind.
@@ -88,17 +89,20 @@ def peaks(
         most: at most so many.
         prominence: share of the highest peak by which a peak has to stand out.
         share: by which each peak should be lower, for `Removal`.
+        size: the same in bytes instead; of a peak with less than that all of it.
         tensors: how many groups of tensors each breakdown keeps.
 
     Raises:
-        ValueError: a share is not between 0 and 1.
+        ValueError: a share is not between 0 and 1, or the size not positive.
     """
     for name, value in (("prominence", prominence), ("share", share)):
         if not 0 < value <= 1:
             raise ValueError(f"{name} is {value}, not a share between 0 and 1")
+    if size is not None and size <= 0:
+        raise ValueError(f"size is {size}, not a number of bytes above 0")
     lives = lifetimes(trace, device)
     found = _kinds(trace, _standing_out(curves(trace, lives), prominence))[:most]
-    removals = _Removals(trace, lives, share)
+    removals = _Removals(trace, lives, share, size)
     return tuple(
         LocalPeak(
             allocated=one.allocated,
@@ -172,15 +176,19 @@ def _kinds(trace: MemoryTrace, found: list[_Found]) -> list[tuple[_Found, int]]:
 class _Removals:
     """Finds what would have to go, for one peak after the other."""
 
-    def __init__(self, trace: MemoryTrace, lives: Lifetimes, share: float) -> None:
+    def __init__(self, trace: MemoryTrace, lives: Lifetimes, share: float, size: int | None) -> None:
         self.lives = lives
-        self.share = share
+        self.share, self.size = share, size
         self.grouping = Grouping.of(trace, lives, np.arange(len(lives.born), dtype=np.int64))
 
     def at(self, peak: _Found) -> Removal:
-        """What would have to go to lower this peak by the share."""
+        """What would have to go to lower this peak by the share, or the size."""
         lives = self.lives
-        wanted = math.ceil(self.share * peak.allocated)
+        if self.size is None:
+            share, wanted = self.share, math.ceil(self.share * peak.allocated)
+        else:
+            wanted = min(self.size, peak.allocated)
+            share = wanted / peak.allocated
         alive = (lives.born <= peak.row) & (peak.row < lives.freed)
         chosen = _fewest(self.grouping.with_members(alive), wanted)
         gone = np.zeros(len(lives.born), dtype=np.bool_)
@@ -189,7 +197,7 @@ class _Removals:
         left, start = running(lives.born[~gone], lives.freed[~gone], lives.block[~gone], lives.rows)
         stays = not len(left) or int(left.max()) < start
         return Removal(
-            share=self.share,
+            share=share,
             wanted=wanted,
             groups=tuple(group for group, _ in chosen),
             freed=sum(group.total_bytes for group, _ in chosen),

@@ -32,11 +32,11 @@ class Tolerance:
             UsageError: it is none of these.
         """
         match = _SHARE.fullmatch(text)
-        if match:
-            return Tolerance(share=float(match.group(1)) / 100)
+        if match and math.isfinite(share := float(match.group(1)) / 100):
+            return Tolerance(share=share)
         try:
             return Tolerance(size=parse_bytes(text))
-        except (ValueError, OverflowError):
+        except ValueError:
             raise UsageError(
                 f"{text!r} is not a tolerance",
                 'Write it as a share such as "1%" or "0.5%", or as a size such as "50MiB"',

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from vramfit.allocator import AllocatorConfig
+from vramfit.allocator.parsing import misread_numbers
 from vramfit.allocator.rounding import Rounding
 from vramfit.allocator.versions import TorchVersion
 from vramfit.analysis.trials import Search, Trial, rank
@@ -24,6 +26,7 @@ class TrapKind(Enum):
     ROUNDUP_COSTS = "roundup_power2_divisions that costs more than it saves"
     OUT_OF_MEMORY = "settings under which requests fail"
     UNKNOWN_SETTING = "a setting that this torch does not know"
+    MISREAD_NUMBER = "a number that torch reads otherwise than it is written"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +51,12 @@ _TRAP_FACTOR = 1.2
 """The pair is a trap from so many times the memory of either setting alone."""
 
 
-def find_traps(search: Search, baseline: Trial, trace: MemoryTrace) -> list[Trap]:
-    """The traps that some trials show; those of the recorded and the given settings are always told."""
+def find_traps(search: Search, baseline: Trial, trace: MemoryTrace, given: Sequence[str] = ()) -> list[Trap]:
+    """The traps that some trials show; those of the recorded and the ``given`` settings are always told."""
     concerned = {baseline.alloc_conf: baseline}
     concerned.update({conf: trial for conf, trial in search.trials.items() if trial.family == "given"})
-    traps = [*_unknown_settings(trace, search.rehearsals[0].version), *_growing(search)]
+    version = search.rehearsals[0].version
+    traps = [*_unknown_settings(trace, version), *_misread_numbers(trace, given, version), *_growing(search)]
     for trial in concerned.values():
         config = trial.config
         if config.garbage_collection_threshold and config.per_process_memory_fraction == 1.0:
@@ -172,3 +176,10 @@ def _unknown_settings(trace: MemoryTrace, version: TorchVersion) -> list[Trap]:
             )
         ]
     return []
+
+
+def _misread_numbers(trace: MemoryTrace, given: Sequence[str], version: TorchVersion) -> Iterator[Trap]:
+    for text in (str(trace.meta.get("alloc_conf", "")), *given):
+        with contextlib.suppress(ConfigError):
+            for note in misread_numbers(text, version):
+                yield Trap(kind=TrapKind.MISREAD_NUMBER, alloc_conf=text, text=note)

@@ -161,7 +161,7 @@ def tune(
         baseline=baseline,
         trials=trials,
         best=_best(trials, baseline),
-        traps=tuple(find_traps(search, baseline, trace)),
+        traps=tuple(find_traps(search, baseline, trace, settings)),
         events=len(trace),
         seconds=time.perf_counter() - began,
     )

@@ -155,7 +155,7 @@ def _asked(
     if budget is not None:
         try:
             size = parse_bytes(budget)
-        except (ValueError, OverflowError) as error:
+        except ValueError as error:
             raise UsageError(f"--budget: {error}", "An example: --budget 20GiB") from None
         if size <= 0:
             raise UsageError("--budget is no memory at all", "An example: --budget 20GiB")

@@ -12,7 +12,7 @@ from vramfit.cli.options import Page
 from vramfit.errors import TraceFormatError, UsageError
 
 if TYPE_CHECKING:
-    from vramfit.analysis import FragmentationCauses, Verdict
+    from vramfit.analysis import FragmentationCauses, Tolerance, Verdict
     from vramfit.report import Explanation
 
 PROVEN_EVENTS = 200_000
@@ -35,7 +35,10 @@ def explain_command(
     ] = 3,
     lower: Annotated[
         str,
-        typer.Option(metavar="SHARE", help="By how much each peak should be lower: what would have to go?"),
+        typer.Option(
+            metavar="SHARE|SIZE",
+            help='By how much each peak should be lower ("10%", "2GiB"): what would have to go?',
+        ),
     ] = "10%",
     fragmentation: Annotated[
         bool | None,
@@ -60,9 +63,9 @@ def explain_command(
         write_page,
     )
 
-    share = _share(lower)
+    bound = _lower(lower)
     check_outputs((("--json", json), ("--report", report)))
-    found = explain_file(file, device, most=peaks, share=share)
+    found = explain_file(file, device, most=peaks, lower=bound)
     wanted = found.run.oom is not None if fragmentation is None else fragmentation
     causes = _causes(found) if wanted else None
     if json is not None:
@@ -93,7 +96,7 @@ def _causes(found: Explanation) -> FragmentationCauses | None:
         return None
 
 
-def explain_file(file: Path, device: int | None, *, most: int, share: float) -> Explanation:
+def explain_file(file: Path, device: int | None, *, most: int, lower: Tolerance) -> Explanation:
     """Read a recording and work out what there is to tell of one of its devices.
 
     Raises:
@@ -106,7 +109,9 @@ def explain_file(file: Path, device: int | None, *, most: int, share: float) -> 
 
     run = run_from_trace(read_any(file), name=file.name)
     judged = _for_device(verdict(run), device, file)
-    found = peaks(run.trace, judged.device.index, most=most, share=share)
+    found = peaks(
+        run.trace, judged.device.index, most=most, share=lower.share or 1.0, size=lower.size or None
+    )
     grown = leaks(run.trace, judged.device.index) if found else None
     return Explanation(run=run, verdict=judged, peaks=found, leaks=grown)
 
@@ -128,10 +133,17 @@ def _for_device(judged: Verdict, device: int | None, file: Path) -> Verdict:
     )
 
 
-def _share(text: str) -> float:
+def _lower(text: str) -> Tolerance:
+    """By how much each peak should be lower: a share or a size."""
     from vramfit.analysis import Tolerance
 
-    bound = Tolerance.parse(text)
-    if bound.share is None or not 0 < bound.share <= 1:
-        raise UsageError(f"--lower is {text!r}, not a share", 'Write it as "10%"')
-    return bound.share
+    hint = 'Write it as a share such as "10%", or as a size such as "2GiB"'
+    try:
+        bound = Tolerance.parse(text)
+    except UsageError:
+        raise UsageError(f"--lower is {text!r}, neither a share nor a size", hint) from None
+    if bound.share is None and bound.size <= 0:
+        raise UsageError(f"--lower is {text!r}, nothing at all", hint)
+    if bound.share is not None and not 0 < bound.share <= 1:
+        raise UsageError(f"--lower is {text!r}, not a share above 0 and up to 100%", hint)
+    return bound

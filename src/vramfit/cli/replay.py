@@ -43,9 +43,10 @@ def replay_command(
 ) -> None:
     """Replay a recording's requests through the allocator and compare addresses, segments and peaks."""
     from vramfit.allocator import AllocatorConfig
-    from vramfit.cli.run import check_outputs
+    from vramfit.cli.run import check_alloc_conf, check_outputs
     from vramfit.trace import read_any, replay
 
+    check_alloc_conf(alloc_conf)
     config = None if alloc_conf is None else AllocatorConfig.parse(alloc_conf)
     check_outputs((("--json", json), ("--report", page)))
     trace = read_any(file)

@@ -145,11 +145,12 @@ def exit_code(run: Run, verdict: Verdict, found: Reconciliation | None = None) -
 
 
 def check_alloc_conf(alloc_conf: str | None) -> None:
-    """Find a setting that cannot be read before the program starts."""
+    """Find a setting that cannot be read before the work starts, and tell of numbers that are read otherwise."""
     if alloc_conf is not None:
-        from vramfit.allocator import AllocatorConfig
+        from vramfit.allocator.parsing import misread_numbers
 
-        AllocatorConfig.parse(alloc_conf)
+        for note in misread_numbers(alloc_conf):
+            typer.echo(f"note: {note}", err=True)
 
 
 def check_outputs(outputs: Iterable[tuple[str, Path | None]]) -> None:

@@ -83,12 +83,10 @@ def stress_command(
 
 def _check(json: Path | None, plot: Path | None, alloc_conf: str | None) -> None:
     """Find what cannot be read or written before minutes of work."""
+    from vramfit.cli.run import check_alloc_conf
     from vramfit.writing import check_writable
 
-    if alloc_conf is not None:
-        from vramfit.allocator import AllocatorConfig
-
-        AllocatorConfig.parse(alloc_conf)
+    check_alloc_conf(alloc_conf)
     if plot is not None and plot.suffix != ".svg":
         raise UsageError(f"--plot {plot} is no SVG file", "Give it a name that ends in .svg")
     for path in (json, plot):

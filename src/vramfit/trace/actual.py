@@ -286,7 +286,7 @@ def _size(value: Any, key: str, name: str) -> int:
     elif isinstance(value, str):
         try:
             size = parse_bytes(value)
-        except (ValueError, OverflowError):
+        except ValueError:
             size = None
     if size is None or not 0 <= size < 1 << 62:
         raise TraceFormatError(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from vramfit.allocator import AllocatorConfig
+from vramfit.allocator.parsing import misread_numbers
 from vramfit.allocator.versions import REFERENCE_VERSION, TorchVersion, alloc_conf_from_env, rules_for
 from vramfit.doctor.facts import Facts
 from vramfit.doctor.findings import Area, Check, Finding, Severity
@@ -57,6 +58,15 @@ def check_settings(facts: Facts) -> Iterator[Finding]:
             fix=f"Correct it or unset {names[0]}",
         )
         return
+    for note in misread_numbers(text, version):
+        yield Finding(
+            check="alloc-conf-sense",
+            area=Area.ALLOCATOR,
+            severity=Severity.WARNING,
+            finding=note,
+            why="torch does not complain: the setting is another than the one that is written",
+            fix=f"Correct {names[0]}",
+        )
     yield from _contradictions(config, facts)
     yield Finding(
         check="alloc-conf",
