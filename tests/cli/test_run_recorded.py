@@ -111,16 +111,17 @@ def test_told_to_stop_it_reports_what_it_has(script: Path) -> None:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_of_the_keyboard_reports_what_it_has(script: Path) -> None:
+@pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["of all", "of the parent alone"])
+def test_an_interrupt_reports_what_it_has(script: Path, send: Any) -> None:
     with subprocess.Popen(
         command("--device", "cpu", script, "time.sleep(60)"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # as a terminal does, the signal goes to the whole group
+        start_new_session=True,  # a terminal sends the signal to the whole group, a supervisor to one process
     ) as running:
         assert running.stdout is not None and running.stdout.readline() == "ready\n"
-        os.killpg(running.pid, signal.SIGINT)
+        send(running.pid, signal.SIGINT)
         out, err = running.communicate(timeout=60)
     assert running.returncode == 130
     assert err.count("KeyboardInterrupt") == 1 and "optimizer state" in out

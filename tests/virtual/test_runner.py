@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,7 @@ def programs_part(text: str) -> str:
 MIRROR = """
 import argparse, atexit, os, sys, threading, time
 from pathlib import Path
+from typing import Any
 import beside                       # a module beside the script
 from package import inner           # a package beside the script
 
@@ -249,18 +251,19 @@ def test_signals_reach_the_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_ends_the_program_as_python_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["of all", "of the parent alone"])
+def test_an_interrupt_ends_the_program_as_python_does(tmp_path: Path, send: Any) -> None:
     script = write(tmp_path / "script.py", "import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
     with subprocess.Popen(
         command("run", "--gpu", GPU, script),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # as a terminal does, the signal goes to the whole group
+        start_new_session=True,  # a terminal sends the signal to the whole group, a supervisor to one process
     ) as running:
         assert running.stdout is not None and running.stderr is not None
         assert running.stdout.readline() == "ready\n"
-        os.killpg(running.pid, signal.SIGINT)
+        send(running.pid, signal.SIGINT)
         _, err = running.communicate(timeout=60)
     assert running.returncode == 130
     assert err.count("KeyboardInterrupt") == 1

@@ -7,12 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 
 from vramfit.errors import EnvironmentUnfitError, TraceFormatError, VramfitError
+from vramfit.programs.interrupts import Signals, passed_on
 from vramfit.programs.job import PARTIAL, Job, Stage, load_outcome, raise_failure, stage_of
 from vramfit.trace import Run, read_any
 from vramfit.trace.partial import partial_run
@@ -36,11 +35,16 @@ def run_job(
         EnvironmentUnfitError: this torch or this machine cannot run it as asked.
         UsageError: likewise, for what the child found wrong with its settings.
         VramfitError: the child died before it could tell its results; the message says how.
+        KeyboardInterrupt: it was interrupted before the program started.
     """
     folder = Path(job.folder)
-    code = _spawn(child, job.write(), environ, cwd)
+    with passed_on(folder) as signals:
+        code = _spawn(child, job.write(), environ, cwd, signals)
     raise_failure(folder)
-    return load_outcome(folder) or _recover(job, stage_of(folder), code)
+    outcome, stage = load_outcome(folder), stage_of(folder)
+    if outcome is None and signals.interrupted and stage is not Stage.RUNNING:
+        raise KeyboardInterrupt
+    return outcome or _recover(job, stage, code)
 
 
 def _recover(job: Job, stage: Stage | None, code: int) -> Run:
@@ -53,37 +57,18 @@ def _recover(job: Job, stage: Stage | None, code: int) -> Run:
     raise _explain(stage, code)
 
 
-def _spawn(module: str, job_file: Path, environ: Mapping[str, str] | None, cwd: Path | None) -> int:
+def _spawn(
+    module: str, job_file: Path, environ: Mapping[str, str] | None, cwd: Path | None, signals: Signals
+) -> int:
     # -P: the current folder must not shadow our own imports; the child then builds the program's sys.path.
     arguments = [sys.executable, *_interpreter_options(), "-P", "-m", module, str(job_file)]
     with subprocess.Popen(arguments, env={**os.environ, **(environ or {})}, cwd=cwd) as child:
-
-        def forward(number: int, frame: FrameType | None) -> None:
-            del frame
-            child.send_signal(number)
-
-        before = signal.getsignal(signal.SIGTERM)
-        main_thread = _on_main_thread()
-        if main_thread:
-            signal.signal(signal.SIGTERM, forward)
-        try:
-            return _wait(child)
-        finally:
-            if main_thread:
-                signal.signal(signal.SIGTERM, before)
-
-
-def _wait(child: subprocess.Popen[bytes]) -> int:
-    """Wait for the child. An interrupt from the keyboard reaches it too: it ends by itself and tells its results."""
-    while True:
-        try:
-            return child.wait()
-        except KeyboardInterrupt:
-            continue
-
-
-def _on_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+        signals.child = child
+        while True:
+            try:
+                return child.wait()
+            except KeyboardInterrupt:  # from a handler of the user's own
+                signals.interrupt()
 
 
 def _interpreter_options() -> list[str]:

@@ -10,6 +10,7 @@ import importlib.machinery
 import io
 import os
 import runpy
+import signal
 import sys
 import threading
 import traceback
@@ -23,6 +24,9 @@ from vramfit.programs.patching import PatchStack
 _PACKAGE = Path(__file__).resolve().parents[1]
 OWN_FOLDERS = tuple(f"{_PACKAGE / name}{os.sep}" for name in ("programs", "record", "virtual"))
 """Code that stands between a program and torch without being the program's: its frames are not shown."""
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a program that an interrupt ended, as a shell gives it."""
 
 Finish = Callable[[int, BaseException | None], None]
 """Leaves a run's results behind, given the program's exit code and the exception that ended it."""
@@ -53,6 +57,15 @@ def leave(code: int) -> Any:
         except (OSError, ValueError):
             code = code or 120  # as python does when its output cannot be flushed
     os._exit(code)
+
+
+def leave_after(main: Callable[[], int]) -> Any:
+    """Do a child's work and end the process; an interrupt before the program runs is told by the exit code alone."""
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    leave(code)
 
 
 def _save_before_exit(patches: PatchStack, finish: Finish) -> None:
@@ -93,7 +106,7 @@ def run_program(command: list[str]) -> tuple[int, BaseException | None]:
         return _exit_code(stop), None
     except KeyboardInterrupt as error:
         _print_exception(error)
-        return 130, error
+        return INTERRUPTED, error
     except BaseException as error:
         _print_exception(error)
         return 1, error

@@ -9,15 +9,17 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from vramfit.errors import UsageError, VramfitError
 from vramfit.programs import processes
+from vramfit.programs.interrupts import note_interrupts
 from vramfit.programs.job import PARTIAL, Stage
 from vramfit.programs.patching import PatchStack
 from vramfit.programs.processes import CODE, MESSAGE
-from vramfit.programs.running import Finish, leave, run_to_end
+from vramfit.programs.running import Finish, leave_after, run_to_end
 from vramfit.record.job import AUTO, RecordJob
 from vramfit.record.runner import CPU
 from vramfit.trace import RunWarning
@@ -31,6 +33,7 @@ _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 def main(job_file: str) -> int:
     """Run the job; returns the program's exit code."""
     job = RecordJob.read(job_file)
+    note_interrupts(Path(job.folder))
     job.enter(Stage.IMPORTING)
     try:
         recorder = _recorder(job)
@@ -134,4 +137,4 @@ def _save_when_told_to_stop(finish: Finish, patches: PatchStack) -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1]))
+    leave_after(lambda: main(sys.argv[1]))

@@ -7,19 +7,22 @@ where to leave the results. The exit code is the program's own.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from vramfit.errors import VramfitError
 from vramfit.programs import processes
+from vramfit.programs.interrupts import note_interrupts
 from vramfit.programs.job import Stage
 from vramfit.programs.patching import PatchStack
 from vramfit.programs.processes import CODE, MESSAGE
-from vramfit.programs.running import leave, run_to_end
+from vramfit.programs.running import leave_after, run_to_end
 from vramfit.virtual.job import VirtualJob, spec_from_plain
 
 
 def main(job_file: str) -> int:
     """Run the job; returns the program's exit code."""
     job = VirtualJob.read(job_file)
+    note_interrupts(Path(job.folder))
     job.enter(Stage.IMPORTING)
     from vramfit.virtual.gpu import VirtualGPU
 
@@ -51,4 +54,4 @@ def main(job_file: str) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1]))
+    leave_after(lambda: main(sys.argv[1]))

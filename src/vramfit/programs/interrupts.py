@@ -1,0 +1,109 @@
+"""Signals that reach the parent of a run: passed on to the child, an interrupt only where it has not got it itself.
+
+NOTE [Who was interrupted]
+A terminal interrupts every process of its foreground group, the child among them; a supervisor interrupts the one
+process that it started. Passed on regardless, Ctrl-C would count twice, and programs take a second one as the wish to
+end at once. So the child notes each SIGINT when it arrives (Modules/signalmodule.c, trip_signal, writes it to the
+wakeup descriptor before any handler runs, whichever the program has), and the parent passes on those that are not
+noted soon. A program that sets a wakeup descriptor of its own (asyncio's add_signal_handler) notes nothing: there
+Ctrl-C does count twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+_NOTES = "signals"
+"""In a job's folder: a byte for each signal that the child got."""
+_SOON, _LOOK = 0.25, 0.01
+"""Seconds within which an interrupt of the whole group is noted, and between two looks."""
+
+
+def note_interrupts(folder: Path) -> None:
+    """In the child: note each signal when it arrives. See NOTE [Who was interrupted]."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0)
+    signal.set_wakeup_fd(os.open(folder / _NOTES, flags, 0o600), warn_on_full_buffer=False)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_note_no_longer)
+
+
+def _note_no_longer() -> None:
+    with contextlib.suppress(ValueError):  # only a main thread may
+        signal.set_wakeup_fd(-1)
+
+
+class Signals:
+    """What the parent does with its signals while a child runs.
+
+    Args:
+        folder: of the child's job.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.child: subprocess.Popen[bytes] | None = None
+        self.interrupted = False
+        """Whether there was an interrupt."""
+        self._notes = folder / _NOTES
+        self._accounted = 0
+
+    def interrupt(self) -> None:
+        """Pass an interrupt on, unless the child gets it too."""
+        self.interrupted = True
+        child, until = self.child, time.monotonic() + _SOON
+        if child is None:
+            raise KeyboardInterrupt
+        while self._noted() <= self._accounted:
+            if time.monotonic() > until:
+                child.send_signal(signal.SIGINT)
+                break
+            time.sleep(_LOOK)
+        self._accounted += 1
+
+    def terminate(self, number: int) -> None:
+        """Pass a demand to end on."""
+        if self.child is not None:
+            self.child.send_signal(number)
+            return
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    def _noted(self) -> int:
+        try:
+            return self._notes.read_bytes().count(signal.SIGINT)
+        except FileNotFoundError:  # it has only just begun
+            return 0
+
+
+@contextlib.contextmanager
+def passed_on(folder: Path) -> Iterator[Signals]:
+    """Pass SIGINT and SIGTERM on to the child that is named inside; handlers of the user's own are left alone."""
+    signals = Signals(folder)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        signals.interrupt()
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        del frame
+        signals.terminate(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
+    before = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGTERM, terminate)
+    if before[0] is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield signals
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            if handler is not None:  # it was not set from Python
+                signal.signal(number, handler)

@@ -1,0 +1,96 @@
+"""Interrupts: one that the child got as well is not passed on, one of the parent alone is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vramfit.programs.interrupts import passed_on
+
+pytestmark = pytest.mark.usefixtures("interruptible")
+
+PROGRAM = """
+    import os, pathlib, signal, sys
+    from vramfit.programs.interrupts import note_interrupts
+
+    count = 0
+
+    def stop(number, frame):
+        global count
+        count += 1
+
+    def end(number, frame):
+        print(count, flush=True)
+        sys.exit()
+
+    note_interrupts(pathlib.Path(sys.argv[1]))
+    signal.signal(signal.SIGINT, stop)  # whichever handler the program sets
+    signal.signal(signal.SIGTERM, end)
+    print("ready", flush=True)
+    while True:
+        signal.pause()
+"""
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A program that counts its interrupts and tells the number at SIGTERM."""
+    arguments = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "ready\n"
+        yield running
+        running.kill()
+
+
+def counted(child: subprocess.Popen[str]) -> int:
+    child.send_signal(signal.SIGTERM)
+    return int(child.communicate(timeout=60)[0])
+
+
+def test_each_interrupt_reaches_the_child_once(tmp_path: Path, child: subprocess.Popen[str]) -> None:
+    with passed_on(tmp_path) as signals:
+        signals.child = child  # type: ignore[assignment]
+        signal.raise_signal(signal.SIGINT)  # of the parent alone
+        for _ in range(2):  # of both
+            child.send_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # of the parent alone again
+    assert signals.interrupted
+    assert counted(child) == 4
+
+
+def test_a_demand_to_end_is_passed_on(tmp_path: Path, child: subprocess.Popen[str]) -> None:
+    with passed_on(tmp_path) as signals:
+        signals.child = child  # type: ignore[assignment]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert child.wait(timeout=60) == 0
+
+
+def test_before_there_is_a_child_an_interrupt_is_one(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), passed_on(tmp_path):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_handlers_are_put_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with passed_on(tmp_path):
+        assert signal.getsignal(signal.SIGINT) is not before[0]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_handler_of_the_users_own_is_left_alone(tmp_path: Path) -> None:
+    def own(number: int, frame: object) -> None:
+        pass
+
+    signal.signal(signal.SIGINT, own)
+    with passed_on(tmp_path):
+        assert signal.getsignal(signal.SIGINT) is own
+    assert signal.getsignal(signal.SIGINT) is own
