@@ -68,7 +68,8 @@ class Live:
         placed: whether a technique has placed the model, or it had its place before.
         splitter: cuts a batch into pieces; None leaves it whole.
         scaler: scales losses; None leaves them.
-        steps_in_backward: whether the optimizer has stepped when the backward pass is over.
+        steps_in_backward: whether the optimizer steps in the backward pass, so that gradients never are together.
+        clip: cuts all gradients to a norm, where they are not those of the model's parameters; None leaves it to torch.
         frees_input: whether a batch may go as soon as the forward pass is over.
         loss_surroundings: what surrounds the computation of the loss in a workload, and the forward pass where it has
             no loss, the innermost first; each is given a function without arguments that computes it.
@@ -90,6 +91,7 @@ class Live:
         self.splitter: Callable[[Batch], Sequence[Piece]] | None = None
         self.scaler: Scaler | None = None
         self.steps_in_backward = False
+        self.clip: Callable[[float], Any] | None = None
         self.frees_input = False
         self.loss_surroundings: list[Callable[[Callable[[], Any]], Any]] = []
         self.before_step: list[Callable[[], None]] = []
@@ -232,14 +234,17 @@ class Live:
                 )
             if self.scaler is not None and self.optimizer is not None:
                 self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
+            if self.clip is not None:
+                self.clip(clip_norm)
+            else:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
         for action in self.before_step:
             action()
         if self.optimizer is None:
             self.model.zero_grad(set_to_none=True)
         else:
-            if not self.steps_in_backward:
-                self._take_step(self.optimizer)
+            # Also after steps in the backward pass: it steps what had no part in them, and ends the step for schedules.
+            self._take_step(self.optimizer)
             self.optimizer.zero_grad(set_to_none=True)
         for action in self.after_step:
             action()
@@ -275,6 +280,7 @@ class Live:
             share = self.weighted(value).detach()
             del value, held
             total = share if total is None else total + share
+            del share
         self.step()
         if total is None:
             raise UsageError("the batch is empty", "Let batch make at least one example")

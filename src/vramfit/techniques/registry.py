@@ -15,10 +15,12 @@ _HOMES: tuple[tuple[str, str], ...] = (
     ("mixed_precision", "MixedPrecision"),
     ("tf32", "Tf32"),
     ("in_place_activations", "InPlaceActivations"),
+    ("micro_batching", "MicroBatching"),
     ("chunked_loss", "ChunkedLoss"),
     ("allocator_settings", "AllocatorSettings"),
     ("activation_checkpointing", "ActivationCheckpointing"),
     ("activation_offload", "ActivationOffload"),
+    ("activation_compression", "ActivationCompression"),
     ("fused_norms", "FusedNorms"),
     ("parameter_sharing", "ParameterSharing"),
     ("early_release", "EarlyRelease"),
@@ -30,7 +32,6 @@ _HOMES: tuple[tuple[str, str], ...] = (
     ("optimizer_offload", "OptimizerOffload"),
     ("lean_optimizer", "LeanOptimizer"),
     ("gradient_projection", "GradientProjection"),
-    ("activation_compression", "ActivationCompression"),
 )
 
 

@@ -1,0 +1,239 @@
+"""Micro-batching: a batch in pieces, with the gradients of the whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from vramfit.errors import UsageError
+from vramfit.techniques.batch_cutting import Cut, entry, find_cut
+from vramfit.techniques.live import Live, Piece
+from vramfit.techniques.numerics import Numerics, Promise
+from vramfit.techniques.profile import Profile
+from vramfit.techniques.technique import Phase, Setting, Technique
+from vramfit.workload import Batch
+
+
+class Reduction(Enum):
+    """How a loss makes one number of a batch.
+
+    Attributes:
+        MEAN: the mean over examples, or over as many values of each.
+        SUM: the sum, or a mean over a number that the batch brings along (``num_items_in_batch``).
+        TOKENS: the mean over labels that are not to be ignored.
+        NEXT_TOKENS: likewise, of labels that are shifted by one: the first of each sequence is nobody's next.
+        AUTO: what the batch and the model look like, see `MicroBatching`.
+    """
+
+    MEAN = "mean"
+    SUM = "sum"
+    TOKENS = "tokens"
+    NEXT_TOKENS = "next-tokens"
+    AUTO = "auto"
+
+
+class BatchNormalisation(Enum):
+    """What becomes of batch norm.
+
+    Attributes:
+        NONE: the model has none.
+        PER_PIECE: each piece is normalised by its own statistics, which is not what the whole batch would get.
+    """
+
+    NONE = "none"
+    PER_PIECE = "per-piece"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatchingSetting(Setting):
+    """How many pieces, and how they weigh.
+
+    Attributes:
+        count: pieces of a batch; the last may be smaller, and there are fewer where that makes none of them larger.
+        reduction: how the loss makes one number of a batch.
+        ignore_index: the label that does not count.
+        labels: where the batch has its labels: a key, an attribute, or a place in a tuple (``"1"``).
+        uncut: entries of the batch that go to every piece as they are.
+        batch_norm: what becomes of batch norm.
+    """
+
+    count: int = 2
+    reduction: Reduction = Reduction.AUTO
+    ignore_index: int = -100
+    labels: str = "labels"
+    uncut: tuple[str, ...] = ()
+    batch_norm: BatchNormalisation = BatchNormalisation.NONE
+
+
+class MicroBatching(Technique[MicroBatchingSetting]):
+    """Goes forward and backward with one piece of the batch at a time, and steps once.
+
+    Activations are those of a piece; gradients add up to those of the whole batch, because each piece's loss is
+    multiplied with its share: of examples for a mean, of labels that count for a mean over tokens (the mean of the
+    pieces' means would give tokens of short sequences too much weight, see huggingface.co/blog/gradient_accumulation),
+    1 for a sum. Gradients of distributed data parallel models are exchanged once, with the last piece.
+
+    The reduction ``auto`` takes integer labels of two dimensions as tokens (next tokens where a model of transformers
+    shifts them), a batch with ``num_items_in_batch`` as a sum, and anything else as a mean. `detect_reduction` finds it
+    from a workload's own loss, and `check_reduction` compares gradients: a loss that compares examples with each other
+    (contrastive, or statistics of the batch) has no pieces, and is told by nothing else.
+
+    It pays when activations are most of the peak, and costs little time while a piece still fills the device: the same
+    arithmetic in smaller kernels. It saves nothing of parameters, gradients and optimizer, and the gradients stay
+    during all forward passes but the first. Dropout and other random layers draw in each piece, and so other numbers
+    than for the whole batch, of the same distribution. Batch norm sees micro-batches: that is another computation, only
+    approximately the same, and the momentum of running statistics is lowered so that all pieces together move them as
+    far as one batch did.
+    """
+
+    name: ClassVar[str] = "micro-batching"
+    summary: ClassVar[str] = "runs a batch in pieces, with the gradients of the whole"
+    numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
+    phase: ClassVar[Phase] = Phase.STEP
+    setting_type = MicroBatchingSetting
+
+    def options(self, profile: Profile) -> Iterable[MicroBatchingSetting]:
+        """Two pieces, four, eight and so on to single examples, without those that make the largest no smaller."""
+        if not profile.trains or profile.own_step:
+            return
+        batch_size = profile.sizes[batch_size_name(profile.sizes)]
+        norm = BatchNormalisation.PER_PIECE if batch_norms(profile.model) else BatchNormalisation.NONE
+        least = 1 if norm is BatchNormalisation.NONE else 2  # batch norm has no statistics of one value
+        known, count = batch_size, 2
+        while known > least:
+            piece = max(least, -(-batch_size // count))
+            if piece < known:
+                yield MicroBatchingSetting(count=-(-batch_size // piece), batch_norm=norm)
+            known = piece
+            count *= 2
+
+    def attach(self, live: Live, setting: MicroBatchingSetting) -> None:
+        """Cut batches, and let running statistics move as slowly as there are pieces."""
+        if setting.count < 1:
+            raise UsageError(
+                f"count of micro-batching is {setting.count}", "Give the number of pieces, from 1 on"
+            )
+        norms = batch_norms(live.model)
+        if norms and setting.batch_norm is BatchNormalisation.NONE:
+            raise UsageError(
+                "the model has batch norm, whose statistics are those of a piece under micro-batching",
+                'Allow it with batch_norm = "per-piece", which is approximate, or freeze or replace the batch norm',
+            )
+        for norm in norms:
+            if norm.momentum is not None:
+                live.set(norm, "momentum", 1 - (1 - norm.momentum) ** (1 / setting.count))
+        live.set(live, "splitter", Splitter(setting, shifts=_shifts(live.model)))
+
+    def promise(self, setting: MicroBatchingSetting) -> Promise:
+        """Sums in another order, unless batch norm sees other batches."""
+        if setting.batch_norm is BatchNormalisation.PER_PIECE:
+            return Promise(Numerics.APPROXIMATE, "batch norm sees micro-batches")
+        return Promise(
+            Numerics.ROUNDING,
+            "gradients are summed piece by piece, and random layers draw other numbers of the same distribution",
+        )
+
+
+class Splitter:
+    """Cuts batches into weighted pieces."""
+
+    def __init__(self, setting: MicroBatchingSetting, *, shifts: bool) -> None:
+        self.setting, self.shifts = setting, shifts
+
+    def __call__(self, batch: Batch) -> list[Piece]:
+        """The pieces; one in which no label counts is left out, for its own mean is no number.
+
+        Raises:
+            UsageError: the batch cannot be cut, or has no labels to count.
+        """
+        cut = find_cut(batch, self.setting.uncut)
+        spans = spans_of(cut.size, self.setting.count)
+        weighted = [
+            (span, weight)
+            for span, weight in zip(spans, self.weights(batch, cut, spans), strict=True)
+            if weight > 0
+        ]
+        return [
+            Piece(batch=cut.piece(batch, *span), weight=weight, last=number == len(weighted) - 1)
+            for number, (span, weight) in enumerate(weighted)
+        ]
+
+    def weights(self, batch: Batch, cut: Cut, spans: list[tuple[int, int]]) -> list[float]:
+        """What each piece's loss is multiplied with."""
+        reduction = self.setting.reduction
+        if reduction is Reduction.AUTO:
+            reduction = self._looks_like(batch)
+        if reduction is Reduction.SUM:
+            return [1.0] * len(spans)
+        if reduction is not Reduction.MEAN:
+            labels = find_labels(batch, self.setting.labels)
+            if labels is None or labels.shape[:1] != (cut.size,):
+                raise UsageError(
+                    f"the batch has no labels {self.setting.labels!r} to count",
+                    "Say where they are in labels of micro-batching, or choose another reduction",
+                )
+            counts = _counts(labels, self.setting.ignore_index, shifted=reduction is Reduction.NEXT_TOKENS)
+            if total := sum(counts):
+                return [sum(counts[start:stop]) / total for start, stop in spans]
+        return [(stop - start) / cut.size for start, stop in spans]
+
+    def _looks_like(self, batch: Batch) -> Reduction:
+        if entry(batch, "num_items_in_batch") is not None:
+            return Reduction.SUM
+        labels = None if isinstance(batch, torch.Tensor) else find_labels(batch, self.setting.labels)
+        if labels is None or labels.dim() < 2 or labels.is_floating_point():
+            return Reduction.MEAN
+        shifted = self.shifts and entry(batch, "shift_labels") is None
+        return Reduction.NEXT_TOKENS if shifted else Reduction.TOKENS
+
+
+def spans_of(size: int, count: int) -> list[tuple[int, int]]:
+    """Where pieces begin and end: no more than `count`, none larger than needed, the last ones smaller by one."""
+    largest = max(1, -(-size // count))
+    number = -(-size // largest)
+    ends = [0]
+    for piece in range(number):
+        ends.append(ends[-1] + size // number + (piece < size % number))
+    return list(itertools.pairwise(ends))
+
+
+def find_labels(batch: Batch, name: str) -> torch.Tensor | None:
+    """The labels of a batch by name or place; a batch that is a tensor is its own labels."""
+    found = batch if isinstance(batch, torch.Tensor) else entry(batch, name)
+    return found if isinstance(found, torch.Tensor) and found.dim() else None
+
+
+def batch_size_name(sizes: Mapping[str, int]) -> str:
+    """Which of a workload's sizes the batch's is: ``batch_size``, or the first."""
+    return "batch_size" if "batch_size" in sizes else next(iter(sizes))
+
+
+def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    """The layers that normalise with a batch's statistics; not those that are frozen in a model that trains."""
+    found = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    return [module for module in found if module.training or not model.training]
+
+
+def _counts(labels: torch.Tensor, ignore_index: int, *, shifted: bool) -> list[int]:
+    """How many labels count in each example; on a card the host waits for them once."""
+    counted = labels[:, 1:] if shifted and labels.dim() > 1 else labels
+    valid = (counted != ignore_index).reshape(labels.shape[0], -1)
+    return [int(count) for count in valid.sum(1).tolist()]
+
+
+def _shifts(model: nn.Module) -> bool:
+    """Whether a model's own loss shifts labels: causal language models of transformers do, encoder-decoders do not."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(module, "loss_function") and hasattr(config, "is_encoder_decoder"):
+            # None: no pattern of transformers knows the class, and its loss is then that of causal models.
+            causal = (None, "ForCausalLM", "ForConditionalGeneration")
+            return not config.is_encoder_decoder and getattr(module, "loss_type", None) in causal
+    return False
