@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from rich.console import Console
 from analysis.synthetic import MODEL, TRAIN, Recorder, fitting_run, gpt_training, oom_run
 from report.golden_files import check_golden
 from vramfit.analysis import (
+    Pair,
     State,
     Tolerance,
     TraceDiff,
@@ -23,7 +26,7 @@ from vramfit.analysis import (
 )
 from vramfit.report import Check, Explanation, print_diff, render_check, render_diff, render_explanation
 from vramfit.trace import Category, Frame, MemoryTrace
-from vramfit.units import MIB
+from vramfit.units import GIB, MIB
 
 ROOT = Path(TRAIN).parent
 
@@ -115,3 +118,13 @@ def test_plain_characters_where_others_cannot_be_shown(tmp_path: Path) -> None:
     with path.open("w", encoding="ascii") as stream:
         print_diff([changed()], Console(file=stream, width=80, color_system=None))
     assert "x12" in path.read_text(encoding="ascii")
+
+
+@pytest.mark.parametrize("size", [1, 13 * MIB, 1023 * MIB])
+@pytest.mark.parametrize("more", [1023 * GIB, 7 * GIB, 5 * MIB])
+def test_columns_never_run_together(size: int, more: int) -> None:
+    found = changed()
+    pair = Pair(before=size, after=size + more)
+    text = render_diff([replace(found, allocated=pair, reserved=pair)], width=80)
+    row = next(line for line in text.splitlines() if line.startswith("peak allocated"))
+    assert re.fullmatch(r"peak allocated( +[+-]?[0-9.]+ [KMGT]?i?B){3} +[+-]?[0-9.,e+]+ %", row)

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.text import Text
 from tests.doctor.machines import SHARED_BOX
 
@@ -84,6 +86,30 @@ def plain(lines: list[Text]) -> list[str]:
 def test_a_number_keeps_its_unit_and_a_name_its_quotes() -> None:
     assert plain(broken(Text("it takes 12.00 MiB ×3 here"), 16)) == ["it takes", "  12.00 MiB ×3", "  here"]
     assert plain(broken(Text('take --gpu "RTX 4090" then'), 18)) == ["take --gpu", '  "RTX 4090" then']
+
+
+def test_a_word_longer_than_a_line_is_parted_where_it_reads_best() -> None:
+    conf = Text("  ! roundup_power2_divisions:[256:4,>:8],per_process_memory_fraction:0.999: it costs")
+    assert plain(broken(conf, 60, indent=4)) == [
+        "  ! roundup_power2_divisions:[256:4,>:8],",
+        "    per_process_memory_fraction:0.999: it costs",
+    ]
+    assert plain(broken(conf, 24, indent=4)) == [
+        "  ! roundup_power2_",
+        "    divisions:[256:4,",
+        "    >:8],per_process_",
+        "    memory_fraction:",
+        "    0.999: it costs",
+    ]
+    assert plain(broken(Text("a" * 17), 10)) == ["a" * 8, f"  {'a' * 8}", "  a"]
+
+
+@given(st.text(alphabet="ab,_ /:1\n", max_size=60), st.integers(1, 30), st.integers(0, 6))
+def test_breaking_loses_no_character_and_keeps_to_the_width(text: str, width: int, indent: int) -> None:
+    lines = broken(Text(text), width, indent=indent)
+    assert "".join("".join(line.plain for line in lines).split()) == "".join(text.split())
+    if width > max(indent, len(text) - len(text.lstrip(" "))):
+        assert max(line.cell_len for line in lines) <= width
 
 
 def test_columns_are_drawn_together_where_they_do_not_fit() -> None:

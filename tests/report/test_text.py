@@ -8,6 +8,7 @@ from vramfit.report.text import (
     elide_left,
     elide_right,
     percent,
+    relative,
     seconds,
     short_op,
     split_width,
@@ -53,6 +54,23 @@ def test_operators_lose_namespace_and_overload() -> None:
     assert short_op("cublas") == "cublas"
     assert short_op("") == ""
     assert short_op("mylib.attention.default") == "mylib.attention"
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (0.025, "+2.50 %"),
+        (-1, "-100.00 %"),
+        (9.9999, "+999.99 %"),
+        (529.6108, "+52,961 %"),
+        (9999.99, "+999,999 %"),
+        (10_000, "+1.0e+06 %"),
+        (1.23e9, "+1.2e+11 %"),
+    ],
+)
+def test_changes_are_short(share: float, text: str) -> None:
+    assert relative(share) == text
+    assert len(text) <= 10
 
 
 def test_long_paths_lose_their_beginning() -> None:

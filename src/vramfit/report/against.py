@@ -26,7 +26,7 @@ from vramfit.analysis.reconciliation import (
 )
 from vramfit.analysis.requests import Label
 from vramfit.report.folding import NARROW, broken
-from vramfit.report.text import elide_left, print_lines, short_op
+from vramfit.report.text import elide_left, print_lines, relative, short_op
 from vramfit.trace import Frame
 from vramfit.units import format_bytes
 
@@ -122,7 +122,7 @@ class _Page:
         difference = found.difference
         style = "" if not difference else "green" if difference < 0 else "red"
         share = found.share if isinstance(found, Comparison) and difference else None
-        percent = "" if share is None else f"{100 * share:+.2f} %"
+        percent = "" if share is None else relative(share)
         label = Text(name, style="bold" if is_sum else "")
         if self.width < _ROW:
             change = f"difference {_signed(difference)}" + (f", {percent}" if percent else "")
@@ -247,7 +247,7 @@ def _name(found: Comparison, when: When) -> str:
 
 
 def _share(found: Comparison) -> str:
-    return "" if found.share is None else f" or {100 * found.share:+.2f} %"
+    return "" if found.share is None else f" or {relative(found.share)}"
 
 
 def _signed(amount: int) -> str:

@@ -14,7 +14,7 @@ from rich.text import Text
 from vramfit.analysis import Bound, Gate, Quantity, TraceDiff
 from vramfit.report.diff import DiffLines, diff_to_json
 from vramfit.report.sections import Sections
-from vramfit.report.text import print_lines
+from vramfit.report.text import print_lines, relative
 from vramfit.units import format_bytes
 
 CHECK_SCHEMA = "vramfit.check/1"
@@ -93,7 +93,7 @@ class _Page(Sections):
         else:
             before = gate.baseline or 0
             more = gate.actual - before
-            share = f", {100 * more / before:+.2f} %" if before and more else ""
+            share = f", {relative(more / before)}" if before and more else ""
             against = f"baseline {format_bytes(before)}{share}, limit {format_bytes(gate.limit)}"
         over = f": {format_bytes(gate.over)} over" if gate.over else ""
         yield from self.wrapped(Text.assemble(mark, where, f"{amount} ({against}){over}"), indent=4)

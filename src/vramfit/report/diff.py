@@ -14,7 +14,7 @@ from rich.text import Text
 from vramfit.analysis import NAMES, Change, HoldingChange, Pair, State, TraceDiff, short_location
 from vramfit.report.folding import NARROW, broken
 from vramfit.report.json_report import frame_to_json
-from vramfit.report.text import elide_left, print_lines, short_op
+from vramfit.report.text import elide_left, print_lines, relative, short_op
 from vramfit.trace import Category, Frame
 from vramfit.units import format_bytes
 
@@ -100,7 +100,7 @@ class DiffLines:
 
     def row(self, name: str, pair: Pair, *, bold: bool = False) -> Iterator[Text]:
         """A figure before and after; in words where columns have no room."""
-        share = "" if pair.share is None or not pair.difference else f"{100 * pair.share:+.2f} %"
+        share = "" if pair.share is None or not pair.difference else relative(pair.share)
         style = "" if not pair.difference else ("red" if pair.difference > 0 else "green")
         label = Text(name, style="bold" if bold else "")
         before, after, difference = (

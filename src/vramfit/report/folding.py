@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import compress
 
-from rich.console import Console
+from rich.cells import cell_len, chop_cells
 from rich.text import Text
 
 NARROW = 60
@@ -20,6 +20,8 @@ _QUOTED = re.compile(r'"[^"]{1,24}"')
 _JOINT = "\ue000"
 """Stands for such a space while words are told apart (of private use: in no text)."""
 _WORD = re.compile(r"\S+")
+_SEPARATORS = (re.compile(r"(?<=,)(?=.)"), re.compile(r"(?<=[/:])(?=.)"), re.compile(r"(?<=[_=\-\[(])(?=.)"))
+"""Where a word is parted that is longer than a line, the best first."""
 _SEPARATOR = re.compile(r",(?=\S)| +(?=\S)")
 _SPACES = re.compile(r"(?<=\S) {3,}")
 
@@ -30,22 +32,49 @@ def broken(text: Text, width: int, *, indent: int = 2) -> list[Text]:
     On a narrow terminal both this indent and the sentence's own are at most four characters.
     """
     text = text.copy()
+    text.expand_tabs()
     if width < NARROW:
         indent = min(indent, _DEEPEST)
         text = text[max(0, _lead(text) - _DEEPEST) :]
+    first, *more = text.split("\n")
+    lines = _wrapped(first, width, width - indent)
+    for paragraph in more:
+        lines += _wrapped(paragraph[_lead(paragraph) :], width - indent, width - indent)
+    return [lines[0], *(Text(" " * indent) + line for line in lines[1:])]
+
+
+def _wrapped(text: Text, first: int, rest: int) -> list[Text]:
+    """A paragraph in lines of ``rest`` characters, but ``first`` for the first of them."""
+    text = text.copy()
+    limit = max(1, min(rest, first - _lead(text)))
     bound = _QUOTED.sub(lambda quoted: quoted[0].replace(" ", _JOINT), _BOUND.sub(_JOINT, text.plain))
-    text.plain = _WORD.sub(lambda word: _loosened(word[0], width - indent), bound)
-    console = Console(width=width)
-    first, *more = text.wrap(console, width) or [Text()]
-    lines = [first]
-    if more:
-        rest = text[len(first) :]
-        wrapped = rest[_lead(rest) :].wrap(console, max(1, width - indent))
-        lines += [Text(" " * indent) + line for line in wrapped]
+    text.plain = _WORD.sub(lambda word: _loosened(word[0], limit), bound)
+    cuts, begin, room = [], 0, first
+    for word in _WORD.finditer(text.plain):
+        start = word.start()
+        for piece in _pieces(word[0], limit):
+            end = start + len(piece)
+            if start > begin and cell_len(text.plain[begin:end]) > room:
+                cuts.append(start)
+                begin, room = start, rest
+            start = end
+    lines = list(text.divide(cuts))
     for line in lines:
         line.rstrip()
         line.plain = line.plain.replace(_JOINT, " ")
     return lines
+
+
+def _pieces(word: str, width: int) -> list[str]:
+    """A word in pieces of at most ``width`` characters, parted where it reads best: after commas, then within names."""
+    pieces = [word]
+    for separator in _SEPARATORS:
+        pieces = [
+            part
+            for piece in pieces
+            for part in ([piece] if cell_len(piece) <= width else separator.split(piece))
+        ]
+    return [part for piece in pieces for part in chop_cells(piece, width)]
 
 
 def _loosened(word: str, width: int) -> str:

@@ -70,6 +70,14 @@ def percent(part: int, whole: int) -> str:
     return "<1 %" if share < 1 else f"{share:.0f} %"
 
 
+def relative(share: float) -> str:
+    """A change by a share of what was before, in at most ten characters: ``+2.50 %``, ``+52,961 %``, ``+1.2e+09 %``."""
+    percent = 100 * share
+    if abs(percent) < 999.995:
+        return f"{percent:+.2f} %"
+    return f"{percent:+,.0f} %" if abs(percent) < 999_999.5 else f"{percent:+.1e} %"
+
+
 def short_op(op: str) -> str:
     """An operator without overload, and of aten without its name: ``aten.mm.default`` is ``mm``."""
     namespace, _, rest = op.replace("::", ".", 1).partition(".")
