@@ -7,6 +7,8 @@
 - `Workload`: a model and its batches at sizes that can be varied, for ``vramfit stress``.
 - `check_leaks`: what grows when a function is called again and again, and who holds it.
 - `annotate`, `join_profile`: names for Nsight Systems, and categories for torch.profiler.
+- `plan`, `fit`, `verify`: the cheapest changes that make a workload fit, the largest size that does, and the proof.
+- `Plan`: what `plan` finds, to be applied to a workload or to your own model and loop.
 - `MemoryTrace`: what every run, recording and snapshot comes to.
 
 PYTEST_DONT_REWRITE: a package with a pytest plugin would have its assertions rewritten, and may be imported before.
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     from vramfit.in_process import VirtualGPU as VirtualGPU
     from vramfit.leakcheck import assert_no_leaks as assert_no_leaks
     from vramfit.leakcheck import check_leaks as check_leaks
+    from vramfit.planner.plan import Plan as Plan
+    from vramfit.planning import fit as fit
+    from vramfit.planning import plan as plan
+    from vramfit.planning import verify as verify
     from vramfit.record.annotating import annotate as annotate
     from vramfit.record.profilers import join_profile as join_profile
     from vramfit.trace import MemoryTrace as MemoryTrace
@@ -35,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MemoryTrace",
+    "Plan",
     "Report",
     "Track",
     "VirtualGPU",
@@ -44,15 +51,19 @@ __all__ = [
     "annotate",
     "assert_no_leaks",
     "check_leaks",
+    "fit",
     "join_profile",
+    "plan",
     "run",
     "snapshot",
     "track",
+    "verify",
 ]
 
 # Where each name lives. They are imported at first use: `import vramfit` must not import torch.
 _HOMES = {
     "MemoryTrace": "vramfit.trace",
+    "Plan": "vramfit.planner.plan",
     "Report": "vramfit.api",
     "Track": "vramfit.tracking",
     "VirtualGPU": "vramfit.in_process",
@@ -61,10 +72,13 @@ _HOMES = {
     "annotate": "vramfit.record.annotating",
     "assert_no_leaks": "vramfit.leakcheck",
     "check_leaks": "vramfit.leakcheck",
+    "fit": "vramfit.planning",
     "join_profile": "vramfit.record.profilers",
+    "plan": "vramfit.planning",
     "run": "vramfit.api",
     "snapshot": "vramfit.tracking",
     "track": "vramfit.tracking",
+    "verify": "vramfit.planning",
 }
 
 

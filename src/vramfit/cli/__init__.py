@@ -16,13 +16,16 @@ from vramfit.cli.doctor import doctor_command
 from vramfit.cli.errors import INTERNAL_ERROR, print_bug, print_error
 from vramfit.cli.explain import explain_command
 from vramfit.cli.export import export_command
+from vramfit.cli.fit import fit_command
 from vramfit.cli.gpus import gpus_command
+from vramfit.cli.plan import plan_command
 from vramfit.cli.program import ProgramCommand
 from vramfit.cli.replay import replay_command
 from vramfit.cli.run import run_command
 from vramfit.cli.streams import GuardedStream, guarded_streams
 from vramfit.cli.stress import stress_command
 from vramfit.cli.tune import tune_command
+from vramfit.cli.verify import verify_command
 from vramfit.errors import VramfitError
 
 __all__ = ["app", "main"]
@@ -47,6 +50,11 @@ app.command(
 app.command("gpus")(gpus_command)
 app.command("replay")(replay_command)
 app.command("stress", epilog='Example: vramfit stress --gpu "RTX 4090" workloads.py:gpt2')(stress_command)
+app.command("plan", epilog='Example: vramfit plan workloads.py:gpt2 --gpu "RTX 4090" -o plan.toml')(
+    plan_command
+)
+app.command("fit", epilog='Example: vramfit fit workloads.py:gpt2 --gpu "RTX 4090"')(fit_command)
+app.command("verify", epilog="Example: vramfit verify plan.toml")(verify_command)
 app.command("tune", epilog="Example: vramfit tune snapshot.pickle")(tune_command)
 app.command(
     "check",

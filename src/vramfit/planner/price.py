@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from vramfit.planner.observing import Observation
 from vramfit.techniques import Profile
 from vramfit.workload import Workload
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +61,14 @@ class Device(Protocol):
         """
         ...
 
-    def observe(self, workload: Workload, sizes: dict[str, int]) -> tuple[Profile, Observation]:
-        """Run some steps without a limit, and look at the last."""
+    def observe(
+        self, workload: Workload, sizes: dict[str, int], places: Callable[[nn.Module], Sequence[str]]
+    ) -> tuple[Profile, Observation]:
+        """Run some steps without a limit, and look at the last.
+
+        Args:
+            workload: with its techniques.
+            sizes: of the batch.
+            places: the paths of the model's blocks.
+        """
         ...

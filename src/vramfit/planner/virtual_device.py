@@ -85,9 +85,11 @@ class VirtualDevice:
             VramfitError: the workload failed.
         """
         found: list[tuple[State, Observation]] = []
+        setup: list[int] = []
 
         def work(gpu: VirtualGPU) -> None:
             state = workload.start("cuda")
+            setup.append(torch.cuda.max_memory_allocated())
             for _ in range(STEPS - 1):
                 workload.run_step(state, sizes)
             observer = Observer(state.model, places(state.model), _Meter(gpu))
@@ -110,6 +112,8 @@ class VirtualDevice:
             host_bytes=self.host_bytes,
             peak_allocated_bytes=outcome.peak_allocated_bytes,
             peak_reserved_bytes=outcome.peak_reserved_bytes,
+            setup_bytes=setup[0],
+            outside_bytes=outcome.context_bytes,
             step_seconds=observation.seconds,
             step_flops=observation.flops,
             categories=_categories(run),
@@ -121,7 +125,9 @@ class VirtualDevice:
 
     def _run(self, work: Callable[[VirtualGPU], Any], budget: int | None) -> Run:
         total = _ENDLESS if budget is None else budget
-        gpu = VirtualGPU(replace(self.spec, total_bytes=total), alloc_conf=self._alloc_conf)
+        # The card's own figures stay those of its kind: the context does not shrink with the budget.
+        spec = replace(self.spec, total_bytes=total, context_bytes=self.spec.typical_context_bytes)
+        gpu = VirtualGPU(spec, alloc_conf=self._alloc_conf)
         try:
             with gpu:
                 work(gpu)

@@ -83,6 +83,8 @@ class Profile:
         host_bytes: memory of the host that a plan may spend.
         peak_allocated_bytes: of a plain step.
         peak_reserved_bytes: of a plain step.
+        setup_bytes: most bytes that tensors held before the observed step, where its peak does not show them.
+        outside_bytes: memory of the device outside torch: the CUDA context.
         step_seconds: estimated, of a plain step.
         step_flops: of a plain step, forward and backward.
         categories: bytes at the peak, by category: ``parameters``, ``gradients``, ``activations``, and so on.
@@ -102,6 +104,8 @@ class Profile:
     host_bytes: int = 0
     peak_allocated_bytes: int = 0
     peak_reserved_bytes: int = 0
+    setup_bytes: int = 0
+    outside_bytes: int = 0
     step_seconds: float = 0.0
     step_flops: int = 0
     categories: Mapping[str, int] = field(default_factory=dict)

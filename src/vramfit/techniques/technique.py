@@ -120,6 +120,12 @@ class Choice:
         return self.technique.name
 
     @property
+    def words(self) -> str:
+        """The name with the setting: ``micro-batching (count 4)``."""
+        told = self.technique.describe(self.setting)
+        return f"{self.name} ({told})" if told else self.name
+
+    @property
     def promise(self) -> Promise:
         """What it may change in the results."""
         return self.technique.promise(self.setting)

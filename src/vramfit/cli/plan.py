@@ -1,0 +1,128 @@
+"""``vramfit plan``: the cheapest set of techniques with which a workload stays within a budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vramfit.cli.options import AllocConf
+from vramfit.cli.planning import (
+    Budget,
+    DeviceName,
+    Gpu,
+    HostBudget,
+    JsonFile,
+    Margin,
+    Sizes,
+    WorkloadName,
+    room_of,
+    showing,
+    sizes_of,
+)
+from vramfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from vramfit.planner.run import Planned
+
+DOES_NOT_FIT = 3
+_OBJECTIVES = ("throughput", "memory")
+
+
+def plan_command(
+    workload: WorkloadName,
+    gpu: Gpu = None,
+    device: DeviceName = None,
+    budget: Budget = None,
+    margin: Margin = None,
+    host_budget: HostBudget = None,
+    size: Sizes = None,
+    numerics: Annotated[
+        str,
+        typer.Option(
+            metavar="LEVEL", help="How far results may differ: bitwise, rounding, precision or approximate."
+        ),
+    ] = "rounding",
+    objective: Annotated[
+        str, typer.Option(metavar="WHAT", help="throughput, or memory for the lowest peak.")
+    ] = "throughput",
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TECHNIQUE", help="Choose among these alone. Several times for several."),
+    ] = None,
+    forbid: Annotated[
+        list[str] | None, typer.Option(metavar="TECHNIQUE", help="Leave one out. Several times for several.")
+    ] = None,
+    frontier: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Show peak against step time too, and draw it.")
+    ] = None,
+    time_limit: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, help="For one solution of the program.")
+    ] = 10.0,
+    alloc_conf: AllocConf = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="PLAN.toml", help="Write the plan.")
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Find the cheapest set of changes with which a workload trains within a budget.
+
+    Every candidate is applied and run on the virtual GPU: the plan's peak is that of a run. The exit code is 3 if
+    nothing fits; what came closest is shown then.
+    """
+    _check(output, json, frontier, numerics, objective)
+    room = room_of(gpu, device, budget, margin, host_budget, alloc_conf)
+    with showing() as progress:
+        from vramfit.planner.run import plan_in_child
+
+        planned = plan_in_child(
+            workload,
+            room,
+            sizes=sizes_of(size or []),
+            numerics=numerics,
+            objective=objective,
+            allow=allow,
+            forbid=forbid or [],
+            frontier=frontier is not None,
+            time_limit=time_limit,
+            progress=progress,
+        )
+    _tell(planned, output, json, frontier)
+    if planned.failure is not None:
+        raise planned.failure
+
+
+def _check(
+    output: Path | None, json: Path | None, frontier: Path | None, numerics: str, objective: str
+) -> None:
+    from vramfit.techniques.numerics import Numerics
+    from vramfit.writing import check_writable
+
+    Numerics.parse(numerics)
+    if objective not in _OBJECTIVES:
+        raise UsageError(f"{objective!r} is no objective", f"Give one of {', '.join(_OBJECTIVES)}")
+    if frontier is not None and frontier.suffix != ".svg":
+        raise UsageError(f"--frontier {frontier} is no SVG file", "Give it a name that ends in .svg")
+    for path in (output, json, frontier):
+        if path is not None and path != Path("-"):
+            check_writable(path)
+
+
+def _tell(planned: Planned, output: Path | None, json: Path | None, frontier: Path | None) -> None:
+    from vramfit.report.plan import print_plan, render_frontier_svg, render_plan_json
+    from vramfit.writing import write_text
+
+    plan = planned.plan
+    if output is not None and planned.failure is None:
+        plan.save(output)
+    if json == Path("-"):
+        typer.echo(render_plan_json(plan, planned.frontier), nl=False)
+    else:
+        from vramfit.cli.consoles import wide_console
+
+        print_plan(plan, wide_console(), frontier=planned.frontier)
+        if json is not None:
+            write_text(json, render_plan_json(plan, planned.frontier))
+    if frontier is not None:
+        write_text(frontier, render_frontier_svg(plan, planned.frontier))

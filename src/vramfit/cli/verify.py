@@ -1,0 +1,66 @@
+"""``vramfit verify``: hold a plan against a run of its memory, and against the plain program's gradients and losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vramfit.cli.planning import JsonFile, Sizes, showing, sizes_of
+
+BROKEN = 3
+
+
+def verify_command(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.toml", help="What vramfit plan wrote.")],
+    workload: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.py:WORKLOAD", help="The workload.", show_default="the plan's own"),
+    ] = None,
+    memory: Annotated[bool, typer.Option(help="Run it before and after on the virtual GPU.")] = True,
+    values: Annotated[bool, typer.Option(help="Compare gradients and losses on this CPU.")] = True,
+    size: Sizes = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of the loss curve.")] = 50,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=1.0, help="For the loss curves, about: the batch is made smaller."
+        ),
+    ] = 120.0,
+    json: JsonFile = None,
+) -> None:
+    """Check that a plan does what it says: its memory, and what it promises of gradients and losses.
+
+    The exit code is 3 if it does not.
+    """
+    if json is not None and json != Path("-"):
+        from vramfit.writing import check_writable
+
+        check_writable(json)
+    with showing() as progress:
+        from vramfit.planner.run import verify_in_child
+
+        found = verify_in_child(
+            plan,
+            target=workload,
+            memory=memory,
+            values=values,
+            sizes=sizes_of(size or []),
+            steps=steps,
+            seconds=seconds,
+            progress=progress,
+        )
+    from vramfit.report.verification import print_verification, render_verification_json
+    from vramfit.writing import write_text
+
+    if json == Path("-"):
+        typer.echo(render_verification_json(found), nl=False)
+    else:
+        from vramfit.cli.consoles import wide_console
+
+        print_verification(found, wide_console())
+        if json is not None:
+            write_text(json, render_verification_json(found))
+    if not found.passes:
+        raise typer.Exit(BROKEN)

@@ -1,0 +1,75 @@
+"""The child of the planner: loads a workload, does one task with it, and writes down what came out.
+
+Started as ``python -m vramfit.planner.child FOLDER``, where the folder holds ``job.json``. A process of its own, since
+a virtual GPU needs an interpreter in which nothing has gone backward yet, and the workload's file is the user's code.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vramfit.errors import VramfitError
+from vramfit.planner import tasks
+from vramfit.planner.price import Device
+from vramfit.programs.running import leave
+from vramfit.programs.telling import tell
+from vramfit.workload import Workload, load_workload
+
+TASKS: dict[str, Callable[[Workload, Device, dict[str, Any], Callable[[str], None]], dict[str, Any]]] = {
+    "plan": tasks.plan,
+    "fit": tasks.fit,
+    "verify-memory": tasks.verify_memory,
+    "verify-values": tasks.verify_values,
+}
+
+
+def main(name: str) -> int:
+    """Do the job of a folder; 0 where results or what went wrong were written."""
+    folder = Path(name)
+    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+
+    def progress(text: str) -> None:
+        tell(folder, text)
+
+    try:
+        device, load = _device(job)
+        workload = load(job["target"])
+        found = TASKS[job["task"]](workload, device, job, progress)
+        _write(folder / "found.json", found)
+    except VramfitError as error:
+        told = {"message": error.message, "hint": error.hint, "code": error.exit_code}
+        _write(folder / "failed.json", told | getattr(error, "found", {}))
+    except Exception as error:
+        _write(folder / "failed.json", tasks.own_failure(error, job["target"]))
+    return 0
+
+
+def _device(job: dict[str, Any]) -> tuple[Device, Callable[[str], Workload]]:
+    """Where runs are priced, and what reads the workload's file there."""
+    if job["device"] == "cpu":
+        from vramfit.planner.cpu_device import CpuDevice
+
+        return CpuDevice(), load_workload
+    from vramfit.planner.virtual_device import VirtualDevice
+    from vramfit.virtual.gpu import VirtualGPU
+    from vramfit.virtual.job import spec_from_plain
+
+    spec = spec_from_plain(job["gpu"])
+
+    def load(target: str) -> Workload:
+        with VirtualGPU(spec):  # a file may ask for the card while it is read
+            return load_workload(target)
+
+    return VirtualDevice(spec, alloc_conf=job["alloc_conf"], host_bytes=job["host_bytes"]), load
+
+
+def _write(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(values), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1]))

@@ -1,0 +1,47 @@
+"""Between the program's decisions and the techniques that carry them out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from vramfit.planner.activations import Decision, Fate
+from vramfit.planner.observing import Observation
+from vramfit.techniques import Choice, find_technique
+from vramfit.techniques.activation_checkpointing import setting_for
+from vramfit.techniques.activation_offload import ActivationOffloadSetting
+from vramfit.techniques.blocks import find_blocks
+
+
+def places(model: nn.Module) -> Sequence[str]:
+    """The paths of a model's blocks."""
+    return [place.path for place in find_blocks(model)]
+
+
+def finer_places(model: nn.Module) -> Sequence[str]:
+    """The paths of the parts of its blocks, of the block itself where it has none."""
+    found: list[str] = []
+    for place in find_blocks(model):
+        found += place.parts or (place.path,)
+    return found
+
+
+def activation_choices(observation: Observation, decisions: Mapping[str, Decision]) -> tuple[Choice, ...]:
+    """The techniques that carry decisions out."""
+    choices = []
+    recomputed = {
+        path: decision.saved for path, decision in decisions.items() if decision.fate is Fate.RECOMPUTE
+    }
+    offloaded = tuple(path for path, decision in decisions.items() if decision.fate is Fate.OFFLOAD)
+    if recomputed:
+        setting = setting_for(recomputed, observation.blocks)
+        choices.append(Choice(technique=find_technique("activation-checkpointing"), setting=setting))
+    if offloaded:
+        choices.append(
+            Choice(
+                technique=find_technique("activation-offload"),
+                setting=ActivationOffloadSetting(modules=offloaded),
+            )
+        )
+    return tuple(choices)

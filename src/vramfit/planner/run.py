@@ -1,0 +1,286 @@
+"""The planner's parent: starts the child, listens to it, and reads what it found. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vramfit.errors import UsageError, VramfitError
+from vramfit.gpus import GpuSpec
+from vramfit.programs.telling import listening
+from vramfit.virtual.job import plain_spec
+from vramfit.workload import split_target
+
+if TYPE_CHECKING:
+    from vramfit.planner.fitting import Largest
+    from vramfit.planner.plan import Plan
+    from vramfit.planner.search import FrontierPoint
+    from vramfit.planner.verifying import Verification
+
+Progress = Callable[[str], object]
+
+_STANDARD_ERROR = 2
+"""What a workload prints goes there: standard output is for results."""
+
+CPU_FLOPS = 50e9
+"""What a few cores reach in a training step, for a first guess of how long one takes."""
+
+MARGIN = 0.02
+"""Part of a card that is left free where no budget is given: drivers, displays and neighbours differ by that much."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """What a workload may take.
+
+    Attributes:
+        gpu: the virtual card; None for this machine's CPU.
+        budget: bytes of it; None for the card.
+        margin: bytes of the budget that are left free; None for 2 % of the card, and nothing of a given budget.
+        host_bytes: of the host that may be spent; None for what this machine has.
+        alloc_conf: allocator settings; None reads the environment.
+    """
+
+    gpu: GpuSpec | None
+    budget: int | None = None
+    margin: int | None = None
+    host_bytes: int | None = None
+    alloc_conf: str | None = None
+
+    def job(self) -> dict[str, Any]:
+        """As plain values.
+
+        Raises:
+            UsageError: the CPU has no budget, or nothing is left of it.
+        """
+        if self.gpu is None and self.budget is None:
+            raise UsageError("the CPU needs a budget", "Give one, such as --budget 2GiB")
+        budget = self.gpu.total_bytes if self.budget is None and self.gpu is not None else self.budget
+        assert budget is not None
+        margin = self.margin
+        if margin is None:
+            margin = round(MARGIN * budget) if self.budget is None else 0
+        if margin >= budget:
+            raise UsageError("nothing is left of the budget beside the margin", "Give a smaller margin")
+        return {
+            "device": "cpu" if self.gpu is None else "cuda",
+            "gpu": None if self.gpu is None else plain_spec(self.gpu),
+            "budget": budget,
+            "margin": margin,
+            "host_bytes": _host_bytes() if self.host_bytes is None else self.host_bytes,
+            "alloc_conf": self.alloc_conf,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """What the planner found.
+
+    Attributes:
+        plan: the best plan, or the closest where none fits.
+        frontier: peak against step time, from the lowest peak on; empty unless it was asked for.
+        failure: why nothing fits; None where something does.
+    """
+
+    plan: Plan
+    frontier: tuple[FrontierPoint, ...] = ()
+    failure: VramfitError | None = None
+
+
+def plan_in_child(
+    target: str,
+    room: Room,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    numerics: str = "rounding",
+    objective: str = "throughput",
+    allow: Sequence[str] | None = None,
+    forbid: Sequence[str] = (),
+    frontier: bool = False,
+    time_limit: float = 10.0,
+    progress: Progress | None = None,
+) -> Planned:
+    """Find a plan for ``FILE.py:NAME`` in a process of its own; see `vramfit.planner.search.Request`.
+
+    Raises:
+        UsageError: the workload, a technique or a size is not there, or the workload cannot be planned for.
+        VramfitError: the workload itself fails.
+    """
+    from vramfit.planner.document import plan_from_toml
+    from vramfit.planner.search import FrontierPoint
+
+    job = room.job() | {
+        "task": "plan",
+        "sizes": dict(sizes or {}),
+        "numerics": numerics,
+        "objective": objective,
+        "allow": None if allow is None else list(allow),
+        "forbid": list(forbid),
+        "frontier": frontier,
+        "time_limit": time_limit,
+    }
+    found = run_task(target, job, progress)
+    failed = found.get("failed")
+    if failed is not None and "plan" not in found:
+        raise _error(failed)
+    return Planned(
+        plan=plan_from_toml(found["plan"]),
+        frontier=tuple(FrontierPoint(**point) for point in found.get("frontier", ())),
+        failure=None if failed is None else _error(failed),
+    )
+
+
+def fit_in_child(
+    target: str,
+    room: Room,
+    *,
+    size: str | None = None,
+    sizes: Mapping[str, int] | None = None,
+    plan: Path | None = None,
+    progress: Progress | None = None,
+) -> Largest:
+    """The largest value of a size of ``FILE.py:NAME`` that fits, in a process of its own.
+
+    Raises:
+        UsageError: the workload or the size is not there.
+        VramfitError: the workload itself fails.
+    """
+    from vramfit.planner.fitting import Largest, Try
+
+    job = room.job() | {
+        "task": "fit",
+        "size": size,
+        "sizes": dict(sizes or {}),
+        "plan": None if plan is None else os.path.abspath(plan),
+    }
+    found = _found(run_task(target, job, progress))
+    return Largest(**found | {"tries": tuple(Try(**one) for one in found["tries"])})
+
+
+def verify_in_child(
+    file: Path,
+    *,
+    target: str | None = None,
+    memory: bool = True,
+    values: bool = True,
+    sizes: Mapping[str, int] | None = None,
+    steps: int = 50,
+    seconds: float = 120.0,
+    progress: Progress | None = None,
+) -> Verification:
+    """Hold a plan against a run of its memory, and against the plain program's gradients and losses on this CPU.
+
+    Args:
+        file: the plan.
+        target: ``FILE.py:NAME``; None for the one that the plan was made for.
+        memory: whether memory is looked at.
+        values: whether gradients and losses are.
+        sizes: of the batches for gradients and losses; None takes the plan's, smaller where that would take too long.
+        steps: of the loss curve.
+        seconds: for the loss curves, about.
+        progress: told what is done.
+
+    Raises:
+        UsageError: there is no such plan or workload.
+        VramfitError: the workload itself fails.
+    """
+    from vramfit.gpus import find_gpu
+    from vramfit.planner.plan import Figures, Plan
+    from vramfit.planner.verifying import GradientCheck, LossCheck, Simulated, Verification
+
+    plan = Plan.load(file)
+    target = target or plan.aim.target
+    if not target:
+        raise UsageError(f"{file} does not say for which workload it is", "Give it: --workload FILE.py:NAME")
+    gpu = None if plan.aim.device == "CPU" else find_gpu(plan.aim.device)
+    room = Room(gpu=gpu, budget=plan.aim.budget_bytes, margin=plan.aim.margin_bytes).job()
+    job = {"plan": os.path.abspath(file), "sizes": dict(sizes or {}), "steps": steps, "seconds": seconds}
+    simulated = None
+    if memory:
+        found = _found(run_task(target, room | job | {"task": "verify-memory"}, progress))
+        simulated = Simulated(
+            before=Figures(**found["before"]),
+            after=Figures(**found["after"]),
+            planned=Figures(**found["planned"]),
+            limit_bytes=found["limit_bytes"],
+        )
+    if not values:
+        return Verification(
+            simulated=simulated,
+            gradients=None,
+            losses=None,
+            sizes=plan.aim.sizes,
+            numerics=plan.numerics,
+            skipped="not asked for",
+        )
+    estimate = {"step_seconds": plan.before.step_flops / CPU_FLOPS}
+    cpu = Room(gpu=None, budget=plan.aim.budget_bytes).job()
+    found = _found(run_task(target, cpu | job | estimate | {"task": "verify-values"}, progress))
+    return Verification(
+        simulated=simulated,
+        gradients=GradientCheck(**found["gradients"]) if "gradients" in found else None,
+        losses=LossCheck(
+            **found["losses"] | {name: tuple(found["losses"][name]) for name in ("plain", "planned")}
+        )
+        if "losses" in found
+        else None,
+        sizes=found["sizes"],
+        numerics=plan.numerics,
+        skipped=found["skipped"],
+        notes=tuple(found.get("notes", ())),
+    )
+
+
+def _found(found: dict[str, Any]) -> dict[str, Any]:
+    if "failed" in found:
+        raise _error(found["failed"])
+    return found
+
+
+def run_task(target: str, job: dict[str, Any], progress: Progress | None) -> dict[str, Any]:
+    """Run the child; what it found, with ``failed`` where something went wrong.
+
+    Raises:
+        UsageError: there is no such file.
+        VramfitError: the child died.
+    """
+    split_target(target)
+    with tempfile.TemporaryDirectory(prefix="vramfit-") as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(json.dumps(job | {"target": target}), encoding="utf-8")
+        with listening(folder, progress):
+            command = [sys.executable, "-P", "-m", "vramfit.planner.child", str(folder)]
+            code = subprocess.run(command, check=False, stdout=_STANDARD_ERROR).returncode
+        failed = folder / "failed.json"
+        if failed.exists():
+            told: dict[str, Any] = json.loads(failed.read_text(encoding="utf-8"))
+            return {**told, "failed": told}
+        file = folder / "found.json"
+        if code or not file.exists():
+            how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise VramfitError(f"the planner's process {how}", "The lines above say why")
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return found
+
+
+def _error(told: Mapping[str, Any]) -> VramfitError:
+    kind = UsageError if told["code"] == UsageError.exit_code else VramfitError
+    error = kind(told["message"], told["hint"])
+    if told["code"] != error.exit_code:
+        error.exit_code = told["code"]
+    return error
+
+
+def _host_bytes() -> int:
+    """Memory of this machine that is free for the program, in bytes."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return 0

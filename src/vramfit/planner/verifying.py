@@ -1,0 +1,370 @@
+"""Holds a plan against its own figures and against the plain program's gradients and losses.
+
+Gradients and losses are computed for real on this machine's CPU, with the same model, batches and random numbers: once
+plain, once with the plan. They are compared by what the plan promises:
+
+- BITWISE: every gradient and every loss is equal, bit for bit.
+- ROUNDING: each gradient differs by at most `ROUNDING_ERROR` of its norm, and losses likewise.
+- PRECISION: each gradient differs by at most `PRECISION_ERROR` of its norm.
+- APPROXIMATE: gradients are shown, not judged.
+
+A loss curve that may differ has to fall like the plain one: at the end at most `LOSS_SHARE` of the plain curve's whole
+fall above it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from vramfit.planner.plan import Figures, Plan
+from vramfit.planner.price import Device, Price
+from vramfit.techniques import Numerics, live_of
+from vramfit.workload import State, Workload
+
+ROUNDING_ERROR = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Part of a gradient's norm by which another order of sums may change it, by the dtype of the parameter."""
+
+PRECISION_ERROR = 0.1
+"""Part of a gradient's norm by which bfloat16 products may change it: 8 bits of mantissa, through some dozen layers."""
+
+LOSS_SHARE = 0.1
+"""Part of the plain curve's fall by which a planned curve may end above it."""
+
+STEPS = 50
+_LAST = 5
+"""Steps at the end of a curve that are averaged."""
+
+_STATES = 5
+"""Copies of the parameters that training takes: values, gradients, two states of an optimizer, and one for the plan."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulated:
+    """A plan's figures, run anew.
+
+    Attributes:
+        before: the plain program.
+        after: with the plan.
+        planned: what the plan says of `after`.
+        limit_bytes: the budget less the margin.
+    """
+
+    before: Figures
+    after: Figures
+    planned: Figures
+    limit_bytes: int
+
+    @property
+    def passes(self) -> bool:
+        """Whether it stays within the budget."""
+        return self.after.total_bytes <= self.limit_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientCheck:
+    """Gradients of one step with the plan, beside the plain program's.
+
+    Attributes:
+        parameters: how many were compared.
+        equal: how many are equal, bit for bit.
+        worst: the largest difference, as a part of the gradient's norm.
+        worst_name: of the parameter with that.
+        allowed: what the promise allows there; None where it allows anything.
+        passes: whether all keep the promise.
+    """
+
+    parameters: int
+    equal: int
+    worst: float
+    worst_name: str
+    allowed: float | None
+    passes: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossCheck:
+    """Losses with the plan, beside the plain program's.
+
+    Attributes:
+        plain: of each step.
+        planned: of each step.
+        worst: the largest difference of a step, as a part of the plain loss.
+        passes: whether they keep the promise.
+    """
+
+    plain: tuple[float, ...]
+    planned: tuple[float, ...]
+    worst: float
+    passes: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verification:
+    """What became of a plan's claims.
+
+    Attributes:
+        simulated: its memory; None where that was not asked for.
+        gradients: None where they were not compared; `skipped` says why.
+        losses: likewise.
+        sizes: of the batches that gradients and losses were computed for.
+        numerics: what the plan promises.
+        skipped: why values were not compared; empty where they were.
+        notes: what was changed for the comparison, a sentence each.
+    """
+
+    simulated: Simulated | None
+    gradients: GradientCheck | None
+    losses: LossCheck | None
+    sizes: Mapping[str, int]
+    numerics: Numerics
+    skipped: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passes(self) -> bool:
+        """Whether everything that was looked at keeps its promise."""
+        parts = (self.simulated, self.gradients, self.losses)
+        return all(part.passes for part in parts if part is not None)
+
+
+def simulate(device: Device, workload: Workload, plan: Plan) -> Simulated:
+    """Run the plain workload without a limit, and the planned one within the plan's budget."""
+    sizes = dict(plan.aim.sizes)
+    limit = plan.aim.budget_bytes - plan.aim.margin_bytes
+    after = device.price(plan.apply(workload), sizes, limit)
+    if not after.fits:
+        after = device.price(plan.apply(workload), sizes, None)
+    return Simulated(
+        before=figures(device.price(workload, sizes, None)),
+        after=figures(after),
+        planned=plan.after,
+        limit_bytes=limit,
+    )
+
+
+def figures(price: Price) -> Figures:
+    """A price as a plan tells it."""
+    return Figures(
+        peak_allocated_bytes=price.peak_allocated_bytes,
+        peak_reserved_bytes=price.peak_reserved_bytes,
+        total_bytes=price.total_bytes,
+        host_bytes=price.host_bytes,
+        step_seconds=price.step_seconds,
+        step_flops=price.step_flops,
+    )
+
+
+def too_large(workload: Workload, free_bytes: int) -> str:
+    """Why a workload cannot be trained on this machine's CPU; empty where it can.
+
+    Args:
+        workload: the plain one.
+        free_bytes: memory that may be taken.
+    """
+    try:
+        with torch.device("meta"):
+            model = workload.model()
+    except (RuntimeError, NotImplementedError, ValueError):
+        return ""  # it reads its own values while it is made, which large models do not
+    need = _STATES * sum(p.numel() * p.element_size() for p in model.parameters())
+    if need <= free_bytes:
+        return ""
+    return f"training the model here would take {need / 2**30:.1f} GiB, and {free_bytes / 2**30:.1f} GiB are free"
+
+
+def compare(
+    workload: Workload,
+    plan: Plan,
+    sizes: Mapping[str, int],
+    *,
+    steps: int = STEPS,
+    seconds: float = math.inf,
+    progress: Callable[[str], None] = lambda _text: None,
+) -> tuple[GradientCheck, LossCheck, tuple[str, ...]]:
+    """Train on the CPU, plain and with the plan, and compare gradients and losses.
+
+    Args:
+        workload: the plain one.
+        plan: its techniques.
+        sizes: of the batches.
+        steps: of training.
+        seconds: after which no further step is begun; at least two are taken.
+        progress: told what is done.
+    """
+    notes: list[str] = []
+    same_draws = all(choice.name != "micro-batching" for choice in plan.choices)
+    first = _Training(workload, sizes, random=same_draws)
+    second = _Training(plan.apply(workload), sizes, random=same_draws)
+    if not same_draws and first.silenced:
+        notes.append(
+            "dropout was off for the comparison: micro-batches draw other random numbers than the whole batch"
+        )
+    began = time.perf_counter()
+    progress("gradients")
+    plain, planned = first.gradients(), second.gradients()
+    gradients = judge_gradients(plain, planned, plan.numerics)
+    del plain, planned
+    for number in range(1, steps):
+        if number >= 2 and time.perf_counter() - began > seconds:
+            notes.append(f"the loss curve ends after {number} steps: more would take too long here")
+            break
+        progress(f"step {number + 1} of {steps}")
+        first.step(number)
+        second.step(number)
+    return gradients, judge_losses(first.losses, second.losses, plan.numerics), tuple(notes)
+
+
+class _Training:
+    """A workload in training on the CPU; each step has a seed of its own."""
+
+    def __init__(self, workload: Workload, sizes: Mapping[str, int], *, random: bool) -> None:
+        self.workload = workload
+        self.sizes = dict(sizes)
+        self.losses: list[float] = []
+        torch.manual_seed(0)
+        self.state: State = workload.start("cpu")
+        self.silenced = False
+        if not random:
+            for module in self.state.model.modules():
+                if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+                    module.p, self.silenced = 0.0, True
+
+    def step(self, number: int) -> None:
+        """One step."""
+        torch.manual_seed(number)
+        loss = self.workload.run_step(self.state, self.sizes)
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self.losses.append(float(loss))
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Gradients of the first step, summed over its micro-batches and without the scale of a scaler."""
+        found: dict[str, torch.Tensor] = {}
+        handles = []
+        live = live_of(self.state)
+        for name, parameter in self.state.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+
+            def add(gradient: torch.Tensor, name: str = name) -> None:
+                known = found.get(name)
+                value = gradient.detach().double()
+                found[name] = value if known is None else known + value
+
+            handles.append(parameter.register_hook(add))
+        scale = 1.0
+        scaler = None if live is None else live.scaler
+        if scaler is not None and hasattr(scaler, "get_scale"):
+            scale = float(scaler.get_scale())
+        self.step(0)
+        for handle in handles:
+            handle.remove()
+        return {name: value / scale for name, value in found.items()} if scale != 1.0 else found
+
+
+def judge_gradients(
+    plain: Mapping[str, torch.Tensor], planned: Mapping[str, torch.Tensor], numerics: Numerics
+) -> GradientCheck:
+    """Compare gradients by what is promised.
+
+    Args:
+        plain: in float64, by parameter.
+        planned: the same.
+        numerics: the promise.
+    """
+    worst, worst_name, equal, passes = 0.0, "", 0, set(plain) == set(planned)
+    allowed = _allowed(numerics)
+    for name, reference in plain.items():
+        other = planned.get(name)
+        if other is None:
+            worst, worst_name = math.inf, name
+            continue
+        if torch.equal(reference, other):
+            equal += 1
+            continue
+        norm = float(reference.norm())
+        error = float((other - reference).norm()) / norm if norm else math.inf
+        error = math.inf if math.isnan(error) else error
+        if error > worst or not worst_name:
+            worst, worst_name = error, name
+        if numerics is Numerics.BITWISE or (allowed is not None and error > allowed and norm > _tiny(plain)):
+            passes = False
+    return GradientCheck(
+        parameters=len(plain), equal=equal, worst=worst, worst_name=worst_name, allowed=allowed, passes=passes
+    )
+
+
+def _tiny(gradients: Mapping[str, torch.Tensor]) -> float:
+    """A norm so small beside the others that it is rounding itself, as of an attention's key bias."""
+    return 1e-6 * max((float(value.norm()) for value in gradients.values()), default=0.0)
+
+
+def _allowed(numerics: Numerics) -> float | None:
+    return {
+        Numerics.BITWISE: 0.0,
+        Numerics.ROUNDING: ROUNDING_ERROR[torch.float32],
+        Numerics.PRECISION: PRECISION_ERROR,
+        Numerics.APPROXIMATE: None,
+    }[numerics]
+
+
+def judge_losses(plain: list[float], planned: list[float], numerics: Numerics) -> LossCheck:
+    """Compare loss curves by what is promised."""
+    pairs = list(zip(plain, planned, strict=False))
+    worst = max((abs(a - b) / max(abs(a), 1e-12) for a, b in pairs), default=0.0)
+    finite = all(math.isfinite(b) for a, b in pairs if math.isfinite(a))
+    if not pairs:
+        passes = True
+    elif numerics is Numerics.BITWISE:
+        passes = plain == planned
+    else:
+        passes = finite and _ends_alike(plain, planned)
+    return LossCheck(plain=tuple(plain), planned=tuple(planned), worst=worst, passes=passes)
+
+
+def _ends_alike(plain: list[float], planned: list[float]) -> bool:
+    last = min(_LAST, len(plain))
+    end, other = sum(plain[-last:]) / last, sum(planned[-last:]) / last
+    fall = abs(plain[0] - end)
+    return other - end <= max(LOSS_SHARE * fall, 1e-3 * abs(end))
+
+
+def smaller_sizes(
+    workload: Workload, plan: Plan, step_seconds: float, seconds: float, steps: int
+) -> dict[str, int]:
+    """The plan's sizes, the first halved until two trainings take about the time that there is.
+
+    Args:
+        workload: whose first size is that of the batch.
+        plan: with its sizes, and a number of micro-batches that the batch must not fall below.
+        step_seconds: of a plain step at the plan's sizes on the CPU, estimated.
+        seconds: that there are.
+        steps: of each training.
+    """
+    sizes = dict(plan.aim.sizes) or dict(workload.sizes)
+    first = next(iter(sizes))
+    least = max(
+        [2, *(int(getattr(c.setting, "count", 1)) for c in plan.choices if c.name == "micro-batching")]
+    )
+    while sizes[first] // 2 >= least and step_seconds * 2 * steps > seconds:
+        sizes[first] //= 2
+        step_seconds /= 2
+    return sizes
+
+
+def plain_values(found: Any) -> dict[str, Any]:
+    """A verification for JSON."""
+    from dataclasses import asdict
+
+    values = asdict(found)
+    values["numerics"] = found.numerics.value
+    values["passes"] = found.passes
+    if found.simulated is not None:
+        values["simulated"]["passes"] = found.simulated.passes
+    return values

@@ -1,0 +1,232 @@
+"""`vramfit.plan`, `vramfit.fit` and `vramfit.verify`: the planner from Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vramfit.errors import UsageError
+from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.planner.run import Room, fit_in_child, plan_in_child, verify_in_child
+from vramfit.units import parse_bytes
+from vramfit.workload import Workload
+
+if TYPE_CHECKING:
+    from vramfit.planner.fitting import Largest
+    from vramfit.planner.plan import Plan
+    from vramfit.planner.price import Device
+    from vramfit.planner.verifying import Verification
+
+Progress = Callable[[str], None]
+
+
+def plan(
+    workload: str | Workload,
+    *,
+    gpu: str | GpuSpec | None = None,
+    budget: str | int | None = None,
+    margin: str | int | None = None,
+    host_budget: str | int | None = None,
+    sizes: Mapping[str, int] | None = None,
+    numerics: str = "rounding",
+    objective: str = "throughput",
+    allow: Sequence[str] | None = None,
+    forbid: Sequence[str] = (),
+    alloc_conf: str | None = None,
+    time_limit: float = 10.0,
+    progress: Progress | None = None,
+) -> Plan:
+    """Find the cheapest set of techniques with which a workload stays within a budget.
+
+    Args:
+        workload: ``FILE.py:NAME``, planned for in a process of its own, or a `Workload`, planned for in this process:
+            that wants an interpreter in which nothing has gone backward on the CPU yet.
+        gpu: the virtual card; None plans for this machine's CPU, which runs each candidate for real.
+        budget: what the program may take, the CUDA context included: ``"16GiB"`` or bytes; None for the whole card.
+        margin: what is left free of it; None for 2 % of a card, and nothing of a given budget.
+        host_budget: memory of the host that may be spent; None for what is free here.
+        sizes: of the batch, in place of the workload's own.
+        numerics: how far results may differ: ``bitwise``, ``rounding``, ``precision`` or ``approximate``.
+        objective: ``throughput``, or ``memory`` for the lowest peak.
+        allow: names of the techniques to choose from; None for all.
+        forbid: names of those to leave out.
+        alloc_conf: allocator settings; None reads the environment.
+        time_limit: seconds for one solution of the mixed-integer program.
+        progress: called with what is being done.
+
+    Raises:
+        NothingFits: no plan stays within the budget; ``error.plan`` came closest.
+        UsageError: the workload, a technique or a size is not there, or cannot be planned for.
+        EnvironmentUnfitError: this process cannot carry the virtual GPU; give ``FILE.py:NAME``.
+        VramfitError: the workload itself fails.
+    """
+    room = _room(gpu, budget, margin, host_budget, alloc_conf)
+    if isinstance(workload, Workload):
+        return _here(workload, room, sizes, numerics, objective, allow, forbid, time_limit, progress)
+    found = plan_in_child(
+        os.fspath(workload),
+        room,
+        sizes=sizes,
+        numerics=numerics,
+        objective=objective,
+        allow=allow,
+        forbid=forbid,
+        time_limit=time_limit,
+        progress=progress,
+    )
+    if found.failure is not None:
+        from vramfit.planner.search import NothingFits
+
+        raise NothingFits(found.failure.message, found.failure.hint, found.plan)
+    return found.plan
+
+
+def _here(
+    workload: Workload,
+    room: Room,
+    sizes: Mapping[str, int] | None,
+    numerics: str,
+    objective: str,
+    allow: Sequence[str] | None,
+    forbid: Sequence[str],
+    time_limit: float,
+    progress: Progress | None,
+) -> Plan:
+    from vramfit.planner.checking import check_workload
+    from vramfit.planner.search import Request, Search
+    from vramfit.planner.tasks import sizes_of
+    from vramfit.techniques import Numerics
+
+    job = room.job()
+    request = Request(
+        workload=workload,
+        sizes=sizes_of(workload, dict(sizes or {})),
+        budget_bytes=job["budget"],
+        margin_bytes=job["margin"],
+        host_bytes=job["host_bytes"],
+        numerics=Numerics.parse(numerics),
+        objective=objective,
+        allowed=None if allow is None else frozenset(allow),
+        forbidden=frozenset(forbid),
+        time_limit=time_limit,
+    )
+    check_workload(workload, request.sizes)
+    device = _device(room, job["host_bytes"])
+    return Search(device=device, request=request, progress=progress or _silent).plan()
+
+
+def _device(room: Room, host_bytes: int) -> Device:
+    if room.gpu is None:
+        from vramfit.planner.cpu_device import CpuDevice
+
+        return CpuDevice()
+    from vramfit.planner.virtual_device import VirtualDevice
+
+    return VirtualDevice(room.gpu, alloc_conf=room.alloc_conf, host_bytes=host_bytes)
+
+
+def _silent(_text: str) -> None:
+    pass
+
+
+def fit(
+    workload: str,
+    *,
+    gpu: str | GpuSpec | None = None,
+    size: str | None = None,
+    budget: str | int | None = None,
+    margin: str | int | None = None,
+    sizes: Mapping[str, int] | None = None,
+    plan: str | os.PathLike[str] | None = None,
+    alloc_conf: str | None = None,
+    progress: Progress | None = None,
+) -> Largest:
+    """Find the largest batch size, or another size, with which a workload's step fits.
+
+    Args:
+        workload: ``FILE.py:NAME``.
+        gpu: the virtual card; None for this machine's CPU.
+        size: the name of the size; None for the workload's first.
+        budget: what the program may take; None for the whole card.
+        margin: what is left free of it; None for 2 % of a card, and nothing of a given budget.
+        sizes: where to begin, and the other sizes.
+        plan: a file with a plan to apply first.
+        alloc_conf: allocator settings; None reads the environment.
+        progress: called with what is being done.
+
+    Raises:
+        UsageError: the workload or the size is not there.
+        VramfitError: the workload itself fails.
+    """
+    room = _room(gpu, budget, margin, None, alloc_conf)
+    file = None if plan is None else Path(plan)
+    return fit_in_child(workload, room, size=size, sizes=sizes, plan=file, progress=progress)
+
+
+def verify(
+    plan: str | os.PathLike[str],
+    *,
+    workload: str | None = None,
+    memory: bool = True,
+    values: bool = True,
+    sizes: Mapping[str, int] | None = None,
+    steps: int = 50,
+    seconds: float = 120.0,
+    progress: Progress | None = None,
+) -> Verification:
+    """Hold a plan against a run of its memory, and against the plain program's gradients and losses.
+
+    Args:
+        plan: the plan's file.
+        workload: ``FILE.py:NAME``; None for the one that the plan was made for.
+        memory: whether memory is looked at.
+        values: whether gradients and losses are, on this machine's CPU.
+        sizes: of the batches for that; None takes the plan's, smaller ones where that would take too long.
+        steps: of the loss curve.
+        seconds: for the loss curves, about.
+        progress: called with what is being done.
+
+    Raises:
+        UsageError: there is no such plan or workload.
+        VramfitError: the workload itself fails.
+    """
+    return verify_in_child(
+        Path(plan),
+        target=workload,
+        memory=memory,
+        values=values,
+        sizes=sizes,
+        steps=steps,
+        seconds=seconds,
+        progress=progress,
+    )
+
+
+def _room(
+    gpu: str | GpuSpec | None,
+    budget: str | int | None,
+    margin: str | int | None,
+    host_budget: str | int | None,
+    alloc_conf: str | None,
+) -> Room:
+    return Room(
+        gpu=find_gpu(gpu) if isinstance(gpu, str) else gpu,
+        budget=_bytes("budget", budget),
+        margin=_bytes("margin", margin),
+        host_bytes=_bytes("host_budget", host_budget),
+        alloc_conf=alloc_conf,
+    )
+
+
+def _bytes(name: str, size: str | int | None) -> int | None:
+    if size is None:
+        return None
+    try:
+        found = parse_bytes(size)
+    except (ValueError, OverflowError):
+        raise UsageError(f"{name}={size!r} is no size", 'Write it as "2GiB"') from None
+    if found < 0:
+        raise UsageError(f"{name}={size!r} is no memory at all", 'Write it as "2GiB"')
+    return found

@@ -1,0 +1,296 @@
+"""A plan and what fits: in the terminal, as JSON, and the frontier as an SVG picture."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+from xml.sax.saxutils import escape
+
+from rich.console import Console
+from rich.text import Text
+
+from vramfit.planner.fitting import Largest
+from vramfit.planner.plan import Figures, Plan
+from vramfit.planner.search import FrontierPoint
+from vramfit.report.folding import broken, table
+from vramfit.report.text import print_lines, seconds
+from vramfit.techniques import setting_to_plain
+from vramfit.units import format_bytes
+
+PLAN_SCHEMA = "vramfit.plan/1"
+FIT_SCHEMA = "vramfit.fit/1"
+_WIDEST = 120
+
+
+def print_plan(plan: Plan, console: Console, *, frontier: Sequence[FrontierPoint] = ()) -> None:
+    """Print the verdict, the techniques with what each does, and the frontier."""
+    width = min(console.width, _WIDEST)
+    print_lines(console, _lines(plan, frontier, width), width)
+
+
+def render_plan(plan: Plan, *, frontier: Sequence[FrontierPoint] = (), width: int = 100) -> str:
+    """The same as plain text, without colour."""
+    stream = io.StringIO()
+    print_plan(
+        plan, Console(file=stream, width=width, color_system=None, force_terminal=False), frontier=frontier
+    )
+    return stream.getvalue()
+
+
+def _lines(plan: Plan, frontier: Sequence[FrontierPoint], width: int) -> Iterator[Text]:
+    for sentence in _head(plan):
+        yield from broken(sentence, width)
+    yield Text()
+    yield from table(
+        ("", "total", "reserved", "allocated", "on the host", "step (est.)"), _figures(plan), width
+    )
+    if plan.entries:
+        yield Text()
+        yield from table(("technique", "saves", "step", "promise"), _techniques(plan), width)
+        yield Text()
+        for sentence in _promises(plan):
+            yield from broken(sentence, width)
+    for note in plan.notes:
+        yield from broken(Text(note, style="yellow"), width)
+    if frontier:
+        yield Text()
+        yield from table(("frontier (predicted)", "total", "step"), _points(frontier), width)
+    yield Text()
+    yield from broken(Text(_footer(plan), style="dim"), width)
+
+
+def _head(plan: Plan) -> Iterator[Text]:
+    aim = plan.aim
+    sizes = ", ".join(f"{name} {value:,}" for name, value in aim.sizes.items())
+    margin = f" less {format_bytes(aim.margin_bytes)} margin" if aim.margin_bytes else ""
+    of = f"{format_bytes(plan.after.total_bytes)} of {format_bytes(aim.budget_bytes)}{margin}"
+    if plan.fits:
+        free = format_bytes(plan.free_bytes)
+        yield Text.assemble(
+            ("✓ fits ", "bold green"), (aim.device, "bold"), f" at {sizes}: {of}, {free} free"
+        )
+    else:
+        yield Text.assemble(
+            ("✗ does not fit ", "bold red"), (aim.device, "bold"), f" at {sizes}: at best {of}"
+        )
+    if not plan.entries:
+        yield Text("  Nothing has to be changed.")
+        return
+    saved = plan.before.total_bytes - plan.after.total_bytes
+    yield Text(
+        f"  {format_bytes(saved)} less than without the plan; results: {plan.numerics.value}{_slower(plan)}"
+    )
+
+
+def _slower(plan: Plan) -> str:
+    before, after = plan.before.step_seconds, plan.after.step_seconds
+    if not before or not after:
+        return ""
+    change = after / before - 1
+    if abs(change) < 0.0005:
+        return "; the step takes as long (estimated)"
+    return f"; the step takes {abs(change):.1%} {'longer' if change > 0 else 'less'} (estimated)"
+
+
+def _figures(plan: Plan) -> list[list[Text]]:
+    return [_row("before", plan.before), _row("after", plan.after)]
+
+
+def _row(name: str, figures: Figures) -> list[Text]:
+    return [
+        Text(name),
+        Text(format_bytes(figures.total_bytes)),
+        Text(format_bytes(figures.peak_reserved_bytes)),
+        Text(format_bytes(figures.peak_allocated_bytes)),
+        Text(format_bytes(figures.host_bytes) if figures.host_bytes else "0"),
+        Text(seconds(figures.step_seconds) if figures.step_seconds else ""),
+    ]
+
+
+def _techniques(plan: Plan) -> list[list[Text]]:
+    return [
+        [
+            Text(entry.choice.words),
+            Text(format_bytes(entry.saves_bytes)),
+            Text(_signed_seconds(entry.costs_seconds)),
+            Text(entry.choice.promise.numerics.value),
+        ]
+        for entry in plan.entries
+    ]
+
+
+def _signed_seconds(value: float) -> str:
+    if not value:
+        return ""
+    return f"{'+' if value > 0 else '-'}{seconds(abs(value))}"
+
+
+def _promises(plan: Plan) -> Iterator[Text]:
+    for choice in plan.choices:
+        if note := choice.promise.note:
+            yield Text(f"{choice.name}: {note}.", style="dim")
+
+
+def _points(frontier: Sequence[FrontierPoint]) -> list[list[Text]]:
+    return [
+        [
+            Text(", ".join(point.techniques) or "nothing"),
+            Text(format_bytes(point.total_bytes)),
+            Text(seconds(point.step_seconds)),
+        ]
+        for point in frontier
+    ]
+
+
+def _footer(plan: Plan) -> str:
+    solved = plan.solved
+    gap = "" if solved.gap is None else f", gap {solved.gap:.2%}"
+    solver = f"; solver: {solved.status}{gap}, {seconds(solved.seconds)}" if solved.status else ""
+    return f"{solved.runs} runs in {seconds(solved.search_seconds)}{solver}; torch {plan.aim.torch}"
+
+
+def plan_to_json(plan: Plan, frontier: Sequence[FrontierPoint] = ()) -> dict[str, Any]:
+    """The plan as plain values; docs/json.md describes them."""
+    return {
+        "schema": PLAN_SCHEMA,
+        "fits": plan.fits,
+        "numerics": plan.numerics.value,
+        "aim": asdict(plan.aim) | {"numerics": plan.aim.numerics.value},
+        "before": asdict(plan.before),
+        "after": asdict(plan.after),
+        "free_bytes": plan.free_bytes,
+        "techniques": [
+            {
+                "name": entry.choice.name,
+                "setting": setting_to_plain(entry.choice.setting),
+                "saves_bytes": entry.saves_bytes,
+                "costs_seconds": entry.costs_seconds,
+                "promise": entry.choice.promise.numerics.value,
+                "note": entry.choice.promise.note,
+            }
+            for entry in plan.entries
+        ],
+        "solved": asdict(plan.solved),
+        "notes": list(plan.notes),
+        "frontier": [asdict(point) | {"techniques": list(point.techniques)} for point in frontier],
+    }
+
+
+def render_plan_json(plan: Plan, frontier: Sequence[FrontierPoint] = ()) -> str:
+    """The same as text."""
+    return json.dumps(plan_to_json(plan, frontier), indent=2) + "\n"
+
+
+# -- the frontier as a picture -----------------------------------------------------------------------------------
+
+_PICTURE = (720, 360)
+_EDGE = (70, 20, 20, 50)  # left, right, top, bottom
+
+
+def render_frontier_svg(plan: Plan, frontier: Sequence[FrontierPoint]) -> str:
+    """Peak against step time: the frontier, the plain program and the plan."""
+    marks = [("before", plan.before.total_bytes, plan.before.step_seconds)]
+    marks += [("plan", plan.after.total_bytes, plan.after.step_seconds)]
+    points = [(point.total_bytes, point.step_seconds) for point in frontier]
+    shown = [*points, *((total, time) for _, total, time in marks if time)]
+    (width, height), (left, right, top, bottom) = _PICTURE, _EDGE
+    low, high = min(x for x, _ in shown), max(x for x, _ in shown)
+    least, most = min(y for _, y in shown), max(y for _, y in shown)
+
+    def place(total: float, time: float) -> tuple[float, float]:
+        across = (total - low) / ((high - low) or 1)
+        up = (time - least) / ((most - least) or 1)
+        return left + across * (width - left - right), height - bottom - up * (height - top - bottom)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        f'font-size="12" role="img"><title>{escape(_title(plan))}</title>',
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
+        f'<path d="M{left} {top}V{height - bottom}H{width - right}" fill="none" stroke="#555"/>',
+    ]
+    for share in (0, 0.5, 1):
+        total, time = low + share * (high - low), least + share * (most - least)
+        x, y = place(total, time)
+        parts.append(
+            f'<text x="{x:.1f}" y="{height - bottom + 18}" text-anchor="middle">{format_bytes(total)}</text>'
+        )
+        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{seconds(time)}</text>')
+    if points:
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
+        parts.append(f'<polyline points="{line}" fill="none" stroke="#1f6feb" stroke-width="2"/>')
+        parts += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#1f6feb"/>'
+            for x, y in (place(*p) for p in points)
+        ]
+    for name, total, time in marks:
+        if time:
+            x, y = place(total, time)
+            anchor = "end" if x > width / 2 else "start"
+            shift = -8 if anchor == "end" else 8
+            parts.append(
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="none" stroke="#b3261e" stroke-width="2"/>'
+            )
+            parts.append(f'<text x="{x + shift:.1f}" y="{y - 8:.1f}" text-anchor="{anchor}">{name}</text>')
+    middle = (left + width - right) / 2
+    parts.append(f'<text x="{middle}" y="{height - 12}" text-anchor="middle">memory of the device</text>')
+    parts.append(f'<text x="{left}" y="{top - 6}">seconds of a step (estimated)</text></svg>')
+    return "\n".join(parts) + "\n"
+
+
+def _title(plan: Plan) -> str:
+    return f"Memory against time of a step on {plan.aim.device}"
+
+
+# -- the largest size --------------------------------------------------------------------------------------------
+
+
+def print_fit(found: Largest, device: str, console: Console) -> None:
+    """Print the largest size that fits, and the runs that showed it."""
+    width = min(console.width, _WIDEST)
+    print_lines(console, _fit_lines(found, device, width), width)
+
+
+def _fit_lines(found: Largest, device: str, width: int) -> Iterator[Text]:
+    limit = format_bytes(found.limit_bytes)
+    if found.value:
+        first = Text.assemble(
+            ("✓ largest ", "bold green"),
+            (f"{found.size} {found.value:,}", "bold"),
+            f" on {device}: {format_bytes(found.total_bytes)} of {limit}"
+            + (f", {found.failing:,} does not fit" if found.failing else ""),
+        )
+    else:
+        first = Text.assemble(
+            ("✗ nothing fits ", "bold red"), f"{device}: {found.size} 1 takes more than {limit}"
+        )
+    yield from broken(first, width)
+    yield Text()
+    rows = [
+        [
+            Text(f"{one.value:,}"),
+            Text("fits" if one.fits else "does not"),
+            Text(format_bytes(one.total_bytes) if one.fits else ""),
+            Text(seconds(one.step_seconds) if one.fits else ""),
+            Text(f"{one.value / one.step_seconds:,.1f}" if one.fits and one.step_seconds else ""),
+        ]
+        for one in sorted(found.tries, key=lambda one: one.value)
+    ]
+    yield from table((found.size, "", "total", "step (est.)", f"{found.size} a second"), rows, width)
+
+
+def fit_to_json(found: Largest, device: str) -> dict[str, Any]:
+    """What fits as plain values; docs/json.md describes them."""
+    return {
+        "schema": FIT_SCHEMA,
+        "device": device,
+        **asdict(found),
+        "tries": [asdict(one) for one in found.tries],
+    }
+
+
+def render_fit_json(found: Largest, device: str) -> str:
+    """The same as text."""
+    return json.dumps(fit_to_json(found, device), indent=2) + "\n"

@@ -1,0 +1,133 @@
+"""Plans as TOML: what is written is read back, and what is no plan is refused in one line."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from vramfit.errors import UsageError
+from vramfit.planner.document import SCHEMA, plan_from_toml, plan_to_toml
+from vramfit.planner.plan import Aim, Entry, Figures, Plan, Solved
+from vramfit.techniques import Choice, Numerics, find_technique, setting_from_plain
+
+GIB = 1 << 30
+
+
+def made() -> Plan:
+    """A plan with two techniques."""
+    checkpointing, precision = find_technique("activation-checkpointing"), find_technique("mixed-precision")
+    return Plan(
+        entries=(
+            Entry(
+                choice=Choice(
+                    technique=precision, setting=setting_from_plain(precision, {"dtype": "bfloat16"})
+                ),
+                saves_bytes=3 * GIB,
+                costs_seconds=-0.25,
+            ),
+            Entry(
+                choice=Choice(
+                    technique=checkpointing,
+                    setting=setting_from_plain(
+                        checkpointing,
+                        {
+                            "mode": "selective",
+                            "modules": [f"layers.{n}" for n in range(6)],
+                            "save": {f"layers.{n}": ["addmm#0", "addmm#2"] for n in range(6)},
+                        },
+                    ),
+                ),
+                saves_bytes=5 * GIB,
+                costs_seconds=0.125,
+            ),
+        ),
+        aim=Aim(
+            device="RTX 4090",
+            budget_bytes=16 * GIB,
+            margin_bytes=GIB,
+            numerics=Numerics.PRECISION,
+            sizes={"batch_size": 8},
+            target="work.py:gpt2",
+            torch="2.13.0",
+        ),
+        before=Figures(
+            peak_allocated_bytes=20 * GIB,
+            peak_reserved_bytes=21 * GIB,
+            total_bytes=22 * GIB,
+            step_seconds=1.5,
+        ),
+        after=Figures(
+            peak_allocated_bytes=11 * GIB,
+            peak_reserved_bytes=12 * GIB,
+            total_bytes=13 * GIB,
+            step_seconds=1.375,
+        ),
+        solved=Solved(status="optimal", gap=0.0, seconds=0.5, runs=9, search_seconds=12.5),
+        notes=("the pins of a window are counted",),
+    )
+
+
+def test_what_is_written_is_read_back() -> None:
+    plan = made()
+    text = plan_to_toml(plan)
+    tomllib.loads(text)
+    assert plan_from_toml(text) == plan
+    assert plan_to_toml(plan_from_toml(text)) == text
+
+
+def test_sizes_are_told_in_words_beside_the_bytes() -> None:
+    assert "budget_bytes = 17179869184 # 16.00 GiB" in plan_to_toml(made())
+
+
+def test_a_file_goes_through(tmp_path: Path) -> None:
+    made().save(tmp_path / "plan.toml")
+    assert Plan.load(tmp_path / "plan.toml") == made()
+
+
+def test_a_plan_by_hand_needs_no_figures() -> None:
+    plan = plan_from_toml(f'schema = "{SCHEMA}"\n[[technique]]\nname = "tf32"\n')
+    assert [choice.name for choice in plan.choices] == ["tf32"]
+    assert plan.numerics is Numerics.PRECISION
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a = ", "the plan is no TOML"),
+        ("a = 1", "its schema is None"),
+        (f'schema = "{SCHEMA}"\ntechnique = 3', "technique is no list of tables"),
+        (
+            f'schema = "{SCHEMA}"\n[[technique]]\nname = "tf-32"',
+            "there is no technique 'tf-32'. Did you mean tf32?",
+        ),
+        (f'schema = "{SCHEMA}"\n[[technique]]\nsaves_bytes = 3', "a technique has no name"),
+        (
+            f'schema = "{SCHEMA}"\n[[technique]]\nname = "tf32"\nstrength = 3',
+            "tf32 has an unknown key 'strength'",
+        ),
+        (
+            f'schema = "{SCHEMA}"\n[[technique]]\nname = "tf32"\nsaves_bytes = "3"',
+            "saves_bytes of tf32 is '3'",
+        ),
+        (
+            f'schema = "{SCHEMA}"\n[[technique]]\nname = "mixed-precision"\n[technique.setting]\ndtype = "int4"',
+            "dtype of mixed-precision is 'int4'",
+        ),
+        (f'schema = "{SCHEMA}"\n[aim]\nbudget_bytes = "16GiB"', "budget_bytes of aim is '16GiB'"),
+        (f'schema = "{SCHEMA}"\n[aim]\nnumerics = "exact"', "'exact' is no level of numerics"),
+    ],
+)
+def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        plan_from_toml(text)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value).replace(". ", "")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"there is no plan"):
+        Plan.load(tmp_path / "none.toml")
+    with pytest.raises(UsageError, match="cannot be read"):
+        Plan.load(tmp_path)

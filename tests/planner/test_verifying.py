@@ -1,0 +1,101 @@
+"""A plan held against the plain program: promises that are kept, and those that are broken on purpose."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.planner.test_plan import _layers, _plan
+from tests.techniques.toys import all_toys
+
+from vramfit.planner.verifying import (
+    LOSS_SHARE,
+    compare,
+    judge_gradients,
+    judge_losses,
+    smaller_sizes,
+    too_large,
+)
+from vramfit.techniques import Numerics
+
+
+def test_a_bitwise_plan_is_equal_in_every_gradient_and_loss() -> None:
+    workload = all_toys()["language-tied"]
+    gradients, losses, notes = compare(
+        workload, _plan(activation_checkpointing=_layers()), workload.sizes, steps=4
+    )
+    assert gradients.passes
+    assert gradients.equal == gradients.parameters > 20
+    assert losses.passes
+    assert losses.plain == losses.planned
+    assert len(losses.plain) == 4
+    assert notes == ()
+
+
+def test_a_plan_that_rounds_stays_within_its_bound_and_is_not_equal() -> None:
+    workload = all_toys()["language-untied"]
+    gradients, losses, _ = compare(workload, _plan(chunked_loss={}), workload.sizes, steps=3)
+    assert gradients.passes
+    assert gradients.equal < gradients.parameters
+    assert 0 < gradients.worst < 1e-4
+    assert losses.passes
+
+
+def test_lower_precision_is_judged_by_its_own_bound() -> None:
+    workload = all_toys()["language-untied"]
+    gradients, losses, _ = compare(
+        workload, _plan(mixed_precision={"dtype": "bfloat16"}), workload.sizes, steps=10
+    )
+    assert gradients.passes
+    assert gradients.worst > 1e-4
+    assert losses.passes
+
+
+def test_wrong_gradients_fail_each_promise_but_the_last() -> None:
+    plain = {"a": torch.ones(4, dtype=torch.float64), "b": torch.ones(2, dtype=torch.float64)}
+    wrong = {"a": plain["a"] * 1.5, "b": plain["b"]}
+    for numerics in (Numerics.BITWISE, Numerics.ROUNDING, Numerics.PRECISION):
+        found = judge_gradients(plain, wrong, numerics)
+        assert not found.passes
+        assert found.worst_name == "a"
+        assert found.worst == pytest.approx(0.5)
+        assert found.equal == 1
+    assert judge_gradients(plain, wrong, Numerics.APPROXIMATE).passes
+
+
+def test_a_missing_gradient_fails() -> None:
+    plain = {"a": torch.ones(4, dtype=torch.float64)}
+    found = judge_gradients(plain, {}, Numerics.APPROXIMATE)
+    assert not found.passes
+    assert found.worst == math.inf
+
+
+def test_a_gradient_that_is_rounding_itself_does_not_count() -> None:
+    plain = {"a": torch.ones(4, dtype=torch.float64), "key.bias": torch.full((4,), 1e-9, dtype=torch.float64)}
+    other = {"a": plain["a"], "key.bias": -plain["key.bias"]}
+    assert judge_gradients(plain, other, Numerics.ROUNDING).passes
+    assert not judge_gradients(plain, other, Numerics.BITWISE).passes
+
+
+def test_a_curve_that_falls_less_fails() -> None:
+    plain = [4.0 - 0.1 * step for step in range(20)]
+    near = [loss + 0.5 * LOSS_SHARE for loss in plain]
+    flat = [4.0 - 0.02 * step for step in range(20)]
+    assert judge_losses(plain, near, Numerics.PRECISION).passes
+    assert not judge_losses(plain, flat, Numerics.APPROXIMATE).passes
+    assert not judge_losses(plain, [math.nan] * 20, Numerics.APPROXIMATE).passes
+    assert not judge_losses(plain, near, Numerics.BITWISE).passes
+
+
+def test_what_is_too_large_for_this_machine_is_not_tried() -> None:
+    workload = all_toys()["mlp"]
+    assert too_large(workload, 1 << 30) == ""
+    assert "are free" in too_large(workload, 1 << 10)
+
+
+def test_the_batch_is_halved_until_it_is_quick_enough() -> None:
+    workload = all_toys()["mlp"]
+    plan = _plan(activation_checkpointing={"mode": "none"})
+    assert smaller_sizes(workload, plan, 1.0, 1e9, 50) == {"batch_size": 4}
+    assert smaller_sizes(workload, plan, 1.0, 60, 50) == {"batch_size": 2}
