@@ -156,3 +156,24 @@ def test_parts_that_are_something_else(change: dict[str, object], message: str) 
     parts: dict[str, object] = {"model": nn.Identity, "batch": torch.ones, "sizes": {"n": 1}}
     with pytest.raises(UsageError, match=message):
         Workload(**(parts | change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss": lambda model, batch: model(batch)}, r"the loss is no scalar but \[2, 4\]"),
+        ({"loss": lambda model, batch: 3.0}, "the loss is no scalar but float"),
+        ({"loss": lambda model, batch: model(batch).detach().sum()}, "depends on no parameter"),
+        ({"model": lambda: torch.ones(3)}, "gives a Tensor, not an nn.Module"),
+    ],
+)
+def test_a_step_that_cannot_be_taken(change: dict[str, object], message: str) -> None:
+    parts: dict[str, object] = {
+        "model": lambda: nn.Linear(4, 4),
+        "batch": lambda batch_size: torch.ones(batch_size, 4),
+        "sizes": {"batch_size": 2},
+        "loss": lambda model, batch: model(batch).sum(),
+    }
+    workload = Workload(**(parts | change))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=message):
+        workload.run_step(workload.start("cpu"), workload.sizes)

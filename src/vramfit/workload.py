@@ -96,14 +96,40 @@ class Workload:
         return self.loss is not None or self.step is not None
 
     def start(self, device: torch.device | str) -> State:
-        """A fresh model and optimizer on a device."""
+        """A fresh model and optimizer on a device.
+
+        Raises:
+            UsageError: the model is made elsewhere than on the CPU.
+        """
         import torch
 
-        model = self.model().to(device)
+        model = self.make_model().to(device)
         optimizer = None
         if self.optimizer is not None:
             optimizer = self.optimizer(model.parameters())
         return State(model=model, optimizer=optimizer, device=torch.device(device))
+
+    def make_model(self) -> nn.Module:
+        """A fresh model, where it is made.
+
+        Raises:
+            UsageError: that is not the CPU, or it is no module.
+        """
+        from torch import nn
+
+        model = self.model()
+        if not isinstance(model, nn.Module):
+            raise UsageError(
+                f"model of a Workload gives a {type(model).__name__}, not an nn.Module",
+                "Let it return the model",
+            )
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.device.type not in ("cpu", "meta"):
+                raise UsageError(
+                    f"model makes {name} on {tensor.device}",
+                    "Make the model on the CPU: it is moved to the device",
+                )
+        return model
 
     def run_step(self, state: State, sizes: Mapping[str, int]) -> Any:
         """One step at these sizes: batch, forward and, with a loss, backward and the optimizer's step.
@@ -121,6 +147,7 @@ class Workload:
                 call_model(state.model, batch)
             return None
         loss = self.loss(state.model, batch)
+        check_loss(loss)
         loss.backward()
         loss = loss.detach()
         if state.optimizer is not None:
@@ -129,6 +156,26 @@ class Workload:
         else:
             state.model.zero_grad(set_to_none=True)
         return loss
+
+
+def check_loss(loss: Any) -> None:
+    """Make sure that something can go backward from a loss.
+
+    Raises:
+        UsageError: it is no scalar, or depends on no parameter.
+    """
+    import torch
+
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise UsageError(
+            f"the loss is no scalar but {shape}", "Take its mean or its sum before the backward pass"
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "the loss depends on no parameter that is trained",
+            "Compute it from the model's output, without no_grad",
+        )
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -13,7 +13,7 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.techniques.surround import Around, release, surround
 from vramfit.techniques.technique import Choice, Phase
-from vramfit.workload import Batch
+from vramfit.workload import Batch, check_loss
 
 Optimizer = torch.optim.Optimizer
 
@@ -73,6 +73,8 @@ class Live:
         frees_input: whether a batch may go as soon as the forward pass is over.
         loss_surroundings: what surrounds the computation of the loss in a workload, and the forward pass where it has
             no loss, the innermost first; each is given a function without arguments that computes it.
+        gathering: called when the gradients of a step are complete, before they are unscaled or cut: what keeps some
+            elsewhere brings them to the parameters.
         before_step: called before the optimizer steps, after gradients are unscaled.
         after_step: called after the optimizer stepped and the gradients went.
     """
@@ -94,6 +96,7 @@ class Live:
         self.clip: Callable[[float], Any] | None = None
         self.frees_input = False
         self.loss_surroundings: list[Callable[[Callable[[], Any]], Any]] = []
+        self.gathering: list[Callable[[], None]] = []
         self.before_step: list[Callable[[], None]] = []
         self.after_step: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
@@ -197,11 +200,7 @@ class Live:
         Raises:
             UsageError: it is no scalar.
         """
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise UsageError(
-                f"the loss is no scalar but {shape}", "Take its mean or its sum before the backward pass"
-            )
+        check_loss(loss)
         if isinstance(self._weight, float) and self._weight == 1.0:
             return loss
         return loss * self._weight
@@ -226,6 +225,8 @@ class Live:
         Raises:
             UsageError: gradients are to be clipped, but the optimizer steps during the backward pass.
         """
+        for action in self.gathering:
+            action()
         if clip_norm is not None:
             if self.steps_in_backward:
                 raise UsageError(
