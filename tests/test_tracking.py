@@ -195,3 +195,49 @@ def test_a_journal_is_there_while_the_recording_runs(tmp_path: Path) -> None:
         assert now.size.tolist()[-1] == held.nbytes and now.meta["source"] == "cpu"
         assert now.devices[0].name == "CPU"
     assert list(tmp_path.iterdir()) == [] and len(tracked.trace) > len(now)
+
+
+class TestMoreIsAliveThanTheBudget:
+    """What the model, its gradients and its optimizer hold already exceeds the budget."""
+
+    def test_the_report_names_all_of_it(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)])
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(8, 1024)).sum().backward()
+        optimizer.step()
+        held = sum(parameter.nbytes for parameter in model.parameters())
+        journal = tmp_path / "run.journal"
+        tracked = vramfit.track(model, optimizer, device="cpu", budget=held, journal=journal)
+        with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate") as caught:
+            tracked.__enter__()
+        assert "alive before the recording began exceeds the budget" in caught.value.__notes__[0]
+        report = tracked.report
+        assert report.fits is False
+        assert report.run.oom is not None and not report.run.oom.handled
+        assert report.run.oom.user_line.filename == __file__
+        categories = report.verdict.device.breakdown.categories
+        refused = report.run.oom.requested_bytes
+        assert sum(categories.values()) + refused >= 4 * held, "of gradients and two moments as well"
+        assert report.verdict.short_by >= 3 * held - (2 << 20)
+        tracked.print()
+        out = capsys.readouterr().out
+        assert out.startswith("✗ does not fit CPU with a budget of")
+        assert "parameters" in out and "optimizer state" in out
+        assert not journal.exists()
+
+    def test_a_tensor_that_alone_is_too_large_is_named(self, capsys: pytest.CaptureFixture[str]) -> None:
+        model = nn.Linear(1024, 4096, bias=False)
+        tracked = vramfit.track(model, device="cpu", budget="4MiB")
+        with pytest.raises(torch.OutOfMemoryError) as caught, tracked:
+            raise AssertionError("the block does not begin")
+        assert "parameters float32[4096, 1024] of Linear" in caught.value.__notes__[0]
+        tracked.print()
+        assert "parameters float32[4096, 1024]" in " ".join(capsys.readouterr().out.split())
+
+    def test_nothing_stays_and_a_larger_budget_can_be_tried(self) -> None:
+        model = nn.Linear(1024, 4096, bias=False)
+        with pytest.raises(torch.OutOfMemoryError), vramfit.track(model, device="cpu", budget="4MiB"):
+            pass
+        with vramfit.track(model, device="cpu", budget="1GiB") as tracked:
+            model(torch.ones(1, 1024))
+        assert tracked.report.fits is True

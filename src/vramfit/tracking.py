@@ -89,11 +89,21 @@ class Track:
     # -- around code ---------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Track:
-        """Begin to record."""
+        """Begin to record.
+
+        Raises:
+            torch.OutOfMemoryError: what is alive already exceeds the budget; `print` and `report` tell of it.
+        """
+        import torch
+
         if self._recorder is not None:
             raise UsageError("this recording runs already", "Make another with vramfit.track()")
         recorder = self._make()
-        recorder.start()
+        try:
+            recorder.start()
+        except torch.OutOfMemoryError:
+            self._end(recorder.run())
+            raise
         self._recorder, self._run = recorder, None
         _active.append(self)
         return self
@@ -105,7 +115,10 @@ class Track:
         recorder, self._recorder = self._recorder, None
         assert recorder is not None
         _active.remove(self)
-        self._run = recorder.stop(error)
+        self._end(recorder.stop(error))
+
+    def _end(self, run: Run) -> None:
+        self._run = run
         if self._journal is not None:
             self._journal.unlink(missing_ok=True)
 

@@ -202,7 +202,9 @@ def verdict(run: Run, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = N
         devices=devices,
         critical=critical,
         oom=oom,
-        short_by=max(0, oom.requested_bytes - oom.free_bytes - fragments.releasable),
+        short_by=max(
+            0, oom.requested_bytes - oom.free_bytes - fragments.releasable, _beyond(decisive, needed)
+        ),
         line=oom.user_line,
         moment=decisive.breakdown.moment,
         smallest_gpu=_smallest_gpu(needed - decisive.context, larger),
@@ -259,6 +261,11 @@ def _with_request(breakdown: Breakdown, oom: OomReport | None) -> Breakdown:
     return replace(
         breakdown, moment=replace(moment, op=moment.op or oom.op, line=moment.line or oom.user_line)
     )
+
+
+def _beyond(device: DeviceVerdict, needed: int) -> int:
+    """Bytes beyond a budget that was exceeded before the program began; 0 where it was not."""
+    return needed - device.total if device.has_room and 0 < device.total < device.used else 0
 
 
 def _critical(devices: tuple[DeviceVerdict, ...], oom: OomReport | None) -> int:
@@ -340,7 +347,7 @@ def _still_to_come(breakdown: Breakdown, oom: OomReport) -> str:
 def _fragmented(device: DeviceVerdict, oom: OomReport) -> bool:
     """Whether the request would have been served had the free bytes, if no trifle, lain together."""
     fragments = device.breakdown.fragmentation
-    if fragments.inactive_split < (device.total - device.context) * _NOTABLE:
+    if fragments.inactive_split < (device.total - device.context) * _NOTABLE or device.used > device.total:
         return False
     return oom.requested_bytes <= fragments.inactive_split + fragments.releasable + oom.free_bytes
 

@@ -16,7 +16,7 @@ from vramfit.errors import EnvironmentUnfitError, UsageError
 from vramfit.gpus import GpuKind, GpuSpec, find_gpu
 from vramfit.programs import threads
 from vramfit.programs.patching import PatchStack
-from vramfit.record.metering import CpuMeter, MeterMode, holders, tensors_of
+from vramfit.record.metering import NO_LIMIT, CpuMeter, MeterMode, holders, tensors_of
 from vramfit.record.recorder import (
     Figures,
     Recorder,
@@ -37,9 +37,6 @@ from vramfit.virtual.versions import platform_text, torch_version
 _UNSETTLED = (Category.OTHER, Category.TEMPORARIES)
 """What may turn out to be a module's input."""
 
-_NO_LIMIT = 1 << 46
-"""Memory of the device where no budget is given: more than any machine has, so that no request is refused."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuDevice:
@@ -59,7 +56,7 @@ class CpuDevice:
     def of(cls, budget: int | None) -> CpuDevice:
         """The CPU with a budget in bytes, or with none."""
         if budget is None:
-            return cls(name="CPU", total_bytes=host_bytes(), limit_bytes=_NO_LIMIT)
+            return cls(name="CPU", total_bytes=host_bytes(), limit_bytes=NO_LIMIT)
         return cls(
             name=f"CPU with a budget of {format_bytes(budget)}", total_bytes=budget, limit_bytes=budget
         )
@@ -141,7 +138,12 @@ class CpuRecorder(Recorder):
             )
         self._started = time.perf_counter()
         self.mode._began = time.perf_counter_ns()
-        self._meet_subjects()
+        try:
+            with self.meter.meeting():
+                self._meet_subjects()
+        except torch.OutOfMemoryError as error:
+            self._end(error)
+            raise
         try:
             watch(self, self._patches)
             threads.install(self.mode, self._patches)
@@ -156,6 +158,9 @@ class CpuRecorder(Recorder):
         running.remove(self)
         self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._patches.undo()
+        return self._end(error)
+
+    def _end(self, error: BaseException | None) -> Run:
         self._result = self._outcome(error)
         self.meter.machine.on_event = None
         if self._builder.journal is not None:

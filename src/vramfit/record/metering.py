@@ -13,6 +13,7 @@ the first of them lives a moment longer; the values are the same.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
@@ -26,11 +27,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramfit.allocator import OutOfMemory
 from vramfit.trace import Category, EventKind, TraceBuilder
+from vramfit.units import format_bytes
 from vramfit.virtual.attribution import Phase
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.ops import OpInfo, OpTable
 from vramfit.virtual.storages import Peaks, StorageMeter, StorageRecord, describe
 from vramfit.virtual.subclasses import is_wrapper
+
+NO_LIMIT = 1 << 46
+"""Memory of the device where no budget is given: more than any machine has, so that no request is refused."""
 
 _RESIZING = frozenset({"aten.resize_", "aten.resize_as_", "aten.set_", "aten._resize_output_"})
 _ADOPTING_VIEWS = frozenset({"aten.lift_fresh"})
@@ -51,6 +56,50 @@ class CpuMeter(StorageMeter[StorageRecord]):
         super().__init__(machine, builder)
         self._allocator = machine.devices[0].allocator
         self._described: dict[tuple[torch.dtype, torch.Size], int] = {}
+        self._meets = False
+        self._refused: tuple[OutOfMemory, StorageRecord, torch.Tensor] | None = None
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Place what is alive already, all of it whatever the budget, so that there is a report of what exceeds it.
+
+        Raises:
+            torch.OutOfMemoryError: it exceeds the budget. The first tensor that had no room is the request that failed.
+        """
+        driver, allocator = self.machine.devices[0].driver, self._allocator
+        limit, self._meets = driver.total_bytes, True
+        try:
+            yield
+        finally:
+            driver.total_bytes, self._meets = limit, False
+        if self._refused is None:
+            return
+        error, record, tensor = self._refused
+        error = OutOfMemory(
+            device=0,
+            requested_bytes=error.requested_bytes,
+            rounded_bytes=error.rounded_bytes,
+            segment_bytes=error.segment_bytes,
+            total_bytes=limit,
+            free_bytes=driver.free_bytes,
+            allocated_bytes=allocator.allocated_bytes,
+            reserved_bytes=allocator.reserved_bytes,
+            process_bytes=driver.process_bytes,
+        )
+        kind = Category(record.category).name.lower().replace("_", " ")
+        raised = self._out_of_memory(error, 0, record.nbytes, f"{kind} {describe(tensor)}")
+        owner = "" if record.module is None else f" of {record.module}"
+        raised.add_note(
+            f"What was alive before the recording began exceeds the budget: the {kind} {describe(tensor)}{owner} "
+            f"had no room beside {format_bytes(allocator.allocated_bytes)} of others."
+        )
+        raise raised
+
+    def _refuse(self, error: OutOfMemory, record: StorageRecord, tensor: torch.Tensor) -> None:
+        """Set aside the first tensor that has no room, and give all others what they need."""
+        record.address, record.row = 0, -1
+        self._refused = error, record, tensor
+        self.machine.devices[0].driver.total_bytes = NO_LIMIT
 
     def adopt(self, tensor: torch.Tensor, op: str, category: int | None = None) -> StorageRecord:
         """Place the storage of a CPU tensor if it is new, or follow its change of size; gives its record.
@@ -95,6 +144,9 @@ class CpuMeter(StorageMeter[StorageRecord]):
             try:
                 record.address = address = allocator.malloc(nbytes)
             except OutOfMemory as error:
+                if self._meets and tensor is not None:
+                    self._refuse(error, record, tensor)
+                    return
                 raise self._out_of_memory(error, 0, nbytes, op) from None
             record.row = builder.append(
                 EventKind.ALLOC,
@@ -162,9 +214,10 @@ class CpuMeter(StorageMeter[StorageRecord]):
         for part in holders(tensor):
             record = self.adopt(part, "", category)
             self.settle(record, category)
-            if module is not None and record.module != module and record.row >= 0:
+            if module is not None and record.module != module:
                 record.module = module
-                self.builder.set_module(record.row, self.builder.module(module))
+                if record.row >= 0:
+                    self.builder.set_module(record.row, self.builder.module(module))
         if category is Category.PARAMETERS and tensor.requires_grad and id(tensor) not in self._parameters:
             self._parameters[id(tensor)] = weakref.ref(tensor)
 

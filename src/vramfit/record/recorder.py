@@ -103,6 +103,7 @@ class Recorder(ABC):
 
         Raises:
             EnvironmentUnfitError: this process cannot be recorded so.
+            torch.OutOfMemoryError: what is alive already exceeds the budget; `run` tells of it.
         """
 
     @abstractmethod
