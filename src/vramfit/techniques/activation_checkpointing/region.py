@@ -1,0 +1,172 @@
+"""What surrounds a block that is recomputed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from vramfit.errors import UsageError
+from vramfit.techniques.activation_checkpointing.caches import own_caches, with_own_caches
+from vramfit.techniques.activation_checkpointing.keeping import Keeping
+from vramfit.techniques.activation_checkpointing.links import Recipe, give, take
+from vramfit.techniques.activation_checkpointing.statistics import (
+    buffer_versions,
+    refuse_changed_buffers,
+    untouched_statistics,
+)
+
+
+class Recomputed:
+    """Runs a block under ``torch.utils.checkpoint.checkpoint``, in training and where gradients are wanted.
+
+    Args:
+        path: the block's name, for errors.
+        keep: specs of the ops whose results are kept.
+        segment: name of its segment; empty for a block on its own.
+        first: whether it is the first of its segment, which keeps its input.
+        last: whether it is the last of its segment, whose output is not needed again.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        keep: tuple[str, ...] = (),
+        segment: str = "",
+        first: bool = True,
+        last: bool = True,
+    ) -> None:
+        self.path = path
+        self.keep = keep
+        self.segment = segment
+        self.first = first
+        self.last = last
+        self._looked_at_buffers = False
+
+    def __call__(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The block's forward pass."""
+        if not (module.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        call = _Call(self, module, forward)
+        inputs = call.prepare(args, kwargs)
+        del args, kwargs
+        watched = [tensor for tensor in inputs if not tensor.is_inference()]
+        versions = [tensor._version for tensor in watched]
+        buffers = None if self._looked_at_buffers else buffer_versions(module)
+        out = checkpoint(call, *inputs, use_reentrant=False, context_fn=call.contexts)
+        call.close()
+        if versions != [tensor._version for tensor in watched]:
+            raise UsageError(
+                f"{self.path} cannot be recomputed: its forward pass changes its input in place",
+                "Leave it out of the modules to recompute, or set inplace=False in its first layer",
+            )
+        if buffers is not None:
+            refuse_changed_buffers(self.path, buffers, buffer_versions(module))
+            self._looked_at_buffers = True
+        return out
+
+
+class _Call:
+    """One call of a block: the function that runs twice, and what surrounds its runs.
+
+    It holds no tensors between the runs but what `checkpoint` keeps of them: that way a checkpoint around this one, or
+    hooks that move saved tensors to the host, have a hold of all inputs, in nested containers and keywords too.
+    """
+
+    def __init__(self, around: Recomputed, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._around = around
+        self._module = module
+        self._forward = forward
+        self._keeping = Keeping(around.keep, around.path) if around.keep else None
+        self._recipes: dict[int, Recipe] = {}
+        self._found: dict[int, torch.Tensor] = {}
+        self._places: list[int] = []
+        self._others: list[Any] = []
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Take the arguments apart; the tensors to give to `checkpoint`."""
+        args, kwargs = own_caches(args), own_caches(kwargs)
+        self._given = [(args, kwargs)]
+        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        inputs: list[torch.Tensor] = []
+        devices: set[torch.device] = set()
+        for index, leaf in enumerate(leaves):
+            self._others.append(None if isinstance(leaf, torch.Tensor) else leaf)
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            recipe = None if self._around.first else take(leaf, self._around.segment)
+            if recipe is None:
+                self._places.append(index)
+                inputs.append(leaf)
+            else:
+                self._recipes[index] = recipe
+                devices.add(leaf.device)
+        # From its tensors `checkpoint` knows whose random state to keep: of inputs with a recipe it sees empty ones.
+        devices -= {tensor.device for tensor in inputs}
+        return inputs + [torch.empty(0, device=device) for device in devices]
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:
+        """One run: the first with the arguments as they were given, the second with what was kept of them."""
+        args, kwargs = self._given.pop() if self._given else self._rebuilt(inputs)
+        out = self._forward(*with_own_caches(args), **with_own_caches(kwargs))
+        return out if self._around.last else give(out, self._around.segment)
+
+    def _rebuilt(self, inputs: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        leaves = list(self._others)
+        for index, value in zip(self._places, inputs, strict=False):
+            leaves[index] = value
+        for index in self._recipes:
+            leaves[index] = self._found.pop(index)
+        rebuilt: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, self._spec)
+        return rebuilt
+
+    def contexts(
+        self,
+    ) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+        """What surrounds the first run, and the second."""
+        first = self._keeping.forward if self._keeping is not None else contextlib.nullcontext()
+        return first, _Again(self)
+
+    def close(self) -> None:
+        """The first run is over."""
+        if self._keeping is not None:
+            self._keeping.close()
+
+    @contextlib.contextmanager
+    def second_run(self) -> Any:
+        """Surrounds it. Blocks before this one run here, before the results kept for this one are given out."""
+        for index, recipe in self._recipes.items():
+            self._found[index] = recipe.tensor()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(untouched_statistics(self._module))
+            if self._keeping is not None:
+                self._keeping.check()
+                stack.enter_context(self._keeping.again)
+            try:
+                yield
+            finally:
+                self._found.clear()
+
+
+class _Again:
+    """The surroundings of second runs: there is one for each backward pass through a graph that is retained."""
+
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+        self._entered: list[contextlib.AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        context = self._call.second_run()
+        self._entered.append(context)
+        context.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._entered.pop().__exit__(*error)
