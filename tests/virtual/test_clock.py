@@ -128,3 +128,12 @@ def test_an_event_is_waited_for_by_the_stream_that_is_told_to(gpu):
     side.wait_event(done)
     end.record(side)
     assert start.elapsed_time(end) == pytest.approx(_us(gpu, lambda: a @ a) / 1e3, rel=0.05)
+
+
+def test_memory_that_nothing_is_written_to_takes_no_time(gpu):
+    like = torch.empty(1 << 20)
+    before = gpu.run.seconds_simulated
+    torch.empty(1 << 20, device="cuda"), torch.empty_like(like, device="cuda").new_empty(1 << 20)
+    assert gpu.run.seconds_simulated == before
+    torch.zeros(1 << 20, device="cuda")
+    assert gpu.run.seconds_simulated > before

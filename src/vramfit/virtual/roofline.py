@@ -30,6 +30,11 @@ _DTYPE_PEAKS = {
     torch.float8_e5m2: "float8",
 }
 
+# They take memory, and run nothing.
+_WITHOUT_KERNEL = {
+    *(torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided),
+    *(torch.ops.aten.empty_permuted, torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided),
+}
 
 _UNMEASURED = Rates()
 
@@ -52,6 +57,8 @@ def seconds(
         spec: the card.
         rates: what was measured on it, None without a profile.
     """
+    if func._overloadpacket in _WITHOUT_KERNEL:
+        return 0.0
     rates = rates or _UNMEASURED
     launch = LAUNCH_SECONDS if rates.launch_seconds is None else rates.launch_seconds
     moved = _nbytes(args) + _nbytes(tuple(kwargs.values())) + _nbytes(out)
