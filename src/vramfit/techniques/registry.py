@@ -13,6 +13,7 @@ from vramfit.techniques.technique import Technique
 # Module and class of each, in the order in which tables show them.
 _HOMES: tuple[tuple[str, str], ...] = (
     ("mixed_precision", "MixedPrecision"),
+    ("low_precision_training", "LowPrecisionTraining"),
     ("tf32", "Tf32"),
     ("in_place_activations", "InPlaceActivations"),
     ("micro_batching", "MicroBatching"),
@@ -21,6 +22,7 @@ _HOMES: tuple[tuple[str, str], ...] = (
     ("activation_checkpointing", "ActivationCheckpointing"),
     ("activation_offload", "ActivationOffload"),
     ("activation_compression", "ActivationCompression"),
+    ("parameter_offload", "ParameterOffload"),
     ("fused_norms", "FusedNorms"),
     ("parameter_sharing", "ParameterSharing"),
     ("early_release", "EarlyRelease"),
@@ -32,6 +34,7 @@ _HOMES: tuple[tuple[str, str], ...] = (
     ("optimizer_offload", "OptimizerOffload"),
     ("lean_optimizer", "LeanOptimizer"),
     ("gradient_projection", "GradientProjection"),
+    ("compiled", "Compile"),
 )
 
 
