@@ -53,7 +53,11 @@ class LateLane:
         self.outwards += 1
         return host, made
 
-    def back(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def copy_out(self, source: torch.Tensor, host: torch.Tensor) -> Any:
+        raise NotImplementedError  # not for saved tensors
+
+    def back(self, hosts: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+        (host,) = hosts
         if not self.left[host.data_ptr()].done:
             self.wrong.append("back before it was out")
         flat, wrong = _nothing(host), self.wrong
@@ -65,7 +69,7 @@ class LateLane:
                 wrong.append("gone while it was written to")
 
         made.target = weakref.ref(flat, gone)
-        return flat, made
+        return [flat], made
 
     def wait(self, end: Copy) -> None:
         source, target = end.source(), end.target()

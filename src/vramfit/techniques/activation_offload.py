@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -15,7 +15,8 @@ from vramfit.techniques.host_lane import CudaLane, Lane
 from vramfit.techniques.live import Live
 from vramfit.techniques.numerics import Numerics
 from vramfit.techniques.offload_ledger import Ledger
-from vramfit.techniques.profile import Block, Profile
+from vramfit.techniques.paying import best_blocks
+from vramfit.techniques.profile import Profile
 from vramfit.techniques.saved import (
     Kept,
     Packed,
@@ -81,7 +82,8 @@ class ActivationOffload(Technique[ActivationOffloadSetting]):
             return
         blocks = [block for block in profile.blocks[:-1] if block.kept_bytes >= _MIB]
         for part in (1, 2, 3, 4):
-            chosen = _best(blocks, -(-len(blocks) * part // 4), profile.link_bytes_per_second)
+            count = -(-len(blocks) * part // 4)
+            chosen = best_blocks(blocks, count, lambda block: block.kept_bytes, profile.link_bytes_per_second)
             if (
                 not chosen
                 or _PINNED_ROUNDING * sum(b.kept_bytes * b.calls for b in chosen) > profile.host_bytes
@@ -147,24 +149,3 @@ class Offloading:
             return None
         # What is recomputed is needed at once.
         return Kept(tensor) if recomputing else self._ledger.send(tensor, lane)
-
-
-def _best(blocks: list[Block], count: int, link: float) -> list[Block]:
-    """The blocks that pay most, in the order in which they run; equal ones apart, so that the link is never idle."""
-
-    def waits(block: Block) -> float:
-        crossing = block.kept_bytes / link
-        waiting = max(0.0, crossing - block.forward_seconds) + max(0.0, crossing - block.backward_seconds)
-        return waiting / block.kept_bytes
-
-    def spread() -> Iterator[Block]:
-        alike: dict[int, list[Block]] = {}
-        for block in blocks:
-            alike.setdefault(block.like, []).append(block)
-        left = count
-        for kind in sorted(alike.values(), key=lambda same: (waits(same[0]), -same[0].kept_bytes)):
-            taken = min(left, len(kind))
-            yield from (kind[index * len(kind) // taken] for index in range(taken))
-            left -= taken
-
-    return sorted(spread(), key=lambda block: block.index)

@@ -17,8 +17,12 @@ class Lane(Protocol):
         """A copy on the host, and what tells its end. Until `wait` for that, `flat` must neither go nor change."""
         ...
 
-    def back(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """A copy on the device, and what tells its end. It must neither be used nor go before `wait` for that."""
+    def copy_out(self, source: torch.Tensor, host: torch.Tensor) -> Any:
+        """Fill `host`, of the same strides; tells the end. Until then `source` must neither go nor change."""
+        ...
+
+    def back(self, hosts: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+        """Copies on the device, and what tells their end. They must neither be used nor go before `wait` for that."""
         ...
 
     def wait(self, end: Any) -> None:
@@ -52,18 +56,23 @@ class CudaLane:
     def out(self, flat: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """See `Lane`."""
         host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        return host, self.copy_out(flat, host)
+
+    def copy_out(self, source: torch.Tensor, host: torch.Tensor) -> Any:
+        """See `Lane`."""
         self._outwards.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._outwards):
-            host.copy_(flat, non_blocking=True)
-            return host, self._outwards.record_event()
+            host.copy_(source, non_blocking=True)
+            return self._outwards.record_event()
 
-    def back(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def back(self, hosts: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """See `Lane`."""
-        flat = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+        made = [torch.empty_like(host, device=self._device, pin_memory=False) for host in hosts]
         self._inwards.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._inwards):
-            flat.copy_(host, non_blocking=True)
-            return flat, self._inwards.record_event()
+            for copy, host in zip(made, hosts, strict=True):
+                copy.copy_(host, non_blocking=True)
+            return made, self._inwards.record_event()
 
     def wait(self, end: Any) -> None:
         """See `Lane`."""
@@ -86,9 +95,13 @@ class CopyLane:
         """See `Lane`."""
         return flat.clone(), None
 
-    def back(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def copy_out(self, source: torch.Tensor, host: torch.Tensor) -> Any:
         """See `Lane`."""
-        return host.clone(), None
+        host.copy_(source)
+
+    def back(self, hosts: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+        """See `Lane`."""
+        return [host.clone() for host in hosts], None
 
     def wait(self, end: Any) -> None:
         """See `Lane`."""

@@ -40,7 +40,7 @@ class Parcel:
 
     def call_back(self) -> None:
         """Begin the copy back onto the card."""
-        self.there, self._end = self._lane.back(self._host)
+        (self.there,), self._end = self._lane.back([self._host])
         self._coming = True
 
     def arrive(self) -> torch.Tensor:

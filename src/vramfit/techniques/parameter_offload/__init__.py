@@ -1,0 +1,9 @@
+"""Parameters live on the host and visit the card for the passes of their block."""
+
+from vramfit.techniques.parameter_offload.technique import (
+    GradientPlace,
+    ParameterOffload,
+    ParameterOffloadSetting,
+)
+
+__all__ = ["GradientPlace", "ParameterOffload", "ParameterOffloadSetting"]

@@ -1,0 +1,217 @@
+"""Which blocks' parameters are on the card at the moment.
+
+NOTE [Visits]: in the forward pass a block finds its own parameters and those of the blocks that come next on their
+way, and its own go when it is done; those of the last block stay, for the backward pass begins there. In the backward
+pass the graph asks for weights, the blocks before are called, and the ones behind go. What was brought in one sweep of
+the forward pass is used in no other: in between the optimizer may have stepped. Memory for parameters is so at most
+that of ``1 + ahead`` blocks, and one more where a block asks while the last one's backward pass still runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from vramfit.techniques.host_lane import CopyLane, CudaLane, Lane
+from vramfit.techniques.parameter_offload.gradients import Gradients
+from vramfit.techniques.saved import Packed, Place, in_backward, is_plain, storage_key, written_in_place
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a module has a parameter."""
+
+    owner: nn.Module
+    name: str
+    number: int  # of the parameter, among those of its block
+
+
+class Visitors:
+    """The parameters of a block, and their copies on the card while these are there."""
+
+    def __init__(self, depot: Depot, index: int, module: nn.Module, names: tuple[str, ...]) -> None:
+        self.depot, self.index, self.module = depot, index, weakref.ref(module)
+        self.parameters: list[nn.Parameter] = []
+        self.slots: list[Slot] = []
+        numbers: dict[int, int] = {}
+        for name in names:
+            path, _, last = name.rpartition(".")
+            owner = module.get_submodule(path)
+            parameter: nn.Parameter = owner._parameters[last]  # type: ignore[assignment]
+            if id(parameter) not in numbers:
+                numbers[id(parameter)] = len(self.parameters)
+                self.parameters.append(parameter)
+            self.slots.append(Slot(owner, last, numbers[id(parameter)]))
+        self.nbytes = sum(parameter.nbytes for parameter in self.parameters)
+        self._there: list[torch.Tensor] | None = None
+        self._end: Any = None
+        self.sweep = -1
+
+    def __del__(self) -> None:
+        """Memory that a copy is still to be written to must not serve another before."""
+        self.leave()
+
+    @property
+    def there(self) -> bool:
+        """Whether they are on the card, or on their way to it."""
+        return self._there is not None
+
+    def call(self) -> None:
+        """Begin their copies to the card."""
+        if self._there is None:
+            self._there, self._end = self.depot.lane.back([p.detach() for p in self.parameters])
+
+    def arrive(self) -> list[torch.Tensor]:
+        """Their copies, for what is computed from now on."""
+        self.call()
+        self._settle()
+        assert self._there is not None
+        return self._there
+
+    def leave(self) -> None:
+        """Drop the copies."""
+        self._settle()
+        self._there = None
+
+    def _settle(self) -> None:
+        if self._end is not None:
+            self.depot.lane.wait(self._end)
+            self._end = None
+
+    def keys(self) -> dict[int, int]:
+        """Number of each parameter, by the storage of its copy."""
+        return {storage_key(copy): number for number, copy in enumerate(self._there or ())}
+
+
+class Visit:
+    """What the graph holds of a weight: where to get it."""
+
+    __slots__ = ("_number", "_place", "_version", "_visitors")
+
+    def __init__(self, visitors: Visitors, number: int, place: Place) -> None:
+        self._visitors, self._number, self._place = visitors, number, place
+        self._version = visitors.parameters[number]._version
+
+    def unpack(self) -> torch.Tensor:
+        """The weight, on the card.
+
+        Raises:
+            RuntimeError: it was changed after the forward pass.
+        """
+        parameter = self._visitors.parameters[self._number]
+        if parameter._version != self._version:
+            raise written_in_place(parameter, self._version)
+        copy = self._visitors.depot.fetch(self._visitors)[self._number]
+        return self._place.of(copy, 0)
+
+
+class Depot:
+    """All blocks of a model. Copies and pickles of it know none, and send gradients to the host.
+
+    Args:
+        device: where blocks compute.
+        count: how many blocks there are.
+        ahead: how many blocks are brought before they are asked for.
+        keeps_gradients: whether gradients stay on the device until `Gradients.gather`.
+    """
+
+    def __init__(self, device: torch.device, count: int, ahead: int, keeps_gradients: bool = False) -> None:
+        self._device, self._count, self._ahead = device, count, ahead
+        self._lane: Lane | None = None
+        self._known: dict[int, Visitors] = {}
+        self._sweep = self._last = -1
+        self._task = -1
+        self.gradients = Gradients(self, keeps_gradients)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Streams and copies belong to this object alone."""
+        return Depot, (self._device, self._count, self._ahead)
+
+    @property
+    def lane(self) -> Lane:
+        """Copies between the host and the device."""
+        if self._lane is None:
+            self._lane = CudaLane(self._device) if self._device.type == "cuda" else CopyLane()
+        return self._lane
+
+    def visitors(self, index: int, module: nn.Module, names: tuple[str, ...]) -> Visitors:
+        """The parameters of a block."""
+        known = self._known.get(index)
+        if known is None or known.module() is not module:
+            known = self._known[index] = Visitors(self, index, module, names)
+        return known
+
+    def enter(self, visitors: Visitors) -> list[torch.Tensor]:
+        """A block's forward pass begins: its copies. See NOTE [Visits]."""
+        if in_backward():  # a recomputation
+            return self.fetch(visitors)
+        if visitors.index <= self._last or self._last < 0:
+            self._sweep += 1
+        self._last = visitors.index
+        wanted = self._near(visitors.index, 1)
+        for known in self._known.values():
+            if known.index not in wanted or known.sweep != self._sweep:
+                known.leave()
+        visitors.sweep = self._sweep
+        copies = visitors.arrive()
+        self._call_ahead(wanted)
+        return copies
+
+    def exit(self, visitors: Visitors) -> None:
+        """A block's forward pass is over."""
+        stays = visitors.index == self._count - 1 and torch.is_grad_enabled()
+        if not stays and not in_backward():
+            visitors.leave()
+
+    def fetch(self, visitors: Visitors) -> list[torch.Tensor]:
+        """Copies for the backward pass of a block. See NOTE [Visits]."""
+        if in_backward():
+            self.expect_end()
+        wanted = self._near(visitors.index, -1)
+        for known in self._known.values():
+            if known.index not in wanted:
+                known.leave()
+        copies = visitors.arrive()
+        self._call_ahead(wanted)
+        return copies
+
+    def expect_end(self) -> None:
+        """Let `_end_backward` be called when the backward pass under way is over."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _near(self, index: int, step: int) -> range:
+        return range(index, index + (self._ahead + 1) * step, step)
+
+    def _call_ahead(self, wanted: range) -> None:
+        for index in wanted:
+            if (known := self._known.get(index)) is not None and not known.there:
+                known.sweep = self._sweep
+                known.call()
+
+    def _end_backward(self) -> None:
+        for known in self._known.values():
+            known.leave()
+        self.gradients.finish()
+
+    def take(self, visitors: Visitors) -> WeightTaker:
+        """What recognises the weights of a block among the tensors that autograd saves."""
+        return WeightTaker(visitors)
+
+
+class WeightTaker:
+    """Takes saved tensors that are a block's weights, or views of them."""
+
+    def __init__(self, visitors: Visitors) -> None:
+        self._visitors, self._keys = visitors, visitors.keys()
+
+    def __call__(self, tensor: torch.Tensor) -> Packed | None:
+        """See `vramfit.techniques.saved.packing`."""
+        number = self._keys.get(storage_key(tensor)) if is_plain(tensor) else None
+        return None if number is None else Visit(self._visitors, number, Place(tensor))
