@@ -52,6 +52,16 @@ def test_what_the_host_asks_for_after_waiting_begins_later():
     assert clock.now_us == 14
 
 
+def test_streams_go_on_while_the_host_works_and_begin_what_it_asks_for_afterwards():
+    clock = Clock()
+    clock.work(10, 0, 0)
+    clock.work_host(4)
+    clock.work_host(8)
+    assert clock.now_us == 12
+    clock.work(1, 0, 0)
+    assert clock.reached(0, 0) == 13
+
+
 def _us(gpu, work):
     torch.cuda.synchronize()
     before = gpu.run.seconds_simulated

@@ -584,6 +584,46 @@ def test_phases_are_told_apart(gpu: VirtualGPU) -> None:
     )
 
 
+def test_steps_inside_the_backward_pass_are_part_of_its_step(gpu: VirtualGPU) -> None:
+    model = mlp()
+    optimizers = {p: torch.optim.AdamW([p], foreach=False) for p in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step)
+    seen: list[str] = []
+    for _ in range(2):
+        out = model(torch.randn(4, 32, device="cuda"))
+        out.register_hook(lambda _: seen.append(gpu.mode.meter.phases.phase.value))
+        out.sum().backward()
+        seen.append(gpu.mode.meter.phases.phase.value)
+    assert seen == ["backward"] * 4
+    assert gpu.trace.phases[:7] == (
+        "setup",
+        "step 0/forward",
+        "step 0/backward",
+        "step 0/optimizer",
+        "step 1/forward",
+        "step 1/backward",
+        "step 1/optimizer",
+    )
+    assert bytes_of(gpu, Category.GRADIENTS) == 0
+    assert bytes_of(gpu, Category.OPTIMIZER_STATE) == 2 * sum(p.nbytes for p in optimizers)
+
+
+def test_what_is_copied_into_pinned_memory_is_known(gpu: VirtualGPU) -> None:
+    weight = nn.Parameter(torch.arange(6.0).view(2, 3)).cuda()
+    host = torch.empty_like(weight, device="cpu", pin_memory=True)
+    host.copy_(weight.detach(), non_blocking=True)
+    assert host.tolist() == [[0, 1, 2], [3, 4, 5]]
+    weight.detach().copy_(host.mul_(2), non_blocking=True)
+    assert weight.tolist() == [[0, 2, 4], [6, 8, 10]]
+    assert gpu.run.warnings == ()
+
+
 def test_modules_name_what_they_allocate(gpu: VirtualGPU) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -208,6 +208,14 @@ class PhaseTracker:
             return
         if phase is Phase.OPTIMIZER:
             self._stepped = True
+        self._enter(phase)
+
+    def resume(self, phase: Phase) -> None:
+        """Go back to a phase that another interrupted, as steps inside a backward pass do; no new step begins."""
+        if phase is not self.phase:
+            self._enter(phase)
+
+    def _enter(self, phase: Phase) -> None:
         self.phase = phase
         self.index = self._builder.phase(f"step {self.step}/{phase.value}")
         self._on_change(self.index)

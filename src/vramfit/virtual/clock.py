@@ -57,6 +57,10 @@ class Clock:
         with self._lock:
             self._streams[key] = max(self._streams.get(key, 0.0), until)
 
+    def work_host(self, microseconds: float) -> None:
+        """Let the host itself work, while streams go on with what they were given."""
+        self.hold_host(self._host + microseconds)
+
     def hold_host(self, until: float) -> None:
         """Let the host, and all that it asks for from now on, go on no earlier."""
         with self._lock:

@@ -35,6 +35,7 @@ from vramfit.programs.patching import PatchStack
 from vramfit.trace import Category
 from vramfit.virtual import kernels, roofline
 from vramfit.virtual.assume import Extent
+from vramfit.virtual.attribution import Phase
 from vramfit.virtual.checks import check_arguments
 from vramfit.virtual.clock import Engine
 from vramfit.virtual.describe import Describer
@@ -340,6 +341,10 @@ class VirtualMode(TorchDispatchMode):
             spec, rates = self.machine.devices[device].spec, self.machine.rates
             duration = roofline.seconds(func, args, kwargs, out, spec, rates)
             self.machine.advance(1e6 * duration, device, engine)
+        elif self.meter.phases.phase is Phase.OPTIMIZER:
+            # Steps of an offloaded optimizer; other work of the host has no time of its own.
+            written = mutated_tensors(info, args, kwargs)
+            self.machine.clock.work_host(1e6 * roofline.host_seconds((args, kwargs, out, written)))
         self.shading.follow(func, info, args, kwargs, out, device)
 
     def _expect(

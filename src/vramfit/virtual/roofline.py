@@ -19,6 +19,8 @@ from vramfit.gpus.profile import Rates
 COMPUTE_EFFICIENCY = 0.7
 BANDWIDTH_EFFICIENCY = 0.8
 LAUNCH_SECONDS = 4e-6
+# Two channels of DDR4-3200, 2 x 8 bytes x 3.2 GT/s (JESD79-4): what desktops have at least, servers a multiple.
+HOST_BANDWIDTH = 51.2e9
 
 _DTYPE_PEAKS = {
     torch.float64: "float64",
@@ -101,6 +103,15 @@ def link_seconds(nbytes: int, spec: GpuSpec, rates: Rates | None, *, upwards: bo
     return nbytes / (measured.get("pinned" if pinned else "pageable") or spec.host_link)
 
 
+def host_seconds(moved: Any) -> float:
+    """Estimated seconds of an op on the host that does little arithmetic.
+
+    Args:
+        moved: the tensors that it reads and writes, nested as they come; those written twice.
+    """
+    return _nbytes(moved) / (HOST_BANDWIDTH * BANDWIDTH_EFFICIENCY)
+
+
 def flops_per_second(spec: GpuSpec, dtype: torch.dtype | None, rates: Rates = _UNMEASURED) -> float:
     """What a large product of matrices reaches, in FLOP/s."""
     name = _peak_name(spec, dtype)
@@ -125,6 +136,8 @@ def _nbytes(tree: Any) -> int:
         return tree.numel() * tree.element_size()
     if isinstance(tree, (list, tuple)):
         return sum(_nbytes(item) for item in tree)
+    if isinstance(tree, dict):
+        return sum(_nbytes(item) for item in tree.values())
     return 0
 
 

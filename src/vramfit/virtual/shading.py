@@ -164,6 +164,10 @@ class Shading:
         real_kwargs = {k: map_tensors(to_real, v) for k, v in kwargs.items()}
         if "device" in real_kwargs:
             real_kwargs["device"] = torch.device("cpu")
+        if "pin_memory" in real_kwargs:
+            real_kwargs["pin_memory"] = (
+                False  # a shadow lies in plain memory, the only one where there is no card
+            )
         return map_tensors(to_real, args), real_kwargs, guessed
 
     def _compute(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,10 +36,10 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
     patches.set(torch.autograd, "_engine_run_backward", run_backward)
 
 
-def tag_gradients(mode: VirtualMode) -> None:
-    """Name the gradients of all parameters alive."""
+def tag_gradients(mode: VirtualMode, parameters: Iterable[torch.Tensor] | None = None) -> None:
+    """Name the gradients of parameters, of all that are alive if none are given."""
     meter = mode.meter
-    for parameter in meter.parameters():
+    for parameter in meter.parameters() if parameters is None else parameters:
         gradient = parameter.grad
         if gradient is not None and type(gradient) is FakeTensor:
             record = meter.record_of(parameter)

@@ -33,15 +33,25 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
         patches.call(partial(types.remove, FakeTensor))
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        tag_gradients(mode)
+        if _in_backward():
+            tag_gradients(mode, (p for group in optimizer.param_groups for p in group["params"]))
+        else:
+            tag_gradients(mode)
         mode.meter.phases.begin(Phase.OPTIMIZER)
         mode.guesses.new_phase()
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         tag_states(mode, optimizer)
+        if _in_backward():
+            mode.meter.phases.resume(Phase.BACKWARD)
 
     patches.call(register_optimizer_step_pre_hook(before_step).remove)
     patches.call(register_optimizer_step_post_hook(after_step).remove)
+
+
+def _in_backward() -> bool:
+    """Whether autograd is at work: optimizers can step in its hooks, one for each parameter."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def tag_states(mode: VirtualMode, optimizer: torch.optim.Optimizer) -> None:
