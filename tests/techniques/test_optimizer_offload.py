@@ -1,0 +1,241 @@
+"""The optimizer on the host: values (small tensors of the virtual GPU have true ones), memory, checkpoints and undo."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.techniques.optimizers import held, profile_of, rounded, transformer, values, wide
+from tests.techniques.toys import classes, numbers
+from torch import nn
+
+from vramfit.errors import UsageError
+from vramfit.techniques import Live, Piece
+from vramfit.techniques.optimizer_offload import OptimizerOffload, OptimizerOffloadSetting
+from vramfit.techniques.optimizer_offload_host import HostOptimizer
+from vramfit.trace import Category
+from vramfit.virtual.gpu import VirtualGPU
+
+# The middle matrix is offloaded, the rest small enough to stay; in the second case all but a bias goes.
+SOME = OptimizerOffloadSetting(minimal_size=500)
+MOST = OptimizerOffloadSetting(minimal_size=10, offload_gradients=True)
+EACH = pytest.mark.parametrize("setting", [SOME, MOST], ids=["some", "most"])
+
+
+def _model(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3)).to(
+        device
+    )
+
+
+def _live(device: str, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **values: object) -> Live:
+    model = _model(device)
+    return Live(model, kind(model.parameters(), **{"lr": 0.01, **values}))  # type: ignore[call-arg]
+
+
+def _train(live: Live, *, steps: int, clip_norm: float | None = None, seed: int = 0) -> None:
+    for step in range(seed, seed + steps):
+        x = (numbers(4, 16) + step).to(live.device)
+        loss = nn.functional.cross_entropy(live.model(x), classes(3, 4).to(live.device))
+        live.backward(loss)
+        live.step(clip_norm=clip_norm)
+
+
+def _assert_same(ours: Live, plain: Live) -> None:
+    for one, other in zip(values(ours.model), values(plain.model), strict=True):
+        torch.testing.assert_close(one.cpu(), other.cpu(), rtol=1e-5, atol=1e-6)
+
+
+@EACH
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad", "RMSprop"])
+def test_updates_are_the_plain_ones(gpu: VirtualGPU, setting: OptimizerOffloadSetting, name: str) -> None:
+    kind = getattr(torch.optim, name)
+    extra = {"weight_decay": 0.1} | ({"momentum": 0.9} if name == "SGD" else {})
+    plain, ours = _live("cpu", kind, **extra), _live("cuda", kind, **extra)
+    OptimizerOffload().attach(ours, setting)
+    for live in (plain, ours):
+        _train(live, steps=4)
+    _assert_same(ours, plain)
+    assert gpu.run.warnings == ()
+
+
+@EACH
+def test_gradients_are_clipped_together(gpu: VirtualGPU, setting: OptimizerOffloadSetting) -> None:
+    plain, ours = _live("cpu", torch.optim.SGD), _live("cuda", torch.optim.SGD)
+    OptimizerOffload().attach(ours, setting)
+    for live in (plain, ours):
+        _train(live, steps=3, clip_norm=0.01)
+    _assert_same(ours, plain)
+
+
+@EACH
+def test_groups_and_schedules_act(gpu: VirtualGPU, setting: OptimizerOffloadSetting) -> None:
+    def made(device: str) -> Live:
+        model = _model(device)
+        groups = [{"params": model[0].parameters(), "weight_decay": 0.5}, {"params": model[2].parameters()}]
+        return Live(model, torch.optim.AdamW(groups, lr=0.05))
+
+    plain, ours = made("cpu"), made("cuda")
+    OptimizerOffload().attach(ours, setting)
+    assert ours.optimizer is not None and plain.optimizer is not None
+    assert isinstance(ours.optimizer, torch.optim.Optimizer)
+    assert [len(group["params"]) for group in ours.optimizer.param_groups] == [2, 2]
+    schedules = [torch.optim.lr_scheduler.StepLR(live.optimizer, 1, 0.5) for live in (plain, ours)]  # type: ignore[arg-type]
+    for step in range(3):
+        for live, schedule in zip((plain, ours), schedules, strict=True):
+            _train(live, steps=1, seed=step)
+            schedule.step()
+    _assert_same(ours, plain)
+
+
+@EACH
+def test_states_move_over_and_come_back(gpu: VirtualGPU, setting: OptimizerOffloadSetting) -> None:
+    plain, ours = _live("cpu"), _live("cuda")
+    for live in (plain, ours):
+        _train(live, steps=2)
+    old = ours.optimizer
+    assert old is not None
+    OptimizerOffload().attach(ours, setting)
+    weight = ours.model[2].weight  # type: ignore[index]
+    assert isinstance(ours.optimizer, HostOptimizer) and not old.state
+    assert ours.optimizer.state[weight]["exp_avg"].device.type == "cpu"
+    for live in (plain, ours):
+        _train(live, steps=2, seed=2)
+    ours.undo()
+    assert ours.optimizer is old
+    assert old.state[weight]["exp_avg"].is_cuda and float(old.state[weight]["step"]) == 4
+    for live in (plain, ours):
+        _train(live, steps=2, seed=4)
+    _assert_same(ours, plain)
+
+
+@EACH
+def test_checkpoints_fit_the_optimizer_before(gpu: VirtualGPU, setting: OptimizerOffloadSetting) -> None:
+    plain, ours = _live("cpu"), _live("cuda")
+    OptimizerOffload().attach(ours, setting)
+    _train(plain, steps=3)
+    assert plain.optimizer is not None and ours.optimizer is not None
+    file = io.BytesIO()
+    torch.save(plain.optimizer.state_dict(), file)
+    file.seek(0)
+    ours.optimizer.load_state_dict(torch.load(file))
+    ours.model.load_state_dict(plain.model.state_dict())
+    for live in (plain, ours):
+        _train(live, steps=2, seed=3)
+    _assert_same(ours, plain)
+    back = copy.deepcopy(ours.optimizer.state_dict())
+    assert back.keys() == plain.optimizer.state_dict().keys()
+    for index, states in plain.optimizer.state_dict()["state"].items():
+        for name, value in states.items():
+            torch.testing.assert_close(back["state"][index][name].cpu(), value, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="other parameter groups"):
+        ours.optimizer.load_state_dict(torch.optim.SGD(nn.Linear(3, 3).parameters()).state_dict())
+
+
+def test_what_is_loaded_into_the_model_is_not_overwritten(gpu: VirtualGPU) -> None:
+    ours = _live("cuda", torch.optim.SGD)
+    OptimizerOffload().attach(ours, SOME)
+    _train(ours, steps=2)
+    ours.model.load_state_dict(_model("cpu").state_dict())
+    plain = _live("cpu", torch.optim.SGD)
+    for live in (plain, ours):
+        _train(live, steps=2)
+    _assert_same(ours, plain)
+
+
+def test_after_the_undo_no_hook_is_left(gpu: VirtualGPU) -> None:
+    ours = _live("cuda")
+    OptimizerOffload().attach(ours, MOST)
+    _train(ours, steps=1)
+    ours.undo()
+    assert ours.clip is None and ours.before_step == []
+    ours.backward(ours.model(torch.ones(1, 16, device="cuda")).sum())
+    assert all(parameter.grad is not None for parameter in ours.model.parameters())
+
+
+def test_nothing_holds_a_program_that_is_over(gpu: VirtualGPU) -> None:
+    ours = _live("cuda")
+    OptimizerOffload().attach(ours, MOST)
+    _train(ours, steps=1)
+    gone = weakref.ref(ours.model[2].weight)  # type: ignore[index]
+    del ours
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_would_go_wrong_is_refused(gpu: VirtualGPU) -> None:
+    with pytest.raises(UsageError, match="for models on a CUDA device"):
+        OptimizerOffload().attach(_live("cpu"), SOME)
+    model = _model("cuda")
+    with pytest.raises(UsageError, match="LBFGS cannot be offloaded"):
+        OptimizerOffload().attach(Live(model, torch.optim.LBFGS(model.parameters())), SOME)
+    ours = _live("cuda")
+    OptimizerOffload().attach(ours, MOST)
+    ours.backward(ours.model(torch.ones(1, 16, device="cuda")).sum())
+    ours.splitter = lambda batch: (Piece(batch=batch, weight=1.0, last=True),)
+    with pytest.raises(UsageError, match="cannot accumulate over micro-batches"):
+        ours.step()
+    ours.splitter, ours.scaler = None, torch.amp.GradScaler("cuda")
+    with pytest.raises(UsageError, match="cannot go with loss scaling"):
+        ours.step()
+    assert isinstance(ours.optimizer, HostOptimizer)
+    with pytest.raises(ValueError, match="cannot be added to an offloaded optimizer"):
+        ours.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def test_options_need_states_a_card_and_host_memory() -> None:
+    profile = profile_of(wide())
+    both = [OptimizerOffloadSetting(), OptimizerOffloadSetting(offload_gradients=True)]
+    assert list(OptimizerOffload().options(profile)) == both
+    assert list(OptimizerOffload().options(replace(profile, own_step=True))) == both[:1]
+    assert list(OptimizerOffload().options(replace(profile, device_type="cpu"))) == []
+    needed = 4 * 4 * 128 * 128
+    assert list(OptimizerOffload().options(replace(profile, host_bytes=needed))) == both
+    assert list(OptimizerOffload().options(replace(profile, host_bytes=needed - 1))) == []
+    stateless = torch.optim.SGD(profile.model.parameters())
+    assert list(OptimizerOffload().options(replace(profile, optimizer=stateless))) == []
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_bytes_on_the_card_and_on_the_host(gpu: VirtualGPU, gradients: bool) -> None:
+    setting = OptimizerOffloadSetting(offload_gradients=gradients)
+    workload = OptimizerOffload().apply(transformer(), setting)
+    state = workload.start("cuda")
+    parameters = list(state.model.parameters())
+    large = [parameter for parameter in parameters if parameter.numel() >= 4096]
+    small = [parameter for parameter in parameters if parameter.numel() < 4096]
+    for _ in range(2):
+        workload.run_step(state, workload.sizes)
+    # AdamW keeps two averages; its fused kernel keeps the counters of small parameters on the card.
+    assert held(gpu, Category.OPTIMIZER_STATE)[0] == sum(2 * p.nbytes + 4 for p in small)
+    pinned = torch.cuda.host_memory_stats()["active_bytes.current"]
+    assert pinned == sum(2 * (1 << (p.nbytes - 1).bit_length()) for p in large)
+    assert isinstance(state.optimizer, HostOptimizer)
+    assert state.optimizer.host_bytes == sum(4 * p.nbytes + 4 for p in large)
+    now, most = held(gpu, Category.GRADIENTS)
+    assert now == 0
+    if not gradients:
+        assert most == sum(parameter.nbytes for parameter in parameters)
+    else:
+        assert most < sum(rounded(p.nbytes) for p in small) + 3 * max(p.nbytes for p in large)
+
+
+def test_the_step_takes_the_time_of_the_host(gpu: VirtualGPU) -> None:
+    taken = []
+    for workload in (transformer(), OptimizerOffload().apply(transformer(), OptimizerOffloadSetting())):
+        state = workload.start("cuda")
+        workload.run_step(state, workload.sizes)
+        torch.cuda.synchronize()
+        before = gpu.run.seconds_simulated
+        workload.run_step(state, workload.sizes)
+        torch.cuda.synchronize()
+        taken.append(gpu.run.seconds_simulated - before)
+    size = sum(parameter.nbytes for parameter in state.model.parameters())
+    # The CPU reads parameter, gradient and two averages, and writes three of them.
+    assert taken[1] - taken[0] > 5 * size / 51.2e9
