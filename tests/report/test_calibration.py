@@ -22,7 +22,7 @@ def _op(name: str, steps: str, **more: Any) -> OpRecord:
     return OpRecord(op=f"aten.{name}.default", signature="float32[8,64]", steps=from_text(steps), **more)
 
 
-def _found() -> Calibration:
+def found() -> Calibration:
     measured = {
         "conv/a": [_op("convolution", "o4096@0 t9000"), _op("cudnn", "o8@0")],
         "sorting/b": [_op("sort", "t512 o2048@0 t700"), _op("topk", "o64@0 t512")],
@@ -73,13 +73,13 @@ def _found() -> Calibration:
 
 def test_tables_are_as_agreed() -> None:
     console = Console(width=110, record=True, file=io.StringIO())
-    print_calibration(_found(), console)
+    print_calibration(found(), console)
     text = "\n".join(line.rstrip() for line in console.export_text().splitlines())
     check_golden("calibration.txt", text + "\n")
 
 
 def test_json_is_as_agreed() -> None:
-    document = calibration_to_json(_found(), "p.json")
+    document = calibration_to_json(found(), "p.json")
     check_golden("calibration.json", json.dumps(document, indent=1) + "\n")
 
 
@@ -88,11 +88,11 @@ def test_share_is_never_rounded_to_all() -> None:
     many = [OpRecord(op="aten.x.default", signature=str(n), steps=()) for n in range(5000)]
     wrong = _op("sort", "o512@0 t1")
     record = CaseRecord(case="a/b", ops=(*many, wrong))
-    found = Calibration(
-        about=_found().about,
+    compared = Calibration(
+        about=found().about,
         measured={"a/b": record},
         predicted={"a/b": CaseRecord(case="a/b", ops=(*many, *ops))},
     )
     console = Console(width=200, record=True, file=io.StringIO())
-    print_calibration(found, console)
+    print_calibration(compared, console)
     assert "5000 of 5001 ops exact in bytes (99.9 %)" in console.export_text()

@@ -1,5 +1,6 @@
 """What every report keeps to on any terminal: no line beyond its width, and no figure cut."""
 
+import io
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -7,14 +8,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from rich.text import Text
 from tests.doctor.machines import SHARED_BOX
 
 from analysis import fragmentation_cases as cases
 from analysis.synthetic import fitting_run, oom_run
-from report import test_against, test_diff, test_leaks, test_stress, test_terminal
+from report import test_against, test_calibration, test_diff, test_leaks, test_stress, test_terminal
 from vramfit.analysis import causes, leaks, peaks, tune, verdict
+from vramfit.cli import gpus
 from vramfit.doctor import diagnose
+from vramfit.gpus import match_gpu
 from vramfit.report import (
     Explanation,
     render_against,
@@ -26,12 +30,13 @@ from vramfit.report import (
     render_terminal,
     render_tuning,
 )
+from vramfit.report.calibration import print_calibration
 from vramfit.report.doctor import render_doctor
 from vramfit.report.folding import NARROW, broken, folded, table
 from vramfit.trace import read_any
 
 WIDTHS = (20, 30, 40, 59, 60, 80)
-FIGURE = re.compile(r"\d[\d.,]* (?:[KMGT]iB|B|%)|×\d+")
+FIGURE = re.compile(r"\d[\d.,]* (?:[KMGT]?i?B|%|(?:GB|TFLOP)/s|MHz|us)(?![\w])|×\d+")
 
 
 def explained(width: int) -> str:
@@ -42,8 +47,22 @@ def explained(width: int) -> str:
     return render_explanation(found, width=width)
 
 
+def told(report: Callable[[Console], None], width: int) -> str:
+    stream = io.StringIO()
+    report(Console(file=stream, width=width, color_system=None, force_terminal=False, highlight=False))
+    return stream.getvalue()
+
+
+def card(name: str | None, width: int) -> str:
+    match = None if name is None else match_gpu(name)
+    return told(lambda console: gpus.print_gpus(match, console), width)
+
+
 REPORTS: dict[str, Callable[[int], str]] = {
     "against": lambda width: render_against(test_against.differs(), width=width),
+    "calibrate": lambda width: told(
+        lambda console: print_calibration(test_calibration.found(), console), width
+    ),
     "diff": lambda width: render_diff([test_diff.changed()], width=width),
     "doctor": lambda width: render_doctor(diagnose(SHARED_BOX), width=width),
     "explain": explained,
@@ -51,6 +70,10 @@ REPORTS: dict[str, Callable[[int], str]] = {
     "fragmentation-oom": lambda width: render_fragmentation(
         causes(cases.oom_of_alternating_blocks()), width=width
     ),
+    "gpus": lambda width: card(None, width),
+    "gpus-one": lambda width: card("RTX 4090", width),
+    "gpus-several": lambda width: card("A100", width),
+    "gpus-size": lambda width: card("24GiB", width),
     "leaks": lambda width: render_leaks(test_leaks.found(), width=width),
     "run": lambda width: render_terminal(fitting_run(), verdict(fitting_run(), cards=()), width=width),
     "run-two-cards": lambda width: render_terminal(
@@ -85,6 +108,11 @@ def plain(lines: list[Text]) -> list[str]:
 
 def test_a_number_keeps_its_unit_and_a_name_its_quotes() -> None:
     assert plain(broken(Text("it takes 12.00 MiB ×3 here"), 16)) == ["it takes", "  12.00 MiB ×3", "  here"]
+    assert plain(broken(Text("Memory 23.64 GiB = 25,386,024,960 B"), 22)) == [
+        "Memory 23.64 GiB",
+        "  = 25,386,024,960 B",
+    ]
+    assert plain(broken(Text("at 1,008 GB/s, 51.0 TFLOP/s"), 20)) == ["at 1,008 GB/s,", "  51.0 TFLOP/s"]
     assert plain(broken(Text('take --gpu "RTX 4090" then'), 18)) == ["take --gpu", '  "RTX 4090" then']
 
 

@@ -1,4 +1,5 @@
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,6 +117,17 @@ def test_a_pipe_gets_no_colour_and_a_terminal_does() -> None:
     terminal = Console(file=stream, width=80, force_terminal=True, color_system="standard")
     print_terminal(run, verdict(run, cards=()), terminal)
     assert "\x1b[" in stream.getvalue()
+
+
+def test_who_wants_no_colour_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    run, stream = oom_run(), io.StringIO()
+    terminal = Console(file=stream, width=80, force_terminal=True, color_system="truecolor")
+    print_terminal(run, verdict(run, cards=()), terminal)
+    codes = {
+        part for found in re.findall(r"\x1b\[([0-9;]*)m", stream.getvalue()) for part in found.split(";")
+    }
+    assert codes <= {"0", "1", "2"}  # bold and dim are no colours
 
 
 @pytest.mark.parametrize("make", [fitting_run, oom_run, crowded])

@@ -161,9 +161,13 @@ class _Progress:
     def about(self, about: About, journal: Journal) -> None:
         """Say what is measured, and what is known already."""
         if journal.set_aside:
-            self._console.print(f"{journal.path} was of another card, torch or grid: measured afresh")
+            self._console.print(
+                f"{journal.path} was of another card, torch or grid: measured afresh", markup=False
+            )
         elif journal.records:
-            self._console.print(f"{about.name}: {len(journal.records)} cases were measured before")
+            self._console.print(
+                f"{about.name}: {len(journal.records)} cases were measured before", markup=False
+            )
 
     def doing(self, what: str) -> None:
         """A step of its own begins."""

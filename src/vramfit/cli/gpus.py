@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Optional
 
 import typer
@@ -34,20 +34,26 @@ def gpus_command(
     if json_output:
         typer.echo(json.dumps(_document(match), indent=2, ensure_ascii=False))
         return
-    console = wide_console()
-    if match is None:
-        if console.width >= _TABLE:
-            console.print(_table(catalogue()))
-        else:
-            _print_narrow(catalogue(), console)
-        console.print(_LEGEND, style="dim", highlight=False)
+    print_gpus(match, wide_console())
+
+
+def print_gpus(match: GpuMatch | None, console: Console) -> None:
+    """Print the catalogue, or all about the card that was found."""
+    from vramfit.report.text import print_lines
+
+    if match is not None:
+        print_lines(console, _card_lines(match, console.width), console.width)
+        return
+    if console.width >= _TABLE:
+        console.print(_table(catalogue()))
     else:
-        _print_card(console, match)
+        print_lines(console, _narrow_lines(catalogue(), console.width), console.width)
+    print_lines(console, [Text(line, style="dim") for line in _LEGEND], console.width)
 
 
 _LEGEND = (
-    "Memory as CUDA reports it on Linux (~ estimated). TFLOP/s are dense; fp16 accumulates in float32.\n"
-    "'vramfit gpus NAME' shows a card with its sources."
+    "Memory as CUDA reports it on Linux (~ estimated). TFLOP/s are dense; fp16 accumulates in float32.",
+    "'vramfit gpus NAME' shows a card with its sources.",
 )
 
 
@@ -60,12 +66,10 @@ def _table(cards: Iterable[GpuSpec]) -> Table:
     return table
 
 
-def _print_narrow(cards: Iterable[GpuSpec], console: Console) -> None:
+def _narrow_lines(cards: Iterable[GpuSpec], width: int) -> Iterator[Text]:
     from vramfit.report.folding import table
-    from vramfit.report.text import print_lines
 
-    rows = [[Text(cell) for cell in _row(card)] for card in cards]
-    print_lines(console, table(_HEADS, rows, console.width), console.width)
+    return table(_HEADS, [[Text(cell) for cell in _row(card)] for card in cards], width)
 
 
 def _row(card: GpuSpec) -> list[str]:
@@ -88,17 +92,24 @@ def _tera(card: GpuSpec, dtype: str) -> str:
     return "" if rate is None else f"{rate / 1e12:.3g}" if rate < 1e15 else f"{rate / 1e12:.0f}"
 
 
-def _print_card(console: Console, match: GpuMatch) -> None:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value in _lines(match.spec):
-        table.add_row(label, Text(value))
-    console.print(Text(match.spec.name, style="bold"))
-    console.print(table)
+def _card_lines(match: GpuMatch, width: int) -> Iterator[Text]:
+    """The facts of a card, beside their names where there is room."""
+    from vramfit.report.folding import NARROW, broken
+
+    facts = list(_lines(match.spec))
+    column = max(len(label) for label, _ in facts) + 2
+    yield Text(match.spec.name, style="bold")
+    for label, value in facts:
+        if width < NARROW:
+            yield from broken(Text.assemble((label, "bold"), f": {value}"), width, indent=4)
+            continue
+        name = Text(f"{label:<{column}}", style="bold")
+        for line in broken(Text(value), width - column, indent=0):
+            yield name + line
+            name = Text(" " * column)
     if match.alternatives:
         others = ", ".join(card.name for card in match.alternatives)
-        console.print(Text(f"The name also fits: {others}.", style="yellow"))
+        yield Text(f"The name also fits: {others}.", style="yellow")
 
 
 def _lines(card: GpuSpec) -> Iterable[tuple[str, str]]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from vramfit.calibrate.calibration import Calibration
 from vramfit.calibrate.compare import Comparison, Tally, Verdict
 from vramfit.calibrate.records import OpRecord, to_text
 from vramfit.gpus.profile import Rates
+from vramfit.report.folding import table
+from vramfit.report.text import print_lines
 from vramfit.units import format_bytes
 
 SCHEMA = "vramfit.calibrate/1"
@@ -28,125 +29,121 @@ _VERDICT_STYLES = {
 
 def print_calibration(found: Calibration, console: Console) -> None:
     """Print the tables of families, of first uses, of speeds and of disagreements."""
+    print_lines(console, _lines(found, console.width), console.width)
+
+
+def _lines(found: Calibration, width: int) -> Iterator[Text]:
     about = found.about
-    console.print(
-        Text.assemble(
-            (about.name, "bold"),
-            f", {format_bytes(about.total_bytes)}, torch {about.torch}",
-            f", CUDA {about.cuda}" if about.cuda else "",
-            f", driver {about.driver}" if about.driver else "",
-            " (the virtual GPU in the card's place)" if about.source == "virtual" else "",
-        )
+    yield Text.assemble(
+        (about.name, "bold"),
+        f", {format_bytes(about.total_bytes)}, torch {about.torch}",
+        f", CUDA {about.cuda}" if about.cuda else "",
+        f", driver {about.driver}" if about.driver else "",
+        " (the virtual GPU in the card's place)" if about.source == "virtual" else "",
     )
     tables = (
-        _families(found) if found.families else None,
-        _growths(found) if found.growths else None,
-        None if found.rates is None else _speeds(found.rates),
+        (
+            _FAMILIES,
+            [_family(tally, found) for tally in (*found.families, found.total)] if found.families else [],
+        ),
+        (_GROWTHS, list(_growths(found))),
+        (("Speed", "measured"), [] if found.rates is None else list(_speeds(found.rates))),
     )
-    for table in tables:
-        if table is not None:
-            console.print()
-            console.print(table)
-    console.print()
-    _print_disagreements(found.disagreements, console)
-    _print_failures(found, console)
-    console.print(_conclusion(found), soft_wrap=True)
+    for heads, rows in tables:
+        if rows:
+            yield Text()
+            yield from table(heads, rows, width)
+    yield Text()
+    yield from _disagreements(found.disagreements)
+    yield from _failures(found)
+    yield _conclusion(found)
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
-    return table
+_FAMILIES = (
+    "Family",
+    "cases",
+    "failed",
+    "ops",
+    "exact",
+    "same bytes",
+    "in error bar",
+    "different",
+    "one side",
+    "time",
+)
 
 
-def _families(found: Calibration) -> Table:
-    table = _table(
-        "Family",
-        "cases",
-        "failed",
-        "ops",
-        "exact",
-        "same bytes",
-        "in error bar",
-        "different",
-        "one side",
-        "time",
+def _family(tally: Tally, found: Calibration) -> list[Text]:
+    """How the ops of a family compare, or of all."""
+    count = tally.verdicts.get
+    one_sided = count(Verdict.ONLY_MEASURED, 0) + count(Verdict.ONLY_PREDICTED, 0)
+    cells = (
+        tally.name,
+        str(tally.cases),
+        _or_blank(tally.failed),
+        str(tally.calls),
+        str(count(Verdict.EXACT, 0)),
+        _or_blank(count(Verdict.SAME_BYTES, 0)),
+        _or_blank(count(Verdict.WITHIN_BAR, 0)),
+        _or_blank(count(Verdict.DIFFERENT, 0)),
+        _or_blank(one_sided),
+        "" if tally.time_ratio is None else f"{tally.time_ratio:.2f}x",
     )
-    for tally in (*found.families, found.total):
-        count = tally.verdicts.get
-        one_sided = count(Verdict.ONLY_MEASURED, 0) + count(Verdict.ONLY_PREDICTED, 0)
-        table.add_row(
-            tally.name,
-            str(tally.cases),
-            _or_blank(tally.failed),
-            str(tally.calls),
-            str(count(Verdict.EXACT, 0)),
-            _or_blank(count(Verdict.SAME_BYTES, 0)),
-            _or_blank(count(Verdict.WITHIN_BAR, 0)),
-            _or_blank(count(Verdict.DIFFERENT, 0)),
-            _or_blank(one_sided),
-            "" if tally.time_ratio is None else f"{tally.time_ratio:.2f}x",
-            style="bold" if tally is found.total else "",
-        )
-    return table
+    return [Text(cell, style="bold" if tally is found.total else "") for cell in cells]
 
 
 def _or_blank(count: int) -> str:
     return str(count) if count else ""
 
 
-def _growths(found: Calibration) -> Table:
+_GROWTHS = ("First use of", "outside torch", "virtual GPU", "kept in torch", "virtual GPU")
+
+
+def _growths(found: Calibration) -> Iterator[list[Text]]:
+    """What the first use of each library takes, and what the virtual GPU has for it."""
     expected = {growth["name"]: growth for growth in found.expected_growths}
-    table = _table("First use of", "outside torch", "virtual GPU", "kept in torch", "virtual GPU")
     for growth in found.growths:
         told: Mapping[str, Any] = expected.get(growth["name"], {})
-        table.add_row(
+        cells = (
             growth["name"],
             format_bytes(growth["outside"]),
             format_bytes(told["outside"]) if told else "",
             format_bytes(growth["kept"]),
             format_bytes(told["kept"]) if told else "",
         )
-    return table
+        yield [Text(cell) for cell in cells]
 
 
-def _speeds(rates: Rates) -> Table:
-    table = _table("Speed", "measured")
+def _speeds(rates: Rates) -> Iterator[list[Text]]:
+    """What was measured of the card and its link."""
     for dtype, rate in rates.flops.items():
-        table.add_row(f"matrix product, {dtype}", f"{rate / 1e12:.1f} TFLOP/s")
+        yield [Text(f"matrix product, {dtype}"), Text(f"{rate / 1e12:.1f} TFLOP/s")]
     if rates.bandwidth is not None:
-        table.add_row("memory", f"{rates.bandwidth / 1e9:,.0f} GB/s")
+        yield [Text("memory"), Text(f"{rates.bandwidth / 1e9:,.0f} GB/s")]
     if rates.launch_seconds is not None:
-        table.add_row("smallest kernel", f"{rates.launch_seconds * 1e6:.1f} us")
+        yield [Text("smallest kernel"), Text(f"{rates.launch_seconds * 1e6:.1f} us")]
     for way, kinds in (("to the card", rates.to_card), ("to the host", rates.to_host)):
         for kind, rate in kinds.items():
-            table.add_row(f"copy {way}, {kind}", f"{rate / 1e9:.1f} GB/s")
-    return table
+            yield [Text(f"copy {way}, {kind}"), Text(f"{rate / 1e9:.1f} GB/s")]
 
 
-def _print_disagreements(found: list[Comparison], console: Console) -> None:
+def _disagreements(found: list[Comparison]) -> Iterator[Text]:
     if not found:
         return
-    console.print(
-        Text(f"Disagreements ({len(found)}; the card's bytes less the predicted ones)", style="bold")
-    )
+    yield Text(f"Disagreements ({len(found)}; the card's bytes less the predicted ones)", style="bold")
     for comparison in found[:_SHOWN]:
-        console.print(
-            Text.assemble(
-                (f"{_signed(comparison.difference):>12}  ", ""),
-                (comparison.verdict.value, _VERDICT_STYLES.get(comparison.verdict, "")),
-                f"  {comparison.op}  ",
-                (comparison.case, "dim"),
-            ),
-            soft_wrap=True,
+        yield Text.assemble(
+            f"{_signed(comparison.difference):>12}  ",
+            (comparison.verdict.value, _VERDICT_STYLES.get(comparison.verdict, "")),
+            f"  {comparison.op}  ",
+            (comparison.case, "dim"),
         )
-        console.print(Text(f"              {comparison.signature}", style="dim"), soft_wrap=True)
+        yield Text(f"              {comparison.signature}", style="dim")
         for name, record in (("card", comparison.measured), ("told", comparison.predicted)):
             if record is not None:
-                console.print(Text(f"              {name} {_steps(record)}"), soft_wrap=True)
+                yield Text(f"              {name} {_steps(record)}")
     if len(found) > _SHOWN:
-        console.print(Text(f"and {len(found) - _SHOWN} more: --json FILE has them all"))
+        yield Text(f"and {len(found) - _SHOWN} more: --json FILE has them all")
 
 
 def _signed(count: int) -> str:
@@ -162,14 +159,11 @@ def _steps(record: OpRecord) -> str:
     return text
 
 
-def _print_failures(found: Calibration, console: Console) -> None:
+def _failures(found: Calibration) -> Iterator[Text]:
     for failure in found.failures.values():
-        console.print(
-            Text(f"not measured: {failure.case}: {failure.text} ({failure.kind})", style="yellow"),
-            soft_wrap=True,
-        )
+        yield Text(f"not measured: {failure.case}: {failure.text} ({failure.kind})", style="yellow")
     for case, reason in found.unpredicted.items():
-        console.print(Text(f"not predicted: {case}: {reason}", style="yellow"), soft_wrap=True)
+        yield Text(f"not predicted: {case}: {reason}", style="yellow")
 
 
 def _conclusion(found: Calibration) -> Text:

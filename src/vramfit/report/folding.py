@@ -13,12 +13,15 @@ NARROW = 60
 """Columns below which rows are told rather than lined up, and indents are short."""
 _DEEPEST = 4
 """Characters of indent on a narrow terminal."""
-_BOUND = re.compile(r"(?<=\d) (?=(?:[KMGT]i)?B\b|bytes\b|%)| (?=×\d|= )|(?<= =) ")
-"""The space between a number and its unit, before a count, and on both sides of an equals sign."""
+_BOUND = re.compile(r"(?<=\d) (?=(?:[KMGT]i?)?B(?:/s)?\b|T?FLOP/s|MHz\b|bytes\b|[mµu]?s\b|%)| (?=×\d)")
+"""The space between a number and its unit, and before a count."""
+_EQUALS = re.compile(r" (?== )|(?<= =) ")
+"""The spaces on both sides of an equals sign."""
 _QUOTED = re.compile(r'"[^"]{1,24}"')
 """A name in quotes, as of a card."""
-_JOINT = "\ue000"
-"""Stands for such a space while words are told apart (of private use: in no text)."""
+_JOINT, _LOOSE = "\ue000", "\ue001"
+"""Stand for such spaces while words are told apart (of private use: in no text). Those beside an equals sign give way
+first."""
 _WORD = re.compile(r"\S+")
 _SEPARATORS = (re.compile(r"(?<=,)(?=.)"), re.compile(r"(?<=[/:])(?=.)"), re.compile(r"(?<=[_=\-\[(])(?=.)"))
 """Where a word is parted that is longer than a line, the best first."""
@@ -47,7 +50,8 @@ def _wrapped(text: Text, first: int, rest: int) -> list[Text]:
     """A paragraph in lines of ``rest`` characters, but ``first`` for the first of them."""
     text = text.copy()
     limit = max(1, min(rest, first - _lead(text)))
-    bound = _QUOTED.sub(lambda quoted: quoted[0].replace(" ", _JOINT), _BOUND.sub(_JOINT, text.plain))
+    bound = _BOUND.sub(_JOINT, _EQUALS.sub(_LOOSE, text.plain))
+    bound = _QUOTED.sub(lambda quoted: quoted[0].replace(" ", _JOINT), bound)
     text.plain = _WORD.sub(lambda word: _loosened(word[0], limit), bound)
     cuts, begin, room = [], 0, first
     for word in _WORD.finditer(text.plain):
@@ -61,7 +65,7 @@ def _wrapped(text: Text, first: int, rest: int) -> list[Text]:
     lines = list(text.divide(cuts))
     for line in lines:
         line.rstrip()
-        line.plain = line.plain.replace(_JOINT, " ")
+        line.plain = line.plain.replace(_JOINT, " ").replace(_LOOSE, " ")
     return lines
 
 
@@ -79,11 +83,16 @@ def _pieces(word: str, width: int) -> list[str]:
 
 def _loosened(word: str, width: int) -> str:
     """Words that were joined, apart again from the left as far as they are too long together."""
-    apart = ""
-    while len(word) > width and _JOINT in word:
-        first, _, word = word.partition(_JOINT)
-        apart += f"{first} "
-    return apart + word
+    for joint in (_LOOSE, _JOINT):
+        parts = word.split(" ")
+        for at, part in enumerate(parts):
+            apart = ""
+            while len(part) > width and joint in part:
+                first, _, part = part.partition(joint)
+                apart += f"{first} "
+            parts[at] = apart + part
+        word = " ".join(parts)
+    return word
 
 
 def folded(line: Text, width: int) -> list[Text]:
