@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vramfit.api import run as run
     from vramfit.errors import VramfitError as VramfitError
     from vramfit.in_process import VirtualGPU as VirtualGPU
+    from vramfit.leakcheck import LeakFoundError as LeakFoundError
     from vramfit.leakcheck import assert_no_leaks as assert_no_leaks
     from vramfit.leakcheck import check_leaks as check_leaks
     from vramfit.planner.plan import Plan as Plan
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from vramfit.workload import Workload as Workload
 
 __all__ = [
+    "LeakFoundError",
     "MemoryTrace",
     "Plan",
     "Report",
@@ -62,6 +64,7 @@ __all__ = [
 
 # Where each name lives. They are imported at first use: `import vramfit` must not import torch.
 _HOMES = {
+    "LeakFoundError": "vramfit.leakcheck",
     "MemoryTrace": "vramfit.trace",
     "Plan": "vramfit.planner.plan",
     "Report": "vramfit.api",
