@@ -79,6 +79,14 @@ class TestBudget:
         vramfit("check", script, "--budget", "6GiB")
         assert runner.options["gpu"].total_bytes == 6 << 30
 
+    @pytest.mark.parametrize("of", ["reserved", "allocated"])
+    def test_a_budget_of_torch_lies_beside_the_context(
+        self, vramfit: Command, runner: FakeRunner, script: Path, of: str
+    ) -> None:
+        vramfit("check", script, "--budget", "6GiB", "--of", of)
+        card = runner.options["gpu"]
+        assert card.total_bytes - card.typical_context_bytes == 6 << 30
+
     def test_running_out_is_a_failure(self, vramfit: Command, runner: FakeRunner, script: Path) -> None:
         runner.result = oom_run()
         found = vramfit("check", script, "--budget", "20GiB")

@@ -216,11 +216,20 @@ def _card_of(asked: _Asked) -> str:
         if isinstance(total, int) and total > 0:  # a card that was named by its size alone
             return f"{total}B"
     if asked.budget is not None:
-        return f"{asked.budget}B"
+        return f"{_total_for(asked.budget, asked.of)}B"
     raise UsageError(
         "no card is given, and nothing tells which to take",
         'Choose one with --gpu, such as --gpu "RTX 4090"; vramfit gpus lists them',
     )
+
+
+def _total_for(budget: int, of: str) -> int:
+    """Memory of a card for a budget; one of reserved or allocated bytes lies beside the CUDA context."""
+    from vramfit.analysis import Quantity
+    from vramfit.gpus import find_gpu
+
+    context = 0 if of == Quantity.TOTAL.value else find_gpu(f"{budget}B").typical_context_bytes
+    return budget + context
 
 
 def _of_file(file: Path) -> _Found:
