@@ -32,7 +32,8 @@ def detect_reduction(workload: Workload, setting: MicroBatchingSetting | None = 
     The loss of four examples is compared with those of the first one and of the other three, each weighted as each
     reduction would have it. Some integer labels of two dimensions are ignored for that, so that a mean over tokens
     differs from one over examples. The model is built on the CPU, in 32 bits, and runs forward three times, in
-    ``eval()`` mode; what a loss adds in training alone is not seen. Random numbers are the same each time.
+    ``eval()`` mode; what a loss adds in training alone is not seen. Random numbers are the same each time. It takes
+    the host's memory for the model in 32 bits, and real values: not inside a virtual GPU.
 
     Args:
         workload: with a loss; only the number of examples is changed.

@@ -83,7 +83,8 @@ class MicroBatching(Technique[MicroBatchingSetting]):
     The reduction ``auto`` takes integer labels of two dimensions as tokens (next tokens where a model of transformers
     shifts them), a batch with ``num_items_in_batch`` as a sum, and anything else as a mean. `detect_reduction` finds it
     from a workload's own loss, and `check_reduction` compares gradients: a loss that compares examples with each other
-    (contrastive, or statistics of the batch) has no pieces, and is told by nothing else.
+    (contrastive, or statistics of the batch) has no pieces, and is told by nothing else. Labels that are on a card
+    already are counted there, and the host waits for the counts once a batch.
 
     It pays when activations are most of the peak, and costs little time while a piece still fills the device: the same
     arithmetic in smaller kernels. It saves nothing of parameters, gradients and optimizer, and the gradients stay

@@ -53,6 +53,7 @@ class _Chunked(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight, bias, target, class_weight)
         ctx.spec, ctx.gradients = spec, None
+        ctx.dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias))
         rows = Rows(target, class_weight, spec, weight.shape[0])
         head = Head(hidden, weight, bias, spec)
         factor = rows.share_of_mean() if spec.reduction == "mean" else None
@@ -78,9 +79,9 @@ class _Chunked(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         spec: LossSpec = ctx.spec
-        hidden, weight, bias, target, class_weight = ctx.saved_tensors
         found, ctx.gradients = ctx.gradients, None
         if found is None:
+            hidden, weight, bias, target, class_weight = ctx.saved_tensors
             rows = Rows(target, class_weight, spec, weight.shape[0])
             factor = grads[0].to(rows.dtype)
             if spec.reduction == "mean":
@@ -99,5 +100,5 @@ class _Chunked(torch.autograd.Function):
             for gradient in found:
                 if gradient is not None:
                     gradient.mul_(grads[0])
-        pairs = zip(found, (hidden, weight, bias), strict=True)
-        return (*(None if g is None else g.to(of.dtype) for g, of in pairs), None, None, None)
+        pairs = zip(found, ctx.dtypes, strict=True)
+        return (*(None if g is None else g.to(dtype) for g, dtype in pairs), None, None, None)

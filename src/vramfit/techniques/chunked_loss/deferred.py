@@ -61,7 +61,7 @@ class Casting:
         return self.dtype if self.enabled and dtype != torch.float64 else dtype
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Family:
     """The logits that one call of a head would have given, and all that was derived from them.
 
@@ -136,7 +136,7 @@ class Call:
         return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Recipe:
     """How a tensor comes about: which rows of hidden states, and what happens to their logits.
 
