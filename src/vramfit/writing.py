@@ -8,9 +8,12 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 from vramfit.errors import WriteError
+
+StrPath: TypeAlias = str | os.PathLike[str]
+"""A path as the standard library's functions take it."""
 
 _HINTS = {
     errno.ENOSPC: "Free some space or choose a path on another disk",
@@ -26,12 +29,13 @@ _HINTS = {
 }
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: StrPath) -> None:
     """Find out before a long run whether its result can be written to ``path``; leaves nothing behind.
 
     Raises:
         WriteError: it cannot; the message says why and the hint what to do.
     """
+    path = Path(path)
     with _explained(path):
         _refuse_folder(path)
         if _is_device(path):
@@ -45,7 +49,7 @@ def check_writable(path: Path) -> None:
             probe.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: StrPath, text: str) -> None:
     """Write ``text`` (UTF-8) to ``path``, whole or not at all.
 
     Raises:
@@ -54,13 +58,14 @@ def write_text(path: Path, text: str) -> None:
     write_file(path, lambda stream: stream.write(text.encode()))
 
 
-def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+def write_file(path: StrPath, write: Callable[[BinaryIO], object]) -> None:
     """Let ``write`` fill a file beside ``path``, then flush it to disk and rename it into place.
 
     Raises:
         WriteError: as for `write_text`. Whatever else ``write`` raises passes through; no half file is left
             either way.
     """
+    path = Path(path)
     with _explained(path):
         _refuse_folder(path)
         if _is_device(path):

@@ -19,7 +19,7 @@ from vramfit.errors import UsageError, WriteError
 from vramfit.gpus.catalogue import catalogue
 from vramfit.gpus.spec import GpuSpec
 from vramfit.units import GIB, format_bytes
-from vramfit.writing import write_text
+from vramfit.writing import StrPath, write_text
 
 SCHEMA = "vramfit.profile/1"
 FOLDER_VARIABLE = "VRAMFIT_PROFILE_DIR"
@@ -121,12 +121,13 @@ class MeasuredProfile:
 # -- the file ------------------------------------------------------------------------------------------------
 
 
-def save_profile(profile: MeasuredProfile, path: Path) -> None:
+def save_profile(profile: MeasuredProfile, path: StrPath) -> None:
     """Write a profile, whole or not at all; its folder is made if it is missing.
 
     Raises:
         WriteError: it cannot be written.
     """
+    path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -151,14 +152,14 @@ def profile_to_text(profile: MeasuredProfile) -> str:
     return f'{head[:-2]},\n "ops": {{\n{ops}\n }}\n}}\n'
 
 
-def load_profile(path: Path) -> MeasuredProfile:
+def load_profile(path: StrPath) -> MeasuredProfile:
     """Read a profile.
 
     Raises:
         UsageError: there is no such file, it is not a profile, or one of a version that is not read here.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
             f"cannot read the profile {path}: {(error.strerror or str(error)).lower()}",
@@ -175,7 +176,7 @@ def load_profile(path: Path) -> MeasuredProfile:
         raise _no_profile(path, f"{type(error).__name__}: {error}") from None
 
 
-def _no_profile(path: Path, reason: str) -> UsageError:
+def _no_profile(path: StrPath, reason: str) -> UsageError:
     return UsageError(
         f"{path} is not a profile that this version reads: {reason}", "Write it anew with vramfit calibrate"
     )

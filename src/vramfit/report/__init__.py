@@ -9,6 +9,7 @@ from vramfit.report.html import render_html, render_trace_html, write_page
 from vramfit.report.json_report import SCHEMA, render_json, run_to_json
 from vramfit.report.leaks import print_leaks, render_leaks
 from vramfit.report.leaks_json import leaks_to_json
+from vramfit.report.perfetto import write_perfetto
 from vramfit.report.stress import (
     STRESS_SCHEMA,
     print_stress,
@@ -17,6 +18,7 @@ from vramfit.report.stress import (
     render_stress_svg,
     stress_to_json,
 )
+from vramfit.report.table_file import write_csv
 from vramfit.report.terminal import print_terminal, render_terminal
 from vramfit.report.tuning import TUNE_SCHEMA, print_tuning, render_tuning, render_tuning_json, tuning_to_json
 from vramfit.writing import check_writable, write_text
@@ -63,6 +65,8 @@ __all__ = [
     "run_to_json",
     "stress_to_json",
     "tuning_to_json",
+    "write_csv",
     "write_page",
+    "write_perfetto",
     "write_text",
 ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -18,7 +17,7 @@ from vramfit.analysis import NAMES, Lifetimes, curves, lifetimes, short_location
 from vramfit.analysis.groups import stack_frames
 from vramfit.trace import Category, EventKind, MemoryTrace, TraceDevice, marks
 from vramfit.units import format_bytes
-from vramfit.writing import write_file
+from vramfit.writing import StrPath, write_file
 
 COUNTERS = 50_000
 """At most so many values of each counter: of each stretch of events the one with the most allocated bytes."""
@@ -28,7 +27,7 @@ BLOCKS = 100_000
 _BATCH = 4096
 
 
-def write_perfetto(trace: MemoryTrace, path: Path) -> None:
+def write_perfetto(trace: MemoryTrace, path: StrPath) -> None:
     """Write a trace for Perfetto.
 
     Raises:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from vramfit.analysis import NAMES, curves, lifetimes, timeline
 from vramfit.trace import EventKind, MemoryTrace
-from vramfit.writing import write_file
+from vramfit.writing import StrPath, write_file
 
 _LINES = 65_536
 
 
-def write_csv(trace: MemoryTrace, path: Path) -> None:
+def write_csv(trace: MemoryTrace, path: StrPath) -> None:
     """Write the bytes after every event as CSV: event, device, time, kind, phase, sums and categories.
 
     The values are those of the device that the event is about, right after it, in bytes; the time is in microseconds

@@ -13,6 +13,7 @@ from vramfit.trace.files import read_file
 from vramfit.trace.model import MemoryTrace
 from vramfit.trace.snapshot import as_snapshot, parse_own, parse_plain, trace_of
 from vramfit.units import parse_bytes
+from vramfit.writing import StrPath
 
 RUN_SCHEMA = "vramfit.run/"
 _READ = "1"
@@ -120,7 +121,7 @@ class Actual:
         )
 
 
-def read_actual(*paths: str | Path) -> Actual:
+def read_actual(*paths: StrPath) -> Actual:
     """Read what a run came to from a file, or from two: a trace or snapshot, and figures.
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,13 @@ from vramfit.trace.fileformat import EMBEDDED, packed_trace
 from vramfit.trace.model import MemoryTrace
 from vramfit.trace.segments import check_segment
 from vramfit.trace.settings import settings_from_conf
-from vramfit.writing import write_file
+from vramfit.writing import StrPath, write_file
 
 _ACTIONS = {kind.value: kind.name.lower() for kind in EventKind if kind is not EventKind.MARKER}
 _CATEGORIES = {category.value: category.name.lower() for category in Category}
 
 
-def write_snapshot(trace: MemoryTrace, path: str | Path) -> None:
+def write_snapshot(trace: MemoryTrace, path: StrPath) -> None:
     """Write a trace as a torch snapshot pickle, whole or not at all.
 
     The file also holds the trace itself, as text under a key that torch's tools pass over: what a snapshot has no
@@ -34,7 +33,7 @@ def write_snapshot(trace: MemoryTrace, path: str | Path) -> None:
     snapshot[EMBEDDED] = base64.b64encode(packed_trace(trace)).decode("ascii")
     # Protocol 4 as Python's default for `torch.cuda.memory._dump_snapshot`: the web viewer reads no newer
     # one.
-    write_file(Path(path), lambda stream: pickle.dump(snapshot, stream, protocol=4))
+    write_file(path, lambda stream: pickle.dump(snapshot, stream, protocol=4))
 
 
 def snapshot_from_trace(trace: MemoryTrace) -> dict[str, Any]:

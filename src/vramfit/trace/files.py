@@ -5,17 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from vramfit.errors import TraceFormatError
+from vramfit.writing import StrPath
 
 MAX_FILE_BYTES = 16 << 30
 """Larger files are refused before they are read: no trace is that long, and memory would not hold it."""
 
 
-def read_file(path: Path) -> bytes:
+def read_file(path: StrPath) -> bytes:
     """The content of a trace or snapshot file.
 
     Raises:
         TraceFormatError: it is missing, not a file, not readable, empty or too large.
     """
+    path = Path(path)
     try:
         if path.is_dir():
             raise TraceFormatError(f"cannot read {path}: it is a folder", "Give the file inside it")

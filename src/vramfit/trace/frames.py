@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sysconfig
 from collections.abc import Iterable, Sequence
@@ -82,12 +83,12 @@ def innermost(stack: Iterable[Frame], least: Origin) -> Frame | None:
     return next((frame for frame in stack if origin(frame.filename) >= least), None)
 
 
-def short_location(frame: Frame | None, *, root: Path | None = None) -> str:
+def short_location(frame: Frame | None, *, root: str | os.PathLike[str] | None = None) -> str:
     """A location as ``model.py:42``: relative to ``root`` below it, else the file's name with its folder."""
     if frame is None:
         return ""
     name = frame.filename.replace("\\", "/")
-    if root is not None and name.startswith(prefix := root.as_posix().rstrip("/") + "/"):
+    if root is not None and name.startswith(prefix := Path(root).as_posix().rstrip("/") + "/"):
         return f"{name[len(prefix) :]}:{frame.line}"
     parts = [part for part in name.split("/") if part]
     short = "/".join(parts[-2:]) if name.startswith("/") and len(parts) > 1 else name

@@ -29,6 +29,7 @@ from vramfit.trace.pickles import load_plain, looks_like_a_pickle
 from vramfit.trace.segments import check_frames, check_segment
 from vramfit.trace.settings import conf_from_settings
 from vramfit.trace.sizes import fill_block_sizes
+from vramfit.writing import StrPath
 
 Snapshot: TypeAlias = dict[str, Any]
 
@@ -56,7 +57,7 @@ _FIRST_BYTES = frozenset({*(ord(opcode.code) for opcode in pickletools.opcodes),
 """What a pickle or JSON can begin with."""
 
 
-def read_any(path: str | Path) -> MemoryTrace:
+def read_any(path: StrPath) -> MemoryTrace:
     """The trace in a file: .vft, the journal of a killed process, or a torch snapshot as pickle or JSON, gzipped or
     plain, told by its content.
 
@@ -119,7 +120,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def load_snapshot(source: str | Path | bytes) -> Snapshot:
+def load_snapshot(source: StrPath | bytes) -> Snapshot:
     """A torch snapshot as a dictionary with the keys ``segments`` and ``device_traces``, and what else it
     has.
 

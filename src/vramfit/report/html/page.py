@@ -32,7 +32,7 @@ from vramfit.report.terminal import headline
 from vramfit.report.text import seconds
 from vramfit.trace import MemoryTrace, Run, Source, TraceDevice
 from vramfit.units import counted, format_bytes
-from vramfit.writing import write_text
+from vramfit.writing import StrPath, write_text
 
 DATA_BUDGET = 5_200_000
 """Characters that the data of the pictures may take: the page as a whole stays below 6 MB."""
@@ -115,12 +115,12 @@ def render_trace_html(trace: MemoryTrace, *, title: str = "", root: Path | None 
 
 
 def write_page(
-    path: Path,
+    path: StrPath,
     source: Run | MemoryTrace,
     verdict: Verdict | None = None,
     *,
     title: str = "",
-    root: Path | None = None,
+    root: StrPath | None = None,
 ) -> None:
     """Write the page of a run (with its verdict) or of a trace, whole or not at all.
 
@@ -128,12 +128,13 @@ def write_page(
         WriteError: no space, no permission, no such folder; nothing half-written is left.
         ValueError: a run without its verdict.
     """
+    folder = None if root is None else Path(root)
     if isinstance(source, MemoryTrace):
-        write_text(path, render_trace_html(source, title=title, root=root))
+        write_text(path, render_trace_html(source, title=title, root=folder))
     elif verdict is None:
         raise ValueError("the page of a run needs its verdict")
     else:
-        write_text(path, render_html(source, verdict, root=root))
+        write_text(path, render_html(source, verdict, root=folder))
 
 
 def _page(
