@@ -30,6 +30,7 @@ from vramfit.report import (
     render_terminal,
     run_to_json,
 )
+from vramfit.report.forms import Material, write_as
 from vramfit.trace import Actual, MemoryTrace, Run, read_actual
 from vramfit.trace.actual import together
 from vramfit.units import parse_bytes
@@ -106,6 +107,18 @@ class Report:
     def to_json(self) -> str:
         """The same as text."""
         return render_json(self.run, self.verdict, self.against)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the run in the form that the file's ending asks for, as ``vramfit export`` does.
+
+        ``.html`` is the page, ``.json`` this report, ``.vft`` the trace, ``.pickle`` a torch snapshot,
+        ``.perfetto.json`` for ui.perfetto.dev, ``.csv``, ``.svg`` and ``.png`` the timeline.
+
+        Raises:
+            UsageError: the ending is that of no form.
+            WriteError: it cannot be written.
+        """
+        write_as(path, Material(source=self.run, judged=self.verdict, root=Path.cwd()))
 
     def print(self) -> None:
         """Print the report as ``vramfit run`` does."""

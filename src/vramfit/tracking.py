@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeAlias, TypeVar
 
 from vramfit.api import Report
 from vramfit.errors import UsageError
-from vramfit.trace import MemoryTrace, Run, write_snapshot
+from vramfit.trace import MemoryTrace, Run
 from vramfit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -204,22 +204,14 @@ class Track:
         self.report.print()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace: a torch snapshot where the name ends in ``.pickle``, a page where it ends in ``.html``, else
-        a ``.vft`` file.
+        """Write what was recorded in the form that the file's ending asks for: ``.vft`` the trace, ``.pickle`` a torch
+        snapshot, ``.html`` the page, and the others of `Report.save`.
 
         Raises:
+            UsageError: the ending is that of no form.
             WriteError: it cannot be written.
         """
-        file = Path(path)
-        if file.suffix == ".pickle":
-            write_snapshot(self.trace, file)
-        elif file.suffix == ".html":
-            from vramfit.report import write_page
-
-            report = self.report
-            write_page(file, report.run, report.verdict, root=Path.cwd())
-        else:
-            self.trace.save(file)
+        self.report.save(path)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the verdict and the timeline, without scripts."""

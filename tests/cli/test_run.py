@@ -315,3 +315,13 @@ def test_wrong_options_are_usage_errors(
     assert found.code == 2
     assert runner.calls == []
     assert arguments[0] in found.err
+
+
+@pytest.mark.parametrize("name", ["run.json", "run.svg", "run.pickle"])
+def test_a_trace_of_another_forms_name_is_refused_before_the_program_runs(
+    vramfit: Command, runner: FakeRunner, script: Path, tmp_path: Path, name: str
+) -> None:
+    found = vramfit("run", "--gpu", "RTX 4090", "--trace", tmp_path / name, script)
+    assert found.code == 2
+    assert "a trace is another form" in " ".join(found.err.split())
+    assert runner.calls == []

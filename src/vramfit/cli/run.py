@@ -100,6 +100,10 @@ def run_command(
     where = chosen(gpu, gpus=gpus, device=device, budget=budget, assume=assume, profile=profile)
     check_alloc_conf(alloc_conf)
     check_outputs((("--json", json), ("--trace", trace), ("--snapshot", snapshot), ("--report", report)))
+    if trace is not None:
+        from vramfit.trace.fileformat import check_trace_name
+
+        check_trace_name(trace)
     reference = read_reference(against or [], against_device, tolerance)
     check_source(command)
 

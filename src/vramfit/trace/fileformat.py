@@ -26,11 +26,11 @@ from typing import Any, BinaryIO, NoReturn, cast
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from vramfit.errors import TraceFormatError
+from vramfit.errors import TraceFormatError, UsageError
 from vramfit.trace.events import Category, EventKind, Frame, Segment, TraceDevice
 from vramfit.trace.files import read_file
 from vramfit.trace.model import COLUMNS, TABLES, MemoryTrace
-from vramfit.writing import write_file
+from vramfit.writing import StrPath, write_file
 
 MAGIC = b"\x93vramfit"
 VERSION = 1
@@ -42,19 +42,38 @@ _MAX_HEADER_BYTES = 1 << 30
 # Deflate cannot shrink further than this (RFC 1951: 258 bytes for two bits or so), which bounds what a file
 # may claim.
 _MAX_RATIO = 1040
+_OTHER_FORMS = frozenset({".csv", ".gz", ".html", ".json", ".pickle", ".pkl", ".png", ".svg"})
+"""Endings of what `vramfit export` writes and torch dumps."""
+
 _STACK_COLUMNS: Mapping[str, DTypeLike] = {"stack_lengths": np.int32, "stack_frames": np.int32}
 
 
 # -- writing -------------------------------------------------------------------------------------------------
 
 
-def save_trace(trace: MemoryTrace, path: Path) -> None:
+def save_trace(trace: MemoryTrace, path: StrPath) -> None:
     """Write ``trace`` to ``path``, whole or not at all.
 
     Raises:
+        UsageError: the ending is that of another form.
         WriteError: the file cannot be written.
     """
+    check_trace_name(path)
     write_file(path, lambda stream: _write(trace, stream))
+
+
+def check_trace_name(path: StrPath) -> None:
+    """Refuse a name by which people and programs would take a trace for something else.
+
+    Raises:
+        UsageError: its ending is that of another form.
+    """
+    ending = Path(path).suffix.lower()
+    if ending in _OTHER_FORMS:
+        raise UsageError(
+            f"{path} ends in {ending}, and a trace is another form",
+            "End it in .vft; vramfit export writes the other forms, by their endings",
+        )
 
 
 def packed_trace(trace: MemoryTrace) -> bytes:
@@ -135,7 +154,7 @@ class _FrameLists:
 # -- reading -------------------------------------------------------------------------------------------------
 
 
-def load_trace(path: Path) -> MemoryTrace:
+def load_trace(path: StrPath) -> MemoryTrace:
     """Read a .vft file.
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from vramfit.trace.events import EventKind, Frame, TraceDevice
+from vramfit.writing import StrPath
 
 COLUMNS: Mapping[str, DTypeLike] = MappingProxyType(
     {
@@ -143,18 +143,19 @@ class MemoryTrace:
         columns: dict[str, Any] = {name: getattr(self, name)[rows] for name in COLUMNS}
         return replace(self, **columns, devices=tuple(d for d in self.devices if d.index == index))
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: StrPath) -> None:
         """Write the trace to a file (``.vft`` by custom): beside it first, then renamed into place.
 
         Raises:
+            UsageError: the ending is that of another form, such as ``.json``; `vramfit export` writes those.
             WriteError: no space, no permission, no such folder; nothing half-written is left.
         """
         from vramfit.trace.fileformat import save_trace
 
-        save_trace(self, Path(path))
+        save_trace(self, path)
 
     @staticmethod
-    def load(path: str | Path) -> MemoryTrace:
+    def load(path: StrPath) -> MemoryTrace:
         """Read a file that `save` wrote.
 
         Raises:
@@ -162,7 +163,7 @@ class MemoryTrace:
         """
         from vramfit.trace.fileformat import load_trace
 
-        return load_trace(Path(path))
+        return load_trace(path)
 
 
 def _same_device(one: TraceDevice, two: TraceDevice) -> bool:
