@@ -53,9 +53,8 @@ def _bytes(tensor: torch.Tensor) -> int:
 def test_the_loss_falls_as_with_adamw(setting: LowBitOptimizerSetting, bound: float) -> None:
     plain, ours = _live(), _live()
     expected = train(plain, steps=50)
-    with uncompiled():
-        LowBitOptimizer().attach(ours, setting)
-        found = train(ours, steps=50)
+    LowBitOptimizer().attach(ours, setting)
+    found = train(ours, steps=50)
     distance = max(abs(one - other) for one, other in zip(found, expected, strict=True)) / expected[0]
     assert distance < bound
     assert found[-1] < 0.05 * found[0]
@@ -91,15 +90,14 @@ def test_states_are_taken_over_and_wait_for_the_undo() -> None:
     assert old is not None
     before = copy.deepcopy(old.state_dict())
     weight = live.model[2].weight  # type: ignore[index]
-    with uncompiled():
-        LowBitOptimizer().attach(live, EIGHT)
-        new = live.optimizer
-        assert new is not None and new is not old
-        assert float(new.state[weight]["step"]) == 5
-        largest = float(old.state[weight]["exp_avg"].abs().max())
-        taken = new.state[weight]["exp_avg"].dequantize()
-        torch.testing.assert_close(taken, old.state[weight]["exp_avg"], atol=0.05 * largest, rtol=0)
-        train(live, steps=2, seed=5)
+    LowBitOptimizer().attach(live, EIGHT)
+    new = live.optimizer
+    assert new is not None and new is not old
+    assert float(new.state[weight]["step"]) == 5
+    largest = float(old.state[weight]["exp_avg"].abs().max())
+    taken = new.state[weight]["exp_avg"].dequantize()
+    torch.testing.assert_close(taken, old.state[weight]["exp_avg"], atol=0.05 * largest, rtol=0)
+    train(live, steps=2, seed=5)
     live.undo()
     assert live.optimizer is old and not new.state
     after = old.state_dict()
@@ -112,43 +110,40 @@ def test_a_schedule_from_before_goes_on() -> None:
     live = _live(lr=0.5)
     assert live.optimizer is not None
     schedule = torch.optim.lr_scheduler.StepLR(live.optimizer, 1, 0.5)
-    with uncompiled():
-        LowBitOptimizer().attach(live, EIGHT)
-        for step, rate in enumerate((0.5, 0.25, 0.125)):
-            train(live, steps=1, seed=step)
-            assert float(live.optimizer.param_groups[0]["lr"]) == rate
-            schedule.step()
+    LowBitOptimizer().attach(live, EIGHT)
+    for step, rate in enumerate((0.5, 0.25, 0.125)):
+        train(live, steps=1, seed=step)
+        assert float(live.optimizer.param_groups[0]["lr"]) == rate
+        schedule.step()
 
 
 def test_a_schedule_from_after_and_a_checkpoint_work() -> None:
     live, other = _live(lr=0.5), _live()
-    with uncompiled():
-        for program in (live, other):
-            LowBitOptimizer().attach(program, EIGHT)
-        assert live.optimizer is not None and other.optimizer is not None
-        schedule = torch.optim.lr_scheduler.StepLR(live.optimizer, 1, 0.5)
-        train(live, steps=2)
-        schedule.step()
-        file = io.BytesIO()
-        torch.save(live.optimizer.state_dict(), file)
-        file.seek(0)
-        other.optimizer.load_state_dict(torch.load(file))
-        other.model.load_state_dict(live.model.state_dict())
-        assert float(other.optimizer.param_groups[0]["lr"]) == 0.25
-        assert train(live, steps=2, seed=2) == train(other, steps=2, seed=2)
+    for program in (live, other):
+        LowBitOptimizer().attach(program, EIGHT)
+    assert live.optimizer is not None and other.optimizer is not None
+    schedule = torch.optim.lr_scheduler.StepLR(live.optimizer, 1, 0.5)
+    train(live, steps=2)
+    schedule.step()
+    file = io.BytesIO()
+    torch.save(live.optimizer.state_dict(), file)
+    file.seek(0)
+    other.optimizer.load_state_dict(torch.load(file))
+    other.model.load_state_dict(live.model.state_dict())
+    assert float(other.optimizer.param_groups[0]["lr"]) == 0.25
+    assert train(live, steps=2, seed=2) == train(other, steps=2, seed=2)
 
 
 def test_steps_in_the_backward_pass_are_the_same() -> None:
     plain, ours = _live(), _live()
-    with uncompiled():
-        LowBitOptimizer().attach(plain, EIGHT)
-        ours.attach(
-            (
-                Choice(technique=StepInBackward(), setting=StepInBackwardSetting()),
-                Choice(technique=LowBitOptimizer(), setting=EIGHT),
-            )
+    LowBitOptimizer().attach(plain, EIGHT)
+    ours.attach(
+        (
+            Choice(technique=StepInBackward(), setting=StepInBackwardSetting()),
+            Choice(technique=LowBitOptimizer(), setting=EIGHT),
         )
-        assert train(ours, steps=3) == train(plain, steps=3)
+    )
+    assert train(ours, steps=3) == train(plain, steps=3)
     assert all(map(torch.equal, values(ours.model), values(plain.model)))
 
 

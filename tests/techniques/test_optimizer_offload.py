@@ -18,6 +18,7 @@ from vramfit.errors import UsageError
 from vramfit.techniques import Live, Piece
 from vramfit.techniques.optimizer_offload import OptimizerOffload, OptimizerOffloadSetting
 from vramfit.techniques.optimizer_offload_host import HostOptimizer
+from vramfit.techniques.step_in_backward import StepInBackward, StepInBackwardSetting
 from vramfit.trace import Category
 from vramfit.virtual.gpu import VirtualGPU
 
@@ -170,8 +171,10 @@ def test_nothing_holds_a_program_that_is_over(gpu: VirtualGPU) -> None:
 
 
 def test_what_would_go_wrong_is_refused(gpu: VirtualGPU) -> None:
-    with pytest.raises(UsageError, match="for models on a CUDA device"):
-        OptimizerOffload().attach(_live("cpu"), SOME)
+    torn = _live("cuda")
+    torn.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match="on one CUDA device, and parameters are on cpu and cuda"):
+        OptimizerOffload().attach(torn, SOME)
     model = _model("cuda")
     with pytest.raises(UsageError, match="LBFGS cannot be offloaded"):
         OptimizerOffload().attach(Live(model, torch.optim.LBFGS(model.parameters())), SOME)
@@ -184,9 +187,23 @@ def test_what_would_go_wrong_is_refused(gpu: VirtualGPU) -> None:
     ours.splitter, ours.scaler = None, torch.amp.GradScaler("cuda")
     with pytest.raises(UsageError, match="cannot go with loss scaling"):
         ours.step()
+    ours.scaler = None
+    with pytest.raises(UsageError, match="HostOptimizer is not known to treat each parameter on its own"):
+        StepInBackward().attach(ours, StepInBackwardSetting())
     assert isinstance(ours.optimizer, HostOptimizer)
     with pytest.raises(ValueError, match="cannot be added to an offloaded optimizer"):
         ours.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def test_on_the_cpu_it_is_the_kernel_that_steps_there() -> None:
+    plain, ours = _live("cpu"), _live("cpu")
+    OptimizerOffload().attach(ours, MOST)
+    assert ours.optimizer is not None and ours.optimizer.param_groups[0]["fused"]
+    for live in (plain, ours):
+        _train(live, steps=4)
+    _assert_same(ours, plain)
+    ours.undo()
+    assert not ours.optimizer.param_groups[0]["fused"]
 
 
 def test_options_need_states_a_card_and_host_memory() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
@@ -73,7 +74,8 @@ class LowBitOptimizer(Technique[LowBitOptimizerSetting]):
     number of them that the block does not divide, keep theirs.
 
     It pays where Adam's states are a large part of the memory. torchao compiles the update for every shape of a
-    parameter, which takes seconds each at the first step; then a step costs about as much as a fused one.
+    parameter, which takes seconds each at the first step; then a step costs about as much as a fused one. On the CPU
+    the update runs uncompiled, which gives the same to rounding and needs no compiler of C++.
     States that the program's optimizer has already are quantised and taken over.
 
     Measured on the CPU over 100 steps of two small models, as the largest distance of the losses from AdamW's, in parts
@@ -118,6 +120,8 @@ class LowBitOptimizer(Technique[LowBitOptimizerSetting]):
         _check_card(setting.bits, live.device)
         _check_block(setting)
         kind = _kind(setting.bits, decoupled=decoupled.pop())
+        if all(parameter.device.type == "cpu" for parameter in parameters_of(old)):
+            kind = _uncompiled(kind)
         groups = carried_groups(old, ("eps", "weight_decay", "amsgrad"))
         for new, group in zip(groups, old.param_groups, strict=True):
             new["betas"] = tuple(float(beta) for beta in group["betas"])
@@ -156,6 +160,19 @@ def _kind(bits: Bits, *, decoupled: bool) -> Any:
             "low-bit-optimizer needs torchao, which is not installed", "pip install vramfit[torchao]"
         ) from error
     return getattr(optim, f"Adam{'W' if decoupled else ''}{_SUFFIX[bits]}")
+
+
+@functools.cache
+def _uncompiled(kind: Any) -> Any:
+    """The same optimizer with a step that runs as it is written."""
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        # Without the hooks of torch, which are put around this one.
+        plain = kind.step.__wrapped__ if getattr(kind.step, "hooked", False) else kind.step
+        with torch.compiler.set_stance("force_eager"):
+            return plain(self, closure)
+
+    return type(kind.__name__, (kind,), {"step": step, "__module__": __name__, "__doc__": kind.__doc__})
 
 
 @torch.no_grad()

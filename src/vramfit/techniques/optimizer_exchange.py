@@ -44,6 +44,11 @@ _SEPARABLE = (
     torch.optim.SGD,
     torch.optim.SparseAdam,
 )
+_SEPARABLE_MODULES = (
+    "torchao.optim.adam",
+    "vramfit.techniques.gradient_projection_adam",
+    "vramfit.techniques.low_bit_optimizer",
+)
 
 
 def others_excluded(name: str) -> dict[str, str]:
@@ -111,7 +116,7 @@ def is_adam(optimizer: Optimizer | None) -> bool:
 def is_separable(optimizer: Optimizer) -> bool:
     """Whether it is known to update every parameter from its own gradient and state alone."""
     kind = type(optimizer)
-    return kind in _SEPARABLE or kind.__module__.startswith(("torchao.optim.", "vramfit.techniques."))
+    return kind in _SEPARABLE or kind.__module__ in _SEPARABLE_MODULES
 
 
 def parameters_of(optimizer: Optimizer | None) -> list[nn.Parameter]:

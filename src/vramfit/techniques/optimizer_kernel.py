@@ -78,7 +78,7 @@ class OptimizerKernel(Technique[OptimizerKernelSetting]):
         for wanted in (Implementation.FUSED, Implementation.LOOP):
             if wanted is now or (wanted is Implementation.LOOP and now is Implementation.FUSED):
                 continue
-            if _why_not(optimizer, wanted) is None:
+            if implementation_refused(optimizer, wanted) is None:
                 yield OptimizerKernelSetting(implementation=wanted)
 
     def promise(self, setting: OptimizerKernelSetting) -> Promise:  # noqa: ARG002
@@ -88,7 +88,7 @@ class OptimizerKernel(Technique[OptimizerKernelSetting]):
     def attach(self, live: Live, setting: OptimizerKernelSetting) -> None:
         """Set the flags of the optimizer's groups, now and whenever a checkpoint is loaded into it."""
         optimizer, wanted = optimizer_of(live, self.name), setting.implementation
-        why = _why_not(optimizer, wanted)
+        why = implementation_refused(optimizer, wanted)
         if why is not None:
             raise UsageError(f"the {wanted.value} implementation cannot be chosen: {why}", "Choose another")
         before = [
@@ -124,7 +124,8 @@ def fused_refused(kind: type[Optimizer], parameters: Iterable[torch.Tensor]) -> 
     return None
 
 
-def _why_not(optimizer: Optimizer, wanted: Implementation) -> str | None:
+def implementation_refused(optimizer: Optimizer, wanted: Implementation) -> str | None:
+    """Why an optimizer cannot run an implementation; None where it can."""
     group, kind = optimizer.param_groups[0], type(optimizer)
     flag = "fused" if wanted is Implementation.FUSED else "foreach"
     if flag not in group:

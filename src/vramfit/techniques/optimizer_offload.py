@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.techniques.live import Live
@@ -19,6 +20,12 @@ from vramfit.techniques.optimizer_exchange import (
     is_separable,
     others_excluded,
     parameters_of,
+)
+from vramfit.techniques.optimizer_kernel import (
+    Implementation,
+    OptimizerKernel,
+    OptimizerKernelSetting,
+    implementation_refused,
 )
 from vramfit.techniques.optimizer_offload_host import HostOptimizer
 from vramfit.techniques.profile import Profile
@@ -49,6 +56,8 @@ class OptimizerOffload(Technique[OptimizerOffloadSetting]):
     It pays where states are a large part of the memory and steps are long beside them: large batches, accumulated
     micro-batches. It costs host memory of parameters, gradients and states, two passes over the link, and the CPU's
     time for the step, which nothing overlaps: about as long as the host needs to read and write them.
+
+    On a model that is on the CPU it leaves all in its place, and takes the kernel that the step would have there.
 
     Clip gradients with ``step(clip_norm=...)``: those that are used lie on the host. Loss scaling is refused. With
     ``offload_gradients`` nothing can accumulate, so micro-batches are refused.
@@ -88,6 +97,10 @@ class OptimizerOffload(Technique[OptimizerOffloadSetting]):
         """Exchange the optimizer; its states move to the host, and come back with the undo."""
         old = exchangeable(live, self.name)
         _check(live, old)
+        if all(parameter.device.type == "cpu" for parameter in parameters_of(old)):
+            if implementation_refused(old, Implementation.FUSED) is None:
+                OptimizerKernel().attach(live, OptimizerKernelSetting(implementation=Implementation.FUSED))
+            return
         host = HostOptimizer(
             old, offload_gradients=setting.offload_gradients, minimal_size=setting.minimal_size
         )
@@ -123,8 +136,16 @@ def _check(live: Live, old: Optimizer) -> None:
             f"{type(old).__name__} cannot be offloaded",
             "Use one of torch.optim's that step each parameter on its own",
         )
-    if any(parameter.device.type != "cuda" for parameter in parameters_of(old)):
-        raise UsageError("optimizer-offload is for models on a CUDA device", "Leave it out on the CPU")
+    places = sorted({parameter.device.type for parameter in parameters_of(old)})
+    if places not in (["cuda"], ["cpu"]):
+        raise UsageError(
+            f"optimizer-offload is for a model on one CUDA device, and parameters are on {' and '.join(places)}",
+            "Leave it out",
+        )
+    if isinstance(live.model, nn.parallel.DistributedDataParallel):
+        raise UsageError(
+            "optimizer-offload cannot wait for the gradients of other processes", "Leave it out with DDP"
+        )
     if importlib.util.find_spec("torchao") is None:
         raise UsageError(
             "optimizer-offload needs torchao, which is not installed", "pip install vramfit[torchao]"
