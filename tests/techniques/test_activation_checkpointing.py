@@ -47,6 +47,7 @@ ONE_SEGMENT = Checkpointing(mode=Mode.SEGMENTS, segments=1)
 NESTED = Checkpointing(mode=Mode.SEGMENTS, segments=1, nested=True)
 EXPENSIVE = Checkpointing(mode=Mode.SELECTIVE)
 RANDOM = Checkpointing(mode=Mode.SELECTIVE, save={"*": ("empty_like", "native_dropout", "matmuls#0", "add")})
+CASTS = Checkpointing(mode=Mode.SELECTIVE, save={"*": ("_to_copy", "matmuls")})
 KEPT_IN_A_SEGMENT = Checkpointing(mode=Mode.SEGMENTS, segments=1, save={"*": ("expensive",)})
 SETTINGS = (
     *(WHOLE, Checkpointing(mode=Mode.EVERY), ONE_SEGMENT, NESTED, EXPENSIVE, KEPT_IN_A_SEGMENT),
@@ -156,7 +157,7 @@ def test_gradients_of_models_of_transformers(name: str) -> None:
     for setting in (WHOLE, ONE_SEGMENT, NESTED, EXPENSIVE):
         assert_same(plain, setting)
     lower = of_transformers(name, autocast=True)
-    for setting in (ONE_SEGMENT, EXPENSIVE):
+    for setting in (ONE_SEGMENT, EXPENSIVE, CASTS):
         assert_same(lower, setting)
 
 
@@ -293,6 +294,26 @@ def test_gradients_with_a_scaler_and_with_a_retained_graph() -> None:
         live = attached(model, setting)
         assert_equal(run(), expected)
         live.undo()
+
+
+@pytest.mark.parametrize("setting", [WHOLE, ONE_SEGMENT, NESTED, KEPT_IN_A_SEGMENT])
+def test_hooks_around_it_see_the_inputs_of_blocks(setting: Checkpointing) -> None:
+    model, x = nn.Sequential(Blocks(mlp(), mlp(), mlp())), numbers(4, 8)
+    expected = backward(model, x)
+    seen: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> int:
+        seen.append(tensor.clone())
+        return len(seen) - 1
+
+    attached(model, dataclasses.replace(setting, modules=tuple(f"0.blocks.{i}" for i in range(3))))
+    torch.manual_seed(3)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda index: seen[index]):
+        out = model(x)
+    assert len(seen) == (3 if setting is WHOLE else 1)
+    model.zero_grad()
+    out.square().sum().backward()
+    assert_equal([p.grad for p in model.parameters() if p.grad is not None], expected)
 
 
 def test_a_part_is_recomputed_inside_its_block() -> None:

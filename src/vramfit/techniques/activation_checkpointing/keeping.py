@@ -16,26 +16,25 @@ says and gives it out again in the second run. Taken alone it changes results in
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
     create_selective_checkpoint_contexts,
-    get_device_states,
-    set_device_states,
 )
 
 from vramfit.errors import UsageError
+from vramfit.techniques.activation_checkpointing.random_state import RandomState
 from vramfit.techniques.activation_checkpointing.specs import Matcher
 
 _CAST = torch.ops.aten._to_copy.default
-_SEEDED = torch.Tag.nondeterministic_seeded
 
 
 class Keeping:
@@ -50,8 +49,8 @@ class Keeping:
         # The modes hold the policy and what is kept; nothing leads back from there, so that all goes with the graph.
         self._policy = _Policy(specs, path)
         caching, cached = create_selective_checkpoint_contexts(self._policy, allow_cache_entry_mutation=True)
-        self.forward = _Delegate(caching)
-        self.again = _Delegate(cached, self._policy.random)
+        self.forward = _Delegate(caching, self._policy, again=False)
+        self.again = _Delegate(cached, self._policy, again=True)
 
     def close(self) -> None:
         """The forward pass is over: what is kept must not change any more."""
@@ -75,13 +74,17 @@ class _Policy:
     """
 
     def __init__(self, specs: Iterable[str], path: str) -> None:
-        self.random: dict[str, dict[int, _RandomState]] = {}
+        self.random: dict[str, dict[int, RandomState]] = {}
         self._matcher = Matcher(specs)
         self._path = path
         self._kept: dict[int, _Kept] = {}
         self._calls: Counter[str] = Counter()
-        self._state: _RandomState | None = None
+        self._state: RandomState | None = None
         self._decided: defaultdict[Any, deque[CheckpointPolicy]] = defaultdict(deque)
+
+    def pass_by(self, op: Any) -> None:
+        """An op runs that is never kept; it counts as a call."""
+        self._matcher.wants(_facts(op).name)
 
     def close(self) -> None:
         """Remember how often each kept result was changed."""
@@ -104,19 +107,20 @@ class _Policy:
         """Whether an op's result is kept."""
         if context.is_recompute:  # torch before 2.13 asks again in the second run
             return self._decided[op].popleft()
-        name = _name(op)
-        wanted = self._matcher.wants(name)
-        changed = list(self._touched(_changed_arguments(op, args, kwargs)))
-        if _changes_an_argument(op):
+        facts = _facts(op)
+        wanted = self._matcher.wants(facts.name)
+        changed: list[_Kept] = []
+        if facts.changes:
+            changed = list(self._touched(_changed_arguments(facts, args, kwargs)))
+            self._refuse_if_read(facts.name, changed)
             wanted = bool(changed)
-            self._refuse_if_read(name, changed)
         elif wanted:
-            self._keep(name, context.op_output)
-        if not getattr(op, "is_view", False):
+            self._keep(facts.name, context.op_output)
+        if not facts.is_view:
             for kept in self._touched((args, kwargs)):
                 kept.read = kept.read or kept not in changed
-        if _SEEDED in getattr(op, "tags", ()):
-            self._remember_state(name, args, kept=wanted)
+        if facts.draws:
+            self._remember_state(facts.name, args, kept=wanted)
         policy = CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.MUST_RECOMPUTE
         self._decided[op].append(policy)
         return policy
@@ -142,7 +146,7 @@ class _Policy:
                 )
 
     def _remember_state(self, name: str, args: Any, *, kept: bool) -> None:
-        state = _RandomState.now(args)
+        state = RandomState.now(_tensors(args))
         if kept and self._state != state:
             self.random.setdefault(name, {})[self._calls[name]] = state
         self._state = state
@@ -159,53 +163,20 @@ class _Kept:
         self.read = False
 
 
-class _RandomState:
-    """The state of the generators: the CPU's, and those of the devices that some tensors are on."""
-
-    def __init__(self, cpu: torch.Tensor, devices: list[int], states: list[torch.Tensor], kind: str) -> None:
-        self.cpu = cpu
-        self.devices = devices
-        self.states = states
-        self.kind = kind
-
-    @classmethod
-    def now(cls, values: Any) -> _RandomState:
-        """The present one."""
-        tensors = list(_tensors(values))
-        kind = next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "cpu")
-        devices, states = get_device_states(*tensors)
-        return cls(torch.get_rng_state(), devices, states, kind)
-
-    def set(self) -> None:
-        """Make it the present one."""
-        torch.set_rng_state(self.cpu)
-        if self.kind != "cpu":
-            set_device_states(self.devices, self.states, device_type=self.kind)
-
-    def __eq__(self, other: object) -> bool:
-        """Whether nothing was drawn between the two."""
-        return (
-            isinstance(other, _RandomState)
-            and self.devices == other.devices
-            and torch.equal(self.cpu, other.cpu)
-            and all(torch.equal(mine, its) for mine, its in zip(self.states, other.states, strict=True))
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # states are compared, never looked up
-
-
 class _Delegate(TorchDispatchMode):
     """Hands ops on to a mode of torch's that is not entered itself, so that an op can pass it by.
 
     Args:
         mode: made by ``create_selective_checkpoint_contexts``.
-        random: the state to set after the n-th call of an op that draws random numbers, in the second run.
+        policy: what decides and remembers.
+        again: whether this is the second run.
     """
 
-    def __init__(self, mode: Any, random: dict[str, dict[int, _RandomState]] | None = None) -> None:
+    def __init__(self, mode: Any, policy: _Policy, *, again: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
-        self._random = random if random is not None else {}
+        self._policy = policy
+        self._again = again
         self._calls: Counter[str] = Counter()
 
     def __enter__(self) -> Any:
@@ -216,11 +187,13 @@ class _Delegate(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _CAST and _is_cached_by_autocast(args[0]):
+            if not self._again:
+                self._policy.pass_by(func)
             return func(*args, **(kwargs or {}))
         out = self._mode.__torch_dispatch__(func, types, args, kwargs)
-        if self._random and _SEEDED in func.tags:
-            name = _name(func)
-            state = self._random.get(name, {}).get(self._calls[name])
+        if self._again and self._policy.random and _facts(func).draws:
+            name = _facts(func).name
+            state = self._policy.random.get(name, {}).get(self._calls[name])
             self._calls[name] += 1
             if state is not None:
                 state.set()
@@ -232,25 +205,42 @@ def _is_cached_by_autocast(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
 
 
-def _name(op: Any) -> str:
-    """An op's name without its overload: ``addmm``."""
-    text: str = op.name() if callable(getattr(op, "name", None)) else str(op)
-    return text.rpartition("::")[2].partition(".")[0]
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is known of an op.
+
+    Attributes:
+        name: without its overload: ``addmm``.
+        changes: its arguments that it changes in place, each with its place and its name.
+        is_view: whether it gives a view of its argument.
+        draws: whether it may draw random numbers.
+    """
+
+    name: str
+    changes: tuple[tuple[int, str], ...]
+    is_view: bool
+    draws: bool
 
 
-def _changes_an_argument(op: Any) -> bool:
-    schema = getattr(op, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
+@functools.cache
+def _facts(op: Any) -> _Facts:
+    schema = getattr(op, "_schema", None)  # higher-order ops have none
+    arguments = schema.arguments if schema is not None else ()
+    text: str = schema.name if schema is not None else str(op)
+    return _Facts(
+        name=text.rpartition("::")[2],
+        changes=tuple(
+            (index, argument.name)
+            for index, argument in enumerate(arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ),
+        is_view=bool(getattr(op, "is_view", False)),
+        draws=torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()),
+    )
 
 
-def _changed_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    changed: list[Any] = []
-    if not _changes_an_argument(op):
-        return changed
-    for index, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            changed.append(args[index] if index < len(args) else kwargs.get(argument.name))
-    return changed
+def _changed_arguments(facts: _Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    return [args[index] if index < len(args) else kwargs.get(name) for index, name in facts.changes]
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -260,4 +250,12 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    """The tensors among an op's arguments or results: called for each op, so without a general walk."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from _tensors(value)

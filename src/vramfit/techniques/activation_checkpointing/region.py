@@ -109,8 +109,9 @@ class _Call:
             else:
                 self._recipes[index] = recipe
                 devices.add(leaf.device)
-        # From its tensors `checkpoint` knows whose random state to keep: of inputs with a recipe it sees empty ones.
-        devices -= {tensor.device for tensor in inputs}
+        # From its tensors `checkpoint` knows which device's random state to keep, beside the CPU's: where an input has
+        # a recipe, an empty tensor tells it.
+        devices -= {torch.device("cpu"), *(tensor.device for tensor in inputs)}
         return inputs + [torch.empty(0, device=device) for device in devices]
 
     def __call__(self, *inputs: torch.Tensor) -> Any:

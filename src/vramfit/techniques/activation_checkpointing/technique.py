@@ -70,8 +70,8 @@ class ActivationCheckpointing(Technique[Checkpointing]):
 
     It pays wherever activations are most of the peak: long sequences, large images, large batches, deep models. It does
     not where parameters, gradients and the optimizer are (large models at batch 1), nor for logits and losses, which
-    belong to no block. A last block saves nothing at the peak of its own backward pass, which is the peak of many
-    models: there, keep part of it, or take its parts instead.
+    belong to no block. A block that is recomputed holds all its activations again during its own backward pass: where
+    that is the peak, name its parts too, and they are recomputed one by one.
 
     Memory: n blocks hold n inputs, and the activations of one block at a time (Chen et al. 2016, arXiv:1604.06174).
     With segments of k blocks it is n/k inputs and the activations of k blocks, which pays for many thin blocks; nested,
