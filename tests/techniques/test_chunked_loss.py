@@ -495,7 +495,12 @@ def test_it_is_an_option_where_logits_are_a_notable_share() -> None:
     rows = 2048
     logits = rows * 4096 * 4
     options = list(ChunkedLoss().options(profile(model, logits=logits, peak=4 * logits)))
-    assert options == [ChunkedLossSetting(), ChunkedLossSetting(chunk_rows=rows * 512 // 4096 // 4)]
+    few = rows * 512 // 4096 // 4
+    assert options == [
+        ChunkedLossSetting(),
+        ChunkedLossSetting(chunk_rows=few),
+        ChunkedLossSetting(chunk_rows=few, recompute=True, into_grad=True),
+    ]
     assert not list(ChunkedLoss().options(profile(model, logits=logits, peak=100 * logits)))
     assert not list(ChunkedLoss().options(profile(model, logits=0)))
     assert not list(ChunkedLoss().options(profile(model, logits=logits, trains=False)))
@@ -504,6 +509,61 @@ def test_it_is_an_option_where_logits_are_a_notable_share() -> None:
 
 def test_it_promises_rounding() -> None:
     assert ChunkedLoss().promise(ChunkedLossSetting()).numerics is Numerics.ROUNDING
+
+
+# -- into an existing gradient -------------------------------------------------------------------------------------
+
+
+INTO = [ChunkedLossSetting(chunk_rows=7, recompute=recompute, into_grad=True) for recompute in (False, True)]
+
+
+def accumulated(model: Language, steps: int = 2) -> dict[str, torch.Tensor]:
+    """Gradients of some batches together."""
+    for step in range(steps):
+        language_loss(model, tokens(2 + step)).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def language(setting: ChunkedLossSetting | None = None, *, tied: bool = True) -> Language:
+    torch.manual_seed(0)
+    model = Language(dropout=0.0, tied=tied)
+    if setting is not None:
+        attached(model, setting)
+    return model
+
+
+@pytest.mark.parametrize("setting", INTO)
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_add_up_in_place(setting: ChunkedLossSetting, tied: bool) -> None:
+    expected, found = accumulated(language(tied=tied)), accumulated(language(setting, tied=tied))
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("setting", INTO)
+def test_whoever_listens_to_gradients_hears_them(setting: ChunkedLossSetting) -> None:
+    model = language(setting)
+    heard: list[torch.Tensor] = []
+    accumulated(model, 1)
+    model.head.weight.register_hook(heard.append)  # type: ignore[arg-type]
+    accumulated(model, 1)
+    expected = accumulated(language(), 1)["embed.weight"]
+    assert len(heard) == 1
+    torch.testing.assert_close(heard[0], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("setting", INTO)
+def test_gradients_that_are_asked_for_go_to_whoever_asks(setting: ChunkedLossSetting) -> None:
+    model = language(setting, tied=False)
+    before = accumulated(model, 1)
+    asked = torch.autograd.grad(language_loss(model, tokens(2)), [model.head.weight, model.embed.weight])
+    for name, gradient in zip(("head.weight", "embed.weight"), asked, strict=True):
+        torch.testing.assert_close(gradient, before[name], rtol=1e-5, atol=1e-6)
+    (other,) = torch.autograd.grad(language_loss(model, tokens(2)), [model.embed.weight])
+    torch.testing.assert_close(other, before["embed.weight"], rtol=1e-5, atol=1e-6)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, before[name]), "left as it was"  # type: ignore[arg-type]
 
 
 # Five sums in 32 bits, and whether it counts, while its logits are there.
@@ -591,3 +651,23 @@ def test_bytes_of_a_head_of_32_000_words_on_the_virtual_gpu(
     found = peak(ChunkedLossSetting(chunk_rows=chunk, recompute=recompute))
     of_chunk = chunk * (4 * words + NUMBERS_OF_A_ROW)
     assert found == weight + of_hidden + of_chunk + rows * of_each_row + scalars
+
+
+def test_bytes_on_the_virtual_gpu_without_a_second_gradient_of_a_tied_weight(gpu: VirtualGPU) -> None:
+    """A tied weight of 4 MiB: autograd would hold the head's part to the end of the backward pass."""
+    width, words, batch = 128, 8192, 32
+
+    def peak(setting: ChunkedLossSetting) -> int:
+        model = Language(words=words, width=width, layers=2, dropout=0.0).cuda()
+        attached(model, setting)
+        batch_of_words = torch.randint(words, (batch, 64), device="cuda")
+        language_loss(model, batch_of_words).backward()  # the gradients that the next one adds to
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        language_loss(model, batch_of_words).backward()
+        return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+
+    usual = peak(ChunkedLossSetting(chunk_rows=64))
+    into = peak(ChunkedLossSetting(chunk_rows=64, recompute=True, into_grad=True))
+    assert usual - into == 4 * width * words

@@ -19,6 +19,7 @@ class LossSpec:
     Attributes:
         chunk_rows: rows of logits that exist at once.
         fused: whether gradients are computed with the loss; else logits are computed again in the backward pass.
+        into_grad: whether the weight's gradient is added to its ``grad`` without a detour, where that can be done.
         product: dtype in which hidden states and weight are multiplied.
         steps: what happens to the logits before the loss.
         result: dtype of the loss.
@@ -30,6 +31,7 @@ class LossSpec:
     chunk_rows: int
     fused: bool
     product: torch.dtype
+    into_grad: bool = False
     steps: tuple[Step, ...] = ()
     result: torch.dtype = torch.float32
     reduction: str = "mean"
@@ -133,6 +135,7 @@ class Head:
         self.of_hidden: torch.Tensor | None = None
         self.of_weight: torch.Tensor | None = None
         self.of_bias: torch.Tensor | None = None
+        self.begun = False  # whether the weight's gradient holds something to add to
         self._taken: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def chunks(self) -> Iterator[slice]:
@@ -141,13 +144,20 @@ class Head:
         for start in range(0, self.rows, step):
             yield slice(start, min(start + step, self.rows))
 
-    def want(self, needed: tuple[bool, ...]) -> None:
-        """Make room for the gradients that are needed, of hidden states, weight and bias."""
+    def want(self, needed: tuple[bool, ...], into: torch.Tensor | None = None) -> None:
+        """Make room for the gradients that are needed, of hidden states, weight and bias.
+
+        Args:
+            needed: which ones.
+            into: what the weight's is added to, if not to one of its own.
+        """
         if needed[0]:
             self.of_hidden = torch.empty_like(
                 self.hidden, dtype=self.spec.product, memory_format=torch.contiguous_format
             )
-        if needed[1]:
+        if needed[1] and into is not None:
+            self.of_weight, self.begun = into, True
+        elif needed[1]:
             shape = (self.classes, self.hidden.shape[1])
             self.of_weight = torch.empty(shape, dtype=self.weight_dtype, device=self.hidden.device)
             if not self.rows:
@@ -199,7 +209,7 @@ class Head:
 
     def _add_to_weight(self, total: torch.Tensor, gradient: torch.Tensor, chunk: slice) -> None:
         hidden = self.hidden[chunk].to(self.spec.product)
-        first = chunk.start == 0
+        first, self.begun = not self.begun, True
         if total.dtype == self.spec.product:
             total.addmm_(gradient.t(), hidden, beta=0 if first else 1)
             return

@@ -53,6 +53,7 @@ class _Chunked(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight, bias, target, class_weight)
         ctx.spec, ctx.gradients = spec, None
+        ctx.leaf = weight if spec.into_grad else None
         ctx.dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias))
         rows = Rows(target, class_weight, spec, weight.shape[0])
         head = Head(hidden, weight, bias, spec)
@@ -80,6 +81,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         spec: LossSpec = ctx.spec
         found, ctx.gradients = ctx.gradients, None
+        into = _open_gradient(ctx.leaf)
         if found is None:
             hidden, weight, bias, target, class_weight = ctx.saved_tensors
             rows = Rows(target, class_weight, spec, weight.shape[0])
@@ -87,7 +89,7 @@ class _Chunked(torch.autograd.Function):
             if spec.reduction == "mean":
                 factor = factor * rows.share_of_mean()
             head = Head(hidden, weight, bias, spec)
-            head.want(ctx.needs_input_grad)
+            head.want(ctx.needs_input_grad, into)
             with torch.autocast(hidden.device.type, enabled=False):
                 for chunk in head.chunks():
                     logits = head.logits(chunk)
@@ -100,5 +102,31 @@ class _Chunked(torch.autograd.Function):
             for gradient in found:
                 if gradient is not None:
                     gradient.mul_(grads[0])
+            if into is not None and found[1] is not None:
+                into.add_(found[1])
+        if into is not None:
+            found = (found[0], None, found[2])
         pairs = zip(found, ctx.dtypes, strict=True)
         return (*(None if g is None else g.to(dtype) for g, dtype in pairs), None, None, None)
+
+
+def _open_gradient(weight: torch.Tensor | None) -> torch.Tensor | None:
+    """The ``grad`` of a weight, if adding to it now is what autograd would do in the end.
+
+    Not where someone listens to gradients (hooks; whoever exchanges them between processes listens below Python), nor
+    where the gradient is asked for by ``torch.autograd.grad``.
+    """
+    if weight is None or not weight.is_leaf or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return None
+    grad = weight.grad
+    if grad is None or grad.requires_grad or grad.dtype != weight.dtype or not grad.is_contiguous():
+        return None
+    if grad.layout is not torch.strided or (
+        torch.distributed.is_available() and torch.distributed.is_initialized()
+    ):
+        return None
+    try:
+        ends = torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node)
+    except RuntimeError:  # torch.autograd.grad of this very weight
+        return None
+    return grad if ends else None

@@ -34,10 +34,12 @@ class Chunking:
     Attributes:
         rows: rows of logits that exist at once; 0 chooses by `default_rows`.
         recompute: whether the backward pass computes logits again; else gradients are computed with the loss.
+        into_grad: whether the head's gradient is added to the weight's ``grad`` without a detour.
     """
 
     rows: int = 0
     recompute: bool = False
+    into_grad: bool = False
 
 
 @dataclass(frozen=True, slots=True)

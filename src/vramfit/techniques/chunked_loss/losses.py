@@ -97,6 +97,7 @@ def _loss(
         chunk_rows=_rows_of(x, hidden),
         fused=fused,
         product=product,
+        into_grad=trains and family.chunking.into_grad,
         steps=recipe.steps,
         result=x.dtype if recipe.normalised else loss_dtype(x.dtype, casting),
         reduction=reduction,

@@ -32,11 +32,13 @@ class ChunkedLossSetting(Setting):
         chunk_rows: rows of logits (tokens) that exist at once; 0 takes as many as hidden states need memory, at least
             an eighth of the width.
         recompute: compute logits again in the backward pass, rather than gradients with the loss.
+        into_grad: add the head's gradient to the ``grad`` that the weight has already, without a detour.
     """
 
     heads: tuple[str, ...] = ()
     chunk_rows: int = 0
     recompute: bool = False
+    into_grad: bool = False
 
 
 class ChunkedLoss(Technique[ChunkedLossSetting]):
@@ -62,8 +64,12 @@ class ChunkedLoss(Technique[ChunkedLossSetting]):
     any case. Each chunk reads the weight and its gradient once, which small chunks feel.
 
     The gradient of the weight is summed in a tensor of its own dtype and reaches ``weight.grad`` through autograd, so
-    that tied weights, hooks and distributed data parallel are as ever; it is not added to an existing ``.grad`` in
-    place.
+    that tied weights, hooks and distributed data parallel are as ever. Autograd holds it until all parts of a tied
+    weight's gradient are there, which is the end of the backward pass. Where a ``grad`` exists already, after the first
+    micro-batch or with ``zero_grad(set_to_none=False)``, ``into_grad`` adds to it in place: at once, and with
+    ``recompute`` without a tensor of its own at all, which saves the weight's size at the peak. It keeps to the detour
+    where hooks listen, ``torch.distributed`` is in use, or ``torch.autograd.grad`` asks; a library that hooks into
+    autograd's accumulation by other ways would miss the gradient, so this has to be asked for.
     """
 
     name: ClassVar[str] = "chunked-loss"
@@ -73,7 +79,7 @@ class ChunkedLoss(Technique[ChunkedLossSetting]):
     setting_type = ChunkedLossSetting
 
     def options(self, profile: Profile) -> Iterable[ChunkedLossSetting]:
-        """The usual chunk, then a quarter of it, where the logits are a notable share of the peak."""
+        """The usual chunk of logits, a quarter, and that without a gradient of its own, where they are a notable share."""
         if not profile.trains or profile.logits_bytes < _NOTABLE * profile.peak_allocated_bytes:
             return
         if not profile.logits_bytes or (head := find_head(profile.model)) is None:
@@ -83,8 +89,10 @@ class ChunkedLoss(Technique[ChunkedLossSetting]):
         assert isinstance(linear, nn.Linear)
         rows = profile.logits_bytes // (linear.out_features * linear.weight.element_size())
         usual = default_rows(rows, linear.in_features, linear.out_features)
-        if usual >= 32:
-            yield ChunkedLossSetting(chunk_rows=usual // 4)
+        few = usual // 4 if usual >= 32 else 0
+        if few:
+            yield ChunkedLossSetting(chunk_rows=few)
+        yield ChunkedLossSetting(chunk_rows=few, recompute=True, into_grad=True)
 
     def attach(self, live: Live, setting: ChunkedLossSetting) -> None:
         """Surround the heads."""
@@ -100,7 +108,9 @@ class ChunkedLoss(Technique[ChunkedLossSetting]):
             )
         heads = [_head(live.model, name) for name in names]
         for head in heads:
-            chunking = Chunking(rows=setting.chunk_rows, recompute=setting.recompute)
+            chunking = Chunking(
+                rows=setting.chunk_rows, recompute=setting.recompute, into_grad=setting.into_grad
+            )
             live.surround(head, DeferHead(chunking))
 
     def promise(self, setting: ChunkedLossSetting) -> Promise:  # noqa: ARG002  # the same for all
