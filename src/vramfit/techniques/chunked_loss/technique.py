@@ -79,7 +79,7 @@ class ChunkedLoss(Technique[ChunkedLossSetting]):
     setting_type = ChunkedLossSetting
 
     def options(self, profile: Profile) -> Iterable[ChunkedLossSetting]:
-        """The usual chunk of logits, a quarter, and that without a gradient of its own, where they are a notable share."""
+        """The usual chunk, a quarter of it, and that without a gradient of its own, where logits are notable."""
         if not profile.trains or profile.logits_bytes < _NOTABLE * profile.peak_allocated_bytes:
             return
         if not profile.logits_bytes or (head := find_head(profile.model)) is None:
