@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterator, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.techniques.surround import plain_class
+
+if TYPE_CHECKING:
+    from vramfit.techniques.live import Live
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
 
@@ -66,6 +69,22 @@ def _first(module: nn.Module) -> Iterator[torch.Tensor]:
     for parameter in module.parameters():
         yield parameter
         return
+
+
+def surround_loss(live: Live, dtype: torch.dtype) -> None:
+    """Compute a workload's loss under autocast, as a loop written by hand does, until the undo."""
+    recipe = _Recipe(live.device.type, dtype)
+    live.loss_surroundings.append(recipe)
+    live.on_undo(lambda: live.loss_surroundings.remove(recipe))
+
+
+class _Recipe:
+    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+        self.device_type, self.dtype = device_type, dtype
+
+    def __call__(self, compute: Callable[[], Any]) -> Any:
+        with torch.autocast(self.device_type, self.dtype):
+            return compute()
 
 
 def find_islands(model: nn.Module, paths: tuple[str, ...], kinds: tuple[str, ...]) -> list[nn.Module]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.casting import HALVES, cast_tensors, device_type_of, find_islands
+from vramfit.techniques.casting import HALVES, cast_tensors, device_type_of, find_islands, surround_loss
 from vramfit.techniques.numerics import Numerics, Promise
 from vramfit.techniques.technique import Phase, Setting, Technique
 
@@ -131,9 +131,7 @@ class MixedPrecision(Technique[MixedPrecisionSetting]):
         for module in islands:
             live.surround(module, Float32Island())
         live.surround(live.model, Autocast(setting.dtype.dtype, float32_outputs=setting.float32_outputs))
-        recipe = _Recipe(setting.dtype.dtype, live.device.type)
-        live.loss_surroundings.append(recipe)
-        live.on_undo(lambda: live.loss_surroundings.remove(recipe))
+        surround_loss(live, setting.dtype.dtype)
         if scales:
             live.set(live, "scaler", torch.amp.GradScaler(live.device.type, init_scale=setting.initial_scale))
 
@@ -167,17 +165,6 @@ class Float32Island:
         args, kwargs = cast_tensors((args, kwargs), HALVES, torch.float32)
         with torch.autocast(device, enabled=False):
             return forward(*args, **kwargs)
-
-
-class _Recipe:
-    """Computes a loss under autocast, as a loop written by hand does."""
-
-    def __init__(self, dtype: torch.dtype, device_type: str) -> None:
-        self.dtype, self.device_type = dtype, device_type
-
-    def __call__(self, compute: Callable[[], Any]) -> Any:
-        with torch.autocast(self.device_type, self.dtype):
-            return compute()
 
 
 def _has_float32(model: nn.Module) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vramfit.techniques.casting import HALVES, cast_tensors
+from vramfit.techniques.casting import HALVES, cast_tensors, device_type_of
 from vramfit.techniques.low_precision_training.rounding import join_, split
 from vramfit.techniques.surround import plain_class
 
@@ -20,20 +20,28 @@ _KEPT_BUFFERS = ("inv_freq", "original_inv_freq")
 
 
 class HalfModel:
-    """Casts the inputs of a model to bfloat16, and its outputs to float32 if the loss is to be computed in it."""
+    """Casts the inputs of a model to bfloat16, and its outputs to float32 if the loss is to be computed in it.
+
+    Inside autocast the outputs stay as they are, since autocast brings them to float32 in the losses that want it, and
+    the model computes without it.
+    """
 
     def __init__(self, *, float32_outputs: bool) -> None:
         self.float32_outputs = float32_outputs
 
     def __call__(
         self,
-        module: nn.Module,  # noqa: ARG002  # as all that surrounds
+        module: nn.Module,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Run the forward pass."""
         args, kwargs = cast_tensors((args, kwargs), _WIDER, torch.bfloat16)
+        device = device_type_of(module, (args, kwargs))
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return forward(*args, **kwargs)
         outputs = forward(*args, **kwargs)
         return cast_tensors(outputs, HALVES, torch.float32) if self.float32_outputs else outputs
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -13,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from vramfit.errors import UsageError
-from vramfit.techniques.casting import find_islands
+from vramfit.techniques.casting import find_islands, surround_loss
 from vramfit.techniques.low_precision_training.model import Casts, HalfModel, Island, is_norm
 from vramfit.techniques.low_precision_training.slices import is_elementwise, resting_dtype
 from vramfit.techniques.low_precision_training.steps import Float32Steps
@@ -53,7 +52,7 @@ class LowPrecisionTrainingSetting(Setting):
         float32_norms: whether norms keep their parameters and statistics in float32; all but batch norm then compute
             in it.
         islands: paths of modules that stay in float32 and compute in it.
-        float32_outputs: whether the model's outputs are cast to float32 for the loss.
+        float32_outputs: whether the model's outputs are float32 where the loss is computed outside of autocast.
     """
 
     master: Master = Master.FLOAT32
@@ -75,17 +74,22 @@ class LowPrecisionTraining(Technique[LowPrecisionTrainingSetting]):
     Updates are often smaller than the 2^-8 that bfloat16 resolves, and would vanish (Zamirai et al., 2020,
     arXiv:2010.06192). So steps are computed in float32 for any optimizer, in chunks of a 128th of the parameters, at
     least 4 million elements, which hold about 28 bytes an element in between; an optimizer that is not known to treat
-    each parameter on its own gets all at once. torchao's optimizers round stochastically by themselves
-    and are told to. That costs a few memory-bound kernels a chunk. The optimizer stays the same object, with its
-    groups, schedules and ``state_dict``, where the lower bits are ``float32_remainders``.
+    each parameter on its own gets all at once. torchao's optimizers round stochastically by themselves and are told to.
+    That costs a few memory-bound kernels a chunk. The optimizer stays the same object, with its groups, schedules and
+    ``state_dict``, where the lower bits are ``float32_remainders``.
 
     Inputs of the model's ``forward`` are cast; other methods of it are called with bfloat16. A model that makes float32
     tensors in its forward pass and multiplies them by weights fails: leave such modules as ``islands``. Buffers named
     ``inv_freq``, the frequencies of rotary embeddings, stay in float32, as transformers computes with them.
-    A loss that the model computes itself has bfloat16's 8 bits, unless the model casts its outputs before. Gradients
-    are summed over micro-batches in bfloat16. Apply it before DistributedDataParallel, and before loading
-    the ``state_dict`` of an optimizer that had it. After the undo, trained parameters have their float32 values; all
-    else has lost the lower bits.
+
+    In a workload the loss is computed under autocast, which brings the outputs to float32 for the usual losses and
+    holds no copy of them. In a loop of your own the loss gets outputs that were cast to float32, unless
+    ``float32_outputs`` is false or your loop enters autocast itself. A loss that the model computes itself has
+    bfloat16's 8 bits, unless the model casts its outputs before.
+
+    Gradients are summed over micro-batches in bfloat16. Apply it before DistributedDataParallel, and before loading the
+    ``state_dict`` of an optimizer that had it. After the undo, trained parameters have their float32 values; all else
+    has lost the lower bits.
     """
 
     name: ClassVar[str] = "low-precision-training"
@@ -110,12 +114,9 @@ class LowPrecisionTraining(Technique[LowPrecisionTrainingSetting]):
         elif not profile.own_step and _is_steppable(profile.optimizer):
             yield LowPrecisionTrainingSetting(float32_norms=norms)
             yield LowPrecisionTrainingSetting(bfloat16_states=True, float32_norms=norms)
-            leanest = LowPrecisionTrainingSetting(
+            yield LowPrecisionTrainingSetting(
                 master=Master.STOCHASTIC_ROUNDING, bfloat16_states=True, float32_norms=norms
             )
-            yield leanest
-            if profile.logits_bytes:
-                yield dataclasses.replace(leanest, float32_outputs=False)
 
     def promise(self, setting: LowPrecisionTrainingSetting) -> Promise:
         """What has fewer bits."""
@@ -143,6 +144,7 @@ class LowPrecisionTraining(Technique[LowPrecisionTrainingSetting]):
         for module in islands:
             live.surround(module, Island())
         live.surround(live.model, HalfModel(float32_outputs=setting.float32_outputs))
+        surround_loss(live, torch.bfloat16)
         live.after(Phase.OPTIMIZER, lambda: _take_over(live, setting, casts))
 
 
