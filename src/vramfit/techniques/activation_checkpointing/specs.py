@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 from collections import Counter
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+
+import torch
 
 from vramfit.errors import UsageError
 
@@ -22,18 +26,30 @@ PRESETS = {
 
 
 def check_specs(specs: Iterable[str]) -> None:
-    """Make sure that specs of ops can be read.
+    """Make sure that specs of ops mean something.
 
     Raises:
-        UsageError: one cannot.
+        UsageError: one is written otherwise, or no op has such a name.
     """
     for spec in specs:
         name, sign, ordinal = spec.partition("#")
-        if not name or (sign and not ordinal.isdecimal()):
+        if not name or (sign and not ordinal.isdecimal()) or (sign and name in PRESETS):
             raise UsageError(
                 f"{spec!r} names no op to keep",
                 f"Write an aten op (addmm), its n-th call from 0 on (addmm#2), a pattern, or {', '.join(PRESETS)}",
             )
+        if name in PRESETS or any(fnmatchcase(known, name) for known in _all_ops()):
+            continue
+        near = difflib.get_close_matches(name, (*PRESETS, *_all_ops()), n=1)
+        hint = f"Did you mean {near[0]}?" if near else "Give the name of an aten op"
+        raise UsageError(f"torch has no op {name!r} to keep", hint)
+
+
+@functools.cache
+def _all_ops() -> frozenset[str]:
+    """The names of all ops that are known now, without overloads."""
+    names = torch._C._dispatch_get_all_op_names()
+    return frozenset(name.rpartition("::")[2].partition(".")[0] for name in names)
 
 
 def op_specs(names: Iterable[str]) -> tuple[str, ...]:
