@@ -16,6 +16,7 @@ from vramfit.techniques.activation_offload import chosen_modules
 from vramfit.techniques.compressed import Bits, Compressed, Groups, Largest, Signs
 from vramfit.techniques.live import Live
 from vramfit.techniques.numerics import Numerics, Promise
+from vramfit.techniques.pool_indices import POOLS, ShortIndices
 from vramfit.techniques.profile import Profile
 from vramfit.techniques.saved import (
     Found,
@@ -35,10 +36,6 @@ from vramfit.techniques.saved import (
 from vramfit.techniques.technique import Phase, Setting, Technique
 
 _KIB = 1 << 10
-_POOLS = (
-    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
-    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
-)
 # Operations that save a mask, the sign of their result, or indices.
 _MASKED_OPS = {
     "native_dropout",
@@ -48,7 +45,7 @@ _MASKED_OPS = {
     "max_pool3d_with_indices",
     "masked_fill",
 }
-_MASKED_LAYERS = (nn.ReLU, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, *_POOLS)
+_MASKED_LAYERS = (nn.ReLU, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, *POOLS)
 
 
 class Method(Enum):
@@ -138,7 +135,7 @@ class ActivationCompression(Technique[ActivationCompressionSetting]):
         """See `Technique.attach`."""
         _check(setting)
         modules = chosen_modules(live.model, setting.modules, self.name)
-        pools = {pool: None for module in modules for pool in module.modules() if isinstance(pool, _POOLS)}
+        pools = {pool: None for module in modules for pool in module.modules() if isinstance(pool, POOLS)}
         for pool in pools:
             live.surround(pool, ShortIndices())
         for module in modules:
@@ -296,46 +293,3 @@ def _saved_by_relu(tensor: torch.Tensor) -> bool:
         return False
     saved = node._raw_saved_result  # type: ignore[union-attr]
     return getattr(saved, "data", saved) is None
-
-
-class Narrow:
-    """What the graph holds of indices that fit a shorter type."""
-
-    __slots__ = ("_indices",)
-
-    def __init__(self, indices: torch.Tensor, limit: int) -> None:
-        self._indices = indices.to(torch.int16 if limit <= 1 << 15 else torch.int32)
-
-    def unpack(self) -> torch.Tensor:
-        """The indices, as they were."""
-        return self._indices.to(torch.int64)
-
-
-class ShortIndices:
-    """Surrounds a max-pooling: its indices count the places of one channel (aten/src/ATen/native/Pool.h)."""
-
-    def __call__(
-        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run the forward pass under hooks."""
-        if not (module.training and torch.is_grad_enabled()):
-            return forward(*args, **kwargs)
-        pooled: torch.Tensor = args[0] if args else kwargs["input"]
-        places = pooled.shape[-_dimensions(module) :].numel()
-        if places > 1 << 31:
-            return forward(*args, **kwargs)
-        with packing(partial(self._take, places, in_backward())):
-            return forward(*args, **kwargs)
-
-    @staticmethod
-    def _take(places: int, recomputing: bool, tensor: torch.Tensor) -> Packed | None:
-        if tensor.dtype is not torch.int64:
-            return None
-        return Kept(tensor) if recomputing else Narrow(tensor, places)
-
-
-def _dimensions(pool: nn.Module) -> int:
-    for kind, dimensions in zip(_POOLS, (1, 2, 3) * 2, strict=True):
-        if isinstance(pool, kind):
-            return dimensions
-    raise TypeError(f"{type(pool).__name__} is no max-pooling")

@@ -34,6 +34,9 @@ class Visitors:
     """The parameters of a block, and their copies on the card while these are there."""
 
     def __init__(self, depot: Depot, index: int, module: nn.Module, names: tuple[str, ...]) -> None:
+        self._there: list[torch.Tensor] | None = None
+        self._end: Any = None
+        self._came: Any = None
         self.depot, self.index, self.module = depot, index, weakref.ref(module)
         self.parameters: list[nn.Parameter] = []
         self.slots: list[Slot] = []
@@ -47,8 +50,6 @@ class Visitors:
                 self.parameters.append(parameter)
             self.slots.append(Slot(owner, last, numbers[id(parameter)]))
         self.nbytes = sum(parameter.nbytes for parameter in self.parameters)
-        self._there: list[torch.Tensor] | None = None
-        self._end: Any = None
         self.sweep = -1
 
     def __del__(self) -> None:
@@ -64,6 +65,7 @@ class Visitors:
         """Begin their copies to the card."""
         if self._there is None:
             self._there, self._end = self.depot.lane.back([p.detach() for p in self.parameters])
+            self._came = self._end
 
     def arrive(self) -> list[torch.Tensor]:
         """Their copies, for what is computed from now on."""
@@ -72,10 +74,16 @@ class Visitors:
         assert self._there is not None
         return self._there
 
+    def have_come(self) -> None:
+        """Wait on the host for the copies: the parameters may be written to then."""
+        if self._came is not None:
+            self.depot.lane.finish(self._came)
+            self._came = None
+
     def leave(self) -> None:
         """Drop the copies."""
         self._settle()
-        self._there = None
+        self._there = self._came = None
 
     def _settle(self) -> None:
         if self._end is not None:
@@ -163,8 +171,14 @@ class Depot:
 
     def exit(self, visitors: Visitors) -> None:
         """A block's forward pass is over."""
-        stays = visitors.index == self._count - 1 and torch.is_grad_enabled()
-        if not stays and not in_backward():
+        if in_backward():
+            return
+        last = visitors.index == self._count - 1
+        if (
+            last
+        ):  # the program goes on, and may write to parameters; all that the last block computes is queued
+            visitors.have_come()
+        if not (last and torch.is_grad_enabled()):
             visitors.leave()
 
     def fetch(self, visitors: Visitors) -> list[torch.Tensor]:

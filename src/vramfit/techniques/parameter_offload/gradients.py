@@ -52,7 +52,7 @@ class Gradients:
             node: what adds gradients to the parameter.
         """
         parameter = visitors.parameters[number]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or gradient.layout is not torch.strided:
             return gradient.to(parameter.device)
         if (
             gradient.stride() != parameter.stride()
