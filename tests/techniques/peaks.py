@@ -6,7 +6,9 @@ import gc
 
 import torch
 
-from vramfit.workload import Workload
+from vramfit.workload import Workload, to_device
+
+LOSS_BLOCK_BYTES = 512  # of a scalar
 
 
 def peak_bytes(workload: Workload, *, steps: int = 2) -> int:
@@ -28,11 +30,10 @@ def kept_bytes(workload: Workload) -> int:
     state = workload.start("cuda")
     workload.run_step(state, workload.sizes)
     gc.collect()
-    batch = workload.batch(**workload.sizes)
-    from vramfit.workload import to_device
-
-    batch = to_device(batch, state.device)
+    batch = to_device(workload.batch(**workload.sizes), state.device)
     before = torch.cuda.memory_allocated()
     loss = workload.loss(state.model, batch)
     gc.collect()
-    return torch.cuda.memory_allocated() - before - loss.untyped_storage().nbytes()
+    kept = torch.cuda.memory_allocated() - before - LOSS_BLOCK_BYTES
+    del loss
+    return kept

@@ -25,8 +25,13 @@ if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
 
 _COUNT = "set_fullgraph_compiled_frame_count"
-_OURS = str(Path(__file__).resolve().parents[2]) + os.sep
-"""The folder of this package."""
+_PART_OF_PROGRAMS = "techniques"
+_OURS = tuple(
+    str(part) + (os.sep if part.is_dir() else "")
+    for part in sorted(Path(__file__).resolve().parents[2].iterdir())
+    if part.name != _PART_OF_PROGRAMS
+)
+"""What lies in this package, but for techniques: what these put around a model's layers is compiled with them."""
 
 
 def install(mode: VirtualMode, outside: Outside, patches: PatchStack) -> None:
@@ -58,11 +63,12 @@ def install(mode: VirtualMode, outside: Outside, patches: PatchStack) -> None:
     patches.set(type(mode), "ignore_compile_internals", classmethod(lambda cls: True))
     patches.call(torch._dynamo.reset)  # what was compiled for virtual tensors fits no others
     directories = trace_rules.SKIP_DIRS
-    directories.append(_OURS)
+    directories.extend(_OURS)
     trace_rules._recompile_re()
 
     def forget() -> None:
-        directories.remove(_OURS)
+        for part in _OURS:
+            directories.remove(part)
         trace_rules._recompile_re()
 
     patches.call(forget)
