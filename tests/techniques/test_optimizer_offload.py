@@ -215,6 +215,12 @@ def test_options_need_states_a_card_and_host_memory() -> None:
     needed = 4 * 4 * 128 * 128
     assert list(OptimizerOffload().options(replace(profile, host_bytes=needed))) == both
     assert list(OptimizerOffload().options(replace(profile, host_bytes=needed - 1))) == []
+    odd = nn.Linear(100, 100, bias=False)  # 40,000 bytes, pinned as 65,536
+    profile_of_odd = replace(
+        profile, model=odd, optimizer=torch.optim.AdamW(odd.parameters()), host_bytes=2 * (40_000 + 65_536)
+    )
+    assert list(OptimizerOffload().options(profile_of_odd)) == both
+    assert list(OptimizerOffload().options(replace(profile_of_odd, host_bytes=211_071))) == []
     stateless = torch.optim.SGD(profile.model.parameters())
     assert list(OptimizerOffload().options(replace(profile, optimizer=stateless))) == []
 

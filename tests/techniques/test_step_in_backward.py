@@ -182,6 +182,17 @@ def test_an_unknown_optimizer_needs_a_word() -> None:
         StepInBackward().attach(Live(model, torch.optim.LBFGS(model.parameters())), PLAIN)
 
 
+def test_gradients_that_other_processes_add_to_are_waited_for() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+        live = Live(model, torch.optim.AdamW(model.parameters()))
+        with pytest.raises(UsageError, match="cannot wait for the gradients of other processes"):
+            StepInBackward().attach(live, PLAIN)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_after_the_undo_gradients_stay_until_the_step() -> None:
     ours, plain = _live()
     train(ours, steps=1)

@@ -82,7 +82,8 @@ class OptimizerOffload(Technique[OptimizerOffloadSetting]):
         setting = OptimizerOffloadSetting()
         moved = [p for p in parameters_of(optimizer) if p.requires_grad and p.numel() >= setting.minimal_size]
         states = sum(_state_bytes(optimizer, parameter) for parameter in moved)
-        needed = states + 2 * sum(parameter.nbytes for parameter in moved)
+        # Parameters and gradients are pinned, in blocks of powers of two (ATen/core/CachingHostAllocator.h).
+        needed = states + 2 * sum(1 << (parameter.nbytes - 1).bit_length() for parameter in moved)
         if not states or needed > profile.host_bytes:
             return
         yield setting
