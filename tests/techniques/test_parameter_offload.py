@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +14,15 @@ import torch
 from tests.techniques.tiny_gpt2 import tiny_gpt2
 from tests.techniques.toys import Language, all_toys, gradients, language_loss, losses, tokens
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from vramfit.errors import UsageError
 from vramfit.techniques import Live, Numerics, Profile
+from vramfit.techniques.activation_compression import (
+    ActivationCompression,
+    ActivationCompressionSetting,
+    Method,
+)
 from vramfit.techniques.activation_offload import ActivationOffload, ActivationOffloadSetting
 from vramfit.techniques.host_lane import CopyLane
 from vramfit.techniques.parameter_offload import GradientPlace, ParameterOffload, ParameterOffloadSetting
@@ -268,6 +274,37 @@ def test_with_checkpointing_and_offloaded_activations(reentrant: bool) -> None:
     ActivationOffload().attach(live, ActivationOffloadSetting())
     for _ in range(2):
         assert _same(_backward(model), _backward(plain))
+
+
+def test_with_selective_checkpointing_only_the_block_is_counted() -> None:
+    def keep_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        kept = op in (
+            torch.ops.aten.addmm.default,
+            torch.ops.aten.clone.default,
+            torch.ops.aten.as_strided.default,
+        )
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Checkpointed(Language):
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            x = self.embed(words)
+            for layer in self.layers:
+                contexts = partial(create_selective_checkpoint_contexts, keep_products)
+                x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+            return self.head(self.norm(x))
+
+    torch.manual_seed(0)
+    plain = Checkpointed()
+    model = copy.deepcopy(plain)
+    live = _live(model)
+    eight_bits = ActivationCompressionSetting(modules=("layers.1.up",), min_bytes=0, method=Method.QUANTIZED)
+    for _ in range(2):
+        assert _same(_backward(model), _backward(plain))
+    ActivationCompression().attach(live, eight_bits)
+    found, expected = _backward(model), _backward(plain)
+    assert not _same(found, expected)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=0.01 * float(gradient.abs().max()))
 
 
 def test_under_autocast() -> None:

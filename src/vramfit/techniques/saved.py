@@ -8,14 +8,24 @@ all tensors but those taken; when it recomputes, the same ones are taken again, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+# The modes of torch.utils.checkpoint.create_selective_checkpoint_contexts, by themselves or inside one of ours.
+_COUNTING = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
 class Packed(Protocol):
@@ -66,7 +76,8 @@ def packing(take: Callable[[torch.Tensor], Packed | None]) -> saved_tensors_hook
     outside = hooks_outside()
 
     def pack(tensor: torch.Tensor) -> Packed:
-        taken = take(tensor)
+        with unseen():
+            taken = take(tensor)
         if taken is not None:
             return taken
         return Kept(tensor) if outside is None else _Outside(outside[1], outside[0](tensor))
@@ -83,6 +94,26 @@ def hooks_outside() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torc
         torch._C._autograd._top_saved_tensors_default_hooks(True)
     )
     return found
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Hide a technique's own operations from selective checkpointing, which counts those of a block.
+
+    A block's second run has to show the operations of its first; what is copied or packed on the way differs.
+    """
+    modes = _get_current_dispatch_mode_stack()
+    lowest = next((index for index, mode in enumerate(modes) if _counts(mode)), len(modes))
+    taken = [_pop_mode() for _ in modes[lowest:]]
+    try:
+        yield
+    finally:
+        for mode in reversed(taken):
+            _push_mode(mode)
+
+
+def _counts(mode: Any) -> bool:
+    return isinstance(mode, _COUNTING) or isinstance(getattr(mode, "_mode", None), _COUNTING)
 
 
 def written_in_place(tensor: torch.Tensor, version: int) -> RuntimeError:

@@ -22,7 +22,7 @@ from vramfit.techniques.parameter_offload.depot import Depot, Visitors
 from vramfit.techniques.parameter_offload.placing import place, settle_optimizer
 from vramfit.techniques.paying import best_blocks
 from vramfit.techniques.profile import Profile
-from vramfit.techniques.saved import packing
+from vramfit.techniques.saved import packing, unseen
 from vramfit.techniques.technique import Phase, Setting, Technique
 
 # torch rounds a pinned block up to a power of two (aten/src/ATen/core/CachingHostAllocator.h): at most to the double.
@@ -138,12 +138,14 @@ class Visited:
     ) -> Any:
         """Run the forward pass with copies in the parameters' places."""
         visitors = self._depot.visitors(self._index, module, self._names)
-        copies = self._depot.enter(visitors)
+        with unseen():
+            copies = self._depot.enter(visitors)
         try:
             with packing(self._depot.take(visitors)), _in_place(visitors, copies):
                 return forward(*args, **kwargs)
         finally:
-            self._depot.exit(visitors)
+            with unseen():
+                self._depot.exit(visitors)
 
 
 class _Bring(torch.autograd.Function):
