@@ -27,6 +27,7 @@ from vramfit.techniques import (
     Live,
     Numerics,
     Profile,
+    compiled_draws,
     setting_from_plain,
     setting_to_plain,
     with_choices,
@@ -242,8 +243,14 @@ def test_budgets_in_one_process_do_not_mix_on_the_card(gpu: VirtualGPU) -> None:
     assert kept(0.0) == 0
 
 
-@pytest.mark.parametrize(("redraws", "kept"), [(False, 4096 * 32 * (4 + 1)), (True, 512)])
-def test_what_was_drawn_is_kept_on_the_card(gpu: VirtualGPU, redraws: bool, kept: int) -> None:
+@pytest.mark.parametrize(
+    ("redraws", "marks", "kept"),
+    [(False, True, 4096 * 32 * (4 + 1)), (True, True, 512), (True, False, 4096 * 32 * (4 + 4 + 1))],
+)
+def test_what_was_drawn_is_kept_on_the_card(
+    gpu: VirtualGPU, monkeypatch: pytest.MonkeyPatch, redraws: bool, marks: bool, kept: int
+) -> None:
+    monkeypatch.setattr(compiled_draws, "marks_hold", lambda: marks)
     plain = Workload(
         model=Dropping,
         batch=lambda batch_size: torch.zeros(batch_size, 16),
@@ -252,7 +259,8 @@ def test_what_was_drawn_is_kept_on_the_card(gpu: VirtualGPU, redraws: bool, kept
         optimizer=torch.optim.SGD,
     )
     setting = CompileSetting(memory_budget=0.0, redraws=redraws)
-    assert kept_bytes(Compile().apply(plain, setting)) == kept, "dropout's result and mask, or seeds"
+    # Dropout's result and mask, or seeds; or all that is kept without a budget.
+    assert kept_bytes(Compile().apply(plain, setting)) == kept
 
 
 def test_options_are_budgets_on_a_card() -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from vramfit.allocator.versions import parse_torch_version
+
+_MARKS_SINCE = (2, 13)  # where this was tried
 # At 0 the partitioner keeps the inputs alone, whatever is marked (torch/_functorch/partitioners.py,
 # choose_saved_values_set). This is no byte more for anything else.
 _LEAST_BUDGET = 1e-9
@@ -24,7 +27,7 @@ def kept_draws(before: Any = None) -> Any:
     dropout then has another mask than in the forward pass, and gradients are wrong without a word
     (github.com/pytorch/pytorch/issues/190758; so in 2.13). Operations that are marked as `CheckpointPolicy.MUST_SAVE`
     are left out of that choice. Dropout's result and mask are kept then, 5 bytes an element in float32; of what
-    inductor draws itself, the seeds alone.
+    inductor draws itself, the seeds alone. Before 2.13, where that was not tried, such a graph gets a budget of 1.
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch.utils.checkpoint import CheckpointPolicy
@@ -40,8 +43,9 @@ def kept_draws(before: Any = None) -> Any:
             drawing = [node for node in graph.nodes if _draws(node)]
             for node in drawing:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            if drawing and functorch.activation_memory_budget < _LEAST_BUDGET:
-                functorch.activation_memory_budget = _LEAST_BUDGET
+            if drawing:
+                least = _LEAST_BUDGET if marks_hold() else 1.0
+                functorch.activation_memory_budget = max(functorch.activation_memory_budget, least)
 
         def uuid(self) -> Any:
             if before is None:
@@ -50,6 +54,11 @@ def kept_draws(before: Any = None) -> Any:
             return known and (_VERSION, known)  # without its name nothing may be cached
 
     return KeptDraws()
+
+
+def marks_hold() -> bool:
+    """Whether this torch's partitioner is known to save what is marked, at any budget above 0."""
+    return parse_torch_version(torch.__version__) >= _MARKS_SINCE
 
 
 def _draws(node: torch.fx.Node) -> bool:
