@@ -98,7 +98,10 @@ class ActivationCompression(Technique[ActivationCompressionSetting]):
     Over 50 steps of four small models, losses were apart by at most 0.02 % of their fall with 8 bits, 0.2 % with 4,
     and 23 % with half of the numbers kept: try top-k on the loss curve first.
 
-    It costs a few passes over each tensor: far less time than recomputing it, or than moving it over the link.
+    It costs time: made of plain torch operations, 8 bits move about 30 bytes for each float32 number that is saved. In
+    simulation on an RTX 4090, GPT-2 small with a batch of 8 x 512 takes 193 ms for a step in place of 126, with 4.8 GiB
+    in place of 8.0: more time than recomputing its blocks, less than moving them over the link. It pays for what is
+    dear to recompute.
     """
 
     name: ClassVar[str] = "activation-compression"

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 _PART = 1 << 22  # elements worked on at a time: 16 MiB in float32
+_TINY = 1e-30  # its inverse is finite
 
 
 class Compressed(Protocol):
@@ -74,11 +75,14 @@ class Groups:
         self._low = torch.empty(count, 1, dtype=torch.float32, device=flat.device)
         self._step = torch.empty_like(self._low)
         for part in _parts(count, group):
-            numbers = rows[part].float()
-            low = numbers.amin(1, keepdim=True)
-            step = (numbers.amax(1, keepdim=True) - low).div_(levels)
-            numbers = (numbers - low).div_(step.clamp_min(torch.finfo(torch.float32).tiny))
-            codes[part] = numbers.round_().clamp_(0, levels)
+            least, most = torch.aminmax(rows[part], dim=1, keepdim=True)
+            low = least.float()
+            step = (most.float() - low).div_(levels)
+            above = torch.sub(rows[part], low)  # before it is scaled: it is exact where the range is small
+            half = torch.full_like(low, 0.5)
+            codes[part] = torch.addcmul(
+                half, above, step.clamp_min(_TINY).reciprocal_()
+            )  # cut off, so rounded
             self._low[part], self._step[part] = low, step
         if bits == 8:
             self._codes, self._rest = codes.view(-1), codes.new_empty(0)
@@ -92,7 +96,10 @@ class Groups:
         flat = torch.empty(count + self._tail.numel(), dtype=self._dtype, device=codes.device)
         out = flat[:count].view_as(rows)
         for part in _parts(*rows.shape):
-            out[part] = torch.addcmul(self._low[part], rows[part].float(), self._step[part])
+            if self._dtype is torch.float32:
+                torch.addcmul(self._low[part], rows[part], self._step[part], out=out[part])
+            else:
+                out[part] = torch.addcmul(self._low[part], rows[part], self._step[part])
         flat[count:] = self._tail
         return flat
 
