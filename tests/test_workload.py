@@ -2,10 +2,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.virtual.conftest import fit_interpreter
 from torch import nn
 
 from vramfit.errors import UsageError, VramfitError
 from vramfit.workload import State, Workload, load_workload, split_target, to_device
+
+__all__ = ["fit_interpreter"]  # backward passes on the CPU before tests of the virtual GPU
 
 FILE = """
 import torch

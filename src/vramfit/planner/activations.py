@@ -86,6 +86,7 @@ class Terms:
         offload: whether what blocks keep may go to the host.
         host_bytes: how much may.
         link_bytes_per_second: between host and card.
+        window: bytes of the device through which what goes to the host passes.
         time_limit: seconds for the solver.
         gap: a solution this close to the best, as a part of its cost, is good enough.
     """
@@ -95,6 +96,7 @@ class Terms:
     offload: bool = False
     host_bytes: int = 0
     link_bytes_per_second: float = 0.0
+    window: int = 0
     time_limit: float = 10.0
     gap: float = 1e-3
 
@@ -204,10 +206,11 @@ def solve(observation: Observation, budget: int, terms: Terms) -> Solution | Non
     """
     began = time.perf_counter()
     if predicted_peak(observation, {}) <= budget:
-        return _solution(observation, {}, 0.0, "nothing to do", began)
+        return _solution(observation, {}, 0.0, "nothing to do", began, terms)
     columns, rows = _Columns(), _Rows()
     recompute, saves, offload = _unknowns(observation, terms, columns, rows)
-    _within_budget(observation, budget, rows, recompute, saves, offload)
+    window = _window(terms, columns, rows, offload)
+    _within_budget(observation, budget, rows, recompute, saves, offload, window)
     _transfers(observation, terms, columns, rows, offload)
     if not columns.cost:
         return None
@@ -233,7 +236,7 @@ def solve(observation: Observation, budget: int, terms: Terms) -> Solution | Non
         return greedy(observation, budget, terms)
     decisions = _read(observation, found.x, recompute, saves, offload)
     status = "optimal" if found.status == 0 else "stopped at the time limit"
-    return _solution(observation, decisions, float(found.mip_gap or 0.0), status, began)
+    return _solution(observation, decisions, float(found.mip_gap or 0.0), status, began, terms)
 
 
 def _unknowns(
@@ -258,6 +261,16 @@ def _unknowns(
     return recompute, saves, offload
 
 
+def _window(terms: Terms, columns: _Columns, rows: _Rows, offload: Mapping[int, int]) -> dict[int, float]:
+    """The coefficient in MiB of the unknown that says whether anything goes to the host."""
+    if not offload or not terms.window:
+        return {}
+    anything = columns.add(0.0, whole=False)
+    for column in offload.values():
+        rows.add({column: 1.0, anything: -1.0}, 0.0)
+    return {anything: terms.window / (1 << 20)}
+
+
 def _within_budget(
     observation: Observation,
     budget: int,
@@ -265,6 +278,7 @@ def _within_budget(
     recompute: Mapping[int, int],
     saves: Mapping[tuple[int, int], int],
     offload: Mapping[int, int],
+    window: Mapping[int, float],
 ) -> None:
     """Conditions in MiB: the solver's tolerances are absolute."""
     mib = float(1 << 20)
@@ -278,7 +292,7 @@ def _within_budget(
         seen[key] = max(seen.get(key, 0), stretch.peak_bytes)
     for key, peak in seen.items():
         waiting = np.frombuffer(key)
-        terms: dict[int, float] = {}
+        terms: dict[int, float] = dict(window)
         for block in observation.blocks:
             if not waiting[block.index]:
                 continue
@@ -351,7 +365,7 @@ def greedy(observation: Observation, budget: int, terms: Terms) -> Solution | No
             decisions[block.path] = decision
     if predicted_peak(observation, decisions) > budget:
         return None
-    return _solution(observation, decisions, None, "greedy", began)
+    return _solution(observation, decisions, None, "greedy", began, terms)
 
 
 def _ladder(block: Block) -> Iterator[frozenset[int]]:
@@ -362,7 +376,12 @@ def _ladder(block: Block) -> Iterator[frozenset[int]]:
 
 
 def _solution(
-    observation: Observation, decisions: Mapping[str, Decision], gap: float | None, status: str, began: float
+    observation: Observation,
+    decisions: Mapping[str, Decision],
+    gap: float | None,
+    status: str,
+    began: float,
+    terms: Terms,
 ) -> Solution:
     recomputed = [
         (block, decisions[block.path].saved)
@@ -376,7 +395,7 @@ def _solution(
     ]
     return Solution(
         decisions=decisions,
-        peak_bytes=predicted_peak(observation, decisions),
+        peak_bytes=predicted_peak(observation, decisions) + (terms.window if offloaded else 0),
         extra_seconds=sum(recompute_seconds(block, saved) for block, saved in recomputed),
         extra_flops=sum(recompute_flops(block, saved) for block, saved in recomputed),
         host_bytes=sum(offloaded),
@@ -388,15 +407,18 @@ def _solution(
 
 def lowest_peak(observation: Observation, terms: Terms) -> int:
     """The lowest peak that any decisions reach, in bytes, as predicted."""
-    decisions = {}
-    for block in observation.blocks:
-        if block.calls > 1:
-            continue
-        fate = Fate.OFFLOAD if terms.offload else Fate.RECOMPUTE
-        decision = Decision(fate)
-        if kept_bytes(block, decision) < block.kept_bytes and (terms.offload or terms.recompute):
-            decisions[block.path] = decision
-    return predicted_peak(observation, decisions)
+    lowest = [predicted_peak(observation, {})]
+    for fate, allowed, window in (
+        (Fate.RECOMPUTE, terms.recompute, 0),
+        (Fate.OFFLOAD, terms.offload, terms.window),
+    ):
+        decisions = {
+            block.path: Decision(fate)
+            for block in observation.blocks
+            if allowed and block.calls == 1 and kept_bytes(block, Decision(fate)) < block.kept_bytes
+        }
+        lowest.append(predicted_peak(observation, decisions) + window)
+    return min(lowest)
 
 
 def waits(observation: Observation) -> bool:

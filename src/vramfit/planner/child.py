@@ -7,6 +7,7 @@ a virtual GPU needs an interpreter in which nothing has gone backward yet, and t
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,12 @@ from typing import Any
 from vramfit.errors import VramfitError
 from vramfit.planner import tasks
 from vramfit.planner.price import Device
-from vramfit.programs.running import leave
+from vramfit.programs.interrupts import note_interrupts
+from vramfit.programs.running import leave_after
 from vramfit.programs.telling import tell
 from vramfit.workload import Workload, load_workload
+
+_INTERRUPTED = 130
 
 TASKS: dict[str, Callable[[Workload, Device, dict[str, Any], Callable[[str], None]], dict[str, Any]]] = {
     "plan": tasks.plan,
@@ -29,10 +33,13 @@ TASKS: dict[str, Callable[[Workload, Device, dict[str, Any], Callable[[str], Non
 
 def main(name: str) -> int:
     """Do the job of a folder; 0 where results or what went wrong were written."""
-    folder = Path(name)
+    folder, parent = Path(name), os.getppid()
+    note_interrupts(folder)
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
 
     def progress(text: str) -> None:
+        if os.getppid() != parent:
+            raise SystemExit("the process that asked for a plan has gone")
         tell(folder, text)
 
     try:
@@ -40,6 +47,8 @@ def main(name: str) -> int:
         workload = load(job["target"])
         found = TASKS[job["task"]](workload, device, job, progress)
         _write(folder / "found.json", found)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     except VramfitError as error:
         told = {"message": error.message, "hint": error.hint, "code": error.exit_code}
         _write(folder / "failed.json", told | getattr(error, "found", {}))
@@ -72,4 +81,4 @@ def _write(file: Path, values: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1]))
+    leave_after(lambda: main(sys.argv[1]))

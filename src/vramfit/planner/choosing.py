@@ -13,6 +13,8 @@ from vramfit.techniques.activation_checkpointing import setting_for
 from vramfit.techniques.activation_offload import ActivationOffloadSetting
 from vramfit.techniques.blocks import find_blocks
 
+_LEAST_WINDOW = 1 << 20
+
 
 def places(model: nn.Module) -> Sequence[str]:
     """The paths of a model's blocks."""
@@ -25,6 +27,12 @@ def finer_places(model: nn.Module) -> Sequence[str]:
     for place in find_blocks(model):
         found += place.parts or (place.path,)
     return found
+
+
+def window_bytes(observation: Observation) -> int:
+    """The window through which activations go to the host: what two blocks keep, within bounds."""
+    most = max((block.kept_bytes for block in observation.blocks), default=0)
+    return min(max(2 * most, _LEAST_WINDOW), ActivationOffloadSetting().window)
 
 
 def activation_choices(observation: Observation, decisions: Mapping[str, Decision]) -> tuple[Choice, ...]:
@@ -41,7 +49,7 @@ def activation_choices(observation: Observation, decisions: Mapping[str, Decisio
         choices.append(
             Choice(
                 technique=find_technique("activation-offload"),
-                setting=ActivationOffloadSetting(modules=offloaded),
+                setting=ActivationOffloadSetting(modules=offloaded, window=window_bytes(observation)),
             )
         )
     return tuple(choices)

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vramfit.planner.observing import Observation, Observer
 from vramfit.planner.price import Price
-from vramfit.techniques import Profile
+from vramfit.techniques import Profile, live_of
 from vramfit.workload import State, Workload
 
 STEPS = 2
@@ -149,6 +149,8 @@ def _run(workload: Workload, sizes: dict[str, int]) -> Iterator[tuple[State, _Co
         for _ in range(STEPS - 1):
             workload.run_step(state, sizes)
         yield state, counter
+    if (live := live_of(state)) is not None:
+        live.undo()  # what techniques changed beyond the model must not reach the next run
     events = sorted(
         (event.start_ns(), event.nbytes())
         for event in profiler.profiler.kineto_results.events()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vramfit.errors import UsageError, VramfitError
 from vramfit.gpus import GpuSpec
+from vramfit.programs.interrupts import passed_on, run_child
 from vramfit.programs.telling import listening
 from vramfit.virtual.job import plain_spec
 from vramfit.workload import split_target
@@ -250,14 +250,17 @@ def run_task(target: str, job: dict[str, Any], progress: Progress | None) -> dic
     Raises:
         UsageError: there is no such file.
         VramfitError: the child died.
+        KeyboardInterrupt: it was interrupted.
     """
     split_target(target)
     with tempfile.TemporaryDirectory(prefix="vramfit-") as name:
         folder = Path(name)
         (folder / "job.json").write_text(json.dumps(job | {"target": target}), encoding="utf-8")
-        with listening(folder, progress):
+        with passed_on(folder) as signals, listening(folder, progress):
             command = [sys.executable, "-P", "-m", "vramfit.planner.child", str(folder)]
-            code = subprocess.run(command, check=False, stdout=_STANDARD_ERROR).returncode
+            code = run_child(command, signals, stdout=_STANDARD_ERROR)
+        if signals.interrupted:
+            raise KeyboardInterrupt
         failed = folder / "failed.json"
         if failed.exists():
             told: dict[str, Any] = json.loads(failed.read_text(encoding="utf-8"))

@@ -20,7 +20,7 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.planner import activations
 from vramfit.planner.activations import Solution, Terms
-from vramfit.planner.choosing import activation_choices, finer_places, places
+from vramfit.planner.choosing import activation_choices, finer_places, places, window_bytes
 from vramfit.planner.observing import Observation
 from vramfit.planner.plan import Aim, Entry, Figures, Plan, Solved
 from vramfit.planner.price import Device, Price
@@ -109,7 +109,9 @@ class Request:
         """Whether a technique may be used."""
         if technique.name in self.forbidden:
             return False
-        return self.allowed is None or technique.name in self.allowed
+        if self.allowed is None:
+            return not technique.on_request
+        return technique.name in self.allowed
 
 
 class NothingFits(UsageError):
@@ -275,6 +277,7 @@ class Search:
             offload=offload and frame.profile.device_type == "cuda",
             host_bytes=self.request.host_bytes,
             link_bytes_per_second=frame.profile.link_bytes_per_second,
+            window=window_bytes(frame.observation),
             time_limit=self.request.time_limit,
         )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -13,7 +13,7 @@ from vramfit.errors import VramfitError
 from vramfit.gpus import GpuSpec
 from vramfit.planner.observing import Observation, Observer
 from vramfit.planner.price import Price
-from vramfit.techniques import Profile
+from vramfit.techniques import Live, Profile, live_of
 from vramfit.trace import Run
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import State, Workload
@@ -54,25 +54,23 @@ class VirtualDevice:
         Raises:
             VramfitError: the workload failed for another reason than memory.
         """
-        seconds = [0.0]
+        began = [0.0]
 
-        def work(gpu: VirtualGPU) -> None:
-            state = workload.start("cuda")
+        def work(gpu: VirtualGPU, state: State) -> None:
             for step in range(STEPS):
                 if step == STEPS - 1:
-                    seconds[0] = -gpu.run.seconds_simulated
+                    began[0] = _seconds(gpu)
                 workload.run_step(state, sizes)
 
-        run = self._run(work, budget)
+        run, failed = self._run(workload, work, budget)
         outcome = run.devices[0]
-        failed = run.oom is not None and not run.oom.handled
         return Price(
             fits=not failed,
             peak_allocated_bytes=outcome.peak_allocated_bytes,
             peak_reserved_bytes=outcome.peak_reserved_bytes,
             outside_bytes=outcome.context_bytes,
             host_bytes=run.host_pinned_peak_bytes,
-            step_seconds=0.0 if failed else seconds[0] + run.seconds_simulated,
+            step_seconds=0.0 if failed else run.seconds_simulated - began[0],
             oom=run.oom.message if failed and run.oom is not None else "",
         )
 
@@ -87,8 +85,7 @@ class VirtualDevice:
         found: list[tuple[State, Observation]] = []
         setup: list[int] = []
 
-        def work(gpu: VirtualGPU) -> None:
-            state = workload.start("cuda")
+        def work(gpu: VirtualGPU, state: State) -> None:
             setup.append(torch.cuda.max_memory_allocated())
             for _ in range(STEPS - 1):
                 workload.run_step(state, sizes)
@@ -97,7 +94,7 @@ class VirtualDevice:
                 workload.run_step(state, sizes)
             found.append((state, observer.observation()))
 
-        run = self._run(work, None)
+        run, _ = self._run(workload, work, None)
         state, observation = found[0]
         outcome = run.devices[0]
         profile = Profile(
@@ -123,20 +120,40 @@ class VirtualDevice:
         )
         return profile, observation
 
-    def _run(self, work: Callable[[VirtualGPU], Any], budget: int | None) -> Run:
+    def _run(
+        self, workload: Workload, work: Callable[[VirtualGPU, State], None], budget: int | None
+    ) -> tuple[Run, bool]:
+        """Start a workload and let `work` have its state; what happened, and whether the card was too small."""
         total = _ENDLESS if budget is None else budget
         # The card's own figures stay those of its kind: the context does not shrink with the budget.
         spec = replace(self.spec, total_bytes=total, context_bytes=self.spec.typical_context_bytes)
         gpu = VirtualGPU(spec, alloc_conf=self._alloc_conf)
+        live: list[Live] = []
+        ran: list[Run] = []
         try:
             with gpu:
-                work(gpu)
+                try:
+                    state = workload.start("cuda")
+                    live += [found] if (found := live_of(state)) is not None else []
+                    work(gpu, state)
+                finally:
+                    ran.append(gpu.run)
+                    # What techniques changed beyond the model (TF32, the allocator) must not reach the next run. What
+                    # undoing does to memory counts no more, nor whether there is enough of it.
+                    with suppress(torch.OutOfMemoryError):
+                        for one in live:
+                            one.undo()
         except torch.OutOfMemoryError as error:
-            if gpu.run.oom is None:
+            if ran[0].oom is None:
                 raise VramfitError(f"the workload ran out of memory outside the card: {error}") from error
+            return ran[0], True
         finally:
             gc.collect()  # a model is full of cycles, and the next run wants its memory
-        return gpu.run
+        return ran[0], False
+
+
+def _seconds(gpu: VirtualGPU) -> float:
+    return gpu._machine.clock_us / 1e6
 
 
 class _Meter:
@@ -149,7 +166,7 @@ class _Meter:
 
     def seconds(self) -> float:
         """The simulated clock."""
-        return self._gpu._machine.clock_us / 1e6
+        return _seconds(self._gpu)
 
     def boundary(self) -> None:
         """Note the peak since the last boundary."""

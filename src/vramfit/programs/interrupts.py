@@ -17,9 +17,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 _NOTES = "signals"
 """In a job's folder: a byte for each signal that the child got."""
@@ -80,6 +81,23 @@ class Signals:
             return self._notes.read_bytes().count(signal.SIGINT)
         except FileNotFoundError:  # it has only just begun
             return 0
+
+
+def run_child(arguments: Sequence[str], signals: Signals, **options: Any) -> int:
+    """Start a child and wait for its end, passing signals on; its exit code, negative for a signal.
+
+    Args:
+        arguments: its command line.
+        signals: of `passed_on`.
+        options: of ``subprocess.Popen``.
+    """
+    with subprocess.Popen(arguments, **options) as child:
+        signals.child = child
+        while True:
+            try:
+                return child.wait()
+            except KeyboardInterrupt:  # from a handler of the user's own
+                signals.interrupt()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from vramfit.errors import EnvironmentUnfitError, TraceFormatError, VramfitError
-from vramfit.programs.interrupts import Signals, passed_on
+from vramfit.programs.interrupts import Signals, passed_on, run_child
 from vramfit.programs.job import PARTIAL, Job, Stage, load_outcome, raise_failure, stage_of
 from vramfit.trace import Run, read_any
 from vramfit.trace.partial import partial_run
@@ -62,13 +62,7 @@ def _spawn(
 ) -> int:
     # -P: the current folder must not shadow our own imports; the child then builds the program's sys.path.
     arguments = [sys.executable, *_interpreter_options(), "-P", "-m", module, str(job_file)]
-    with subprocess.Popen(arguments, env={**os.environ, **(environ or {})}, cwd=cwd) as child:
-        signals.child = child
-        while True:
-            try:
-                return child.wait()
-            except KeyboardInterrupt:  # from a handler of the user's own
-                signals.interrupt()
+    return run_child(arguments, signals, env={**os.environ, **(environ or {})}, cwd=cwd)
 
 
 def _interpreter_options() -> list[str]:

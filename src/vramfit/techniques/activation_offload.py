@@ -29,6 +29,7 @@ from vramfit.techniques.saved import (
     storage_key,
 )
 from vramfit.techniques.technique import Phase, Setting, Technique
+from vramfit.units import format_bytes
 
 _KIB, _MIB = 1 << 10, 1 << 20
 # torch rounds a pinned block up to a power of two (aten/src/ATen/core/CachingHostAllocator.h): at most to the double.
@@ -75,6 +76,12 @@ class ActivationOffload(Technique[ActivationOffloadSetting]):
     numerics: ClassVar[Numerics] = Numerics.BITWISE
     phase: ClassVar[Phase] = Phase.CONTEXT
     setting_type = ActivationOffloadSetting
+
+    def describe(self, setting: ActivationOffloadSetting) -> str:
+        """How many blocks, and the window."""
+        count = len(setting.modules)
+        which = f"{count} block{'s' * (count > 1)}" if count else "the whole model"
+        return f"{which}, window {format_bytes(setting.window)}"
 
     def options(self, profile: Profile) -> Iterable[ActivationOffloadSetting]:
         """A quarter, half, three quarters and all of the blocks that pay, those that hide their copies best first."""

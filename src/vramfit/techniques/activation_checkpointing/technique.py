@@ -107,6 +107,22 @@ class ActivationCheckpointing(Technique[Checkpointing]):
             return ()
         return sorted(_uniform(profile.blocks, count), key=lambda setting: _cost(setting, profile.blocks))
 
+    def describe(self, setting: Checkpointing) -> str:
+        """How many blocks, and how much of them is kept: their names would fill a table."""
+        told = [setting.mode.value]
+        if setting.modules:
+            told.append(f"{len(setting.modules)} block{'s' * (len(setting.modules) > 1)}")
+        if setting.mode is Mode.EVERY:
+            told.append(f"every {setting.every}")
+        if setting.segments:
+            told.append(f"{setting.segments} segments")
+        if setting.nested:
+            told.append("nested")
+        if setting.save:
+            kept = sum(len(specs) for specs in setting.save.values())
+            told.append(f"{kept} results kept")
+        return ", ".join(told)
+
     def attach(self, live: Live, setting: Checkpointing) -> None:
         """Surround the blocks.
 
