@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from tests.planner.made import MIB, block, observation, op, random_observation
@@ -14,6 +15,7 @@ from vramfit.planner.activations import (
     Fate,
     Terms,
     candidates,
+    choosable,
     greedy,
     kept_bytes,
     lowest_peak,
@@ -149,3 +151,27 @@ def test_the_solver_writes_nothing_to_standard_output(capfd: pytest.CaptureFixtu
         budget = (predicted_peak(observed, {}) + lowest_peak(observed, Terms())) // 2
         solve(observed, budget, Terms())
     assert capfd.readouterr().out == ""
+
+
+def test_micro_batches_choose_for_each_turn_and_pay_for_each() -> None:
+    once = observation([block(0, [op(10, 5.0)]), block(1, [op(10, 5.0)])])
+    blocks = tuple(replace(one, calls=2) for one in once.blocks)
+    twice = replace(once, blocks=blocks, stretches=once.stretches * 2)
+    budget = predicted_peak(once, {}) - 9 * MIB
+    first, second = solve(once, budget, Terms()), solve(twice, budget, Terms())
+    assert first is not None
+    assert second is not None
+    assert second.peak_bytes == first.peak_bytes <= budget
+    assert second.extra_seconds == pytest.approx(2 * first.extra_seconds)
+
+
+def test_a_block_that_layers_share_is_left_alone() -> None:
+    once = observation([block(0, [op(10, 5.0)]), block(1, [op(10, 5.0)])])
+    forward, rest = once.stretches[:2], once.stretches[2:]
+    shared = replace(
+        once,
+        blocks=(replace(once.blocks[0], calls=2), once.blocks[1]),
+        stretches=(*forward, *forward[:1], *rest),
+    )
+    assert not choosable(shared, shared.blocks[0])
+    assert choosable(shared, shared.blocks[1])

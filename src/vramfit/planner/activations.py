@@ -22,7 +22,7 @@ from enum import Enum
 import numpy as np
 from scipy import optimize, sparse
 
-from vramfit.planner.observing import BETWEEN, Observation
+from vramfit.planner.observing import Observation
 from vramfit.planner.quiet import quiet_output
 from vramfit.techniques import Block, BlockOp
 
@@ -162,13 +162,35 @@ def _held(observation: Observation) -> np.ndarray[tuple[int, int], np.dtype[np.f
     """Matrix of shape [stretches, blocks]: 1 where a block waits for its backward pass."""
     held = np.zeros((len(observation.stretches), len(observation.blocks)))
     for block in observation.blocks:
-        forward = [
-            n for n, s in enumerate(observation.stretches) if s.block == block.index and not s.backward
-        ]
-        backward = [n for n, s in enumerate(observation.stretches) if s.block == block.index and s.backward]
-        if block.calls == 1 and forward and backward:
-            held[forward[-1] + 1 : backward[0], block.index] = 1
+        for begin, end in _waits(observation, block) or ():
+            held[begin:end, block.index] = 1
     return held
+
+
+def _waits(observation: Observation, block: Block) -> list[tuple[int, int]] | None:
+    """The stretches between each forward and its backward pass, as ranges; None where calls overlap.
+
+    With micro-batches a block goes forward and backward in turn. A block that several layers share goes forward more
+    than once before it goes backward: what it keeps then is not that of one call.
+    """
+    ranges: list[tuple[int, int]] = []
+    began: int | None = None
+    for number, stretch in enumerate(observation.stretches):
+        if stretch.block != block.index:
+            continue
+        if not stretch.backward:
+            if began is not None:
+                return None
+            began = number + 1
+        elif began is not None:
+            ranges.append((began, number))
+            began = None
+    return ranges or None
+
+
+def choosable(observation: Observation, block: Block) -> bool:
+    """Whether anything can be chosen for a block."""
+    return bool(block.kept_bytes) and _waits(observation, block) is not None
 
 
 @dataclass(slots=True)
@@ -246,15 +268,15 @@ def _unknowns(
     saves: dict[tuple[int, int], int] = {}
     offload: dict[int, int] = {}
     for block in observation.blocks:
-        if block.calls > 1 or not block.kept_bytes:
+        if not choosable(observation, block):
             continue
         if terms.recompute:
-            recompute[block.index] = columns.add(recompute_seconds(block))
+            recompute[block.index] = columns.add(recompute_seconds(block) * block.calls)
             for number, op in candidates(block).items() if terms.select else ():
-                saves[block.index, number] = column = columns.add(-op.seconds)
+                saves[block.index, number] = column = columns.add(-op.seconds * block.calls)
                 rows.add({column: 1.0, recompute[block.index]: -1.0}, 0.0)
         if terms.offload and terms.link_bytes_per_second:
-            offload[block.index] = columns.add(OVERHEAD_SECONDS)
+            offload[block.index] = columns.add(OVERHEAD_SECONDS * block.calls)
         both = [unknown[block.index] for unknown in (recompute, offload) if block.index in unknown]
         if len(both) > 1:
             rows.add(dict.fromkeys(both, 1.0), 1.0)
@@ -313,17 +335,18 @@ def _transfers(
     if not offload:
         return
     mib = float(1 << 20)
-    kept = {column: observation.blocks[index].kept_bytes for index, column in offload.items()}
-    rows.add({column: size / mib for column, size in kept.items()}, terms.host_bytes / mib)
+    blocks = {column: observation.blocks[index] for index, column in offload.items()}
+    rows.add({column: block.kept_bytes / mib for column, block in blocks.items()}, terms.host_bytes / mib)
+    across = {
+        column: block.calls * block.kept_bytes / terms.link_bytes_per_second
+        for column, block in blocks.items()
+    }
     for hidden in (
-        sum(block.forward_seconds for block in observation.blocks),
-        sum(block.backward_seconds for block in observation.blocks),
+        sum(block.calls * block.forward_seconds for block in observation.blocks),
+        sum(block.calls * block.backward_seconds for block in observation.blocks),
     ):
         exposed = columns.add(1.0, whole=False, upper=np.inf)
-        rows.add(
-            {**{column: size / terms.link_bytes_per_second for column, size in kept.items()}, exposed: -1.0},
-            hidden,
-        )
+        rows.add({**across, exposed: -1.0}, hidden)
 
 
 def _read(
@@ -350,7 +373,7 @@ def greedy(observation: Observation, budget: int, terms: Terms) -> Solution | No
     decisions: dict[str, Decision] = {}
     choices = []
     for block in observation.blocks:
-        if block.calls > 1 or not terms.recompute:
+        if not terms.recompute or not choosable(observation, block):
             continue
         for saved in _ladder(block) if terms.select else [frozenset[int]()]:
             decision = Decision(Fate.RECOMPUTE, saved)
@@ -396,8 +419,8 @@ def _solution(
     return Solution(
         decisions=decisions,
         peak_bytes=predicted_peak(observation, decisions) + (terms.window if offloaded else 0),
-        extra_seconds=sum(recompute_seconds(block, saved) for block, saved in recomputed),
-        extra_flops=sum(recompute_flops(block, saved) for block, saved in recomputed),
+        extra_seconds=sum(block.calls * recompute_seconds(block, saved) for block, saved in recomputed),
+        extra_flops=sum(block.calls * recompute_flops(block, saved) for block, saved in recomputed),
         host_bytes=sum(offloaded),
         gap=gap,
         status=status,
@@ -415,12 +438,9 @@ def lowest_peak(observation: Observation, terms: Terms) -> int:
         decisions = {
             block.path: Decision(fate)
             for block in observation.blocks
-            if allowed and block.calls == 1 and kept_bytes(block, Decision(fate)) < block.kept_bytes
+            if allowed
+            and choosable(observation, block)
+            and kept_bytes(block, Decision(fate)) < block.kept_bytes
         }
         lowest.append(predicted_peak(observation, decisions) + window)
     return min(lowest)
-
-
-def waits(observation: Observation) -> bool:
-    """Whether any stretch belongs to a block: without one nothing can be chosen."""
-    return any(stretch.block != BETWEEN for stretch in observation.stretches)

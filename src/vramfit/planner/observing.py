@@ -76,6 +76,7 @@ class Observation:
         blocks: the blocks that ran, in the order in which they first did.
         stretches: the step, in order.
         seconds: of the whole step.
+        tail_seconds: of what follows the last backward pass: the optimizer.
         flops: of the whole step.
         logits_bytes: the largest input of a softmax whose classes a cross-entropy picks, 0 without one.
     """
@@ -85,6 +86,7 @@ class Observation:
     seconds: float
     flops: int
     logits_bytes: int
+    tail_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -145,7 +147,7 @@ class Observer(TorchDispatchMode):
         self._estimated = 0.0
         self._logits = 0
         self._packed: set[StorageWeakRef] = set()
-        self._began = self._ended = 0.0
+        self._began = self._ended = self._backward_ended = 0.0
         self._first = 0
         self._parameters: set[StorageWeakRef] = set()
 
@@ -161,13 +163,13 @@ class Observer(TorchDispatchMode):
                     stack.callback(handle.remove)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held))
             self._first = self._meter.boundaries
-            self._began = self._meter.seconds()
+            self._began = self._now()
             self._meter.boundary()
             self._starts.append(torch._C._autograd._get_sequence_nr())
             self._parts.append(BETWEEN)
             stack.enter_context(self)
             yield
-            self._ended = self._meter.seconds()
+            self._ended = self._now()
             self._meter.boundary()
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -187,10 +189,9 @@ class Observer(TorchDispatchMode):
         if not seen.calls:
             self._order.append(seen)
         seen.calls += 1
-        for tensor in tree_leaves(given[1:]):
-            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
-                seen.inputs.setdefault(StorageWeakRef(storage), storage.nbytes())
+        for tensor in _strided(given[1:]) if seen.calls == 1 else ():
+            storage = tensor.untyped_storage()
+            seen.inputs.setdefault(StorageWeakRef(storage), storage.nbytes())
         self._running.append(seen)
         self._part(self._order.index(seen))
         seen.forward_seconds -= self._now()
@@ -234,6 +235,7 @@ class Observer(TorchDispatchMode):
             seconds = self._estimate(func, args, kwargs, out, flops)
             self._estimated += seconds
         if node is not None:
+            self._backward_ended = self._now()
             if owner is not None:
                 owner.backward_seconds += seconds
         else:
@@ -297,7 +299,7 @@ class Observer(TorchDispatchMode):
         storage = tensor.untyped_storage()
         ref = StorageWeakRef(storage)
         self._packed.add(ref)
-        if self._running:
+        if self._running and self._running[-1].calls == 1:
             seen = self._running[-1]
             if ref not in self._parameters and ref not in seen.inputs:
                 seen.kept.setdefault(ref, storage.nbytes())
@@ -319,7 +321,8 @@ class Observer(TorchDispatchMode):
         return Observation(
             blocks=self._found(),
             stretches=stretches,
-            seconds=self._ended - self._began if self._estimate is None else self._estimated,
+            seconds=self._ended - self._began,
+            tail_seconds=self._ended - max(self._backward_ended, self._began),
             flops=self._flops,
             logits_bytes=self._logits,
         )
@@ -357,8 +360,8 @@ class Observer(TorchDispatchMode):
                     input_bytes=sum(inputs.values()),
                     new_input_bytes=sum(size for ref, size in inputs.items() if ref not in self._packed),
                     kept_bytes=kept,
-                    forward_seconds=seen.forward_seconds,
-                    backward_seconds=seen.backward_seconds,
+                    forward_seconds=seen.forward_seconds / seen.calls,
+                    backward_seconds=seen.backward_seconds / seen.calls,
                     calls=seen.calls,
                 )
             )

@@ -22,6 +22,7 @@ from vramfit.planner import activations
 from vramfit.planner.activations import Solution, Terms
 from vramfit.planner.choosing import activation_choices, finer_places, places, window_bytes
 from vramfit.planner.observing import Observation
+from vramfit.planner.pieces import fewer_pieces, repeated
 from vramfit.planner.plan import Aim, Entry, Figures, Plan, Solved
 from vramfit.planner.price import Device, Price
 from vramfit.techniques import (
@@ -235,9 +236,19 @@ class Search:
         looked: Callable[[nn.Module], Sequence[str]] = finer_places if fine else places
         try:
             check_together(choices)
-            workload = with_choices(request.workload, choices)
+            looked_at, sizes, times = fewer_pieces(choices, request.sizes)
+            workload = with_choices(request.workload, looked_at)
             self.runs += 1
-            profile, observation = self.device.observe(workload, dict(request.sizes), looked)
+            profile, observation = self.device.observe(workload, sizes, looked)
+            if times != 1:
+                observation = repeated(observation, times)
+                profile = replace(
+                    profile,
+                    sizes=dict(request.sizes),
+                    step_seconds=observation.seconds,
+                    step_flops=observation.flops,
+                    blocks=observation.blocks,
+                )
         except UsageError:
             if not choices:
                 raise
@@ -327,11 +338,17 @@ class Search:
         """The neighbours of a frame: one technique more or set otherwise, or a finer choice of activations."""
         frame = best.frame
         moves = []
-        if not frame.fine:
+        # Where the budget costs next to nothing, more memory would win next to nothing.
+        enough = (
+            self.request.objective == THROUGHPUT
+            and best.solution is not None
+            and best.solution.extra_seconds < _WORTH * best.seconds
+        )
+        if not frame.fine and not enough:
             moves.append((frame.choices, True))
         for choice in self._options(frame.profile):
             others = tuple(known for known in frame.choices if known.name != choice.name)
-            if choice in frame.choices:
+            if choice in frame.choices or (enough and not choice.technique.quickens):
                 continue
             try:
                 check_together((*others, choice))

@@ -50,6 +50,7 @@ class ChannelsLast(Technique[ChannelsLastSetting]):
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
     phase: ClassVar[Phase] = Phase.MODEL
     setting_type = ChannelsLastSetting
+    quickens: ClassVar[bool] = True
 
     def options(self, profile: Profile) -> Iterable[ChannelsLastSetting]:
         """On cards with tensor cores, for models with convolutions of images or volumes."""

@@ -72,6 +72,7 @@ class Compile(Technique[CompileSetting]):
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
     phase: ClassVar[Phase] = Phase.STEP
     setting_type = CompileSetting
+    quickens: ClassVar[bool] = True
     on_request: ClassVar[bool] = True  # a minute for each of the runs that a plan is made of
 
     def options(self, profile: Profile) -> Iterable[CompileSetting]:

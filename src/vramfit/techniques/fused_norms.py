@@ -70,6 +70,7 @@ class FusedNorms(Technique[FusedNormSetting]):
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
     phase: ClassVar[Phase] = Phase.MODEL
     setting_type = FusedNormSetting
+    quickens: ClassVar[bool] = True
 
     def options(self, profile: Profile) -> Iterable[FusedNormSetting]:
         """All of them, where a model that trains on a card has any."""

@@ -83,6 +83,7 @@ class MixedPrecision(Technique[MixedPrecisionSetting]):
     numerics: ClassVar[Numerics] = Numerics.PRECISION
     phase: ClassVar[Phase] = Phase.CONTEXT
     setting_type = MixedPrecisionSetting
+    quickens: ClassVar[bool] = True
 
     def options(self, profile: Profile) -> Iterator[MixedPrecisionSetting]:
         """bfloat16 where the card computes in it, then float16 where its losses can be scaled."""

@@ -68,6 +68,7 @@ class OptimizerKernel(Technique[OptimizerKernelSetting]):
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
     phase: ClassVar[Phase] = Phase.OPTIMIZER
     setting_type = OptimizerKernelSetting
+    quickens: ClassVar[bool] = True
 
     def options(self, profile: Profile) -> Iterable[OptimizerKernelSetting]:
         """Fused where there is such a kernel, then the loop; not what runs already."""

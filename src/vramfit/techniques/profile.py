@@ -48,10 +48,10 @@ class Block:
         ops: its forward pass.
         input_bytes: the tensors that it is called with, once each, without parameters.
         new_input_bytes: those of its inputs that nothing keeps in the plain program.
-        kept_bytes: all that autograd keeps for its backward pass, without parameters and without its input.
-        forward_seconds: estimated.
-        backward_seconds: estimated.
-        calls: how often its forward pass runs in a step.
+        kept_bytes: all that autograd keeps for the backward pass of a call, without parameters and without its input.
+        forward_seconds: of a call, estimated.
+        backward_seconds: of a call, estimated.
+        calls: how often its forward pass runs in a step: once for each micro-batch, and for each use in the model.
     """
 
     path: str

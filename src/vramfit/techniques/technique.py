@@ -59,6 +59,7 @@ class Technique(ABC, Generic[S]):
         numerics: the most that any of its settings may change in the results; `promise` is of one setting.
         phase: when it is attached.
         setting_type: the dataclass of its settings.
+        quickens: whether it may make a step quicker by itself, and not only by the memory that it leaves to others.
         on_request: whether a plan considers it only where it is named among the allowed ones.
         excludes: names of techniques that it cannot be combined with, each with the reason.
     """
@@ -68,6 +69,7 @@ class Technique(ABC, Generic[S]):
     numerics: ClassVar[Numerics]
     phase: ClassVar[Phase]
     setting_type: ClassVar[type[Setting]]
+    quickens: ClassVar[bool] = False
     on_request: ClassVar[bool] = False
     excludes: ClassVar[Mapping[str, str]] = types.MappingProxyType({})
 

@@ -60,6 +60,7 @@ class Tf32(Technique[Tf32Setting]):
     numerics: ClassVar[Numerics] = Numerics.PRECISION
     phase: ClassVar[Phase] = Phase.MODEL
     setting_type = Tf32Setting
+    quickens: ClassVar[bool] = True
 
     def options(self, profile: Profile) -> Iterator[Tf32Setting]:
         """Convolutions alone where they are forbidden it now, then products too."""

@@ -83,6 +83,7 @@ class AttentionBackend(Technique[AttentionSetting]):
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
     phase: ClassVar[Phase] = Phase.MODEL
     setting_type = AttentionSetting
+    quickens: ClassVar[bool] = True
 
     def options(self, profile: Profile) -> Iterable[AttentionSetting]:
         """All that stands in the way of fused kernels, at once."""

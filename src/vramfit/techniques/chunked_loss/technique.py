@@ -77,6 +77,7 @@ class ChunkedLoss(Technique[ChunkedLossSetting]):
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
     phase: ClassVar[Phase] = Phase.LOSS
     setting_type = ChunkedLossSetting
+    quickens: ClassVar[bool] = True
 
     def options(self, profile: Profile) -> Iterable[ChunkedLossSetting]:
         """The usual chunk, a quarter of it, and that without a gradient of its own, where logits are notable."""

@@ -98,6 +98,7 @@ class LowPrecisionTraining(Technique[LowPrecisionTrainingSetting]):
     numerics: ClassVar[Numerics] = Numerics.PRECISION
     phase: ClassVar[Phase] = Phase.MODEL
     setting_type = LowPrecisionTrainingSetting
+    quickens: ClassVar[bool] = True
     excludes: ClassVar[dict[str, str]] = {
         "mixed-precision": "the whole model is in bfloat16 already",
         "optimizer-offload": "it updates copies of the parameters on the host, in bfloat16 as they are",

@@ -1,0 +1,49 @@
+"""Looks at many micro-batches by running a few of them: each after the second does what the second did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from vramfit.planner.observing import Observation
+from vramfit.techniques import Choice
+from vramfit.techniques.micro_batching import MicroBatchingSetting
+
+PIECES = 3
+"""Micro-batches that are run: the first finds no gradients, the last is followed by the step."""
+
+
+def fewer_pieces(
+    choices: tuple[Choice, ...], sizes: Mapping[str, int]
+) -> tuple[tuple[Choice, ...], dict[str, int], float]:
+    """The same choices for a batch of a few micro-batches of the same size.
+
+    It is for looking alone: what a plan is priced by is a run with all of them.
+
+    Args:
+        choices: the techniques.
+        sizes: of the batch, that of its first dimension at the front.
+
+    Returns:
+        the choices, the sizes, and how many times as many micro-batches there are in truth.
+    """
+    name, size = next(iter(sizes.items()))
+    for index, choice in enumerate(choices):
+        setting = choice.setting
+        if isinstance(setting, MicroBatchingSetting) and PIECES < setting.count <= size:
+            piece = -(-size // setting.count)
+            fewer = replace(choice, setting=replace(setting, count=PIECES))
+            looked_at = (*choices[:index], fewer, *choices[index + 1 :])
+            return looked_at, {**sizes, name: PIECES * piece}, setting.count / PIECES
+    return choices, dict(sizes), 1.0
+
+
+def repeated(observation: Observation, times: float) -> Observation:
+    """An observation of a few micro-batches as if there were so many times as many."""
+    passes = observation.seconds - observation.tail_seconds
+    return replace(
+        observation,
+        seconds=passes * times + observation.tail_seconds,
+        flops=round(observation.flops * times),
+        blocks=tuple(replace(block, calls=round(block.calls * times)) for block in observation.blocks),
+    )

@@ -1,0 +1,38 @@
+"""Many micro-batches, looked at by a few."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.planner.made import block, observation, op
+
+from vramfit.planner.pieces import PIECES, fewer_pieces, repeated
+from vramfit.techniques import Choice, find_technique
+from vramfit.techniques.micro_batching import MicroBatchingSetting
+
+
+def _micro(count: int) -> Choice:
+    return Choice(technique=find_technique("micro-batching"), setting=MicroBatchingSetting(count=count))
+
+
+def test_pieces_keep_their_size() -> None:
+    choices, sizes, times = fewer_pieces((_micro(16),), {"batch_size": 64, "sequence_length": 8})
+    assert sizes == {"batch_size": 12, "sequence_length": 8}
+    assert choices[0].setting == MicroBatchingSetting(count=PIECES)
+    assert times == pytest.approx(16 / 3)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_few_pieces_are_run_as_they_are(count: int) -> None:
+    choices = (_micro(count),)
+    assert fewer_pieces(choices, {"batch_size": 64}) == (choices, {"batch_size": 64}, 1.0)
+    assert fewer_pieces((), {"batch_size": 64}) == ((), {"batch_size": 64}, 1.0)
+
+
+def test_the_optimizer_steps_once_however_many_there_are() -> None:
+    seen = replace(observation([block(0, [op(10, 5.0)])]), seconds=7.0, tail_seconds=1.0, flops=60)
+    many = repeated(seen, 2.5)
+    assert many.seconds == 16.0
+    assert many.flops == 150
+    assert many.blocks[0].calls == round(2.5 * seen.blocks[0].calls)
