@@ -1,5 +1,6 @@
 """What every test needs: nothing of the user or of the shell may change results."""
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -10,6 +11,16 @@ import pytest
 def no_profiles(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for profiles in a folder that holds none."""
     monkeypatch.setenv("VRAMFIT_PROFILE_DIR", str(tmp_path_factory.getbasetemp() / "no-profiles"))
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """Put back the variables that a test or a library changed: MONAI sets CUBLAS_WORKSPACE_CONFIG when imported."""
+    before = dict(os.environ)
+    yield
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture

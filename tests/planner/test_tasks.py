@@ -1,0 +1,82 @@
+"""What the planner is asked for, in this process: workloads and names that it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.techniques.toys import all_toys
+from torch import nn
+
+from vramfit.errors import UsageError
+from vramfit.gpus import find_gpu
+from vramfit.planner.checking import check_workload
+from vramfit.planner.search import NothingFits, Request, Search
+from vramfit.planner.tasks import fit, sizes_of
+from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.workload import Workload
+
+MIB = 1 << 20
+
+
+def _device() -> VirtualDevice:
+    return VirtualDevice(find_gpu("RTX 4090"), alloc_conf="", host_bytes=1 << 34)
+
+
+def _plan(workload: Workload, budget: int, *allowed: str) -> None:
+    request = Request(
+        workload=workload, sizes=workload.sizes, budget_bytes=budget, allowed=frozenset(allowed)
+    )
+    Search(device=_device(), request=request).plan()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"batch": lambda batch_size: torch.ones(4, 16)},
+            r"batch ignores its size batch_size: 4 and 5 give the same shapes \[4, 16\]",
+        ),
+        ({"sizes": {"batch": 8}}, r"batch\(batch=8\) fails"),
+        ({"batch": lambda batch_size: [3] * batch_size}, "gives no tensor but list"),
+    ],
+)
+def test_batches_are_looked_at_first(change: dict[str, object], message: str) -> None:
+    workload = replace(all_toys()["mlp"], **change)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=message):
+        check_workload(workload, workload.sizes)
+
+
+def test_a_model_or_a_batch_on_the_card_is_refused() -> None:
+    toy = all_toys()["mlp"]
+    with pytest.raises(UsageError, match=r"model makes 0\.weight on cuda:0"):
+        _plan(replace(toy, model=lambda: nn.Sequential(nn.Linear(16, 3)).cuda()), 1 << 33)
+
+
+def test_sizes_that_are_not_there_are_refused() -> None:
+    toy = all_toys()["mlp"]
+    with pytest.raises(UsageError, match=r"no size 'images'\. It has batch_size"):
+        sizes_of(toy, {"images": 3})
+    with pytest.raises(UsageError, match="no size 'images'"):
+        fit(toy, _device(), {"sizes": {}, "size": "images"}, print)
+
+
+def test_a_technique_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"no technique 'checkpointing'"):
+        _plan(all_toys()["mlp"], 1 << 33, "checkpointing")
+
+
+def test_a_budget_below_the_parameters_says_so() -> None:
+    context = find_gpu("RTX 4090").typical_context_bytes
+    model = Workload(
+        model=lambda: nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048)),
+        batch=lambda batch_size: torch.ones(batch_size, 2048),
+        sizes={"batch_size": 2},
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=torch.optim.SGD,
+    )
+    with pytest.raises(NothingFits, match=r"the parameters alone take 32\.02 MiB") as raised:
+        _plan(model, context + 20 * MIB, "activation-checkpointing")
+    assert raised.value.exit_code == 3
+    assert raised.value.plan.after.total_bytes > context + 32 * MIB
