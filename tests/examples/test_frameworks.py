@@ -11,13 +11,12 @@ import os
 import re
 import subprocess
 import sys
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from framework_cases import GROUPS
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "frameworks"
@@ -36,46 +35,59 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@cache
-def run_group(group: str, folder: Path) -> None:
-    """Run the scripts of a group in one interpreter, unless another process of this test run has."""
-    with FileLock(folder / f"{group}.lock"):
-        cases = folder / f"{group}.cases"
-        if cases.exists():
-            return
-        cases.write_text(
-            json.dumps(
-                [
-                    {
-                        "name": name,
-                        "script": str(SCRIPTS / f"{case.script}.py"),
-                        "arguments": case.arguments.split(),
-                        "gpu": case.gpu,
-                    }
-                    for name, case in GROUPS[group].items()
-                ]
-            ),
-            encoding="utf-8",
-        )
-        environ = {
-            name: value for name, value in os.environ.items() if not name.startswith(("CUBLAS", "PYTORCH"))
-        }
-        done = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("framework_runs.py")), str(cases), str(folder)],
-            cwd=folder,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=500,
-            check=False,
-        )
-        (folder / f"{group}.errors").write_text(done.stderr, encoding="utf-8")
+def run_group(group: str, folder: Path, *, wait: bool) -> bool:
+    """Run the scripts of a group in one interpreter, unless another process of this test run has.
+
+    Returns:
+        whether it is done; not if another process is at it and this one does not wait.
+    """
+    cases = folder / f"{group}.cases"
+    try:
+        with FileLock(folder / f"{group}.lock", timeout=-1 if wait else 0):
+            if not cases.exists():
+                _run_scripts(group, folder, cases)
+    except Timeout:
+        return False
+    return True
+
+
+def _run_scripts(group: str, folder: Path, cases: Path) -> None:
+    cases.write_text(
+        json.dumps(
+            [
+                {
+                    "name": name,
+                    "script": str(SCRIPTS / f"{case.script}.py"),
+                    "arguments": case.arguments.split(),
+                    "gpu": case.gpu,
+                }
+                for name, case in GROUPS[group].items()
+            ]
+        ),
+        encoding="utf-8",
+    )
+    environ = {
+        name: value for name, value in os.environ.items() if not name.startswith(("CUBLAS", "PYTORCH"))
+    }
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("framework_runs.py")), str(cases), str(folder)],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    (folder / f"{group}.errors").write_text(done.stderr, encoding="utf-8")
 
 
 def report(results: Path, name: str) -> dict[str, Any]:
     """What a case left."""
     group = next(group for group, cases in GROUPS.items() if name in cases)
-    run_group(group, results)
+    if not run_group(group, results, wait=False):
+        for other in GROUPS:  # rather than idle while another process is at ours
+            run_group(other, results, wait=False)
+        run_group(group, results, wait=True)
     target = results / f"{name}.json"
     assert target.exists(), (results / f"{group}.errors").read_text(encoding="utf-8")[-2000:]
     found: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
