@@ -4,7 +4,8 @@
 - `VirtualGPU`: the virtual GPU around a block of code.
 - `track`: a recording of the memory of any block of code, on a card or on the metered CPU.
 - `snapshot`: a line of figures.
-- `Workload`: a model and its batches at sizes that can be varied, for ``vramfit stress``.
+- `Workload`: a model and its batches at sizes that can be varied, for ``vramfit plan``, ``fit`` and ``stress``.
+- `plain_workload`, `transformers_workload`, `lightning_workload`: one of what you have.
 - `check_leaks`: what grows when a function is called again and again, and who holds it.
 - `annotate`, `join_profile`: names for Nsight Systems, and categories for torch.profiler.
 - `plan`, `fit`, `verify`: the cheapest changes that make a workload fit, the largest size that does, and the proof.
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from vramfit.tracking import snapshot as snapshot
     from vramfit.tracking import track as track
     from vramfit.workload import Workload as Workload
+    from vramfit.workloads import lightning_workload as lightning_workload
+    from vramfit.workloads import plain_workload as plain_workload
+    from vramfit.workloads import transformers_workload as transformers_workload
 
 __all__ = [
     "LeakFoundError",
@@ -55,10 +59,13 @@ __all__ = [
     "check_leaks",
     "fit",
     "join_profile",
+    "lightning_workload",
+    "plain_workload",
     "plan",
     "run",
     "snapshot",
     "track",
+    "transformers_workload",
     "verify",
 ]
 
@@ -77,10 +84,13 @@ _HOMES = {
     "check_leaks": "vramfit.leakcheck",
     "fit": "vramfit.planning",
     "join_profile": "vramfit.record.profilers",
+    "lightning_workload": "vramfit.workloads",
+    "plain_workload": "vramfit.workloads",
     "plan": "vramfit.planning",
     "run": "vramfit.api",
     "snapshot": "vramfit.tracking",
     "track": "vramfit.tracking",
+    "transformers_workload": "vramfit.workloads",
     "verify": "vramfit.planning",
 }
 
