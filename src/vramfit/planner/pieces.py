@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from vramfit.planner.observing import Observation
 from vramfit.techniques import Choice
-from vramfit.techniques.micro_batching import MicroBatchingSetting
+from vramfit.techniques.micro_batching import MicroBatchingSetting, batch_size_name
 
 PIECES = 3
 """Micro-batches that are run: the first finds no gradients, the last is followed by the step."""
@@ -22,12 +22,13 @@ def fewer_pieces(
 
     Args:
         choices: the techniques.
-        sizes: of the batch, that of its first dimension at the front.
+        sizes: of the batch.
 
     Returns:
         the choices, the sizes, and how many times as many micro-batches there are in truth.
     """
-    name, size = next(iter(sizes.items()))
+    name = batch_size_name(sizes)
+    size = sizes[name]
     for index, choice in enumerate(choices):
         setting = choice.setting
         if isinstance(setting, MicroBatchingSetting) and PIECES < setting.count <= size:

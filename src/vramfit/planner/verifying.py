@@ -26,6 +26,7 @@ from torch import nn
 from vramfit.planner.plan import Figures, Plan
 from vramfit.planner.price import Device, Price
 from vramfit.techniques import Numerics, live_of
+from vramfit.techniques.micro_batching import batch_size_name
 from vramfit.workload import State, Workload
 
 ROUNDING_ERROR = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -338,17 +339,17 @@ def _ends_alike(plain: list[float], planned: list[float]) -> bool:
 def smaller_sizes(
     workload: Workload, plan: Plan, step_seconds: float, seconds: float, steps: int
 ) -> dict[str, int]:
-    """The plan's sizes, the first halved until two trainings take about the time that there is.
+    """The plan's sizes, that of the batch halved until two trainings take about the time that there is.
 
     Args:
-        workload: whose first size is that of the batch.
+        workload: the plain one.
         plan: with its sizes, and a number of micro-batches that the batch must not fall below.
         step_seconds: of a plain step at the plan's sizes on the CPU, estimated.
         seconds: that there are.
         steps: of each training.
     """
     sizes = dict(plan.aim.sizes) or dict(workload.sizes)
-    first = next(iter(sizes))
+    first = batch_size_name(sizes)
     least = max(
         [2, *(int(getattr(c.setting, "count", 1)) for c in plan.choices if c.name == "micro-batching")]
     )
