@@ -7,6 +7,7 @@ a virtual GPU needs an interpreter in which nothing has gone backward yet, and t
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -22,6 +23,9 @@ from vramfit.programs.telling import tell
 from vramfit.workload import Workload, load_workload
 
 _INTERRUPTED = 130
+
+_TALKATIVE = ("torchao", "torch.utils._pytree")
+"""Loggers of libraries that warn when torchao is imported, of compiled extensions and of its own enumerations."""
 
 TASKS: dict[str, Callable[[Workload, Device, dict[str, Any], Callable[[str], None]], dict[str, Any]]] = {
     "plan": tasks.plan,
@@ -42,6 +46,8 @@ def main(name: str) -> int:
             raise SystemExit("the process that asked for a plan has gone")
         tell(folder, text)
 
+    for talkative in _TALKATIVE:
+        logging.getLogger(talkative).setLevel(logging.ERROR)
     try:
         device, load = _device(job)
         workload = load(job["target"])
