@@ -175,3 +175,19 @@ def test_a_block_that_layers_share_is_left_alone() -> None:
     )
     assert not choosable(shared, shared.blocks[0])
     assert choosable(shared, shared.blocks[1])
+
+
+def test_a_block_that_cannot_hide_its_copy_pays_for_what_the_window_does_not_hold() -> None:
+    observed = observation([block(i, [op(50, 1.0)]) for i in range(4)])
+    budget = predicted_peak(observed, {}) - 10 * MIB
+    link, window = 5e9, 10 * MIB
+    terms = Terms(
+        recompute=False, offload=True, host_bytes=1 << 40, link_bytes_per_second=link, window=window
+    )
+    found = solve(observed, budget, terms)
+    assert found is not None
+    assert len(found.decisions) == 1
+    crossing, forward, backward = 50 * MIB / link, 1e-3, 2e-3
+    alone = 2 * (crossing - window / link) - forward - backward
+    assert found.extra_seconds == pytest.approx(alone + OVERHEAD_SECONDS)
+    assert found.peak_bytes <= budget

@@ -15,7 +15,7 @@ budget. The cost is the seconds of what is computed again, and of transfers beyo
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -276,7 +276,8 @@ def _unknowns(
                 saves[block.index, number] = column = columns.add(-op.seconds * block.calls)
                 rows.add({column: 1.0, recompute[block.index]: -1.0}, 0.0)
         if terms.offload and terms.link_bytes_per_second:
-            offload[block.index] = columns.add(OVERHEAD_SECONDS * block.calls)
+            alone = sum(_exposed(block, terms, seconds) for seconds in _passes(block))
+            offload[block.index] = columns.add((OVERHEAD_SECONDS + alone) * block.calls)
         both = [unknown[block.index] for unknown in (recompute, offload) if block.index in unknown]
         if len(both) > 1:
             rows.add(dict.fromkeys(both, 1.0), 1.0)
@@ -304,10 +305,11 @@ def _within_budget(
 ) -> None:
     """Conditions in MiB: the solver's tolerances are absolute."""
     mib = float(1 << 20)
+    room = round(sum(window.values()) * mib)
     held = _held(observation)
     seen: dict[bytes, int] = {}
     for number, stretch in enumerate(observation.stretches):
-        if stretch.peak_bytes <= budget:
+        if stretch.peak_bytes + room <= budget:
             continue
         # Of several stretches with the same blocks waiting only the highest counts.
         key = held[number].tobytes()
@@ -331,22 +333,45 @@ def _within_budget(
 def _transfers(
     observation: Observation, terms: Terms, columns: _Columns, rows: _Rows, offload: Mapping[int, int]
 ) -> None:
-    """Transfers cost what they take beyond the forward pass, and again beyond the backward pass."""
+    """What a block cannot hide behind its own pass costs by itself; the rest, where all passes cannot hide it."""
     if not offload:
         return
     mib = float(1 << 20)
     blocks = {column: observation.blocks[index] for index, column in offload.items()}
     rows.add({column: block.kept_bytes / mib for column, block in blocks.items()}, terms.host_bytes / mib)
-    across = {
-        column: block.calls * block.kept_bytes / terms.link_bytes_per_second
-        for column, block in blocks.items()
-    }
-    for hidden in (
-        sum(block.calls * block.forward_seconds for block in observation.blocks),
-        sum(block.calls * block.backward_seconds for block in observation.blocks),
-    ):
+    for backward in (False, True):
+        rest = {
+            column: block.calls * (_crossing(block, terms) - _exposed(block, terms, _passes(block)[backward]))
+            for column, block in blocks.items()
+        }
+        hidden = sum(block.calls * _passes(block)[backward] for block in observation.blocks)
         exposed = columns.add(1.0, whole=False, upper=np.inf)
-        rows.add({**across, exposed: -1.0}, hidden)
+        rows.add({**rest, exposed: -1.0}, hidden)
+
+
+def _waiting(observation: Observation, offloaded: Sequence[Block], terms: Terms) -> float:
+    """Seconds that a step waits for the link, with the host's part in it."""
+    total = 0.0
+    for backward in (False, True) if offloaded else ():
+        alone = sum(block.calls * _exposed(block, terms, _passes(block)[backward]) for block in offloaded)
+        crossing = sum(block.calls * _crossing(block, terms) for block in offloaded)
+        hidden = sum(block.calls * _passes(block)[backward] for block in observation.blocks)
+        total += alone + max(0.0, crossing - alone - hidden)
+    return total + OVERHEAD_SECONDS * sum(block.calls for block in offloaded)
+
+
+def _passes(block: Block) -> tuple[float, float]:
+    return block.forward_seconds, block.backward_seconds
+
+
+def _crossing(block: Block, terms: Terms) -> float:
+    """Seconds that what a block keeps takes from the device to the host."""
+    return block.kept_bytes / terms.link_bytes_per_second
+
+
+def _exposed(block: Block, terms: Terms, seconds: float) -> float:
+    """Seconds of a pass that wait for the link: no more than the window may be under way when the pass is over."""
+    return max(0.0, _crossing(block, terms) - seconds - terms.window / terms.link_bytes_per_second)
 
 
 def _read(
@@ -412,16 +437,17 @@ def _solution(
         if block.path in decisions and decisions[block.path].fate is Fate.RECOMPUTE
     ]
     offloaded = [
-        block.kept_bytes
+        block
         for block in observation.blocks
         if block.path in decisions and decisions[block.path].fate is Fate.OFFLOAD
     ]
     return Solution(
         decisions=decisions,
         peak_bytes=predicted_peak(observation, decisions) + (terms.window if offloaded else 0),
-        extra_seconds=sum(block.calls * recompute_seconds(block, saved) for block, saved in recomputed),
+        extra_seconds=sum(block.calls * recompute_seconds(block, saved) for block, saved in recomputed)
+        + _waiting(observation, offloaded, terms),
         extra_flops=sum(block.calls * recompute_flops(block, saved) for block, saved in recomputed),
-        host_bytes=sum(offloaded),
+        host_bytes=sum(block.kept_bytes for block in offloaded),
         gap=gap,
         status=status,
         seconds=time.perf_counter() - began,

@@ -54,6 +54,9 @@ _LOOKS = 4
 _TRIES = 10
 """Runs with which a solution is brought within the budget."""
 
+_QUICK_GAP, _QUICK_SECONDS = 0.02, 1.0
+"""Of solutions that only compare frames."""
+
 _WORTH = 0.005
 """Part of a step's seconds below which a technique more is not worth it."""
 
@@ -269,14 +272,17 @@ class Search:
         )
         solution = None
         if lowest <= self.request.limit:
-            solution = self._solve(frame, self.request.limit - frame.outside)
+            solution = self._solve(frame, self.request.limit - frame.outside, quick=True)
         seconds = frame.observation.seconds + (0.0 if solution is None else solution.extra_seconds)
         return Rated(frame=frame, solution=solution, lowest=lowest, seconds=seconds)
 
-    def _solve(self, frame: Frame, budget: int) -> Solution | None:
+    def _solve(self, frame: Frame, budget: int, *, quick: bool = False) -> Solution | None:
         if frame.profile.setup_bytes > budget:
             return None
-        found = activations.solve(frame.observation, budget, self._terms(frame))
+        terms = self._terms(frame)
+        if quick:
+            terms = replace(terms, gap=_QUICK_GAP, time_limit=min(terms.time_limit, _QUICK_SECONDS))
+        found = activations.solve(frame.observation, budget, terms)
         if found is not None:
             self.solver_seconds += found.seconds
         return found
@@ -491,7 +497,7 @@ class Search:
         return tuple(found)
 
     def _point(self, frame: Frame, budget: int) -> FrontierPoint | None:
-        solution = self._solve(frame, budget - frame.outside)
+        solution = self._solve(frame, budget - frame.outside, quick=True)
         if solution is None:
             return None
         chosen = activation_choices(frame.observation, solution.decisions)

@@ -187,7 +187,7 @@ def render_plan_json(plan: Plan, frontier: Sequence[FrontierPoint] = ()) -> str:
 # -- the frontier as a picture -----------------------------------------------------------------------------------
 
 _PICTURE = (720, 360)
-_EDGE = (70, 20, 20, 50)  # left, right, top, bottom
+_EDGE = (70, 50, 24, 50)  # left, right, top, bottom
 
 
 def render_frontier_svg(plan: Plan, frontier: Sequence[FrontierPoint]) -> str:
