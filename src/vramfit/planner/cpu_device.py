@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
-from vramfit.planner.observing import Observation, Observer
+from vramfit.planner.observing import FlopMode, Observation, Observer
 from vramfit.planner.price import Price
 from vramfit.techniques import Profile, live_of
 from vramfit.workload import State, Workload
@@ -57,7 +56,7 @@ class CpuDevice:
         The budget does not stop the run: whether its peak stays within is known afterwards.
         """
         with _run(workload, sizes) as (state, counter):
-            flops = FlopCounterMode(display=False)
+            flops = FlopMode()
             began = time.perf_counter()
             with flops:
                 workload.run_step(state, sizes)
@@ -69,7 +68,7 @@ class CpuDevice:
             peak_allocated_bytes=peak,
             peak_reserved_bytes=peak,
             step_seconds=seconds,
-            step_flops=flops.get_total_flops(),
+            step_flops=flops.total,
             oom="" if budget is None or peak <= budget else f"the peak is {peak} B of {budget} B",
         )
 

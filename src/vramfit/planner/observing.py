@@ -381,6 +381,27 @@ def _mutated(func: Any, args: tuple[Any, ...]) -> Iterator[StorageWeakRef]:
                 yield StorageWeakRef(tensor.untyped_storage())
 
 
+class FlopMode(TorchDispatchMode):
+    """Counts what torch's own counter counts, and holds nothing: that one's module hooks keep tensors alive.
+
+    Attributes:
+        total: so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and count it."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.total += _flops(func, args, kwargs, out)
+        return out
+
+
 def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
     """Multiplications and additions as torch's own counter counts them."""
     count: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
