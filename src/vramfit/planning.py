@@ -77,7 +77,7 @@ def plan(
         progress=progress,
     )
     if found.failure is not None:
-        from vramfit.planner.search import NothingFits
+        from vramfit.planner.request import NothingFits
 
         raise NothingFits(found.failure.message, found.failure.hint, found.plan)
     return found.plan
@@ -95,7 +95,8 @@ def _here(
     progress: Progress | None,
 ) -> Plan:
     from vramfit.planner.checking import check_workload
-    from vramfit.planner.search import Request, Search
+    from vramfit.planner.request import Request
+    from vramfit.planner.search import Search
     from vramfit.planner.tasks import sizes_of
     from vramfit.techniques import Numerics
 

@@ -12,7 +12,8 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
 from vramfit.planner.checking import check_workload
-from vramfit.planner.search import NothingFits, Request, Search
+from vramfit.planner.request import NothingFits, Request
+from vramfit.planner.search import Search
 from vramfit.planner.tasks import fit, sizes_of
 from vramfit.planner.virtual_device import VirtualDevice
 from vramfit.workload import Workload

@@ -403,11 +403,15 @@ class FlopMode(TorchDispatchMode):
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Multiplications and additions as torch's own counter counts them."""
-    count: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+    """Multiplications and additions as torch's own counter counts them, of in-place and ``out=`` forms too."""
+    packet = func._overloadpacket
+    if packet.__name__.endswith("_") and func.namespace == "aten":
+        packet = getattr(torch.ops.aten, packet.__name__[:-1], packet)
+    count: Callable[..., int] | None = flop_registry.get(packet)
     if count is None:
         return 0
+    given = {name: value for name, value in kwargs.items() if name != "out"}
     try:
-        return int(count(*args, **kwargs, out_val=out))
+        return int(count(*args, **given, out_val=out))
     except (TypeError, AssertionError, ValueError, IndexError):
         return 0  # a form of the operation that the counter does not know

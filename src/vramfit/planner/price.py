@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from vramfit.planner.observing import Observation
+from vramfit.planner.plan import Figures
 from vramfit.techniques import Profile
 from vramfit.workload import Workload
 
@@ -37,6 +38,18 @@ class Price:
     step_seconds: float = 0.0
     step_flops: int = 0
     oom: str = ""
+
+    @property
+    def figures(self) -> Figures:
+        """As a plan tells it."""
+        return Figures(
+            peak_allocated_bytes=self.peak_allocated_bytes,
+            peak_reserved_bytes=self.peak_reserved_bytes,
+            total_bytes=self.total_bytes,
+            host_bytes=self.host_bytes,
+            step_seconds=self.step_seconds,
+            step_flops=self.step_flops,
+        )
 
     @property
     def total_bytes(self) -> int:

@@ -11,7 +11,7 @@ budget as its memory, and the program's budget is moved until that run fits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,25 +25,21 @@ from vramfit.planner.observing import Observation
 from vramfit.planner.pieces import fewer_pieces, repeated
 from vramfit.planner.plan import Aim, Entry, Figures, Plan, Solved
 from vramfit.planner.price import Device, Price
+from vramfit.planner.request import MEMORY, THROUGHPUT, NothingFits, Request
 from vramfit.techniques import (
     Choice,
-    Numerics,
     Profile,
-    Technique,
     all_techniques,
     find_technique,
     setting_to_plain,
     with_choices,
 )
 from vramfit.techniques.applied import check_together
-from vramfit.workload import Workload
 
 Progress = Callable[[str], None]
 
 ACTIVATIONS = ("activation-checkpointing", "activation-offload")
 """Techniques that the program chooses settings for."""
-
-THROUGHPUT, MEMORY = "throughput", "memory"
 
 _ROUNDS = 6
 """Times that a technique is added or exchanged."""
@@ -65,71 +61,6 @@ _POINTS = 12
 
 _CLOSE = 0.01
 """A part of the budget that is worth another run to make use of."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """What is asked for.
-
-    Attributes:
-        workload: the plain one.
-        sizes: of the batch.
-        budget_bytes: of the device, the CUDA context included.
-        margin_bytes: of it, to be left free.
-        host_bytes: of the host that may be spent.
-        numerics: how far results may differ.
-        objective: ``throughput`` or ``memory``.
-        allowed: names of the techniques to choose from; None for all.
-        forbidden: names of those that are left out.
-        target: the workload's name as ``FILE.py:NAME``.
-        time_limit: seconds for one solution of the program.
-        entries: whether each technique of the result is priced on its own.
-    """
-
-    workload: Workload
-    sizes: Mapping[str, int]
-    budget_bytes: int
-    margin_bytes: int = 0
-    host_bytes: int = 0
-    numerics: Numerics = Numerics.ROUNDING
-    objective: str = THROUGHPUT
-    allowed: frozenset[str] | None = None
-    forbidden: frozenset[str] = frozenset()
-    target: str = ""
-    time_limit: float = 10.0
-    entries: bool = True
-
-    def __post_init__(self) -> None:
-        """Refuse names that are no technique's."""
-        for name in (*sorted(self.allowed or ()), *sorted(self.forbidden)):
-            find_technique(name)
-
-    @property
-    def limit(self) -> int:
-        """Bytes that the run may take."""
-        return self.budget_bytes - self.margin_bytes
-
-    def may(self, technique: Technique[Any]) -> bool:
-        """Whether a technique may be used."""
-        if technique.name in self.forbidden:
-            return False
-        if self.allowed is None:
-            return not technique.on_request
-        return technique.name in self.allowed
-
-
-class NothingFits(UsageError):
-    """No plan stays within the budget.
-
-    Attributes:
-        plan: the one that came closest.
-    """
-
-    exit_code = 3
-
-    def __init__(self, message: str, hint: str, plan: Plan) -> None:
-        super().__init__(message, hint)
-        self.plan = plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -540,7 +471,7 @@ class Search:
                 torch=_torch_version(),
             ),
             before=before,
-            after=_figures(price),
+            after=price.figures,
             solved=Solved(
                 status="nothing to choose" if solution is None else solution.status,
                 gap=None if solution is None else solution.gap,
@@ -596,17 +527,6 @@ class Search:
         return NothingFits(
             f"nothing fits {limit}: the lowest that was found is {lowest}; {binds}", hint, plan
         )
-
-
-def _figures(price: Price) -> Figures:
-    return Figures(
-        peak_allocated_bytes=price.peak_allocated_bytes,
-        peak_reserved_bytes=price.peak_reserved_bytes,
-        total_bytes=price.total_bytes,
-        host_bytes=price.host_bytes,
-        step_seconds=price.step_seconds,
-        step_flops=price.step_flops,
-    )
 
 
 def _key(choices: tuple[Choice, ...]) -> Any:

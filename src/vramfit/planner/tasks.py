@@ -13,7 +13,8 @@ from vramfit.planner.document import plan_to_toml
 from vramfit.planner.fitting import largest
 from vramfit.planner.plan import Plan
 from vramfit.planner.price import Device
-from vramfit.planner.search import NothingFits, Request, Search
+from vramfit.planner.request import NothingFits, Request
+from vramfit.planner.search import Search
 from vramfit.planner.verifying import compare, simulate, smaller_sizes, too_large
 from vramfit.techniques import Numerics, with_choices
 from vramfit.workload import Workload

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from vramfit.planner.plan import Figures, Plan
-from vramfit.planner.price import Device, Price
+from vramfit.planner.price import Device
 from vramfit.techniques import Numerics, live_of
 from vramfit.techniques.micro_batching import batch_size_name
 from vramfit.workload import State, Workload
@@ -143,22 +143,10 @@ def simulate(device: Device, workload: Workload, plan: Plan) -> Simulated:
     if not after.fits:
         after = device.price(plan.apply(workload), sizes, None)
     return Simulated(
-        before=figures(device.price(workload, sizes, None)),
-        after=figures(after),
+        before=device.price(workload, sizes, None).figures,
+        after=after.figures,
         planned=plan.after,
         limit_bytes=limit,
-    )
-
-
-def figures(price: Price) -> Figures:
-    """A price as a plan tells it."""
-    return Figures(
-        peak_allocated_bytes=price.peak_allocated_bytes,
-        peak_reserved_bytes=price.peak_reserved_bytes,
-        total_bytes=price.total_bytes,
-        host_bytes=price.host_bytes,
-        step_seconds=price.step_seconds,
-        step_flops=price.step_flops,
     )
 
 

@@ -1,0 +1,79 @@
+"""What a plan is asked for, and the answer that there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vramfit.errors import UsageError
+from vramfit.planner.plan import Plan
+from vramfit.techniques import Numerics, Technique, find_technique
+from vramfit.workload import Workload
+
+THROUGHPUT, MEMORY = "throughput", "memory"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What is asked for.
+
+    Attributes:
+        workload: the plain one.
+        sizes: of the batch.
+        budget_bytes: of the device, the CUDA context included.
+        margin_bytes: of it, to be left free.
+        host_bytes: of the host that may be spent.
+        numerics: how far results may differ.
+        objective: ``throughput`` or ``memory``.
+        allowed: names of the techniques to choose from; None for all.
+        forbidden: names of those that are left out.
+        target: the workload's name as ``FILE.py:NAME``.
+        time_limit: seconds for one solution of the program.
+        entries: whether each technique of the result is priced on its own.
+    """
+
+    workload: Workload
+    sizes: Mapping[str, int]
+    budget_bytes: int
+    margin_bytes: int = 0
+    host_bytes: int = 0
+    numerics: Numerics = Numerics.ROUNDING
+    objective: str = THROUGHPUT
+    allowed: frozenset[str] | None = None
+    forbidden: frozenset[str] = frozenset()
+    target: str = ""
+    time_limit: float = 10.0
+    entries: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse names that are no technique's."""
+        for name in (*sorted(self.allowed or ()), *sorted(self.forbidden)):
+            find_technique(name)
+
+    @property
+    def limit(self) -> int:
+        """Bytes that the run may take."""
+        return self.budget_bytes - self.margin_bytes
+
+    def may(self, technique: Technique[Any]) -> bool:
+        """Whether a technique may be used."""
+        if technique.name in self.forbidden:
+            return False
+        if self.allowed is None:
+            return not technique.on_request
+        return technique.name in self.allowed
+
+
+class NothingFits(UsageError):
+    """No plan stays within the budget.
+
+    Attributes:
+        plan: the one that came closest.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, hint: str, plan: Plan) -> None:
+        super().__init__(message, hint)
+        self.plan = plan
