@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -272,6 +273,34 @@ def test_keywords_containers_nested_autocast_and_a_block_used_twice(setting: Che
     log: list[str] = []
     assert_equal(backward(model, x, log), expected)
     assert log == ["seen"] * 2  # of the second runs, the caller's list hears nothing
+
+
+class Attending(nn.Module):
+    """Attention, which asks whether its query is its key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(16), nn.MultiheadAttention(16, 2, batch_first=True)
+        self.after = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = self.norm(x)
+        return self.after(x + self.attention(seen, seen, seen)[0])
+
+
+@pytest.mark.parametrize("modules", [("0.attention",), ("0", "0.attention"), ("0", "0.attention", "1")])
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_argument_that_is_given_twice_is_one_in_the_second_run(
+    modules: tuple[str, ...], packed: bool
+) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Attending(), Attending()), numbers(2, 5, 16).requires_grad_()
+    expected = backward(model, x)
+    attached(model, Checkpointing(modules=modules))
+    # Hooks around it, as those of offloading, make a new object of each saved tensor.
+    hooks = torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone)
+    with hooks if packed else contextlib.nullcontext():
+        assert_equal(backward(model, x), expected)
 
 
 def test_gradients_with_a_scaler_and_with_a_retained_graph() -> None:

@@ -123,6 +123,20 @@ def test_the_result_of_relu_is_bits_where_it_alone_saves_it() -> None:
         assert around._in_vain == {1}
 
 
+def test_a_result_of_relu_that_another_saves_in_another_shape_keeps_its_own() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    treated, x = copy.deepcopy(plain), numbers(4, 3, 16)  # a linear layer saves rows: 12 x 32
+    _compressed(treated)
+    for _ in range(2):
+        grads = []
+        for model in (plain, treated):
+            model.zero_grad()
+            model(x).square().sum().backward()
+            grads.append(model[0].weight.grad)
+        assert torch.equal(*grads)
+
+
 def test_indices_of_pooling_are_short() -> None:
     model = Masks()
     _compressed(model)

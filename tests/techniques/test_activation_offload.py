@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from vramfit.errors import UsageError
 from vramfit.techniques import Live, Numerics, Profile, activation_offload
 from vramfit.techniques.activation_offload import ActivationOffload, ActivationOffloadSetting
+from vramfit.techniques.host_lane import CopyLane
 from vramfit.techniques.profile import Block
-from vramfit.techniques.surround import plain_class
+from vramfit.techniques.surround import plain_class, surroundings_of
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 
@@ -206,6 +207,42 @@ def test_values_that_changed_before_a_second_save_are_another_copy(lane: LateLan
     x = torch.randn(8, requires_grad=True)
     model(x).sum().backward()
     assert torch.equal(x.grad, -(2 * x.detach()).sin() * 2)
+
+
+def test_parts_of_a_storage_with_a_version_of_their_own_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cells(nn.Module):
+        """What a recurrent cell does without a card's library: it writes into one part after another."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, second = (x * 2).unsafe_chunk(2, 1)
+            return first.sigmoid_() * second.tanh_()
+
+    class AtOnce(CopyLane):
+        """What is written after it was sent does not arrive."""
+
+        sent = 0
+
+        def out(self, flat: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            self.sent += 1
+            return super().out(flat)
+
+    lane = AtOnce()
+    monkeypatch.setattr(activation_offload, "lane_of", lambda _device: lane)
+    torch.manual_seed(0)
+    x = torch.randn(3, 8, requires_grad=True)
+    model = Cells()
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
+    _offloaded(model)
+    (found,) = torch.autograd.grad(model(x).sum(), x)
+    assert torch.equal(found, expected)
+    assert lane.sent == 2
+
+
+def test_a_module_may_be_told_by_any_of_its_names() -> None:
+    model = _chain(2)
+    model.add_module("again", model[0])
+    _offloaded(model, ActivationOffloadSetting(modules=("again", "0")))
+    assert len(surroundings_of(model[0])) == 1
 
 
 def test_a_write_in_place_is_told_as_torch_tells_it(lane: LateLane) -> None:

@@ -44,6 +44,25 @@ def test_what_does_not_repeat_is_no_block() -> None:
     assert paths(all_toys()["mlp"].model()) == []
 
 
+class Shared(nn.Module):
+    """Blocks that have a second name: one by itself, two in a list that another module holds too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.block()
+        self.layers = nn.ModuleList([self.first, self.block(), self.first])
+        self.again = nn.ModuleDict({"layers": self.layers, "own": self.block()})
+
+    def block(self) -> nn.Module:
+        return nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 4)))
+
+
+def test_a_block_with_several_names_is_found_once() -> None:
+    model = Shared()
+    found = [model.get_submodule(path) for path in paths(model)]
+    assert found == [model.layers[0], model.layers[1], model.again["own"]]
+
+
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
 TRANSFORMERS: dict[str, tuple[dict[str, Any], list[str], tuple[str, ...]]] = {
     "GPT2LMHeadModel": (

@@ -499,6 +499,7 @@ def test_it_is_an_option_where_logits_are_a_notable_share() -> None:
     assert options == [
         ChunkedLossSetting(),
         ChunkedLossSetting(chunk_rows=few),
+        ChunkedLossSetting(chunk_rows=few, into_grad=True),
         ChunkedLossSetting(chunk_rows=few, recompute=True, into_grad=True),
     ]
     assert not list(ChunkedLoss().options(profile(model, logits=logits, peak=100 * logits)))

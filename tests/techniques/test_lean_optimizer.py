@@ -169,7 +169,9 @@ def test_options_offer_sgd_where_it_trains_well() -> None:
         return [setting.kind for setting in LeanOptimizer().options(profile_of(workload))]
 
     assert kinds("batch-norm") == [Kind.ADAFACTOR, Kind.SGD]
-    assert kinds("language-tied") == [Kind.ADAFACTOR]
+    assert kinds("language-tied") == kinds("unet-3d") == [Kind.ADAFACTOR]  # no batch norm
+    own = replace(profile_of(replace(all_toys()["batch-norm"], optimizer=torch.optim.AdamW)), own_step=True)
+    assert [setting.kind for setting in LeanOptimizer().options(own)] == [Kind.ADAFACTOR]
     profile = profile_of(all_toys()["batch-norm"])  # with SGD
     assert list(LeanOptimizer().options(profile)) == []
 

@@ -15,7 +15,8 @@ from tests.techniques.toys import classes, numbers
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Live, Piece
+from vramfit.techniques import Choice, Live, Piece
+from vramfit.techniques.low_precision_training import LowPrecisionTraining, LowPrecisionTrainingSetting
 from vramfit.techniques.optimizer_offload import OptimizerOffload, OptimizerOffloadSetting
 from vramfit.techniques.optimizer_offload_host import HostOptimizer
 from vramfit.techniques.step_in_backward import StepInBackward, StepInBackwardSetting
@@ -262,3 +263,72 @@ def test_the_step_takes_the_time_of_the_host(gpu: VirtualGPU) -> None:
     size = sum(parameter.nbytes for parameter in state.model.parameters())
     # The CPU reads parameter, gradient and two averages, and writes three of them.
     assert taken[1] - taken[0] > 5 * size / 51.2e9
+
+
+def _half(live: Live, *more: Choice) -> Live:
+    half = Choice(technique=LowPrecisionTraining(), setting=LowPrecisionTrainingSetting())
+    live.attach((half, *more))
+    return live
+
+
+def _offloaded(setting: OptimizerOffloadSetting) -> Choice:
+    return Choice(technique=OptimizerOffload(), setting=setting)
+
+
+@EACH
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_masters_on_the_host_step_as_those_on_the_card(
+    gpu: VirtualGPU, setting: OptimizerOffloadSetting, name: str
+) -> None:
+    kind = getattr(torch.optim, name)
+    extra: dict[str, object] = {"lr": 1e-4, "momentum": 0.9} if name == "SGD" else {"lr": 1e-4}
+    on_card = _half(_live("cuda", kind, **extra))
+    on_host = _half(_live("cuda", kind, **extra), _offloaded(setting))
+    plain = values(_model("cuda"))
+    first = values(on_host.model)
+    for live in (on_card, on_host):
+        _train(live, steps=1)
+        assert all(p.dtype is torch.bfloat16 for p in live.model.parameters())
+        live.undo()
+    for ours, theirs, half, full in zip(
+        values(on_host.model), values(on_card.model), first, plain, strict=True
+    ):
+        assert ours.dtype is torch.float32
+        # The first step's gradients are the same, so the updates are, and most are below what bfloat16 resolves.
+        torch.testing.assert_close(ours - full, theirs - full, rtol=1e-3, atol=1e-8)
+        assert (ours != half).float().mean() > 0.9
+
+
+@EACH
+def test_masters_survive_a_checkpoint(gpu: VirtualGPU, setting: OptimizerOffloadSetting) -> None:
+    whole, resumed = (_half(_live("cuda", lr=1e-4), _offloaded(setting)) for _ in range(2))
+    _train(whole, steps=3)
+    assert whole.optimizer is not None
+    assert resumed.optimizer is not None
+    saved = copy.deepcopy((whole.model.state_dict(), whole.optimizer.state_dict()))
+    resumed.model.load_state_dict(saved[0])
+    resumed.optimizer.load_state_dict(saved[1])
+    for live in (whole, resumed):
+        _train(live, steps=2, seed=3)
+        live.undo()
+    for ours, theirs in zip(values(resumed.model), values(whole.model), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+def test_masters_cost_nothing_of_the_card(gpu: VirtualGPU) -> None:
+    live = _half(_live("cuda"), _offloaded(MOST))
+    _train(live, steps=1)
+    optimizer = live.optimizer
+    assert isinstance(optimizer, HostOptimizer)
+    elements = sum(p.numel() for p in live.model.parameters() if p.numel() >= MOST.minimal_size)
+    # Parameter and gradient in bfloat16, a master and two states in float32; a counter of 4 bytes for each parameter.
+    offloaded = sum(p.numel() >= MOST.minimal_size for p in live.model.parameters())
+    assert optimizer.host_bytes == elements * (2 + 2 + 4 + 8) + 4 * offloaded
+
+
+def test_states_of_16_bits_on_the_host_are_refused(gpu: VirtualGPU) -> None:
+    live = _live("cuda")
+    half = Choice(technique=LowPrecisionTraining(), setting=LowPrecisionTrainingSetting(bfloat16_states=True))
+    with pytest.raises(UsageError, match="on the host keeps weights and states in float32"):
+        live.attach((half, _offloaded(SOME)))
+    assert all(p.dtype is torch.float32 for p in live.model.parameters())

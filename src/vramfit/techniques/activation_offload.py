@@ -117,18 +117,18 @@ def lane_of(device: torch.device) -> Lane | None:
 
 
 def chosen_modules(model: nn.Module, names: tuple[str, ...], technique: str) -> list[nn.Module]:
-    """The submodules of these names, the model itself where none is given.
+    """The submodules of these names, once each; the model itself where none is given.
 
     Raises:
         UsageError: there is no such submodule.
     """
-    known = dict(model.named_modules())
+    known = dict(model.named_modules(remove_duplicate=False))
     for name in names:
         if name not in known:
             raise UsageError(
                 f"{technique}: the model has no module {name!r}", "Give names as in model.named_modules()"
             )
-    return [known[name] for name in names] or [model]
+    return list({id(known[name]): known[name] for name in names}.values()) or [model]
 
 
 class Offloading:

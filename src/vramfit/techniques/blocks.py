@@ -113,7 +113,10 @@ def _candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ):
         found = search.run()
         if found:
-            order = {path: index for index, (path, _) in enumerate(model.named_modules())}
+            names = model.named_modules(
+                remove_duplicate=False
+            )  # a block may have several, and be found by any
+            order = {path: index for index, (path, _) in enumerate(names)}
             return sorted(found.items(), key=lambda item: order[item[0]])
     return []
 
@@ -146,13 +149,17 @@ class _Search:
 
     def run(self) -> dict[str, nn.Module]:
         """Blocks by their path."""
-        chosen = dict(self.in_lists("", self.model))
+        chosen: dict[str, nn.Module] = {}
+        known: set[int] = set()  # what is chosen and what is in it, under whatever names
+        for path, module in self.in_lists("", self.model):
+            if id(module) not in known:
+                chosen[path] = module
+                known.update(id(inner) for inner in module.modules())
         above = {path[:end] for path in chosen for end, sign in enumerate(path) if sign == "."}
-        inside = tuple(f"{path}." for path in chosen)
         beside = [
             (path, module)
             for path, module in self.model.named_modules()
-            if path and path not in above and not f"{path}.".startswith(inside) and self.is_block(module)
+            if path and path not in above and id(module) not in known and self.is_block(module)
         ]
         nested = {
             id(inner)

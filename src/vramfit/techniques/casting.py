@@ -93,7 +93,7 @@ def find_islands(model: nn.Module, paths: tuple[str, ...], kinds: tuple[str, ...
     Raises:
         UsageError: the model has no such module.
     """
-    known = dict(model.named_modules())
+    known = dict(model.named_modules(remove_duplicate=False))
     classes = {plain_class(module).__name__ for module in known.values()}
     for given, there, what in ((paths, known, "module"), (kinds, classes, "module of class")):
         for name in given:
@@ -106,8 +106,5 @@ def find_islands(model: nn.Module, paths: tuple[str, ...], kinds: tuple[str, ...
         for path, module in known.items()
         if path in paths or plain_class(module).__name__ in kinds
     ]
-    return [
-        module
-        for path, module in chosen
-        if not any(path != outer and (path.startswith(f"{outer}.") or not outer) for outer, _ in chosen)
-    ]
+    inside = {id(inner) for _, module in chosen for inner in module.modules() if inner is not module}
+    return list({id(module): module for _, module in chosen if id(module) not in inside}.values())

@@ -55,8 +55,9 @@ class GradientProjection(Technique[GradientProjectionSetting]):
     It pays for large matrices. It costs two matrix products a step, and at each update of the basis the eigenvectors of
     an m x m matrix, in float32. A model trained so differs from one trained with Adam; ``scale`` and the learning rate
     want tuning. Measured over 100 steps of a language model of width 64, whose loss is 4.8 at first and with AdamW 0.06
-    at last: 0.37 with rank 16 and scale 1, 2.4 with rank 8 and scale 0.25. Projected averages begin anew where the
-    program's optimizer has states already; others are taken over.
+    at last: 0.37 with rank 16 and scale 1, 2.4 with rank 8 and scale 0.25. Over 40 steps of nine small models, with a
+    quarter of the shorter side, losses ended above AdamW's by 3 to 49 % of its fall. Projected averages begin anew
+    where the program's optimizer has states already; others are taken over.
     """
 
     name: ClassVar[str] = "gradient-projection"

@@ -20,7 +20,9 @@ from vramfit.techniques.micro_batching import (
 )
 from vramfit.workload import Batch, Workload
 
-_EXAMPLES = 4
+EXAMPLES = 4
+"""In the batch that a loss is tried on."""
+
 # Losses of pieces differ by far more than this, and their rounding in 32 bits by far less.
 _TOLERANCE = 1e-4
 _CANDIDATES = (Reduction.MEAN, Reduction.SUM, Reduction.NEXT_TOKENS, Reduction.TOKENS)
@@ -66,7 +68,7 @@ def check_reduction(workload: Workload, setting: MicroBatchingSetting | None = N
         losses = _Losses(workload, model, batch, setting)
         losses.of(losses.batch).backward()
         expected = _take_gradients(model)
-        for piece in Splitter(dataclasses.replace(setting, count=_EXAMPLES), shifts=False)(losses.batch):
+        for piece in Splitter(dataclasses.replace(setting, count=EXAMPLES), shifts=False)(losses.batch):
             (losses.of(piece.batch) * piece.weight).backward()
         found = _take_gradients(model)
     largest = max((float(gradient.abs().max()) for gradient in expected.values()), default=0.0)
@@ -123,7 +125,7 @@ def _probe(workload: Workload) -> Iterator[tuple[nn.Module, Batch]]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = workload.model().float().eval()
-        yield model, workload.batch(**{**workload.sizes, name: _EXAMPLES})
+        yield model, workload.batch(**{**workload.sizes, name: EXAMPLES})
 
 
 def _with_ignored_labels(batch: Batch, setting: MicroBatchingSetting) -> Batch:

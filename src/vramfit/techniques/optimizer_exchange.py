@@ -2,8 +2,9 @@
 
 NOTE [Exchanged optimizers]: the new optimizer has the groups of the old one, one by one, so that a schedule's list of
 values still fits. Where the schedule was made before, it goes on to change the old groups; `Follow` takes every such
-change over before the next step, the learning rate times a constant ratio. The old optimizer's states wait on the host,
-where they cost no memory of the card, and are back in their place after the undo.
+change over before the next step or the next ``state_dict``, the learning rate times a constant ratio, and takes what is
+loaded into the new groups back into the old ones, from which the schedule goes on. The old optimizer's states wait on
+the host, where they cost no memory of the card, and are back in their place after the undo.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ ONE_PLACE = "both put their own optimizer in the place of the program's"
 EXCHANGING = ("low-bit-optimizer", "optimizer-offload", "lean-optimizer", "gradient-projection")
 _FOLLOW = "_vramfit_follow"
 _NOT_FOLLOWED = ("params", "initial_lr")
+_RATES = ("lr", "initial_lr")
+_SCHEDULED = (*_RATES, "momentum", "betas")  # what torch/optim/lr_scheduler.py changes
 
 # Each updates every parameter from its own gradient and state alone. LBFGS does not.
 _SEPARABLE = (
@@ -181,12 +184,17 @@ def exchange(
                 parked.append((states, name, value.device))
                 states[name] = value.cpu()
     follow = Follow(old, new, ratio)
-    handle = new.register_step_pre_hook(follow)
+    handles = (
+        new.register_step_pre_hook(follow),
+        new.register_state_dict_pre_hook(follow),
+        new.register_load_state_dict_post_hook(follow.take_back),
+    )
     setattr(new, _FOLLOW, follow)
     live.set(live, "optimizer", new)
 
     def back() -> None:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         delattr(new, _FOLLOW)
         new.state.clear()  # whoever still holds it holds no memory with it
         for states, name, device in parked:
@@ -215,6 +223,16 @@ class Follow:
         if hasattr(self._old.step, "_wrapped_by_lr_sched"):
             # A schedule made before warns unless its own optimizer has stepped (torch/optim/lr_scheduler.py).
             vars(self._old)["_opt_called"] = True
+
+    def take_back(self, *_: Any) -> None:
+        """Let the old groups stand where loaded new ones stand; a hook after loading."""
+        for seen, theirs, ours in zip(
+            self._seen, self._old.param_groups, self._new.param_groups, strict=False
+        ):
+            for name in _SCHEDULED:
+                if name in theirs and name in ours:
+                    set_value(theirs, name, float(ours[name]) / self._ratio if name in _RATES else ours[name])
+            seen.update(_hyperparameters(theirs))
 
 
 def catch_up(optimizer: Optimizer) -> None:

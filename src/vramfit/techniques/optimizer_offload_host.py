@@ -6,6 +6,10 @@ hooks, and its copies of the parameters on the host overwrite what a program loa
 shows the groups of the optimizer before instead, and copies their values to torchao's before each step; its ``state``
 holds torchao's states by the parameters on the card, so that checkpoints fit the optimizer before; parameters that
 somebody changed since the last step, as their version counters tell, are copied to the host anew.
+
+NOTE [Master weights]: parameters in bfloat16 are stepped in float32: torchao's copies stay in bfloat16, since they are
+what crosses the link, and beside each lies a master in float32, which the host's optimizer has in its place.
+Checkpoints have what bfloat16 loses as those of low-precision-training on the card do.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vramfit.techniques.low_precision_training.rounding import REMAINDERS, join_, lost_bits
+from vramfit.techniques.low_precision_training.steps import Float32Steps
 from vramfit.techniques.optimizer_exchange import Optimizer, parameters_of
 from vramfit.techniques.optimizer_kernel import fused_refused, place_counters
 
@@ -51,12 +57,16 @@ class HostOptimizer(torch.optim.Optimizer):
         # Hooks of tensors are unseen by Python's garbage collector, and torchao's hold all parameters.
         self._unhook = weakref.finalize(self, _remove, placed)
         self._versions = {parameter: parameter._version for parameter in self._inner.param_d2h_map}
+        self._masters: dict[torch.Tensor, torch.Tensor] = {}
+        self._remainders: dict[torch.Tensor, torch.Tensor] = {}  # of parameters that stay on the card
+        self._handles: list[Any] = []
 
     @property
     def host_bytes(self) -> int:
         """Host memory of parameters, gradients and states."""
         inner = self._inner
         copies = sum(host.nbytes + host.grad.nbytes for host in inner.param_d2h_map.values())
+        copies += sum(master.nbytes for master in self._masters.values())
         states = sum(
             value.nbytes
             for parameter in inner.param_d2h_map
@@ -103,7 +113,11 @@ class HostOptimizer(torch.optim.Optimizer):
             for parameter, index in zip(group["params"], values["params"], strict=True):
                 if (found := state_dict["state"].get(index)) is not None:
                     self._put_states(parameter, found, copy=True)
+                if (lost := state_dict.get(REMAINDERS, {}).get(index)) is not None:
+                    self._put_remainder(parameter, lost)
         self._finish_states()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     # -- for the technique -----------------------------------------------------------------------------------------
 
@@ -142,6 +156,65 @@ class HostOptimizer(torch.optim.Optimizer):
                 nn.utils.clip_grads_with_norm_(side, norm, total.to(side[0].device))
         return total
 
+    @torch.no_grad()
+    def keep_masters(self, remainders: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Step parameters in bfloat16 in float32 from now on. See NOTE [Master weights].
+
+        Args:
+            remainders: what bfloat16 lost, by parameter; emptied.
+        """
+        inner = self._inner
+        for parameter, host in inner.param_d2h_map.items():
+            if parameter.dtype is torch.bfloat16:
+                stepping = inner.optim_dict[parameter]
+                master = torch.empty_like(host, dtype=torch.float32).copy_(parameter)
+                stepping.param_groups[0]["params"] = [master]
+                if (states := stepping.state.pop(host, None)) is not None:
+                    stepping.state[master] = states
+                self._masters[parameter] = master
+                self._handles += [
+                    stepping.register_step_pre_hook(_Widened(host, master)),
+                    stepping.register_step_post_hook(_Narrowed(host, master)),
+                ]
+        self._remainders = {
+            parameter: lost.to(parameter.device)
+            for parameter, lost in remainders.items()
+            if parameter not in inner.param_d2h_map
+        }
+        for parameter, lost in remainders.items():
+            self._put_remainder(parameter, lost)
+        remainders.clear()
+        if inner.d_opt is not None:
+            steps = Float32Steps(self._remainders, half_states=False)
+            self._handles += [
+                inner.d_opt.register_step_pre_hook(steps.before),
+                inner.d_opt.register_step_post_hook(steps.after),
+            ]
+        self._handles.append(self.register_state_dict_post_hook(_save_remainders))
+
+    @torch.no_grad()
+    def drop_masters(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Step in the parameters' own dtype again; what bfloat16 loses of them, by parameter."""
+        lost = self.remainders()
+        for handle in self._handles:
+            handle.remove()
+        inner = self._inner
+        for parameter, master in self._masters.items():
+            stepping, host = inner.optim_dict[parameter], inner.param_d2h_map[parameter]
+            stepping.param_groups[0]["params"] = [host]
+            if (states := stepping.state.pop(master, None)) is not None:
+                stepping.state[host] = states
+        self._handles.clear()
+        self._masters.clear()
+        self._remainders = {}
+        return lost
+
+    def remainders(self) -> dict[torch.Tensor, torch.Tensor]:
+        """What bfloat16 loses of each master, int16."""
+        hosts = self._inner.param_d2h_map
+        masters = self._masters.items()
+        return {p: lost_bits(master, hosts[p]) for p, master in masters} | self._remainders
+
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _host_group(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +237,8 @@ class HostOptimizer(torch.optim.Optimizer):
         """The optimizer that steps a parameter, and the parameter that it has."""
         inner = self._inner
         if parameter in inner.param_d2h_map:
-            return inner.optim_dict[parameter], inner.param_d2h_map[parameter]
+            host = self._masters.get(parameter, inner.param_d2h_map[parameter])
+            return inner.optim_dict[parameter], host
         return inner.d_opt, parameter
 
     def _pass_values(self) -> None:
@@ -183,6 +257,8 @@ class HostOptimizer(torch.optim.Optimizer):
         for parameter, host in self._inner.param_d2h_map.items():
             if parameter._version != self._versions[parameter]:
                 host.copy_(parameter)
+                if parameter in self._masters:
+                    self._masters[parameter].copy_(host)
 
     def _show_states(self) -> None:
         for parameter in parameters_of(self):
@@ -201,11 +277,48 @@ class HostOptimizer(torch.optim.Optimizer):
             for name, value in states.items()
         }
 
+    def _put_remainder(self, parameter: torch.Tensor, lost: torch.Tensor) -> None:
+        if (master := self._masters.get(parameter)) is not None:
+            self._inner.param_d2h_map[parameter].copy_(parameter)
+            self._versions[parameter] = parameter._version
+            join_(master.copy_(parameter), lost.to("cpu"))
+        elif parameter in self._remainders:
+            self._remainders[parameter].copy_(lost)
+
     def _finish_states(self) -> None:
         for optimizer in (*self._inner.optim_dict.values(), self._inner.d_opt):
             if optimizer is not None:
                 place_counters(optimizer)
         self._show_states()
+
+
+class _Widened:
+    """Before a step on the host: the gradient of a master, from that in bfloat16."""
+
+    def __init__(self, host: torch.Tensor, master: torch.Tensor) -> None:
+        self._host, self._master = host, master
+
+    def __call__(self, *_: Any) -> None:
+        """Widen it."""
+        assert self._host.grad is not None
+        self._master.grad = self._host.grad.to(torch.float32)
+
+
+class _Narrowed(_Widened):
+    """After the step: the weight that goes to the card."""
+
+    def __call__(self, *_: Any) -> None:
+        """Round it to nearest."""
+        self._host.copy_(self._master)
+        self._master.grad = None
+
+
+def _save_remainders(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Add what bfloat16 loses; a hook after ``state_dict``."""
+    assert isinstance(optimizer, HostOptimizer)
+    lost = optimizer.remainders()
+    numbered = enumerate(parameters_of(optimizer))
+    state_dict[REMAINDERS] = {index: lost[p] for index, p in numbered if p in lost}
 
 
 def _is_large(value: Any) -> bool:

@@ -49,6 +49,8 @@ class Block:
         input_bytes: the tensors that it is called with, once each, without parameters.
         new_input_bytes: those of its inputs that nothing keeps in the plain program.
         kept_bytes: all that autograd keeps for the backward pass of a call, without parameters and without its input.
+        shared_bytes: of these, what others hold as well: the next block its input, which a recomputed block holds too,
+            and what follows the block its saved tensors. Computing the block again frees none of it.
         forward_seconds: of a call, estimated.
         backward_seconds: of a call, estimated.
         calls: how often its forward pass runs in a step: once for each micro-batch, and for each use in the model.
@@ -64,6 +66,7 @@ class Block:
     forward_seconds: float
     backward_seconds: float
     new_input_bytes: int = 0
+    shared_bytes: int = 0
     calls: int = 1
 
 
@@ -91,6 +94,7 @@ class Profile:
         logits_bytes: the input of the loss's cross-entropy, 0 where the model has none.
         blocks: parts of the model in the order in which they run.
         link_bytes_per_second: between the host's pinned memory and the card.
+        host_peak_bytes: most bytes that the program pinned on the host.
     """
 
     model: nn.Module
@@ -112,3 +116,4 @@ class Profile:
     logits_bytes: int = 0
     blocks: tuple[Block, ...] = ()
     link_bytes_per_second: float = 0.0
+    host_peak_bytes: int = 0

@@ -164,7 +164,7 @@ class Stretch:
     """The elements of a storage that stand for a tensor: all of them, or those from its first to its last.
 
     Views of one storage are mostly saved together (the parts of a product for queries, keys and values), so the whole
-    storage is worth one copy; unless the tensor spans less than half of it.
+    storage is worth one copy; unless the tensor spans less than half of it, or is no view (`tells_of_all`).
 
     Attributes:
         flat: one-dimensional and contiguous, without a graph.
@@ -176,11 +176,27 @@ class Stretch:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         start, stop = span(tensor)
-        whole = tensor.untyped_storage().nbytes() // tensor.element_size()
-        if 2 * (stop - start) >= whole:
+        whole = _elements(tensor)
+        if 2 * (stop - start) >= whole and tells_of_all(tensor):
             start, stop = 0, whole
         self.start, self.stop = start, stop
         self.flat = tensor.detach().as_strided((stop - start,), (1,), start)
+
+
+def tells_of_all(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's version tells of writes to any part of its storage.
+
+    Not so for parts of a storage that are no views: ``unsafe_chunk`` gives each a version of its own, and recurrent
+    cells write into one after another (aten/src/ATen/native/RNN.cpp, GRUCell).
+    """
+    if tensor._is_view():
+        return True
+    start, stop = span(tensor)
+    return stop - start == _elements(tensor)
+
+
+def _elements(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -211,9 +227,7 @@ class Found(Generic[T]):
     """What was made of storages, found again for as long as the storage and that both live."""
 
     def __init__(self) -> None:
-        self._known: dict[
-            tuple[int, int, torch.dtype], tuple[weakref.ref[torch.UntypedStorage], list[weakref.ref[Any]]]
-        ] = {}
+        self._known: dict[object, tuple[weakref.ref[torch.UntypedStorage], list[weakref.ref[Any]]]] = {}
 
     def of(self, tensor: torch.Tensor, fits: Callable[[T], bool]) -> T | None:
         """What was made of the tensor's storage with the values that it has now; None if nothing fits."""
@@ -238,5 +252,6 @@ class Found(Generic[T]):
         self._known = {key: known for key, known in self._known.items() if known[0]() is not None}
 
     @staticmethod
-    def _key(tensor: torch.Tensor) -> tuple[int, int, torch.dtype]:
-        return storage_key(tensor), tensor._version, tensor.dtype
+    def _key(tensor: torch.Tensor) -> object:
+        part = None if tells_of_all(tensor) else span(tensor)
+        return storage_key(tensor), tensor._version, tensor.dtype, part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
@@ -128,6 +129,9 @@ class _Stepper:
     def __init__(self, live: Live, optimizer: Optimizer) -> None:
         self._live, self._optimizer = weakref.ref(live), weakref.ref(optimizer)
         self._stepped: set[tuple[int, int]] = set()
+        # Autograd has a thread for each device, and parameters may lie on two (parameter-offload); hooks of an
+        # optimizer know of no second step that begins before the first is over.
+        self._alone = threading.Lock()
 
     def step(self, parameter: torch.Tensor, place: tuple[int, int]) -> None:
         """Step with the parameter at a place in the groups alone, and let its gradient go."""
@@ -136,6 +140,10 @@ class _Stepper:
             return
         if live is not None:
             _refuse_scaling(live)
+        with self._alone:
+            self._step(optimizer, parameter, place)
+
+    def _step(self, optimizer: Optimizer, parameter: torch.Tensor, place: tuple[int, int]) -> None:
         if place in self._stepped:
             raise UsageError(
                 f"a parameter of shape {list(parameter.shape)} got a second gradient in one step",

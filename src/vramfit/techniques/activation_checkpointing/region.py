@@ -89,18 +89,27 @@ class _Call:
         self._recipes: dict[int, Recipe] = {}
         self._found: dict[int, torch.Tensor] = {}
         self._places: list[int] = []
+        self._same: dict[int, int] = {}
         self._others: list[Any] = []
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Take the arguments apart; the tensors to give to `checkpoint`."""
+        """Take the arguments apart; the tensors to give to `checkpoint`.
+
+        One that is given in several places is one in the second run too: ``nn.MultiheadAttention`` goes another way
+        where its query is its key.
+        """
         args, kwargs = own_caches(args), own_caches(kwargs)
         self._given = [(args, kwargs)]
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
         inputs: list[torch.Tensor] = []
         devices: set[torch.device] = set()
+        firsts: dict[int, int] = {}
         for index, leaf in enumerate(leaves):
             self._others.append(None if isinstance(leaf, torch.Tensor) else leaf)
             if not isinstance(leaf, torch.Tensor):
+                continue
+            if (first := firsts.setdefault(id(leaf), index)) != index:
+                self._same[index] = first
                 continue
             recipe = None if self._around.first else take(leaf, self._around.segment)
             if recipe is None:
@@ -126,6 +135,8 @@ class _Call:
             leaves[index] = value
         for index in self._recipes:
             leaves[index] = self._found.pop(index)
+        for index, first in self._same.items():
+            leaves[index] = leaves[first]
         rebuilt: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, self._spec)
         return rebuilt
 

@@ -80,7 +80,11 @@ class ChunkedLoss(Technique[ChunkedLossSetting]):
     quickens: ClassVar[bool] = True
 
     def options(self, profile: Profile) -> Iterable[ChunkedLossSetting]:
-        """The usual chunk, a quarter of it, and that without a gradient of its own, where logits are notable."""
+        """The usual chunk, a quarter of it, and that without a gradient of its own, where logits are notable.
+
+        Computed with the loss, the weight's gradient is there from the loss until it is added, which with ``into_grad``
+        is at once; ``recompute`` then has none at all.
+        """
         if not profile.trains or profile.logits_bytes < _NOTABLE * profile.peak_allocated_bytes:
             return
         if not profile.logits_bytes or (head := find_head(profile.model)) is None:
@@ -93,6 +97,7 @@ class ChunkedLoss(Technique[ChunkedLossSetting]):
         few = usual // 4 if usual >= 32 else 0
         if few:
             yield ChunkedLossSetting(chunk_rows=few)
+        yield ChunkedLossSetting(chunk_rows=few, into_grad=True)
         yield ChunkedLossSetting(chunk_rows=few, recompute=True, into_grad=True)
 
     def attach(self, live: Live, setting: ChunkedLossSetting) -> None:

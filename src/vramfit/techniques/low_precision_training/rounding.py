@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import torch
 
+REMAINDERS = "float32_remainders"
+"""Where they are in an optimizer's ``state_dict``, beside ``state`` and ``param_groups``: by parameter's number."""
+
 _HALF_UNIT = 1 << 15
 _UNIT = 1 << 16
 
@@ -29,6 +32,15 @@ def split(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return half, lost.to(torch.int16)
 
 
+def lost_bits(wide: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
+    """The remainders of a float32 tensor that torch rounded to bfloat16: int16.
+
+    A tie that went to the lower neighbour lost half a unit, which int16 does not hold: it gets a unit of float32 less.
+    """
+    lost = _upper_bits(half).neg_().add_(wide.view(torch.int32))
+    return lost.clamp_(max=_HALF_UNIT - 1).to(torch.int16)
+
+
 def join_(wide: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """Give a float32 tensor that came of bfloat16 its remainders back, in place."""
     lost = remainder.to(torch.int32)
@@ -44,7 +56,7 @@ def round_at_random(wide: torch.Tensor) -> torch.Tensor:
     The expected value is the value (Zamirai et al., 2020, arXiv:2010.06192, "Revisiting BFloat16 Training"). The random
     numbers are those of the device's default generator.
     """
-    bits = torch.randint(0, _UNIT, wide.shape, dtype=torch.int32, device=wide.device)
+    bits = torch.empty_like(wide, dtype=torch.int32).random_(0, _UNIT)
     bits.add_(wide.view(torch.int32)).bitwise_and_(-_UNIT)
     half = bits.view(torch.float32).to(torch.bfloat16)
     return half.masked_fill_(wide.isnan(), torch.nan)  # the bits of a NaN may have wrapped around to a number

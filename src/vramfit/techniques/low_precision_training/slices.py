@@ -91,7 +91,7 @@ class Chunk:
     def room(self, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor with an element for each element of the slices, and a few between them; without values."""
         total = sum(map(_aligned, self.slices))
-        return torch.empty(total, dtype=dtype, device=self.slices[0].parameter.device)
+        return self.slices[0].parameter.new_empty(total, dtype=dtype)
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each slice's part of such a tensor, in the parameter's shape where it is the whole parameter."""

@@ -17,7 +17,12 @@ from typing import Any
 
 import torch
 
-from vramfit.techniques.low_precision_training.rounding import join_, round_at_random, split
+from vramfit.techniques.low_precision_training.rounding import (
+    REMAINDERS,
+    join_,
+    round_at_random,
+    split,
+)
 from vramfit.techniques.low_precision_training.slices import (
     Chunk,
     Slice,
@@ -27,7 +32,6 @@ from vramfit.techniques.low_precision_training.slices import (
 )
 
 Optimizer = torch.optim.Optimizer
-_KEY = "float32_remainders"  # beside "state" and "param_groups" in the optimizer's state_dict
 
 
 class Float32Steps:
@@ -41,6 +45,7 @@ class Float32Steps:
     def __init__(self, remainders: dict[torch.Tensor, torch.Tensor] | None, *, half_states: bool) -> None:
         self.remainders = remainders
         self.half_states = half_states
+        self._versions = {parameter: parameter._version for parameter in remainders or ()}
         self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._begun: dict[torch.Tensor, dict[str, Any]] = {}
         self._counted: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -125,7 +130,7 @@ class Float32Steps:
         assert self.remainders is not None
         found = self.remainders.get(parameter)
         if found is None or found.device != parameter.device:
-            fresh = torch.zeros(parameter.shape, dtype=torch.int16, device=parameter.device)
+            fresh = parameter.new_zeros(parameter.shape, dtype=torch.int16)
             found = fresh if found is None else fresh.copy_(found)
             self.remainders[parameter] = found
         return found
@@ -174,7 +179,7 @@ class Float32Steps:
                 if piece.whole and dtype is torch.float32:
                     begun[name] = value
                     continue
-                full = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+                full = parameter.new_empty(parameter.shape, dtype=dtype)
             begun[name] = full
             if full.dtype is torch.bfloat16:
                 piece.of(full).copy_(round_at_random(value))
@@ -193,7 +198,11 @@ class Float32Steps:
         if self.remainders is not None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             kept = {index: self.remainders[p] for index, p in enumerate(parameters) if p in self.remainders}
-            state_dict[_KEY] = kept
+            state_dict[REMAINDERS] = kept
+
+    def _is_untouched(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is as it was cast, so that what it lost then is right, whatever states are loaded."""
+        return self._versions.get(parameter) == parameter._version
 
     def before_load(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Keep what is loaded: torch casts states to the dtype of their parameters."""
@@ -211,9 +220,11 @@ class Float32Steps:
                 if is_elementwise(key, value, parameter.shape):
                     dtype = resting_dtype(parameter, half_states=self.half_states)
                     optimizer.state[parameter][key] = value.to(parameter.device, dtype, copy=True)
-            if self.remainders is not None:
+            if self.remainders is not None and not (
+                REMAINDERS not in saved and self._is_untouched(parameter)
+            ):
                 self.remainders.pop(parameter, None)
-                if (lost := saved.get(_KEY, {}).get(name)) is not None:
+                if (lost := saved.get(REMAINDERS, {}).get(name)) is not None:
                     self.remainders[parameter] = lost.to(parameter.device, copy=True)
 
 

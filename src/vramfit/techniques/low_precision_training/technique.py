@@ -21,6 +21,7 @@ from vramfit.techniques.technique import Phase, Setting, Technique
 
 if TYPE_CHECKING:
     from vramfit.techniques.live import Live
+    from vramfit.techniques.optimizer_offload_host import HostOptimizer
     from vramfit.techniques.profile import Profile
 
 _BFLOAT16_FROM = (8, 0)  # CUDA C++ Programming Guide, arithmetic instructions
@@ -88,9 +89,10 @@ class LowPrecisionTraining(Technique[LowPrecisionTrainingSetting]):
     ``float32_outputs`` is false or your loop enters autocast itself. A loss that the model computes itself has
     bfloat16's 8 bits, unless the model casts its outputs before.
 
-    Gradients are summed over micro-batches in bfloat16. Apply it before DistributedDataParallel, and before loading the
-    ``state_dict`` of an optimizer that had it. After the undo, trained parameters have their float32 values; all else
-    has lost the lower bits.
+    Gradients are summed over micro-batches in bfloat16. With optimizer-offload float32 weights and states lie on the
+    host, and cost nothing of the card. Apply it before DistributedDataParallel, and before loading the ``state_dict``
+    of an optimizer that had it. After the undo, trained parameters have their float32 values; all else has lost the
+    lower bits.
     """
 
     name: ClassVar[str] = "low-precision-training"
@@ -101,7 +103,6 @@ class LowPrecisionTraining(Technique[LowPrecisionTrainingSetting]):
     quickens: ClassVar[bool] = True
     excludes: ClassVar[dict[str, str]] = {
         "mixed-precision": "the whole model is in bfloat16 already",
-        "optimizer-offload": "it updates copies of the parameters on the host, in bfloat16 as they are",
     }
 
     def options(self, profile: Profile) -> Iterator[LowPrecisionTrainingSetting]:
@@ -189,12 +190,17 @@ def _unsteppable(optimizer: torch.optim.Optimizer) -> UsageError:
 
 def _take_over(live: Live, setting: LowPrecisionTrainingSetting, casts: Casts) -> None:
     """Hook the optimizer, which is the final one now, and bring its states into their dtype."""
+    from vramfit.techniques.optimizer_offload_host import HostOptimizer  # it imports this package
+
     optimizer = live.optimizer
     if optimizer is None:
         casts.remainders.clear()
         return
     if not _is_steppable(optimizer):
         raise _unsteppable(optimizer)
+    if isinstance(optimizer, HostOptimizer):
+        _take_over_host(live, optimizer, setting, casts)
+        return
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for parameter in list(casts.remainders):
         if parameter in trained:
@@ -221,6 +227,19 @@ def _take_over(live: Live, setting: LowPrecisionTrainingSetting, casts: Casts) -
         optimizer.register_load_state_dict_post_hook(steps.after_load),
     ):
         live.on_undo(handle.remove)
+
+
+def _take_over_host(
+    live: Live, optimizer: HostOptimizer, setting: LowPrecisionTrainingSetting, casts: Casts
+) -> None:
+    """Let an optimizer on the host keep float32 weights there, where they cost nothing of the card."""
+    if setting.bfloat16_states or setting.master is not Master.FLOAT32:
+        raise UsageError(
+            "an optimizer on the host keeps weights and states in float32, which costs nothing of the card",
+            'Give low-precision-training master = "float32" and no bfloat16_states with optimizer-offload',
+        )
+    live.on_undo(lambda: casts.remainders.update(optimizer.drop_masters()))
+    optimizer.keep_masters(casts.remainders)
 
 
 def _cast_states(optimizer: torch.optim.Optimizer, dtype_of: Callable[[torch.Tensor], torch.dtype]) -> None:
