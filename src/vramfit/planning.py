@@ -49,7 +49,8 @@ def plan(
         host_budget: memory of the host that may be spent; None for what is free here.
         sizes: of the batch, in place of the workload's own.
         numerics: how far results may differ: ``bitwise``, ``rounding``, ``precision`` or ``approximate``.
-        objective: ``throughput``, or ``memory`` for the lowest peak.
+        objective: ``throughput``, ``memory`` for the lowest peak, or a size that is made as large as fits: by its name,
+            or ``batch`` or ``sequence``.
         allow: names of the techniques to choose from; None for all.
         forbid: names of those to leave out.
         alloc_conf: allocator settings; None reads the environment.
@@ -95,8 +96,8 @@ def _here(
     progress: Progress | None,
 ) -> Plan:
     from vramfit.planner.checking import check_workload
+    from vramfit.planner.growing import search_for
     from vramfit.planner.request import Request
-    from vramfit.planner.search import Search
     from vramfit.planner.tasks import sizes_of
     from vramfit.techniques import Numerics
 
@@ -115,7 +116,7 @@ def _here(
     )
     check_workload(workload, request.sizes)
     device = _device(room, job["host_bytes"])
-    return Search(device=device, request=request, progress=progress or _silent).plan()
+    return search_for(device, request, progress or _silent)[1]
 
 
 def _device(room: Room, host_bytes: int) -> Device:
@@ -141,6 +142,7 @@ def fit(
     margin: str | int | None = None,
     sizes: Mapping[str, int] | None = None,
     plan: str | os.PathLike[str] | None = None,
+    card: bool | None = None,
     alloc_conf: str | None = None,
     progress: Progress | None = None,
 ) -> Largest:
@@ -154,6 +156,7 @@ def fit(
         margin: what is left free of it; None for 2 % of a card, and nothing of a given budget.
         sizes: where to begin, and the other sizes.
         plan: a file with a plan to apply first.
+        card: whether what was found is run on this machine's card too; None does so if it is the same card.
         alloc_conf: allocator settings; None reads the environment.
         progress: called with what is being done.
 
@@ -163,7 +166,7 @@ def fit(
     """
     room = _room(gpu, budget, margin, None, alloc_conf)
     file = None if plan is None else Path(plan)
-    return fit_in_child(workload, room, size=size, sizes=sizes, plan=file, progress=progress)
+    return fit_in_child(workload, room, size=size, sizes=sizes, plan=file, card=card, progress=progress)
 
 
 def verify(
@@ -172,6 +175,7 @@ def verify(
     workload: str | None = None,
     memory: bool = True,
     values: bool = True,
+    card: bool | None = None,
     sizes: Mapping[str, int] | None = None,
     steps: int = 50,
     seconds: float = 120.0,
@@ -184,6 +188,7 @@ def verify(
         workload: ``FILE.py:NAME``; None for the one that the plan was made for.
         memory: whether memory is looked at.
         values: whether gradients and losses are, on this machine's CPU.
+        card: whether memory and time are measured on this machine's card; None does so if it is the plan's card.
         sizes: of the batches for that; None takes the plan's, smaller ones where that would take too long.
         steps: of the loss curve.
         seconds: for the loss curves, about.
@@ -198,6 +203,7 @@ def verify(
         target=workload,
         memory=memory,
         values=values,
+        card=card,
         sizes=sizes,
         steps=steps,
         seconds=seconds,

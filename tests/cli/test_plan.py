@@ -183,6 +183,16 @@ def test_a_workload_that_fails_names_the_line(file: Path) -> None:
         ),
         (["plan", "{file}:training", "--gpu", "8GiB", "--size", "batch_size"], UsageError, "names no size"),
         (["plan", "{file}:training", "--gpu", "8GiB", "-o", "/none/plan.toml"], WriteError, "none"),
+        (
+            ["fit", "{file}:training", "--device", "cpu", "--budget", "1GiB", "--card"],
+            UsageError,
+            "a card was asked for, but this is for the CPU",
+        ),
+        (
+            ["fit", "{file}:training", "--gpu", "8GiB", "--plan", "none.toml"],
+            UsageError,
+            r"there is no plan .*none\.toml",
+        ),
         (["verify", "none.toml"], UsageError, r"there is no plan none\.toml"),
         (["verify", "{file}"], UsageError, "is no TOML"),
     ],

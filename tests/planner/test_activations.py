@@ -23,8 +23,9 @@ from vramfit.planner.activations import (
     recompute_flops,
     recompute_seconds,
     solve,
+    stretch_peaks,
 )
-from vramfit.planner.observing import Observation
+from vramfit.planner.observing import BETWEEN, Observation, Stretch
 from vramfit.techniques import Block
 
 
@@ -175,6 +176,35 @@ def test_a_block_that_layers_share_is_left_alone() -> None:
     )
     assert not choosable(shared, shared.blocks[0])
     assert choosable(shared, shared.blocks[1])
+
+
+def test_each_call_of_a_block_that_layers_share_frees_what_it_keeps() -> None:
+    once = observation([block(0, [op(10, 5.0)]), block(1, [op(10, 5.0)])])
+    first, second = once.stretches[:2]
+    shared = replace(
+        once,
+        blocks=(replace(once.blocks[0], calls=2), once.blocks[1]),
+        stretches=(
+            first,
+            second,
+            replace(first, peak_bytes=140 * MIB),
+            Stretch(BETWEEN, False, 150 * MIB),
+            Stretch(0, True, 135 * MIB, call=7),
+            Stretch(BETWEEN, True, 130 * MIB),
+            Stretch(0, True, 130 * MIB, call=7),  # still the same backward pass
+            Stretch(1, True, 125 * MIB, call=6),
+            Stretch(0, True, 115 * MIB, call=5),
+        ),
+    )
+    assert all(choosable(shared, one) for one in shared.blocks)
+    recomputed = {"layers.0": Decision(Fate.RECOMPUTE)}
+    # Its input of 1 MiB stays in place of 10 MiB, once or twice.
+    plain, less = stretch_peaks(shared, {}) / MIB, stretch_peaks(shared, recomputed) / MIB
+    assert (plain - less).tolist() == [0, 9, 9, 18, 9, 9, 9, 9, 0]
+    found = solve(shared, 132 * MIB, Terms(select=False))
+    assert found is not None
+    assert found.decisions == recomputed
+    assert found.peak_bytes == 132 * MIB
 
 
 def test_a_block_that_cannot_hide_its_copy_pays_for_what_the_window_does_not_hold() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.planner.made import block, observation, op
 
-from vramfit.planner.pieces import PIECES, fewer_pieces, repeated
+from vramfit.planner.pieces import LOOKED_PIECES, fewer_pieces, repeated
 from vramfit.techniques import Choice, find_technique
 from vramfit.techniques.micro_batching import MicroBatchingSetting
 
@@ -17,17 +17,19 @@ def _micro(count: int) -> Choice:
 
 
 def test_pieces_keep_their_size() -> None:
-    choices, sizes, times = fewer_pieces((_micro(16),), {"batch_size": 64, "sequence_length": 8})
+    choices, sizes, times = fewer_pieces(
+        (_micro(16),), {"batch_size": 64, "sequence_length": 8}, LOOKED_PIECES
+    )
     assert sizes == {"batch_size": 12, "sequence_length": 8}
-    assert choices[0].setting == MicroBatchingSetting(count=PIECES)
+    assert choices[0].setting == MicroBatchingSetting(count=LOOKED_PIECES)
     assert times == pytest.approx(16 / 3)
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_few_pieces_are_run_as_they_are(count: int) -> None:
     choices = (_micro(count),)
-    assert fewer_pieces(choices, {"batch_size": 64}) == (choices, {"batch_size": 64}, 1.0)
-    assert fewer_pieces((), {"batch_size": 64}) == ((), {"batch_size": 64}, 1.0)
+    assert fewer_pieces(choices, {"batch_size": 64}, LOOKED_PIECES) == (choices, {"batch_size": 64}, 1.0)
+    assert fewer_pieces((), {"batch_size": 64}, LOOKED_PIECES) == ((), {"batch_size": 64}, 1.0)
 
 
 def test_the_optimizer_steps_once_however_many_there_are() -> None:

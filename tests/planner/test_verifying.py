@@ -8,12 +8,15 @@ import pytest
 import torch
 from tests.planner.test_plan import _layers, _plan
 from tests.techniques.toys import all_toys
+from torch import nn
 
 from vramfit.planner.verifying import (
     LOSS_SHARE,
+    ROUNDING_ERROR,
     compare,
     judge_gradients,
     judge_losses,
+    silence_dropout,
     smaller_sizes,
     too_large,
 )
@@ -52,6 +55,16 @@ def test_lower_precision_is_judged_by_its_own_bound() -> None:
     assert losses.passes
 
 
+def test_a_scale_that_is_too_large_at_first_is_lowered_as_in_training() -> None:
+    workload = all_toys()["language-untied"]
+    plan = _plan(mixed_precision={"dtype": "float16", "initial_scale": 2.0**24})
+    gradients, losses, _ = compare(workload, plan, workload.sizes, steps=4)
+    assert gradients.passes
+    assert 0 < gradients.worst < 0.1
+    assert losses.passes
+    assert len(losses.planned) == 4
+
+
 def test_wrong_gradients_fail_each_promise_but_the_last() -> None:
     plain = {"a": torch.ones(4, dtype=torch.float64), "b": torch.ones(2, dtype=torch.float64)}
     wrong = {"a": plain["a"] * 1.5, "b": plain["b"]}
@@ -76,6 +89,31 @@ def test_a_gradient_that_is_rounding_itself_does_not_count() -> None:
     other = {"a": plain["a"], "key.bias": -plain["key.bias"]}
     assert judge_gradients(plain, other, Numerics.ROUNDING).passes
     assert not judge_gradients(plain, other, Numerics.BITWISE).passes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept", "broken"),
+    [(torch.float64, 1e-11, 1e-9), (torch.float32, 1e-5, 1e-3), (torch.bfloat16, 1e-2, 0.1)],
+)
+def test_rounding_is_judged_by_the_dtype_of_the_parameter(
+    dtype: torch.dtype, kept: float, broken: float
+) -> None:
+    plain = {"a": torch.ones(4, dtype=torch.float64)}
+    for error, passes in ((kept, True), (broken, False)):
+        found = judge_gradients(plain, {"a": plain["a"] + error}, Numerics.ROUNDING, {"a": dtype})
+        assert found.passes is passes
+        assert found.allowed == ROUNDING_ERROR[dtype]
+
+
+def test_dropout_by_function_is_off_where_micro_batches_would_draw_otherwise() -> None:
+    workload = all_toys()["language-tied"]  # its blocks call F.dropout
+    gradients, _, notes = compare(workload, _plan(micro_batching={"count": 2}), workload.sizes, steps=2)
+    assert gradients.passes
+    assert any("dropout was off" in note for note in notes)
+    model = nn.Sequential(nn.LSTM(4, 4, 2, dropout=0.2), nn.MultiheadAttention(4, 2, 0.1), nn.Dropout(0.3))
+    assert silence_dropout(model)
+    assert not silence_dropout(model)
+    assert [model[0].dropout, model[1].dropout, model[2].p] == [0.0, 0.0, 0.0]
 
 
 def test_a_curve_that_falls_less_fails() -> None:

@@ -91,6 +91,16 @@ def test_rebind_reaches_modules_that_copied_a_name(module: ModuleType):
     assert module.copied is module.again is module.imported_meanwhile is old
 
 
+def test_what_was_rebound_twice_is_bound_back_to_the_first(module: ModuleType):
+    first, second, third = object(), object(), object()
+    module.copied = first
+    with PatchStack() as patches:
+        assert patches.rebind([(first, second)]) == 1
+        assert patches.rebind([(second, third)]) == 1
+        module.imported_between, module.imported_last = second, third
+    assert module.copied is module.imported_between is module.imported_last is first
+
+
 def test_rebind_leaves_our_own_modules_alone():
     from vramfit.programs import patching
 

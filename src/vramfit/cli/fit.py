@@ -15,6 +15,7 @@ from vramfit.cli.planning import (
     HostBudget,
     JsonFile,
     Margin,
+    OnCard,
     Sizes,
     WorkloadName,
     room_of,
@@ -38,12 +39,18 @@ def fit_command(
     ] = None,
     size: Sizes = None,
     plan: Annotated[Path | None, typer.Option(metavar="PLAN.toml", help="Apply this plan first.")] = None,
+    card: OnCard = None,
+    at_least: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="A gate: end with exit code 3 if less than N fits."),
+    ] = None,
     alloc_conf: AllocConf = None,
     json: JsonFile = None,
 ) -> None:
     """Find the largest batch size, or another size, with which a workload's step fits.
 
-    Each try is a run on the virtual GPU with a model of its own. The exit code is 3 if not even 1 fits.
+    Each try is a run on the virtual GPU with a model of its own; what was found is run on the card too where this
+    machine has one of that kind. The exit code is 3 if not even 1 fits, or less than --at-least.
     """
     if json is not None and json != Path("-"):
         from vramfit.writing import check_writable
@@ -54,19 +61,25 @@ def fit_command(
         from vramfit.planner.run import fit_in_child
 
         found = fit_in_child(
-            workload, room, size=largest, sizes=sizes_of(size or []), plan=plan, progress=progress
+            workload,
+            room,
+            size=largest,
+            sizes=sizes_of(size or []),
+            plan=plan,
+            card=card,
+            progress=progress,
         )
-    from vramfit.report.plan import print_fit, render_fit_json
+    from vramfit.report.fitting import print_fit, render_fit_json
     from vramfit.writing import write_text
 
     name = "the CPU" if room.gpu is None else room.gpu.name
     if json == Path("-"):
-        typer.echo(render_fit_json(found, name), nl=False)
+        typer.echo(render_fit_json(found, name, at_least=at_least), nl=False)
     else:
         from vramfit.cli.consoles import wide_console
 
-        print_fit(found, name, wide_console())
+        print_fit(found, name, wide_console(), at_least=at_least)
         if json is not None:
-            write_text(json, render_fit_json(found, name))
-    if not found.value:
+            write_text(json, render_fit_json(found, name, at_least=at_least))
+    if found.value < (at_least or 1):
         raise typer.Exit(DOES_NOT_FIT)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from vramfit.planner.run import Planned
 
 DOES_NOT_FIT = 3
-_OBJECTIVES = ("throughput", "memory")
 
 
 def plan_command(
@@ -45,7 +44,11 @@ def plan_command(
         ),
     ] = "rounding",
     objective: Annotated[
-        str, typer.Option(metavar="WHAT", help="throughput, or memory for the lowest peak.")
+        str,
+        typer.Option(
+            metavar="WHAT",
+            help="throughput, memory for the lowest peak, or a size to make as large as fits, such as batch_size.",
+        ),
     ] = "throughput",
     allow: Annotated[
         list[str] | None,
@@ -71,7 +74,7 @@ def plan_command(
     Every candidate is applied and run on the virtual GPU: the plan's peak is that of a run. The exit code is 3 if
     nothing fits; what came closest is shown then.
     """
-    _check(output, json, frontier, numerics, objective)
+    _check(output, json, frontier, numerics)
     room = room_of(gpu, device, budget, margin, host_budget, alloc_conf)
     with showing() as progress:
         from vramfit.planner.run import plan_in_child
@@ -93,15 +96,11 @@ def plan_command(
         raise planned.failure
 
 
-def _check(
-    output: Path | None, json: Path | None, frontier: Path | None, numerics: str, objective: str
-) -> None:
+def _check(output: Path | None, json: Path | None, frontier: Path | None, numerics: str) -> None:
     from vramfit.techniques.numerics import Numerics
     from vramfit.writing import check_writable
 
     Numerics.parse(numerics)
-    if objective not in _OBJECTIVES:
-        raise UsageError(f"{objective!r} is no objective", f"Give one of {', '.join(_OBJECTIVES)}")
     if frontier is not None and frontier.suffix != ".svg":
         raise UsageError(f"--frontier {frontier} is no SVG file", "Give it a name that ends in .svg")
     for path in (output, json, frontier):

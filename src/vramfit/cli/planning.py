@@ -48,6 +48,14 @@ Sizes = Annotated[
         help="A size of the batch, such as batch_size=64. Several times for several.",
     ),
 ]
+OnCard = Annotated[
+    bool | None,
+    typer.Option(
+        "--card/--no-card",
+        help="Run it on this machine's card too, whatever card it is; or never.",
+        show_default="if it is the same card",
+    ),
+]
 JsonFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the result as JSON; - for standard output.")
 ]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vramfit.cli.planning import JsonFile, Sizes, showing, sizes_of
+from vramfit.cli.planning import JsonFile, OnCard, Sizes, showing, sizes_of
 
 BROKEN = 3
 
@@ -20,6 +20,7 @@ def verify_command(
     ] = None,
     memory: Annotated[bool, typer.Option(help="Run it before and after on the virtual GPU.")] = True,
     values: Annotated[bool, typer.Option(help="Compare gradients and losses on this CPU.")] = True,
+    card: OnCard = None,
     size: Sizes = None,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of the loss curve.")] = 50,
     seconds: Annotated[
@@ -32,7 +33,8 @@ def verify_command(
 ) -> None:
     """Check that a plan does what it says: its memory, and what it promises of gradients and losses.
 
-    The exit code is 3 if it does not.
+    Memory is that of a run on the virtual GPU; where this machine has the plan's card, it is measured there as well,
+    and so is the time of a step. The exit code is 3 if it does not.
     """
     if json is not None and json != Path("-"):
         from vramfit.writing import check_writable
@@ -46,6 +48,7 @@ def verify_command(
             target=workload,
             memory=memory,
             values=values,
+            card=card,
             sizes=sizes_of(size or []),
             steps=steps,
             seconds=seconds,

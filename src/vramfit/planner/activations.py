@@ -141,11 +141,19 @@ def kept_bytes(block: Block, decision: Decision) -> int:
         return block.kept_bytes
     if decision.fate is Fate.OFFLOAD:
         return 0
-    return block.new_input_bytes + sum(block.ops[number].bytes for number in decision.saved)
+    held = block.new_input_bytes + block.shared_bytes
+    return held + sum(block.ops[number].bytes for number in decision.saved)
 
 
 def predicted_peak(observation: Observation, decisions: Mapping[str, Decision]) -> int:
     """The peak of the step with these decisions, in bytes."""
+    return int(stretch_peaks(observation, decisions).max(initial=0))
+
+
+def stretch_peaks(
+    observation: Observation, decisions: Mapping[str, Decision]
+) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """The peak of each stretch of the step with these decisions, in bytes."""
     held = _held(observation)
     less = np.array(
         [
@@ -155,37 +163,42 @@ def predicted_peak(observation: Observation, decisions: Mapping[str, Decision]) 
         dtype=np.float64,
     )
     peaks = np.array([stretch.peak_bytes for stretch in observation.stretches], dtype=np.float64)
-    return int((peaks - held @ less).max(initial=0))
+    found: np.ndarray[tuple[int], np.dtype[np.float64]] = peaks - held @ less
+    return found
 
 
 def _held(observation: Observation) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """Matrix of shape [stretches, blocks]: 1 where a block waits for its backward pass."""
+    """Matrix of shape [stretches, blocks]: how many calls of a block wait for their backward pass."""
     held = np.zeros((len(observation.stretches), len(observation.blocks)))
     for block in observation.blocks:
-        for begin, end in _waits(observation, block) or ():
-            held[begin:end, block.index] = 1
+        waiting = _waits(observation, block)
+        if waiting is not None:
+            held[:, block.index] = waiting
     return held
 
 
-def _waits(observation: Observation, block: Block) -> list[tuple[int, int]] | None:
-    """The stretches between each forward and its backward pass, as ranges; None where calls overlap.
+def _waits(observation: Observation, block: Block) -> list[int] | None:
+    """How many calls of a block wait for their backward pass in each stretch; None where it cannot be told.
 
-    With micro-batches a block goes forward and backward in turn. A block that several layers share goes forward more
-    than once before it goes backward: what it keeps then is not that of one call.
+    With micro-batches a block goes forward and backward in turn. One that several layers share, or a discriminator that
+    judges two batches, goes forward more than once before it goes backward: each call then waits by itself. A call that
+    never goes backward keeps what it keeps until its result is dropped, whenever that is.
     """
-    ranges: list[tuple[int, int]] = []
-    began: int | None = None
-    for number, stretch in enumerate(observation.stretches):
-        if stretch.block != block.index:
-            continue
-        if not stretch.backward:
-            if began is not None:
-                return None
-            began = number + 1
-        elif began is not None:
-            ranges.append((began, number))
-            began = None
-    return ranges or None
+    waiting, seen, counts = 0, set(), []
+    for stretch in observation.stretches:
+        mine = stretch.block == block.index
+        if mine and stretch.backward and stretch.call not in seen:
+            waiting -= bool(waiting)
+            seen.add(stretch.call if stretch.call >= 0 else None)
+        counts.append(waiting)
+        if mine and not stretch.backward:
+            waiting += 1
+    return counts if waiting == 0 and any(counts) else None
+
+
+def overlaps(observation: Observation, block: Block) -> bool:
+    """Whether several calls of a block wait at once."""
+    return max(_waits(observation, block) or [0]) > 1
 
 
 def choosable(observation: Observation, block: Block) -> bool:
@@ -275,7 +288,8 @@ def _unknowns(
             for number, op in candidates(block).items() if terms.select else ():
                 saves[block.index, number] = column = columns.add(-op.seconds * block.calls)
                 rows.add({column: 1.0, recompute[block.index]: -1.0}, 0.0)
-        if terms.offload and terms.link_bytes_per_second:
+        # What goes to the host is counted once for each block.
+        if terms.offload and terms.link_bytes_per_second and not overlaps(observation, block):
             alone = sum(_exposed(block, terms, seconds) for seconds in _passes(block))
             offload[block.index] = columns.add((OVERHEAD_SECONDS + alone) * block.calls)
         both = [unknown[block.index] for unknown in (recompute, offload) if block.index in unknown]
@@ -315,18 +329,20 @@ def _within_budget(
         key = held[number].tobytes()
         seen[key] = max(seen.get(key, 0), stretch.peak_bytes)
     for key, peak in seen.items():
-        waiting = np.frombuffer(key)
+        waiting = np.frombuffer(key)  # calls of each block
         terms: dict[int, float] = dict(window)
         for block in observation.blocks:
-            if not waiting[block.index]:
+            count = waiting[block.index]
+            if not count:
                 continue
             if block.index in recompute:
-                terms[recompute[block.index]] = (block.new_input_bytes - block.kept_bytes) / mib
+                rest = kept_bytes(block, Decision(Fate.RECOMPUTE))
+                terms[recompute[block.index]] = count * (rest - block.kept_bytes) / mib
             if block.index in offload:
                 terms[offload[block.index]] = -block.kept_bytes / mib
         for (index, op), column in saves.items():
             if waiting[index]:
-                terms[column] = observation.blocks[index].ops[op].bytes / mib
+                terms[column] = waiting[index] * observation.blocks[index].ops[op].bytes / mib
         rows.add(terms, (budget - peak) / mib)
 
 
@@ -456,7 +472,17 @@ def _solution(
 
 def lowest_peak(observation: Observation, terms: Terms) -> int:
     """The lowest peak that any decisions reach, in bytes, as predicted."""
-    lowest = [predicted_peak(observation, {})]
+    return min(peak for peak, _ in _uniform(observation, terms))
+
+
+def lowest_decisions(observation: Observation, terms: Terms) -> Mapping[str, Decision]:
+    """The decisions that reach it."""
+    return min(_uniform(observation, terms), key=lambda found: found[0])[1]
+
+
+def _uniform(observation: Observation, terms: Terms) -> Iterator[tuple[int, Mapping[str, Decision]]]:
+    """Peaks with nothing chosen, all recomputed, all offloaded, where each is allowed and of use."""
+    yield predicted_peak(observation, {}), {}
     for fate, allowed, window in (
         (Fate.RECOMPUTE, terms.recompute, 0),
         (Fate.OFFLOAD, terms.offload, terms.window),
@@ -466,7 +492,7 @@ def lowest_peak(observation: Observation, terms: Terms) -> int:
             for block in observation.blocks
             if allowed
             and choosable(observation, block)
+            and not (fate is Fate.OFFLOAD and overlaps(observation, block))
             and kept_bytes(block, Decision(fate)) < block.kept_bytes
         }
-        lowest.append(predicted_peak(observation, decisions) + window)
-    return min(lowest)
+        yield predicted_peak(observation, decisions) + window, decisions

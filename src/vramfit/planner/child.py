@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vramfit.errors import VramfitError
 from vramfit.planner import tasks
+from vramfit.planner.failures import told
 from vramfit.planner.price import Device
 from vramfit.programs.interrupts import note_interrupts
 from vramfit.programs.running import leave_after
@@ -30,6 +30,8 @@ _TALKATIVE = ("torchao", "torch.utils._pytree")
 TASKS: dict[str, Callable[[Workload, Device, dict[str, Any], Callable[[str], None]], dict[str, Any]]] = {
     "plan": tasks.plan,
     "fit": tasks.fit,
+    "confirm": tasks.confirm,
+    "measure": tasks.measure,
     "verify-memory": tasks.verify_memory,
     "verify-values": tasks.verify_values,
 }
@@ -49,18 +51,23 @@ def main(name: str) -> int:
     for talkative in _TALKATIVE:
         logging.getLogger(talkative).setLevel(logging.ERROR)
     try:
+        card_here = job["device"] == "cuda" and _card_here()
         device, load = _device(job)
         workload = load(job["target"])
         found = TASKS[job["task"]](workload, device, job, progress)
-        _write(folder / "found.json", found)
+        _write(folder / "found.json", found | {"card_here": card_here})
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except VramfitError as error:
-        told = {"message": error.message, "hint": error.hint, "code": error.exit_code}
-        _write(folder / "failed.json", told | getattr(error, "found", {}))
     except Exception as error:
-        _write(folder / "failed.json", tasks.own_failure(error, job["target"]))
+        _write(folder / "failed.json", told(error, job["target"]))
     return 0
+
+
+def _card_here() -> bool:
+    """Whether torch sees a real card, asked before the virtual one is there. Wakes no card up."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _device(job: dict[str, Any]) -> tuple[Device, Callable[[str], Workload]]:
@@ -69,6 +76,10 @@ def _device(job: dict[str, Any]) -> tuple[Device, Callable[[str], Workload]]:
         from vramfit.planner.cpu_device import CpuDevice
 
         return CpuDevice(), load_workload
+    if job["device"] == "card":
+        from vramfit.planner.card_device import card_of_this_process
+
+        return card_of_this_process(job["host_bytes"]), load_workload
     from vramfit.planner.virtual_device import VirtualDevice
     from vramfit.virtual.gpu import VirtualGPU
     from vramfit.virtual.job import spec_from_plain

@@ -1,15 +1,16 @@
-"""The largest size of a workload that fits a device: by bracketing and bisection, a run for each try."""
+"""The largest size of a workload that fits a device: by bracketing and bisection, a run for each try.
+
+It is looked for on the virtual GPU, where a try takes a second, and confirmed on the card where there is one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from vramfit.planner.bracketing import CEILING, bisected, bracket
 from vramfit.planner.price import Device, Price
 from vramfit.workload import Workload
-
-CEILING = 1 << 24
-"""No size is tried beyond."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,13 +21,34 @@ class Try:
         value: of the size.
         fits: whether it did.
         total_bytes: of the device, as far as it came.
-        step_seconds: estimated; 0 where it did not fit.
+        step_seconds: estimated, on a card measured; 0 where it did not fit.
     """
 
     value: int
     fits: bool
     total_bytes: int
     step_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CardCheck:
+    """What a card said of the largest value that was found on the virtual GPU.
+
+    Attributes:
+        card: its name, as torch tells it.
+        value: the largest that fits there, of those up to the one that was found; 0 if none does.
+        failing: the smallest that did not fit there; 0 if the one that was found fits.
+        tries: all runs on it, in order.
+        left_bytes: of tensors that outlived their run; more than 0 is the workload's own doing.
+        skipped: why nothing was run on it; empty where something was.
+    """
+
+    card: str
+    value: int = 0
+    failing: int = 0
+    tries: tuple[Try, ...] = ()
+    left_bytes: int = 0
+    skipped: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +63,11 @@ class Largest:
         total_bytes: that `value` takes of the device.
         limit_bytes: that it may take.
         step_seconds: of a step at `value`, estimated.
-        tries: all runs, in order.
+        tries: all runs, in order; none of those on a card.
+        least_bytes: what 1 would take of a device without end, where not even that fits; else 0.
+        predicted: what the virtual GPU says is the largest; another value than `value` if a card disagreed.
+        card: what the card said; None where it was not asked. `value`, `total_bytes` and `step_seconds` are its own
+            then.
     """
 
     size: str
@@ -52,6 +78,9 @@ class Largest:
     limit_bytes: int
     step_seconds: float
     tries: tuple[Try, ...]
+    least_bytes: int = 0
+    predicted: int = 0
+    card: CardCheck | None = None
 
 
 def largest(
@@ -75,29 +104,9 @@ def largest(
         limit: bytes of the device.
         progress: told what is tried.
     """
-    tried: dict[int, Price] = {}
-
-    def fits(value: int) -> bool:
-        if value not in tried:
-            progress(f"{name} {value:,}")
-            tried[value] = device.price(workload, {**sizes, name: value}, limit)
-        return tried[value].fits
-
-    low, high = 0, sizes[name]
-    while fits(high):
-        low = high
-        if high >= CEILING:
-            break
-        high = min(2 * high, CEILING)
-    if low == 0:
-        while high > 1 and not fits(high // 2):
-            high //= 2
-        low = high // 2
-    if low < CEILING:
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-    best = tried.get(low)
+    tries = _Tries(device, workload, sizes, name, limit, progress)
+    low, high = bracket(tries.fits, sizes[name])
+    best = tries.prices.get(low)
     return Largest(
         size=name,
         usual=sizes[name],
@@ -106,8 +115,85 @@ def largest(
         total_bytes=0 if best is None else best.total_bytes,
         limit_bytes=limit,
         step_seconds=0.0 if best is None else best.step_seconds,
-        tries=tuple(
-            Try(value=value, fits=price.fits, total_bytes=price.total_bytes, step_seconds=price.step_seconds)
-            for value, price in tried.items()
-        ),
+        tries=tries.told,
+        least_bytes=0 if low else device.price(workload, {**sizes, name: 1}, None).total_bytes,
+        predicted=low,
     )
+
+
+def largest_up_to(
+    device: Device,
+    workload: Workload,
+    sizes: Mapping[str, int],
+    name: str,
+    limit: int,
+    progress: Callable[[str], None] = lambda _text: None,
+) -> tuple[int, int, tuple[Try, ...]]:
+    """The largest value that fits of those up to the one in `sizes`, the smallest that did not (0: none), and the runs.
+
+    That one is tried first. Where it does not fit, steps down double until one does: predictions are near, and runs on
+    a card are dear.
+
+    Args:
+        device: where to run.
+        workload: with its techniques.
+        sizes: of the batch; that of `name` is the largest that is tried.
+        name: of the size.
+        limit: bytes of the device.
+        progress: told what is tried.
+    """
+    tries = _Tries(device, workload, sizes, name, limit, progress)
+    low, high, step = sizes[name], 0, 1
+    while low and not tries.fits(low):
+        low, high, step = max(0, low - step), low, 2 * step
+    if high:
+        low, high = bisected(tries.fits, low, high)
+    return low, high, tries.told
+
+
+def with_card(found: Largest, check: CardCheck) -> Largest:
+    """What was found on the virtual GPU, with what the card said in its place."""
+    if check.skipped:
+        return replace(found, card=check)
+    best = next((one for one in check.tries if one.value == check.value), None)
+    return replace(
+        found,
+        value=check.value,
+        failing=check.failing or found.failing,
+        total_bytes=0 if best is None else best.total_bytes,
+        step_seconds=0.0 if best is None else best.step_seconds,
+        card=check,
+    )
+
+
+class _Tries:
+    """Runs of a workload at values of one size, each value once."""
+
+    def __init__(
+        self,
+        device: Device,
+        workload: Workload,
+        sizes: Mapping[str, int],
+        name: str,
+        limit: int,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.prices: dict[int, Price] = {}
+        self._device, self._workload, self._sizes = device, workload, sizes
+        self._name, self._limit, self._progress = name, limit, progress
+
+    def fits(self, value: int) -> bool:
+        """Whether a step at this value stays within the limit."""
+        if value not in self.prices:
+            self._progress(f"{self._name} {value:,}")
+            sizes = {**self._sizes, self._name: value}
+            self.prices[value] = self._device.price(self._workload, sizes, self._limit)
+        return self.prices[value].fits
+
+    @property
+    def told(self) -> tuple[Try, ...]:
+        """All of them, in order."""
+        return tuple(
+            Try(value=value, fits=price.fits, total_bytes=price.total_bytes, step_seconds=price.step_seconds)
+            for value, price in self.prices.items()
+        )

@@ -10,7 +10,7 @@ stretches between its forward and its backward pass.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from vramfit.planner.summing import summed
 from vramfit.techniques import Block, BlockOp
 
 BETWEEN = -1
@@ -32,9 +32,11 @@ class Meter(Protocol):
     """What knows time and memory on the device where the step runs.
 
     Attributes:
+        device_type: of the tensors that count.
         boundaries: how many there were so far.
     """
 
+    device_type: str
     boundaries: int
 
     def seconds(self) -> float:
@@ -61,11 +63,14 @@ class Stretch:
         block: index of the block, `BETWEEN` for none.
         backward: whether it is part of the backward pass.
         peak_bytes: allocated on the device at its highest.
+        call: in a backward pass, a number of the block's call that it belongs to; each has another. -1 where that is
+            not known, and between blocks.
     """
 
     block: int
     backward: bool
     peak_bytes: int
+    call: int = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +84,9 @@ class Observation:
         tail_seconds: of what follows the last backward pass: the optimizer.
         flops: of the whole step.
         logits_bytes: the largest input of a softmax whose classes a cross-entropy picks, 0 without one.
+        weight_bytes: the model's parameters and buffers on the device.
+        gradient_bytes: that the parameters hold on the device when the optimizer's work begins, and did not hold before
+            the step.
     """
 
     blocks: tuple[Block, ...]
@@ -87,6 +95,8 @@ class Observation:
     flops: int
     logits_bytes: int
     tail_seconds: float = 0.0
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -141,15 +151,21 @@ class Observer(TorchDispatchMode):
         self._parents: list[str] = []
         self._starts: list[int] = []  # sequence numbers from which on autograd's nodes are another part's
         self._parts: list[int] = []
-        self._stretches: list[tuple[int, bool]] = [(BETWEEN, False)]
+        self._stretches: list[tuple[int, bool, int]] = [(BETWEEN, False, -1)]
         self._backward = False
         self._flops = 0
         self._estimated = 0.0
         self._logits = 0
-        self._packed: set[StorageWeakRef] = set()
+        self._packers: dict[StorageWeakRef, set[int]] = {}  # the parts of the model that keep a storage
         self._began = self._ended = self._backward_ended = 0.0
         self._first = 0
         self._parameters: set[StorageWeakRef] = set()
+        self._weight_bytes = self._first_gradients = self._gradients = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, so torch need not wrap each call to keep its compiler away."""
+        return False
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -157,6 +173,8 @@ class Observer(TorchDispatchMode):
     def watching(self) -> Iterator[None]:
         """Watch what runs inside."""
         self._parameters = {StorageWeakRef(t.untyped_storage()) for t in self._tensors()}
+        self._weight_bytes = self._on_device(self._tensors())
+        self._first_gradients = self._gradient_bytes()
         with ExitStack() as stack:
             for seen in self._blocks.values():
                 for handle in self._hook(seen):
@@ -176,6 +194,18 @@ class Observer(TorchDispatchMode):
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             if tensor.layout is torch.strided:
                 yield tensor
+
+    def _on_device(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Bytes of tensors on the device, each storage once."""
+        storages = {}
+        for tensor in tensors:
+            if tensor.device.type == self._meter.device_type and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                storages[StorageWeakRef(storage)] = storage.nbytes()
+        return sum(storages.values())
+
+    def _gradient_bytes(self) -> int:
+        return self._on_device(p.grad for p in self._model.parameters() if p.grad is not None)
 
     def _hook(self, seen: _Seen) -> Iterator[Any]:
         yield seen.module.register_forward_pre_hook(lambda *given: self._enter(seen, given), with_kwargs=True)
@@ -210,10 +240,10 @@ class Observer(TorchDispatchMode):
         self._parts.append(index)
         self._stretch(index, backward=False)
 
-    def _stretch(self, index: int, *, backward: bool) -> None:
-        if self._stretches[-1] != (index, backward):
+    def _stretch(self, index: int, *, backward: bool, call: int = -1) -> None:
+        if self._stretches[-1] != (index, backward, call):
             self._meter.boundary()
-            self._stretches.append((index, backward))
+            self._stretches.append((index, backward, call))
 
     # -- operations ----------------------------------------------------------------------------------------------
 
@@ -227,7 +257,7 @@ class Observer(TorchDispatchMode):
         node: Any = torch._C._current_autograd_node()
         owner = self._owner(node)
         before = self._meter.seconds()
-        out = func(*args, **kwargs)
+        out = _called(func, args, kwargs)
         seconds = self._meter.seconds() - before
         flops = _flops(func, args, kwargs, out)
         self._flops += flops
@@ -250,11 +280,12 @@ class Observer(TorchDispatchMode):
         at = bisect_right(self._starts, number) - 1
         # Nodes that accumulate gradients have the highest number: they go with whatever runs.
         if number >= (1 << 63) - 1:
-            index, backward = self._stretches[-1]
-            index = index if backward else BETWEEN
+            index, backward, call = self._stretches[-1]
+            index, call = (index, call) if backward else (BETWEEN, -1)
         else:
             index = self._parts[at] if at >= 0 else BETWEEN
-        self._stretch(index, backward=True)
+            call = -1 if index == BETWEEN else at
+        self._stretch(index, backward=True, call=call)
         return self._order[index] if index != BETWEEN else None
 
     def _note(self, func: Any, args: tuple[Any, ...], out: Any, seconds: float, flops: int) -> None:
@@ -263,6 +294,7 @@ class Observer(TorchDispatchMode):
             self._logits = max(self._logits, args[0].numel() * args[0].element_size())
         if not self._running:
             if self._stretches[-1][1]:
+                self._gradients = self._gradient_bytes()
                 self._stretch(BETWEEN, backward=False)
             return
         seen = self._running[-1]
@@ -298,7 +330,8 @@ class Observer(TorchDispatchMode):
             return tensor
         storage = tensor.untyped_storage()
         ref = StorageWeakRef(storage)
-        self._packed.add(ref)
+        running = self._order.index(self._running[-1]) if self._running else BETWEEN
+        self._packers.setdefault(ref, set()).add(running)
         if self._running and self._running[-1].calls == 1:
             seen = self._running[-1]
             if ref not in self._parameters and ref not in seen.inputs:
@@ -315,8 +348,8 @@ class Observer(TorchDispatchMode):
         # Boundaries end stretches: the first of ours ends what came before the step.
         peaks = self._meter.peaks()[self._first + 1 :]
         stretches = tuple(
-            Stretch(block, backward, peak)
-            for (block, backward), peak in zip(self._stretches, peaks, strict=True)
+            Stretch(block, backward, peak, call)
+            for (block, backward, call), peak in zip(self._stretches, peaks, strict=True)
         )
         return Observation(
             blocks=self._found(),
@@ -325,10 +358,13 @@ class Observer(TorchDispatchMode):
             tail_seconds=self._ended - max(self._backward_ended, self._began),
             flops=self._flops,
             logits_bytes=self._logits,
+            weight_bytes=self._weight_bytes,
+            gradient_bytes=max(0, self._gradients - self._first_gradients),
         )
 
     def _found(self) -> tuple[Block, ...]:
         alike: dict[Any, int] = {}
+        given = {ref for seen in self._order for ref in seen.inputs}
         blocks = []
         for index, seen in enumerate(self._order):
             kept = sum(seen.kept.values())
@@ -358,8 +394,13 @@ class Observer(TorchDispatchMode):
                         for op in seen.ops
                     ),
                     input_bytes=sum(inputs.values()),
-                    new_input_bytes=sum(size for ref, size in inputs.items() if ref not in self._packed),
+                    new_input_bytes=sum(size for ref, size in inputs.items() if ref not in self._packers),
                     kept_bytes=kept,
+                    shared_bytes=sum(
+                        size
+                        for ref, size in seen.kept.items()
+                        if ref in given or self._packers.get(ref, set()) - {index}
+                    ),
                     forward_seconds=seen.forward_seconds / seen.calls,
                     backward_seconds=seen.backward_seconds / seen.calls,
                     calls=seen.calls,
@@ -368,10 +409,31 @@ class Observer(TorchDispatchMode):
         return tuple(blocks)
 
 
+def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments or results of an operation, or of a module: in lists, tuples and dicts.
+
+    It is asked several times for every operation, which `torch.utils._pytree` with its registry is slow at.
+    """
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from tensors_of(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from tensors_of(item)
+
+
+def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of an operation; of a sum of gradients, in place where it would be without a mode."""
+    total = summed(func, args, kwargs)
+    return func(*args, **kwargs) if total is None else total
+
+
 def _strided(tree: Any) -> Iterator[torch.Tensor]:
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-            yield leaf
+    for tensor in tensors_of(tree):
+        if tensor.layout is torch.strided:
+            yield tensor
 
 
 def _mutated(func: Any, args: tuple[Any, ...]) -> Iterator[StorageWeakRef]:
@@ -384,21 +446,35 @@ def _mutated(func: Any, args: tuple[Any, ...]) -> Iterator[StorageWeakRef]:
 class FlopMode(TorchDispatchMode):
     """Counts what torch's own counter counts, and holds nothing: that one's module hooks keep tensors alive.
 
+    Args:
+        estimate: the seconds of an operation, from itself, its arguments, its results and its FLOPs; None for no time.
+
     Attributes:
-        total: so far.
+        total: FLOPs so far.
+        seconds: estimated so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, estimate: Estimate | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._estimate = estimate
         self.total = 0
+        self.seconds = 0.0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, so torch need not wrap each call to keep its compiler away."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation and count it."""
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        self.total += _flops(func, args, kwargs, out)
+        out = _called(func, args, kwargs)
+        flops = _flops(func, args, kwargs, out)
+        self.total += flops
+        if self._estimate is not None and func.namespace != "prim":
+            self.seconds += self._estimate(func, args, kwargs, out, flops)
         return out
 
 

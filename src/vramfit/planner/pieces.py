@@ -9,20 +9,22 @@ from vramfit.planner.observing import Observation
 from vramfit.techniques import Choice
 from vramfit.techniques.micro_batching import MicroBatchingSetting, batch_size_name
 
-PIECES = 3
-"""Micro-batches that are run: the first finds no gradients, the last is followed by the step."""
+LOOKED_PIECES = 3
+"""Micro-batches that are run to look at a step: the first finds no gradients, the last is followed by the step."""
+
+PRICED_PIECES = 8
+"""Micro-batches that are run to price a plan: what the allocator keeps from one to the next has settled by then."""
 
 
 def fewer_pieces(
-    choices: tuple[Choice, ...], sizes: Mapping[str, int]
+    choices: tuple[Choice, ...], sizes: Mapping[str, int], pieces: int
 ) -> tuple[tuple[Choice, ...], dict[str, int], float]:
     """The same choices for a batch of a few micro-batches of the same size.
-
-    It is for looking alone: what a plan is priced by is a run with all of them.
 
     Args:
         choices: the techniques.
         sizes: of the batch.
+        pieces: how many micro-batches.
 
     Returns:
         the choices, the sizes, and how many times as many micro-batches there are in truth.
@@ -31,11 +33,11 @@ def fewer_pieces(
     size = sizes[name]
     for index, choice in enumerate(choices):
         setting = choice.setting
-        if isinstance(setting, MicroBatchingSetting) and PIECES < setting.count <= size:
+        if isinstance(setting, MicroBatchingSetting) and pieces < setting.count <= size:
             piece = -(-size // setting.count)
-            fewer = replace(choice, setting=replace(setting, count=PIECES))
+            fewer = replace(choice, setting=replace(setting, count=pieces))
             looked_at = (*choices[:index], fewer, *choices[index + 1 :])
-            return looked_at, {**sizes, name: PIECES * piece}, setting.count / PIECES
+            return looked_at, {**sizes, name: pieces * piece}, setting.count / pieces
     return choices, dict(sizes), 1.0
 
 

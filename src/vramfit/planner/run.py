@@ -20,6 +20,7 @@ from vramfit.workload import split_target
 
 if TYPE_CHECKING:
     from vramfit.planner.fitting import Largest
+    from vramfit.planner.measuring import CardRun, Measured
     from vramfit.planner.plan import Plan
     from vramfit.planner.search import FrontierPoint
     from vramfit.planner.verifying import Verification
@@ -31,6 +32,9 @@ _STANDARD_ERROR = 2
 
 CPU_FLOPS = 50e9
 """What a few cores reach in a training step, for a first guess of how long one takes."""
+
+_SILENT = "6"
+"""Above all levels of libkineto, whose profiler tells each of its starts and stops (ILoggerObserver.h)."""
 
 MARGIN = 0.02
 """Part of a card that is left free where no budget is given: drivers, displays and neighbours differ by that much."""
@@ -144,15 +148,27 @@ def fit_in_child(
     size: str | None = None,
     sizes: Mapping[str, int] | None = None,
     plan: Path | None = None,
+    card: bool | None = None,
     progress: Progress | None = None,
 ) -> Largest:
     """The largest value of a size of ``FILE.py:NAME`` that fits, in a process of its own.
 
+    Args:
+        target: ``FILE.py:NAME``.
+        room: what it may take.
+        size: the name of the size; None for the workload's first.
+        sizes: where to begin, and the other sizes.
+        plan: to be applied first.
+        card: whether what was found is confirmed on this machine's card; None does so if it is of the kind of `room`.
+        progress: told what is done.
+
     Raises:
-        UsageError: the workload or the size is not there.
+        UsageError: the workload or the size is not there, or a card was asked for and there is none.
         VramfitError: the workload itself fails.
     """
-    from vramfit.planner.fitting import Largest, Try
+    from vramfit.planner.fitting import CardCheck, Largest, Try, with_card
+
+    _check_card(card, room.gpu)
 
     job = room.job() | {
         "task": "fit",
@@ -161,7 +177,60 @@ def fit_in_child(
         "plan": None if plan is None else os.path.abspath(plan),
     }
     found = _found(run_task(target, job, progress))
-    return Largest(**found | {"tries": tuple(Try(**one) for one in found["tries"])})
+    here = found.pop("card_here")
+    largest = Largest(**found | {"tries": tuple(Try(**one) for one in found["tries"])})
+    if room.gpu is None or not largest.value or not (here if card is None else card):
+        return largest
+    asked = {"task": "confirm", "size": largest.size, "value": largest.value}
+    told = _found(run_task(target, job | asked | _on_card(card), progress))
+    del told["card_here"]
+    check = CardCheck(**told | {"tries": tuple(Try(**one) for one in told["tries"])})
+    return with_card(largest, check)
+
+
+def measure_in_child(
+    target: str,
+    room: Room,
+    runs: Sequence[Mapping[str, Any]],
+    *,
+    card: bool | None = None,
+    progress: Progress | None = None,
+) -> tuple[str, tuple[CardRun, ...], int, str]:
+    """Run ``FILE.py:NAME`` on this machine's card, plain or with plans, in a process of its own.
+
+    Args:
+        target: ``FILE.py:NAME``.
+        room: with the card that is meant.
+        runs: each with ``name``, ``plan`` (a file, or None), ``sizes`` and ``limit`` (bytes, or None for the card).
+        card: True for any card; None refuses one of another kind than that of `room`.
+        progress: told what is done.
+
+    Returns:
+        the card's name, the runs, the bytes that outlived theirs, and why none was made (empty where they were).
+
+    Raises:
+        UsageError: there is no card, no such workload or no such plan.
+        VramfitError: the workload itself fails.
+    """
+    from vramfit.planner.measuring import CardRun
+    from vramfit.planner.plan import Figures
+
+    job = room.job() | {"task": "measure", "runs": [dict(run) for run in runs]}
+    found = _found(run_task(target, job | _on_card(card), progress))
+    made = (CardRun(**run | {"figures": Figures(**run["figures"])}) for run in found["runs"])
+    return found["card"], tuple(made), found["left_bytes"], found["skipped"]
+
+
+def _check_card(card: bool | None, gpu: GpuSpec | None) -> None:
+    if card and gpu is None:
+        raise UsageError(
+            "a card was asked for, but this is for the CPU", "Leave --card out, or give --gpu NAME"
+        )
+
+
+def _on_card(card: bool | None) -> dict[str, Any]:
+    """The job's device is this machine's card: any if one was asked for, else one of the kind that is meant."""
+    return {"device": "card", "any_card": card is True}
 
 
 def verify_in_child(
@@ -170,6 +239,7 @@ def verify_in_child(
     target: str | None = None,
     memory: bool = True,
     values: bool = True,
+    card: bool | None = None,
     sizes: Mapping[str, int] | None = None,
     steps: int = 50,
     seconds: float = 120.0,
@@ -177,18 +247,21 @@ def verify_in_child(
 ) -> Verification:
     """Hold a plan against a run of its memory, and against the plain program's gradients and losses on this CPU.
 
+    Its memory is simulated, and measured where this machine has the card that the plan is for.
+
     Args:
         file: the plan.
         target: ``FILE.py:NAME``; None for the one that the plan was made for.
         memory: whether memory is looked at.
         values: whether gradients and losses are.
+        card: whether memory and time are measured on this machine's card; None does so if it is of the plan's kind.
         sizes: of the batches for gradients and losses; None takes the plan's, smaller where that would take too long.
         steps: of the loss curve.
         seconds: for the loss curves, about.
         progress: told what is done.
 
     Raises:
-        UsageError: there is no such plan or workload.
+        UsageError: there is no such plan or workload, or a card was asked for and there is none.
         VramfitError: the workload itself fails.
     """
     from vramfit.gpus import find_gpu
@@ -200,9 +273,12 @@ def verify_in_child(
     if not target:
         raise UsageError(f"{file} does not say for which workload it is", "Give it: --workload FILE.py:NAME")
     gpu = None if plan.aim.device == "CPU" else find_gpu(plan.aim.device)
-    room = Room(gpu=gpu, budget=plan.aim.budget_bytes, margin=plan.aim.margin_bytes).job()
+    _check_card(card, gpu)
+    space = Room(gpu=gpu, budget=plan.aim.budget_bytes, margin=plan.aim.margin_bytes)
+    room = space.job()
     job = {"plan": os.path.abspath(file), "sizes": dict(sizes or {}), "steps": steps, "seconds": seconds}
-    simulated = None
+    simulated, measured = None, None
+    notes: tuple[str, ...] = ()
     if memory:
         found = _found(run_task(target, room | job | {"task": "verify-memory"}, progress))
         simulated = Simulated(
@@ -211,6 +287,8 @@ def verify_in_child(
             planned=Figures(**found["planned"]),
             limit_bytes=found["limit_bytes"],
         )
+        if gpu is not None and (found["card_here"] if card is None else card):
+            measured, notes = _measured(target, space, plan, os.path.abspath(file), card, progress)
     if not values:
         return Verification(
             simulated=simulated,
@@ -219,6 +297,8 @@ def verify_in_child(
             sizes=plan.aim.sizes,
             numerics=plan.numerics,
             skipped="not asked for",
+            measured=measured,
+            notes=notes,
         )
     estimate = {"step_seconds": plan.before.step_flops / CPU_FLOPS}
     cpu = Room(gpu=None, budget=plan.aim.budget_bytes).job()
@@ -234,8 +314,29 @@ def verify_in_child(
         sizes=found["sizes"],
         numerics=plan.numerics,
         skipped=found["skipped"],
-        notes=tuple(found.get("notes", ())),
+        notes=(*notes, *found.get("notes", ())),
+        measured=measured,
     )
+
+
+def _measured(
+    target: str, room: Room, plan: Plan, file: str, card: bool | None, progress: Progress | None
+) -> tuple[Measured | None, tuple[str, ...]]:
+    """A plan on this machine's card, or a note that says why it was not run there."""
+    from vramfit.planner.measuring import Measured
+
+    sizes, limit = dict(plan.aim.sizes), plan.aim.budget_bytes - plan.aim.margin_bytes
+    runs: list[dict[str, Any]] = [
+        {"name": "plain", "plan": None, "sizes": sizes, "limit": None},
+        {"name": "planned", "plan": file, "sizes": sizes, "limit": limit},
+    ]
+    name, made, left, skipped = measure_in_child(target, room, runs, card=card, progress=progress)
+    if skipped:
+        return None, (f"not measured: {skipped}",)
+    before, after = made
+    return Measured(
+        card=name, before=before, after=after, planned=plan.after, limit_bytes=limit, left_bytes=left
+    ), ()
 
 
 def _found(found: dict[str, Any]) -> dict[str, Any]:
@@ -257,8 +358,8 @@ def run_task(target: str, job: dict[str, Any], progress: Progress | None) -> dic
         folder = Path(name)
         (folder / "job.json").write_text(json.dumps(job | {"target": target}), encoding="utf-8")
         with passed_on(folder) as signals, listening(folder, progress):
-            command = [sys.executable, "-P", "-m", "vramfit.planner.child", str(folder)]
-            code = run_child(command, signals, stdout=_STANDARD_ERROR)
+            command = child_command(folder, job["device"])
+            code = run_child(command, signals, stdout=_STANDARD_ERROR, env=_environ(job))
         if signals.interrupted:
             raise KeyboardInterrupt
         failed = folder / "failed.json"
@@ -271,6 +372,21 @@ def run_task(target: str, job: dict[str, Any], progress: Progress | None) -> dic
             raise VramfitError(f"the planner's process {how}", "The lines above say why")
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return found
+
+
+def child_command(folder: Path, device: str) -> list[str]:  # noqa: ARG001  # tests put another card in the place of one
+    """The command line of the child for a folder with a job."""
+    return [sys.executable, "-P", "-m", "vramfit.planner.child", str(folder)]
+
+
+def _environ(job: Mapping[str, Any]) -> dict[str, str]:
+    """The child's variables: a real allocator reads its settings from there, and the profiler what it may print."""
+    environ = dict(os.environ)
+    if job["device"] == "cpu":
+        environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
+    if job["device"] == "card" and job["alloc_conf"] is not None:
+        environ["PYTORCH_CUDA_ALLOC_CONF"] = environ["PYTORCH_ALLOC_CONF"] = job["alloc_conf"]
+    return environ
 
 
 def _error(told: Mapping[str, Any]) -> VramfitError:

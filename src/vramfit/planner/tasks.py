@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from vramfit.errors import UsageError
+from vramfit.errors import UnknownGpuError, UsageError
+from vramfit.gpus import find_gpu
+from vramfit.planner.card_device import CardDevice
 from vramfit.planner.checking import check_workload
 from vramfit.planner.document import plan_to_toml
-from vramfit.planner.fitting import largest
+from vramfit.planner.fitting import CardCheck, largest, largest_up_to
+from vramfit.planner.growing import search_for
+from vramfit.planner.measuring import run_on
 from vramfit.planner.plan import Plan
 from vramfit.planner.price import Device
 from vramfit.planner.request import NothingFits, Request
-from vramfit.planner.search import Search
 from vramfit.planner.verifying import compare, simulate, smaller_sizes, too_large
 from vramfit.techniques import Numerics, with_choices
 from vramfit.workload import Workload
@@ -40,9 +42,8 @@ def plan(workload: Workload, device: Device, job: dict[str, Any], progress: Prog
     """The best plan for a budget, and the frontier if it was asked for."""
     request = _request(workload, job)
     check_workload(workload, request.sizes, progress)
-    search = Search(device=device, request=request, progress=progress)
     try:
-        found = search.plan()
+        search, found = search_for(device, request, progress)
     except NothingFits as error:
         raise PlanFailed(error) from None
     return {
@@ -79,11 +80,61 @@ def fit(workload: Workload, device: Device, job: dict[str, Any], progress: Progr
     return asdict(largest(device, workload, sizes, name, job["budget"] - job["margin"], progress))
 
 
+def confirm(workload: Workload, device: Device, job: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """The largest value that fits this card, of those up to the one that was predicted."""
+    card = card_of(device)
+    if why := another_card(card, job):
+        return asdict(CardCheck(card=card.name, skipped=why))
+    sizes = {**sizes_of(workload, job["sizes"]), job["size"]: job["value"]}
+    if job["plan"] is not None:
+        workload = with_choices(workload, Plan.load(job["plan"]).choices)
+    limit = job["budget"] - job["margin"]
+    value, failing, tries = largest_up_to(card, workload, sizes, job["size"], limit, progress)
+    return asdict(
+        CardCheck(card=card.name, value=value, failing=failing, tries=tries, left_bytes=card.left_bytes)
+    )
+
+
+def measure(workload: Workload, device: Device, job: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """What a workload takes on this card, plain or with plans: a run for each that was asked for."""
+    card = card_of(device)
+    if why := another_card(card, job):
+        return {"card": card.name, "skipped": why, "runs": [], "left_bytes": 0}
+    runs = []
+    for asked in job["runs"]:
+        progress(f"{asked['name']}, on {card.name}")
+        plan = None if asked["plan"] is None else Plan.load(asked["plan"])
+        program = workload if plan is None else plan.apply(workload)
+        found = run_on(card, program, sizes_of(workload, asked["sizes"]), asked["limit"])
+        runs.append(asdict(found))
+    return {"card": card.name, "skipped": "", "runs": runs, "left_bytes": card.left_bytes}
+
+
+def card_of(device: Device) -> CardDevice:
+    """The card, which these tasks are for."""
+    if not isinstance(device, CardDevice):
+        raise TypeError(f"{device.name} is no card")
+    return device
+
+
+def another_card(card: CardDevice, job: dict[str, Any]) -> str:
+    """Why this machine's card says nothing of the one that is asked about; empty where it does."""
+    wanted = job["gpu"]["name"]
+    if job["any_card"]:
+        return ""
+    try:
+        here = find_gpu(card.name).name
+    except UnknownGpuError:
+        here = card.name
+    return "" if here == wanted else f"this machine's card is a {card.name}, not a {wanted}"
+
+
 def verify_memory(
     workload: Workload, device: Device, job: dict[str, Any], progress: Progress
 ) -> dict[str, Any]:
     """Whether a plan's memory is what it says."""
     found = Plan.load(job["plan"])
+    check_workload(workload, sizes_of(workload, dict(found.aim.sizes)), progress)
     progress("the program before and after, on the device")
     return asdict(simulate(device, workload, found))
 
@@ -99,6 +150,7 @@ def verify_values(
     if why := too_large(workload, job["host_bytes"]):
         return {"skipped": why, "sizes": dict(found.aim.sizes)}
     sizes = sizes_of(workload, job["sizes"])
+    check_workload(workload, sizes, progress)
     if not job["sizes"]:
         sizes = smaller_sizes(workload, found, job["step_seconds"], job["seconds"], job["steps"])
     gradients, losses, notes = compare(
@@ -123,17 +175,3 @@ def sizes_of(workload: Workload, given: dict[str, int]) -> dict[str, int]:
         if name not in workload.sizes:
             raise UsageError(f"the workload has no size {name!r}", f"It has {', '.join(workload.sizes)}")
     return {**workload.sizes, **given}
-
-
-def own_failure(error: Exception, target: str) -> dict[str, Any]:
-    """What the workload's own code raised, with the line of the user's file that did."""
-    file = target.rpartition(":")[0]
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename.endswith(file)]
-    where = f"{file}:{lines[-1]}: " if lines else ""
-    text = (str(error).splitlines() or [""])[0]
-    return {
-        "message": f"{where}{type(error).__name__}: {text}",
-        "hint": "The workload itself fails: run one step of it on its own to see more",
-        "code": 1,
-    }

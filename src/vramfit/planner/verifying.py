@@ -4,7 +4,8 @@ Gradients and losses are computed for real on this machine's CPU, with the same 
 plain, once with the plan. They are compared by what the plan promises:
 
 - BITWISE: every gradient and every loss is equal, bit for bit.
-- ROUNDING: each gradient differs by at most `ROUNDING_ERROR` of its norm, and losses likewise.
+- ROUNDING: each gradient differs by at most `ROUNDING_ERROR` of its norm, by the dtype of the plain program's
+  parameter.
 - PRECISION: each gradient differs by at most `PRECISION_ERROR` of its norm.
 - APPROXIMATE: gradients are shown, not judged.
 
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vramfit.planner.measuring import Measured
 from vramfit.planner.plan import Figures, Plan
 from vramfit.planner.price import Device
 from vramfit.techniques import Numerics, live_of
@@ -41,6 +43,9 @@ LOSS_SHARE = 0.1
 STEPS = 50
 _LAST = 5
 """Steps at the end of a curve that are averaged."""
+
+_SCALES = 32
+"""Halvings of a scaler's scale that are tried: from any that float32 holds in practice down to below 1."""
 
 _STATES = 5
 """Copies of the parameters that training takes: values, gradients, two states of an optimizer, and one for the plan."""
@@ -77,7 +82,7 @@ class GradientCheck:
         equal: how many are equal, bit for bit.
         worst: the largest difference, as a part of the gradient's norm.
         worst_name: of the parameter with that.
-        allowed: what the promise allows there; None where it allows anything.
+        allowed: what the promise allows there, by the dtype of that parameter; None where it allows anything.
         passes: whether all keep the promise.
     """
 
@@ -112,6 +117,7 @@ class Verification:
 
     Attributes:
         simulated: its memory; None where that was not asked for.
+        measured: its memory and time on this machine's card; None where there is none.
         gradients: None where they were not compared; `skipped` says why.
         losses: likewise.
         sizes: of the batches that gradients and losses were computed for.
@@ -127,11 +133,12 @@ class Verification:
     numerics: Numerics
     skipped: str = ""
     notes: tuple[str, ...] = ()
+    measured: Measured | None = None
 
     @property
     def passes(self) -> bool:
         """Whether everything that was looked at keeps its promise."""
-        parts = (self.simulated, self.gradients, self.losses)
+        parts = (self.simulated, self.measured, self.gradients, self.losses)
         return all(part.passes for part in parts if part is not None)
 
 
@@ -197,8 +204,9 @@ def compare(
         )
     began = time.perf_counter()
     progress("gradients")
+    dtypes = {name: parameter.dtype for name, parameter in first.state.model.named_parameters()}
     plain, planned = first.gradients(), second.gradients()
-    gradients = judge_gradients(plain, planned, plan.numerics)
+    gradients = judge_gradients(plain, planned, plan.numerics, dtypes)
     del plain, planned
     for number in range(1, steps):
         if number >= 2 and time.perf_counter() - began > seconds:
@@ -221,9 +229,7 @@ class _Training:
         self.state: State = workload.start("cpu")
         self.silenced = False
         if not random:
-            for module in self.state.model.modules():
-                if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
-                    module.p, self.silenced = 0.0, True
+            self.silenced = silence_dropout(self.state.model)
 
     def step(self, number: int) -> None:
         """One step."""
@@ -233,7 +239,19 @@ class _Training:
             self.losses.append(float(loss))
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Gradients of the first step, summed over its micro-batches and without the scale of a scaler."""
+        """Gradients of the first step, summed over its micro-batches and without the scale of a scaler.
+
+        A step whose scaled gradients overflow is left out, and taken again with the lower scale, as in any training.
+        """
+        for _ in range(_SCALES):
+            taken = len(self.losses)
+            scale, found = self._first_step()
+            if scale == 1.0 or all(bool(value.isfinite().all()) for value in found.values()):
+                break
+            del self.losses[taken:]
+        return {name: value / scale for name, value in found.items()} if scale != 1.0 else found
+
+    def _first_step(self) -> tuple[float, dict[str, torch.Tensor]]:
         found: dict[str, torch.Tensor] = {}
         handles = []
         live = live_of(self.state)
@@ -254,11 +272,31 @@ class _Training:
         self.step(0)
         for handle in handles:
             handle.remove()
-        return {name: value / scale for name, value in found.items()} if scale != 1.0 else found
+        return scale, found
+
+
+def silence_dropout(model: nn.Module) -> bool:
+    """Let a model drop nothing; whether it did before.
+
+    Beside the layers of torch these are all numbers that modules hold under a name with ``drop`` in it: the dropout of
+    recurrent layers, of attention, of functions, of whole branches.
+    """
+    found = False
+    for module in model.modules():
+        names = [name for name, value in vars(module).items() if "drop" in name and type(value) is float]
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            names.append("p")
+        for name in names:
+            found = found or getattr(module, name) > 0
+            setattr(module, name, 0.0)
+    return found
 
 
 def judge_gradients(
-    plain: Mapping[str, torch.Tensor], planned: Mapping[str, torch.Tensor], numerics: Numerics
+    plain: Mapping[str, torch.Tensor],
+    planned: Mapping[str, torch.Tensor],
+    numerics: Numerics,
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> GradientCheck:
     """Compare gradients by what is promised.
 
@@ -266,26 +304,28 @@ def judge_gradients(
         plain: in float64, by parameter.
         planned: the same.
         numerics: the promise.
+        dtypes: of the plain program's parameters; float32 for those that are not named.
     """
     worst, worst_name, equal, passes = 0.0, "", 0, set(plain) == set(planned)
-    allowed = _allowed(numerics)
+    nearest, limit = -1.0, _allowed(numerics, torch.float32)
     for name, reference in plain.items():
         other = planned.get(name)
         if other is None:
-            worst, worst_name = math.inf, name
+            worst, worst_name, nearest = math.inf, name, math.inf
             continue
         if torch.equal(reference, other):
             equal += 1
             continue
+        allowed = _allowed(numerics, (dtypes or {}).get(name, torch.float32))
         norm = float(reference.norm())
         error = float((other - reference).norm()) / norm if norm else math.inf
         error = math.inf if math.isnan(error) else error
-        if error > worst or not worst_name:
-            worst, worst_name = error, name
+        if (share := error / (allowed or 1.0)) > nearest:
+            worst, worst_name, nearest, limit = error, name, share, allowed
         if numerics is Numerics.BITWISE or (allowed is not None and error > allowed and norm > _tiny(plain)):
             passes = False
     return GradientCheck(
-        parameters=len(plain), equal=equal, worst=worst, worst_name=worst_name, allowed=allowed, passes=passes
+        parameters=len(plain), equal=equal, worst=worst, worst_name=worst_name, allowed=limit, passes=passes
     )
 
 
@@ -294,10 +334,10 @@ def _tiny(gradients: Mapping[str, torch.Tensor]) -> float:
     return 1e-6 * max((float(value.norm()) for value in gradients.values()), default=0.0)
 
 
-def _allowed(numerics: Numerics) -> float | None:
+def _allowed(numerics: Numerics, dtype: torch.dtype) -> float | None:
     return {
         Numerics.BITWISE: 0.0,
-        Numerics.ROUNDING: ROUNDING_ERROR[torch.float32],
+        Numerics.ROUNDING: ROUNDING_ERROR.get(dtype, ROUNDING_ERROR[torch.float32]),
         Numerics.PRECISION: PRECISION_ERROR,
         Numerics.APPROXIMATE: None,
     }[numerics]
@@ -356,4 +396,6 @@ def plain_values(found: Any) -> dict[str, Any]:
     values["passes"] = found.passes
     if found.simulated is not None:
         values["simulated"]["passes"] = found.simulated.passes
+    if found.measured is not None:
+        values["measured"] |= {"passes": found.measured.passes, "peak_error": found.measured.peak_error}
     return values

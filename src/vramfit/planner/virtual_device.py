@@ -117,6 +117,7 @@ class VirtualDevice:
             logits_bytes=observation.logits_bytes,
             blocks=observation.blocks,
             link_bytes_per_second=self.spec.host_link,
+            host_peak_bytes=run.host_pinned_peak_bytes,
         )
         return profile, observation
 
@@ -158,6 +159,8 @@ def _seconds(gpu: VirtualGPU) -> float:
 
 class _Meter:
     """Time and peaks of a virtual card."""
+
+    device_type = "cuda"
 
     def __init__(self, gpu: VirtualGPU) -> None:
         self._gpu = gpu

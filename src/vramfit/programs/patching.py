@@ -28,6 +28,7 @@ class PatchStack:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
+        self._rebound: list[tuple[object, object]] = []
 
     def __len__(self) -> int:
         """Number of steps that `undo` would take."""
@@ -100,10 +101,23 @@ class PatchStack:
         """
         found = list(pairs)
         # A module that is imported while the patch stands binds the new objects by itself, so the undo looks
-        # through all modules again.
-        back = [(new, old) for old, new in found]
-        self.call(lambda: _swap_names(back))
+        # through all modules again: once for all that was rebound, since names are found by identity in any order.
+        self._rebound += [(new, old) for old, new in found]
+        self.call(self._bind_back)
         return _swap_names(found)
+
+    def _bind_back(self) -> None:
+        back, self._rebound = self._rebound, []
+        if not back:
+            return
+        first = {id(new): old for new, old in back}
+
+        def origin(obj: object) -> object:
+            while id(obj) in first:
+                obj = first[id(obj)]
+            return obj
+
+        _swap_names([(new, origin(old)) for new, old in back])
 
     def undo(self) -> None:
         """Undo everything, last first. Idempotent; an undo that fails does not keep the others from running.

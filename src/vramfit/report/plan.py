@@ -1,4 +1,4 @@
-"""A plan and what fits: in the terminal, as JSON, and the frontier as an SVG picture."""
+"""A plan: in the terminal, as JSON, and the frontier as an SVG picture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from xml.sax.saxutils import escape
 from rich.console import Console
 from rich.text import Text
 
-from vramfit.planner.fitting import Largest
 from vramfit.planner.plan import Figures, Plan
 from vramfit.planner.search import FrontierPoint
 from vramfit.report.folding import broken, table
@@ -21,7 +20,6 @@ from vramfit.techniques import setting_to_plain
 from vramfit.units import format_bytes
 
 PLAN_SCHEMA = "vramfit.plan/1"
-FIT_SCHEMA = "vramfit.fit/1"
 _WIDEST = 120
 
 
@@ -242,55 +240,3 @@ def render_frontier_svg(plan: Plan, frontier: Sequence[FrontierPoint]) -> str:
 
 def _title(plan: Plan) -> str:
     return f"Memory against time of a step on {plan.aim.device}"
-
-
-# -- the largest size --------------------------------------------------------------------------------------------
-
-
-def print_fit(found: Largest, device: str, console: Console) -> None:
-    """Print the largest size that fits, and the runs that showed it."""
-    width = min(console.width, _WIDEST)
-    print_lines(console, _fit_lines(found, device, width), width)
-
-
-def _fit_lines(found: Largest, device: str, width: int) -> Iterator[Text]:
-    limit = format_bytes(found.limit_bytes)
-    if found.value:
-        first = Text.assemble(
-            ("✓ largest ", "bold green"),
-            (f"{found.size} {found.value:,}", "bold"),
-            f" on {device}: {format_bytes(found.total_bytes)} of {limit}"
-            + (f", {found.failing:,} does not fit" if found.failing else ""),
-        )
-    else:
-        first = Text.assemble(
-            ("✗ nothing fits ", "bold red"), f"{device}: {found.size} 1 takes more than {limit}"
-        )
-    yield from broken(first, width)
-    yield Text()
-    rows = [
-        [
-            Text(f"{one.value:,}"),
-            Text("fits" if one.fits else "does not"),
-            Text(format_bytes(one.total_bytes) if one.fits else ""),
-            Text(seconds(one.step_seconds) if one.fits else ""),
-            Text(f"{one.value / one.step_seconds:,.1f}" if one.fits and one.step_seconds else ""),
-        ]
-        for one in sorted(found.tries, key=lambda one: one.value)
-    ]
-    yield from table((found.size, "", "total", "step (est.)", f"{found.size} a second"), rows, width)
-
-
-def fit_to_json(found: Largest, device: str) -> dict[str, Any]:
-    """What fits as plain values; docs/json.md describes them."""
-    return {
-        "schema": FIT_SCHEMA,
-        "device": device,
-        **asdict(found),
-        "tries": [asdict(one) for one in found.tries],
-    }
-
-
-def render_fit_json(found: Largest, device: str) -> str:
-    """The same as text."""
-    return json.dumps(fit_to_json(found, device), indent=2) + "\n"

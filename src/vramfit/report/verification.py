@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from vramfit.planner.measuring import Measured
 from vramfit.planner.verifying import Simulated, Verification, plain_values
 from vramfit.report.folding import broken, table
 from vramfit.report.text import print_lines, seconds
@@ -27,6 +28,9 @@ def print_verification(found: Verification, console: Console) -> None:
 def _lines(found: Verification, width: int) -> Iterator[Text]:
     if found.simulated is not None:
         yield from _memory(found.simulated, width)
+        yield Text()
+    if found.measured is not None:
+        yield from _measured(found.measured, width)
         yield Text()
     for sentence in _values(found):
         yield from broken(sentence, width)
@@ -58,6 +62,41 @@ def _memory(found: Simulated, width: int) -> Iterator[Text]:
         for name, one in (("  before", found.before), ("  after", found.after))
     ]
     yield from table(("", "total", "reserved", "allocated", "step (est.)"), rows, width)
+
+
+def _measured(found: Measured, width: int) -> Iterator[Text]:
+    """Measured on the card, and how far the plan was off."""
+    after, limit = found.after.figures, found.limit_bytes
+    if after.step_seconds:
+        change = f"{found.peak_error:+.1%} of the planned reserved bytes"
+        told = f"{format_bytes(after.total_bytes)} of {format_bytes(limit)}, {change}"
+        if found.planned.step_seconds:
+            told += f"; step {seconds(after.step_seconds)}, {seconds(found.planned.step_seconds)} planned"
+    else:
+        told = f"does not fit the card: {found.after.oom}"
+    yield from broken(
+        Text.assemble(_mark(found.passes), ("measured ", "bold"), f"on {found.card}: {told}"), width
+    )
+    rows = [
+        [
+            Text(name),
+            Text(format_bytes(one.figures.total_bytes) if one.ended else ""),
+            Text(format_bytes(one.figures.peak_reserved_bytes) if one.ended else ""),
+            Text(format_bytes(one.figures.peak_allocated_bytes) if one.ended else ""),
+            Text(seconds(one.figures.step_seconds) if one.ended else "out of memory"),
+        ]
+        for name, one in (("  before", found.before), ("  after", found.after))
+    ]
+    yield from table(("", "total", "reserved", "allocated", "step"), rows, width)
+    if found.left_bytes:
+        yield from broken(
+            Text(
+                f"  {format_bytes(found.left_bytes)} of tensors outlived their run: the workload holds them outside "
+                "its model",
+                style="dim",
+            ),
+            width,
+        )
 
 
 def _values(found: Verification) -> Iterator[Text]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vramfit.errors import UsageError, VramfitError
+from vramfit.programs.telling import tell
 from vramfit.stress.plan import CEILING, CYCLES, Vary, chosen, cycle_of, from_plain
 from vramfit.workload import State, Workload, load_workload
 
@@ -319,18 +320,15 @@ def main(job_file: str) -> int:
     job = json.loads(file.read_text(encoding="utf-8"))
     folder = file.parent
 
-    def tell(what: str, number: int, of: int) -> None:
-        text = json.dumps({"what": what, "number": number, "of": of})
-        beside = folder / "progress.new"
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(folder / "progress.json")
+    def progress(what: str, number: int, of: int) -> None:
+        tell(folder, f"{what}: {number:,}" + (f" of {of:,}" if of else ""))
 
     try:
         import torch
 
         workload = load_workload(job["target"])
         with _memory(job) as memory:
-            found = Stress(workload, memory, job, tell).run()
+            found = Stress(workload, memory, job, progress).run()
         found["torch"] = torch.__version__
         found["total"] = torch.cuda.get_device_properties(0).total_memory if memory.device == "cuda" else 0
         found["name"] = torch.cuda.get_device_name(0) if memory.device == "cuda" else "cpu"

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from vramfit.analysis.stability import Limit, LimitReason, Round, RoundOutcome, StressReport, stability
 from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError
 from vramfit.gpus import GpuSpec
+from vramfit.programs.telling import listening
 from vramfit.stress.plan import Vary, as_plain
 from vramfit.trace import Run, RunWarning, Source
 from vramfit.workload import split_target
@@ -25,9 +25,6 @@ Progress = Callable[[str], None]
 
 _INTERRUPTED = 130
 """Exit code of a program that was interrupted from the keyboard."""
-
-_LOOK = 0.2
-"""Seconds between two looks at what the child says of its progress."""
 
 
 def stress(
@@ -102,10 +99,7 @@ def _start(
     folder: Path, gpu: GpuSpec | None, alloc_conf: str | None, progress: Progress | None
 ) -> Run | None:
     """Run the child to its end; the run, if it was on a virtual GPU."""
-    done = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(folder, progress, done), daemon=True)
-    watcher.start()
-    try:
+    with listening(folder, progress):
         if gpu is None:
             _spawn(folder, alloc_conf)
             return None
@@ -122,9 +116,6 @@ def _start(
                 "The lines above say where",
             )
         return run
-    finally:
-        done.set()
-        watcher.join()
 
 
 def _spawn(folder: Path, alloc_conf: str | None) -> None:
@@ -137,22 +128,6 @@ def _spawn(folder: Path, alloc_conf: str | None) -> None:
     if code:
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         raise VramfitError(f"the process of the stress test {how}", "The lines above say why")
-
-
-def _watch(folder: Path, progress: Progress | None, done: threading.Event) -> None:
-    """Tell what the child says it is doing."""
-    if progress is None:
-        return
-    last = ""
-    while not done.wait(_LOOK):
-        file = folder / "progress.json"
-        if not file.exists():
-            continue
-        told = json.loads(file.read_text(encoding="utf-8"))
-        text = f"{told['what']}: {told['number']:,}" + (f" of {told['of']:,}" if told["of"] else "")
-        if text != last:
-            progress(text)
-        last = text
 
 
 def _results(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,118 @@
+"""From what the search settled on to the plan that a user reads, or the answer that nothing fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vramfit.planner.frames import Frame, Frames, key_of
+from vramfit.planner.plan import Aim, Entry, Figures, Plan, Solved
+from vramfit.planner.price import Price
+from vramfit.planner.request import NothingFits
+from vramfit.planner.settling import Settled
+from vramfit.techniques import Choice
+from vramfit.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a search came to.
+
+    Attributes:
+        settled: the techniques and their run.
+        plain: the workload as it is.
+        seconds: that the search took.
+    """
+
+    settled: Settled
+    plain: Frame
+    seconds: float
+
+
+def answered(frames: Frames, answer: Answer) -> Plan:
+    """The plan.
+
+    Raises:
+        NothingFits: it does not stay within the budget.
+    """
+    request, plain, settled = frames.request, answer.plain, answer.settled
+    solution, price = settled.solution, settled.price
+    before = Figures(
+        peak_allocated_bytes=plain.profile.peak_allocated_bytes,
+        peak_reserved_bytes=plain.profile.peak_reserved_bytes,
+        total_bytes=plain.profile.peak_reserved_bytes + plain.profile.outside_bytes,
+        host_bytes=plain.profile.host_peak_bytes,
+        step_seconds=plain.observation.seconds,
+        step_flops=plain.observation.flops,
+    )
+    plan = Plan(
+        entries=_entries(frames, settled, before),
+        aim=Aim(
+            device=frames.device.name,
+            budget_bytes=request.budget_bytes,
+            margin_bytes=request.margin_bytes,
+            host_budget_bytes=request.host_bytes,
+            numerics=request.numerics,
+            objective=request.objective,
+            sizes=dict(request.sizes),
+            target=request.target,
+            torch=str(torch.__version__),
+        ),
+        before=before,
+        after=price.figures,
+        solved=Solved(
+            status="nothing to choose" if solution is None else solution.status,
+            gap=None if solution is None else solution.gap,
+            seconds=frames.solver_seconds,
+            runs=frames.runs,
+            search_seconds=answer.seconds,
+        ),
+        notes=frames.notes(settled.choices),
+    )
+    if not plan.fits:
+        raise _nothing_fits(plan, plain)
+    return plan
+
+
+def _entries(frames: Frames, settled: Settled, before: Figures) -> tuple[Entry, ...]:
+    """Each technique with what it changes beyond those before it."""
+    choices = settled.choices
+    if not frames.request.entries:
+        return tuple(Entry(choice=choice) for choice in choices)
+    entries = []
+    total, seconds = before.total_bytes, before.step_seconds
+    for count, choice in enumerate(choices, 1):
+        after, step = _with_these(frames, choices[:count], settled)
+        entries.append(Entry(choice=choice, saves_bytes=total - after, costs_seconds=step - seconds))
+        total, seconds = after, step
+    return tuple(entries)
+
+
+def _with_these(frames: Frames, choices: tuple[Choice, ...], settled: Settled) -> tuple[int, float]:
+    """Bytes of the device and seconds of a step, from a run that there was already where there was one."""
+    price: Price = settled.price
+    if choices != settled.choices:
+        if frames.known(key_of(choices)) and (frame := frames.look(choices)) is not None:
+            return frame.profile.peak_reserved_bytes + frame.profile.outside_bytes, frame.observation.seconds
+        frames.progress(f"what {choices[-1].name} does")
+        price = frames.unlimited(choices, settled.rated.frame.observation.tail_seconds)
+    return price.total_bytes, price.step_seconds
+
+
+def _nothing_fits(plan: Plan, plain: Frame) -> NothingFits:
+    aim = plan.aim
+    allowed = aim.budget_bytes - aim.margin_bytes
+    parameters = sum(p.numel() * p.element_size() for p in plain.profile.model.parameters())
+    lowest, limit = format_bytes(plan.after.total_bytes), format_bytes(allowed)
+    if plain.profile.outside_bytes + parameters > allowed:
+        binds = f"the parameters alone take {format_bytes(parameters)}"
+        hint = (
+            "Allow parameter-offload or lower precision, take a larger card, or shard the model over several"
+        )
+    else:
+        binds = (
+            f"{format_bytes(plan.after.peak_allocated_bytes)} are held at the peak with all that may be used"
+        )
+        hint = "Allow more (--numerics, --allow), make the batch smaller, or take a larger card"
+    return NothingFits(f"nothing fits {limit}: the lowest that was found is {lowest}; {binds}", hint, plan)

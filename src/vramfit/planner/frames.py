@@ -1,0 +1,293 @@
+"""The workload with some techniques: run once on the device, observed, and rated by what could come of it.
+
+A *frame* is the workload with techniques whose effect reaches everywhere (precision, loss, optimizer, micro-batches).
+For a frame the program of activations.py says how to come within the budget, or how low it could come at best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from vramfit.errors import UsageError
+from vramfit.planner import activations
+from vramfit.planner.activations import Solution, Terms
+from vramfit.planner.choosing import finer_places, places, window_bytes
+from vramfit.planner.observing import Observation
+from vramfit.planner.outlook import Outlook, outlook_of
+from vramfit.planner.pieces import LOOKED_PIECES, fewer_pieces, repeated
+from vramfit.planner.price import Device, Price
+from vramfit.planner.pricing import price_with
+from vramfit.planner.reducing import Cutting, cutting_of
+from vramfit.planner.request import Request
+from vramfit.techniques import (
+    Choice,
+    Profile,
+    all_techniques,
+    find_technique,
+    setting_to_plain,
+    with_choices,
+)
+from vramfit.techniques.applied import check_together
+from vramfit.techniques.micro_batching import MicroBatchingSetting
+
+Progress = Callable[[str], None]
+Key: TypeAlias = tuple[Any, ...]
+
+ACTIVATIONS = ("activation-checkpointing", "activation-offload")
+"""Techniques that the program chooses settings for."""
+
+_SLACK = 0.02
+"""Part of the budget that the allocator is expected to hold beyond its tensors, at most; runs tell the truth."""
+
+_QUICK_GAP, _QUICK_SECONDS = 0.02, 1.0
+"""Of solutions that only compare frames."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """The workload with some techniques, observed.
+
+    Attributes:
+        choices: the techniques.
+        fine: whether parts of blocks are chosen for on their own.
+        profile: what the techniques look at.
+        observation: what the program works on.
+        outside: bytes that the device's total has beyond what tensors hold: the context and fragmentation.
+        outlook: what the peak is made of.
+    """
+
+    choices: tuple[Choice, ...]
+    fine: bool
+    profile: Profile
+    observation: Observation
+    outside: int
+    outlook: Outlook
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rated:
+    """A frame with what it comes to.
+
+    Attributes:
+        frame: it.
+        solution: the decisions within the budget; None if there are none.
+        lowest: the lowest total that it reaches, in bytes, as predicted.
+        seconds: of a step, with the decisions.
+    """
+
+    frame: Frame
+    solution: Solution | None
+    lowest: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Frames:
+    """All frames that were run for a request.
+
+    Args:
+        device: where runs are priced.
+        request: what is asked for.
+        progress: told what is being done.
+
+    Attributes:
+        runs: on the device so far.
+        solver_seconds: spent in the solver so far.
+        excess: bytes by which the runs of a frame's plans were above what was predicted, by key.
+    """
+
+    device: Device
+    request: Request
+    progress: Progress = lambda _text: None
+    runs: int = 0
+    solver_seconds: float = 0.0
+    excess: dict[Key, int] = field(default_factory=dict)
+    _frames: dict[Key, Frame | None] = field(default_factory=dict)
+    _prices: dict[Key, Price] = field(default_factory=dict)
+    _cutting: Cutting | None = None
+
+    def look(self, choices: tuple[Choice, ...], *, fine: bool = False) -> Frame | None:
+        """The workload with some techniques, observed; None where they cannot be applied, or want too much of the host.
+
+        Raises:
+            UsageError: the plain workload cannot be run.
+        """
+        key = key_of(choices, fine)
+        if key not in self._frames:
+            self.progress(", ".join(choice.name for choice in choices) or "the plain program")
+            self._frames[key] = self._observed(choices, fine=fine)
+        return self._frames[key]
+
+    def seen(self) -> tuple[Frame, ...]:
+        """All frames so far that could be run."""
+        return tuple(frame for frame in self._frames.values() if frame is not None)
+
+    def known(self, key: Key) -> bool:
+        """Whether a frame was tried, with whatever result."""
+        return key in self._frames
+
+    def failed(self) -> tuple[Key, ...]:
+        """Those that could not be applied."""
+        return tuple(key for key, frame in self._frames.items() if frame is None)
+
+    @property
+    def plain(self) -> Frame:
+        """The workload as it is."""
+        found = self.look(())
+        if found is None:  # the plain frame raises what is wrong with it
+            raise AssertionError("a plain frame always exists")
+        return found
+
+    def _observed(self, choices: tuple[Choice, ...], *, fine: bool) -> Frame | None:
+        request = self.request
+        looked: Callable[[nn.Module], Sequence[str]] = finer_places if fine else places
+        try:
+            check_together(choices)
+            looked_at, sizes, times = fewer_pieces(choices, request.sizes, LOOKED_PIECES)
+            workload = with_choices(request.workload, looked_at)
+            self.runs += 1
+            profile, observation = self.device.observe(workload, sizes, looked)
+        except UsageError:
+            if not choices:
+                raise
+            return None
+        if profile.host_peak_bytes > request.host_bytes and choices:
+            return None
+        if times != 1:
+            observation = repeated(observation, times)
+            profile = replace(
+                profile,
+                sizes=dict(request.sizes),
+                step_seconds=observation.seconds,
+                step_flops=observation.flops,
+                blocks=observation.blocks,
+            )
+        reserved = profile.peak_reserved_bytes - profile.peak_allocated_bytes
+        # On an endless device the allocator has no reason to give anything back: within a budget it keeps less.
+        outside = profile.outside_bytes + min(reserved, round(_SLACK * request.limit))
+        return Frame(
+            choices=choices,
+            fine=fine,
+            profile=profile,
+            observation=observation,
+            outside=outside,
+            outlook=outlook_of(observation, self._terms(profile, observation), profile, outside),
+        )
+
+    def rated(self, frame: Frame) -> Rated:
+        """What a frame comes to within the budget."""
+        lowest = self.lowest(frame) + self.outside(frame)
+        solution = None
+        if lowest <= self.request.limit:
+            solution = self.solve(frame, self.request.limit - self.outside(frame), quick=True)
+        seconds = frame.observation.seconds + (0.0 if solution is None else solution.extra_seconds)
+        return Rated(frame=frame, solution=solution, lowest=lowest, seconds=seconds)
+
+    def lowest(self, frame: Frame) -> int:
+        """The lowest peak of a frame's tensors, in bytes, as predicted."""
+        terms = self.terms(frame)
+        return max(activations.lowest_peak(frame.observation, terms), frame.profile.setup_bytes)
+
+    def outside(self, frame: Frame) -> int:
+        """Bytes beyond what its tensors hold by prediction: context, fragmentation, and what was wrong before."""
+        return frame.outside + self.excess.get(key_of(frame.choices, frame.fine), 0)
+
+    def solve(self, frame: Frame, budget: int, *, quick: bool = False) -> Solution | None:
+        """The cheapest decisions with which a frame's tensors stay within a budget of bytes; None without any."""
+        if frame.profile.setup_bytes > budget:
+            return None
+        terms = self.terms(frame)
+        if quick:
+            terms = replace(terms, gap=_QUICK_GAP, time_limit=min(terms.time_limit, _QUICK_SECONDS))
+        found = activations.solve(frame.observation, budget, terms)
+        if found is not None:
+            self.solver_seconds += found.seconds
+        return found
+
+    def terms(self, frame: Frame) -> Terms:
+        """What may be chosen in a frame."""
+        return self._terms(frame.profile, frame.observation)
+
+    def _terms(self, profile: Profile, observation: Observation) -> Terms:
+        checkpointing, offload = (self.request.may(find_technique(name)) for name in ACTIVATIONS)
+        return Terms(
+            recompute=checkpointing,
+            offload=offload and profile.device_type == "cuda",
+            host_bytes=max(0, self.request.host_bytes - profile.host_peak_bytes),
+            link_bytes_per_second=profile.link_bytes_per_second,
+            window=window_bytes(observation),
+            time_limit=self.request.time_limit,
+        )
+
+    def options(self, profile: Profile) -> Iterable[Choice]:
+        """What could be added to a frame, the mildest setting of each technique first."""
+        for technique in all_techniques():
+            if technique.name in ACTIVATIONS or not self.request.may(technique):
+                continue
+            for setting in technique.options(profile):
+                if technique.promise(setting).numerics > self.request.numerics:
+                    continue
+                if isinstance(setting, MicroBatchingSetting):
+                    reduction = self.cutting.reduction
+                    if reduction is None:
+                        continue
+                    setting = replace(setting, reduction=reduction)
+                yield Choice(technique=technique, setting=setting)
+
+    @property
+    def cutting(self) -> Cutting:
+        """What is known of cutting the workload's batches."""
+        if self._cutting is None:
+            self.progress("whether batches can be cut")
+            self._cutting = cutting_of(self.request.workload, self.plain.profile)
+        return self._cutting
+
+    def notes(self, choices: Iterable[Choice]) -> tuple[str, ...]:
+        """What a reader of a plan with these techniques should know."""
+        cut = any(isinstance(choice.setting, MicroBatchingSetting) for choice in choices)
+        known = self._cutting
+        return (known.note,) if known is not None and known.note and (cut or known.reduction is None) else ()
+
+    def price(self, choices: tuple[Choice, ...], tail: float) -> Price:
+        """Run choices with the budget as the device's memory, or without a limit where that does not do.
+
+        Args:
+            choices: the techniques.
+            tail: seconds of the optimizer's step, which comes once, however many micro-batches there are.
+        """
+        key = key_of(choices)
+        if key not in self._prices:
+            request = self.request
+            price = self._run(choices, tail, request.limit)
+            if not price.fits and price.step_seconds == 0:
+                price = self.unlimited(choices, tail)
+                # It was seen not to fit, whatever it takes on a device that never has to give memory back.
+                least = request.limit - price.outside_bytes + 1
+                price = replace(price, fits=False, peak_reserved_bytes=max(price.peak_reserved_bytes, least))
+            elif price.host_bytes > request.host_bytes and choices:
+                price = replace(price, fits=False)
+            self._prices[key] = price
+        return self._prices[key]
+
+    def unlimited(self, choices: tuple[Choice, ...], tail: float) -> Price:
+        """Run choices on a device that has as much memory as they take."""
+        return self._run(choices, tail, None)
+
+    def _run(self, choices: tuple[Choice, ...], tail: float, budget: int | None) -> Price:
+        self.runs += 1
+        request = self.request
+        return price_with(self.device, request.workload, choices, request.sizes, budget, tail=tail)
+
+
+def key_of(choices: Iterable[Choice], fine: bool = False) -> Key:
+    """What tells one set of choices from another, in whatever order."""
+    return (frozenset(map(choice_key, choices)), fine)
+
+
+def choice_key(choice: Choice) -> tuple[str, str]:
+    """What tells one choice from another."""
+    return (choice.name, repr(setting_to_plain(choice.setting)))

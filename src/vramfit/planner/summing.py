@@ -1,0 +1,80 @@
+"""Sums gradients on the CPU in place where torch's engine would.
+
+NOTE [Gradients summed in place]: the engine adds a gradient to ``grad`` in place (torch/csrc/autograd/functions/
+accumulate_grad.h), and sums those of a tensor that is used twice in place where it alone holds the first one
+(torch/csrc/autograd/input_buffer.cpp, ``can_accumulate_inplace``). Under a dispatch mode it does neither, so that
+whoever watches would see a tensor more than there is: as large as the embedding, where that is tied to the head. An
+``aten.add`` arrives in the mode instead, which is made an ``add_`` here. That only the engine holds a tensor is told
+by use counts, those of Python included, which say whether a backward pass written in Python holds it; how high they
+are then depends on how torch calls modes, so they are measured once.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ADD = torch.ops.aten.add.Tensor
+_ACCUMULATES = "torch::autograd::AccumulateGrad"
+
+_exclusive: list[tuple[int, int, int]] = []
+
+
+def summed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The first of two gradients, with the other added to it; None if the engine would not sum them in place."""
+    if func is not _ADD or kwargs or not _gradients(args):
+        return None
+    node: Any = torch._C._current_autograd_node()
+    if node is not None and node.name() == _ACCUMULATES:
+        return args[0].add_(args[1])  # type: ignore[no-any-return]
+    if not _exclusive or any(one > most for one, most in zip(_counts(args[0]), _exclusive[0], strict=True)):
+        return None
+    return args[0].add_(args[1])  # type: ignore[no-any-return]
+
+
+def measure_counts() -> None:
+    """Find out the use counts of a tensor that only the engine holds, by a tiny backward pass; the first time only."""
+    if not _exclusive:
+        leaf = torch.ones(4, 4, requires_grad=True)
+        with _Looking() as looking:
+            product = leaf * 2.0
+            (product.sin() + product.cos()).sum().backward()
+        _exclusive.extend(looking.seen[-1:])
+
+
+class _Looking(TorchDispatchMode):
+    """Notes the use counts of gradients that are summed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[tuple[int, int, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _ADD and _gradients(args):
+            self.seen.append(_counts(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def _gradients(args: tuple[Any, ...]) -> bool:
+    """Whether these are two tensors of the CPU alike, in a backward pass that is no part of a graph."""
+    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return False
+    if not all(isinstance(given, torch.Tensor) for given in args):
+        return False
+    one, other = args
+    return (
+        one.device.type == other.device.type == "cpu"
+        and not isinstance(one, torch._subclasses.FakeTensor)
+        and (one.shape, one.dtype, one.layout) == (other.shape, other.dtype, torch.strided)
+        and torch._prims_common.is_non_overlapping_and_dense_or_false(one)
+    )
+
+
+def _counts(tensor: Any) -> tuple[int, int, int]:
+    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return tensor._use_count(), storage, sys.getrefcount(tensor)

@@ -1,0 +1,233 @@
+"""The card's prices, with the virtual GPU in the card's place: the same torch.cuda, the same figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.planner.test_plan import _plan
+from tests.techniques.toys import all_toys
+from torch import nn
+
+from vramfit.errors import UsageError, VramfitError
+from vramfit.gpus import find_gpu
+from vramfit.planner.card_device import CardDevice, card_of_this_process, fraction_of
+from vramfit.planner.choosing import places
+from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.virtual.gpu import VirtualGPU
+from vramfit.workload import Workload
+
+MIB = 1 << 20
+CARD = find_gpu("RTX 4090")
+CONTEXT = CARD.typical_context_bytes
+
+
+@pytest.fixture
+def card() -> Iterator[CardDevice]:
+    with VirtualGPU(CARD, alloc_conf="", context_bytes=CONTEXT):
+        yield CardDevice()
+
+
+def wide() -> Workload:
+    """Layers whose activations are far larger than their parameters."""
+    return Workload(
+        model=lambda: nn.Sequential(
+            *(nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 256)) for _ in range(8))
+        ),
+        batch=lambda batch_size: torch.ones(batch_size, 256),
+        sizes={"batch_size": 8192},
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=torch.optim.AdamW,
+    )
+
+
+def virtual(workload: Workload, budget: int | None = None):
+    return VirtualDevice(CARD, alloc_conf="").price(workload, dict(workload.sizes), budget)
+
+
+@pytest.mark.parametrize("name", ["mlp", "language-tied", "batch-norm"])
+@pytest.mark.usefixtures("fit_interpreter")
+def test_peaks_are_those_that_were_predicted(name: str) -> None:
+    workload = all_toys()[name]
+    predicted = virtual(workload)
+    with VirtualGPU(CARD, alloc_conf="", context_bytes=CONTEXT):
+        card = CardDevice()
+        measured = card.price(workload, dict(workload.sizes))
+        again = card.price(workload, dict(workload.sizes))
+    assert measured.fits
+    assert measured.step_seconds > 0
+    for found in (measured, again):
+        assert found.peak_allocated_bytes == predicted.peak_allocated_bytes
+        assert found.peak_reserved_bytes == predicted.peak_reserved_bytes
+        assert found.total_bytes == predicted.total_bytes
+    assert card.left_bytes == 0
+
+
+def test_a_plan_takes_on_the_card_what_it_says_and_undoes_what_it_changed(card: CardDevice) -> None:
+    workload = wide()
+    plan = _plan(activation_checkpointing={"modules": [str(number) for number in range(4)]}, tf32={})
+    plain = card.price(workload, dict(workload.sizes))
+    planned = card.price(plan.apply(workload), dict(workload.sizes))
+    assert planned.peak_allocated_bytes < plain.peak_allocated_bytes - 32 * MIB
+    assert not torch.backends.cuda.matmul.allow_tf32
+    assert torch.cuda.memory_allocated() == torch.cuda.memory_reserved() == 0
+
+
+@pytest.mark.usefixtures("fit_interpreter")
+def test_pinned_memory_is_counted_and_given_back() -> None:
+    workload = _plan(activation_offload={"modules": ["0", "1", "2"], "window": 64 * MIB}).apply(wide())
+    predicted = virtual(workload)
+    with VirtualGPU(CARD, alloc_conf="", context_bytes=CONTEXT):
+        card = CardDevice()
+        measured = card.price(workload, dict(workload.sizes))
+        after = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    assert predicted.host_bytes > 64 * MIB
+    assert measured.host_bytes == predicted.host_bytes
+    assert measured.peak_allocated_bytes == predicted.peak_allocated_bytes
+    assert after == 0
+
+
+def test_what_does_not_fit_leaves_nothing_behind(card: CardDevice) -> None:
+    workload = wide()
+    plain = card.price(workload, dict(workload.sizes))
+    need = plain.total_bytes
+    for budget in (
+        CONTEXT + plain.peak_allocated_bytes - 2 * MIB,
+        CONTEXT + 40 * MIB,
+        CONTEXT + 2 * MIB,
+        CONTEXT - MIB,
+    ):
+        price = card.price(workload, dict(workload.sizes), budget)
+        assert not price.fits
+        assert price.oom
+        assert price.step_seconds == 0.0
+        assert price.total_bytes <= max(budget, CONTEXT)
+        assert torch.cuda.memory_allocated() == torch.cuda.memory_reserved() == 0
+        assert torch.cuda.get_per_process_memory_fraction() == 1.0
+    assert card.left_bytes == 0
+    within = card.price(workload, dict(workload.sizes), need)
+    assert within.fits
+    assert within.total_bytes == need
+    assert torch.cuda.memory_allocated() == torch.cuda.memory_reserved() == 0
+
+
+def test_a_budget_binds_as_a_card_of_that_size_does() -> None:
+    workload = wide()
+    least = CONTEXT + virtual(workload).peak_allocated_bytes
+    budgets = [least + MIB * more for more in (-2, 2, 64)]
+    predicted = [virtual(workload, budget) for budget in budgets]
+    with VirtualGPU(CARD, alloc_conf="", context_bytes=CONTEXT):
+        card = CardDevice()
+        measured = [card.price(workload, dict(workload.sizes), budget) for budget in budgets]
+    assert {price.fits for price in predicted} == {True, False}
+    for ours, theirs in zip(measured, predicted, strict=True):
+        assert ours.fits == theirs.fits
+        assert ours.peak_allocated_bytes == theirs.peak_allocated_bytes
+
+
+def test_a_plan_that_sets_the_allocator_stays_within_the_budget(card: CardDevice) -> None:
+    workload = _plan(allocator_settings={"conf": "max_split_size_mb:128"}).apply(wide())
+    room = CONTEXT + card.price(workload, dict(workload.sizes)).peak_allocated_bytes
+    assert not card.price(workload, dict(workload.sizes), room - 2 * MIB).fits
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
+
+
+def test_libraries_that_grow_during_the_run_count(card: CardDevice) -> None:
+    from vramfit.virtual.facade.base import installed_machine
+
+    device = installed_machine().devices[0]
+    plain = card.price(wide(), dict(wide().sizes))
+    growth = plain.peak_reserved_bytes - plain.peak_allocated_bytes + 2 * MIB
+    grown: list[int] = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if not grown:
+            grown.append(growth)
+            device.context_bytes += growth
+            device.driver.outside_bytes += growth
+        return model(batch).square().mean()
+
+    workload = replace(wide(), loss=loss)
+    price = card.price(workload, dict(workload.sizes), plain.total_bytes)
+    assert not price.fits
+    assert price.oom
+    assert card.outside_bytes == CONTEXT + growth
+    assert card.price(workload, dict(workload.sizes), plain.total_bytes + growth).fits
+
+
+def test_a_failure_of_the_workload_is_its_own_and_clears_the_card(card: CardDevice) -> None:
+    workload = replace(wide(), loss=lambda model, batch: model(batch))
+    with pytest.raises(UsageError, match="the loss is no scalar"):
+        card.price(workload, dict(workload.sizes), 1 << 33)
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
+    card.price(wide(), {"batch_size": 8})
+    assert torch.cuda.memory_allocated() == 0
+
+
+def test_tensors_that_outlive_their_run_are_told(card: CardDevice) -> None:
+    kept: list[torch.Tensor] = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        kept[:] = [torch.ones(MIB, device=batch.device)]
+        return model(batch).square().mean()
+
+    card.price(replace(wide(), loss=loss), {"batch_size": 8})
+    assert card.left_bytes == 4 * MIB
+
+
+def test_a_batch_that_moves_itself_is_made_anew_for_each_step(card: CardDevice) -> None:
+    class Moving:
+        def __init__(self, values: torch.Tensor) -> None:
+            self.values = values
+
+        def to(self, device: torch.device) -> Moving:
+            self.values = self.values.to(device)
+            return self
+
+    workload = replace(
+        wide(),
+        batch=lambda batch_size: Moving(torch.ones(batch_size, 256)),
+        loss=lambda model, batch: model(batch.values).square().mean(),
+    )
+    assert card.price(workload, {"batch_size": 8}).fits
+    assert card.left_bytes == 0
+
+
+def test_a_step_is_looked_at_on_the_card(card: CardDevice) -> None:
+    workload = all_toys()["language-tied"]
+    profile, observation = card.observe(workload, dict(workload.sizes), places)
+    assert [block.path for block in observation.blocks] == ["layers.0", "layers.1", "layers.2"]
+    assert profile.outside_bytes == CONTEXT
+    assert profile.peak_allocated_bytes > profile.setup_bytes > 0
+    assert sum(block.kept_bytes for block in profile.blocks) > 0
+
+
+def test_what_others_hold_is_no_part_of_the_workload(monkeypatch: pytest.MonkeyPatch) -> None:
+    with VirtualGPU(CARD, alloc_conf="", context_bytes=CONTEXT):
+        uuid = str(torch.cuda.get_device_properties(0).uuid)
+        monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
+        monkeypatch.setattr(
+            "vramfit.planner.card_device._used_before", lambda: {uuid: 100 * MIB, "another": 1 << 40}
+        )
+        assert card_of_this_process().outside_bytes == CONTEXT - 100 * MIB
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card here")
+def test_without_a_card_it_says_so() -> None:
+    with pytest.raises(VramfitError, match="torch finds no CUDA card here"):
+        card_of_this_process()
+
+
+@pytest.mark.parametrize("total", [CARD.total_bytes, 25_757_220_864, 150_121_545_728, 10_000_000_019])
+@pytest.mark.parametrize("room", [0, 1, 2 * MIB, 20 * MIB, 3_001_024_512, 7_340_032_001, 9_999_999_999])
+def test_a_fraction_leaves_the_room_to_the_byte(total: int, room: int) -> None:
+    fraction = fraction_of(room, total)
+    assert 0 <= fraction <= 1
+    assert room <= int(fraction * total) <= room + 1
+
+
+def test_there_is_no_more_room_than_the_card_has() -> None:
+    assert fraction_of(1 << 40, CARD.total_bytes) == 1.0
+    assert fraction_of(-5, CARD.total_bytes) == 0.0

@@ -1,0 +1,186 @@
+"""Workloads that cannot be planned for, fitted or verified: one clear line each, whichever is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.planner.test_plan import _plan
+from tests.techniques.toys import all_toys
+from torch import nn
+
+from vramfit.gpus import find_gpu
+from vramfit.planner import tasks
+from vramfit.planner.failures import own_failure, told
+from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.workload import Workload
+
+CARD = find_gpu("RTX 4090")
+MLP = all_toys()["mlp"]
+
+
+class Table(nn.Module):
+    """A model with a tensor that does not move with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(16, 3), torch.ones(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.table
+
+
+BAD: dict[str, tuple[Workload, str, str]] = {
+    "vector-loss": (
+        replace(MLP, loss=lambda model, batch: model(batch[0])),
+        "the loss is no scalar but [4, 3]",
+        "Take its mean or its sum before the backward pass",
+    ),
+    "size-ignored": (
+        replace(MLP, batch=lambda batch_size: torch.ones(4, 16)),
+        "batch ignores its size batch_size: 4 and 5 give the same shapes [4, 16]",
+        "Use batch_size in batch, or take it out of sizes",
+    ),
+    "batch-on-card": (
+        replace(MLP, batch=lambda batch_size: torch.ones(batch_size, 16, device="cuda")),
+        "a tensor is made on a card, outside of the run on one",
+        "Make model and batches on the CPU: they are moved to the device",
+    ),
+    "no-tensor": (
+        replace(MLP, batch=lambda batch_size: [3] * batch_size),
+        "batch(batch_size=4) gives no tensor but list",
+        "Let it return a tensor, or a tuple or dict",
+    ),
+    "wrong-names": (
+        replace(MLP, sizes={"batch": 8}),
+        "batch(batch=8) fails",
+        "Let its arguments be the names in sizes",
+    ),
+}
+
+
+def _job(tmp_path: Path, sizes: dict[str, int]) -> dict[str, Any]:
+    plan = _plan(tf32={})
+    plan = replace(plan, aim=replace(plan.aim, device=CARD.name, budget_bytes=1 << 33, sizes=sizes))
+    plan.save(tmp_path / "plan.toml")
+    return {
+        "sizes": {},
+        "size": None,
+        "plan": None,
+        "budget": 1 << 33,
+        "margin": 0,
+        "host_bytes": 1 << 33,
+        "numerics": "rounding",
+        "objective": "throughput",
+        "allow": ["tf32"],
+        "forbid": [],
+        "target": "work.py:training",
+        "time_limit": 5.0,
+        "frontier": False,
+        "step_seconds": 1e-3,
+        "seconds": 5.0,
+        "steps": 2,
+    }
+
+
+def _asked(task: Callable[..., Any], workload: Workload, job: dict[str, Any]) -> dict[str, Any]:
+    device = VirtualDevice(CARD, alloc_conf="", host_bytes=1 << 33)
+    try:
+        task(workload, device, job, lambda _text: None)
+    except Exception as error:
+        return told(error, "work.py:training")
+    raise AssertionError("nothing was wrong")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a batch on a card is made on the real one")
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.usefixtures("fit_interpreter")
+def test_each_verb_says_the_same_line(name: str, tmp_path: Path) -> None:
+    workload, message, hint = BAD[name]
+    job = _job(tmp_path, dict(workload.sizes))
+    verified = job | {"plan": str(tmp_path / "plan.toml")}
+    asked = (
+        (tasks.plan, job),
+        (tasks.fit, job),
+        (tasks.verify_memory, verified),
+        (tasks.verify_values, verified),
+    )
+    for task, given in asked:
+        found = _asked(task, workload, given)
+        assert message in found["message"], task.__name__
+        assert "\n" not in found["message"]
+        assert found["hint"] == hint
+        assert found["code"] == 2
+
+
+@pytest.mark.usefixtures("fit_interpreter")
+def test_a_model_on_the_wrong_device_is_told_by_each_verb(tmp_path: Path) -> None:
+    workload = replace(MLP, model=lambda: nn.Sequential(nn.Linear(16, 3)).cuda())
+    job = _job(tmp_path, dict(workload.sizes))
+    verified = job | {"plan": str(tmp_path / "plan.toml")}
+    for task, given in ((tasks.plan, job), (tasks.fit, job), (tasks.verify_memory, verified)):
+        found = _asked(task, workload, given)
+        assert found["message"] == "model makes 0.weight on cuda:0", task.__name__
+        assert found["hint"] == "Make the model on the CPU: it is moved to the device"
+
+
+@pytest.mark.usefixtures("fit_interpreter")
+def test_a_tensor_that_stays_behind_is_told_with_what_to_do(tmp_path: Path) -> None:
+    workload = replace(MLP, model=Table, batch=lambda batch_size: torch.ones(batch_size, 16), loss=_sum)
+    found = _asked(tasks.fit, workload, _job(tmp_path, dict(workload.sizes)))
+    assert found["message"].startswith(
+        "tensors on different devices meet (Expected all tensors to be on the same"
+    )
+    assert "as buffers" in found["hint"]
+    assert found["code"] == 2
+
+
+def _sum(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).sum()
+
+
+@pytest.mark.usefixtures("fit_interpreter")
+def test_a_plan_with_an_unknown_technique_or_size_is_told(tmp_path: Path) -> None:
+    job = _job(tmp_path, {"batch_size": 4})
+    plan = tmp_path / "plan.toml"
+    given = job | {"plan": str(plan)}
+    text = plan.read_text()
+    plan.write_text(text.replace('"tf32"', '"tensor-float"'))
+    for task in (tasks.fit, tasks.verify_memory, tasks.verify_values):
+        found = _asked(task, MLP, given)
+        assert "no technique 'tensor-float'" in found["message"], task.__name__
+        assert found["hint"]
+        assert found["code"] == 2
+    plan.write_text(text.replace("batch_size", "images"))
+    found = _asked(tasks.verify_memory, MLP, given)
+    assert found["message"] == "the workload has no size 'images'"
+    assert found["hint"] == "It has batch_size"
+
+
+def test_what_no_batch_fits_says_what_one_takes(tmp_path: Path) -> None:
+    found = tasks.fit(
+        MLP,
+        VirtualDevice(CARD, alloc_conf="", host_bytes=0),
+        _job(tmp_path, {}) | {"budget": CARD.typical_context_bytes + 1},
+        lambda _text: None,
+    )
+    assert found["value"] == 0
+    assert found["least_bytes"] > CARD.typical_context_bytes
+
+
+def test_a_long_message_is_cut_and_the_line_is_the_users() -> None:
+    def fail() -> None:
+        raise RuntimeError("x" * 5000 + "\nmore")
+
+    try:
+        fail()
+    except RuntimeError as error:
+        found = own_failure(error, f"{__file__}:workload")
+    assert found["message"].startswith(f"{__file__}:{fail.__code__.co_firstlineno + 1}: RuntimeError: xxx")
+    assert found["message"].endswith("x…")
+    assert len(found["message"]) < len(__file__) + 250
+    assert found["code"] == 1

@@ -1,0 +1,125 @@
+"""The search on the virtual GPU: combinations, and sizes made as large as fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from vramfit.errors import UsageError
+from vramfit.gpus import find_gpu
+from vramfit.planner.growing import grown_size, search_for
+from vramfit.planner.request import MEMORY, Request
+from vramfit.planner.search import Search
+from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.techniques import Numerics
+from vramfit.workload import Workload
+
+MIB = 1 << 20
+GPU = find_gpu("RTX 4090")
+CONTEXT = GPU.typical_context_bytes
+
+
+class Deep(nn.Module):
+    """Blocks whose parameters outweigh a small batch."""
+
+    def __init__(self, width: int, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(layers)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def workload(width: int, batch_size: int) -> Workload:
+    return Workload(
+        model=lambda: Deep(width),
+        batch=lambda batch_size: torch.ones(batch_size, width),
+        sizes={"batch_size": batch_size},
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=adamw,
+    )
+
+
+def _request(asked: Workload, budget: int, **other: object) -> Request:
+    return Request(
+        workload=asked,
+        sizes=asked.sizes,
+        budget_bytes=CONTEXT + budget,
+        host_bytes=1 << 34,
+        **other,  # type: ignore[arg-type]
+    )
+
+
+def _device() -> VirtualDevice:
+    return VirtualDevice(GPU, alloc_conf="", host_bytes=1 << 34)
+
+
+def test_techniques_that_fit_only_together_are_found() -> None:
+    # 8 matrices of 4 MiB: with gradients and two states 128 MiB, and the step takes as much as one more of them.
+    asked = workload(1024, 64)
+    budget = 70 * MIB
+    allowed = frozenset({"low-precision-training", "optimizer-offload", "optimizer-kernel"})
+    request = _request(asked, budget, numerics=Numerics.PRECISION, allowed=allowed)
+    search = Search(device=_device(), request=request)
+    plan = search.plan()
+    assert {"low-precision-training", "optimizer-offload"} == {choice.name for choice in plan.choices}
+    alone = [frame.profile.peak_reserved_bytes for frame in search.seen() if len(frame.choices) == 1]
+    assert len(alone) >= 7
+    assert min(alone) > budget
+    priced = _device().price(plan.apply(asked), dict(asked.sizes), request.limit)
+    assert priced.fits
+    assert priced.figures == plan.after
+
+
+def test_a_size_is_made_as_large_as_fits() -> None:
+    asked = workload(256, 1 << 16)  # of a size to which the allocator's segments of 20 MiB are little
+    request = _request(
+        asked, 1 << 30, objective="batch", allowed=frozenset({"activation-checkpointing"}), entries=False
+    )
+    _, plan = search_for(_device(), request, lambda _text: None)
+    assert plan.aim.objective == "batch_size"
+    found = plan.aim.sizes["batch_size"]
+    planned = plan.apply(asked)
+    assert _device().price(planned, {"batch_size": found}, request.limit).fits
+    assert not _device().price(planned, {"batch_size": found * 11 // 10}, request.limit).fits
+    assert not _device().price(asked, {"batch_size": found * 2 // 3}, request.limit).fits
+
+
+@pytest.mark.parametrize(
+    ("objective", "name"), [("batch", "images"), ("sequence", "sequence_length"), ("side", "side")]
+)
+def test_sizes_go_by_their_names_or_by_what_they_are(objective: str, name: str) -> None:
+    asked = replace(workload(64, 4), sizes={"images": 4, "sequence_length": 16, "side": 8})
+    assert grown_size(_request(asked, 1 << 30, objective=objective)) == name
+
+
+def test_an_objective_that_is_none_is_refused() -> None:
+    with pytest.raises(
+        UsageError, match=r"'sequence' is no objective of this workload\. .*memory.*batch_size"
+    ):
+        search_for(_device(), _request(workload(64, 4), 1 << 30, objective="sequence"), print)
+
+
+def test_the_lowest_peak_is_that_of_a_run() -> None:
+    asked = workload(256, 4096)
+    request = _request(
+        asked, 1 << 30, objective=MEMORY, allowed=frozenset({"activation-checkpointing", "micro-batching"})
+    )
+    plan = Search(device=_device(), request=request).plan()
+    assert plan.after.peak_allocated_bytes < plan.before.peak_allocated_bytes / 3
+    # Priced by eight of the pieces, run with all of them.
+    full = _device().price(plan.apply(asked), dict(asked.sizes), None)
+    assert full.figures.total_bytes == plan.after.total_bytes
+    assert full.step_seconds == pytest.approx(plan.after.step_seconds, rel=0.05)
