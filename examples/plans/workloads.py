@@ -18,7 +18,7 @@ def labelled_loss(model, batch):
     return model(**batch).loss
 
 
-def llama(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32):
+def llama(num_hidden_layers=32, hidden_size=4096, intermediate_size=11008, num_attention_heads=32):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -73,16 +73,10 @@ bert_large = Workload(
 
 
 def unet():
-    from monai.networks.nets import UNet
+    from monai.networks.nets import BasicUNet
 
-    return UNet(
-        spatial_dims=3,
-        in_channels=1,
-        out_channels=4,
-        channels=(32, 64, 128, 256, 320),
-        strides=(2, 2, 2, 2),
-        num_res_units=2,
-    )
+    # The first and the last level have 16 channels at full resolution: 2 GiB for each of their results in float32.
+    return BasicUNet(spatial_dims=3, in_channels=1, out_channels=4, features=(16, 32, 64, 128, 256, 16))
 
 
 def volumes(batch_size, side, depth):
@@ -104,10 +98,10 @@ unet_3d = Workload(
 )
 
 
-def gpt2():
+def gpt2(n_layer=48):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(n_layer=48, n_head=25, n_embd=1600, use_cache=False))
+    return GPT2LMHeadModel(GPT2Config(n_layer=n_layer, n_head=25, n_embd=1600, use_cache=False))
 
 
 def gpt2_batch(batch_size, sequence_length):
