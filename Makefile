@@ -18,8 +18,8 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
-# record.py needs a card.
-BENCHMARKS = $(sort $(filter-out benchmarks/_% benchmarks/record.py,$(wildcard benchmarks/*.py)))
+# record.py and plans_on_card.py need a card.
+BENCHMARKS = $(sort $(filter-out benchmarks/_% benchmarks/record.py benchmarks/plans_on_card.py,$(wildcard benchmarks/*.py)))
 
 # torchao's compiled extensions want a CUDA build of torch; without this each import of it warns that they do not load.
 export TORCHAO_FORCE_SKIP_LOADING_SO_FILES := 1

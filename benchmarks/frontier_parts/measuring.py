@@ -1,0 +1,179 @@
+"""Measures a workload: its peak by torch's profiler, its arithmetic by torch's formulas. The same way for everybody."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+from vramfit.planner.observing import FlopMode
+from vramfit.techniques import live_of
+from vramfit.workload import State, Workload
+
+_MEMORY = "[memory]"
+"""What the profiler calls an allocation or a free (torch/csrc/profiler/collection.cpp)."""
+
+
+_CHUNKED_LOSS = "torch_nn::_linear_cross_entropy_batch_chunked"
+"""The operator of torch's chunked loss, which is known to torch once it was called."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arithmetic:
+    """Multiplications and additions of a step.
+
+    Attributes:
+        flops: as torch's counter counts them, and those of torch's chunked loss, an operator in one piece that it does
+            not look into. Attention of the CPU, for which it has no formula, counts for nothing.
+        attention_flops: those of the CPU's attention, by the formula that torch has for the kernels of cards.
+    """
+
+    flops: int
+    attention_flops: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What a step takes.
+
+    Attributes:
+        peak_bytes: the most that tensors hold at once, above parameters and gradients.
+        arithmetic: its multiplications and additions.
+    """
+
+    peak_bytes: int
+    arithmetic: Arithmetic
+
+
+class Counting(FlopMode):
+    """Counts both.
+
+    Attributes:
+        attention: multiplications and additions of the CPU's attention.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled stays compiled while this counts; without this, torch falls back to eager."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and count it."""
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        aten = torch.ops.aten
+        if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
+            self.attention += sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
+        elif func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            self.attention += sdpa_backward_flop_count(*(given.shape for given in args[:4]))
+        elif func._schema.name == _CHUNKED_LOSS:
+            self.total += _chunked_loss_flops(args)
+        return out
+
+
+def _chunked_loss_flops(args: tuple[Any, ...]) -> int:
+    """Of the product for the logits and those for the gradients wanted; torch/nn/modules/linear_cross_entropy.py."""
+    rows, weight, *_, input_gradient, weight_gradient, _bias_gradient = args
+    return 2 * rows.numel() * weight.shape[0] * (1 + input_gradient + weight_gradient)
+
+
+def measure(workload: Workload, *, compiled: bool = False) -> Measured:
+    """Measure a step of a workload at its own sizes.
+
+    All is counted that is allocated from the model's making on: buffers, the batch, and whatever a technique holds.
+
+    Args:
+        workload: what is run.
+        compiled: whether its operations show only where it runs for real: then a step is counted before the one
+            whose peak is taken. Else they are counted on tensors of the CPU that hold no values, which take the same
+            operations in no time.
+    """
+    counted = None if compiled else arithmetic(workload)
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        state = _started(workload)
+        if counted is None:
+            counted = _counted_step(workload, state)
+        began = time.time_ns()
+        workload.run_step(state, workload.sizes)
+        ended = time.time_ns()
+    kept = _bytes(state.model.parameters()) + _bytes(
+        parameter.grad for parameter in state.model.parameters() if parameter.grad is not None
+    )
+    _undo(state)
+    events = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in profiler.profiler.kineto_results.events()
+        if event.name() == _MEMORY
+    )
+    held = peak = 0
+    for at, size in events:
+        within = began <= at <= ended
+        peak = max(peak, held if within else 0)
+        held += size
+        peak = max(peak, held if within else 0)
+    return Measured(peak_bytes=peak - kept, arithmetic=counted)
+
+
+def arithmetic(workload: Workload, *, fake: bool = True) -> Arithmetic:
+    """The multiplications and additions of a step.
+
+    Args:
+        workload: what is run, at its own sizes.
+        fake: whether on tensors of the CPU that hold no values.
+    """
+    with fake_tensors() if fake else nullcontext():
+        state = _started(workload)
+        counted = _counted_step(workload, state)
+        _undo(state)
+    return counted
+
+
+def _counted_step(workload: Workload, state: State) -> Arithmetic:
+    with Counting() as counting:
+        workload.run_step(state, workload.sizes)
+    return Arithmetic(flops=counting.total, attention_flops=counting.attention)
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors of the CPU hold no values. Models are where they belong already, and fake ones could not be moved."""
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        mock.patch.object(nn.Module, "to", lambda self, *_args, **_kwargs: self),
+    ):
+        yield
+
+
+def _started(workload: Workload) -> State:
+    """A fresh model whose gradients are allocated."""
+    torch.manual_seed(0)
+    state = workload.start("cpu")
+    for parameter in state.model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    return state
+
+
+def _undo(state: State) -> None:
+    if (live := live_of(state)) is not None:
+        live.undo()
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

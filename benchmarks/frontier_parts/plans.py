@@ -1,0 +1,137 @@
+"""Plans of vramfit for the same workloads, priced for the CPU's kernels, which are what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from frontier_parts.hollow import Hollow
+from frontier_parts.subjects import Subject
+from vramfit.planner.cpu_device import CpuDevice, arithmetic_seconds_of, rates
+from vramfit.planner.frames import key_of
+from vramfit.planner.observing import Observation
+from vramfit.planner.plan import Plan
+from vramfit.planner.price import Price
+from vramfit.planner.request import MEMORY, THROUGHPUT, NothingFits, Request
+from vramfit.planner.search import Search
+from vramfit.planner.summing import measure_counts
+from vramfit.techniques import Profile
+from vramfit.techniques.applied import AppliedWorkload
+from vramfit.workload import Workload
+
+WHOLE = frozenset({"activation-checkpointing", "chunked-loss", "early-release", "in-place-activations"})
+"""Techniques that change what is held between the passes and nothing else: what peers choose from."""
+
+CUT = WHOLE | {"micro-batching"}
+"""The same, and the batch may be cut."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What the planner said.
+
+    Attributes:
+        plan: its plan, or the closest where it says that nothing fits.
+        fits: whether it says that it fits.
+        runs: that it made; what it remembers of others is not among them.
+    """
+
+    plan: Plan
+    fits: bool
+    runs: int
+
+
+@dataclass(slots=True)
+class Remembering:
+    """The CPU, where a workload runs once with each set of techniques: searches for other budgets see the same runs.
+
+    It is priced by arithmetic, which is what the tables compare.
+
+    Attributes:
+        runs: that were made so far.
+    """
+
+    name: str = CpuDevice.name
+    device_type: str = CpuDevice.device_type
+    device: CpuDevice = field(default_factory=lambda: CpuDevice(estimate=arithmetic_seconds_of))
+    runs: int = 0
+    _prices: dict[Any, Price] = field(default_factory=dict)
+    _seen: dict[Any, tuple[Profile, Observation]] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory of the machine."""
+        return self.device.total_bytes
+
+    def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> Price:
+        """See `Device.price`."""
+        key = _key(workload, sizes)
+        if key not in self._prices:
+            self.runs += 1
+            with Hollow():
+                self._prices[key] = self.device.price(workload, sizes)
+        found = self._prices[key]
+        fits = budget is None or found.total_bytes <= budget
+        return replace(found, fits=fits, oom="" if fits else f"the peak is {found.total_bytes} B")
+
+    def observe(
+        self, workload: Workload, sizes: dict[str, int], places: Callable[[nn.Module], Sequence[str]]
+    ) -> tuple[Profile, Observation]:
+        """See `Device.observe`. The models that are remembered hold no values: techniques look at their structure."""
+        key = (_key(workload, sizes), places.__name__)
+        if key not in self._seen:
+            self.runs += 1
+            with Hollow():
+                profile, observation = self.device.observe(workload, sizes, places)
+            for group in profile.optimizer.param_groups if profile.optimizer is not None else ():
+                group["params"] = [parameter.detach().to("meta") for parameter in group["params"]]
+            self._seen[key] = (replace(profile, model=profile.model.to("meta")), observation)
+        return self._seen[key]
+
+
+def _key(workload: Workload, sizes: dict[str, int]) -> Any:
+    choices = workload.choices if isinstance(workload, AppliedWorkload) else ()
+    return key_of(choices), tuple(sizes.items())
+
+
+@cache
+def remembering(subject: str) -> Remembering:
+    """The device of all searches for a subject in this process."""
+    del subject
+    return Remembering()
+
+
+def fixed_bytes(subject: Subject) -> int:
+    """Parameters and gradients, once where they are shared."""
+    model = subject.workload.model()
+    return sum(
+        parameter.numel() * parameter.element_size() * (2 if parameter.requires_grad else 1)
+        for parameter in model.parameters()
+    )
+
+
+def plan_for(
+    subject: Subject, budget: int | None, *, cut: bool, say: Callable[[str], None] = lambda _: None
+) -> Answer:
+    """The plan for so many bytes above parameters and gradients; None asks for the lowest peak."""
+    fixed = fixed_bytes(subject)
+    device = remembering(subject.name)
+    rates(), measure_counts()  # in full
+    before = device.runs
+    request = Request(
+        workload=subject.workload,
+        sizes=dict(subject.workload.sizes),
+        budget_bytes=device.total_bytes if budget is None else fixed + budget,
+        allowed=CUT if cut else WHOLE,
+        objective=MEMORY if budget is None else THROUGHPUT,
+        entries=False,
+    )
+    try:
+        plan, fits = Search(device, request, say).plan(), True
+    except NothingFits as error:
+        plan, fits = error.plan, False
+    return Answer(plan=plan, fits=fits, runs=device.runs - before)

@@ -1,0 +1,1 @@
+"""What `budgets.py` draws, plans, measures and shows."""
