@@ -16,6 +16,7 @@ from vramfit.gpus import find_gpu
 from vramfit.planner.card_device import CardDevice, card_of_this_process, fraction_of
 from vramfit.planner.choosing import places
 from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.techniques.optimizer_offload import OptimizerOffloadSetting
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 
@@ -87,6 +88,20 @@ def test_pinned_memory_is_counted_and_given_back() -> None:
     assert measured.host_bytes == predicted.host_bytes
     assert measured.peak_allocated_bytes == predicted.peak_allocated_bytes
     assert after == 0
+
+
+@pytest.mark.usefixtures("fit_interpreter")
+def test_states_and_masters_on_the_host_are_counted_beside_pinned_memory() -> None:
+    workload = _plan(low_precision_training={}, optimizer_offload={}).apply(wide())
+    predicted = virtual(workload)
+    with VirtualGPU(CARD, alloc_conf="", context_bytes=CONTEXT):
+        measured = CardDevice().price(workload, dict(workload.sizes))
+    moved = [p for p in wide().model().parameters() if p.numel() >= OptimizerOffloadSetting().minimal_size]
+    # Pinned in blocks of powers of two: the parameter and the gradient in bfloat16. Beside them the master and the two
+    # averages in float32, and a counter.
+    pinned = sum(2 * (1 << (2 * p.numel() - 1).bit_length()) for p in moved)
+    assert predicted.host_bytes == pinned + sum(12 * p.numel() + 4 for p in moved)
+    assert measured.host_bytes == predicted.host_bytes
 
 
 def test_what_does_not_fit_leaves_nothing_behind(card: CardDevice) -> None:

@@ -15,7 +15,7 @@ from tests.techniques.toys import classes, numbers
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Choice, Live, Piece
+from vramfit.techniques import Choice, Live, Piece, live_of
 from vramfit.techniques.low_precision_training import LowPrecisionTraining, LowPrecisionTrainingSetting
 from vramfit.techniques.optimizer_offload import OptimizerOffload, OptimizerOffloadSetting
 from vramfit.techniques.optimizer_offload_host import HostOptimizer
@@ -241,7 +241,11 @@ def test_bytes_on_the_card_and_on_the_host(gpu: VirtualGPU, gradients: bool) -> 
     pinned = torch.cuda.host_memory_stats()["active_bytes.current"]
     assert pinned == sum(2 * (1 << (p.nbytes - 1).bit_length()) for p in large)
     assert isinstance(state.optimizer, HostOptimizer)
-    assert state.optimizer.host_bytes == sum(4 * p.nbytes + 4 for p in large)
+    live = live_of(state)
+    assert live is not None
+    assert live.pageable_bytes == sum(2 * p.nbytes + 4 for p in large)
+    live.undo()
+    assert live.pageable_bytes == 0
     now, most = held(gpu, Category.GRADIENTS)
     assert now == 0
     if not gradients:
@@ -321,9 +325,9 @@ def test_masters_cost_nothing_of_the_card(gpu: VirtualGPU) -> None:
     optimizer = live.optimizer
     assert isinstance(optimizer, HostOptimizer)
     elements = sum(p.numel() for p in live.model.parameters() if p.numel() >= MOST.minimal_size)
-    # Parameter and gradient in bfloat16, a master and two states in float32; a counter of 4 bytes for each parameter.
+    # A master and two states in float32, and a counter of 4 bytes for each parameter; the rest is pinned.
     offloaded = sum(p.numel() >= MOST.minimal_size for p in live.model.parameters())
-    assert optimizer.host_bytes == elements * (2 + 2 + 4 + 8) + 4 * offloaded
+    assert live.pageable_bytes == elements * (4 + 8) + 4 * offloaded
 
 
 def test_states_of_16_bits_on_the_host_are_refused(gpu: VirtualGPU) -> None:

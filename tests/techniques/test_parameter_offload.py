@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Live, Numerics, Profile
+from vramfit.techniques import Live, Numerics, Profile, live_of
 from vramfit.techniques.activation_compression import (
     ActivationCompression,
     ActivationCompressionSetting,
@@ -444,6 +444,9 @@ def test_parameters_gradients_and_states_leave_the_card(gpu: VirtualGPU) -> None
     assert workspace < block  # nothing of the model, only what cuBLAS keeps
     assert {p.device.type for p in state.model.parameters()} == {"cpu"}
     assert gpu.run.host_pinned_peak_bytes == 2 * 6 * block
+    live = live_of(state)
+    assert live is not None
+    assert live.pageable_bytes == 6 * (2 * block + 4), "two averages and a counter for each parameter"
     torch.cuda.reset_peak_memory_stats()
     workload.run_step(state, plain.sizes)
     activation = 1024 * 4096 * 4

@@ -17,6 +17,7 @@ from vramfit.errors import UsageError, VramfitError
 from vramfit.gpus import find_gpu
 from vramfit.planner.observing import Observation, Observer
 from vramfit.planner.price import Price
+from vramfit.planner.profiling import profile_of
 from vramfit.techniques import Live, Profile, live_of
 from vramfit.workload import Batch, State, Workload
 
@@ -70,6 +71,7 @@ class CardDevice:
         self.host_bytes = host_bytes
         self.left_bytes = 0
         self._others_bytes = others_bytes
+        self._pageable_bytes = 0  # of the host, as techniques held them at the end of the last run
         self._clear()
 
     @property
@@ -124,12 +126,11 @@ class CardDevice:
             with observer.watching():
                 run.run_step(state, sizes)
         observation = observer.observation()
-        profile = Profile(
-            model=state.model,
-            optimizer=state.optimizer,
-            sizes=dict(sizes),
-            trains=workload.trains,
-            own_step=workload.step is not None,
+        profile = profile_of(
+            workload,
+            state,
+            sizes,
+            observation,
             device_type="cuda",
             capability=torch.cuda.get_device_capability(self.index),
             total_bytes=self.total_bytes,
@@ -138,12 +139,8 @@ class CardDevice:
             peak_reserved_bytes=torch.cuda.max_memory_reserved(self.index),
             setup_bytes=setup,
             outside_bytes=self.outside_bytes,
-            step_seconds=observation.seconds,
-            step_flops=observation.flops,
-            categories={},
-            logits_bytes=observation.logits_bytes,
-            blocks=observation.blocks,
             link_bytes_per_second=_link_of(self.name),
+            host_peak_bytes=self._host_peak_bytes,
         )
         return profile, observation
 
@@ -181,10 +178,15 @@ class CardDevice:
             live += [found] if (found := live_of(state)) is not None else []
             yield workload, state
         finally:
+            self._pageable_bytes = sum(one.pageable_bytes for one in live)
             # What techniques changed beyond the model (TF32, the allocator) must not reach the next run.
             with suppress(torch.OutOfMemoryError):
                 for one in live:
                     one.undo()
+
+    @property
+    def _host_peak_bytes(self) -> int:
+        return int(torch.cuda.host_memory_stats()["allocated_bytes.peak"]) + self._pageable_bytes
 
     def _price(self, *, seconds: float = 0.0, oom: str = "") -> Price:
         """What the run that just ended took, by torch's own figures."""
@@ -195,7 +197,7 @@ class CardDevice:
             peak_allocated_bytes=int(stats["allocated_bytes.all.peak"]),
             peak_reserved_bytes=int(stats["reserved_bytes.all.peak"]),
             outside_bytes=self.outside_bytes,
-            host_bytes=int(torch.cuda.host_memory_stats()["allocated_bytes.peak"]),
+            host_bytes=self._host_peak_bytes,
             step_seconds=seconds,
             oom=oom,
         )

@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from vramfit.planner.observing import Estimate, FlopMode, Observation, Observer, tensors_of
 from vramfit.planner.price import Price
+from vramfit.planner.profiling import profile_of
 from vramfit.planner.summing import measure_counts
 from vramfit.techniques import Profile, live_of
 from vramfit.workload import State, Workload
@@ -93,22 +94,16 @@ class CpuDevice:
                 workload.run_step(state, sizes)
         observation = observer.observation()
         peak = max(counter.peaks())
-        found = Profile(
-            model=state.model,
-            optimizer=state.optimizer,
-            sizes=dict(sizes),
-            trains=workload.trains,
-            own_step=workload.step is not None,
+        found = profile_of(
+            workload,
+            state,
+            sizes,
+            observation,
             device_type="cpu",
             capability=(0, 0),
             total_bytes=self.total_bytes,
             peak_allocated_bytes=peak,
             peak_reserved_bytes=peak,
-            step_seconds=observation.seconds,
-            step_flops=observation.flops,
-            categories={},
-            logits_bytes=observation.logits_bytes,
-            blocks=observation.blocks,
         )
         return found, observation
 

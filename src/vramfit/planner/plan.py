@@ -23,7 +23,7 @@ class Figures:
         peak_allocated_bytes: most bytes that tensors hold at once.
         peak_reserved_bytes: most bytes that torch's allocator holds.
         total_bytes: what the device has to have: reserved, and the CUDA context.
-        host_bytes: pinned memory of the host.
+        host_bytes: most that was pinned on the host, and what else techniques hold there.
         step_seconds: estimated; 0 where it did not come to the end of a step.
         step_flops: of a step; 0 where nobody counted them.
     """

@@ -24,7 +24,7 @@ class Price:
         peak_allocated_bytes: most bytes that tensors held at once, from the start of the model on.
         peak_reserved_bytes: most bytes that torch's allocator held; on the CPU the same as allocated.
         outside_bytes: memory of the device outside torch: the CUDA context.
-        host_bytes: most bytes that the program held on the host for the device, pinned ones included.
+        host_bytes: most bytes that were pinned on the host, and what else techniques hold there.
         step_seconds: of the last step.
         step_flops: of the last step.
         oom: the message of the request that failed, or empty.

@@ -13,6 +13,7 @@ from vramfit.errors import VramfitError
 from vramfit.gpus import GpuSpec
 from vramfit.planner.observing import Observation, Observer
 from vramfit.planner.price import Price
+from vramfit.planner.profiling import profile_of
 from vramfit.techniques import Live, Profile, live_of
 from vramfit.trace import Run
 from vramfit.virtual.gpu import VirtualGPU
@@ -62,14 +63,14 @@ class VirtualDevice:
                     began[0] = _seconds(gpu)
                 workload.run_step(state, sizes)
 
-        run, failed = self._run(workload, work, budget)
+        run, host_bytes, failed = self._run(workload, work, budget)
         outcome = run.devices[0]
         return Price(
             fits=not failed,
             peak_allocated_bytes=outcome.peak_allocated_bytes,
             peak_reserved_bytes=outcome.peak_reserved_bytes,
             outside_bytes=outcome.context_bytes,
-            host_bytes=run.host_pinned_peak_bytes,
+            host_bytes=host_bytes,
             step_seconds=0.0 if failed else run.seconds_simulated - began[0],
             oom=run.oom.message if failed and run.oom is not None else "",
         )
@@ -94,15 +95,14 @@ class VirtualDevice:
                 workload.run_step(state, sizes)
             found.append((state, observer.observation()))
 
-        run, _ = self._run(workload, work, None)
+        run, host_bytes, _ = self._run(workload, work, None)
         state, observation = found[0]
         outcome = run.devices[0]
-        profile = Profile(
-            model=state.model,
-            optimizer=state.optimizer,
-            sizes=dict(sizes),
-            trains=workload.trains,
-            own_step=workload.step is not None,
+        profile = profile_of(
+            workload,
+            state,
+            sizes,
+            observation,
             device_type="cuda",
             capability=self.spec.compute_capability,
             total_bytes=self.spec.total_bytes,
@@ -111,26 +111,27 @@ class VirtualDevice:
             peak_reserved_bytes=outcome.peak_reserved_bytes,
             setup_bytes=setup[0],
             outside_bytes=outcome.context_bytes,
-            step_seconds=observation.seconds,
-            step_flops=observation.flops,
             categories=_categories(run),
-            logits_bytes=observation.logits_bytes,
-            blocks=observation.blocks,
             link_bytes_per_second=self.spec.host_link,
-            host_peak_bytes=run.host_pinned_peak_bytes,
+            host_peak_bytes=host_bytes,
         )
         return profile, observation
 
     def _run(
         self, workload: Workload, work: Callable[[VirtualGPU, State], None], budget: int | None
-    ) -> tuple[Run, bool]:
-        """Start a workload and let `work` have its state; what happened, and whether the card was too small."""
+    ) -> tuple[Run, int, bool]:
+        """Start a workload and let `work` have its state.
+
+        Returns:
+            what happened, the bytes that were taken of the host, and whether the card was too small.
+        """
         total = _ENDLESS if budget is None else budget
         # The card's own figures stay those of its kind: the context does not shrink with the budget.
         spec = replace(self.spec, total_bytes=total, context_bytes=self.spec.typical_context_bytes)
         gpu = VirtualGPU(spec, alloc_conf=self._alloc_conf)
         live: list[Live] = []
         ran: list[Run] = []
+        pageable = 0
         try:
             with gpu:
                 try:
@@ -139,6 +140,7 @@ class VirtualDevice:
                     work(gpu, state)
                 finally:
                     ran.append(gpu.run)
+                    pageable = sum(one.pageable_bytes for one in live)
                     # What techniques changed beyond the model (TF32, the allocator) must not reach the next run. What
                     # undoing does to memory counts no more, nor whether there is enough of it.
                     with suppress(torch.OutOfMemoryError):
@@ -147,10 +149,10 @@ class VirtualDevice:
         except torch.OutOfMemoryError as error:
             if ran[0].oom is None:
                 raise VramfitError(f"the workload ran out of memory outside the card: {error}") from error
-            return ran[0], True
+            return ran[0], ran[0].host_pinned_peak_bytes + pageable, True
         finally:
             gc.collect()  # a model is full of cycles, and the next run wants its memory
-        return ran[0], False
+        return ran[0], ran[0].host_pinned_peak_bytes + pageable, False
 
 
 def _seconds(gpu: VirtualGPU) -> float:

@@ -77,6 +77,7 @@ class Live:
             elsewhere brings them to the parameters.
         before_step: called before the optimizer steps, after gradients are unscaled.
         after_step: called after the optimizer stepped and the gradients went.
+        pageable: each tells the tensors that a technique keeps on the host without pinning them, beside a card.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Live:
         self.gathering: list[Callable[[], None]] = []
         self.before_step: list[Callable[[], None]] = []
         self.after_step: list[Callable[[], None]] = []
+        self.pageable: list[Callable[[], Iterable[torch.Tensor]]] = []
         self._undo: list[Callable[[], None]] = []
         self._attaching: Phase | None = None
         self._later: list[tuple[Phase, Callable[[], None]]] = []
@@ -158,6 +160,18 @@ class Live:
             action()
         else:
             self._later.append((phase, action))
+
+    @property
+    def pageable_bytes(self) -> int:
+        """Bytes that techniques keep on the host without pinning them."""
+        return sum(
+            tensor.nbytes for tell in self.pageable for tensor in tell() if tensor.device.type == "cpu"
+        )
+
+    def keep_pageable(self, tell: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Count the tensors that `tell` gives, as far as they are on the host, until the undo."""
+        self.pageable.append(tell)
+        self.on_undo(lambda: self.pageable.remove(tell))
 
     def on_undo(self, action: Callable[[], None]) -> None:
         """Call `action` when everything is undone, the latest first."""

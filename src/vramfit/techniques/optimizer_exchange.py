@@ -127,6 +127,12 @@ def parameters_of(optimizer: Optimizer | None) -> list[nn.Parameter]:
     return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def state_tensors(optimizer: Optimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
+    """What an optimizer keeps of a parameter between steps, its counter too."""
+    states: dict[str, Any] = optimizer.state.get(parameter) or {}
+    return [value for value in states.values() if isinstance(value, torch.Tensor)]
+
+
 def carried_groups(old: Optimizer, names: Iterable[str], *, ratio: float = 1.0) -> list[dict[str, Any]]:
     """The groups for a new optimizer: the same parameters with those hyperparameters that it knows.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from vramfit.techniques.optimizer_exchange import (
     is_separable,
     others_excluded,
     parameters_of,
+    state_tensors,
 )
 from vramfit.techniques.optimizer_kernel import (
     Implementation,
@@ -118,6 +119,7 @@ class OptimizerOffload(Technique[OptimizerOffloadSetting]):
 
         exchange(live, host)
         live.on_undo(lambda: host.give_back(old))
+        live.keep_pageable(host.pageable)
         live.after(Phase.STEP, check)
         live.before_step.append(check)
         live.on_undo(lambda: live.before_step.remove(check))
@@ -162,10 +164,8 @@ def _scaled() -> UsageError:
 
 def _state_bytes(optimizer: Optimizer, parameter: torch.Tensor) -> int:
     """Bytes of a parameter's states; before the first step what its optimizer will make."""
-    states: dict[str, Any] = optimizer.state.get(parameter) or {}
-    known = [value for value in states.values() if isinstance(value, torch.Tensor) and value.numel() > 1]
-    if known or states:
-        return sum(value.nbytes for value in known)
+    if optimizer.state.get(parameter):
+        return sum(value.nbytes for value in state_tensors(optimizer, parameter) if value.numel() > 1)
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     if isinstance(optimizer, torch.optim.SGD):
         return parameter.nbytes if group["momentum"] else 0

@@ -15,7 +15,7 @@ Checkpoints have what bfloat16 loses as those of low-precision-training on the c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import nn
 
 from vramfit.techniques.low_precision_training.rounding import REMAINDERS, join_, lost_bits
 from vramfit.techniques.low_precision_training.steps import Float32Steps
-from vramfit.techniques.optimizer_exchange import Optimizer, parameters_of
+from vramfit.techniques.optimizer_exchange import Optimizer, parameters_of, state_tensors
 from vramfit.techniques.optimizer_kernel import fused_refused, place_counters
 
 _NOT_SHARED = ("params", "param_names", "foreach", "fused", "capturable", "initial_lr")
@@ -61,19 +61,11 @@ class HostOptimizer(torch.optim.Optimizer):
         self._remainders: dict[torch.Tensor, torch.Tensor] = {}  # of parameters that stay on the card
         self._handles: list[Any] = []
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory of parameters, gradients and states."""
-        inner = self._inner
-        copies = sum(host.nbytes + host.grad.nbytes for host in inner.param_d2h_map.values())
-        copies += sum(master.nbytes for master in self._masters.values())
-        states = sum(
-            value.nbytes
-            for parameter in inner.param_d2h_map
-            for value in self.state.get(parameter, {}).values()
-            if isinstance(value, torch.Tensor)
-        )
-        return int(copies + states)
+    def pageable(self) -> Iterator[torch.Tensor]:
+        """Masters and states on the host; parameters and gradients there are pinned."""
+        yield from self._masters.values()
+        for parameter in self._inner.param_d2h_map:
+            yield from state_tensors(self, parameter)
 
     # -- torch's interface -----------------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ class Profile:
         logits_bytes: the input of the loss's cross-entropy, 0 where the model has none.
         blocks: parts of the model in the order in which they run.
         link_bytes_per_second: between the host's pinned memory and the card.
-        host_peak_bytes: most bytes that the program pinned on the host.
+        host_peak_bytes: most bytes that were pinned on the host, and what else techniques hold there.
     """
 
     model: nn.Module

@@ -217,6 +217,7 @@ def _take_over(live: Live, setting: LowPrecisionTrainingSetting, casts: Casts) -
     if setting.master is Master.STOCHASTIC_ROUNDING and hasattr(optimizer, _AO_ROUNDING):
         live.set(optimizer, _AO_ROUNDING, True)
         return
+    live.keep_pageable(casts.remainders.values)
     kept = casts.remainders if setting.master is Master.FLOAT32 else None
     steps = Float32Steps(kept, half_states=half_states)
     for handle in (

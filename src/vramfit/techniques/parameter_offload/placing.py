@@ -10,6 +10,7 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.techniques.live import Live
+from vramfit.techniques.optimizer_exchange import state_tensors
 from vramfit.techniques.parameter_offload.depot import Depot
 
 
@@ -49,6 +50,7 @@ def settle_optimizer(live: Live, away: dict[int, nn.Parameter], keeping: Depot |
     if optimizer is not None:
         _move_state(optimizer, away, torch.device("cpu"))
         live.on_undo(lambda: _move_state(optimizer, away, live.device))
+        live.keep_pageable(lambda: [one for p in away.values() for one in state_tensors(optimizer, p)])
     if keeping is None:
         return
     live.gathering.append(keeping.gradients.gather)
