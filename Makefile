@@ -31,6 +31,9 @@ $(shell rm -f $(STAMP))
 endif
 endif
 
+# The tests start hundreds of interpreters: each is to find its modules compiled, and to leave the other cores alone.
+QUICK := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1
+
 .DEFAULT_GOAL := help
 .PHONY: help env browser demo test lint bench clean
 
@@ -108,7 +111,7 @@ browser:
 
 test: lint
 	@echo "== pytest: all tests, in $(JOBS) processes"
-	@$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	@$(QUICK) $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
 bench: $(STAMP)
 	@set -e; for benchmark in $(BENCHMARKS); do \

@@ -45,6 +45,21 @@ def test_a_plan_that_rounds_stays_within_its_bound_and_is_not_equal() -> None:
     assert losses.passes
 
 
+def test_switches_of_the_process_are_put_back() -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    workload = all_toys()["mlp"]
+    seen: list[str] = []
+    compare(
+        workload,
+        _plan(tf32={}),
+        workload.sizes,
+        steps=2,
+        progress=lambda _text: seen.append(torch.backends.cuda.matmul.fp32_precision),
+    )
+    assert set(seen) == {"tf32"}
+    assert torch.backends.cuda.matmul.fp32_precision == before != "tf32"
+
+
 def test_lower_precision_is_judged_by_its_own_bound() -> None:
     workload = all_toys()["language-untied"]
     gradients, losses, _ = compare(

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,27 +195,25 @@ def compare(
         seconds: after which no further step is begun; at least two are taken.
         progress: told what is done.
     """
-    notes: list[str] = []
     same_draws = all(choice.name != "micro-batching" for choice in plan.choices)
     first = _Training(workload, sizes, random=same_draws)
-    second = _Training(plan.apply(workload), sizes, random=same_draws)
-    if not same_draws and first.silenced:
-        notes.append(
-            "dropout was off for the comparison: micro-batches draw other random numbers than the whole batch"
-        )
-    began = time.perf_counter()
-    progress("gradients")
-    dtypes = {name: parameter.dtype for name, parameter in first.state.model.named_parameters()}
-    plain, planned = first.gradients(), second.gradients()
-    gradients = judge_gradients(plain, planned, plan.numerics, dtypes)
-    del plain, planned
-    for number in range(1, steps):
-        if number >= 2 and time.perf_counter() - began > seconds:
-            notes.append(f"the loss curve ends after {number} steps: more would take too long here")
-            break
-        progress(f"step {number + 1} of {steps}")
-        first.step(number)
-        second.step(number)
+    with closing(_Training(plan.apply(workload), sizes, random=same_draws)) as second:
+        notes: list[str] = []
+        if not same_draws and first.silenced:
+            notes.append(
+                "dropout was off for the comparison: micro-batches draw other random numbers than the whole batch"
+            )
+        began = time.perf_counter()
+        progress("gradients")
+        dtypes = {name: parameter.dtype for name, parameter in first.state.model.named_parameters()}
+        gradients = judge_gradients(first.gradients(), second.gradients(), plan.numerics, dtypes)
+        for number in range(1, steps):
+            if number >= 2 and time.perf_counter() - began > seconds:
+                notes.append(f"the loss curve ends after {number} steps: more would take too long here")
+                break
+            progress(f"step {number + 1} of {steps}")
+            first.step(number)
+            second.step(number)
     return gradients, judge_losses(first.losses, second.losses, plan.numerics), tuple(notes)
 
 
@@ -250,6 +249,11 @@ class _Training:
                 break
             del self.losses[taken:]
         return {name: value / scale for name, value in found.items()} if scale != 1.0 else found
+
+    def close(self) -> None:
+        """Undo what techniques changed beyond the model: TF32 is the process's."""
+        if (live := live_of(self.state)) is not None:
+            live.undo()
 
     def _first_step(self) -> tuple[float, dict[str, torch.Tensor]]:
         found: dict[str, torch.Tensor] = {}
