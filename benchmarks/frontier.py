@@ -191,7 +191,9 @@ def main(arguments: list[str] | None = None) -> int:
         except KeyboardInterrupt:
             console.print("stopped; run again to go on")
     if not solver_is_here():
-        console.print("Auto-SAC is left out: it needs pulp and pwlf (pip install 'vramfit[frontier]')", markup=False)
+        console.print(
+            "Auto-SAC is left out: it needs pulp and pwlf (pip install 'vramfit[frontier]')", markup=False
+        )
     judged = [table.judge(subject, kept.of(subject.name), missing_rows(subject, kept)) for subject in wanted]
     for one in judged:
         table.show(one, console)
