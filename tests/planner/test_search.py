@@ -15,7 +15,8 @@ from vramfit.planner.growing import grown_size, search_for
 from vramfit.planner.request import MEMORY, Request
 from vramfit.planner.search import Search
 from vramfit.planner.virtual_device import VirtualDevice
-from vramfit.techniques import Numerics
+from vramfit.techniques import Choice, Numerics, find_technique
+from vramfit.techniques.low_precision_training import LowPrecisionTrainingSetting
 from vramfit.workload import Workload
 
 MIB = 1 << 20
@@ -81,6 +82,21 @@ def test_techniques_that_fit_only_together_are_found() -> None:
     priced = _device().price(plan.apply(asked), dict(asked.sizes), request.limit)
     assert priced.fits
     assert priced.figures == plan.after
+
+
+def test_a_search_goes_on_from_techniques_that_it_begins_with() -> None:
+    start = Choice(technique=find_technique("low-precision-training"), setting=LowPrecisionTrainingSetting())
+    request = _request(
+        workload(256, 1 << 15),
+        1 << 30,
+        objective=MEMORY,
+        numerics=Numerics.PRECISION,
+        allowed=frozenset({"low-precision-training", "optimizer-kernel"}),
+    )
+    search = Search(device=_device(), request=request, start=(start,))
+    best = search.best()
+    assert "low-precision-training" in {choice.name for choice in best.frame.choices}
+    assert any(len(frame.choices) > 1 and start in frame.choices for frame in search.seen())
 
 
 def test_a_size_is_made_as_large_as_fits() -> None:

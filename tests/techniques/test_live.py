@@ -246,3 +246,18 @@ def test_without_a_loss_the_forward_pass_is_surrounded() -> None:
     state.model.register_forward_hook(lambda *_: Marks.seen.append(f"forward {torch.is_grad_enabled()}"))
     assert applied.run_step(state, applied.sizes) is None
     assert Marks.seen == ["in", "forward False", "out"]
+
+
+def test_all_is_undone_where_something_cannot_be() -> None:
+    live, undone = Live(nn.Linear(2, 2), None), []
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("no room to come back to")
+
+    for action in (lambda: undone.append("first"), fail, lambda: undone.append("last")):
+        live.on_undo(action)
+    with pytest.raises(torch.OutOfMemoryError):
+        live.undo()
+    assert undone == ["last", "first"]
+    live.undo()
+    assert undone == ["last", "first"]

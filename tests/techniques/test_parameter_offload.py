@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -546,3 +547,20 @@ def test_a_model_that_is_on_the_card_goes_and_comes_back(gpu: VirtualGPU) -> Non
     gc.collect()
     assert torch.cuda.memory_allocated() == before
     assert {p.device.type for p in state.model.parameters()} == {"cuda"}
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_after_running_out_no_copy_waits_for_a_card_that_has_gone() -> None:
+    plain = _wide(6)
+    offloaded = ParameterOffload().apply(plain, ParameterOffloadSetting(modules=tuple(map(str, range(6)))))
+    with VirtualGPU("512MiB", context_bytes=256 << 20) as gpu:
+        state = offloaded.start("cuda")
+        live = live_of(state)
+        assert live is not None
+        with pytest.raises(torch.OutOfMemoryError):
+            offloaded.run_step(state, plain.sizes)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            live.undo()
+    assert gpu.run.oom is not None
+    del state, live
+    gc.collect()

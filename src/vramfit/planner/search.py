@@ -86,6 +86,7 @@ class Search:
     def __post_init__(self) -> None:
         """Nothing was run yet."""
         self._frames = Frames(device=self.device, request=self.request, progress=self.progress)
+        self._choices.update((choice_key(choice), choice) for choice in self.start)
 
     def plan(self) -> Plan:
         """The best plan.

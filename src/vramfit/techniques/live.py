@@ -101,7 +101,7 @@ class Live:
         self.before_step: list[Callable[[], None]] = []
         self.after_step: list[Callable[[], None]] = []
         self.pageable: list[Callable[[], Iterable[torch.Tensor]]] = []
-        self._undo: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()
         self._attaching: Phase | None = None
         self._later: list[tuple[Phase, Callable[[], None]]] = []
         self._weight: float | torch.Tensor = 1.0
@@ -174,16 +174,15 @@ class Live:
         self.on_undo(lambda: self.pageable.remove(tell))
 
     def on_undo(self, action: Callable[[], None]) -> None:
-        """Call `action` when everything is undone, the latest first."""
-        self._undo.append(action)
+        """Call `action` when everything is undone, the latest first, also where one before it fails."""
+        self._undo.callback(action)
 
     def undo(self) -> None:
         """Leave the model as it was before, its values as they are now.
 
         The optimizer that was exchanged is back in `optimizer`, with its own state.
         """
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     # -- the loop ------------------------------------------------------------------------------------------------
 

@@ -214,6 +214,11 @@ class Depot:
             known.leave()
         self.gradients.finish()
 
+    def close(self) -> None:
+        """Drop all copies: there may be no card any more when these objects go."""
+        for known in self._known.values():
+            known.leave()
+
     def take(self, visitors: Visitors) -> WeightTaker:
         """What recognises the weights of a block among the tensors that autograd saves."""
         return WeightTaker(visitors)

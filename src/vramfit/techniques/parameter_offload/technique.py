@@ -124,6 +124,7 @@ class ParameterOffload(Technique[ParameterOffloadSetting]):
         for index, (block, names) in enumerate(blocks):
             live.surround(block, Visited(depot, index, names))
             depot.visitors(index, block, names)
+        live.on_undo(depot.close)
         live.after(Phase.OPTIMIZER, lambda: settle_optimizer(live, away, depot if keeps else None))
 
 
