@@ -101,6 +101,35 @@ def test_what_was_rebound_twice_is_bound_back_to_the_first(module: ModuleType):
     assert module.copied is module.imported_between is module.imported_last is first
 
 
+def test_what_is_rebound_together_is_looked_for_once(module: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    from vramfit.programs import patching
+
+    sweeps, sweep = [], patching._swap_names
+    monkeypatch.setattr(patching, "_swap_names", lambda pairs: sweeps.append(pairs) or sweep(pairs))
+    first, second, third, fourth, other, another = (object() for _ in range(6))
+    module.copied, module.other = first, other
+    with PatchStack() as patches:
+        with patches.together():
+            assert patches.rebind([(first, second)]) == 0
+            assert patches.rebind([(other, another), (second, third)]) == 0
+            assert module.copied is first
+        assert (module.copied, module.other) == (third, another)
+        assert len(sweeps) == 1
+        assert patches.rebind([(third, fourth)]) == 1
+    assert (module.copied, module.other) == (first, other)
+
+
+def test_nothing_is_rebound_where_the_block_fails(module: ModuleType):
+    old, new = object(), object()
+    module.copied = old
+    with PatchStack() as patches:
+        with pytest.raises(ZeroDivisionError), patches.together():
+            patches.rebind([(old, new)])
+            raise ZeroDivisionError
+        assert module.copied is old
+        assert patches.rebind([(old, new)]) == 1
+
+
 def test_rebind_leaves_our_own_modules_alone():
     from vramfit.programs import patching
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -29,6 +30,7 @@ class PatchStack:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
         self._rebound: list[tuple[object, object]] = []
+        self._waiting: list[tuple[object, object]] | None = None
 
     def __len__(self) -> int:
         """Number of steps that `undo` would take."""
@@ -97,27 +99,33 @@ class PatchStack:
             pairs: (old, new) objects; the old ones are found by identity.
 
         Returns:
-            How many names were rebound.
+            How many names were rebound; 0 inside `together`.
         """
         found = list(pairs)
         # A module that is imported while the patch stands binds the new objects by itself, so the undo looks
         # through all modules again: once for all that was rebound, since names are found by identity in any order.
         self._rebound += [(new, old) for old, new in found]
         self.call(self._bind_back)
+        if self._waiting is not None:
+            self._waiting += found
+            return 0
         return _swap_names(found)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Look through all modules once, at the end, for everything that is to be rebound in the block."""
+        waiting: list[tuple[object, object]] = []
+        self._waiting = waiting
+        try:
+            yield
+        finally:
+            self._waiting = None
+        _swap_names(_followed(waiting))
 
     def _bind_back(self) -> None:
         back, self._rebound = self._rebound, []
-        if not back:
-            return
-        first = {id(new): old for new, old in back}
-
-        def origin(obj: object) -> object:
-            while id(obj) in first:
-                obj = first[id(obj)]
-            return obj
-
-        _swap_names([(new, origin(old)) for new, old in back])
+        if back:
+            _swap_names(_followed(back))
 
     def undo(self) -> None:
         """Undo everything, last first. Idempotent; an undo that fails does not keep the others from running.
@@ -144,6 +152,18 @@ class PatchStack:
     ) -> None:
         """Undo everything, whatever happened in the block."""
         self.undo()
+
+
+def _followed(pairs: list[tuple[object, object]]) -> list[tuple[object, object]]:
+    """Pairs whose second object is the last that comes of the first: what one gives another may replace."""
+    following = {id(one): other for one, other in pairs}
+
+    def last(obj: object) -> object:
+        while id(obj) in following:
+            obj = following[id(obj)]
+        return obj
+
+    return [(one, last(other)) for one, other in pairs]
 
 
 def _swap_names(pairs: list[tuple[object, object]]) -> int:

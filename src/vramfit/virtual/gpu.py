@@ -122,8 +122,9 @@ class VirtualGPU:
         self.mode.exclusive_counts = exclusive_counts()
         self._started = time.perf_counter()
         try:
-            facade.install(self._machine, self._patches)
-            program.install(self.mode, self._patches)
+            with self._patches.together():
+                facade.install(self._machine, self._patches)
+                program.install(self.mode, self._patches)
             self._machine.hooks.snapshot_provider = self._snapshot
             self._machine.hooks.collect = self.meter.collect
             self._machine.hooks.on_set_device = build_shim.set_current_device

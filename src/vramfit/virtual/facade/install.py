@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from types import ModuleType
+from functools import cache
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -90,10 +91,14 @@ def _replaced(name: str, new: Any) -> Pairs:
     return [] if old is None else [(old, new)]
 
 
+@cache
+def _code(module: ModuleType) -> CodeType:
+    return compile(inspect.getsource(module), str(module.__file__), "exec")
+
+
 def _made_anew(module: ModuleType, names: Sequence[str]) -> Pairs:
     """Run a module's source once more, apart from it; gives its old and new objects of these names."""
     fresh = ModuleType(module.__name__)
     fresh.__dict__.update(__package__=module.__package__, __file__=module.__file__)
-    code = compile(inspect.getsource(module), str(module.__file__), "exec")
-    exec(code, fresh.__dict__)
+    exec(_code(module), fresh.__dict__)
     return [(vars(module)[name], vars(fresh)[name]) for name in names if name in vars(module)]
