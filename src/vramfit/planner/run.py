@@ -289,32 +289,22 @@ def verify_in_child(
         )
         if gpu is not None and (found["card_here"] if card is None else card):
             measured, notes = _measured(target, space, plan, os.path.abspath(file), card, progress)
-    if not values:
-        return Verification(
-            simulated=simulated,
-            gradients=None,
-            losses=None,
-            sizes=plan.aim.sizes,
-            numerics=plan.numerics,
-            skipped="not asked for",
-            measured=measured,
-            notes=notes,
-        )
-    estimate = {"step_seconds": plan.before.step_flops / CPU_FLOPS}
-    cpu = Room(gpu=None, budget=plan.aim.budget_bytes).job()
-    found = _found(run_task(target, cpu | job | estimate | {"task": "verify-values"}, progress))
+    told: dict[str, Any] = {"sizes": plan.aim.sizes, "skipped": "not asked for"}
+    if values:
+        estimate = {"step_seconds": plan.before.step_flops / CPU_FLOPS}
+        cpu = Room(gpu=None, budget=plan.aim.budget_bytes).job()
+        told = _found(run_task(target, cpu | job | estimate | {"task": "verify-values"}, progress))
+    gradients, losses = told.get("gradients"), told.get("losses")
+    if losses is not None:
+        losses |= {name: tuple(losses[name]) for name in ("plain", "planned")}
     return Verification(
         simulated=simulated,
-        gradients=GradientCheck(**found["gradients"]) if "gradients" in found else None,
-        losses=LossCheck(
-            **found["losses"] | {name: tuple(found["losses"][name]) for name in ("plain", "planned")}
-        )
-        if "losses" in found
-        else None,
-        sizes=found["sizes"],
+        gradients=None if gradients is None else GradientCheck(**gradients),
+        losses=None if losses is None else LossCheck(**losses),
+        sizes=told["sizes"],
         numerics=plan.numerics,
-        skipped=found["skipped"],
-        notes=(*notes, *found.get("notes", ())),
+        skipped=told["skipped"],
+        notes=(*notes, *told.get("notes", ())),
         measured=measured,
     )
 
