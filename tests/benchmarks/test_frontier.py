@@ -11,12 +11,14 @@ from typing import Any
 
 import frontier
 import pytest
+import torch
 from frontier_parts import measuring, plans
 from frontier_parts.peers import Peer
 from frontier_parts.rows import Found, Kept, Row, budgeted, settings
 from frontier_parts.subjects import MIB, Subject, subjects
 from frontier_parts.table import Verdict, judge, page
 from tests.virtual.conftest import fit_interpreter
+from torch._subclasses.fake_tensor import FakeTensor
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,6 +67,13 @@ def test_arithmetic_on_fake_tensors_is_that_of_a_run(sample: Subject) -> None:
     ):
         workload = peer.applied(sample)
         assert measuring.arithmetic(workload) == measuring.arithmetic(workload, fake=False)
+
+
+def test_a_model_without_values_is_made_of_any_kind_of_weights() -> None:
+    with measuring.fake_tensors():
+        weight = torch.nn.init.trunc_normal_(torch.empty(3, 4), std=0.02)
+        assert type(weight) is FakeTensor
+        assert weight.shape == (3, 4)
 
 
 def test_a_step_computes_what_its_layers_say(sample: Subject) -> None:
