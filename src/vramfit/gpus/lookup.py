@@ -38,6 +38,7 @@ _SERIES = re.compile(r"(?<![a-z])(rtx|gtx)(?=\d|a\d)")
 _SUFFIX = re.compile(r"(?<=\d)(ti|super|laptop|mobile|max|sxm\d?|pcie|nvl|ada|d)(?![a-z0-9])")
 _PREFIX_WORDS = frozenset({"rtx", "gtx", "quadro"})
 
+_GENERIC_NAME = re.compile(r"^generic (.+) GPU$")
 _SMALLEST = 64 * MIB
 _LARGEST = 1024 * GIB
 _HOPPER_FROM = 49 * GIB
@@ -104,8 +105,8 @@ def match_gpu(text: str) -> GpuMatch:
         return GpuMatch(spec=read_card_file(Path(text), find_gpu))
     if text.startswith("-") and is_size(text[1:].lstrip()):
         raise UsageError(f"the size {text} is not positive", "Write it as 24GiB")
-    if is_size(text):
-        return GpuMatch(spec=_generic(text))
+    if is_size(size := _GENERIC_NAME.sub(r"\1", text)):  # as generic cards are called in plans and reports
+        return GpuMatch(spec=_generic(size))
     wanted = _tokens(text)
     _refuse_ambiguous(text, wanted)
     fitting = [row for row in _all_tokens() if wanted and wanted <= row[2]]

@@ -495,4 +495,7 @@ def _uniform(observation: Observation, terms: Terms) -> Iterator[tuple[int, Mapp
             and not (fate is Fate.OFFLOAD and overlaps(observation, block))
             and kept_bytes(block, Decision(fate)) < block.kept_bytes
         }
+        away = sum(block.kept_bytes for block in observation.blocks if block.path in decisions)
+        if fate is Fate.OFFLOAD and away > terms.host_bytes:
+            continue
         yield predicted_peak(observation, decisions) + window, decisions

@@ -83,26 +83,39 @@ def _entries(frames: Frames, settled: Settled, before: Figures) -> tuple[Entry, 
     entries = []
     total, seconds = before.total_bytes, before.step_seconds
     for count, choice in enumerate(choices, 1):
-        after, step = _with_these(frames, choices[:count], settled)
+        after, step = _with_these(frames, choices[:count], settled) or (total, seconds)
         entries.append(Entry(choice=choice, saves_bytes=total - after, costs_seconds=step - seconds))
         total, seconds = after, step
     return tuple(entries)
 
 
-def _with_these(frames: Frames, choices: tuple[Choice, ...], settled: Settled) -> tuple[int, float]:
-    """Bytes of the device and seconds of a step, from a run that there was already where there was one."""
+def _with_these(frames: Frames, choices: tuple[Choice, ...], settled: Settled) -> tuple[int, float] | None:
+    """Bytes of the device and seconds of a step, from a run that there was already where there was one.
+
+    None where they cannot be run.
+    """
     price: Price = settled.price
     if choices != settled.choices:
         if frames.known(key_of(choices)) and (frame := frames.look(choices)) is not None:
             return frame.profile.peak_reserved_bytes + frame.profile.outside_bytes, frame.observation.seconds
         frames.progress(f"what {choices[-1].name} does")
-        price = frames.unlimited(choices, settled.rated.frame.observation.tail_seconds)
+        try:
+            price = frames.unlimited(choices, settled.rated.frame.observation.tail_seconds)
+        except Exception:  # some do not run without those that come after them
+            return None
     return price.total_bytes, price.step_seconds
 
 
 def _nothing_fits(plan: Plan, plain: Frame) -> NothingFits:
     aim = plan.aim
     allowed = aim.budget_bytes - aim.margin_bytes
+    if plan.after.total_bytes <= allowed:
+        needed, host = format_bytes(plan.after.host_bytes), format_bytes(aim.host_budget_bytes)
+        return NothingFits(
+            f"nothing fits: the closest plan takes {needed} of the host, and {host} may be spent there",
+            "Give more with --host-budget, or forbid what is offloaded",
+            plan,
+        )
     parameters = sum(p.numel() * p.element_size() for p in plain.profile.model.parameters())
     lowest, limit = format_bytes(plan.after.total_bytes), format_bytes(allowed)
     if plain.profile.outside_bytes + parameters > allowed:

@@ -15,10 +15,10 @@ def bracket(holds: Callable[[int], bool], start: int, *, closer: int = 1) -> tup
 
     Args:
         holds: whether it does for a number; where it does for one it has to for all below.
-        start: where to begin, at least 1.
+        start: where to begin; 1 if it is less.
         closer: how far apart the two may be.
     """
-    low, high = 0, start
+    low, high = 0, max(1, start)
     while holds(high):
         low = high
         if high >= CEILING:

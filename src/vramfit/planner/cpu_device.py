@@ -13,7 +13,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -153,15 +153,18 @@ def _run(
     rates()  # what measuring them allocates is no part of a run
     measure_counts()
     gc.collect()  # what earlier runs left in cycles, freed during this one, would be missing in its bytes
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        state = workload.start("cpu")
-        counter.boundary()  # what making the model took for a moment is no part of a step
-        for _ in range(STEPS - 1):
-            workload.run_step(state, sizes)
-        yield state, counter
-    afterwards(state)
-    if (live := live_of(state)) is not None:
-        live.undo()  # what techniques changed beyond the model must not reach the next run
+    with ExitStack() as stack:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            state = workload.start("cpu")
+            if (live := live_of(state)) is not None:
+                stack.callback(
+                    live.undo
+                )  # what techniques changed beyond the model must not reach the next run
+            counter.boundary()  # what making the model took for a moment is no part of a step
+            for _ in range(STEPS - 1):
+                workload.run_step(state, sizes)
+            yield state, counter
+        afterwards(state)
     events = [
         event for event in profiler.profiler.kineto_results.events() if event.name() in (_MEMORY, _MARK)
     ]

@@ -60,10 +60,15 @@ def own_failure(error: Exception, target: str) -> dict[str, Any]:
             "code": 2,
         }
     return {
-        "message": f"{where}{type(error).__name__}: {_short(text)}",
+        "message": f"{where}{brief(error)}",
         "hint": "The workload itself fails: run one step of it on its own to see more",
         "code": 1,
     }
+
+
+def brief(error: Exception) -> str:
+    """An error's kind and the first line of its message."""
+    return f"{type(error).__name__}: {_short((str(error).splitlines() or [''])[0])}"
 
 
 def _short(text: str) -> str:

@@ -16,6 +16,7 @@ from vramfit.errors import UsageError
 from vramfit.planner import activations
 from vramfit.planner.activations import Solution, Terms
 from vramfit.planner.choosing import finer_places, places, window_bytes
+from vramfit.planner.failures import brief
 from vramfit.planner.observing import Observation
 from vramfit.planner.outlook import Outlook, outlook_of
 from vramfit.planner.pieces import LOOKED_PIECES, fewer_pieces, repeated
@@ -32,6 +33,7 @@ from vramfit.techniques import (
     with_choices,
 )
 from vramfit.techniques.applied import check_together
+from vramfit.techniques.host_lane import PINNED_ROUNDING
 from vramfit.techniques.micro_batching import MicroBatchingSetting
 
 Progress = Callable[[str], None]
@@ -109,6 +111,7 @@ class Frames:
     _frames: dict[Key, Frame | None] = field(default_factory=dict)
     _prices: dict[Key, Price] = field(default_factory=dict)
     _cutting: Cutting | None = None
+    _broken: dict[str, str] = field(default_factory=dict)
 
     def look(self, choices: tuple[Choice, ...], *, fine: bool = False) -> Frame | None:
         """The workload with some techniques, observed; None where they cannot be applied, or want too much of the host.
@@ -151,9 +154,11 @@ class Frames:
             workload = with_choices(request.workload, looked_at)
             self.runs += 1
             profile, observation = self.device.observe(workload, sizes, looked)
-        except UsageError:
+        except Exception as error:  # whatever a technique makes of a model that runs without it
             if not choices:
                 raise
+            if len(choices) == 1 and not isinstance(error, UsageError):
+                self._broken[choices[0].name] = brief(error)
             return None
         if profile.host_peak_bytes > request.host_bytes and choices:
             return None
@@ -217,7 +222,7 @@ class Frames:
         return Terms(
             recompute=checkpointing,
             offload=offload and profile.device_type == "cuda",
-            host_bytes=max(0, self.request.host_bytes - profile.host_peak_bytes),
+            host_bytes=max(0, self.request.host_bytes - profile.host_peak_bytes) // PINNED_ROUNDING,
             link_bytes_per_second=profile.link_bytes_per_second,
             window=window_bytes(observation),
             time_limit=self.request.time_limit,
@@ -250,7 +255,12 @@ class Frames:
         """What a reader of a plan with these techniques should know."""
         cut = any(isinstance(choice.setting, MicroBatchingSetting) for choice in choices)
         known = self._cutting
-        return (known.note,) if known is not None and known.note and (cut or known.reduction is None) else ()
+        found = [
+            f"{name} is left out: the workload fails with it ({why})." for name, why in self._broken.items()
+        ]
+        if known is not None and known.note and (cut or known.reduction is None):
+            found.append(known.note)
+        return tuple(found)
 
     def price(self, choices: tuple[Choice, ...], tail: float) -> Price:
         """Run choices with the budget as the device's memory, or without a limit where that does not do.
@@ -262,7 +272,14 @@ class Frames:
         key = key_of(choices)
         if key not in self._prices:
             request = self.request
-            price = self._run(choices, tail, request.limit)
+            try:
+                price = self._run(choices, tail, request.limit)
+            except Exception as error:
+                if not choices:
+                    raise
+                price = replace(self._plain_price(), fits=False, oom=brief(error))
+                self._prices[key] = price
+                return price
             if not price.fits and price.step_seconds == 0:
                 price = self.unlimited(choices, tail)
                 # It was seen not to fit, whatever it takes on a device that never has to give memory back.
@@ -272,6 +289,19 @@ class Frames:
                 price = replace(price, fits=False)
             self._prices[key] = price
         return self._prices[key]
+
+    def _plain_price(self) -> Price:
+        """What a plan is taken for that cannot be run: it saves nothing."""
+        profile = self.plain.profile
+        return Price(
+            fits=False,
+            peak_allocated_bytes=profile.peak_allocated_bytes,
+            peak_reserved_bytes=max(
+                profile.peak_reserved_bytes, self.request.limit - profile.outside_bytes + 1
+            ),
+            outside_bytes=profile.outside_bytes,
+            step_seconds=profile.step_seconds,
+        )
 
     def unlimited(self, choices: tuple[Choice, ...], tail: float) -> Price:
         """Run choices on a device that has as much memory as they take."""

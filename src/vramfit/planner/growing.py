@@ -52,7 +52,7 @@ def search_for(device: Device, request: Request, progress: Progress) -> tuple[Se
         ).plan()
     except NothingFits as error:
         lean = error.plan
-    value = _largest(device, request, name, request.sizes[name], lean, progress)
+    value = max(1, _largest(device, request, name, request.sizes[name], lean, progress))
     step = 1
     while isinstance(found := _planned(device, request, name, value, lean, progress), NothingFits):
         if value <= 1:
@@ -77,7 +77,8 @@ def _largest(device: Device, request: Request, name: str, start: int, plan: Plan
 
     def fits(value: int) -> bool:
         progress(f"{name} {value:,}")
-        return device.price(planned, {**request.sizes, name: value}, request.limit).fits
+        price = device.price(planned, {**request.sizes, name: value}, request.limit)
+        return price.fits and (not plan.entries or price.host_bytes <= request.host_bytes)
 
     return bracket(fits, start, closer=max(1, start // _CLOSE))[0]
 

@@ -190,7 +190,7 @@ def _guess(
     effects: Mapping[Part, Effect],
 ) -> Outlook | None:
     """From the largest part of a combination that was run."""
-    base = next((known for known in ordered if known <= parts), None)
+    base = next((known for known in ordered if known <= parts and parts - known <= effects.keys()), None)
     if base is None:
         return None
     outlook = seen[base]

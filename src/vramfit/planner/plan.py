@@ -59,7 +59,7 @@ class Aim:
         device: name of the card, or ``CPU``.
         budget_bytes: what the program may take of the device, the CUDA context included.
         margin_bytes: of the budget, left free on purpose.
-        host_budget_bytes: memory of the host that may be spent.
+        host_budget_bytes: memory of the host that may be spent; 0 where that was not told.
         numerics: how far results may differ.
         objective: ``throughput``, ``memory``, or a size that was made as large as possible.
         sizes: of the batch.
@@ -139,8 +139,10 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the program stays within the budget, less the margin."""
-        return self.after.total_bytes <= self.aim.budget_bytes - self.aim.margin_bytes
+        """Whether the program stays within the budget, less the margin, and its techniques within the host's."""
+        host = self.aim.host_budget_bytes
+        within_host = not host or not self.entries or self.after.host_bytes <= host
+        return within_host and self.after.total_bytes <= self.aim.budget_bytes - self.aim.margin_bytes
 
     @property
     def free_bytes(self) -> int:

@@ -59,7 +59,7 @@ def _request(workload: Workload, job: dict[str, Any]) -> Request:
         budget_bytes=job["budget"],
         margin_bytes=job["margin"],
         host_bytes=job["host_bytes"],
-        numerics=Numerics(job["numerics"]),
+        numerics=Numerics.parse(job["numerics"]),
         objective=job["objective"],
         allowed=None if job["allow"] is None else frozenset(job["allow"]),
         forbidden=frozenset(job["forbid"]),

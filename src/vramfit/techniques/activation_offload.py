@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.host_lane import CudaLane, Lane
+from vramfit.techniques.host_lane import PINNED_ROUNDING, CudaLane, Lane
 from vramfit.techniques.live import Live
 from vramfit.techniques.numerics import Numerics
 from vramfit.techniques.offload_ledger import Ledger
@@ -32,8 +32,6 @@ from vramfit.techniques.technique import Phase, Setting, Technique
 from vramfit.units import format_bytes
 
 _KIB, _MIB = 1 << 10, 1 << 20
-# torch rounds a pinned block up to a power of two (aten/src/ATen/core/CachingHostAllocator.h): at most to the double.
-_PINNED_ROUNDING = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +91,7 @@ class ActivationOffload(Technique[ActivationOffloadSetting]):
             chosen = best_blocks(blocks, count, lambda block: block.kept_bytes, profile.link_bytes_per_second)
             if (
                 not chosen
-                or _PINNED_ROUNDING * sum(b.kept_bytes * b.calls for b in chosen) > profile.host_bytes
+                or PINNED_ROUNDING * sum(b.kept_bytes * b.calls for b in chosen) > profile.host_bytes
             ):
                 return
             yield ActivationOffloadSetting(

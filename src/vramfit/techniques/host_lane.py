@@ -6,6 +6,9 @@ from typing import Any, Protocol
 
 import torch
 
+PINNED_ROUNDING = 2
+"""A pinned block is rounded up to a power of two (aten/src/ATen/core/CachingHostAllocator.h): at most to the double."""
+
 
 class Lane(Protocol):
     """Copies between a device and the host, in order with the computation of the calling thread.

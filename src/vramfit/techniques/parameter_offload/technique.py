@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from vramfit.errors import UsageError
 from vramfit.techniques.activation_offload import chosen_modules
 from vramfit.techniques.blocks import find_blocks
+from vramfit.techniques.host_lane import PINNED_ROUNDING
 from vramfit.techniques.live import Live
 from vramfit.techniques.numerics import Numerics, Promise
 from vramfit.techniques.parameter_offload.depot import Depot, Visitors
@@ -24,9 +25,6 @@ from vramfit.techniques.paying import best_blocks
 from vramfit.techniques.profile import Profile
 from vramfit.techniques.saved import packing, unseen
 from vramfit.techniques.technique import Phase, Setting, Technique
-
-# torch rounds a pinned block up to a power of two (aten/src/ATen/core/CachingHostAllocator.h): at most to the double.
-_PINNED_ROUNDING = 2
 
 
 class GradientPlace(Enum):
@@ -101,7 +99,7 @@ class ParameterOffload(Technique[ParameterOffloadSetting]):
             chosen = best_blocks(
                 blocks, count, lambda block: sizes[block.path], profile.link_bytes_per_second
             )
-            needed = 2 * _PINNED_ROUNDING * sum(sizes[block.path] for block in chosen) + states
+            needed = 2 * PINNED_ROUNDING * sum(sizes[block.path] for block in chosen) + states
             if not chosen or needed > profile.host_bytes:
                 return
             yield ParameterOffloadSetting(modules=tuple(block.path for block in chosen))
