@@ -173,6 +173,7 @@ def verify(
     plan: str | os.PathLike[str],
     *,
     workload: str | None = None,
+    gpu: str | GpuSpec | None = None,
     memory: bool = True,
     values: bool = True,
     card: bool | None = None,
@@ -186,6 +187,7 @@ def verify(
     Args:
         plan: the plan's file.
         workload: ``FILE.py:NAME``; None for the one that the plan was made for.
+        gpu: the card, where the plan's is none that vramfit knows by its name.
         memory: whether memory is looked at.
         values: whether gradients and losses are, on this machine's CPU.
         card: whether memory and time are measured on this machine's card; None does so if it is the plan's card.
@@ -201,6 +203,7 @@ def verify(
     return verify_in_child(
         Path(plan),
         target=workload,
+        gpu=find_gpu(gpu) if isinstance(gpu, str) else gpu,
         memory=memory,
         values=values,
         card=card,

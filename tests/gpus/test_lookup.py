@@ -219,6 +219,9 @@ def test_a_size_is_a_generic_card_of_a_stated_architecture(text: str, size: int,
     assert card.kind is GpuKind.GENERIC
     assert card.price is None
     assert card.aliases == ()
+    again = find_gpu(card.name)  # as a plan names it
+    assert again.name == card.name
+    assert again.total_bytes == pytest.approx(size, rel=1e-3)
 
 
 @pytest.mark.parametrize("text", ["1MiB", "5TiB", "0GiB"])

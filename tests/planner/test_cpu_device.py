@@ -6,9 +6,11 @@ import gc
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+from tests.techniques.toys import all_toys
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -16,7 +18,7 @@ from vramfit import Workload
 from vramfit.planner.activations import Decision, Fate, predicted_peak
 from vramfit.planner.choosing import activation_choices, places
 from vramfit.planner.cpu_device import CpuDevice, arithmetic_seconds_of, rates
-from vramfit.techniques import with_choices
+from vramfit.techniques import Choice, find_technique, with_choices
 
 MIB = 1 << 20
 
@@ -177,3 +179,13 @@ def test_what_earlier_runs_left_in_cycles_is_not_missing() -> None:
     finally:
         gc.enable()
     assert after.peak_allocated_bytes == alone.peak_allocated_bytes
+
+
+def test_what_a_technique_switched_on_is_off_again_after_a_failure() -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    toy = replace(all_toys()["mlp"], loss=lambda model, batch: model(batch[0]).view(-1, 7).sum())
+    tf32 = find_technique("tf32")
+    workload = with_choices(toy, (Choice(technique=tf32, setting=tf32.setting_type()),))
+    with pytest.raises(RuntimeError, match="invalid for input"):
+        CpuDevice().price(workload, dict(toy.sizes))
+    assert torch.backends.cuda.matmul.fp32_precision == before != "tf32"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -127,3 +128,30 @@ def test_a_card_that_was_not_asked_changes_nothing() -> None:
     both = with_card(found, CardCheck(card="a card", skipped="it is another one"))
     assert both.value == both.predicted == 8
     assert both.total_bytes == found.total_bytes
+
+
+def test_a_value_at_which_the_workload_fails_does_not_fit_and_is_told() -> None:
+    def need(batch: int, length: int) -> int:
+        if length > 128:
+            raise IndexError("index out of range in self")
+        return batch * length
+
+    found = search(Formula(need), 10**6, start=4, name="length")
+    assert (found.value, found.failing) == (128, 129)
+    assert found.failure == "length 129 fails: IndexError: index out of range in self"
+    with pytest.raises(IndexError):
+        search(Formula(need), 10**6, start=200, name="length")
+
+
+def test_what_techniques_take_of_the_host_is_held_to_its_budget() -> None:
+    class Offloading(Formula):
+        def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> Price:
+            return replace(super().price(workload, sizes, budget), host_bytes=10 * sizes["batch_size"])
+
+    device = Offloading(lambda batch, _: batch)
+    found = [
+        largest(device, WORKLOAD, WORKLOAD.sizes, "batch_size", 1000, host_limit=limit)  # type: ignore[arg-type]
+        for limit in (None, 500)
+    ]
+    assert [one.value for one in found] == [1000, 50]
+    assert all(one.fits == (one.value <= 50) for one in found[1].tries)

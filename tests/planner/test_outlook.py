@@ -103,3 +103,14 @@ def test_a_step_during_the_backward_pass_is_no_less_work() -> None:
     during = Effect(PLAIN, replace(PLAIN, gradients=0.0, passes=2.9, stepping=0.0))
     on_host = replace(PLAIN, passes=2.0, stepping=20.0)
     assert during.on(on_host).seconds == 2.0 + 20.0 * 0.9
+
+
+def test_a_combination_with_something_of_unknown_effect_is_no_basis_for_what_lacks_the_rest() -> None:
+    unknown: Part = ("chunked-loss", "17 rows")
+    seen = {
+        frozenset(): PLAIN,
+        frozenset({unknown}): PLAIN,
+        frozenset({HALVES, OFFLOAD}): EFFECTS[HALVES].on(EFFECTS[OFFLOAD].after),
+    }
+    found = {guess.parts for guess in guesses(seen, EFFECTS, lambda _: True, _within(20))}
+    assert frozenset({unknown, HALVES, OFFLOAD}) in found

@@ -139,3 +139,76 @@ def test_the_lowest_peak_is_that_of_a_run() -> None:
     full = _device().price(plan.apply(asked), dict(asked.sizes), None)
     assert full.figures.total_bytes == plan.after.total_bytes
     assert full.step_seconds == pytest.approx(plan.after.step_seconds, rel=0.05)
+
+
+class Flattened(nn.Module):
+    """Views what convolutions give, as it lies in memory without channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 8, 3, padding=1)
+        )
+        self.head = nn.Linear(8 * 32 * 32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.convolutions(x).view(len(x), -1))
+
+
+def test_a_technique_that_breaks_the_model_is_left_out_and_told() -> None:
+    asked = Workload(
+        model=Flattened,
+        batch=lambda batch_size: torch.ones(batch_size, 3, 32, 32),
+        sizes={"batch_size": 256},
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=adamw,
+    )
+    request = _request(asked, 1 << 30, allowed=frozenset({"channels-last", "tf32"}), entries=False)
+    plan = Search(device=_device(), request=request).plan()
+    assert "channels-last" not in {choice.name for choice in plan.choices}
+    (note,) = plan.notes
+    assert note.startswith("channels-last is left out: the workload fails with it (RuntimeError: ")
+
+
+@pytest.mark.parametrize("host", [100, 300])
+def test_what_is_offloaded_stays_within_the_hosts_budget(host: int) -> None:
+    asked = workload(1024, 4096)
+    request = replace(
+        _request(asked, 1 << 30, objective=MEMORY, allowed=frozenset({"activation-offload"}), entries=False),
+        host_bytes=host * MIB,
+    )
+    plan = Search(device=_device(), request=request).plan()
+    assert plan.fits
+    assert plan.after.host_bytes <= host * MIB
+    assert not replace(plan, aim=replace(plan.aim, host_budget_bytes=1)).fits or not plan.entries
+    if host == 300:
+        assert plan.after.host_bytes > 100 * MIB
+
+
+class Positions(nn.Module):
+    """A table of positions that ends, and says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] > 100:
+            raise ValueError(f"sequence of {x.shape[1]}, and there are 100 positions")
+        return self.layer(x)
+
+
+def test_a_size_ends_where_the_model_does() -> None:
+    asked = Workload(
+        model=Positions,
+        batch=lambda batch_size, sequence_length: torch.ones(batch_size, sequence_length, 64),
+        sizes={"batch_size": 2, "sequence_length": 16},
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=adamw,
+    )
+    request = _request(
+        asked, 1 << 30, objective="sequence", allowed=frozenset({"activation-checkpointing"}), entries=False
+    )
+    _, plan = search_for(_device(), request, lambda _text: None)
+    assert plan.aim.sizes["sequence_length"] == 100
+    assert plan.notes[-1].startswith("sequence_length 101 is too large for the workload itself (ValueError: ")

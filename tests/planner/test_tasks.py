@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from tests.planner.test_plan import _plan as _plan_file
 from tests.techniques.toys import all_toys
 from torch import nn
 
@@ -14,7 +16,7 @@ from vramfit.gpus import find_gpu
 from vramfit.planner.checking import check_workload
 from vramfit.planner.request import NothingFits, Request
 from vramfit.planner.search import Search
-from vramfit.planner.tasks import fit, sizes_of
+from vramfit.planner.tasks import fit, sizes_of, verify_values
 from vramfit.planner.virtual_device import VirtualDevice
 from vramfit.workload import Workload
 
@@ -81,3 +83,27 @@ def test_a_budget_below_the_parameters_says_so() -> None:
         _plan(model, context + 20 * MIB, "activation-checkpointing")
     assert raised.value.exit_code == 3
     assert raised.value.plan.after.total_bytes > context + 32 * MIB
+
+
+def test_nothing_is_said_to_be_equal_where_nothing_was_compared(tmp_path: Path) -> None:
+    toy = replace(
+        all_toys()["mlp"], batch=lambda batch_size: torch.ones(batch_size, 16), loss=None, optimizer=None
+    )
+    plan = _plan_file(channels_last={})
+    file = tmp_path / "plan.toml"
+    replace(plan, entries=(), aim=replace(plan.aim, sizes=dict(toy.sizes))).save(file)
+    job = {
+        "plan": str(file),
+        "sizes": {},
+        "steps": 2,
+        "seconds": 5.0,
+        "step_seconds": 1e-3,
+        "host_bytes": 1 << 33,
+    }
+    found = verify_values(toy, _device(), job, lambda _text: None)
+    assert "gradients" not in found
+    assert "losses" not in found
+    assert found["notes"] == [
+        "no gradients were compared: no parameter had one",
+        "no losses were compared: the workload's steps give none",
+    ]

@@ -18,6 +18,12 @@ def verify_command(
         str | None,
         typer.Option(metavar="FILE.py:WORKLOAD", help="The workload.", show_default="the plan's own"),
     ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="The card, such as a file that describes one.", show_default="the plan's own"
+        ),
+    ] = None,
     memory: Annotated[bool, typer.Option(help="Run it before and after on the virtual GPU.")] = True,
     values: Annotated[bool, typer.Option(help="Compare gradients and losses on this CPU.")] = True,
     card: OnCard = None,
@@ -41,11 +47,13 @@ def verify_command(
 
         check_writable(json)
     with showing() as progress:
+        from vramfit.gpus import find_gpu
         from vramfit.planner.run import verify_in_child
 
         found = verify_in_child(
             plan,
             target=workload,
+            gpu=None if gpu is None else find_gpu(gpu),
             memory=memory,
             values=values,
             card=card,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from vramfit.planner.bracketing import CEILING, bisected, bracket
+from vramfit.planner.failures import brief
 from vramfit.planner.price import Device, Price
 from vramfit.workload import Workload
 
@@ -66,6 +67,8 @@ class Largest:
         tries: all runs, in order; none of those on a card.
         least_bytes: what 1 would take of a device without end, where not even that fits; else 0.
         predicted: what the virtual GPU says is the largest; another value than `value` if a card disagreed.
+        failure: what went wrong at the smallest value above the usual one at which the workload itself failed; empty
+            if it never did. Such a value does not fit.
         card: what the card said; None where it was not asked. `value`, `total_bytes` and `step_seconds` are its own
             then.
     """
@@ -81,6 +84,7 @@ class Largest:
     least_bytes: int = 0
     predicted: int = 0
     card: CardCheck | None = None
+    failure: str = ""
 
 
 def largest(
@@ -90,6 +94,8 @@ def largest(
     name: str,
     limit: int,
     progress: Callable[[str], None] = lambda _text: None,
+    *,
+    host_limit: int | None = None,
 ) -> Largest:
     """The largest value of a size with which a step stays within a limit of bytes.
 
@@ -103,8 +109,9 @@ def largest(
         name: of the size.
         limit: bytes of the device.
         progress: told what is tried.
+        host_limit: bytes that techniques may take of the host; None for any.
     """
-    tries = _Tries(device, workload, sizes, name, limit, progress)
+    tries = _Tries(device, workload, sizes, name, limit, progress, host_limit)
     low, high = bracket(tries.fits, sizes[name])
     best = tries.prices.get(low)
     return Largest(
@@ -118,6 +125,7 @@ def largest(
         tries=tries.told,
         least_bytes=0 if low else device.price(workload, {**sizes, name: 1}, None).total_bytes,
         predicted=low,
+        failure=tries.failure,
     )
 
 
@@ -177,23 +185,40 @@ class _Tries:
         name: str,
         limit: int,
         progress: Callable[[str], None],
+        host_limit: int | None = None,
     ) -> None:
         self.prices: dict[int, Price] = {}
+        self.failure = ""
+        self._failing = 0
         self._device, self._workload, self._sizes = device, workload, sizes
         self._name, self._limit, self._progress = name, limit, progress
+        self._host_limit = host_limit
 
     def fits(self, value: int) -> bool:
         """Whether a step at this value stays within the limit."""
         if value not in self.prices:
             self._progress(f"{self._name} {value:,}")
             sizes = {**self._sizes, self._name: value}
-            self.prices[value] = self._device.price(self._workload, sizes, self._limit)
-        return self.prices[value].fits
+            try:
+                self.prices[value] = self._device.price(self._workload, sizes, self._limit)
+            except Exception as error:  # a table of positions that ends, a check of the model's own
+                if value <= self._sizes[self._name]:
+                    raise
+                if not self._failing or value < self._failing:
+                    self._failing, self.failure = value, f"{self._name} {value:,} fails: {brief(error)}"
+                self.prices[value] = Price(fits=False, peak_allocated_bytes=0, peak_reserved_bytes=0)
+        price = self.prices[value]
+        return price.fits and (self._host_limit is None or price.host_bytes <= self._host_limit)
 
     @property
     def told(self) -> tuple[Try, ...]:
         """All of them, in order."""
         return tuple(
-            Try(value=value, fits=price.fits, total_bytes=price.total_bytes, step_seconds=price.step_seconds)
+            Try(
+                value=value,
+                fits=self.fits(value),
+                total_bytes=price.total_bytes,
+                step_seconds=price.step_seconds,
+            )
             for value, price in self.prices.items()
         )

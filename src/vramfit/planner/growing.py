@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from vramfit.errors import UsageError
 from vramfit.planner.bracketing import bracket
+from vramfit.planner.failures import brief
 from vramfit.planner.frames import ACTIVATIONS
 from vramfit.planner.plan import Plan
 from vramfit.planner.price import Device
@@ -52,7 +53,8 @@ def search_for(device: Device, request: Request, progress: Progress) -> tuple[Se
         ).plan()
     except NothingFits as error:
         lean = error.plan
-    value = max(1, _largest(device, request, name, request.sizes[name], lean, progress))
+    failures: dict[int, str] = {}
+    value = max(1, _largest(device, request, name, request.sizes[name], lean, failures, progress))
     step = 1
     while isinstance(found := _planned(device, request, name, value, lean, progress), NothingFits):
         if value <= 1:
@@ -61,23 +63,45 @@ def search_for(device: Device, request: Request, progress: Progress) -> tuple[Se
         step *= 2
     for _ in range(_GROWTHS):
         # The lowest peak may be more fragmented than a higher one: each plan has a largest size of its own.
-        larger = _largest(device, request, name, value, found[1], progress)
+        larger = _largest(device, request, name, value, found[1], failures, progress)
         if larger <= value:
             break
         better = _planned(device, request, name, larger, found[1], progress)
         if isinstance(better, NothingFits):
             break
         value, found = larger, better
-    return found
+    search, plan = found
+    if failures:
+        first = min(failures)
+        note = f"{name} {first:,} is too large for the workload itself ({failures[first]})."
+        plan = replace(plan, notes=(*plan.notes, note))
+    return search, plan
 
 
-def _largest(device: Device, request: Request, name: str, start: int, plan: Plan, progress: Progress) -> int:
-    """The largest size at which a plan fits; 0 without one."""
+def _largest(
+    device: Device,
+    request: Request,
+    name: str,
+    start: int,
+    plan: Plan,
+    failures: dict[int, str],
+    progress: Progress,
+) -> int:
+    """The largest size at which a plan fits; 0 without one.
+
+    What goes wrong above the workload's own size is noted in `failures`: models end somewhere.
+    """
     planned = with_choices(request.workload, plan.choices)
 
     def fits(value: int) -> bool:
         progress(f"{name} {value:,}")
-        price = device.price(planned, {**request.sizes, name: value}, request.limit)
+        try:
+            price = device.price(planned, {**request.sizes, name: value}, request.limit)
+        except Exception as error:
+            if value <= request.sizes[name]:
+                raise
+            failures[value] = brief(error)
+            return False
         return price.fits and (not plan.entries or price.host_bytes <= request.host_bytes)
 
     return bracket(fits, start, closer=max(1, start // _CLOSE))[0]

@@ -79,6 +79,7 @@ class Room:
             "budget": budget,
             "margin": margin,
             "host_bytes": _host_bytes() if self.host_bytes is None else self.host_bytes,
+            "host_budget": self.host_bytes,
             "alloc_conf": self.alloc_conf,
         }
 
@@ -237,6 +238,7 @@ def verify_in_child(
     file: Path,
     *,
     target: str | None = None,
+    gpu: GpuSpec | None = None,
     memory: bool = True,
     values: bool = True,
     card: bool | None = None,
@@ -252,6 +254,7 @@ def verify_in_child(
     Args:
         file: the plan.
         target: ``FILE.py:NAME``; None for the one that the plan was made for.
+        gpu: the virtual card; None for the one that the plan names.
         memory: whether memory is looked at.
         values: whether gradients and losses are.
         card: whether memory and time are measured on this machine's card; None does so if it is of the plan's kind.
@@ -272,7 +275,8 @@ def verify_in_child(
     target = target or plan.aim.target
     if not target:
         raise UsageError(f"{file} does not say for which workload it is", "Give it: --workload FILE.py:NAME")
-    gpu = None if plan.aim.device == "CPU" else find_gpu(plan.aim.device)
+    if gpu is None and plan.aim.device != "CPU":
+        gpu = find_gpu(plan.aim.device)
     _check_card(card, gpu)
     space = Room(gpu=gpu, budget=plan.aim.budget_bytes, margin=plan.aim.margin_bytes)
     room = space.job()

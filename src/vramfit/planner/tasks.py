@@ -75,9 +75,13 @@ def fit(workload: Workload, device: Device, job: dict[str, Any], progress: Progr
     if name not in sizes:
         raise UsageError(f"the workload has no size {name!r}", f"It has {', '.join(sizes)}")
     check_workload(workload, sizes, progress)
+    host_limit = None
     if job["plan"] is not None:
-        workload = with_choices(workload, Plan.load(job["plan"]).choices)
-    return asdict(largest(device, workload, sizes, name, job["budget"] - job["margin"], progress))
+        plan = Plan.load(job["plan"])
+        workload = with_choices(workload, plan.choices)
+        host_limit = job["host_budget"] or plan.aim.host_budget_bytes or None
+    limit = job["budget"] - job["margin"]
+    return asdict(largest(device, workload, sizes, name, limit, progress, host_limit=host_limit))
 
 
 def confirm(workload: Workload, device: Device, job: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -156,13 +160,16 @@ def verify_values(
     gradients, losses, notes = compare(
         workload, found, sizes, steps=job["steps"], seconds=job["seconds"], progress=progress
     )
-    return {
-        "skipped": "",
-        "sizes": sizes,
-        "gradients": asdict(gradients),
-        "losses": asdict(losses),
-        "notes": list(notes),
-    }
+    compared: dict[str, Any] = {}
+    if gradients.parameters:
+        compared["gradients"] = asdict(gradients)
+    else:
+        notes = (*notes, "no gradients were compared: no parameter had one")
+    if losses.plain:
+        compared["losses"] = asdict(losses)
+    else:
+        notes = (*notes, "no losses were compared: the workload's steps give none")
+    return {"skipped": "", "sizes": sizes, "notes": list(notes), **compared}
 
 
 def sizes_of(workload: Workload, given: dict[str, int]) -> dict[str, int]:

@@ -55,6 +55,8 @@ def _lines(found: Largest, device: str, at_least: int | None, width: int) -> Ite
             "vramfit plan looks for changes that make it fit",
         )
     yield from broken(first, width)
+    if found.failure:
+        yield from broken(Text(f"  {found.failure}", style="yellow"), width)
     if found.card is not None:
         yield from broken(_card(found, found.card), width)
     yield Text()
