@@ -218,7 +218,7 @@ def _percent(part: float) -> str:
 _INTRODUCTION = """# Peak memory against arithmetic
 
 `python benchmarks/frontier.py --write docs/{name}` makes this page: plans of vramfit beside other ways to recompute, on
-the same workloads and measured alike. {versions}, float32, without dropout, on the CPU.
+the same workloads and measured alike. {versions}, float32, without dropout, on the CPU, one thread.
 
 - **Peak**: the most bytes that tensors hold in a step, by the memory events of `torch.profiler`, less parameters and
   gradients. Gradients stay allocated from step to step, for everybody. Buffers and the batch count.
@@ -231,7 +231,9 @@ the same workloads and measured alike. {versions}, float32, without dropout, on 
   which no peer does. *Solver* is what the mixed-integer programs took, *search* all of it, and *runs* how often the
   workload ran for it: budgets of one workload are asked for in turn and share what was run for others. In these runs
   products of matrices give zeros, which changes no bytes; what is in the tables was run in full afterwards.
-- **Best peer**: of all that stay within the budget, the one with the fewest FLOPs.
+- **Best peer**: of all that stay within the budget, the one with the fewest FLOPs. Where the plain products are all kept
+  nothing can be fewer. The compiler recomputes single pointwise operations, one at a time; a plan recomputes blocks and
+  parts of blocks, and needs room for what one of them makes: there the compiler can be ahead.
 - SAC: `create_selective_checkpoint_contexts` on all blocks, keeping the results that are named; convolutions count as
   products. *Torch's chunks*: `torch.nn.functional.linear_cross_entropy`. Compiler: the activation memory budget of
   `torch.compile`, graphs cut by its partitioner (`aot_eager_decomp_partition`) and run without C++. Auto-SAC:
@@ -244,7 +246,7 @@ def write(path: Path, judged: Sequence[Judged]) -> None:
     write_text(path, page(path, judged))
     for one in judged[:1]:
         if one.eager is not None:
-            write_text(path.with_suffix(".svg"), picture(one.subject.title, dots(one)))
+            write_text(path.with_suffix(".svg"), picture(f"{one.subject.title}: extra FLOPs", dots(one)))
 
 
 def page(path: Path, judged: Sequence[Judged]) -> str:

@@ -16,6 +16,8 @@ import warnings
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from frontier_parts import measuring
 from frontier_parts.rows import Row
 from frontier_parts.subjects import Subject, subjects
@@ -76,6 +78,7 @@ def _say(text: str) -> None:
 def main(name: str) -> None:
     """Work out what is asked for until nothing more is; what goes wrong is found, too."""
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # what convolutions take for themselves grows with the threads
     subject = subjects()[name]
     subject.workload.model()  # what it is copied from is there before anything is counted
     for key in sys.stdin:
