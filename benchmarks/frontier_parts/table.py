@@ -231,7 +231,7 @@ the same workloads and measured alike. {versions}, float32, without dropout, on 
   which no peer does. *Solver* is what the mixed-integer programs took, *search* all of it, and *runs* how often the
   workload ran for it: budgets of one workload are asked for in turn and share what was run for others. In these runs
   products of matrices give zeros, which changes no bytes; what is in the tables was run in full afterwards.
-- **Best peer**: of all that stay within the budget, the one with the fewest FLOPs. Where the plain products are all kept
+- **Best peer**: of all that stay within the budget, the one with the fewest FLOPs. Where all plain products are kept,
   nothing can be fewer. The compiler recomputes single pointwise operations, one at a time; a plan recomputes blocks and
   parts of blocks, and needs room for what one of them makes: there the compiler can be ahead.
 - SAC: `create_selective_checkpoint_contexts` on all blocks, keeping the results that are named; convolutions count as
