@@ -15,6 +15,8 @@ from vramfit.programs import threads
 from vramfit.record.cpu import CpuRecorder
 from vramfit.trace import Category, EventKind, MemoryTrace, Source
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
+
 F32 = 4
 
 
