@@ -12,10 +12,12 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
 from vramfit.planner.growing import grown_size, search_for
-from vramfit.planner.request import MEMORY, Request
+from vramfit.planner.price import Price
+from vramfit.planner.request import MEMORY, NothingFits, Request
 from vramfit.planner.search import Search
 from vramfit.planner.virtual_device import VirtualDevice
 from vramfit.techniques import Choice, Numerics, find_technique
+from vramfit.techniques.applied import AppliedWorkload
 from vramfit.techniques.low_precision_training import LowPrecisionTrainingSetting
 from vramfit.workload import Workload
 
@@ -138,7 +140,7 @@ def test_the_lowest_peak_is_that_of_a_run() -> None:
     # Priced by eight of the pieces, run with all of them.
     full = _device().price(plan.apply(asked), dict(asked.sizes), None)
     assert full.figures.total_bytes == plan.after.total_bytes
-    assert full.step_seconds == pytest.approx(plan.after.step_seconds, rel=0.05)
+    assert full.step_seconds == pytest.approx(plan.after.step_seconds, rel=0.03)
 
 
 class Flattened(nn.Module):
@@ -212,3 +214,21 @@ def test_a_size_ends_where_the_model_does() -> None:
     _, plan = search_for(_device(), request, lambda _text: None)
     assert plan.aim.sizes["sequence_length"] == 100
     assert plan.notes[-1].startswith("sequence_length 101 is too large for the workload itself (ValueError: ")
+
+
+def test_a_plan_that_cannot_be_run_is_none_and_says_why() -> None:
+    class Breaking(VirtualDevice):
+        def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> Price:
+            if isinstance(workload, AppliedWorkload):
+                raise RuntimeError("these two do not go together")
+            return super().price(workload, sizes, budget)
+
+    device = Breaking(GPU, alloc_conf="", host_bytes=1 << 34)
+    asked, allowed = workload(256, 1 << 16), frozenset({"activation-checkpointing"})
+    with pytest.raises(NothingFits) as error:
+        Search(device=device, request=_request(asked, 700 * MIB, allowed=allowed, entries=False)).plan()
+    assert not error.value.plan.fits
+    assert error.value.plan.notes[0] == (
+        "activation-checkpointing is left out: the workload fails with it "
+        "(RuntimeError: these two do not go together)."
+    )

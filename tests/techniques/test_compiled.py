@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import io
 import shutil
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -51,25 +49,6 @@ def compiler() -> None:
         warnings.simplefilter("ignore")
         for name in ("torch._dynamo", "torch._inductor.compile_fx"):
             importlib.import_module(name)
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run what inductor would generate code for operation by operation: no C++ compiler, and seconds less."""
-    import torch._functorch.config as functorch
-    from torch._inductor import compile_fx
-
-    def run(graph: torch.fx.GraphModule, _inputs: Any, **_: Any) -> Any:
-        def call(arguments: list[Any]) -> Any:
-            return graph(*arguments)
-
-        call._boxed_call = True  # type: ignore[attr-defined]
-        return call
-
-    monkeypatch.setattr(compile_fx, "compile_fx", functools.partial(compile_fx.compile_fx, inner_compile=run))
-    with functorch.patch(enable_autograd_cache=False):
-        yield
-    torch._dynamo.reset()
 
 
 def attached(model: nn.Module, **setting: Any) -> Live:

@@ -277,7 +277,8 @@ class Frames:
             except Exception as error:
                 if not choices:
                     raise
-                price = replace(self._plain_price(), fits=False, oom=brief(error))
+                self._broken[" with ".join(choice.name for choice in choices)] = brief(error)
+                price = self._plain_price()
                 self._prices[key] = price
                 return price
             if not price.fits and price.step_seconds == 0:
