@@ -47,7 +47,7 @@ STAND_IN = """
 import sys
 from vramfit.gpus import find_gpu
 from vramfit.virtual.runner import run_in_child
-sys.exit(run_in_child(sys.argv[2:], gpu=find_gpu(sys.argv[1])).exit_code)
+sys.exit(run_in_child(sys.argv[2:], gpu=find_gpu(sys.argv[1]), writes="real").exit_code)
 """
 
 

@@ -150,7 +150,9 @@ def run_on_virtual_gpu(command: Sequence[str], alloc_conf: str, gpu: GpuSpec) ->
     """Run the recording program on the virtual GPU, as ``vramfit run`` would."""
     for name in SETTINGS:
         os.environ.pop(name, None)
-    outcome = run_in_child(command, gpu=gpu, alloc_conf=alloc_conf)
+    outcome = run_in_child(
+        command, gpu=gpu, alloc_conf=alloc_conf, writes="real"
+    )  # it leaves its recording there
     if outcome.exit_code:
         raise Failed(outcome.error or f"ended with code {outcome.exit_code}")
 

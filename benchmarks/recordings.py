@@ -154,7 +154,7 @@ def run(session: Session, wanted: Sequence[str]) -> Iterator[Comparison]:
     """Run a session on the virtual GPU and compare its snapshots with the wanted recordings."""
     with tempfile.TemporaryDirectory(prefix="vramfit-") as folder:
         command = [str(MODELS / session.script), "--out", folder, *session.arguments]
-        outcome = run_in_child(command, gpu=find_gpu(session.card), alloc_conf="")
+        outcome = run_in_child(command, gpu=find_gpu(session.card), alloc_conf="", through=[folder])
         if outcome.exit_code:
             raise SystemExit(f"{session.script} failed: {outcome.error}")
         for name, snapshot in session.snapshots.items():

@@ -1,6 +1,7 @@
 """How fast the virtual GPU and the replay are, each beside a peer, in one run.
 
     python benchmarks/speed.py [--full]
+    python benchmarks/speed.py --beside REVISION [--only PROGRAM ...] [--pairs N]
 
 Three tables:
 
@@ -10,6 +11,9 @@ Three tables:
 3. Events per second of the replay (see replay.py).
 
 Each row of the first two tables runs in a process of its own.
+
+With ``--beside`` there is another table: ops a second of whole programs (training, generation token by token, tiny ops)
+on this checkout and on a revision of this repository, which take turns round by round.
 """
 
 from __future__ import annotations
@@ -123,18 +127,47 @@ def run_row(tool: str, name: str) -> None:
     os._exit(0)  # autograd's threads outlive the interpreter
 
 
+def beside_revision(arguments: argparse.Namespace, console: Console) -> int:
+    from speed_parts.beside import compare
+    from speed_parts.programs import PROGRAMS
+
+    unknown = [name for name in arguments.only if name not in PROGRAMS]
+    if unknown or arguments.pairs < 1:
+        what = (
+            f"no program {unknown[0]!r}: there are {', '.join(PROGRAMS)}"
+            if unknown
+            else "--pairs wants 1 or more"
+        )
+        print(what, file=sys.stderr)
+        return 2
+    try:
+        return 0 if compare(arguments.beside, arguments.only, arguments.pairs, console) else 1
+    except RuntimeError as error:
+        print(f"cannot compare with {arguments.beside}: {error}", file=sys.stderr)
+        return 2
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--full", action="store_true", help="a larger model beside MemTracker too (minutes)")
+    parser.add_argument("--beside", metavar="REVISION", help="ops a second here and there, in turn")
+    parser.add_argument(
+        "--only", nargs="+", metavar="PROGRAM", default=[], help="of those that --beside runs"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=5, help="rounds of each program and revision (%(default)s)"
+    )
     parser.add_argument("--row", nargs=2, metavar=("TOOL", "MODEL"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.row:
         run_row(*arguments.row)
         return
     console = Console()
-    console.width = max(console.width, 100)  # the table's own width, where the output is a file
+    console.width = max(console.width, 120)  # the tables' own width, where the output is a file
+    if arguments.beside:
+        sys.exit(beside_revision(arguments, console))
     table = Table(title="Seconds per training step (median of 3), one process each")
     for column in ("model", "tool", "s/step", "first step", "in all", "resident", "peak allocated"):
         table.add_column(column, justify="left" if column in ("model", "tool") else "right")

@@ -147,6 +147,7 @@ def _prediction(recording: store.Recording) -> dict[str, Any]:
                 [str(PROGRAM), configuration.name, "--out", folder],
                 gpu=spec,
                 alloc_conf=configuration.alloc_conf,
+                through=[folder],
             )
             if run.exit_code:
                 return _failed(run.error or f"the program ended with code {run.exit_code}")

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from vramfit.tracking import Track as Track
     from vramfit.tracking import snapshot as snapshot
     from vramfit.tracking import track as track
+    from vramfit.virtual.foreign.registry import fake_kernel as fake_kernel
     from vramfit.workload import Workload as Workload
     from vramfit.workloads import lightning_workload as lightning_workload
     from vramfit.workloads import plain_workload as plain_workload
@@ -57,6 +58,7 @@ __all__ = [
     "annotate",
     "assert_no_leaks",
     "check_leaks",
+    "fake_kernel",
     "fit",
     "join_profile",
     "lightning_workload",
@@ -82,6 +84,7 @@ _HOMES = {
     "annotate": "vramfit.record.annotating",
     "assert_no_leaks": "vramfit.leakcheck",
     "check_leaks": "vramfit.leakcheck",
+    "fake_kernel": "vramfit.virtual.foreign.registry",
     "fit": "vramfit.planning",
     "join_profile": "vramfit.record.profilers",
     "lightning_workload": "vramfit.workloads",

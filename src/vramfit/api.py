@@ -19,7 +19,9 @@ from vramfit.analysis import (
     verdict,
 )
 from vramfit.errors import UsageError
+from vramfit.files import Writes
 from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.programs.limits import limits_from
 from vramfit.record.job import AUTO
 from vramfit.record.runner import record_in_child
 from vramfit.report import (
@@ -157,6 +159,10 @@ def run(
     profile: str | os.PathLike[str] = "auto",
     against: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     tolerance: str = "1%",
+    steps: int | str | None = None,
+    time: str | float | None = None,
+    writes: str | None = None,
+    writes_through: Sequence[str | os.PathLike[str]] = (),
 ) -> Report:
     """Run a program on virtual GPUs, or for real and recorded, in a process of its own.
 
@@ -175,6 +181,11 @@ def run(
         profile: a file that ``vramfit calibrate`` wrote, ``"none"``, or ``"auto"`` for that of this card and torch.
         against: files that tell of a real run of the same program, to compare with; see `Report.reconcile`.
         tolerance: how far they may differ.
+        steps: end the program after as many, or ``"steady"``: when three in a row asked for the same memory.
+        time: end it after ``"90s"``, ``"10m"``, ``"1h"`` or as many seconds.
+        writes: what happens to files that a program writes on a virtual GPU: ``"discard"`` (the default) sets them
+            aside and drops them, ``"keep"`` leaves them in a folder beside it, ``"real"`` writes them.
+        writes_through: paths that it writes for real even so, such as a folder of downloads.
 
     Raises:
         UnknownGpuError: no such card.
@@ -186,8 +197,14 @@ def run(
         raise UsageError(
             "device= and budget= are for recording a real run, gpu= for a virtual GPU", "Give one"
         )
+    if gpu is None and (writes is not None or writes_through):
+        raise UsageError(
+            "writes= and writes_through= are for a virtual GPU: a recorded program writes its files as ever",
+            "Give gpu= too, or leave them out",
+        )
     spec = find_gpu(gpu) if isinstance(gpu, str) else gpu
     limit = None if budget is None else _budget(budget)
+    limits = limits_from(steps, time)
     folder = None if cwd is None else Path(cwd)
     name = os.fspath(program)
     if not module and not (Path(folder or ".") / name).is_file():
@@ -205,6 +222,7 @@ def run(
             alloc_conf=alloc_conf,
             environ=environ,
             cwd=folder,
+            limits=limits,
         )
     else:
         outcome = run_in_child(
@@ -216,6 +234,9 @@ def run(
             cwd=folder,
             assume=assumption(assume).value,
             profile=profile,
+            limits=limits,
+            writes=writes or Writes.DISCARD,
+            through=writes_through,
         )
     report = Report(run=outcome, verdict=verdict(outcome))
     return report if actual is None else report._beside(actual, None, bound)

@@ -13,8 +13,10 @@ import pytest
 from analysis.synthetic import Recorder, fitting_run, gpt_training, oom_run, virtual_run
 from cli.conftest import FakeRunner, Invocation
 from vramfit.analysis import verdict
+from vramfit.programs.limits import Limits
 from vramfit.report import render_json
-from vramfit.trace import EventKind, Run, Source, TraceBuilder, TraceDevice
+from vramfit.trace import EventKind, MemoryTrace, Run, Source, TraceBuilder, TraceDevice
+from vramfit.trace.progress import End, Progress, Unit
 
 Command = Callable[..., Invocation]
 RUN = fitting_run()
@@ -194,6 +196,19 @@ class TestForReal:
         assert not recorded
 
 
+def test_limits_are_for_programs(vramfit: Command, runner: FakeRunner, script: Path, trace: Path) -> None:
+    budget = ("--gpu", "RTX 4090", "--budget", "24GiB")
+    runner.result = replace(RUN, progress=Progress(end=End.STEPS, steps=2, unit=Unit.OPTIMIZER), oom=None)
+    found = vramfit("check", script, *budget, "--steps", "2")
+    assert runner.options["limits"] == Limits(steps=2)
+    assert found.code == 0 and "stopped after 2 steps" in " ".join(found.out.split())
+    runner.result = replace(RUN, exit_code=130, progress=Progress(end=End.INTERRUPTED), oom=None)
+    found = vramfit("check", script, *budget)
+    assert found.code == 130 and "the program was interrupted" in found.err and "✓" not in found.out
+    found = vramfit("check", trace, "--budget", "1GiB", "--time", "1m")
+    assert found.code == 2 and "--time is for a program" in found.err
+
+
 def test_a_page_is_written(vramfit: Command, trace: Path, report: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert vramfit("check", trace, "--budget", 1, "--report", page).code == 3
@@ -297,36 +312,52 @@ class TestWithoutTensors:
         return path
 
     @pytest.mark.parametrize("kind", ["unused", "hidden"])
-    def test_a_trace_passes_at_nothing(
+    def test_a_trace_of_nothing_keeps_no_limit(
         self, vramfit: Command, kind: str, request: pytest.FixtureRequest
     ) -> None:
         path = request.getfixturevalue(kind)
-        found = vramfit("check", path, "--budget", "1GiB")
-        assert found.code == 0
-        assert found.out == f"✓ passed {path.name}\n  ✓ peak use 0 B (budget 1.00 GiB)\n"
-        found = vramfit("check", path, "--baseline", path)
-        assert found.code == 0
-        assert "✓ peak allocated 0 B (baseline 0 B" in found.out
+        for arguments in (("--budget", "1GiB"), ("--baseline", path)):
+            found = vramfit("check", path, *arguments)
+            assert found.code == 3
+            assert found.out.startswith(
+                f"✗ failed {path.name}\n  ✗ the program never used the card, so there"
+            )
+            assert "✓" not in found.out
         found = vramfit("diff", path, path)
         assert found.code == 0
-        assert found.out.endswith("no difference\n")
+        assert found.out.endswith("no difference: neither used the card\n")
 
     @pytest.mark.parametrize("kind", ["unused", "hidden"])
-    def test_a_report_is_a_baseline_of_its_trace(
+    def test_it_is_no_baseline(
         self, vramfit: Command, tmp_path: Path, kind: str, request: pytest.FixtureRequest
     ) -> None:
         path, baseline = request.getfixturevalue(kind), tmp_path / "baseline.json"
-        vramfit("check", path, "--write-baseline", baseline)
-        assert vramfit("check", path, "--baseline", baseline).code == 0
-        assert vramfit("check", baseline, "--budget", "1GiB").out.count("✓") == 2
-        assert vramfit("diff", baseline, path).out.endswith("no difference\n")
+        found = vramfit("check", path, "--write-baseline", baseline)
+        assert found.code == 3 and not baseline.exists()
+        assert "Did not write the baseline" in found.err and "nothing was measured" in found.err
+        baseline.write_text("what stood there")
+        assert vramfit("check", path, "--write-baseline", baseline).code == 3
+        assert baseline.read_text() == "what stood there"
+
+    @pytest.mark.parametrize("kind", ["unused", "hidden"])
+    def test_a_report_of_nothing_is_read_as_one(
+        self, vramfit: Command, tmp_path: Path, kind: str, request: pytest.FixtureRequest
+    ) -> None:
+        path, report = request.getfixturevalue(kind), tmp_path / "report.json"
+        trace = MemoryTrace.load(path)
+        run = replace(RUN, trace=trace, devices=(), oom=None)
+        report.write_text(render_json(run, verdict(run)))
+        assert json.loads(report.read_text())["fits"] is None
+        assert vramfit("check", path, "--baseline", report).code == 3
+        assert "✓" not in vramfit("check", report, "--budget", "1GiB").out
+        assert vramfit("diff", report, path).out.endswith("no difference: neither used the card\n")
 
     def test_so_does_a_program(self, vramfit: Command, runner: FakeRunner, script: Path) -> None:
         trace = TraceBuilder(meta={"source": "virtual"}).finish()
         runner.result = replace(RUN, trace=trace, devices=(), oom=None)
         found = vramfit("check", script, "--gpu", "RTX 4090", "--budget", "1GiB")
-        assert found.code == 0
-        assert "✓ peak use 0 B (budget 1.00 GiB)" in found.out
+        assert found.code == 3
+        assert "the program saw no card" in found.out and "✓" not in found.out
 
     def test_a_card_of_two_that_is_not_used_is_known(self, vramfit: Command, tmp_path: Path) -> None:
         path, baseline = tmp_path / "two.vft", tmp_path / "two.json"

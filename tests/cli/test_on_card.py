@@ -53,7 +53,7 @@ def rtx_4090(monkeypatch: pytest.MonkeyPatch) -> None:
     def command(folder: Path, device: str) -> list[str]:
         if device != "card":
             return plain(folder, device)
-        start = [sys.executable, "-P", "-m", "vramfit", "run", "--gpu", "RTX 4090", "-m"]
+        start = [sys.executable, "-P", "-m", "vramfit", "run", "--gpu", "RTX 4090", "--writes", "real", "-m"]
         return [*start, "vramfit.planner.child", str(folder)]
 
     monkeypatch.setattr(run, "child_command", command)

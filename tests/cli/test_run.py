@@ -15,7 +15,9 @@ from cli.conftest import FakeRunner, Invocation
 from vramfit.cli import main
 from vramfit.cli.program import end_options_at_module
 from vramfit.errors import EnvironmentUnfitError
+from vramfit.programs.limits import Limits
 from vramfit.trace import MemoryTrace, Run
+from vramfit.trace.progress import End, Progress
 
 Command = Callable[..., Invocation]
 
@@ -83,6 +85,18 @@ def test_options_reach_the_runner(vramfit: Command, runner: FakeRunner, script: 
     assert runner.options["alloc_conf"] == conf
 
 
+def test_limits_reach_the_runner(vramfit: Command, runner: FakeRunner, script: Path) -> None:
+    assert (
+        vramfit("run", "--gpu", "RTX 4090", "--steps", "3", "--time", "10m", script, "--steps", "9").code == 0
+    )
+    assert runner.options["limits"] == Limits(steps=3, seconds=600)
+    assert runner.command == [str(script), "--steps", "9"]
+    runner.calls.clear()
+    found = vramfit("run", "--gpu", "RTX 4090", "--steps", "some", script)
+    assert (found.code, runner.calls) == (2, [])
+    assert "'some' is no number of steps" in found.err and "steady" in found.err
+
+
 def test_the_report_is_printed_after_the_program(vramfit: Command, runner: FakeRunner, script: Path) -> None:
     found = vramfit("run", "--gpu", "RTX 4090", script)
     assert found.out.startswith("✓ fits RTX 4090")
@@ -102,6 +116,10 @@ def test_the_report_is_printed_after_the_program(vramfit: Command, runner: FakeR
         (replace(fitting_run(), exit_code=1, error="ValueError"), 1),
         (replace(fitting_run(), exit_code=42), 42),
         (replace(fitting_run(), exit_code=-11), 139),
+        (replace(fitting_run(), exit_code=130, progress=Progress(end=End.INTERRUPTED)), 130),
+        (replace(fitting_run(), exit_code=-15, progress=Progress(end=End.TERMINATED)), 143),
+        (replace(fitting_run(), progress=Progress(end=End.TIME)), 0),
+        (replace(oom_run(), progress=Progress(end=End.STEPS)), 3),
     ],
 )
 def test_exit_codes(vramfit: Command, runner: FakeRunner, script: Path, run: Any, code: int) -> None:

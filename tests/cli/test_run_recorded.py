@@ -107,7 +107,7 @@ def test_told_to_stop_it_reports_what_it_has(script: Path) -> None:
         running.send_signal(signal.SIGTERM)
         out = running.stdout.read()
     assert running.returncode == 128 + signal.SIGTERM
-    assert "the process was ended by signal SIGTERM" in out and "same in all 2" in out
+    assert "~ fits so far CPU" in out and "terminated after 2 steps" in out and "same in all 2" in out
 
 
 @pytest.mark.usefixtures("interruptible")

@@ -8,6 +8,7 @@ GPT = "--size tiny --seq-len 64 --vocab-size 1000 --steps 2"
 VIT = "--hidden-size 128 --layers 2 --image-size 64 --steps 2 --batch-size 4"
 GENERATE = "--size tiny --batch-size 2 --prompt-len 48 --new-tokens 4"
 LORA = "--size tiny --seq-len 32 --batch-size 2 --steps 2"
+QLORA = "--size tiny --batch-size 2 --seq-len 64 --rank 128"
 UNET = "--size tiny --image-size 64 --batch-size 2 --steps 1 --samples 1 --sample-steps 1 --precision fp16"
 VOLUMES = "--filters 8 --patch 32 --side 40 --steps 1 --batch-size 1"
 OPTIMIZERS = "--layers 1 --width 128 --vocab-size 1000 --seq-len 32 --steps 2"
@@ -59,6 +60,15 @@ GROUPS: dict[str, dict[str, Case]] = {
         "dora": Case("peft_lora", f"{LORA} --method dora"),
         "lora-int8": Case("peft_lora", f"{LORA} --method int8 --gradient-checkpointing"),
         "full": Case("peft_lora", f"{LORA} --method full"),
+        **{
+            f"qlora-{base}": Case("qlora", f"{QLORA} --base {base} --optimizer {optimizer}")
+            for base, optimizer in (
+                ("nf4", "paged"),
+                ("fp4", "8bit"),
+                ("int8", "adamw"),
+                ("torchao-nf4", "adamw"),
+            )
+        },
         **{
             f"quantized-{method}": Case(
                 "torchao_quantized", f"--size tiny --method {method} --prompt-len 16 --new-tokens 2"

@@ -328,6 +328,18 @@ def test_metered_cpu_where_there_is_no_card(tmp_path: Path) -> None:
             @pytest.mark.no_vram_leak
             def test_clean():
                 torch.ones(1 << 20) + 1
+
+            @pytest.mark.limit_vram("5 MiB")
+            def test_without_tensors():
+                pass
+
+            @pytest.mark.limit_vram("5 MiB")
+            class TestClass:
+                def test_with(self):
+                    torch.ones(1 << 10)
+
+                def test_without(self):
+                    pass
         """
     }
     outcome = run_pytest(tmp_path, files)
@@ -336,8 +348,16 @@ def test_metered_cpu_where_there_is_no_card(tmp_path: Path) -> None:
         "test_over": "failure",
         "test_leak": "failure",
         "test_clean": "passed",
+        "test_without_tensors": "failure",
+        "test_with": "passed",
+        "test_without": "passed",
     }
-    assert "4 tests are metered on tensors on the CPU, metered" in outcome.output
+    assert (
+        "the test never used the device, so its limit_vram proves nothing"
+        in outcome.texts["test_without_tensors"]
+    )
+    assert "7 tests are metered on tensors on the CPU, metered" in outcome.output
+    assert "vram: 2 metered tests never used the device: nothing was checked there" in outcome.output
     assert "on CPU, device 0" in outcome.texts["test_over"]
     assert "held by test_it.kept[" in outcome.texts["test_leak"]
 
@@ -378,7 +398,9 @@ def test_the_cards_path_with_a_virtual_gpu_in_its_place(tmp_path: Path) -> None:
         """,
     }
     outcome = run_pytest(
-        tmp_path, files, launcher=["-m", "vramfit", "run", "--gpu", "RTX 4090", "-m", "pytest"]
+        tmp_path,
+        files,
+        launcher=["-m", "vramfit", "run", "--gpu", "RTX 4090", "--writes", "real", "-m", "pytest"],
     )
     assert "4 tests are metered on the card: NVIDIA GeForce RTX 4090" in outcome.output
     assert outcome.tests == {

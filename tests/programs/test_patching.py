@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 
 
 class Base:
@@ -102,7 +102,7 @@ def test_what_was_rebound_twice_is_bound_back_to_the_first(module: ModuleType):
 
 
 def test_what_is_rebound_together_is_looked_for_once(module: ModuleType, monkeypatch: pytest.MonkeyPatch):
-    from vramfit.programs import patching
+    from vramfit import patching
 
     sweeps, sweep = [], patching._swap_names
     monkeypatch.setattr(patching, "_swap_names", lambda pairs: sweeps.append(pairs) or sweep(pairs))
@@ -131,7 +131,7 @@ def test_nothing_is_rebound_where_the_block_fails(module: ModuleType):
 
 
 def test_rebind_leaves_our_own_modules_alone():
-    from vramfit.programs import patching
+    from vramfit import patching
 
     original = patching._swap_names
     with PatchStack() as patches:

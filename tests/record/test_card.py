@@ -40,7 +40,7 @@ def step(model, optimizer, batch=32):
 def run(tmp_path: Path, body: str) -> tuple[vramfit.Report, Path]:
     script = tmp_path / "script.py"
     script.write_text(TRAIN + textwrap.dedent(body))
-    report = vramfit.run(script, gpu=GPU, cwd=tmp_path)
+    report = vramfit.run(script, gpu=GPU, cwd=tmp_path, writes="real")
     assert report.exit_code == 0, report.run.error
     return report, tmp_path
 

@@ -106,7 +106,8 @@ def test_a_failed_program_leaves_the_question_open() -> None:
 
 def test_a_program_that_saw_no_card_fits_nowhere_in_particular() -> None:
     found = report(replace(fitting_run(), devices=()))
-    assert found["fits"] is True
+    assert found["fits"] is None
+    assert found["outcome"] == "unused"
     assert found["device"] == -1
     assert found["devices"] == []
     assert sum(found["categories"].values()) == 0

@@ -9,8 +9,11 @@ from rich.console import Console
 from analysis.synthetic import TRAIN, Recorder, fitting_run, no_room_run, oom_run, outcome, virtual_run
 from report.golden_files import check_golden
 from vramfit.analysis import verdict
-from vramfit.report import print_terminal, render_terminal
+from vramfit.report import print_terminal, render_html, render_terminal
+from vramfit.report.notebook import run_summary
+from vramfit.report.terminal import headline
 from vramfit.trace import Category, Frame, Run, RunWarning
+from vramfit.trace.progress import End, Progress, Unit
 from vramfit.units import GIB, MIB
 
 ROOT = Path("/home/ada/project")
@@ -189,3 +192,56 @@ def test_a_warning_is_told_whole_and_counts_the_places_it_leaves_out(width: int,
     listed, _, more = places.partition(" and ")
     assert listed.count("model.py:") + int(more.removesuffix(" more")) == 30
     assert all(len(line) <= width for line in text.splitlines())
+
+
+def test_no_mark_of_success_for_a_card_that_was_not_used() -> None:
+    run = never_used()
+    judged = verdict(run)
+    for text in (render_terminal(run, judged), render_html(run, judged), run_summary(run, judged)):
+        assert "the program never used the card RTX 4090" in text
+        assert "✓" not in text.partition("<script")[0]
+
+
+@pytest.mark.parametrize(
+    ("progress", "first", "then"),
+    [
+        (
+            Progress(end=End.STEPS, steps=4, unit=Unit.OPTIMIZER, steady=3),
+            "✓ fits RTX 4090, steady for 3 steps: ",
+            "Not seen: what comes later",
+        ),
+        (
+            Progress(end=End.STEPS, steps=2, unit=Unit.FORWARD, steady=1, module="GPT"),
+            "✓ fits RTX 4090: ",
+            "Memory is not steady yet",
+        ),
+        (Progress(end=End.TIME), "✓ fits so far RTX 4090: ", "No whole step was seen"),
+        (
+            Progress(end=End.INTERRUPTED, steps=1, unit=Unit.OPTIMIZER, steady=1),
+            "~ fits so far RTX 4090: ",
+            "One step does not tell",
+        ),
+        (
+            Progress(end=End.TERMINATED, steps=9, unit=Unit.OPTIMIZER, steady=2),
+            "~ fits so far RTX 4090, steady for 2 steps: ",
+            "Memory may not be steady yet",
+        ),
+    ],
+)
+def test_an_early_end_is_told(progress: Progress, first: str, then: str) -> None:
+    code = {End.INTERRUPTED: 130, End.TERMINATED: -15}.get(progress.end, 0)
+    run = replace(fitting_run(), progress=progress, exit_code=code)
+    judged = verdict(run)
+    lines = headline(run, judged)
+    assert lines[0].startswith(first) and lines[1].startswith(then)
+    after = {0: "before its first step", 1: "after 1 step", 2: "after 2 forward passes of GPT"}
+    assert lines[0].endswith(after.get(progress.steps, f"after {progress.steps} steps"))
+    assert judged.fits is (True if progress.was_asked_for else None)
+
+
+def test_an_error_that_was_caught_before_an_interrupt_is_no_end() -> None:
+    caught = oom_run(handled=True, exit_code=130)
+    assert verdict(caught).fits is False
+    interrupted = replace(caught, progress=Progress(end=End.INTERRUPTED))
+    assert verdict(interrupted).fits is None
+    assert verdict(replace(oom_run(), progress=Progress(end=End.STEPS))).fits is False

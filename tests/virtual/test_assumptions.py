@@ -551,3 +551,21 @@ def test_an_assumption_in_a_backward_pass_names_the_line_that_called_it() -> Non
     gpu = measure(program)
     places = {str(w.location).rpartition(":")[0] for w in gpu.run.warnings if w.code == "shape-from-data"}
     assert {Path(place).name for place in places} == {Path(__file__).name}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError("no weights"),
+        ValueError("expected 3 classes"),
+        ImportError("no module named 'apex'"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_other_errors_are_not_laid_on_assumed_sizes(error: Exception) -> None:
+    gpu = VirtualGPU("RTX 4090", alloc_conf="", context_bytes=0)
+    with pytest.raises(type(error)), gpu:
+        x = cuda(5000)
+        x[x > 0]
+        raise error
+    assert {w.code for w in gpu.run.warnings} == {"shape-from-data"}

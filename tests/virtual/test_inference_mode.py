@@ -1,5 +1,9 @@
 """Inference mode shows composite ops whole: memory and values must be those of ``no_grad``."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -104,3 +108,14 @@ def test_an_operator_over_functions_without_a_plain_form_is_named(gpu: VirtualGP
 
     with pytest.raises(NotImplementedError, match="unheard_of"):
         Unheard("unheard_of")(torch.ones(1, device="cuda"))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_arrays_go_to_the_card(mode: Callable[[], AbstractContextManager[None]]) -> None:
+    """What YOLOv5 does after each validation batch (ultralytics/yolov5, utils/metrics.py, ``process_batch``)."""
+    with VirtualGPU("RTX 4090", alloc_conf="", context_bytes=0), mode():
+        kept = torch.tensor(np.ones((300, 10), bool), dtype=torch.bool, device="cuda:0")
+        moved = torch.ones(1000).to("cuda", torch.float16)
+        assert (kept.device.type, kept.shape, int(kept.sum())) == ("cuda", (300, 10), 3000)
+        assert (moved.device.type, moved.dtype, moved.sum().item()) == ("cuda", torch.float16, 1000)
+        assert torch.cuda.memory_allocated() == 3072 + 2048

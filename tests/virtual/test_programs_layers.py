@@ -306,15 +306,17 @@ def test_a_dense_tensor_becomes_sparse(gpu: VirtualGPU) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.filterwarnings("ignore:Sparse BSR tensor support")
 def test_sparse_tensors_cross_to_the_card_or_are_refused_by_name(gpu: VirtualGPU) -> None:
     indices, values = torch.tensor([[0, 1], [1, 0]]), torch.ones(2)
     sparse = torch.sparse_coo_tensor(indices, values, (2, 2), check_invariants=False).cuda()
     assert sparse.is_cuda and sparse.layout is torch.sparse_coo and sparse._nnz() == 2
     assert torch.sparse.mm(sparse, torch.ones(2, 3, device="cuda")).shape == (2, 3)
-    with pytest.raises(NotImplementedError, match="sparse_csr"):
-        torch.sparse_csr_tensor(
-            torch.tensor([0, 1, 2]), torch.tensor([0, 1]), values, (2, 2), check_invariants=False
-        ).cuda()
+    blocks = torch.sparse_bsr_tensor(
+        torch.tensor([0, 1]), torch.tensor([0]), torch.ones(1, 2, 2), (2, 2), check_invariants=False
+    )
+    with pytest.raises(NotImplementedError, match="sparse_bsr"):
+        blocks.cuda()
 
 
 def test_flattened_weights_keep_their_true_values(gpu: VirtualGPU) -> None:

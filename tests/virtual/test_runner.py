@@ -204,7 +204,7 @@ def test_what_a_program_leaves_open_is_written_and_deleted(tmp_path: Path) -> No
         subprocess.run([sys.executable, "-c", "pass"], check=True)
         """,
     )
-    report = vramfit.run(script, gpu=GPU, cwd=tmp_path)
+    report = vramfit.run(script, gpu=GPU, cwd=tmp_path, writes_through=[tmp_path / "log.txt"])
     assert (tmp_path / "log.txt").read_text() == "a line"
     assert [w.code for w in report.run.warnings] == ["other-processes"]
     assert report.run.devices[0].context_bytes == 0, "a program that never touches the card makes no context"

@@ -9,7 +9,7 @@ from vramfit.allocator.block import ALLOCATED, Block
 from vramfit.allocator.config import AllocatorConfig
 from vramfit.allocator.core import PoolId
 from vramfit.allocator.driver import Driver
-from vramfit.allocator.events import AllocatorEventKind, EventCallback
+from vramfit.allocator.events import AllocatorEventKind, EventCallback, FreedCallback
 from vramfit.allocator.oom import EXABYTE
 from vramfit.allocator.release import NO_POOL, ReleasingStore
 from vramfit.allocator.snapshot import Segment, describe_segments
@@ -28,6 +28,9 @@ class CachingAllocator(ReleasingStore):
         on_event: called with each event of a torch memory trace, as (kind, address, size, stream).
         on_segment: called instead with those events that are not about blocks: segments, and running out. Who asks
             for these alone leaves the short paths open (NOTE [Two paths] in core.py).
+        on_freed: called once, as (address, size, stream), instead of with both events for a block that is free as soon
+            as it is given back. Whoever gives it knows what it asked for: blocks that are handed out without further
+            ado are not told to `on_event`, which leaves the short paths open too.
         event_query: whether a stream is done with all it was given, asked once for each block that waits
             for it, at each request. Without it, blocks wait until `process_events` or `synchronize` is
             called, or memory runs out.
@@ -42,6 +45,7 @@ class CachingAllocator(ReleasingStore):
         device: int = 0,
         on_event: EventCallback | None = None,
         on_segment: EventCallback | None = None,
+        on_freed: FreedCallback | None = None,
         event_query: Callable[[int], bool] | None = None,
     ) -> None:
         self._callbacks: list[Callable[[], bool]] = []
@@ -52,6 +56,7 @@ class CachingAllocator(ReleasingStore):
             device=device,
             on_event=on_event,
             on_segment=on_segment,
+            on_freed=on_freed,
             event_query=event_query,
         )
 
@@ -188,6 +193,8 @@ class CachingAllocator(ReleasingStore):
         keys = shelf.keys
         size = merged = block.size
         requested = block.requested
+        if self._on_freed is not None:
+            self._on_freed(address, requested, shelf.stream)
         stats.count_out += 1
         stats.bytes_out += size
         stats.requested_out += requested
@@ -430,6 +437,12 @@ class CachingAllocator(ReleasingStore):
     def active_bytes(self) -> int:
         """Bytes handed out or still used by other streams."""
         return self._stats.current("active_bytes")
+
+    def figures(self) -> tuple[int, int, int]:
+        """Allocated, active and reserved bytes at once."""
+        small, large = self._stats.small, self._stats.large
+        allocated = small.bytes_in - small.bytes_out + large.bytes_in - large.bytes_out
+        return allocated, allocated + small.pending_bytes + large.pending_bytes, self._reserved
 
     @property
     def requested_bytes(self) -> int:

@@ -1,9 +1,9 @@
 """The allocator's state and the moves every rule is made of: take, split, merge, hand out, give back.
 
 NOTE [Two paths]. `CachingAllocator.malloc` and `CachingAllocator.free` carry the common case inline: classic
-segments, no size limits, one stream, no observer. Everything else goes through the methods of this module,
-which say the same rules once more in full. `BlockStore.plain` tells which path is right; whatever changes an
-input of it calls `BlockStore.refresh_plain`. The tests run both paths side by side.
+segments, no size limits, one stream, no observer of single events. Everything else goes through the methods of
+this module, which say the same rules once more in full. `BlockStore.plain` tells which path is right; whatever
+changes an input of it calls `BlockStore.refresh_plain`. The tests run both paths side by side.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vramfit.allocator.block import (
 )
 from vramfit.allocator.config import AllocatorConfig
 from vramfit.allocator.driver import Driver
-from vramfit.allocator.events import AllocatorEventKind, EventCallback
+from vramfit.allocator.events import AllocatorEventKind, EventCallback, FreedCallback
 from vramfit.allocator.rounding import MIN_BLOCK, SMALL_REQUEST, Rounding
 from vramfit.allocator.stats import DeviceStats
 from vramfit.allocator.versions import REFERENCE_VERSION, TorchVersion, rules_for
@@ -58,6 +58,7 @@ class BlockStore:
         device: int = 0,
         on_event: EventCallback | None = None,
         on_segment: EventCallback | None = None,
+        on_freed: FreedCallback | None = None,
         event_query: Callable[[int], bool] | None = None,
     ) -> None:
         self.driver = driver
@@ -68,6 +69,7 @@ class BlockStore:
         self._rules = rules_for(torch_version)
         self._on_event = on_event
         self._on_segment = on_event if on_segment is None else on_segment
+        self._on_freed = on_freed
         self._event_query = event_query
         self._stats = DeviceStats()
         self._small = Pool(small=True, stats=self._stats.small)
@@ -119,7 +121,7 @@ class BlockStore:
             and not self._collects
             and not self._small.searches
             and not self._large.searches
-            and self._on_event is None
+            and (self._on_event is None or self._on_freed is not None)
         )
 
     def _emit(self, kind: AllocatorEventKind, address: int, size: int, stream: int) -> None:

@@ -32,3 +32,6 @@ class AllocatorEventKind(IntEnum):
 
 EventCallback = Callable[[AllocatorEventKind, int, int, int], None]
 """Called as ``(kind, address, size, stream)`` after each event."""
+
+FreedCallback = Callable[[int, int, int], None]
+"""Called as ``(address, requested size, stream)`` when a block is given back and free at once."""

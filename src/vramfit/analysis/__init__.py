@@ -12,7 +12,7 @@ from vramfit.analysis.causes import (
 from vramfit.analysis.curves import Curves, Measure, Timeline, curves, timeline
 from vramfit.analysis.diff import Change, HoldingChange, Pair, TraceDiff, diff, diff_states
 from vramfit.analysis.fragmentation import Fragmentation, fragmentation
-from vramfit.analysis.gates import Bound, Gate, baseline_gates, budget_gates, card_gates
+from vramfit.analysis.gates import Bound, Gate, baseline_gates, budget_gates, card_gates, used_gates
 from vramfit.analysis.groups import TensorGroup
 from vramfit.analysis.leak_report import (
     GrowingStack,
@@ -184,6 +184,7 @@ __all__ = [
     "summarise",
     "timeline",
     "tune",
+    "used_gates",
     "user_frame",
     "verdict",
 ]

@@ -19,6 +19,8 @@ class Bound(Enum):
     BASELINE = "baseline"
     CARD = "card"
     """The run must not end by running out of memory."""
+    USED = "used"
+    """It must use a card at all: a figure of nothing is kept by any limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +76,24 @@ def card_gates(run: Sequence[State]) -> tuple[Gate, ...]:
         )
         for state in run
         if state.ran_out
+    )
+
+
+def used_gates(run: Sequence[State]) -> tuple[Gate, ...]:
+    """A failed gate for a run that held nothing on any device: it says nothing of what the program takes."""
+    if any(state.is_used for state in run):
+        return ()
+    return tuple(
+        Gate(
+            bound=Bound.USED,
+            device=state.device,
+            quantity=Quantity.TOTAL,
+            actual=0,
+            limit=0,
+            passed=False,
+            note="the program never used the card, so there is nothing to check",
+        )
+        for state in run[:1]
     )
 
 

@@ -89,6 +89,11 @@ class State:
         return None if self.reserved is None else self.reserved + (self.outside or 0)
 
     @property
+    def is_used(self) -> bool:
+        """Whether the device held anything, or its source does not say."""
+        return self.used is None or bool(self.used or self.allocated or self.ran_out)
+
+    @property
     def detailed(self) -> bool:
         """Whether it is known what was alive."""
         return bool(self.holdings)

@@ -45,6 +45,10 @@ class Outcome(Enum):
     DOES_NOT_FIT = "does not fit"
     FAILED = "failed"
     """The program failed for a reason other than memory before it could be told whether it fits."""
+    FITS_SO_FAR = "fits so far"
+    """It was interrupted or told to end, and until then it fitted."""
+    UNUSED = "the card was not used"
+    """The program ended well without ever using a card, so that nothing can be said."""
     UNKNOWN = "unknown"
     """A recording that does not say how large its card is, and did not run out."""
 
@@ -84,6 +88,11 @@ class DeviceVerdict:
     def used(self) -> int:
         """Bytes of the card that are taken at the peak: reserved and the context."""
         return self.peak_reserved + self.context
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the program used the card at all."""
+        return bool(self.context or self.peak_reserved or self.peak_allocated)
 
     @property
     def has_room(self) -> bool:
@@ -132,7 +141,7 @@ class Verdict:
 
     @property
     def fits(self) -> bool | None:
-        """True or false; None if the program failed for another reason before it could be told, or no card is known."""
+        """True or false; None if the program failed otherwise, was interrupted, or no card is known or was used."""
         known = self.outcome in (Outcome.FITS, Outcome.DOES_NOT_FIT)
         return self.outcome is Outcome.FITS if known else None
 
@@ -144,7 +153,8 @@ class Verdict:
             return False
         if self.outcome is Outcome.DOES_NOT_FIT:
             return self.needed - device.error_below > device.total
-        return self.outcome is Outcome.FITS and device.error_above <= device.headroom
+        fits = self.outcome in (Outcome.FITS, Outcome.FITS_SO_FAR)
+        return fits and device.error_above <= device.headroom
 
 
 def verdict(run: Run, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = None) -> Verdict:
@@ -161,19 +171,17 @@ def verdict(run: Run, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = N
     """
     offered = catalogue() if cards is None else tuple(cards)
     ran_out = run.ran_out
-    if ran_out:
-        outcome = Outcome.DOES_NOT_FIT
-    elif run.exit_code != 0:
-        outcome = Outcome.FAILED
-    else:
-        outcome = Outcome.FITS
+    outcome = _outcome(run)
     devices = tuple(_device(run, found, ran_out, tensors) for found in run.devices) or (_no_card(run),)
     critical = _critical(devices, run.oom if ran_out else None)
     decisive = devices[critical]
-    if outcome is Outcome.FITS and not decisive.total and decisive.index != NO_CARD:
-        outcome = Outcome.UNKNOWN
-    if outcome is Outcome.FITS and not decisive.has_room:
-        outcome = Outcome.DOES_NOT_FIT
+    if outcome in (Outcome.FITS, Outcome.FITS_SO_FAR):
+        if not decisive.total and decisive.index != NO_CARD:
+            outcome = Outcome.UNKNOWN
+        elif not any(device.is_used for device in devices):
+            outcome = Outcome.UNUSED
+        elif not decisive.has_room:
+            outcome = Outcome.DOES_NOT_FIT
     oom = run.oom
     bounded = all(warning.code != "size-without-bound" for warning in run.warnings)
     if not ran_out or oom is None:
@@ -213,6 +221,17 @@ def verdict(run: Run, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = N
         advice=tuple(_advice(decisive, oom, str(run.trace.meta.get("alloc_conf", "")))),
         bounded=bounded,
     )
+
+
+def _outcome(run: Run) -> Outcome:
+    """How a run ended, before its cards are looked at."""
+    if run.ran_out:
+        return Outcome.DOES_NOT_FIT
+    if run.progress.was_asked_for:
+        return Outcome.FITS
+    if run.progress.is_cut:
+        return Outcome.FITS_SO_FAR
+    return Outcome.FAILED if run.exit_code != 0 else Outcome.FITS
 
 
 def _device(run: Run, found: DeviceOutcome, ran_out: bool, tensors: int) -> DeviceVerdict:

@@ -16,6 +16,8 @@ from vramfit.virtual.meter import Meter
 class WatchedMeter(Meter):
     """A meter that also notes each block of the op that runs."""
 
+    repeats = False
+
     events: list[Event]
     below: int
     above: int

@@ -205,7 +205,9 @@ class _VirtualServer(_Server):
         from vramfit.virtual.gpu import VirtualGPU
 
         assert self.config.gpu is not None
-        return VirtualGPU(spec_from_plain(self.config.gpu), alloc_conf="", profile=self.config.profile)
+        return VirtualGPU(  # no program of a user's runs here
+            spec_from_plain(self.config.gpu), alloc_conf="", profile=self.config.profile, writes="real"
+        )
 
     def _enter(self) -> None:
         self.gpu, self.meter = self._make(), None

@@ -12,15 +12,28 @@ import typer
 import typer.core
 
 from vramfit.cli.documents import STANDARD_OUTPUT, write_document
-from vramfit.cli.options import AllocConf, AssumedSizes, Gpus, Module, Page, Profile
+from vramfit.cli.options import (
+    AllocConf,
+    AssumedSizes,
+    Gpus,
+    Module,
+    Page,
+    Profile,
+    Steps,
+    Time,
+    Written,
+    WrittenThrough,
+)
 from vramfit.cli.program import check_source, program_command
-from vramfit.cli.run import apart_from_json, check_alloc_conf, check_outputs
+from vramfit.cli.run import apart_from_json, check_alloc_conf, check_outputs, limits_of
 from vramfit.cli.where import Where, chosen
 from vramfit.errors import UsageError, VramfitError
+from vramfit.files.policy import Writes
 from vramfit.virtual.assume import Assume
 
 if TYPE_CHECKING:
     from vramfit.analysis import Gate, State, Tolerance, Verdict
+    from vramfit.programs.limits import Limits
     from vramfit.trace import Actual, Run
 
 GATE_FAILED = 3
@@ -89,6 +102,10 @@ def check_command(
     alloc_conf: AllocConf = None,
     assume: AssumedSizes = Assume.UPPER,
     profile: Profile = "auto",
+    steps: Steps = None,
+    time: Time = None,
+    writes: Written = None,
+    writes_through: WrittenThrough = None,
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the result as JSON; - for standard output.")
     ] = None,
@@ -102,13 +119,19 @@ def check_command(
     asked = _asked(budget, of, baseline, tolerance, write_baseline)
     check_outputs((("--json", json), ("--write-baseline", write_baseline), ("--report", report)))
     check_alloc_conf(alloc_conf)
+    limits = limits_of(steps, time)
     subject = _subject(module, target or [])
     if isinstance(subject, Path):
+        if steps is not None or time is not None:
+            raise UsageError(
+                f"{'--steps' if steps is not None else '--time'} is for a program, and {subject} is a file of a run",
+                "Leave it out",
+            )
         found = _of_file(subject)
     else:
-        where = _where(asked, gpu, gpus, device, assume, profile)
+        where = _where(asked, gpu, gpus, device, assume, profile, writes, writes_through or ())
         with apart_from_json(json):
-            found = _of_program(subject, where, alloc_conf)
+            found = _of_program(subject, where, alloc_conf, limits)
     _end(asked, found, json, report)
 
 
@@ -189,7 +212,14 @@ def _subject(module: str | None, target: list[str]) -> Path | list[str]:
 
 
 def _where(
-    asked: _Asked, gpu: str | None, gpus: int, device: str | None, assume: Assume, profile: str
+    asked: _Asked,
+    gpu: str | None,
+    gpus: int,
+    device: str | None,
+    assume: Assume,
+    profile: str,
+    writes: Writes | None,
+    through: Sequence[Path],
 ) -> Where:
     """Where to run: as the options say, else as the baseline ran, else on a virtual card of the budget's size."""
     if gpu is None and device is None:
@@ -199,7 +229,16 @@ def _where(
         else:
             gpu = _card_of(asked)
     budget = None if asked.budget is None or device != "cpu" else f"{asked.budget}B"
-    return chosen(gpu, gpus=gpus, device=device, budget=budget, assume=assume, profile=profile)
+    return chosen(
+        gpu,
+        gpus=gpus,
+        device=device,
+        budget=budget,
+        assume=assume,
+        profile=profile,
+        writes=writes,
+        through=through,
+    )
 
 
 def _card_of(asked: _Asked) -> str:
@@ -247,12 +286,12 @@ def _of_file(file: Path) -> _Found:
     )
 
 
-def _of_program(command: list[str], where: Where, alloc_conf: str | None) -> _Found:
+def _of_program(command: list[str], where: Where, alloc_conf: str | None, limits: Limits) -> _Found:
     from vramfit.analysis import no_card, verdict
     from vramfit.report import run_to_json
 
     try:
-        run = where.run(command, alloc_conf=alloc_conf, journal=None)
+        run = where.run(command, alloc_conf=alloc_conf, journal=None, limits=limits)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     judged = verdict(run)
@@ -284,6 +323,13 @@ def _end(asked: _Asked, found: _Found, json: Path | None, report: Path | None) -
     from vramfit.cli.run import exit_code
 
     run, judged = found.run, found.verdict
+    if found.ran_here and run is not None and run.progress.is_cut and not run.progress.was_asked_for:
+        error = VramfitError(
+            f"the program was {run.progress.end.value} before its end",
+            "Nothing was checked: give it time, or end it with --steps or --time",
+        )
+        error.exit_code = exit_code(run, judged) if judged is not None else 1
+        raise error
     if found.ran_here and run is not None and judged is not None and judged.outcome is Outcome.FAILED:
         reason = f": {run.error}" if run.error else ""
         error = VramfitError(
@@ -294,8 +340,10 @@ def _end(asked: _Asked, found: _Found, json: Path | None, report: Path | None) -
     gates = _gates(asked, found.states)
     passed = all(gate.passed for gate in gates)
     try:
-        if asked.write is not None:
+        if asked.write is not None and any(state.is_used for state in found.states):
             _write_baseline(asked.write, found)
+        elif asked.write is not None:
+            typer.echo(f"Did not write the baseline {asked.write}: nothing was measured", err=True)
         if report is not None:
             _write_report(report, found)
     finally:
@@ -304,8 +352,10 @@ def _end(asked: _Asked, found: _Found, json: Path | None, report: Path | None) -
 
 
 def _gates(asked: _Asked, found: Sequence[State]) -> tuple[Gate, ...]:
-    from vramfit.analysis import Quantity, baseline_gates, budget_gates, card_gates, states
+    from vramfit.analysis import Quantity, baseline_gates, budget_gates, card_gates, states, used_gates
 
+    if unused := used_gates(found):
+        return unused
     gates = card_gates(found)
     if asked.budget is not None:
         gates += budget_gates(found, asked.budget, Quantity(asked.of))
@@ -327,9 +377,11 @@ def _tell(asked: _Asked, found: _Found, gates: Sequence[Gate], json: Path | None
         print_explanation,
         print_terminal,
     )
+    from vramfit.trace.progress import UNTOLD
 
     diffs = () if asked.baseline is None else diff_states(states(asked.baseline), found.states)
-    check = Check(target=found.name, gates=gates, diffs=diffs)
+    progress = UNTOLD if found.run is None else found.run.progress
+    check = Check(target=found.name, gates=gates, diffs=diffs, progress=progress)
     if json is not None:
         write_document(json, check_to_json(check))
     if json == STANDARD_OUTPUT:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from vramfit.files.policy import Writes
 from vramfit.virtual.assume import Assume
 
 _MOST_GPUS = 8
@@ -31,4 +32,28 @@ Profile = Annotated[
 ]
 Page = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the run as one HTML page that needs no network.")
+]
+Steps = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|steady",
+        help="End the program after N steps, or when three in a row asked for the same memory.",
+    ),
+]
+Time = Annotated[str | None, typer.Option(metavar="T", help="End the program after that time: 90s, 10m, 1h.")]
+Written = Annotated[
+    Writes | None,
+    typer.Option(
+        "--writes",
+        help="Files that the program writes on a virtual GPU: set aside and dropped, kept in a folder, or written.",
+        show_default="discard",
+    ),
+]
+WrittenThrough = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--writes-through",
+        metavar="PATH",
+        help="A file or folder that it writes for real even so, such as one of downloads. Several times for several.",
+    ),
 ]

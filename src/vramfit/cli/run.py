@@ -12,14 +12,27 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vramfit.cli.against import DEFAULT_TOLERANCE, compare, read_reference
-from vramfit.cli.options import AllocConf, AssumedSizes, Gpus, Module, Page, Profile
+from vramfit.cli.options import (
+    AllocConf,
+    AssumedSizes,
+    Gpus,
+    Module,
+    Page,
+    Profile,
+    Steps,
+    Time,
+    Written,
+    WrittenThrough,
+)
 from vramfit.cli.program import check_source, program_command
 from vramfit.cli.where import chosen
 from vramfit.errors import UsageError
 from vramfit.virtual.assume import Assume
+from vramfit.virtual.foreign.registry import KERNELS_VARIABLE
 
 if TYPE_CHECKING:
     from vramfit.analysis import Reconciliation, Verdict
+    from vramfit.programs.limits import Limits
     from vramfit.trace import Run
 
 DOES_NOT_FIT = 3
@@ -53,6 +66,16 @@ def run_command(
     alloc_conf: AllocConf = None,
     assume: AssumedSizes = Assume.UPPER,
     profile: Profile = "auto",
+    steps: Steps = None,
+    time: Time = None,
+    writes: Written = None,
+    writes_through: WrittenThrough = None,
+    kernels: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.py", help="Stand-ins for compiled kernels of the program (docs/kernels.md)."
+        ),
+    ] = None,
     json: Annotated[
         Path | None,
         typer.Option(
@@ -97,8 +120,19 @@ def run_command(
     tolerance; 2 if it could not be started as asked or a report could not be written after it ran.
     """
     command = program_command(module, program or [])
-    where = chosen(gpu, gpus=gpus, device=device, budget=budget, assume=assume, profile=profile)
+    where = chosen(
+        gpu,
+        gpus=gpus,
+        device=device,
+        budget=budget,
+        assume=assume,
+        profile=profile,
+        writes=writes,
+        through=writes_through or (),
+    )
+    limits = limits_of(steps, time)
     check_alloc_conf(alloc_conf)
+    name_kernels(kernels, virtual=gpu is not None)
     check_outputs((("--json", json), ("--trace", trace), ("--snapshot", snapshot), ("--report", report)))
     if trace is not None:
         from vramfit.trace.fileformat import check_trace_name
@@ -113,7 +147,7 @@ def run_command(
     journal = None if trace is None or _is_device(trace) else trace.with_name(f"{trace.name}.journal")
     try:
         with apart_from_json(json):
-            run = where.run(command, alloc_conf=alloc_conf, journal=journal)
+            run = where.run(command, alloc_conf=alloc_conf, journal=journal, limits=limits)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     verdict = judge(run)
@@ -127,6 +161,21 @@ def run_command(
     if misfit is not None:
         raise misfit
     raise typer.Exit(exit_code(run, verdict, found))
+
+
+def name_kernels(file: Path | None, *, virtual: bool) -> None:
+    """Name the user's file of stand-ins to the child.
+
+    Raises:
+        UsageError: there is none, or nothing is virtual.
+    """
+    if file is None:
+        return
+    if not virtual:
+        raise UsageError("--kernels is for a virtual GPU", "Choose one with --gpu NAME")
+    if not file.is_file():
+        raise UsageError(f"there is no file {file}", "--kernels names a Python file of stand-ins")
+    os.environ[KERNELS_VARIABLE] = str(file.resolve())
 
 
 def _is_device(path: Path) -> bool:
@@ -146,6 +195,17 @@ def exit_code(run: Run, verdict: Verdict, found: Reconciliation | None = None) -
     if run.exit_code == 0 and found is not None and not found.within:
         return DIFFERS
     return run.exit_code if run.exit_code >= 0 else 128 - run.exit_code
+
+
+def limits_of(steps: str | None, time: str | None) -> Limits:
+    """The limits that the options ask for.
+
+    Raises:
+        UsageError: one of them cannot be read.
+    """
+    from vramfit.programs.limits import limits_from
+
+    return limits_from(steps, time)
 
 
 def check_alloc_conf(alloc_conf: str | None) -> None:

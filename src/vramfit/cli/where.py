@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from vramfit.errors import UsageError
+from vramfit.files.policy import Writes
 from vramfit.units import parse_bytes
 from vramfit.virtual.assume import Assume
 
 if TYPE_CHECKING:
     from vramfit.gpus import GpuSpec
+    from vramfit.programs.limits import Limits
     from vramfit.trace import Run
 
 _DEVICES = "Write --device cuda, --device cuda:1 or --device cpu"
@@ -20,7 +23,7 @@ _DEVICES = "Write --device cuda, --device cuda:1 or --device cpu"
 class Where(Protocol):
     """Runs a program."""
 
-    def run(self, command: list[str], *, alloc_conf: str | None, journal: Path | None) -> Run:
+    def run(self, command: list[str], *, alloc_conf: str | None, journal: Path | None, limits: Limits) -> Run:
         """Run it to its end; see `vramfit.virtual.runner` and `vramfit.record.runner`."""
 
 
@@ -32,8 +35,10 @@ class OnVirtual:
     gpus: int
     assume: Assume
     profile: str
+    writes: Writes = Writes.DISCARD
+    through: tuple[Path, ...] = ()
 
-    def run(self, command: list[str], *, alloc_conf: str | None, journal: Path | None) -> Run:
+    def run(self, command: list[str], *, alloc_conf: str | None, journal: Path | None, limits: Limits) -> Run:
         """Run it on virtual cards."""
         from vramfit.virtual.runner import run_in_child
 
@@ -45,6 +50,9 @@ class OnVirtual:
             assume=self.assume.value,
             profile=self.profile,
             journal=journal,
+            limits=limits,
+            writes=self.writes,
+            through=self.through,
         )
 
 
@@ -55,17 +63,30 @@ class Recorded:
     device: str
     budget: int | None
 
-    def run(self, command: list[str], *, alloc_conf: str | None, journal: Path | None) -> Run:
+    def run(self, command: list[str], *, alloc_conf: str | None, journal: Path | None, limits: Limits) -> Run:
         """Run it for real."""
         from vramfit.record.runner import record_in_child
 
         return record_in_child(
-            command, device=self.device, budget=self.budget, alloc_conf=alloc_conf, journal=journal
+            command,
+            device=self.device,
+            budget=self.budget,
+            alloc_conf=alloc_conf,
+            journal=journal,
+            limits=limits,
         )
 
 
 def chosen(
-    gpu: str | None, *, gpus: int, device: str | None, budget: str | None, assume: Assume, profile: str
+    gpu: str | None,
+    *,
+    gpus: int,
+    device: str | None,
+    budget: str | None,
+    assume: Assume,
+    profile: str,
+    writes: Writes | None = None,
+    through: Sequence[Path] = (),
 ) -> Where:
     """What the options choose.
 
@@ -82,7 +103,16 @@ def chosen(
             )
         from vramfit.gpus import find_gpu
 
-        return OnVirtual(gpu=find_gpu(gpu), gpus=gpus, assume=assume, profile=profile)
+        if writes is Writes.REAL and through:
+            raise UsageError("--writes real writes everything for real", "Leave --writes-through out")
+        return OnVirtual(
+            gpu=find_gpu(gpu),
+            gpus=gpus,
+            assume=assume,
+            profile=profile,
+            writes=writes or Writes.DISCARD,
+            through=tuple(through),
+        )
     for option, is_default in (
         ("--gpus", gpus == 1),
         ("--assume", assume is Assume.UPPER),
@@ -90,6 +120,12 @@ def chosen(
     ):
         if not is_default:
             raise UsageError(f"{option} is for a virtual GPU", "Choose one with --gpu NAME")
+    for option, is_given in (("--writes", writes is not None), ("--writes-through", bool(through))):
+        if is_given:
+            raise UsageError(
+                f"{option} is for a virtual GPU: a recorded program writes its files as ever",
+                "Choose a card with --gpu NAME, or leave it out",
+            )
     return Recorded(device=_device(device), budget=None if budget is None else _bytes(budget))
 
 

@@ -76,10 +76,13 @@ class Gates:
     Attributes:
         limits: for the peak of reserved and of allocated bytes.
         no_leak: None where the test may grow.
+        must_use: a limit stands at the test itself, not at its class or module, so it must use the device: a limit
+            that nothing comes near would hold for ever.
     """
 
     limits: tuple[Limit, ...] = ()
     no_leak: NoLeak | None = None
+    must_use: bool = False
 
 
 class Metered(Protocol):
@@ -108,7 +111,8 @@ def gates_of(item: pytest.Item) -> Gates | None:
     if no_leak is not None and not _can_repeat(item):
         raise BadMarker(f"{NO_LEAK} repeats plain test functions and methods, not those of unittest.TestCase")
     if limits or no_leak is not None or FIXTURE in getattr(item, "fixturenames", ()):
-        return Gates(limits=tuple(limits.values()), no_leak=no_leak)
+        own = any(marker.name == LIMIT for marker in item.own_markers)
+        return Gates(limits=tuple(limits.values()), no_leak=no_leak, must_use=own)
     return None
 
 
@@ -248,6 +252,17 @@ def hide_our_frames(error: BaseException) -> None:
 
 
 # -- judging -------------------------------------------------------------------------------------------------
+
+
+def unused(run: Run) -> str:
+    """Why a limit proved nothing: the test never used the device. Empty where it did."""
+    if any(device.peak_reserved_bytes or device.peak_allocated_bytes for device in run.devices):
+        return ""
+    return (
+        f"the test never used the device, so its {LIMIT} proves nothing\n"
+        "  Let it run on the device that is metered, or take the marker away. A marker of its class or module may "
+        "stay: it holds the tests that use the device"
+    )
 
 
 def over_limits(run: Run, limits: tuple[Limit, ...], root: Path) -> Iterator[str]:

@@ -254,6 +254,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     run = running.meter.run
     _note_peaks(item, run)
     failures = list(pytest_gates.over_limits(run, gates.limits, root))
+    if gates.must_use and (nothing := pytest_gates.unused(run)):
+        failures.append(nothing)
     if growth:
         failures.append(growth)
     if failures:
@@ -303,10 +305,8 @@ def vram(request: pytest.FixtureRequest) -> Any:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """With --vram-peaks: the peaks of the metered tests, the highest first."""
-    if not config.getoption(_PEAKS):
-        return
-    from vramfit.units import format_bytes
+    """Which tests with gates used no card; with --vram-peaks the peaks of all metered tests, the highest first."""
+    from vramfit.units import counted, format_bytes
 
     found = []
     for reports in terminalreporter.stats.values():
@@ -316,8 +316,15 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
                 if "vram_peak_reserved_bytes" in told:
                     sizes = told["vram_peak_reserved_bytes"], told["vram_peak_allocated_bytes"]
                     found.append((*sizes, report.nodeid))
-    if found:
+    unused = sum(not (reserved or allocated) for reserved, allocated, _ in found)
+    if unused:
+        terminalreporter.line(
+            f"vram: {counted(unused, 'metered test')} never used the device: nothing was checked there"
+        )
+    if found and config.getoption(_PEAKS):
         terminalreporter.section("peaks of GPU memory")
         terminalreporter.line(f"{'reserved':>12}{'allocated':>12}  test")
         for reserved, allocated, nodeid in sorted(found, reverse=True):
-            terminalreporter.line(f"{format_bytes(reserved):>12}{format_bytes(allocated):>12}  {nodeid}")
+            note = "" if reserved or allocated else "  (never used the device)"
+            figures = f"{format_bytes(reserved):>12}{format_bytes(allocated):>12}"
+            terminalreporter.line(f"{figures}  {nodeid}{note}")

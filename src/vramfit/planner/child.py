@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vramfit.files import Writes, make_policy, protect
+from vramfit.files.protection import stand
 from vramfit.planner import tasks
 from vramfit.planner.failures import told
 from vramfit.planner.price import Device
@@ -23,6 +25,8 @@ from vramfit.programs.telling import tell
 from vramfit.workload import Workload, load_workload
 
 _INTERRUPTED = 130
+_REAL = ("cpu", "card")
+"""Devices on which a workload really runs."""
 
 _TALKATIVE = ("torchao", "torch.utils._pytree")
 """Loggers of libraries that warn when torchao is imported, of compiled extensions and of its own enumerations."""
@@ -51,6 +55,8 @@ def main(name: str) -> int:
     for talkative in _TALKATIVE:
         logging.getLogger(talkative).setLevel(logging.ERROR)
     try:
+        if job["device"] not in _REAL:
+            _protect_files(folder)
         card_here = job["device"] == "cuda" and _card_here()
         device, load = _device(job)
         workload = load(job["target"])
@@ -61,6 +67,12 @@ def main(name: str) -> int:
     except Exception as error:
         _write(folder / "failed.json", told(error, job["target"]))
     return 0
+
+
+def _protect_files(folder: Path) -> None:
+    """Keep what the workload's code writes on a virtual card from the user's files; see docs/files.md."""
+    policy = make_policy(Writes.DISCARD, workplace=folder)
+    stand(protect(policy, in_child=True))
 
 
 def _card_here() -> bool:

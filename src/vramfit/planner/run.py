@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vramfit.errors import UsageError, VramfitError
+from vramfit.files import Writes, make_policy
+from vramfit.files.namespace import attended
 from vramfit.gpus import GpuSpec
 from vramfit.programs.interrupts import passed_on, run_child
 from vramfit.programs.telling import listening
@@ -351,7 +353,8 @@ def run_task(target: str, job: dict[str, Any], progress: Progress | None) -> dic
     with tempfile.TemporaryDirectory(prefix="vramfit-") as name:
         folder = Path(name)
         (folder / "job.json").write_text(json.dumps(job | {"target": target}), encoding="utf-8")
-        with passed_on(folder) as signals, listening(folder, progress):
+        policy = make_policy(Writes.DISCARD, workplace=folder)  # as the child makes it
+        with attended(policy), passed_on(folder) as signals, listening(folder, progress):
             command = child_command(folder, job["device"])
             code = run_child(command, signals, stdout=_STANDARD_ERROR, env=_environ(job))
         if signals.interrupted:

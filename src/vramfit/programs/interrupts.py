@@ -17,15 +17,20 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a program that an interrupt ended, as a shell gives it."""
 
 _NOTES = "signals"
 """In a job's folder: a byte for each signal that the child got."""
 _SOON, _LOOK = 0.25, 0.01
 """Seconds within which an interrupt of the whole group is noted, and between two looks."""
+_WATCH = 0.1
+"""Seconds between two looks at a child that is watched."""
 
 
 def note_interrupts(folder: Path) -> None:
@@ -34,6 +39,14 @@ def note_interrupts(folder: Path) -> None:
     signal.set_wakeup_fd(os.open(folder / _NOTES, flags, 0o600), warn_on_full_buffer=False)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_note_no_longer)
+
+
+def signals_noted(folder: Path, number: int = signal.SIGINT) -> int:
+    """How often a child got a signal, as far as it noted that."""
+    try:
+        return (folder / _NOTES).read_bytes().count(number)
+    except FileNotFoundError:  # it has only just begun
+        return 0
 
 
 def _note_no_longer() -> None:
@@ -50,18 +63,23 @@ class Signals:
 
     def __init__(self, folder: Path) -> None:
         self.child: subprocess.Popen[bytes] | None = None
-        self.interrupted = False
-        """Whether there was an interrupt."""
-        self._notes = folder / _NOTES
+        self.interrupts = 0
+        """How many interrupts there were."""
+        self._folder = folder
         self._accounted = 0
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether there was an interrupt."""
+        return self.interrupts > 0
 
     def interrupt(self) -> None:
         """Pass an interrupt on, unless the child gets it too."""
-        self.interrupted = True
+        self.interrupts += 1
         child, until = self.child, time.monotonic() + _SOON
         if child is None:
             raise KeyboardInterrupt
-        while self._noted() <= self._accounted:
+        while signals_noted(self._folder) <= self._accounted:
             if time.monotonic() > until:
                 child.send_signal(signal.SIGINT)
                 break
@@ -76,26 +94,30 @@ class Signals:
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 
-    def _noted(self) -> int:
-        try:
-            return self._notes.read_bytes().count(signal.SIGINT)
-        except FileNotFoundError:  # it has only just begun
-            return 0
 
-
-def run_child(arguments: Sequence[str], signals: Signals, **options: Any) -> int:
+def run_child(
+    arguments: Sequence[str],
+    signals: Signals,
+    *,
+    watch: Callable[[subprocess.Popen[bytes]], object] | None = None,
+    **options: Any,
+) -> int:
     """Start a child and wait for its end, passing signals on; its exit code, negative for a signal.
 
     Args:
         arguments: its command line.
         signals: of `passed_on`.
+        watch: called some times a second while it runs.
         options: of ``subprocess.Popen``.
     """
     with subprocess.Popen(arguments, **options) as child:
         signals.child = child
         while True:
             try:
-                return child.wait()
+                return child.wait(None if watch is None else _WATCH)
+            except subprocess.TimeoutExpired:
+                if watch is not None:
+                    watch(child)
             except KeyboardInterrupt:  # from a handler of the user's own
                 signals.interrupt()
 

@@ -10,7 +10,21 @@ from pathlib import Path
 from typing import Any, Self
 
 from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError
-from vramfit.trace import DeviceOutcome, Frame, MemoryTrace, OomReport, ProfileNote, Run, RunWarning, Source
+from vramfit.programs.limits import NO_LIMITS, Limits
+from vramfit.trace import (
+    ChangeKind,
+    DeviceOutcome,
+    FileChange,
+    FileChanges,
+    Frame,
+    MemoryTrace,
+    OomReport,
+    ProfileNote,
+    Run,
+    RunWarning,
+    Source,
+)
+from vramfit.trace.progress import progress_from_plain
 
 PARTIAL = "partial.vft"
 """In a job's folder: what a recording of a card held when it was last looked at."""
@@ -34,12 +48,14 @@ class Job:
         folder: where the results go.
         alloc_conf: allocator settings, None to read the environment.
         journal: where the trace is written while it happens; None for a file in the folder.
+        limits: when the program is ended.
     """
 
     command: list[str]
     folder: str
     alloc_conf: str | None = None
     journal: str | None = None
+    limits: Limits = NO_LIMITS
 
     @property
     def journal_file(self) -> Path:
@@ -55,7 +71,8 @@ class Job:
     @classmethod
     def read(cls, file: str) -> Self:
         """The job that `write` wrote."""
-        return cls(**json.loads(Path(file).read_text(encoding="utf-8")))
+        values = json.loads(Path(file).read_text(encoding="utf-8"))
+        return cls(**values | {"limits": Limits(**values["limits"])})
 
     def enter(self, stage: Stage) -> None:
         """Note how far the child has come."""
@@ -96,6 +113,7 @@ def save_outcome(folder: Path, run: Run, *, exit_code: int, command: list[str]) 
     facts["exit_code"] = exit_code
     facts["program"] = command
     facts["source"] = run.source.value
+    facts["progress"] = run.progress.to_plain()
     (folder / "run.json").write_text(json.dumps(facts, default=_plain), encoding="utf-8")
 
 
@@ -110,6 +128,7 @@ def load_outcome(folder: Path) -> Run | None:
         line = oom.pop("user_line")
         oom = OomReport(stack=stack, user_line=Frame(*line) if line else None, **oom)
     profile = facts.pop("profile")
+    files = facts.pop("files")
     return Run(
         trace=MemoryTrace.load(folder / "run.vft"),
         devices=tuple(DeviceOutcome(**device) for device in facts.pop("devices")),
@@ -118,9 +137,18 @@ def load_outcome(folder: Path) -> Run | None:
         program=tuple(facts.pop("program")),
         profile=None if profile is None else ProfileNote(**profile),
         source=Source(facts.pop("source")),
+        progress=progress_from_plain(facts.pop("progress")),
+        files=None if files is None else _changes(files),
         **facts,
     )
 
 
+def _changes(values: dict[str, Any]) -> FileChanges:
+    entries = tuple(
+        FileChange(**entry | {"kind": ChangeKind(entry["kind"])}) for entry in values.pop("entries")
+    )
+    return FileChanges(entries=entries, notes=tuple(values.pop("notes")), **values)
+
+
 def _plain(value: Any) -> Any:
-    return dataclasses.asdict(value)
+    return value.value if isinstance(value, Enum) else dataclasses.asdict(value)

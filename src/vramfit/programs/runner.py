@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from vramfit.errors import EnvironmentUnfitError, TraceFormatError, VramfitError
-from vramfit.programs.interrupts import Signals, passed_on, run_child
+from vramfit.programs.interrupts import INTERRUPTED, Signals, passed_on, run_child
 from vramfit.programs.job import PARTIAL, Job, Stage, load_outcome, raise_failure, stage_of
+from vramfit.programs.supervising import EXIT_CODES, Supervisor
 from vramfit.trace import Run, read_any
 from vramfit.trace.partial import partial_run
+from vramfit.trace.progress import End, Progress
 
 
 def run_job(
@@ -39,30 +42,51 @@ def run_job(
     """
     folder = Path(job.folder)
     with passed_on(folder) as signals:
-        code = _spawn(child, job.write(), environ, cwd, signals)
+        supervisor = Supervisor(folder, job.limits, signals)
+        code = _spawn(child, job.write(), environ, cwd, signals, supervisor)
     raise_failure(folder)
     outcome, stage = load_outcome(folder), stage_of(folder)
     if outcome is None and signals.interrupted and stage is not Stage.RUNNING:
         raise KeyboardInterrupt
-    return outcome or _recover(job, stage, code)
+    return outcome or _recover(job, stage, code, _progress(supervisor, signals, code))
 
 
-def _recover(job: Job, stage: Stage | None, code: int) -> Run:
+def _progress(supervisor: Supervisor, signals: Signals, code: int) -> Progress:
+    """How far a child came that left no results."""
+    found = supervisor.progress
+    if found.is_cut:
+        return found
+    if code == -signal.SIGTERM:
+        return replace(found, end=End.TERMINATED)
+    return replace(found, end=End.INTERRUPTED) if signals.interrupted and code == INTERRUPTED else found
+
+
+def _recover(job: Job, stage: Stage | None, code: int, progress: Progress) -> Run:
     """What a process that was killed had written down."""
     for file in (Path(job.folder) / PARTIAL, job.journal_file):
         if stage is Stage.RUNNING and file.exists():
             with contextlib.suppress(TraceFormatError):
                 trace = read_any(file)
-                return partial_run(trace, exit_code=code, how=_how(code), program=tuple(job.command))
+                run = partial_run(trace, exit_code=code, how=_how(code), program=tuple(job.command))
+                if progress.is_cut:
+                    run = replace(run, exit_code=EXIT_CODES[progress.end], error=None)
+                return replace(run, progress=progress)
     raise _explain(stage, code)
 
 
 def _spawn(
-    module: str, job_file: Path, environ: Mapping[str, str] | None, cwd: Path | None, signals: Signals
+    module: str,
+    job_file: Path,
+    environ: Mapping[str, str] | None,
+    cwd: Path | None,
+    signals: Signals,
+    supervisor: Supervisor,
 ) -> int:
     # -P: the current folder must not shadow our own imports; the child then builds the program's sys.path.
     arguments = [sys.executable, *_interpreter_options(), "-P", "-m", module, str(job_file)]
-    return run_child(arguments, signals, env={**os.environ, **(environ or {})}, cwd=cwd)
+    return run_child(
+        arguments, signals, watch=supervisor.watch, env={**os.environ, **(environ or {})}, cwd=cwd
+    )
 
 
 def _interpreter_options() -> list[str]:

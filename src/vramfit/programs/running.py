@@ -10,7 +10,6 @@ import importlib.machinery
 import io
 import os
 import runpy
-import signal
 import sys
 import threading
 import traceback
@@ -19,30 +18,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vramfit.programs.interrupts import INTERRUPTED
 from vramfit.programs.patching import PatchStack
+from vramfit.programs.stopping import Stopping
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-OWN_FOLDERS = tuple(f"{_PACKAGE / name}{os.sep}" for name in ("programs", "record", "virtual"))
+OWN_FOLDERS = tuple(f"{_PACKAGE / name}{os.sep}" for name in ("files", "programs", "record", "virtual"))
 """Code that stands between a program and torch without being the program's: its frames are not shown."""
-
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit code of a program that an interrupt ended, as a shell gives it."""
 
 Finish = Callable[[int, BaseException | None], None]
 """Leaves a run's results behind, given the program's exit code and the exception that ended it."""
 
 
-def run_to_end(command: list[str], finish: Finish, patches: PatchStack) -> int:
+def run_to_end(command: list[str], finish: Finish, patches: PatchStack, stopping: Stopping) -> int:
     """Run a program and everything that python does at its end; returns its exit code.
 
     Args:
         command: the script and its arguments, or ``-m``, a module and its arguments.
         finish: called once, also where the program leaves by ``os._exit``.
         patches: replaces ``os._exit`` while the program runs.
+        stopping: ends the program before its own end.
     """
-    _save_before_exit(patches, finish)
-    code, error = run_program(command)
+    _save_before_exit(patches, finish, stopping)
+    code, error = run_program(command, stopping)
     code = _wind_down(code)
+    code, error = stopping.ended(code, error)
     patches.undo()
     finish(code, error)
     _finalize()
@@ -68,13 +68,15 @@ def leave_after(main: Callable[[], int]) -> Any:
     leave(code)
 
 
-def _save_before_exit(patches: PatchStack, finish: Finish) -> None:
+def _save_before_exit(patches: PatchStack, finish: Finish, stopping: Stopping) -> None:
     """``os._exit`` ends the process at once; the results are saved first. Forked children leave as they would."""
     original, owner = os._exit, os.getpid()
 
     def leave_at_once(status: int) -> NoReturn:
         if os.getpid() == owner:
-            finish(status & 0xFF, None)
+            code, _ = stopping.ended(status & 0xFF, None)
+            finish(code, None)
+            original(code)
         original(status)
 
     patches.set(os, "_exit", leave_at_once)
@@ -95,7 +97,7 @@ def _finalize() -> None:
                 item.flush()
 
 
-def run_program(command: list[str]) -> tuple[int, BaseException | None]:
+def run_program(command: list[str], stopping: Stopping) -> tuple[int, BaseException | None]:
     """Run a script or module as ``__main__``; returns its exit code and the exception that ended it, if any."""
     try:
         if command[0] == "-m":
@@ -108,8 +110,11 @@ def run_program(command: list[str]) -> tuple[int, BaseException | None]:
         _print_exception(error)
         return INTERRUPTED, error
     except BaseException as error:
-        _print_exception(error)
+        if not stopping.is_of_the_stop(error):
+            _print_exception(error)
         return 1, error
+    finally:
+        stopping.over()
     return 0, None
 
 

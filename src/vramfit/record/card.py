@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import nn
 
 from vramfit.errors import EnvironmentUnfitError, WriteError
 from vramfit.programs.patching import PatchStack
+from vramfit.programs.stopping import Stopping
 from vramfit.record.metering import tensors_of
 from vramfit.record.notes import (
     MODULE_PREFIX,
@@ -59,6 +60,7 @@ from vramfit.trace import (
 from vramfit.trace.frames import user_frame
 from vramfit.trace.partial import peaks_of
 from vramfit.virtual.attribution import ModuleStack, Phase, PhaseTracker, StackInterner
+from vramfit.virtual.steps import StepCounter
 from vramfit.virtual.versions import platform_text
 
 _CONTEXT = "alloc"  # stacks of allocations; those of frees would double the cost and nobody reads them
@@ -180,6 +182,12 @@ class CardRecorder(Recorder):
     def run(self) -> Run:
         """What was recorded so far."""
         return self._outcome(None) if self._result is None else self._result
+
+    def count_steps(self, stopping: Stopping, patches: PatchStack) -> StepCounter:
+        """Count the program's steps."""
+        counter = StepCounter(self._modules, CardDemand(), stopping)
+        counter.install(self._phase, patches)
+        return counter
 
     def mark(self, tag: str) -> None:
         """Put a named point in time into the trace."""
@@ -503,6 +511,27 @@ def _attach_observer() -> None:
     memory: Any = torch._C
     memory._cuda_attach_out_of_memory_observer(observe)
     _observed = True
+
+
+class CardDemand:
+    """The requests that torch's allocator has counted: how many, and of how many bytes."""
+
+    def __init__(self) -> None:
+        self._before: tuple[int, ...] = ()
+
+    def take(self) -> tuple[Hashable, Hashable]:
+        """The requests since the last call, and the peaks so far."""
+        if not torch.cuda.is_initialized():
+            return (), ()
+        found, peaks = [], []
+        for device in range(torch.cuda.device_count()):
+            stats = torch._C._cuda_memoryStats(device)
+            kinds = [stats[name]["all"] for name in ("allocation", "requested_bytes", "reserved_bytes")]
+            found += [kind["allocated"] for kind in kinds[:2]]
+            peaks += [kind["peak"] for kind in kinds[1:]]
+        before = self._before or (0,) * len(found)
+        self._before = tuple(found)
+        return tuple(now - then for now, then in zip(found, before, strict=True)), tuple(peaks)
 
 
 def _counts(devices: Iterable[int]) -> dict[int, int]:

@@ -6,11 +6,9 @@ Started by runner.py as ``python -P -m vramfit.record.child JOB``. The exit code
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from vramfit.errors import UsageError, VramfitError
@@ -19,10 +17,11 @@ from vramfit.programs.interrupts import note_interrupts
 from vramfit.programs.job import PARTIAL, Stage
 from vramfit.programs.patching import PatchStack
 from vramfit.programs.processes import CODE, MESSAGE
-from vramfit.programs.running import Finish, leave_after, run_to_end
+from vramfit.programs.running import leave_after, run_to_end
+from vramfit.programs.stopping import Stopping
 from vramfit.record.job import AUTO, RecordJob
 from vramfit.record.runner import CPU
-from vramfit.trace import RunWarning
+from vramfit.trace import Run, RunWarning
 
 if TYPE_CHECKING:
     from vramfit.record.recorder import Recorder
@@ -42,30 +41,30 @@ def main(job_file: str) -> int:
         job.fail(unfit)
         return unfit.exit_code
     job.enter(Stage.RUNNING)
-    finished, started = False, 0
+    stopping = Stopping(Path(job.folder), job.limits)
+    started = 0
 
     def count_processes() -> None:
         nonlocal started
         started += 1
 
+    def save(code: int, run: Run | None = None) -> None:
+        steps.close()
+        run = recorder.run() if run is None else run
+        if started:
+            told = RunWarning(code=CODE, message=MESSAGE, location=None, count=started)
+            run = replace(run, warnings=(*run.warnings, told))
+        job.save(stopping.told(run), exit_code=code)
+        job.enter(Stage.DONE)
+
     def finish(code: int, error: BaseException | None) -> None:
-        nonlocal finished
-        if not finished:
-            finished = True
-            run = recorder.stop(error)
-            if started:
-                told = RunWarning(code=CODE, message=MESSAGE, location=None, count=started)
-                run = replace(run, warnings=(*run.warnings, told))
-            if code < 0:
-                run = replace(run, error=f"the process was ended by signal {signal.Signals(-code).name}")
-            job.save(run, exit_code=code)
-            job.enter(Stage.DONE)
+        save(code, recorder.stop(error))
 
     with PatchStack() as patches:
-        if job.device != CPU:  # there the journal has it all
-            _save_when_told_to_stop(finish, patches)
         processes.install(count_processes, patches)
-        return run_to_end(job.command, finish, patches)
+        steps = recorder.count_steps(stopping, patches)
+        stopping.install(save, patches)
+        return run_to_end(job.command, finish, patches, stopping)
 
 
 def _recorder(job: RecordJob) -> Recorder:
@@ -114,26 +113,6 @@ def _need_card(device: str) -> None:
             'Choose a virtual one with --gpu, such as --gpu "RTX 4090" (vramfit gpus lists them), or meter the '
             "program on the CPU: --device cpu --budget 2GiB",
         )
-
-
-def _save_when_told_to_stop(finish: Finish, patches: PatchStack) -> None:
-    """SIGTERM ends a program at once where it has no handler of its own; what was recorded is saved first."""
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        del frame
-        finish(-number, None)
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-    signal.signal(signal.SIGTERM, stop)
-
-    def undo() -> None:
-        if signal.getsignal(signal.SIGTERM) is stop:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    patches.call(undo)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from vramfit.errors import EnvironmentUnfitError, UsageError
 from vramfit.gpus import GpuKind, GpuSpec, find_gpu
 from vramfit.programs import threads
 from vramfit.programs.patching import PatchStack
+from vramfit.programs.stopping import Stopping
 from vramfit.record.metering import NO_LIMIT, CpuMeter, MeterMode, holders, tensors_of
 from vramfit.record.recorder import (
     Figures,
@@ -31,6 +32,7 @@ from vramfit.trace.journal import Journal
 from vramfit.units import format_bytes
 from vramfit.virtual.attribution import Phase
 from vramfit.virtual.machine import Machine
+from vramfit.virtual.steps import StepCounter, count_steps
 from vramfit.virtual.subclasses import is_wrapper
 from vramfit.virtual.versions import platform_text, torch_version
 
@@ -170,6 +172,10 @@ class CpuRecorder(Recorder):
     def run(self) -> Run:
         """What was recorded so far."""
         return self._outcome(None) if self._result is None else self._result
+
+    def count_steps(self, stopping: Stopping, patches: PatchStack) -> StepCounter:
+        """Count the program's steps."""
+        return count_steps(self.meter, stopping, patches)
 
     def mark(self, tag: str) -> None:
         """Put a named point in time into the trace."""

@@ -12,7 +12,10 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
+from vramfit.programs.patching import PatchStack
+from vramfit.programs.stopping import Stopping
 from vramfit.trace import Run
+from vramfit.virtual.steps import StepCounter
 
 T = TypeVar("T")
 Models: TypeAlias = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module] | None
@@ -113,6 +116,10 @@ class Recorder(ABC):
     @abstractmethod
     def run(self) -> Run:
         """What was recorded so far."""
+
+    @abstractmethod
+    def count_steps(self, stopping: Stopping, patches: PatchStack) -> StepCounter:
+        """Count the program's steps until `patches` are undone; `stopping` is told of each."""
 
     @abstractmethod
     def mark(self, tag: str) -> None:

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from vramfit.programs.limits import NO_LIMITS, Limits
 from vramfit.programs.runner import run_job
 from vramfit.record.job import AUTO, RecordJob
 from vramfit.trace import Run
@@ -29,6 +30,7 @@ def record_in_child(
     cwd: Path | None = None,
     max_entries: int = MAX_ENTRIES,
     journal: Path | None = None,
+    limits: Limits = NO_LIMITS,
 ) -> Run:
     """Run ``[script, *args]`` or ``["-m", module, *args]`` as python would, and record its memory.
 
@@ -45,6 +47,7 @@ def record_in_child(
         max_entries: events kept of a card.
         journal: where the trace of a metered program is written while it happens, for the case that this process is
             killed too; None keeps it in a temporary folder.
+        limits: when the program is ended.
 
     Raises:
         UsageError: there is no such device here.
@@ -59,6 +62,7 @@ def record_in_child(
             device=device,
             budget=budget,
             max_entries=max_entries,
+            limits=limits,
         )
         settings = {} if alloc_conf is None else dict.fromkeys(_SETTINGS, alloc_conf)
         return run_job("vramfit.record.child", job, environ={**settings, **(environ or {})}, cwd=cwd)

@@ -21,7 +21,7 @@ from vramfit.programs.patching import PatchStack
 
 
 class Watcher(Protocol):
-    """Who is told. None of these may raise."""
+    """Who is told. None of these may raise, but for SystemExit where a phase begins: the program is to end."""
 
     def enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module's call begins."""
@@ -74,8 +74,8 @@ def _watch_modules(watcher: Watcher, patches: PatchStack) -> None:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return original(self, *args, **kwargs)
-        watcher.enter_module(self, args, kwargs)
         try:
+            watcher.enter_module(self, args, kwargs)
             return original(self, *args, **kwargs)
         finally:
             watcher.leave_module()

@@ -13,8 +13,10 @@ from rich.text import Text
 
 from vramfit.analysis import Bound, Gate, Quantity, TraceDiff
 from vramfit.report.diff import DiffLines, diff_to_json
+from vramfit.report.ending import ending_words
 from vramfit.report.sections import Sections
 from vramfit.report.text import print_lines, relative
+from vramfit.trace.progress import UNTOLD, Progress
 from vramfit.units import format_bytes
 
 CHECK_SCHEMA = "vramfit.check/1"
@@ -35,11 +37,13 @@ class Check:
         target: the program or file.
         gates: the requirements.
         diffs: how the run differs from the baseline, device by device; empty without one.
+        progress: how far a program came that was run for it.
     """
 
     target: str
     gates: Sequence[Gate]
     diffs: Sequence[TraceDiff] = ()
+    progress: Progress = UNTOLD
 
     @property
     def passed(self) -> bool:
@@ -72,7 +76,8 @@ class _Page(Sections):
         """The verdict, each gate, and the difference from the baseline if that is what failed."""
         if check.gates:
             mark = ("✓ passed ", "bold green") if check.passed else ("✗ failed ", "bold red")
-            yield from self.wrapped(Text.assemble(mark, (check.target, "bold")))
+            ending = ending_words(check.progress)
+            yield from self.wrapped(Text.assemble(mark, (check.target, "bold"), ending))
         devices = {gate.device for gate in check.gates}
         for gate in check.gates:
             yield from self.gate(gate, len(devices) > 1)
@@ -84,7 +89,7 @@ class _Page(Sections):
         """One requirement."""
         mark = ("  ✓ ", "green") if gate.passed else ("  ✗ ", "red")
         where = f"GPU {gate.device}: " if several else ""
-        if gate.bound is Bound.CARD:
+        if gate.bound in (Bound.CARD, Bound.USED):
             yield from self.wrapped(Text.assemble(mark, where, gate.note), indent=4)
             return
         amount = f"peak {_WORDS[gate.quantity]} {format_bytes(gate.actual)}"
@@ -107,6 +112,7 @@ def check_to_json(check: Check) -> dict[str, Any]:
         "schema": CHECK_SCHEMA,
         "target": check.target,
         "passed": check.passed,
+        "end": check.progress.end.value,
         "gates": [
             {
                 "bound": gate.bound.value,

@@ -71,9 +71,12 @@ class DiffLines:
             yield Text.assemble(
                 (one.after.name or "after", "bold"), f" compared with {one.before.name or 'before'}{device}"
             )
+            unused = [state for state in (one.before, one.after) if not state.is_used]
             if one.same:
-                yield Text("  no difference")
+                yield Text(f"  no difference{': neither used the card' if len(unused) > 1 else ''}")
                 continue
+            for state in unused:
+                yield Text(f"  {state.name or 'one of them'} never used the card", style="yellow")
             yield from self.figures(one)
             yield from self.details(one)
 

@@ -20,6 +20,7 @@ from vramfit.analysis import (
 )
 from vramfit.report.against import against_to_json
 from vramfit.trace import Category, Frame, OomReport, Run
+from vramfit.trace.progress import Progress
 
 SCHEMA = "vramfit.run/1"
 """Name and version: the number grows when a key changes its meaning or goes away, not for new keys."""
@@ -50,6 +51,8 @@ def run_to_json(run: Run, verdict: Verdict, against: Reconciliation | None = Non
         "fits": verdict.fits,
         "certain": verdict.certain,
         "outcome": verdict.outcome.name.lower(),
+        "end": run.progress.end.value,
+        "steps": _steps(run.progress),
         "assume": run.assume,
         "profile": _profile(run),
         "peak": _peak(decisive),
@@ -74,6 +77,7 @@ def run_to_json(run: Run, verdict: Verdict, against: Reconciliation | None = Non
             }
             for warning in run.warnings
         ],
+        "files": _files(run),
         "modules": _modules(breakdown.modules),
         "tensors": [group_to_json(group) for group in breakdown.tensors],
         "tensors_omitted": {"groups": breakdown.tensors_omitted[0], "bytes": breakdown.tensors_omitted[1]},
@@ -99,6 +103,33 @@ def _profile(run: Run) -> dict[str, Any] | None:
         "date": note.date,
         "source": note.source,
         "calls_used": note.used,
+    }
+
+
+def _steps(progress: Progress) -> dict[str, Any]:
+    return {
+        "seen": progress.steps,
+        "unit": None if progress.unit is None else progress.unit.value,
+        "steady_for": progress.steady,
+        "module": progress.module or None,
+    }
+
+
+def _files(run: Run) -> dict[str, Any] | None:
+    changes = run.files
+    if changes is None:
+        return None
+    return {
+        "writes": changes.writes,
+        "backend": changes.backend,
+        "reason": changes.reason or None,
+        "kept_at": changes.kept_at,
+        "changes": [
+            {"path": entry.path, "change": entry.kind.value, "size_bytes": entry.size_bytes}
+            for entry in changes.entries
+        ],
+        "changes_omitted": changes.omitted,
+        "notes": list(changes.notes),
     }
 
 

@@ -15,6 +15,8 @@ from vramfit.analysis import (
     Outcome,
     Verdict,
 )
+from vramfit.report.ending import ending_words, fits_words, steady_words, unseen_words, unused_words
+from vramfit.report.files import files_lines
 from vramfit.report.sections import SIZE, Sections
 from vramfit.report.text import (
     elide_right,
@@ -60,7 +62,7 @@ def headline(run: Run, verdict: Verdict, *, root: Path | None = None) -> list[st
     page = _Page(_UNBROKEN, root)
     page.width = _UNBROKEN
     if _never_used_a_card(verdict):
-        return [next(page.unused(run, verdict)).plain]
+        return [line.plain.strip() for line in page.unused_headline(run, verdict)]
     return [line.plain.strip() for line in page.headline(run, verdict)]
 
 
@@ -76,23 +78,29 @@ class _Page(Sections):
         if verdict.device.index != NO_CARD:
             yield from self.card(run, verdict)
         yield from self.warnings(run)
+        yield from self.files(run)
         yield Text()
         yield self.footer(run)
 
     def unused(self, run: Run, verdict: Verdict) -> Iterator[Text]:
         """The report of a program that never came to use a card: there are no bytes to show."""
+        yield from self.unused_headline(run, verdict)
+        yield from self.warnings(run)
+        yield from self.files(run)
+        if verdict.outcome is not Outcome.FAILED:
+            yield Text()
+            yield self.footer(run)
+
+    def unused_headline(self, run: Run, verdict: Verdict) -> Iterator[Text]:
+        """That a program never used a card, and why that may be."""
         if verdict.outcome is Outcome.FAILED:
             reason = f": {elide_right(run.error, _ERROR)}" if run.error else ""
             failed = f" ({exit_words(run.exit_code)}) before it used a card{reason}"
             yield from self.wrapped(Text.assemble(("! the program failed", "bold red"), failed))
-            yield from self.warnings(run)
             return
-        gpu = (verdict.device.gpu, "bold")
-        unused = "made no tensors" if run.source is Source.CPU else "did not use the card"
-        yield from self.wrapped(Text.assemble(("✓ fits ", "bold green"), gpu, f": the program {unused}"))
-        yield from self.warnings(run)
-        yield Text()
-        yield self.footer(run)
+        said, why = unused_words(run, verdict)
+        yield from self.wrapped(Text(f"! {said}", style="bold yellow"))
+        yield from self.wrapped(Text(f"  {why}"))
 
     def card(self, run: Run, verdict: Verdict) -> Iterator[Text]:
         """All about the card that decides."""
@@ -115,7 +123,7 @@ class _Page(Sections):
         """A line or two that answer the question, and why not if so."""
         device = verdict.device
         where = device.gpu if len(verdict.devices) == 1 else f"{device.gpu} (GPU {device.index})"
-        if verdict.outcome is Outcome.FITS:
+        if verdict.outcome in (Outcome.FITS, Outcome.FITS_SO_FAR):
             yield from self.fits(run, verdict, where)
         elif verdict.outcome is Outcome.DOES_NOT_FIT:
             yield from self.does_not_fit(run, verdict, where)
@@ -132,13 +140,13 @@ class _Page(Sections):
     def fits(self, run: Run, verdict: Verdict, where: str) -> Iterator[Text]:
         """With how much to spare, and which smaller card would do."""
         device, card, oom = verdict.device, verdict.smallest_gpu, verdict.oom
-        if device.index == NO_CARD:
-            hidden = ": the program saw no card, CUDA_VISIBLE_DEVICES hides them all"
-            yield from self.wrapped(Text.assemble(("✓ fits", "bold green"), hidden))
-            return
         used = f"{format_bytes(device.used)} of {format_bytes(device.total)} used at the peak"
-        figures = f": {used}, {format_bytes(device.headroom)} free"
-        yield from self.wrapped(Text.assemble(("✓ fits ", "bold green"), (where, "bold"), figures))
+        ending = ending_words(run.progress)
+        figures = f"{steady_words(run.progress)}: {used}, {format_bytes(device.headroom)} free{ending}"
+        said = (fits_words(run.progress), "bold green" if verdict.fits else "bold yellow")
+        yield from self.wrapped(Text.assemble(said, (where, "bold"), figures))
+        if run.progress.is_cut:
+            yield from self.wrapped(Text(f"  {unseen_words(run.progress)}"))
         yield from self.error_bar(verdict)
         if oom is not None:
             request = format_bytes(oom.requested_bytes)
@@ -160,7 +168,8 @@ class _Page(Sections):
         off = " or ".join(f"{format_bytes(amount)} {side}" for amount, side in sides if amount)
         text = f"  Some sizes are estimated: the peak may be up to {off}."
         if not verdict.certain:
-            still = "then it does not fit" if verdict.outcome is Outcome.FITS else "then it fits this far"
+            fits = verdict.outcome is not Outcome.DOES_NOT_FIT
+            still = "then it does not fit" if fits else "then it fits this far"
             text = f"{text[:-1]}; {still}."
         yield from self.wrapped(Text(text, style="" if verdict.certain else "yellow"))
 
@@ -297,6 +306,15 @@ class _Page(Sections):
                 return lines
         return bare
 
+    def files(self, run: Run) -> Iterator[Text]:
+        """What it would have done to files."""
+        title, *lines = files_lines(run.files, self.relative) or [""]
+        if title:
+            yield Text()
+            yield self.heading(title)
+            for line in lines:
+                yield from self.wrapped(Text(f"  {line}"), indent=4)
+
     def footer(self, run: Run) -> Text:
         """What was run, and for how long."""
         parts = [
@@ -309,11 +327,7 @@ class _Page(Sections):
 
 
 def _never_used_a_card(verdict: Verdict) -> bool:
-    """Whether there were cards, and none has as much as a CUDA context."""
-    return (
-        verdict.device.index != NO_CARD
-        and verdict.oom is None
-        and not any(
-            device.context or device.peak_reserved or device.peak_allocated for device in verdict.devices
-        )
-    )
+    """Whether no card has as much as a CUDA context."""
+    failed = verdict.outcome is Outcome.FAILED and verdict.device.index != NO_CARD and verdict.oom is None
+    unused = failed and not any(device.is_used for device in verdict.devices)
+    return unused or verdict.outcome is Outcome.UNUSED

@@ -106,7 +106,10 @@ def _start(
         from vramfit.virtual.runner import run_in_child
 
         run = run_in_child(
-            ["-m", "vramfit.stress.rounds", str(folder / "job.json")], gpu=gpu, alloc_conf=alloc_conf
+            ["-m", "vramfit.stress.rounds", str(folder / "job.json")],
+            gpu=gpu,
+            alloc_conf=alloc_conf,
+            ours=[folder],
         )
         if run.exit_code == _INTERRUPTED:
             raise KeyboardInterrupt

@@ -2,6 +2,7 @@
 
 from vramfit.trace.actual import Actual, Figures, read_actual
 from vramfit.trace.builder import TraceBuilder
+from vramfit.trace.changes import ChangeKind, FileChange, FileChanges
 from vramfit.trace.events import Category, EventKind, Frame, Segment, TraceDevice
 from vramfit.trace.export import snapshot_from_trace, write_snapshot
 from vramfit.trace.marks import Mark, marks
@@ -19,10 +20,13 @@ __all__ = [
     "Capacity",
     "CapacitySource",
     "Category",
+    "ChangeKind",
     "DeviceOutcome",
     "DeviceReplay",
     "EventKind",
     "Figures",
+    "FileChange",
+    "FileChanges",
     "Frame",
     "Mark",
     "MemoryTrace",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from vramfit.trace.changes import FileChanges
 from vramfit.trace.events import Frame
 from vramfit.trace.model import MemoryTrace
+from vramfit.trace.progress import UNTOLD, Progress
 
 RAN_OUT = "ran_out"
 """Key of a trace's meta: 1 where the run ended by running out of memory, 0 where it did not; absent where unknown."""
@@ -139,6 +141,8 @@ class Run:
         host_pinned_peak_bytes: most page-locked host memory that torch held at once, its cache included.
         profile: the measurements that were used, None without any.
         source: what it ran on.
+        progress: how far the program came, and what ended it.
+        files: what it would have done to files; None where nobody looked, as in a recording.
     """
 
     trace: MemoryTrace
@@ -157,11 +161,17 @@ class Run:
     host_pinned_peak_bytes: int = 0
     profile: ProfileNote | None = None
     source: Source = Source.VIRTUAL
+    progress: Progress = UNTOLD
+    files: FileChanges | None = None
 
     @property
     def ran_out(self) -> bool:
-        """Whether it ended by running out of memory: a program that catches the error and finishes well did not."""
-        return self.oom is not None and (not self.oom.handled or self.exit_code != 0)
+        """Whether it ended by running out of memory: a program that catches the error and finishes well did not.
+
+        Nor did one that caught the error and was ended from outside later.
+        """
+        failed = self.exit_code != 0 and not self.progress.is_cut
+        return self.oom is not None and (not self.oom.handled or failed)
 
     def with_ending(self) -> Run:
         """The same, its trace saying how it ended: the events of one that caught the error look no different."""

@@ -9,9 +9,11 @@ error bar. Sizes that closed libraries keep to themselves widen the same sums wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from traceback import walk_tb
 
 from vramfit.errors import UsageError
 
@@ -90,3 +92,20 @@ def bounds(
             low *= (extent.low / extent.shown) ** times
             high *= (extent.high / extent.shown) ** times
     return int(low), -int(-high // 1)
+
+
+_TELLING = 256  # least size of which a multiple tells: smaller ones divide too much
+
+
+def may_come_from(error: BaseException, sizes: Collection[int], lines: Collection[str]) -> bool:
+    """Whether an error may come from an assumed size: its message tells one, or it was raised where one was assumed.
+
+    Args:
+        error: what ended the program.
+        sizes: the assumed sizes, as the program saw them.
+        lines: where they were assumed, as ``file:line``.
+    """
+    told = [int(number) for number in re.findall(r"\d{1,18}", str(error))]
+    if any(n in sizes or any(n and s >= _TELLING and n % s == 0 for s in sizes) for n in told):
+        return True
+    return any(f"{f.f_code.co_filename}:{number}" in lines for f, number in walk_tb(error.__traceback__))

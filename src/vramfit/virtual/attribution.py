@@ -46,6 +46,11 @@ class StackInterner:
 
     A stack is a flat tuple of code ids and positions in their bytecode: code objects themselves are slow to hash, and
     a line number takes ten times as long to find as the position that it follows from.
+
+    NOTE [Stacks of modules]
+    While a module runs, the frames outside of its call stay where they are, so they are walked once for each call of a
+    module and known by a number afterwards. A frame is told by its id: it lives, and keeps its id, until the call that
+    put the module on its stack ends and takes it off.
     """
 
     def __init__(self, builder: TraceBuilder) -> None:
@@ -54,6 +59,10 @@ class StackInterner:
         self._hidden: dict[int, bool] = {}
         self._codes: dict[int, CodeType] = {}  # keeps them alive, so that their ids stay theirs
         self._lines: dict[tuple[int, int], int] = {}
+        self._running: Callable[[], list[RunningModule]] = list
+        self._call = 0  # id of the code that calls modules
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._outside: list[tuple[int, ...]] = []
         self.origin: tuple[
             Frame, ...
         ] = ()  # innermost frames that no Python frame shows: a compiled program's
@@ -70,14 +79,41 @@ class StackInterner:
         return self._intern(key) if index is None else index
 
     def key(self) -> tuple[int, ...]:
-        """The current stack as alternating code ids and bytecode positions, innermost first."""
-        hidden = self._hidden
-        frame: FrameType | None = sys._getframe(1)
+        """The current stack as alternating code ids and bytecode positions, innermost first.
+
+        Where a module runs the key ends with the number of what is outside of it. See NOTE [Stacks of modules].
+        """
+        running = self._running()
+        return self._walk(sys._getframe(1), running, len(running) - 1)
+
+    def follow_modules(self, modules: ModuleStack, call: CodeType) -> None:
+        """Let keys end where a module was called.
+
+        Args:
+            modules: those that run.
+            call: the code that enters and leaves each; its frames are hidden.
+        """
+        self._running, self._call = modules.running_here, id(call)
+        self._codes[self._call] = call
+
+    def _walk(self, start: FrameType | None, running: list[RunningModule], depth: int) -> tuple[int, ...]:
+        hidden, boundary, frame = self._hidden, self._call, start
         key: list[int] = []
         add = key.append
         while frame is not None and len(key) < 2 * _MAX_FRAMES:
             code = frame.f_code
             number = id(code)
+            if number == boundary and depth >= 0:
+                module = running[depth]
+                if module.frame != id(frame):
+                    if module.frame:
+                        return self._walk(
+                            start, running, -1
+                        )  # not the frame that entered it: a switched stack
+                    outside = self._walk(frame.f_back, running, depth - 1)
+                    module.frame, module.outside = id(frame), self._number(outside)
+                add(module.outside)
+                break
             skip = hidden.get(number)
             if skip is None:
                 skip = self._meet(code)
@@ -87,6 +123,20 @@ class StackInterner:
             frame = frame.f_back
         return tuple(key)
 
+    def _number(self, key: tuple[int, ...]) -> int:
+        """A negative number that stands for a key at the end of others."""
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = -1 - len(self._outside)
+            self._outside.append(key)
+        return number
+
+    def _in_full(self, key: tuple[int, ...]) -> tuple[int, ...]:
+        """A key with what its last number stands for."""
+        while key and key[-1] < 0:
+            key = key[:-1] + self._outside[-1 - key[-1]]
+        return key[: 2 * _MAX_FRAMES]
+
     def _meet(self, code: CodeType) -> bool:
         name = code.co_filename
         self._codes[id(code)] = code
@@ -95,7 +145,7 @@ class StackInterner:
 
     def frames(self, key: tuple[int, ...]) -> tuple[Frame, ...]:
         """The frames of a key, innermost first."""
-        codes = self._codes
+        codes, key = self._codes, self._in_full(key)
         return tuple(
             Frame(codes[number].co_filename, self._line(number, position), codes[number].co_qualname)
             for number, position in zip(key[::2], key[1::2], strict=True)
@@ -116,6 +166,26 @@ class StackInterner:
         return index
 
 
+class RunningModule:
+    """A module whose ``forward`` is running.
+
+    Attributes:
+        module: it.
+        path: its dotted path.
+        index: of the path in the trace.
+        frame: id of the frame that called it, 0 while nobody has asked for a stack inside of it.
+        outside: what stands for the frames outside of that one.
+    """
+
+    __slots__ = ("frame", "index", "module", "outside", "path")
+
+    def __init__(self, module: nn.Module, path: str, index: int) -> None:
+        self.module = module
+        self.path = path
+        self.index = index
+        self.frame = self.outside = 0
+
+
 class ModuleStack:
     """The nn.Module whose ``forward`` is running on each thread, as a dotted path below its root's class name."""
 
@@ -130,12 +200,12 @@ class ModuleStack:
         root = not stack
         path = self._paths.get(module)
         if path is None:
-            self.name_tree(stack[0][0] if stack else module)
+            self.name_tree(stack[0].module if stack else module)
             path = self._paths.get(module)
             if path is None:  # called, but registered nowhere below the root
-                path = f"{stack[-1][1]}.{type(module).__name__}" if stack else type(module).__name__
+                path = f"{stack[-1].path}.{type(module).__name__}" if stack else type(module).__name__
                 self._paths[module] = path
-        stack.append((module, path, self._builder.module(path)))
+        stack.append(RunningModule(module, path, self._builder.module(path)))
         return root
 
     def leave(self) -> bool:
@@ -148,16 +218,21 @@ class ModuleStack:
     def current(self) -> int:
         """Index of the running module in the trace's table, -1 outside every module."""
         stack = self._stack()
-        return stack[-1][2] if stack else -1
+        return stack[-1].index if stack else -1
 
     def current_path(self) -> str:
         """Dotted path of the running module, empty outside every module."""
         stack = self._stack()
-        return stack[-1][1] if stack else ""
+        return stack[-1].path if stack else ""
 
     def running(self) -> bool:
         """Whether any module runs on this thread."""
         return bool(self._stack())
+
+    def root(self) -> nn.Module | None:
+        """The outermost module that runs on this thread, None outside every module."""
+        stack = self._stack()
+        return stack[0].module if stack else None
 
     def knows(self, module: nn.Module) -> bool:
         """Whether a module has its path already."""
@@ -177,8 +252,12 @@ class ModuleStack:
         for name, module in root.named_modules():
             self._paths[module] = f"{base}.{name}" if name else base
 
-    def _stack(self) -> list[tuple[nn.Module, str, int]]:
-        stack: list[tuple[nn.Module, str, int]] | None = getattr(self._local, "stack", None)
+    def running_here(self) -> list[RunningModule]:
+        """The modules that run on this thread, outermost first."""
+        return self._stack()
+
+    def _stack(self) -> list[RunningModule]:
+        stack: list[RunningModule] | None = getattr(self._local, "stack", None)
         if stack is None:
             stack = self._local.stack = []
         return stack
@@ -196,11 +275,15 @@ class PhaseTracker:
         self._on_change = on_change
         self.phase = Phase.SETUP
         self.step = 0
+        self.before: Callable[[Phase], object] | None = None
+        """Called with each phase that is about to begin, the same as now included."""
         self.index = builder.phase(Phase.SETUP.value)
         self._stepped = False
 
     def begin(self, phase: Phase) -> None:
         """Enter a phase; entering the current one again changes nothing."""
+        if self.before is not None:
+            self.before(phase)
         if phase in (Phase.FORWARD, Phase.BACKWARD) and self._stepped:
             self.step += 1
             self._stepped = False

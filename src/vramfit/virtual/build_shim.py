@@ -146,7 +146,7 @@ def self_check() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
-        with FakeTensorMode(allow_fallback_kernels=False):
+        with FakeTensorMode(allow_fallback_kernels=False), torch.inference_mode(False), torch.enable_grad():
             weight = torch.empty(4, 4, device="cuda", requires_grad=True)
             inputs = torch.empty(2, 4, device="cuda")
             (inputs @ weight).relu().sum().backward()

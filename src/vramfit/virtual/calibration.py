@@ -36,7 +36,7 @@ def exclusive_counts() -> tuple[int, int] | None:
             meter = Meter(machine, TraceBuilder())
             mode = VirtualMode(machine, meter, Workspaces(machine, meter))
             mode.observed_counts = []
-            with mode:
+            with mode, torch.inference_mode(False), torch.enable_grad():  # the caller may have turned it off
                 leaf = torch.empty(4, 4, device="cuda:0", requires_grad=True)
                 product = leaf * 2.0
                 (product.sin() + product.cos()).sum().backward()

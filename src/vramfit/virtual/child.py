@@ -7,15 +7,19 @@ where to leave the results. The exit code is the program's own.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from vramfit.errors import VramfitError
+from vramfit.files import policy_from_plain, protect
+from vramfit.files.protection import stand
 from vramfit.programs import processes
 from vramfit.programs.interrupts import note_interrupts
 from vramfit.programs.job import Stage
 from vramfit.programs.patching import PatchStack
 from vramfit.programs.processes import CODE, MESSAGE
 from vramfit.programs.running import leave_after, run_to_end
+from vramfit.programs.stopping import Stopping
 from vramfit.virtual.job import VirtualJob, spec_from_plain
 
 
@@ -24,10 +28,19 @@ def main(job_file: str) -> int:
     job = VirtualJob.read(job_file)
     note_interrupts(Path(job.folder))
     job.enter(Stage.IMPORTING)
+    try:
+        # Before torch is imported: a namespace wants a single thread. Never left: the process ends in it.
+        protection = stand(protect(policy_from_plain(job.files), in_child=True))
+    except VramfitError as unfit:
+        job.fail(unfit)
+        return unfit.exit_code
     from vramfit.virtual.gpu import VirtualGPU
+    from vramfit.virtual.ranks.launcher import alone
+    from vramfit.virtual.steps import count_steps
 
     job.enter(Stage.CHECKING)
     try:
+        command = alone(job.command, job.gpus)
         gpu = VirtualGPU(
             spec_from_plain(job.gpu),
             gpus=job.gpus,
@@ -41,16 +54,23 @@ def main(job_file: str) -> int:
         job.fail(unfit)
         return unfit.exit_code
     job.enter(Stage.RUNNING)
+    stopping = Stopping(Path(job.folder), job.limits)
+
+    def save(code: int) -> None:
+        steps.close()
+        job.save(replace(stopping.told(gpu.run), files=protection.changes()), exit_code=code)
+        job.enter(Stage.DONE)
 
     def finish(code: int, error: BaseException | None) -> None:
         gpu.__exit__(type(error) if error else None, error, None)
-        job.save(gpu.run, exit_code=code)
-        job.enter(Stage.DONE)
+        save(code)
 
     location = gpu.mode.guesses.location
     with PatchStack() as patches:
         processes.install(lambda: gpu.mode.machine.warn(CODE, MESSAGE, location=location()), patches)
-        return run_to_end(job.command, finish, patches)
+        steps = count_steps(gpu.meter, stopping, patches)
+        stopping.install(save, patches)
+        return run_to_end(command, finish, patches, stopping)
 
 
 if __name__ == "__main__":

@@ -33,19 +33,30 @@ class Clock:
         self.now_us = 0.0
         self._host = 0.0
         self._streams: dict[tuple[int, int], float] = {}
+        self._processors = 0.0  # of all cards
         self._engines: dict[tuple[Engine, int], float] = {}
         self._lock = threading.Lock()
 
     def work(self, microseconds: float, device: int, stream: int, engine: Engine = Engine.COMPUTE) -> None:
         """Give a stream something to do."""
-        key, by = (device, stream), (engine, 0 if engine is Engine.COMPUTE else device)
+        key = device, stream
         with self._lock:
-            begin = max(self._host, self._streams.get(key, 0.0))
-            if engine is not Engine.NONE:
+            begin = self._streams.get(key, 0.0)
+            if begin < self._host:
+                begin = self._host
+            if engine is Engine.COMPUTE:
+                if begin < self._processors:
+                    begin = self._processors
+                self._processors = end = begin + microseconds
+            elif engine is Engine.NONE:
+                end = begin + microseconds
+            else:
+                by = engine, device
                 begin = max(begin, self._engines.get(by, 0.0))
-                self._engines[by] = begin + microseconds
-            self._streams[key] = begin + microseconds
-            self.now_us = max(self.now_us, begin + microseconds)
+                self._engines[by] = end = begin + microseconds
+            self._streams[key] = end
+            if end > self.now_us:
+                self.now_us = end
 
     def reached(self, device: int, stream: int) -> float:
         """When a stream is done with all that it was given."""

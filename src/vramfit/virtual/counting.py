@@ -55,7 +55,7 @@ def counts(
     if func in _SUMS:
         return _sum(source, known, out, assume)
     if func in _HIGHEST and known.values:
-        return torch.full(out.shape, known.least + known.values - 1, dtype=out.dtype), None
+        return torch.full(out.shape, known.least + known.values - 1, dtype=out.dtype, device="cpu"), None
     return None
 
 
@@ -64,11 +64,12 @@ def _sum(
 ) -> tuple[torch.Tensor, Extent | None] | None:
     elements, each = source.numel(), source.numel() // out.numel()
     if known.constant is not None:
-        return torch.full(out.shape, known.constant * each, dtype=out.dtype), None
+        return torch.full(out.shape, known.constant * each, dtype=out.dtype, device="cpu"), None
     if source.dtype is torch.bool or known.unit:
         certain = known.exact or known.share == 0
-        total = elements if assume is Assume.UPPER and not certain else known.count(elements)
-        return _spread(total, out, None if certain and out.numel() == 1 else each)
+        most = elements if known.at_most is None or not known.unit else min(elements, known.at_most)
+        total = most if assume is Assume.UPPER and not certain else min(most, known.count(elements))
+        return _spread(total, out, None if certain and out.numel() == 1 else min(each, most))
     if known.values:
         highest = known.least + known.values - 1
         mean = highest if assume is Assume.UPPER else (known.least + highest) / 2
@@ -85,6 +86,6 @@ def _spread(total: int, out: torch.Tensor, most: int | None) -> tuple[torch.Tens
 def evenly(total: int, out: torch.Tensor) -> torch.Tensor:
     """As equal whole numbers as sum to a total."""
     each, more = divmod(total, out.numel())
-    values = torch.full((out.numel(),), each, dtype=torch.int64)
+    values = torch.full((out.numel(),), each, dtype=torch.int64, device="cpu")
     values[:more] += 1
     return values.reshape(out.shape).to(out.dtype)

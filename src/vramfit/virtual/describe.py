@@ -8,19 +8,43 @@ argument itself. What does not fit that form is asked anew each time.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from vramfit.virtual import direct
+from vramfit.virtual.rules.compressed import is_product
 from vramfit.virtual.rules.sparse import MISDESCRIBED, SparseOperation, has_sparse
 
-_FRESH, _VIEW, _ARGUMENT, _NONE = range(4)
+_META = torch.device("meta")
+_STRIDED = torch.strided
 _PLAIN = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format, str, type(None)})
 _MAX_ENTRIES = 100_000
+# Looked up once: these are called for every op.
+_empty = torch._C._VariableFunctions.empty
+_empty_strided = torch._C._VariableFunctions.empty_strided
+_make_subclass = torch.Tensor._make_subclass  # the program's is replaced (program/subclasses.py)
+_throw_on_mutable_data_ptr = torch._C._set_throw_on_mutable_data_ptr
+_is_inference = torch.is_inference_mode_enabled
+_default_dtype = torch.get_default_dtype
 
+
+class Output(IntEnum):
+    """How a result is made: with a storage of its own, as a view of an argument, or it is one, or a plain value."""
+
+    FRESH = 0
+    VIEW = 1
+    ARGUMENT = 2
+    VALUE = 3
+
+
+_FRESH, _VIEW, _ARGUMENT, _VALUE = map(int, Output)
+_VALUES = (type(None), int, bool, float)
 _Output = tuple[int, Any]
-_Recipe = tuple[type | None, tuple[_Output, ...]]
+Recipe = tuple[type | None, tuple[_Output, ...]]
+"""How to make the results of an op: the kind of list they come in, None for a single one, and each of them."""
 
 
 class FakeFactory:
@@ -36,11 +60,11 @@ class FakeFactory:
         if attributes is None:
             model = FakeTensor(self._mode, torch.empty(0, device="meta"), device)
             attributes = self._attributes[device] = dict(model.__dict__)
-        fake = torch.Tensor._make_subclass(
+        fake: FakeTensor = _make_subclass(
             FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device
         )
-        torch._C._set_throw_on_mutable_data_ptr(fake)
-        fake.__dict__.update(attributes)
+        _throw_on_mutable_data_ptr(fake)
+        fake.__dict__ = attributes.copy()
         return fake
 
 
@@ -49,52 +73,68 @@ class Describer:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        self._recipes: dict[Any, _Recipe | None] = {}
+        self._recipes: dict[Any, Recipe | None] = {}
         self._uncached: dict[Any, bool] = {}
+        self._plain: dict[Any, bool] = {}
+        self._dense: dict[tuple[torch.Size, tuple[int, ...]], tuple[int, ...]] = {}
         self.factory = FakeFactory(mode)
 
     def describe(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``func`` returns on fake tensors; raises what FakeTensorMode raises."""
         tensors: list[FakeTensor] = []
-        key = self._key(func, args, kwargs, tensors)
+        key = None if self.never(func) else key_of(args, kwargs, tensors)
         if key is None:
-            if func in MISDESCRIBED and has_sparse(args, kwargs):
+            if is_product(func, args) or (func in MISDESCRIBED and has_sparse(args, kwargs)):
                 raise SparseOperation
             return self._mode.dispatch(func, (), args, kwargs)
+        key = (func, key)
         recipe = self._recipes.get(key)
         if recipe is not None:
-            return self._build(recipe, tensors)
-        out = self._mode.dispatch(func, (), args, kwargs)
+            return self.build(recipe, tensors)
+        recipe = self._recipe_at_once(func, args, kwargs, tensors)
+        if recipe is None:
+            out = self._mode.dispatch(func, (), args, kwargs)
+            recipe = recipe_of(out, tensors)
+        else:
+            out = self.build(recipe, tensors)
         if len(self._recipes) >= _MAX_ENTRIES:
             self._recipes.clear()
-        self._recipes[key] = _recipe(out, tensors)
+        self._recipes[key] = recipe
         return out
 
-    def _key(
+    def _recipe_at_once(
         self,
         func: torch._ops.OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: list[FakeTensor],
-    ) -> Any:
+    ) -> Recipe | None:
+        """How to make the results of an op, without FakeTensorMode; None where it has to be asked. See direct.py."""
+        plain = self._plain.get(func)
+        if plain is None:
+            plain = self._plain[func] = direct.is_plain(func)
+        found = direct.described(func, args, kwargs, tensors, self._mode) if plain else None
+        return None if found is None else recipe_of(found[1], tensors, found[0])
+
+    def never(self, func: torch._ops.OpOverload) -> bool:
+        """Whether what an op returns does not follow from a key."""
         uncached = self._uncached.get(func)
         if uncached is None:
             uncached = self._uncached[func] = _never_cached(func)
-        if uncached:
-            return None
-        parts: list[Any] = [func, torch.is_inference_mode_enabled()]
-        if not _add(args, parts, tensors):
-            return None
-        if kwargs:
-            for name, value in kwargs.items():
-                parts.append(name)
-                if not _add((value,), parts, tensors):
-                    return None
-        if not tensors:
-            parts.append(torch.get_default_dtype())
-        return tuple(parts)
+        return uncached
 
-    def _build(self, recipe: _Recipe, tensors: list[FakeTensor]) -> Any:
+    def like(self, tensor: torch.Tensor) -> FakeTensor:
+        """A fake tensor of the same shape, dtype, device and (dense) strides."""
+        key = tensor.shape, tensor.stride()
+        strides = self._dense.get(key)
+        if strides is None:
+            model = torch.empty_like(torch.empty_strided(*key, device="meta"))
+            strides = self._dense[key] = model.stride()
+        elem = _empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=_META)
+        return self.factory.make(elem, tensor.device)
+
+    def build(self, recipe: Recipe, tensors: list[FakeTensor]) -> Any:
+        """Results by a recipe, from the tensors among the arguments."""
         container, outputs = recipe
         if container is None:
             return self._build_one(outputs[0], tensors)
@@ -105,19 +145,19 @@ class Describer:
         kind, facts = output
         if kind == _FRESH:
             shape, stride, dtype, device = facts
-            return self.factory.make(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+            return self.factory.make(_empty_strided(shape, stride, dtype=dtype, device=_META), device)
         if kind == _VIEW:
             base = tensors[facts[0]]
-            if torch.is_inference_mode_enabled() and not base.is_inference():
+            if _is_inference() and not base.is_inference():
                 # A view of a normal tensor is normal in inference mode too: it shares the version counter.
                 with torch.inference_mode(False):
                     return self._view(base, facts)
             return self._view(base, facts)
-        return tensors[facts] if kind == _ARGUMENT else None
+        return tensors[facts] if kind == _ARGUMENT else facts
 
     def _view(self, base: FakeTensor, facts: Any) -> FakeTensor:
         _, shape, stride, offset, dtype, device = facts
-        elem = torch.empty(0, dtype=dtype, device="meta")
+        elem = _empty(0, dtype=dtype, device=_META)
         elem.set_(base.untyped_storage(), offset, shape, stride)
         return self.factory.make(elem, device)
 
@@ -136,15 +176,35 @@ def _never_cached(func: torch._ops.OpOverload) -> bool:
     )
 
 
+def key_of(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[FakeTensor]) -> Any:
+    """What decides the results of an op besides the op; None where the arguments hold what no key can.
+
+    Args:
+        args, kwargs: the arguments.
+        tensors: takes the tensors among them, in order.
+    """
+    parts: list[Any] = [_is_inference()]
+    if not _add(args, parts, tensors):
+        return None
+    if kwargs:
+        for name, value in kwargs.items():
+            parts.append(name)
+            if not _add((value,), parts, tensors):
+                return None
+    if not tensors:
+        parts.append(_default_dtype())
+    return tuple(parts)
+
+
 def _add(values: Any, parts: list[Any], tensors: list[FakeTensor]) -> bool:
     """Append what identifies some arguments to a key; False when they cannot be part of one."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
-            if value.layout is not torch.strided or value.is_conj() or value.is_neg():
+            if value.layout is not _STRIDED or value.is_conj() or value.is_neg():
                 return False
             parts.append(
-                (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
+                (value.shape, value.stride(), value.storage_offset(), value.dtype, value._fake_device)
             )
             tensors.append(value)
         elif kind is int or kind is float or kind is bool:
@@ -161,30 +221,40 @@ def _add(values: Any, parts: list[Any], tensors: list[FakeTensor]) -> bool:
     return True
 
 
-def _recipe(out: Any, tensors: list[FakeTensor]) -> _Recipe | None:
-    """How to build results again from the tensors among the arguments; None when that cannot be said."""
+def recipe_of(out: Any, tensors: list[FakeTensor], device: torch.device | None = None) -> Recipe | None:
+    """How to build results again from the tensors among the arguments; None when that cannot be said.
+
+    Args:
+        out: the results, fake tensors or, with ``device``, tensors on the meta device.
+        tensors: those among the arguments.
+        device: where the results are.
+    """
     if isinstance(out, (list, tuple)):
         seen: set[int] = set()
         outputs = []
         for item in out:
-            output = _output(item, tensors, seen)
+            output = _output(item, tensors, seen, device)
             if output is None:
                 return None
             outputs.append(output)
         return type(out), tuple(outputs)
-    output = _output(out, tensors, set())
+    output = _output(out, tensors, set(), device)
     return None if output is None else (None, (output,))
 
 
-def _output(item: Any, tensors: list[FakeTensor], seen: set[int]) -> _Output | None:
-    if item is None:
-        return _NONE, None
-    if type(item) is not FakeTensor or item.layout is not torch.strided or item.is_conj() or item.is_neg():
+def _output(
+    item: Any, tensors: list[FakeTensor], seen: set[int], device: torch.device | None
+) -> _Output | None:
+    if type(item) in _VALUES:
+        return _VALUE, item
+    wanted = FakeTensor if device is None else torch.Tensor
+    if type(item) is not wanted or item.layout is not torch.strided or item.is_conj() or item.is_neg():
         return None
     for position, tensor in enumerate(tensors):
         if item is tensor:
             return _ARGUMENT, position
-    device = item.fake_device
+    if type(item) is FakeTensor:
+        device = item.fake_device
     key = item.untyped_storage()._cdata
     for position, tensor in enumerate(tensors):
         if tensor.untyped_storage()._cdata == key:

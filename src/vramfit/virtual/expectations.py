@@ -6,9 +6,9 @@ as many as there are classes. Where nothing is known, half of a mask is expected
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, floor, isfinite, prod
+from math import ceil, floor, inf, isfinite, prod
 from operator import eq, ge, gt, le, lt, ne
 from typing import Any
 
@@ -33,6 +33,8 @@ class Expectation:
         least: the lowest of the values; counts of what holds have none of their own and are at least 0.
         total: what all elements sum to; None where nothing is known.
         constant: the one value of all elements; None where they differ or nothing is known.
+        columns: where each of so many columns lies one after the other: how many values each takes (``nonzero``).
+        most: no more elements are not zero; None where nothing is known.
         negated: the elements are those that do not hold in another mask, so the two counts sum to all.
     """
 
@@ -43,7 +45,14 @@ class Expectation:
     least: int = 0
     constant: int | None = None
     total: int | None = None
+    columns: tuple[int, ...] = ()
     negated: bool = False
+    most: int | None = None
+
+    @property
+    def at_most(self) -> int | None:
+        """How many elements are not zero at most; None where nothing is known."""
+        return 0 if self.constant == 0 else self.most
 
     def count(self, elements: int) -> int:
         """How many of so many elements are expected not to be zero."""
@@ -76,7 +85,24 @@ class Call:
         return self.look(self.args[0])
 
 
+_FEW = 4096
+"""Elements up to which a search for tokens is taken for one of tokens that end a text."""
+
 Rule = Callable[[Call], Expectation | None]
+
+
+def may_be_expected(func: torch._ops.OpOverload, out: Any, written: Sequence[torch.Tensor]) -> bool:
+    """Whether `expectation` may say something of an op's result, or its writing ends what was expected.
+
+    Args:
+        func: the op.
+        out: its result.
+        written: the arguments that it writes.
+    """
+    if any(tensor.dtype in WATCHED for tensor in written):
+        return True
+    results = out if isinstance(out, (tuple, list)) else (out,)
+    return func in _RULES and any(isinstance(t, torch.Tensor) and t.dtype in WATCHED for t in results)
 
 
 def expectation(
@@ -143,7 +169,12 @@ def _same(call: Call) -> Expectation:
 
 def _taken(known: Expectation, source: torch.Tensor, out: torch.Tensor) -> Expectation:
     whole = known.constant is not None or source.numel() == out.numel()
-    return known if whole else replace(known, exact=False, total=None)
+    return known if whole else replace(known, exact=False, total=None, most=None)
+
+
+def _picked(call: Call) -> Expectation:
+    """Elements that indices pick, which may pick one more often than once."""
+    return replace(_same(call), most=None)
 
 
 def _cast(call: Call) -> Expectation:
@@ -171,6 +202,55 @@ def _one_hot_scatter(call: Call) -> Expectation:
     return Expectation(share=min(1.0, index.numel() / target.numel()), exact=True, unit=True)
 
 
+def _put(call: Call) -> Expectation | None:
+    """``mask[positions] = True``: no more elements are not zero than were, and those positions."""
+    before, shape = call.known.at_most, call.source.shape
+    given = {axis: index for axis, index in enumerate(call.args[1]) if index is not None}
+    if before is None or not given or any(index.dtype is torch.bool for index in given.values()):
+        return None
+    places = torch.broadcast_shapes(*(index.shape for index in given.values())).numel()
+    written = places * prod(size for axis, size in enumerate(shape) if axis not in given)
+    return bounded(min(call.source.numel(), before + written), call.source)
+
+
+def bounded(most: int, mask: torch.Tensor, share: float | None = None) -> Expectation:
+    """What is expected of a mask of which so many elements may hold at most, and as many do or the given share."""
+    expected = min(1.0, most / max(1, mask.numel())) if share is None else share
+    return Expectation(share=expected, unit=mask.dtype is torch.bool, most=most)
+
+
+def rewritten(known: Expectation, view: torch.Tensor, found: Expectation | None) -> Expectation | None:
+    """What is expected of a whole mask after a part of it was written; None where nothing is known.
+
+    Args:
+        known: what was expected before.
+        view: the part.
+        found: what is expected of what was written.
+    """
+    if known.at_most is None or is_whole(view):
+        return None
+    whole = view.untyped_storage().nbytes() // view.element_size()
+    elements = min(view.numel(), whole)
+    most = elements if found is None or found.at_most is None else min(elements, found.at_most)
+    holding = min(most, elements // 2 if found is None else found.count(elements))
+    before = known.at_most if known.share is None else round(known.share * whole)
+    return Expectation(
+        share=min(whole, before + holding) / whole,
+        unit=view.dtype is torch.bool,
+        most=min(whole, known.at_most + most),
+    )
+
+
+def _joined(call: Call) -> Expectation | None:
+    """Parts of which some are known to hold few elements."""
+    parts = [(part.numel(), call.look(part)) for part in call.args[0]]
+    if all(known.at_most is None for _, known in parts):
+        return None
+    most = sum(n if known.at_most is None else min(n, known.at_most) for n, known in parts)
+    expected = sum(min(known.count(n), n if known.at_most is None else known.at_most) for n, known in parts)
+    return bounded(most, call.out, expected / max(1, call.out.numel()))
+
+
 def _compared(how: Callable[[float, float], bool]) -> Rule:
     """What holds in a comparison with a number."""
 
@@ -179,7 +259,8 @@ def _compared(how: Callable[[float, float], bool]) -> Rule:
         if not isinstance(number, (bool, int, float)):
             return Expectation(unit=True)
         if call.source.is_floating_point() and how in (eq, ne):
-            return Expectation(share=float(how is ne), unit=True)  # computed fractions hit no given number
+            # Computed fractions hit no given number; that none overflowed is taken for sure.
+            return Expectation(share=float(how is ne), exact=number == inf, unit=True)
         return _holds(how, call.known, number)
 
     return compare
@@ -216,12 +297,29 @@ def _holding(how: Callable[[float, float], bool], least: int, values: int, numbe
 
 def _equal_tensor(call: Call) -> Expectation:
     """An index compared with all that it may be (``index[..., None] == arange``) is one-hot."""
+    if _itself(call):
+        return Expectation(share=1.0, exact=True, unit=True)
     first, second = call.known.values, call.look(call.args[1]).values
     values = max(filter(None, (first, second)), default=None)
     if values is None:
         return Expectation(unit=True)
     one_hot = values in (call.source.shape[-1:] + call.args[1].shape[-1:]) and first is not None
     return Expectation(share=1 / values, exact=one_hot, unit=True)
+
+
+def _not_equal_tensor(call: Call) -> Expectation:
+    return Expectation(share=0.0, exact=True, unit=True) if _itself(call) else Expectation(unit=True)
+
+
+def _itself(call: Call) -> bool:
+    """Whether a tensor is compared with itself: only what is no number differs (``isnan``, ``isfinite``)."""
+    other = call.args[1]
+    return (
+        isinstance(other, torch.Tensor)
+        and other.untyped_storage()._cdata == call.source.untyped_storage()._cdata
+        and (other.shape, other.stride()) == (call.source.shape, call.source.stride())
+        and other.storage_offset() == call.source.storage_offset()
+    )
 
 
 def _negated(found: Expectation) -> Expectation:
@@ -248,6 +346,18 @@ def _summed(call: Call) -> Expectation:
     return Expectation(share=1 - (1 - share) ** (call.source.numel() // call.out.numel()))
 
 
+def _every(call: Call) -> Expectation:
+    """Whether all hold along a dimension."""
+    if not (call.known.unit or call.source.dtype is torch.bool) or not call.out.numel():
+        return NOTHING
+    share = 0.5 if call.known.share is None else call.known.share
+    return Expectation(
+        share=share ** (call.source.numel() // call.out.numel()),
+        exact=call.known.exact and share in (0, 1),
+        unit=True,
+    )
+
+
 def _binned(call: Call) -> Expectation:
     """Counts of each value: 0 only where none fell."""
     bins = call.out.numel()
@@ -258,17 +368,36 @@ def _binned(call: Call) -> Expectation:
 
 
 def _both(call: Call) -> Expectation | None:
-    shares = [call.look(a).share for a in call.args[:2] if isinstance(a, torch.Tensor)]
-    if call.out.dtype is not torch.bool or len(shares) < 2:
+    found = [call.look(a) for a in call.args[:2] if isinstance(a, torch.Tensor)]
+    if call.out.dtype is not torch.bool or len(found) < 2:
         return None
-    return Expectation(share=prod(0.5 if s is None else s for s in shares), unit=True)
+    share = prod(0.5 if known.share is None else known.share for known in found)
+    sure = [known.exact and known.share in (0, 1) for known in found]
+    none = any(known.exact and known.share == 0 for known in found)
+    mosts = [
+        known.at_most
+        for a, known in zip(call.args[:2], found, strict=True)
+        if known.at_most is not None and a.numel() == call.out.numel()
+    ]
+    return Expectation(share=share, exact=none or all(sure), unit=True, most=min(mosts, default=None))
 
 
 def _either(call: Call) -> Expectation | None:
-    shares = [call.look(a).share for a in call.args[:2] if isinstance(a, torch.Tensor)]
-    if call.out.dtype is not torch.bool or len(shares) < 2:
+    found = [(a.numel(), call.look(a)) for a in call.args[:2] if isinstance(a, torch.Tensor)]
+    if len(found) < 2:
         return None
-    return Expectation(share=1 - prod(1 - (0.5 if s is None else s) for s in shares), unit=True)
+    mosts = [known.at_most for n, known in found if n == call.out.numel() and known.at_most is not None]
+    most = sum(mosts) if len(mosts) == len(found) else None
+    if call.out.dtype is not torch.bool and most is None:
+        return None
+    share = 1 - prod(1 - (0.5 if known.share is None else known.share) for _, known in found)
+    unit = all(known.unit for _, known in found) or call.out.dtype is torch.bool
+    return Expectation(share=share, unit=unit, most=None if most is None else min(call.out.numel(), most))
+
+
+def _among(call: Call) -> Expectation:
+    """Few tokens looked for among others: made-up ones are never those that end a text."""
+    return Expectation(share=0.0 if call.out.numel() <= _FEW else None, unit=True)
 
 
 def _constant(value: Any, dtype: torch.dtype = torch.int64) -> Expectation:
@@ -315,7 +444,10 @@ _TABLE: dict[tuple[str, ...], tuple[int, Rule | Expectation]] = {
     ("randint.low", "randint.low_generator"): (0, _randint_low),
     ("arange",): (0, _arange),
     ("arange.start", "arange.start_step"): (0, _range),
-    ("clone", "index.Tensor", "index_select", "expand_copy", "repeat", "flip", "roll"): (0, _same),
+    ("clone", "expand_copy", "repeat", "flip", "roll"): (0, _same),
+    ("index.Tensor", "index_select"): (0, _picked),
+    ("index_put", "index_put_", "_index_put_impl_"): (0, _put),
+    ("cat",): (0, _joined),
     ("_to_copy",): (0, _cast),
     ("copy_",): (0, _copied),
     ("scatter_.value", "scatter.value"): (0, _one_hot_scatter),
@@ -326,13 +458,18 @@ _TABLE: dict[tuple[str, ...], tuple[int, Rule | Expectation]] = {
     ("le.Scalar",): (0, _compared(le)),
     ("gt.Scalar",): (0, _compared(gt)),
     ("ge.Scalar",): (0, _compared(ge)),
-    ("ne.Tensor", "lt.Tensor", "le.Tensor", "gt.Tensor", "ge.Tensor"): (0, Expectation(unit=True)),
+    ("ne.Tensor",): (0, _not_equal_tensor),
+    ("isnan", "isinf", "isposinf", "isneginf"): (0, Expectation(share=0.0, exact=True, unit=True)),
+    ("isfinite",): (0, Expectation(share=1.0, exact=True, unit=True)),
+    ("all.dim", "all.dims"): (0, _every),
+    ("lt.Tensor", "le.Tensor", "gt.Tensor", "ge.Tensor"): (0, Expectation(unit=True)),
     ("sum", "sum.dim_IntList", "any.dim", "any.dims", "count_nonzero.dim_IntList"): (0, _summed),
     ("bincount", "histc"): (0, _binned),
     ("logical_not", "bitwise_not"): (0, _not),
     ("rsub.Scalar",): (0, _subtracted),
     ("logical_and", "bitwise_and.Tensor", "mul.Tensor"): (0, _both),
     ("logical_or", "bitwise_or.Tensor"): (0, _either),
+    ("isin.Tensor_Tensor", "isin.Tensor_Scalar"): (0, _among),
     ("ones", "ones_like", "new_ones"): (0, _constant(1)),
     ("zeros", "zeros_like", "new_zeros", "zero_"): (0, _constant(0)),
     ("full", "full_like"): (0, _full),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import tempfile
 import time
 from bisect import bisect_right
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +16,9 @@ from typing import Any
 import torch
 
 from vramfit.errors import EnvironmentUnfitError, UsageError
+from vramfit.files import Protection, Writes, current, make_policy, protect
+from vramfit.files.policy import writes_of
+from vramfit.files.protection import standing
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.gpus.profile import MeasuredProfile, chosen_profile, profile_doubt
 from vramfit.programs.patching import PatchStack
@@ -30,8 +36,8 @@ from vramfit.trace import (
 )
 from vramfit.trace.journal import Journal
 from vramfit.units import format_bytes
-from vramfit.virtual import build_shim, facade, program
-from vramfit.virtual.assume import Assume, assumption
+from vramfit.virtual import build_shim, facade, foreign, program, ranks
+from vramfit.virtual.assume import Assume, assumption, may_come_from
 from vramfit.virtual.calibration import exclusive_counts
 from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.machine import Machine, VirtualDevice
@@ -65,6 +71,10 @@ class VirtualGPU:
         profile: what ``vramfit calibrate`` measured: a file, a `MeasuredProfile`, ``"none"``, or ``"auto"`` for the
             one that was written for this card and this torch, if there is one.
         journal: a file to write the trace to while it happens, which survives the process; None without.
+        writes: what happens to files that the block writes: ``discard`` sets them aside and drops them on leaving,
+            ``keep`` leaves them in a folder beside it, ``real`` writes them. Where a protection stands in this
+            process already, as in the child of ``vramfit run``, that one holds. See docs/files.md.
+        writes_through: paths that it writes for real even so.
 
     Raises:
         UnknownGpuError: no such card.
@@ -83,6 +93,8 @@ class VirtualGPU:
         assume: str | Assume = Assume.UPPER,
         profile: MeasuredProfile | str | PathLike[str] = "auto",
         journal: str | PathLike[str] | None = None,
+        writes: str | Writes = Writes.DISCARD,
+        writes_through: Sequence[str | PathLike[str]] = (),
     ) -> None:
         if not 1 <= gpus <= MAX_GPUS:
             raise UsageError(f"{gpus} virtual GPUs were asked for; 1 to {MAX_GPUS} are possible")
@@ -104,6 +116,10 @@ class VirtualGPU:
             journal=None if journal is None else Journal(Path(journal)),
         )
         self._patches = PatchStack()
+        self._writes = writes_of(writes)
+        self._through = [*writes_through, *([] if journal is None else [journal])]
+        self._files = contextlib.ExitStack()
+        self._protection: Protection | None = None
         self._history_start = 0
         self._metadata: list[tuple[int, str]] = []
         self._run: Run | None = None
@@ -122,9 +138,12 @@ class VirtualGPU:
         self.mode.exclusive_counts = exclusive_counts()
         self._started = time.perf_counter()
         try:
+            self._protect()
             with self._patches.together():
                 facade.install(self._machine, self._patches)
                 program.install(self.mode, self._patches)
+                ranks.install(self.mode, self._patches)
+                foreign.install(self.mode, self._patches)
             self._machine.hooks.snapshot_provider = self._snapshot
             self._machine.hooks.collect = self.meter.collect
             self._machine.hooks.on_set_device = build_shim.set_current_device
@@ -137,6 +156,7 @@ class VirtualGPU:
             self.mode.__enter__()
         except BaseException:
             self._patches.undo()
+            self._files.close()
             build_shim.uninstall()
             raise
         if (written := self._builder.journal) is not None:
@@ -174,9 +194,20 @@ class VirtualGPU:
         self._run = self._outcome(error)
         self.mode.__exit__(kind, error, traceback)
         self._patches.undo()
+        self._files.close()
         build_shim.uninstall()
         if self._builder.journal is not None:
             self._builder.journal.close()
+
+    def _protect(self) -> None:
+        """Keep the block's writes from the real files, unless something does already."""
+        if current() is not None:
+            return
+        workplace = self._files.enter_context(
+            tempfile.TemporaryDirectory(prefix="vramfit-", ignore_cleanup_errors=True)
+        )
+        policy = make_policy(self._writes, workplace=workplace, through=self._through)
+        self._protection = self._files.enter_context(standing(protect(policy, in_child=False)))
 
     # -- results -------------------------------------------------------------------------------------------------
 
@@ -247,6 +278,7 @@ class VirtualGPU:
             platform=platform_text(),
             assume=machine.assume.value,
             host_pinned_peak_bytes=machine.pinned.peak_reserved_bytes,
+            files=None if self._protection is None else self._protection.changes(),
             profile=self._profile_note(),
         ).with_ending()
 
@@ -283,11 +315,11 @@ class VirtualGPU:
                 )
 
     def _tell_shapes(self, error: BaseException | None) -> None:
-        """A program that failed after a size was assumed may have failed because of that."""
+        """A program may have failed because of sizes that were assumed, where its error shows one."""
         if error is None or isinstance(error, (torch.OutOfMemoryError, SystemExit, KeyboardInterrupt)):
             return
         lines = [w.location for w in self._machine.warnings if w.code == "shape-from-data" and w.location]
-        if lines:
+        if lines and may_come_from(error, self.meter.assumed_sizes, lines):
             what = "Let the sizes not depend on data for this run"
             if self._machine.assume is Assume.UPPER:  # parts of a whole do not sum to it; typical ones do
                 what = (

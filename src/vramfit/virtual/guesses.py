@@ -5,14 +5,22 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dis import get_instructions
+from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from zlib import crc32
 
+import torch
+
 from vramfit.trace import Frame
 from vramfit.trace.frames import Origin, origin, user_frame
+from vramfit.virtual.assume import Assume
+from vramfit.virtual.guards import Guard, guard
 from vramfit.virtual.loops import Stake, guards, stake
 from vramfit.virtual.machine import Machine
+from vramfit.virtual.rows import ROUNDS, STANDING, AssumedRows
 
 # A line that ends a loop, and has asked this often in all, waits for the other answer; so does one within such a loop
 # that has asked as often within one phase.
@@ -29,6 +37,7 @@ SIZE_PATIENCE = 1_000
 SIZE_PATIENCE_IN_ALL = 20_000
 # Nobody waits longer than this for a program whose loop no other answer has ended.
 LAST = 1_000_000
+_OWN = str(Path(__file__).resolve().parents[1])
 GUESSED = "the program read values that the virtual GPU does not compute; plausible ones were given"
 
 
@@ -42,13 +51,14 @@ class Guesses:
         self._asked: Counter[tuple[str, str]] = Counter()  # in this phase
         self._ever: Counter[tuple[str, str]] = Counter()
         self._turned: Counter[str] = Counter()
+        self.rows = AssumedRows()
 
     def answer(self, value: Any) -> Any:
         """The guessed value, or another one once a loop has asked again and again (NOTE [Loops that wait] in loops.py).
 
         A ``while mask.any()`` ends only with False, a ``while not done`` only with True; which number ends a loop is
         not known, so higher, lower and negative ones take turns. They do so without a pattern, for a loop may ask
-        several questions in turn.
+        several questions in turn. An answer that would make the program fail is not given (guards.py).
 
         Raises:
             RuntimeError: no answer has ended the loop.
@@ -56,7 +66,11 @@ class Guesses:
         location = self.location()
         self._machine.warn("guessed-value", GUESSED, location=location)
         asked, ever = self._count("value", location)
-        if ever < PATIENCE or not self._waits(asked, ever):
+        guarding = _guarding()
+        guarded = guarding is not None and guarding.raises
+        if guarding is not None and guarded and guarding.wanted is not None and isinstance(value, bool):
+            value = guarding.wanted
+        if ever < PATIENCE or guarded or not self._waits(asked, ever):
             return value
         far = self._turn(location)
         if far == 1:
@@ -72,14 +86,27 @@ class Guesses:
             return (value + far, far // 3, value - far)[turn % 3]
         return (value + far**4, value * 0, value - far**4)[turn % 3]
 
-    def fewer(self, count: int) -> int:
+    def ends_loop(self) -> bool | None:
+        """What ends the ``while`` whose test asks for any or all of something; None where none does."""
+        found = _guarding()
+        return None if found is None or found.raises else found.wanted
+
+    def fewer(self, count: int, *, settled: bool = False) -> int:
         """How many elements to assume where ``count`` would be usual, fewer once a loop has asked again and again.
+
+        Args:
+            count: the usual number.
+            settled: it was given before, so it stays.
 
         Raises:
             RuntimeError: the loop has not ended with none either.
         """
         location = self.location()
         asked, ever = self._count("size", location)
+        if settled:
+            return count
+        if not torch.is_grad_enabled():
+            count = self.rows.shown(count, location)
         if ever < SIZE_PATIENCE or (asked < SIZE_PATIENCE and ever < SIZE_PATIENCE_IN_ALL):
             return count
         frames = self._frames()
@@ -118,7 +145,17 @@ class Guesses:
         """How often a place has asked in this phase, and in all."""
         self._asked[what, location] += 1
         self._ever[what, location] += 1
-        return self._asked[what, location], self._ever[what, location]
+        ever = self._ever[what, location]
+        looks = self._machine.assume is Assume.UPPER and not torch.is_grad_enabled()
+        if ever % ROUNDS == 0 and looks:
+            for line in self.rows.end(self._frames()):
+                self._machine.warn(
+                    "rows-shortened",
+                    f"a loop over rows whose number this line assumes asked {ever:,} times: {STANDING} rows stand for "
+                    "all from now on, and the error bar holds the others",
+                    location=line,
+                )
+        return self._asked[what, location], ever
 
     def _turn(self, location: str) -> int:
         """How many answers of a place have been turned around."""
@@ -173,6 +210,37 @@ def _patience(found: Stake, *, direct: bool, own: bool) -> int:
     if found is Stake.ENDS_COUNTED or (own and found is Stake.WITHIN_COUNTED):
         return COUNTED_PATIENCE
     return LAST
+
+
+def _guarding() -> Guard | None:
+    """What hangs on the question that is being asked, by torch itself or by the innermost frame outside of it."""
+    for frame in _frames():
+        name = frame.f_code.co_filename
+        if name.startswith(_OWN):
+            continue
+        if (found := guard(name, frame.f_lineno, partial(_question, frame))) is not None:
+            return found
+        if origin(name) is not Origin.RUNTIME:
+            return None
+    return None
+
+
+def _question(frame: FrameType) -> tuple[int, int]:
+    """The number of the question that a frame asks among those of its line, and how many they are.
+
+    Each is a conditional jump of the compiled line; they follow each other as in the source.
+    """
+    line, jumps = frame.f_lineno, []
+    for instruction in get_instructions(frame.f_code):
+        at = instruction.positions
+        if (
+            at is not None
+            and at.lineno == line
+            and "JUMP" in instruction.opname
+            and "_IF_" in instruction.opname
+        ):
+            jumps.append(instruction.offset)
+    return sum(offset < frame.f_lasti for offset in jumps), len(jumps)
 
 
 def _frames() -> Iterator[FrameType]:

@@ -19,10 +19,12 @@ class VirtualJob(Job):
         gpus: how many.
         assume: what is taken for sizes that depend on data.
         profile: ``auto``, ``none`` or the full path of a file.
+        files: what happens to what it writes, as `FilePolicy.plain` gives it.
     """
 
     gpu: dict[str, Any]
     gpus: int
+    files: dict[str, Any]
     assume: str = "upper"
     profile: str = "auto"
 

@@ -13,7 +13,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from vramfit.allocator import (
@@ -40,6 +40,7 @@ DEFAULT_SEED = 67280421310721  # c10/core/GeneratorImpl.h: default_rng_seed_val
 _UUID_NAMESPACE = uuid.UUID("8d3c3b1e-6f0e-5a56-9f0e-3a1f5d3a7c11")
 
 EventHook = Callable[[int, AllocatorEventKind, int, int, int], None]
+FreedHook = Callable[[int, int, int, int], None]
 
 
 @dataclass(slots=True)
@@ -102,6 +103,9 @@ class VirtualDevice:
             device=index,
             on_event=on_event if machine.observes_blocks else None,
             on_segment=on_event,
+            on_freed=partial(machine.on_freed, index)
+            if machine.observes_blocks and machine.on_freed is not None
+            else None,
         )
 
     def use_library(self, name: str) -> None:
@@ -193,6 +197,8 @@ class Machine:
     Attributes:
         clock: simulated time.
         on_event: called with (device, kind, address, size, stream) on each event of an allocator.
+        on_freed: called with (device, address, size, stream) instead of both events of a block that is free as soon as
+            it is given back; who sets it, before an allocator is used, need not hear of blocks handed out.
         hooks: what the rest of the virtual GPU wants to hear.
         init_pid: the process that initialised CUDA, None before.
         cublas_workspace_bytes: what the program set as workspace size, by library (``"cublas"``,
@@ -223,6 +229,7 @@ class Machine:
         self.torch_version = torch_version
         self.clock = Clock()
         self.on_event: EventHook | None = None
+        self.on_freed: FreedHook | None = None
         self.hooks = Hooks()
         self.streams = StreamTable()
         self.pinned = PinnedMemory()

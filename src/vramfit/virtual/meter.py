@@ -9,15 +9,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.allocator import OutOfMemory
 from vramfit.allocator.rounding import MIN_BLOCK
-from vramfit.trace import Category, TraceBuilder
+from vramfit.trace import Category, EventKind, TraceBuilder
 from vramfit.virtual.assume import Extent, bounds
 from vramfit.virtual.expectations import NOTHING, Expectation, is_whole
 from vramfit.virtual.kernels.context import EMPTY_CACHE, Spare
 from vramfit.virtual.machine import Machine
+from vramfit.virtual.noted import Noted
 from vramfit.virtual.resting import Numbers, Resting
 from vramfit.virtual.storages import Peaks, StorageMeter, StorageRecord
 from vramfit.virtual.subclasses import parts
+
+_ALLOC = int(EventKind.ALLOC)
 
 
 class VirtualRecord(StorageRecord):
@@ -74,6 +78,8 @@ class Meter(StorageMeter[VirtualRecord]):
         self._doubts: defaultdict[int, Doubt] = defaultdict(Doubt)
         self.assuming = False  # whether any size rests on an assumption so far
         self.numbers = Numbers()
+        self.assumed_sizes: set[int] = set()  # as the program sees them
+        self._on_host: Noted[Expectation] = Noted()
 
     # -- storages ------------------------------------------------------------------------------------------------
 
@@ -114,6 +120,76 @@ class Meter(StorageMeter[VirtualRecord]):
             raise
         self._records[key] = record
 
+    repeats = True
+    """Whether what is placed again may go through `place`, which calls neither `malloc` nor `adopt`."""
+
+    def place(
+        self,
+        tensor: torch.Tensor,
+        nbytes: int,
+        device: int,
+        name: str,
+        op: int,
+        described: int,
+        category: int | None,
+    ) -> None:
+        """`adopt` for a fresh tensor like one that was placed before, and rests on nothing assumed.
+
+        Args:
+            tensor: the tensor.
+            nbytes: of its storage.
+            device: index of its card.
+            name: of the op that made it.
+            op: the name's index in the trace.
+            described: index in the trace of its dtype and shape.
+            category: what it is for; None tells it from the moment.
+
+        Raises:
+            torch.OutOfMemoryError: the card is full; the message is like the card's.
+        """
+        if self._dead:
+            self.collect()
+        storage, phases = tensor.untyped_storage(), self.phases
+        record = VirtualRecord(storage, self._dead.append)
+        record.key = storage._cdata
+        record.device = device
+        record.nbytes = nbytes
+        record.graph = torch.is_grad_enabled()
+        record.module = record.expected = None
+        record.extents = record.shape = ()
+        record.below = record.above = 0
+        record.phase = phases.index
+        record.category = kind = self._category_now() if category is None else category
+        if nbytes:
+            machine = self.machine
+            stream = machine.current_stream(device)
+            with self.lock:
+                allocator = machine.devices[device].allocator
+                try:
+                    address = allocator.malloc(nbytes, stream)
+                except OutOfMemory as error:
+                    raise self._out_of_memory(error, device, nbytes, name) from None
+                self._note_peaks(device)
+                record.address = address
+                record.row = self.builder.add(
+                    _ALLOC,
+                    device,
+                    stream,
+                    address,
+                    nbytes,
+                    allocator.block_size(address),
+                    int(machine.clock.now_us),
+                    kind,
+                    op,
+                    self.stacks.current(self._backward_stack),
+                    self.modules.current(),
+                    phases.index,
+                    described,
+                )
+        else:
+            record.address, record.row = 0, -1
+        self._records[record.key] = record
+
     def _rest(
         self, record: VirtualRecord, tensor: torch.Tensor | None, extents: tuple[Extent, ...], op: str
     ) -> None:
@@ -149,7 +225,9 @@ class Meter(StorageMeter[VirtualRecord]):
         below, above = record.below, record.above
         record.nbytes = nbytes
         self._rest(record, tensor, extents, op)
-        self._place(record, op, self._category_of(row), tensor)
+        # A parameter that gave its memory back (FSDP, offloading) is one again when it takes it.
+        category = Category.PARAMETERS if record.category == Category.PARAMETERS else self._category_of(row)
+        self._place(record, op, category, tensor)
         if old_address:
             self.free(old_address, old_device)
         self.narrow(old_device, below, above)
@@ -223,16 +301,16 @@ class Meter(StorageMeter[VirtualRecord]):
         return self._peaks[device]
 
     def _note_peaks(self, device: int) -> None:
-        allocator, peaks, doubt = (
-            self.machine.devices[device].allocator,
-            self._peaks[device],
-            self._doubts[device],
-        )
-        allocated = allocator.allocated_bytes
-        peaks.allocated = max(peaks.allocated, allocated)
-        peaks.active = max(peaks.active, allocator.active_bytes)
-        peaks.reserved = max(peaks.reserved, allocator.reserved_bytes)
-        peaks.lowest = max(peaks.lowest, allocated - doubt.below)
+        peaks, doubt = self._peaks[device], self._doubts[device]
+        allocated, active, reserved = self.machine.devices[device].allocator.figures()
+        if allocated > peaks.allocated:
+            peaks.allocated = allocated
+        if active > peaks.active:
+            peaks.active = active
+        if reserved > peaks.reserved:
+            peaks.reserved = reserved
+        if allocated - doubt.below > peaks.lowest:
+            peaks.lowest = allocated - doubt.below
         if allocated + doubt.above > peaks.highest:
             peaks.highest = allocated + doubt.above
             peaks.doubted = doubt.op if doubt.above else ""
@@ -267,20 +345,30 @@ class Meter(StorageMeter[VirtualRecord]):
         return peaks.allocated - peaks.lowest, peaks.highest - peaks.allocated
 
     def expected(self, tensor: torch.Tensor) -> Expectation:
-        """What is expected of the values of a tensor on a card."""
+        """What is expected of the values of a fake tensor."""
         record = self.record_of(tensor)
-        if record is None or record.expected is None:
+        found = self._on_host.find(tensor) if record is None else record.expected
+        if found is None:
             return NOTHING
-        found = record.expected
+        if found.columns and tensor.dim() == 1 and tensor.shape[0] and found.constant is None:
+            column, within = divmod(int(tensor.storage_offset()), tensor.shape[0])
+            if not within and tensor.stride(0) == 1 and column < len(found.columns):
+                return Expectation(values=max(1, found.columns[column]))
+        if found.most is not None and 0 in tensor.stride():
+            found = replace(found, most=None)  # its elements are there more often than once
         if found.constant is None and (found.exact or found.total is not None) and not is_whole(tensor):
             return replace(found, exact=False, total=None)
         return found
 
     def expect(self, tensor: torch.Tensor, expected: Expectation | None) -> None:
-        """Say what is expected of the values of a tensor on a card."""
+        """Say what is expected of the values of a fake tensor."""
         record = self.record_of(tensor)
         if record is not None:
             record.expected = expected
+        elif expected is None:
+            self._on_host.forget(tensor)
+        elif type(tensor) is FakeTensor and tensor.fake_device.type == "cpu":
+            self._on_host.set(tensor, expected)
 
     def extents_of(self, tensor: torch.Tensor) -> tuple[Extent, ...]:
         """The assumed sizes on which a tensor rests, as its own shape shows them."""

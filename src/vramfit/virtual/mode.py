@@ -38,13 +38,16 @@ from vramfit.virtual.assume import Extent
 from vramfit.virtual.attribution import Phase
 from vramfit.virtual.checks import check_arguments
 from vramfit.virtual.clock import Engine
-from vramfit.virtual.describe import Describer
-from vramfit.virtual.expectations import WATCHED, expectation, is_whole
+from vramfit.virtual.describe import Describer, key_of, recipe_of
+from vramfit.virtual.expectations import WATCHED, expectation, is_whole, rewritten
 from vramfit.virtual.facade import invalid_device
+from vramfit.virtual.foreign.operators import advice, handler_of
 from vramfit.virtual.guesses import Guesses
+from vramfit.virtual.noted import Noted
 from vramfit.virtual.ops import OpInfo, OpTable, mutated_tensors, tensors_in
-from vramfit.virtual.placing import Placing
-from vramfit.virtual.rules import LATE, RULES, sparse
+from vramfit.virtual.placing import NO_EXTRAS, Placing
+from vramfit.virtual.remembering import MAX_PLANS, Plan, Shades, plan_of, plan_of_view
+from vramfit.virtual.rules import LATE, RULES, compressed, custom, sparse
 from vramfit.virtual.shading import Shading
 from vramfit.virtual.shadow import ShadowStore, map_tensors, may_be_known
 from vramfit.virtual.subclasses import Twins
@@ -57,6 +60,8 @@ if TYPE_CHECKING:
 _PRIM_DEVICE = torch.ops.prim.device.default
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 _ADD = torch.ops.aten.add.Tensor
+_FORGET, _IF_KNOWN, _FOLLOW = Shades.FORGET, Shades.IF_KNOWN, Shades.FOLLOW
+_task = torch._C._current_graph_task_id
 _CURRENT_MODE = "_get_current_dispatch_mode"
 
 
@@ -80,6 +85,9 @@ class VirtualFakeMode(FakeTensorMode):
     def __init__(self) -> None:
         self._per_thread = _PerThread()
         super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+        self.cache_enabled = (
+            False  # describe.py remembers; asking and filling this one takes longer than the answer
+        )
 
     @property
     def in_kernel_invocation(self) -> bool:
@@ -121,11 +129,19 @@ class VirtualMode(TorchDispatchMode):
         self.fake = VirtualFakeMode()
         self.describer = Describer(self.fake)
         self.shadows = ShadowStore()
-        self.shading = Shading(machine, self.shadows, meter.expected, meter.note_count)
-        self.ops = OpTable(RULES, LATE)
         self.guesses = Guesses(machine, lambda: meter.backward_frames)
+        self.shading = Shading(
+            machine, self.shadows, meter.expected, meter.note_count, self.guesses.ends_loop
+        )
+        self.made_up: Noted[bool] = Noted()  # copies on the host of results of assumed sizes
+        self.ops = OpTable(RULES, LATE, handler_of)
         self.twins = Twins()
+        self._plans = 0
         self._pinned: dict[int, _Pinned] = {}
+        # Virtual storages that stand for real pinned ones, which live as long.
+        self._page_locked: weakref.WeakKeyDictionary[torch.UntypedStorage, torch.UntypedStorage] = (
+            weakref.WeakKeyDictionary()
+        )
         self.exclusive_counts: tuple[int, int] | None = None  # from calibration.py
         self.observed_counts: list[tuple[int, int]] | None = None  # filled for calibration.py only
 
@@ -142,10 +158,22 @@ class VirtualMode(TorchDispatchMode):
         """Route one op. See NOTE [Routing]."""
         if func is _PRIM_DEVICE:
             kind = type(args[0])
-            if kind in self.twins:
-                return self.twins.device_of(args[0])
-            return args[0].fake_device if kind is FakeTensor else func(*args)
+            if kind is FakeTensor:
+                return args[0]._fake_device
+            return self.twins.device_of(args[0]) if kind in self.twins else func(*args)
         kwargs = kwargs or {}
+        info = self.ops.met.get(id(func))
+        if info is not None and info.plans and (info.direct or (info.direct_forward and _task() == -1)):
+            tensors: list[FakeTensor] = []
+            key = key_of(args, kwargs, tensors)
+            if key is not None:
+                plan = info.plans.get(key)
+                if (
+                    plan is not None
+                    and self._holds(plan, tensors)
+                    and not (func is _ADD and self._accumulates(args))
+                ):
+                    return self._repeat(plan, func, info, args, kwargs, tensors, None)
         on_card = False
         fake, real = _scan(args)
         if kwargs:
@@ -155,6 +183,9 @@ class VirtualMode(TorchDispatchMode):
             if device is not None and device.type == "cuda":
                 on_card = True
                 kwargs = {**kwargs, "device": self._existing(device)}
+        if not (fake or on_card):
+            # In inference mode ``to.device`` arrives whole, with the device by its place.
+            on_card = any(type(value) is torch.device and value.type == "cuda" for value in args)
         if types and not _PLAIN_TYPES.issuperset(types):
             if self.twins.among(types):
                 with self.twins.as_fake((*tensors_in(args), *tensors_in(tuple(kwargs.values())))):
@@ -236,13 +267,131 @@ class VirtualMode(TorchDispatchMode):
             args, kwargs = self._wrap_all(args, kwargs)
         if func is _ADD and self._accumulates(args):
             return self._accumulate(args)
+        tensors: list[FakeTensor] = []
+        unlike = self.describer.never(func) or kwargs.get("pin_memory")  # pages are locked each time
+        key = None if unlike else key_of(args, kwargs, tensors)
+        if key is not None:
+            plan = info.plans.get(key)
+            if plan is not None and self._holds(plan, tensors):
+                return self._repeat(plan, func, info, args, kwargs, tensors, category)
         try:
             out = self.describe(func, args, kwargs)
         except sparse.SparseOperation:
             return sparse.run(self, func, args, kwargs)
-        self.settle(func, info, args, kwargs, out, category=category)
+        except custom.DynamicSizes:
+            return custom.run(self, func, args, kwargs)
+        worked = self.settle(func, info, args, kwargs, out, category=category)
+        if key is None:
+            compressed.adopt_parts(self, out, info.name)
+        elif self.meter.repeats:
+            self._remember(key, func, info, args, kwargs, out, tensors, worked)
         if kwargs.get("pin_memory") and isinstance(out, torch.Tensor) and out.device.type == "cpu":
             self.pin(out)
+        return out
+
+    # -- what was done before (see remembering.py) ---------------------------------------------------------------
+
+    def _holds(self, plan: Plan, tensors: list[FakeTensor]) -> bool:
+        """Whether a call with these tensors does what the plan says."""
+        if plan.view:
+            return True
+        if self.machine.init_pid is None:
+            return False
+        context = plan.context
+        if context is not None and self.workspaces.context(plan.device) is not context:
+            return False
+        return not self.meter.assuming or self._is_certain(plan, tensors)
+
+    def _is_certain(self, plan: Plan, tensors: list[FakeTensor]) -> bool:
+        """Whether nothing that a call makes rests on assumed sizes."""
+        return not plan.named and not any(self.meter.extents_of(t) for t in tensors)
+
+    def _remember(
+        self,
+        key: Any,
+        func: torch._ops.OpOverload,
+        info: OpInfo,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        tensors: list[FakeTensor],
+        microseconds: float,
+    ) -> None:
+        recipe = recipe_of(out, tensors)
+        if recipe is None:
+            return
+        if info.view:
+            plan: Plan | None = plan_of_view(recipe)
+        else:
+            device = _device_of(out, args, kwargs)
+            if device is None:
+                return
+            plan = plan_of(
+                func,
+                info,
+                args,
+                kwargs,
+                out,
+                recipe,
+                tensors=tensors,
+                device=device,
+                context=self.workspaces.context(device),
+                microseconds=microseconds,
+                builder=self.meter.builder,
+            )
+            if plan is None or (self.meter.assuming and not self._is_certain(plan, tensors)):
+                return
+        if self._plans >= MAX_PLANS:
+            self.ops.forget_plans()
+            self._plans = 0
+        self._plans += 1
+        info.plans[key] = plan
+
+    def _repeat(
+        self,
+        plan: Plan,
+        func: torch._ops.OpOverload,
+        info: OpInfo,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[FakeTensor],
+        category: Category | None,
+    ) -> Any:
+        """What `run` would do, the same in the same order, of which a plan says most."""
+        meter = self.meter
+        out = self.describer.build(plan.recipe, tensors)
+        meter.ops += 1
+        if plan.view:
+            return out
+        device, name = plan.device, info.name
+
+        def results() -> None:
+            single = plan.recipe[0] is None
+            for position, nbytes, described in plan.fresh:
+                tensor = out if single else out[position]
+                meter.place(tensor, nbytes, device, name, plan.op, described, category)
+            for position in plan.others:
+                meter.adopt(out if single else out[position], name, category)
+
+        if plan.extras is not None or plan.libraries:
+            context, extras = self.workspaces.context(device), plan.extras or NO_EXTRAS
+            self.placing.take(name, extras, plan.libraries, results, device=device, context=context)
+        else:
+            results()
+        if plan.expects:
+            self._expect(func, info, args, kwargs, out)
+        self.machine.advance(plan.microseconds, device)
+        shading, shades = self.shading, plan.shades
+        if shades is _FOLLOW or (
+            shades is _IF_KNOWN and not shading.stays_unknown(info, args, kwargs, tensors)
+        ):
+            shading.follow(func, info, args, kwargs, out, device)
+            return out
+        if shades is _FORGET:
+            shading.forget_written(info, args, kwargs)
+        shading.masks.follow(func, args)
+        if shading.fills.concern(func, info):
+            shading.fills.follow(func, info, args, kwargs, out)
         return out
 
     def describe(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -267,7 +416,11 @@ class VirtualMode(TorchDispatchMode):
         ) as error:
             if sparse.has_sparse(args, kwargs):
                 raise sparse.SparseOperation from error
-            message = f"the virtual GPU has no rule for {func} yet, and does not run ops for real"
+            if isinstance(error, DynamicOutputShapeException) and custom.asks_for_sizes(func):
+                raise custom.DynamicSizes from error
+            message = (
+                f"the virtual GPU has no rule for {func} yet, and does not run ops for real{advice(func)}"
+            )
             self.machine.warn("op-without-rule", message)
             raise NotImplementedError(f"vramfit: {message}") from error
         except ValueError as error:
@@ -302,7 +455,7 @@ class VirtualMode(TorchDispatchMode):
         category: Category | None = None,
         extents: tuple[Extent, ...] = (),
         engine: Engine = Engine.COMPUTE,
-    ) -> None:
+    ) -> float:
         """Place an op's results, temporaries and workspaces on the card, and bring the shadows up to date.
 
         Args:
@@ -313,10 +466,14 @@ class VirtualMode(TorchDispatchMode):
             category: what they are for; None tells it from the moment.
             extents: assumed sizes of the results, beside those on which the arguments rest.
             engine: what does the work.
+
+        Returns:
+            For how many microseconds a card works on it.
         """
         if info.view:
             self.meter.ops += 1
-            return
+            return 0.0
+        microseconds = 0.0
         device = _device_of(out, args, kwargs)
         if device is not None:
             self.meter.ops += 1
@@ -337,15 +494,16 @@ class VirtualMode(TorchDispatchMode):
                 category=category,
                 extents=extents,
             )
-            self._expect(func, info, args, kwargs, out)
             spec, rates = self.machine.devices[device].spec, self.machine.rates
-            duration = roofline.seconds(func, args, kwargs, out, spec, rates)
-            self.machine.advance(1e6 * duration, device, engine)
+            microseconds = 1e6 * roofline.seconds(func, args, kwargs, out, spec, rates)
+            self.machine.advance(microseconds, device, engine)
         elif self.meter.phases.phase is Phase.OPTIMIZER:
             # Steps of an offloaded optimizer; other work of the host has no time of its own.
             written = mutated_tensors(info, args, kwargs)
             self.machine.clock.work_host(1e6 * roofline.host_seconds((args, kwargs, out, written)))
+        self._expect(func, info, args, kwargs, out)
         self.shading.follow(func, info, args, kwargs, out, device)
+        return microseconds
 
     def _expect(
         self,
@@ -360,7 +518,8 @@ class VirtualMode(TorchDispatchMode):
         if info.mutated:
             for tensor in mutated_tensors(info, args, kwargs):
                 if tensor.dtype in WATCHED:
-                    self.meter.expect(tensor, None)
+                    known, written = self.meter.expected(tensor), None if found is None else found[1]
+                    self.meter.expect(tensor, rewritten(known, tensor, written))
             if found is not None and not is_whole(found[0]):
                 return  # a part was written, so nothing is known of the whole
         if found is not None:
@@ -374,6 +533,19 @@ class VirtualMode(TorchDispatchMode):
         fake = self.describer.factory.make(meta, device or tensor.device)
         if may_be_known(fake) and tensor.device.type == "cpu":
             self.shadows.set(fake, tensor.detach())
+        return fake
+
+    def over(self, tensor: torch.Tensor) -> FakeTensor:
+        """A fake tensor that stands for a real CPU one: one storage where values are followed, pinned where it is."""
+        real = tensor.untyped_storage()
+        storage = torch.UntypedStorage(real.nbytes(), device="meta")
+        meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+        meta.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        fake = self.describer.factory.make(meta, tensor.device)
+        if may_be_known(fake):
+            self.shadows.share(fake, real)
+        if self.is_pinned(tensor):
+            self._page_locked[storage] = real
         return fake
 
     def _wrap_all(
@@ -412,7 +584,8 @@ class VirtualMode(TorchDispatchMode):
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether a CPU tensor's storage counts as pinned."""
-        return tensor.untyped_storage()._cdata in self._pinned
+        storage = tensor.untyped_storage()
+        return storage._cdata in self._pinned or storage in self._page_locked
 
     # -- fresh fake tensors for rules ----------------------------------------------------------------------------
 
@@ -422,8 +595,7 @@ class VirtualMode(TorchDispatchMode):
 
     def fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor of the same shape, dtype, device and (dense) strides, not placed yet."""
-        strides = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        return self.describer.factory.make(torch.empty_like(strides), tensor.device)
+        return self.describer.like(tensor)
 
     # -- gradient accumulation -----------------------------------------------------------------------------------
 
@@ -455,7 +627,7 @@ class VirtualMode(TorchDispatchMode):
     def _accumulate(self, args: tuple[Any, ...]) -> torch.Tensor:
         self.meter.ops += 1
         target: torch.Tensor = args[0]
-        self.shadows.forget(target)
+        self.shading.accumulate(target, args[1])
         if target.device.type == "cuda":
             device = target.device.index or 0
             spec = self.machine.devices[device].spec

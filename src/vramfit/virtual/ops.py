@@ -28,19 +28,27 @@ class OpInfo:
         last_first: its kernel makes the last result first.
         random: it draws random numbers.
         takes_generator: it has a ``generator`` argument.
+        func: the op itself.
+        plans: what calls of it did, by what `key_of` says of their arguments (remembering.py).
+        direct: a plan may be looked for before anything else; elsewhere a rule of its own decides first.
+        direct_forward: likewise, but not in a backward pass.
         shadowed: whether it can run on CPU shadows; set to False once it could not.
         handler: a rule of ours that replaces the general treatment, or None.
     """
 
     __slots__ = (
         "composite",
+        "direct",
+        "direct_forward",
         "foreach",
         "fresh",
+        "func",
         "handler",
         "last_first",
         "mutated",
         "name",
         "overload",
+        "plans",
         "random",
         "shadowed",
         "takes_generator",
@@ -72,25 +80,47 @@ class OpInfo:
         )
         self.shadowed = True
         self.handler = handler
+        self.func = func
+        self.plans: dict[Any, Any] = {}
+        self.direct = handler is None and not self.composite
+        self.direct_forward = self.direct or getattr(handler, "backward_only", False)
 
 
 class OpTable:
-    """`OpInfo` of every op met so far, with the rules registered for it."""
+    """`OpInfo` of every op met so far, with the rules registered for it.
+
+    Attributes:
+        met: the same by the id of the op, whose hash is a function in Python.
+    """
 
     def __init__(
-        self, rules: dict[torch._ops.OpOverload, Handler], late: dict[str, Handler] | None = None
+        self,
+        rules: dict[torch._ops.OpOverload, Handler],
+        late: dict[str, Handler] | None = None,
+        foreign: Callable[[torch._ops.OpOverload], Handler | None] | None = None,
     ) -> None:
-        """Takes the rules by op, and those by name of ops that may be registered later."""
+        """Takes the rules by op, those by name of ops that may be registered later, and who knows ops of others."""
         self._rules = rules
         self._late = late or {}
+        self._foreign = foreign
         self._known: dict[torch._ops.OpOverload, OpInfo] = {}
+        self.met: dict[int, OpInfo] = {}
 
     def __getitem__(self, func: torch._ops.OpOverload) -> OpInfo:
         info = self._known.get(func)
         if info is None:
-            handler = self._rules.get(func) or self._late.get(str(func))
+            late = self._late.get(str(func)) or self._late.get(f"{func.namespace}.*")
+            handler = self._rules.get(func) or late
+            if handler is None and self._foreign is not None:
+                handler = self._foreign(func)
             info = self._known[func] = OpInfo(func, handler)
+            self.met[id(func)] = info
         return info
+
+    def forget_plans(self) -> None:
+        """Forget what ops did before."""
+        for info in self._known.values():
+            info.plans.clear()
 
 
 def mutated_tensors(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from vramfit.trace import Category
 from vramfit.virtual import kernels
 from vramfit.virtual.assume import Extent, bounds, merged
-from vramfit.virtual.kernels import Extras, KernelContext
+from vramfit.virtual.kernels import Blas, Extras, KernelContext
 from vramfit.virtual.ops import OpInfo, tensors_in
 from vramfit.virtual.resting import Resting, concatenated
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from vramfit.virtual.meter import Held, Meter
     from vramfit.virtual.workspaces import Workspaces
 
-_NOTHING = Extras()
+NO_EXTRAS = Extras()
 _CERTAIN = Resting()
 _CAT = torch.ops.aten.cat.default
 _JOINING = {
@@ -67,11 +68,47 @@ class Placing:
         Raises:
             torch.OutOfMemoryError: the card is full.
         """
-        meter, name = self._meter, info.name
-        extras = kernels.extras(func, args, kwargs, out, context) or _NOTHING
+        name = info.name
+        extras = kernels.extras(func, args, kwargs, out, context) or NO_EXTRAS
         rests, scale = _CERTAIN, (1.0, 1.0)
-        if meter.assuming:
+        if self._meter.assuming:
             rests, scale = self._resting(func, args, kwargs, out, extents)
+        libraries = kernels.blas_libraries(func, args, kwargs, context)
+
+        def results() -> None:
+            if extras.between:
+                self._adopt_in_turn(out, name, category, rests, extras.between, device, scale)
+            elif info.fresh or info.mutated:
+                self._adopt(out[::-1] if info.last_first else out, name, category, rests)
+
+        self.take(name, extras, libraries, results, device=device, context=context, scale=scale)
+
+    def take(
+        self,
+        name: str,
+        extras: Extras,
+        libraries: tuple[Blas, ...],
+        results: Callable[[], None],
+        *,
+        device: int,
+        context: KernelContext,
+        scale: tuple[float, float] = (1.0, 1.0),
+    ) -> None:
+        """Place an op's results, with the temporaries of its kernel and the workspaces of libraries.
+
+        Args:
+            name: of the op.
+            extras: its temporaries.
+            libraries: whose workspaces it makes sure of.
+            results: places the results.
+            device: index of the card.
+            context: what decides how its kernel behaves.
+            scale: least and most that temporaries may be, as a multiple of what is told.
+
+        Raises:
+            torch.OutOfMemoryError: the card is full.
+        """
+        meter = self._meter
         below, above = extras.error_below_bytes, extras.error_bytes
         if below or above:
             meter.widen(device, below, above, name)
@@ -80,13 +117,10 @@ class Placing:
         try:
             if extras.before:
                 held += meter.temporary(extras.before, device, name, scale)
-            if extras.between:
-                self._adopt_in_turn(out, name, category, rests, extras.between, device, scale)
-            elif info.fresh or info.mutated:
-                self._adopt(out[::-1] if info.last_first else out, name, category, rests)
+            results()
             if extras.after:
                 held += meter.temporary(extras.after, device, name, scale)
-            for blas in kernels.blas_libraries(func, args, kwargs, context):
+            for blas in libraries:
                 addresses += self._workspaces.use(blas, device, context)
             if below or above:
                 meter.note_doubt(device)
@@ -107,9 +141,9 @@ class Placing:
     ) -> tuple[Resting, tuple[float, float]]:
         """What the results may rest on, and by which factors temporaries may be less and more than told."""
         given = [
-            (tensor, self._meter.extents_of(tensor)) for tensor in _placed((args, tuple(kwargs.values())))
+            (tensor, self._meter.extents_of(tensor)) for tensor in placed((args, tuple(kwargs.values())))
         ]
-        named = frozenset(_numbers((args, tuple(kwargs.values()))))
+        named = named_sizes(args, kwargs)
         made = {size for tensor in tensors_in(out) for size in tensor.shape}
         known = named.union(*(tensor.shape for tensor, _ in given))
         if func is _CAT and isinstance(out, torch.Tensor) and out.dim():
@@ -125,14 +159,14 @@ class Placing:
             found = [extents, *(found for _, found in given), self._meter.numbers.named(named & made)]
             rests = Resting(merged(*found), known, joined=func in _JOINING)
         low = high = 1.0
-        for tensor, of in (*given, *((t, rests.of(t.shape)) for t in _placed(out))):
+        for tensor, of in (*given, *((t, rests.of(t.shape)) for t in placed(out))):
             if of and tensor.nbytes:
                 least, most = bounds(tensor.nbytes, tensor.shape, of)
                 low, high = min(low, least / tensor.nbytes), max(high, most / tensor.nbytes)
         return rests, (low, high)
 
     def _adopt(self, out: Any, op: str, category: Category | None, rests: Resting) -> None:
-        for part in _placed(out):
+        for part in placed(out):
             self._meter.adopt(part, op, category, rests.of(part.shape) if rests.extents else ())
 
     def _adopt_in_turn(
@@ -154,7 +188,7 @@ class Placing:
             self._meter.give_back(reversed(held), device)
 
 
-def _placed(tree: Any) -> list[torch.Tensor]:
+def placed(tree: Any) -> list[torch.Tensor]:
     """The strided tensors on a card among nested values."""
     return [
         part
@@ -162,6 +196,11 @@ def _placed(tree: Any) -> list[torch.Tensor]:
         if type(tensor) is FakeTensor and tensor.fake_device.type == "cuda"
         for part in strided_parts(tensor)
     ]
+
+
+def named_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
+    """The whole numbers that a call names."""
+    return frozenset(_numbers((args, tuple(kwargs.values()))))
 
 
 def _numbers(tree: Any) -> list[int]:

@@ -40,10 +40,10 @@ def ranks(
     axis = kwargs.get("dim", args[at] if len(args) > at else -1) % source.dim()
     choices, taken = source.shape[axis], out.shape[axis]
     rows = out.numel() // taken
-    first = torch.full((rows, 1), choices // 3)
+    first = torch.full((rows, 1), choices // 3, device="cpu")
     if choices <= _FEW:
-        first = first + torch.arange(rows).unsqueeze(1) * taken
-    values = (first + torch.arange(taken)) % choices
+        first = first + torch.arange(rows, device="cpu").unsqueeze(1) * taken
+    values = (first + torch.arange(taken, device="cpu")) % choices
     others = [size for dimension, size in enumerate(out.shape) if dimension != axis]
     shaped: torch.Tensor = values.reshape(*others, taken).movedim(-1, axis).to(out.dtype)
     return shaped

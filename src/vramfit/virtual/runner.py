@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from vramfit.files import Backend, Writes, make_policy
+from vramfit.files.namespace import attended
+from vramfit.files.protection import recovered
 from vramfit.gpus import GpuSpec
 from vramfit.gpus.profile import NO_PROFILE, OWN_PROFILE, check_card, load_profile
+from vramfit.programs.limits import NO_LIMITS, Limits
 from vramfit.programs.runner import run_job
 from vramfit.trace import Run
 from vramfit.virtual.job import VirtualJob, plain_spec
@@ -25,6 +31,11 @@ def run_in_child(
     assume: str = "upper",
     profile: str | os.PathLike[str] = OWN_PROFILE,
     journal: Path | None = None,
+    limits: Limits = NO_LIMITS,
+    writes: Writes | str = Writes.DISCARD,
+    through: Iterable[str | os.PathLike[str]] = (),
+    ours: Iterable[str | os.PathLike[str]] = (),
+    backend: Backend | str = Backend.AUTO,
 ) -> Run:
     """Run ``[script, *args]`` or ``["-m", module, *args]`` as python would, on virtual GPUs.
 
@@ -41,6 +52,11 @@ def run_in_child(
         profile: a file of `vramfit calibrate`, ``none``, or ``auto`` for that of this card and torch.
         journal: where the trace is written while it happens, for the case that this process is killed too; None
             keeps it in a temporary folder.
+        limits: when the program is ended.
+        writes: what happens to files that the program writes: ``discard``, ``keep`` or ``real``.
+        through: paths that it writes for real even so.
+        ours: likewise, for a program of ours that leaves its results there.
+        backend: what keeps its writes from the real files.
 
     Raises:
         EnvironmentUnfitError: this torch cannot carry the virtual GPU.
@@ -52,6 +68,20 @@ def run_in_child(
         check_card(load_profile(Path(named)), gpu)  # a wrong one is refused before anything starts
         named = os.path.abspath(named)
     with tempfile.TemporaryDirectory(prefix="vramfit-") as name:
+        told = None if journal is None else os.path.abspath(journal)
+        if told is not None:
+            with contextlib.suppress(OSError):  # the child says what is wrong with it
+                Path(
+                    told
+                ).touch()  # a namespace lets through what is there: it is read when the child was killed
+        policy = make_policy(
+            writes,
+            workplace=name,
+            through=through,
+            ours=[*ours, *([] if told is None else [told])],
+            beside=cwd,
+            backend=backend,
+        )
         job = VirtualJob(
             command=list(command),
             gpu=plain_spec(gpu),
@@ -60,6 +90,10 @@ def run_in_child(
             folder=name,
             assume=assume,
             profile=named,
-            journal=None if journal is None else os.path.abspath(journal),
+            limits=limits,
+            journal=told,
+            files=policy.plain(),
         )
-        return run_job("vramfit.virtual.child", job, environ=environ, cwd=cwd)
+        with attended(policy):
+            run = run_job("vramfit.virtual.child", job, environ=environ, cwd=cwd)
+            return run if run.files is not None else replace(run, files=recovered(policy))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,8 @@ from vramfit.virtual.assume import Extent
 from vramfit.virtual.counting import COUNTING, counts
 from vramfit.virtual.expectations import Expectation
 from vramfit.virtual.facade import VirtualGenerator, default_generator, virtual_generator
+from vramfit.virtual.fills import Fills
+from vramfit.virtual.masks import Masks
 from vramfit.virtual.ops import OpInfo, mutated_tensors, tensors_in
 from vramfit.virtual.ranking import ranks
 from vramfit.virtual.shadow import (
@@ -34,6 +36,13 @@ _COMPARISONS = {
 _WHERE = torch.ops.aten.where.self
 
 
+def is_quiet(func: torch._ops.OpOverload, info: OpInfo, out: Any) -> bool:
+    """Whether an op that reads something unknown leaves nothing but unknown values: none are drawn or guessed."""
+    if info.random or func is _WHERE or func in COUNTING:
+        return False
+    return not info.fresh or all(t.is_floating_point() for t in tensors_in(out))
+
+
 class Shading:
     """What happens to the shadows of a virtual GPU when an op runs."""
 
@@ -43,11 +52,14 @@ class Shading:
         shadows: ShadowStore,
         expected: Callable[[torch.Tensor], Expectation],
         note_count: Callable[[Extent], None],
+        ends: Callable[[], bool | None],
     ) -> None:
         self.machine = machine
         self.shadows = shadows
         self.expected = expected
         self.note_count = note_count
+        self.fills = Fills()
+        self.masks = Masks(machine.assume, shadows, expected, ends)
 
     def follow(
         self,
@@ -68,12 +80,16 @@ class Shading:
             out: its results.
             device: index of the card on which it ran, None on the host.
         """
+        self.fills.follow(func, info, args, kwargs, out)
+        self.masks.follow(func, args)
         drawn = self._draw(args, kwargs, out, device) if info.random and device is not None else None
         fits = (
             may_carry if info.random else may_be_known
         )  # many draws are better counted than drawn otherwise
         fresh = [t for t in tensors_in(out) if fits(t)] if info.fresh else []
         written = mutated_tensors(info, args, kwargs) if info.mutated else []
+        for tensor in written:
+            self.masks.forget(tensor)
         if not fresh and not any(w.numel() <= most_known(w) for w in written):
             return
         read = self._chosen(args) if func is _WHERE else args
@@ -90,20 +106,46 @@ class Shading:
                     if fake.shape != value.shape or any(fake is w for w in written):
                         continue
                     if may_carry(fake) or (fits(fake) and not guessed):
+                        if guessed and args:
+                            value = self.masks.revised(func, fake, value, args[0])
                         self.shadows.set(fake, value, guessed=guessed)
                 if guessed:
                     for tensor in written:
                         if (shadow := self.shadows.find(tensor)) is not None:
                             shadow.guessed = True
+                            self.masks.rewrite(func, tensor)
                 return
-        for tensor in written:
-            self.shadows.forget(tensor)
+        self.forget_written(info, args, kwargs)
         for tensor in fresh:
             # Fractions are guessed when someone looks; answers and indices here, where the op tells which are usual.
             if not may_carry(tensor) or (tensor.is_floating_point() and func not in COUNTING):
                 continue
             if not any(tensor is w for w in written):
                 self.shadows.set(tensor, self._guess(func, tensor, args, kwargs), guessed=True)
+
+    def stays_unknown(
+        self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Iterable[torch.Tensor]
+    ) -> bool:
+        """Whether an op reads something unknown, so that what it writes is forgotten and `follow` has nothing to do.
+
+        It is for ops that draw nothing, of whose results none is guessed at once.
+
+        Args:
+            info: what the op's schema says.
+            args, kwargs: its arguments.
+            tensors: those among them, all of them small.
+        """
+        if info.shadowed and self.shadows.has_all(tensors):
+            return False
+        self.forget_written(info, args, kwargs)
+        return True
+
+    def forget_written(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Nothing is known any more of the values of what an op writes."""
+        if info.mutated:
+            for tensor in mutated_tensors(info, args, kwargs):
+                self.shadows.forget(tensor)
+                self.masks.forget(tensor)
 
     def _chosen(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments of ``where`` without the branch that nobody takes, whose values may be unknown."""
@@ -118,6 +160,11 @@ class Shading:
         self, func: torch._ops.OpOverload, out: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor:
         """Values for a small result that nobody computed."""
+        if out.dtype is torch.bool and out.numel() > 1:
+            return self.masks.values(out)
+        source = args[0] if args else None
+        if isinstance(source, torch.Tensor) and (holds := self.masks.answer(func, source)) is not None:
+            return torch.full(out.shape, holds, device="cpu")
         if func._overloadpacket in _COMPARISONS and all(t.numel() <= MAX_ELEMENTS for t in tensors_in(args)):
             # Compare what the program would be told if it looked: `loss < best` agrees with the values of both.
             answer: torch.Tensor = func(*map_tensors(self._assumed, args))
@@ -131,17 +178,30 @@ class Shading:
         ranked = ranks(func, args, kwargs, out)
         if ranked is not None:
             return ranked
-        return torch.full(out.shape, guess_value(func, out.dtype, args), dtype=out.dtype)
+        return torch.full(out.shape, guess_value(func, out.dtype, args), dtype=out.dtype, device="cpu")
 
     def _assumed(self, tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is not FakeTensor:
             return tensor
         view = self.shadows.view(tensor)
-        return (
-            torch.full(tensor.shape, guess_value(None, tensor.dtype, (tensor,)), dtype=tensor.dtype)
-            if view is None
-            else view
-        )
+        return torch.full(tensor.shape, self.number(tensor), dtype=tensor.dtype) if view is None else view
+
+    def number(self, tensor: torch.Tensor) -> float | int | bool:
+        """What an element of a fake tensor without values is taken for."""
+        fill = self.fills.find(tensor)
+        return guess_value(None, tensor.dtype, (tensor,)) if fill is None else fill.value
+
+    def accumulate(self, target: torch.Tensor, other: torch.Tensor) -> None:
+        """Bring the shadow of a gradient up to date to which the engine adds another in place."""
+        self.fills.forget(target)
+        found = self.arguments((target, other), {})
+        if found is None or 0 in target.stride():
+            self.shadows.forget(target)
+            return
+        (values, added), _, guessed = found
+        values.add_(added)
+        if guessed and (shadow := self.shadows.find(target)) is not None:
+            shadow.guessed = True
 
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

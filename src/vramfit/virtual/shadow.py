@@ -13,15 +13,20 @@ A guess is marked, the mark follows whatever is computed from it, and whoever lo
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 from vramfit.virtual.expectations import WATCHED
 
+if TYPE_CHECKING:
+    from vramfit.virtual.ops import OpInfo
+
 MAX_ELEMENTS = 4096
 MAX_KNOWN = 1 << 18
+_LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 
 _aten = torch.ops.aten
 _INDEX_OPS = {
@@ -67,6 +72,11 @@ class ShadowStore:
             return None
         return self._shadows.get(tensor.untyped_storage()._cdata)
 
+    def has_all(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether each of some strided fake tensors has a shadow."""
+        shadows = self._shadows
+        return all(tensor.untyped_storage()._cdata in shadows for tensor in tensors)
+
     def view(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A real CPU tensor with the fake one's dtype, shape and strides over the shadow; None without one."""
         shadow = self.find(tensor)
@@ -74,10 +84,15 @@ class ShadowStore:
             return None
         return _over(shadow.real, tensor)
 
-    def count(self, tensor: torch.Tensor) -> int | None:
-        """How many elements of a fake tensor are not zero, repeated ones included; None where nobody knows."""
+    def count(self, tensor: torch.Tensor, *, guessed: bool = False) -> int | None:
+        """How many elements of a fake tensor are not zero, repeated ones included; None where nobody knows.
+
+        Args:
+            tensor: the fake tensor.
+            guessed: also count values that were guessed.
+        """
         shadow = self.find(tensor)
-        if shadow is None or shadow.guessed:
+        if shadow is None or (shadow.guessed and not guessed):
             return None
         once, repeats = _over(shadow.real, tensor), 1
         for axis, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -87,17 +102,22 @@ class ShadowStore:
 
     def set(self, tensor: torch.Tensor, value: torch.Tensor, *, guessed: bool = False) -> None:
         """Give a fake tensor's (whole, small) storage the values of a real one of the same shape."""
-        storage = tensor.untyped_storage()
-        shadow = Shadow(storage, self._drop)
-        shadow.key = storage._cdata
-        shadow.real = torch.UntypedStorage(storage.nbytes())
-        shadow.guessed = guessed
-        self._shadows[shadow.key] = shadow
-        target = _over(shadow.real, tensor)
+        real = torch.UntypedStorage(tensor.untyped_storage().nbytes())
+        self.share(tensor, real, guessed=guessed)
+        target = _over(real, tensor)
         for axis, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
             if not stride and size > 1:  # an expanded dimension has one place for all its elements
                 target, value = target.narrow(axis, 0, 1), value.narrow(axis, 0, 1)
         target.copy_(value)
+
+    def share(self, tensor: torch.Tensor, real: torch.UntypedStorage, *, guessed: bool = False) -> None:
+        """Let a real CPU storage of the same bytes be the values of a fake tensor's storage, now and later."""
+        storage = tensor.untyped_storage()
+        shadow = Shadow(storage, self._drop)
+        shadow.key = storage._cdata
+        shadow.real = real
+        shadow.guessed = guessed
+        self._shadows[shadow.key] = shadow
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Drop the shadow of a tensor that was overwritten with unknown values."""
@@ -131,6 +151,27 @@ def may_be_known(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= MAX_KNOWN and tensor.untyped_storage().nbytes() <= MAX_KNOWN * 8
 
 
+def follows(info: OpInfo, out: Any, written: Sequence[torch.Tensor], kinds: Sequence[int]) -> bool:
+    """Whether the shadows may change when a call like this one runs, or random numbers are consumed.
+
+    Args:
+        info: what the op's schema says.
+        out: its results.
+        written: the arguments that it writes.
+        kinds: of each result, whether it is fresh (0): the storage of others may be of any size.
+    """
+    if info.random or any(t.numel() <= most_known(t) for t in written):
+        return True
+    if not info.fresh:
+        return False
+    results = out if isinstance(out, (list, tuple)) else (out,)
+    return any(
+        may_be_known(t) if kind == 0 else 0 < t.numel() <= most_known(t)
+        for t, kind in zip(results, kinds, strict=True)
+        if isinstance(t, torch.Tensor)
+    )
+
+
 def guess_value(func: Any, dtype: torch.dtype, args: tuple[Any, ...]) -> float | int | bool:
     """A plausible value for results that nobody computed.
 
@@ -155,11 +196,20 @@ def guess_value(func: Any, dtype: torch.dtype, args: tuple[Any, ...]) -> float |
 
 
 def _over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(0, dtype=like.dtype)
+    out = torch.empty(0, dtype=like.dtype, device="cpu")  # whatever the program's default device
     out.set_(storage, like.storage_offset(), like.size(), like.stride())
     return out
 
 
 def map_tensors(function: Any, tree: Any) -> Any:
     """Apply ``function`` to each tensor of nested arguments."""
+    kind = type(tree)
+    if kind is tuple:
+        return tuple([map_tensors(function, item) for item in tree])
+    if kind is list:
+        return [map_tensors(function, item) for item in tree]
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if kind in _LEAVES:
+        return tree
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)

@@ -83,10 +83,10 @@ class StorageMeter(Generic[RecordT]):
         self._records: dict[int, RecordT] = {}
         self._dead: deque[RecordT] = deque()
         self._backward_stack: tuple[int, ...] | None = None
-        self._rows: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._lifetime: defaultdict[int, Peaks] = defaultdict(Peaks)
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
         machine.on_event = self._on_event
+        machine.on_freed = self._on_freed
 
     # -- storages ------------------------------------------------------------------------------------------------
 
@@ -182,13 +182,11 @@ class StorageMeter(Generic[RecordT]):
                 phase=self.phases.index,
                 tensor=-1 if tensor is None else builder.tensor(tensor),
             )
-            self._rows[device][address] = row
         return address, row
 
     def free(self, address: int, device: int) -> None:
         """Return a block to its allocator."""
         with self.lock:
-            self._rows[device].pop(address, None)
             self.machine.devices[device].allocator.free(address)
 
     def lifetime_peaks(self, device: int) -> Peaks:
@@ -272,6 +270,9 @@ class StorageMeter(Generic[RecordT]):
             time_us=int(self.machine.clock_us),
             phase=self.phases.index,
         )
+
+    def _on_freed(self, device: int, address: int, size: int, stream: int) -> None:
+        self.builder.freed(device, stream, address, size, int(self.machine.clock.now_us), self.phases.index)
 
     def unhandled_oom(self) -> OomReport | None:
         """The last out-of-memory, marked as one that the program did not catch."""

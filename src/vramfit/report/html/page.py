@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from vramfit.analysis import NAMES, Breakdown, DeviceVerdict, Outcome, Verdict
 from vramfit.analysis import verdict as judge
 from vramfit.analysis.recorded_run import run_from_trace
+from vramfit.report.files import files_lines
 from vramfit.report.html.advice import find_advice, fragmentation_advice, leaks_html
 from vramfit.report.html.columns import (
     DeviceView,
@@ -60,6 +61,10 @@ _SOURCES = {
 _STACKING = (1, 3, 2, 5, 7, 0, 4, 6)
 
 
+_KINDS = {Outcome.FITS: "fits", Outcome.DOES_NOT_FIT: "fails", Outcome.FAILED: "fails"}
+"""How the verdict is coloured; without a word where the question stays open."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
     """A device of the page, and what its tables are about."""
@@ -96,7 +101,7 @@ def render_html(run: Run, verdict: Verdict, *, root: Path | None = None) -> str:
         title=f"{program or 'program'}{seen}",
         program=program,
         summary=_run_summary(run, verdict, root),
-        warnings=_warnings(run, root),
+        warnings=join([_warnings(run, root), _files(run, root)]),
         footer=_footer(run),
         root=root,
     )
@@ -291,9 +296,13 @@ def _legend() -> Html:
 
 
 def _run_summary(run: Run, verdict: Verdict, root: Path | None) -> Html:
-    kind = {Outcome.FITS: "fits", Outcome.DOES_NOT_FIT: "fails", Outcome.FAILED: "fails"}.get(verdict.outcome)
+    kind = _KINDS.get(verdict.outcome)
     nothing = not run.devices and not run.seconds_wall  # a recording without events, not a run of a program
-    told = _recorded(run, verdict) if kind is None or nothing else headline(run, verdict, root=root)
+    told = (
+        _recorded(run, verdict)
+        if verdict.outcome is Outcome.UNKNOWN or nothing
+        else headline(run, verdict, root=root)
+    )
     first, *more = told
     listed = {*verdict.why, *verdict.advice}
     said = [line for line in more if line.removeprefix("why").removeprefix("try").strip() not in listed]
@@ -384,6 +393,15 @@ def _footer(run: Run) -> str:
     conf = str(run.trace.meta.get("alloc_conf", ""))
     facts.append(f"allocator settings {conf}" if conf else "")
     return " · ".join(fact for fact in facts if fact)
+
+
+def _files(run: Run, root: Path | None) -> Html:
+    prefix = "" if root is None else f"{root.as_posix().rstrip('/')}/"
+    lines = files_lines(run.files, lambda path: path.removeprefix(prefix))
+    if not lines:
+        return Html()
+    title, *told = lines
+    return tag("section", tag("h2", title, id="s-files"), tag("ul", join(tag("li", line) for line in told)))
 
 
 def _warnings(run: Run, root: Path | None) -> Html:

@@ -69,8 +69,42 @@ def patch_legacy_tensors(patches: PatchStack) -> None:
         patches.set(torch.cuda, name, stand_in)
     # Tensor.type and the default tensor type parse such a type in C++, and ask for the CUDA library.
     patches.set(torch.Tensor, "type", _tensor_type(torch.Tensor.type))
-    patches.set(torch, "set_default_tensor_type", _set_default_tensor_type(torch.set_default_tensor_type))
+    defaults = _DefaultType(patches)
+    patches.set(
+        torch, "set_default_tensor_type", _set_default_tensor_type(torch.set_default_tensor_type, defaults)
+    )
     _restore_defaults(patches)
+
+
+class _DefaultType:
+    """``torch.Tensor(...)`` where the default tensor type is one of the card's; a default device alone leaves it."""
+
+    def __init__(self, patches: PatchStack) -> None:
+        self._constructing: PatchStack | None = None
+        patches.call(self.on_host)
+
+    def on_host(self) -> None:
+        """torch's own constructor again."""
+        if self._constructing is not None:
+            self._constructing.undo()
+            self._constructing = None
+
+    def on_card(self) -> None:
+        """Make what ``torch.Tensor`` makes on the card, of the default dtype. Its subclasses are left alone."""
+        if self._constructing is not None:
+            return
+        original = torch.Tensor.__new__
+
+        def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+            if cls is not torch.Tensor or kwargs.keys() - {"device"}:
+                return original(cls, *args, **kwargs)
+            device = kwargs.get("device")
+            return _construct(
+                torch.get_default_dtype(), args, torch.device("cuda" if device is None else device)
+            )
+
+        self._constructing = PatchStack()
+        self._constructing.set(torch.Tensor, "__new__", new)
 
 
 def _cuda_dtype(wanted: object) -> torch.dtype | None:
@@ -97,15 +131,17 @@ def _tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
     return type
 
 
-def _set_default_tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
+def _set_default_tensor_type(original: Callable[..., Any], defaults: _DefaultType) -> Callable[..., Any]:
     def set_default_tensor_type(t: Any, /) -> None:
         found = _cuda_dtype(t)
         if found is None:
             original(t)
             torch.set_default_device(None)
+            defaults.on_host()
         else:
             torch.set_default_dtype(found)
             torch.set_default_device("cuda")
+            defaults.on_card()
 
     set_default_tensor_type.__doc__ = original.__doc__
     return set_default_tensor_type

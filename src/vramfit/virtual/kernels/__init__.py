@@ -23,12 +23,13 @@ from vramfit.virtual.kernels.matmul import (
     blas_library,
     cublas_workspace_bytes,
     cublaslt_workspace_bytes,
+    may_use_blas,
     workspace_bytes,
     workspace_is_cached,
     workspaces_are_unified,
 )
 from vramfit.virtual.kernels.metas import METAS
-from vramfit.virtual.kernels.registry import covered, extras
+from vramfit.virtual.kernels.registry import covered, extras, has_rule
 from vramfit.virtual.kernels.sdpa import SdpaBackend, choose_backend
 
 __all__ = [
@@ -44,6 +45,8 @@ __all__ = [
     "cublas_workspace_bytes",
     "cublaslt_workspace_bytes",
     "extras",
+    "has_rule",
+    "may_use_blas",
     "workspace_bytes",
     "workspace_is_cached",
     "workspaces_are_unified",

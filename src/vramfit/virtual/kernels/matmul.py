@@ -229,6 +229,11 @@ def blas_libraries(
     return (Blas.CUBLASLT,)
 
 
+def may_use_blas(func: torch._ops.OpOverload) -> bool:
+    """Whether `blas_libraries` asks anything to answer for an op."""
+    return func in _LIBRARY
+
+
 def blas_library(func: torch._ops.OpOverload, args: Args, ctx: KernelContext) -> Blas | None:
     """Whose workspace an op uses; ``CUBLAS`` for both libraries when they share one. None: it needs none."""
     libraries = blas_libraries(func, args, {}, ctx)

@@ -200,6 +200,10 @@ class MeasuredTable:
             found = call.first
         return Extras(before=found.before, between=found.between, after=found.after)
 
+    def knows(self, func: torch._ops.OpOverload) -> bool:
+        """Whether any call of an op was measured."""
+        return func in self._calls
+
     def library(self, func: torch._ops.OpOverload) -> str | None:
         """As `library_of`."""
         if func not in self._libraries:

@@ -7,11 +7,13 @@ entry names what differs and where the kernel says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from vramfit.virtual import direct
 from vramfit.virtual.kernels import grouped, rnn
 from vramfit.virtual.kernels.context import overloads
 
@@ -25,8 +27,19 @@ def _fake(
 
 
 def _results(mode: FakeTensorMode, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> list[Any]:
-    results: Any = mode.dispatch(func, (), args, kwargs)
-    return list(results)
+    found = (
+        direct.described(func, args, kwargs, direct.fakes_in(args, kwargs), mode) if _is_plain(func) else None
+    )
+    if found is None:
+        results: Any = mode.dispatch(func, (), args, kwargs)
+        return list(results)
+    device, results = found
+    return [FakeTensor(mode, item, device) if isinstance(item, torch.Tensor) else item for item in results]
+
+
+@cache
+def _is_plain(func: torch._ops.OpOverload) -> bool:
+    return direct.is_plain(func)
 
 
 def _efficient_attention(func: torch._ops.OpOverload, seed_at: int) -> Meta:

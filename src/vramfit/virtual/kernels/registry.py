@@ -77,6 +77,11 @@ def extras(
     return rule(args, kwargs, outputs, ctx) if rule is not None else None
 
 
+def has_rule(func: torch._ops.OpOverload) -> bool:
+    """Whether an op has a rule."""
+    return func in _RULES
+
+
 def covered() -> frozenset[str]:
     """Names of the op overloads that have a rule."""
     return frozenset(str(func) for func in _RULES)

@@ -18,6 +18,11 @@ def _product(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Ex
     """``_sparse_addmm(self, sparse, dense)``: the sparse matrix coalesced, its rows counted, indices as int32."""
     del kwargs, ctx
     sparse, dense = args[1:3]
+    if sparse.layout is torch.sparse_csr:
+        # native/sparse/cuda/SparseBlasImpl.cpp, ``spmm``: nothing of torch's own; cuSPARSE's buffer is an estimate.
+        scratch = Scratch()
+        scratch.doubt(((sparse.shape[0] + 1 + sparse._nnz()) * 8, 0))
+        return sequence(after=scratch)
     if sparse.layout is not torch.sparse_coo:
         return None
     indices, values = sparse._indices(), sparse._values()

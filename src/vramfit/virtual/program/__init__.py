@@ -14,14 +14,18 @@ from vramfit.virtual.program import (
     autograd,
     checkpoints,
     compile_,
+    data,
+    dispatching,
     libraries,
     losses,
     modules,
     one_hot,
     optimizers,
     rnn,
+    storages,
     subclasses,
     tensors,
+    tracing,
 )
 
 if TYPE_CHECKING:
@@ -32,7 +36,10 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
     """Apply every patch of this package."""
     for module in (
         compile_,  # first: it keeps what the others replace
+        dispatching,
         tensors,
+        data,
+        storages,
         subclasses,
         modules,
         autograd,
@@ -43,6 +50,7 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
         losses,
         one_hot,
         rnn,
+        tracing,
         libraries,
     ):
         module.install(mode, patches)

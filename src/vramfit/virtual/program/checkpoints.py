@@ -1,17 +1,18 @@
-"""``torch.save`` and ``torch.load``: virtual values never reach a file, and come back when they are asked for.
+"""``torch.save``, ``torch.load`` and safetensors: a virtual checkpoint is a file without values, and comes back whole.
 
-A file that holds virtual tensors would be worthless, and would replace a good one of the same name. So nothing is
-written; the object is kept in memory under the file's name, and a later ``torch.load`` of that name gets it. Into a
-file object goes a mark that leads back to the object, wherever the program takes what it wrote there.
+Where a protection stands (vramfit.files), a file is written of the size that it would have, with holes where virtual
+tensors would be, and a token in it leads back to the object, which stays in memory: see NOTE [Tokens]. Where files are
+written for real, such a file would replace a good one of the same name: nothing is written then, and the object is
+found by the file's name.
 """
 
 from __future__ import annotations
 
 import copy
 import io
+import json
 import os
 import pickle
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit import files
 from vramfit.programs.patching import PatchStack
+from vramfit.virtual.program.saved_files import (
+    OpenedSafetensors,
+    TorchFiles,
+    is_writing,
+    new_token,
+    reduced,
+    safetensors_header,
+    safetensors_token,
+    torch_token,
+    write_safetensors,
+)
 from vramfit.virtual.subclasses import is_wrapper
 
 if TYPE_CHECKING:
@@ -36,8 +49,17 @@ class VirtualTensorPicklingError(pickle.PicklingError):
 class _Probe(pickle.Pickler):
     """Walks an object as pickling would, without its storages' contents."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.storages: dict[int, Any] = {}
+        """Storages that were met, in order."""
+
     def persistent_id(self, obj: Any) -> Any:
-        return "storage" if isinstance(obj, (torch.UntypedStorage, torch.TypedStorage)) else None
+        if isinstance(obj, (torch.UntypedStorage, torch.TypedStorage)):
+            storage = obj._untyped_storage if isinstance(obj, torch.TypedStorage) else obj
+            self.storages.setdefault(storage._cdata, storage)
+            return "storage"
+        return None
 
 
 class _Sink(io.RawIOBase):
@@ -50,6 +72,8 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
     kept: dict[object, Any] = {}
 
     def reduce_ex(self: FakeTensor, protocol: Any) -> Any:
+        if is_writing():
+            return reduced(self, protocol)
         raise VirtualTensorPicklingError(
             "vramfit: a tensor of the virtual GPU cannot be pickled: its values were never computed"
         )
@@ -99,6 +123,21 @@ def holds_virtual(obj: Any) -> bool:
     return False
 
 
+def _storages(obj: Any) -> list[Any]:
+    """The storages of an object in the order in which pickling meets them."""
+    probe = _Probe(_Sink(), protocol=2)
+    probe.dump(obj)
+    return list(probe.storages.values())
+
+
+def _scratch() -> str | None:
+    """A folder for passing files, where files are protected; None where they are written for real."""
+    standing = files.current()
+    if standing is None or standing.backend is files.Backend.NONE:
+        return None
+    return standing.policy.temporary
+
+
 def _name(file: Any) -> object:
     return os.path.abspath(os.fspath(file)) if isinstance(file, (str, os.PathLike)) else None
 
@@ -106,24 +145,32 @@ def _name(file: Any) -> object:
 def _patch_torch_save(mode: VirtualMode, patches: PatchStack, kept: dict[object, Any]) -> None:
     save, load = torch.save, torch.load
     uploads = _Uploads(patches)
+    written = TorchFiles(patches, save, _storages)
 
     def virtual_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if not holds_virtual(obj):
             kept.pop(_name(f), None)
             return save(obj, f, *args, **kwargs)
-        parked = _park(mode, obj)
-        if isinstance(f, (str, os.PathLike)):
-            kept[_name(f)] = parked
-        else:  # a file that the program has opened, or a buffer that it will write somewhere else
-            token = uuid.uuid4().hex
-            kept[token] = parked
+        scratch = _scratch()
+        if scratch is None and _name(f) is not None:
+            kept[_name(f)] = _park(mode, obj)
+            _tell(mode, f)
+            return None
+        token = None
+        if scratch is not None and _is_zip(args, kwargs):
+            token = written.write(obj, f, scratch, *args, **kwargs)
+        if token is None:  # too large for a buffer, or of the old format: a mark leads back
+            token = new_token()
             save({_MARK: token}, f, *args, **kwargs)
-        _tell(mode, f)
+            _tell_mark(mode, f)
+        kept[token] = _park(mode, obj)
         return None
 
     def virtual_load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if (name := _name(f)) in kept:
-            return _unpark(mode, kept[name], map_location)
+        if kept:
+            for found in (_name(f), torch_token(f)):
+                if found is not None and found in kept:
+                    return _unpark(mode, kept[found], map_location)
         with uploads:
             out = load(f, map_location, *args, **kwargs)
         if not (isinstance(out, dict) and out.keys() == {_MARK}):
@@ -136,6 +183,11 @@ def _patch_torch_save(mode: VirtualMode, patches: PatchStack, kept: dict[object,
     patches.set(torch, "load", virtual_load)
     patches.set(torch.serialization, "save", virtual_save)
     patches.set(torch.serialization, "load", virtual_load)
+
+
+def _is_zip(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether ``torch.save`` is asked for its present format, not for that before 1.6."""
+    return bool(options.get("_use_new_zipfile_serialization", args[2] if len(args) > 2 else True))
 
 
 class _Uploads:
@@ -178,7 +230,7 @@ class _Uploads:
         key = untyped._cdata, storage.dtype
         whole = self._moved.get(key)
         if whole is None:  # tensors that share a storage keep sharing it
-            whole = torch.empty(0, dtype=storage.dtype).set_(untyped).to(device)
+            whole = torch.empty(0, dtype=storage.dtype, device="cpu").set_(untyped).to(device)
             self._moved[key] = whole
         return whole.as_strided(size, stride, offset)
 
@@ -188,28 +240,102 @@ def _patch_safetensors(mode: VirtualMode, patches: PatchStack, kept: dict[object
         import safetensors.torch as safetensors
     except ImportError:
         return
-    save_file, load_file = safetensors.save_file, safetensors.load_file
+    save_file, load_file, save, load = (
+        safetensors.save_file,
+        safetensors.load_file,
+        safetensors.save,
+        safetensors.load,
+    )
+    opened: Any = vars(safetensors)["safe_open"]
 
-    def virtual_save_file(tensors: dict[str, torch.Tensor], filename: Any, *args: Any, **kwargs: Any) -> None:
-        if any(type(t) is FakeTensor for t in tensors.values()):
-            kept[_name(filename)] = _park(mode, dict(tensors))
+    def find(file: Any) -> tuple[Any, Any]:
+        """The object that a file leads to, and the file's header; None for a file that is real."""
+        if _name(file) in kept:
+            return kept[_name(file)], None
+        if not kept:
+            return None, None
+        try:
+            with open(file, "rb") as reading:
+                token = safetensors_token(reading)
+        except OSError:
+            return None, None  # the original says why
+        found: tuple[Any, Any] = kept.get(token, (None, None))
+        return found
+
+    def virtual_save_file(tensors: dict[str, torch.Tensor], filename: Any, metadata: Any = None) -> None:
+        if not any(type(t) is FakeTensor for t in tensors.values()):
+            kept.pop(_name(filename), None)
+            save_file(tensors, filename, metadata)
+            return
+        parked = _park(mode, dict(tensors))
+        if _scratch() is None:
+            kept[_name(filename)] = parked
             _tell(mode, filename)
             return
-        save_file(tensors, filename, *args, **kwargs)
+        with open(filename, "w+b") as file:
+            token = write_safetensors(tensors, file, metadata)
+        # Without a token, for tensors of a few bytes, the name leads back.
+        kept[token or _name(filename)] = parked if token is None else (parked, _header(tensors, metadata))
+
+    def virtual_save(tensors: dict[str, torch.Tensor], metadata: Any = None) -> bytes:
+        if not any(type(t) is FakeTensor for t in tensors.values()):
+            return save(tensors, metadata)
+        buffer = io.BytesIO()
+        token = write_safetensors(tensors, buffer, metadata)
+        if token is not None:
+            kept[token] = _park(mode, dict(tensors)), _header(tensors, metadata)
+        return buffer.getvalue()
+
+    def virtual_load(data: bytes) -> Any:
+        token = safetensors_token(io.BytesIO(data)) if kept else None
+        return _unpark(mode, kept[token][0], "cpu") if token in kept else load(data)
 
     def virtual_load_file(filename: Any, device: Any = "cpu", *args: Any, **kwargs: Any) -> Any:
-        if _name(filename) in kept:
-            return _unpark(mode, kept[_name(filename)], device)
-        return load_file(filename, device, *args, **kwargs)
+        parked, _ = find(filename)
+        return (
+            load_file(filename, device, *args, **kwargs) if parked is None else _unpark(mode, parked, device)
+        )
 
-    patches.rebind([(save_file, virtual_save_file), (load_file, virtual_load_file)])
+    def virtual_open(filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
+        parked, header = find(filename)
+        if parked is None or framework not in ("pt", "torch", "pytorch"):
+            return opened(filename, framework, device, **options)
+        names = [name for name in header or parked if name != "__metadata__"]
+        return OpenedSafetensors(
+            lambda name: _unpark(mode, parked[name], device), names, header or _header(parked, None)
+        )
+
+    patches.rebind(
+        [
+            (save_file, virtual_save_file),
+            (load_file, virtual_load_file),
+            (save, virtual_save),
+            (load, virtual_load),
+            (opened, virtual_open),
+        ]
+    )
+
+
+def _header(tensors: dict[str, Any], metadata: Any) -> Any:
+    """The header of a safetensors file, read."""
+    whole = {name: one.tensor if isinstance(one, _Parked) else one for name, one in tensors.items()}
+    return json.loads(safetensors_header(whole, metadata)[0][8:])
 
 
 def _tell(mode: VirtualMode, file: Any) -> None:
-    what = str(Path(file)) if isinstance(file, (str, os.PathLike)) else "a file object"
     mode.machine.warn(
         "save-skipped",
-        f"saving to {what} was skipped: its tensors are virtual and hold no values; the file on disk is untouched",
+        f"saving to {Path(file)} was skipped: its tensors are virtual and hold no values, and files are written for "
+        "real. What lies there stays as it was, which the program's own deletions and renames do not know",
+        location=mode.guesses.location(),
+    )
+
+
+def _tell_mark(mode: VirtualMode, file: Any) -> None:
+    what = str(Path(file)) if isinstance(file, (str, os.PathLike)) else "a file object"
+    mode.machine.warn(
+        "save-short",
+        f"what was saved to {what} is shorter than it would be: its tensors are virtual, and a mark leads to them",
         location=mode.guesses.location(),
     )
 

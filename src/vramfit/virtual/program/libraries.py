@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.programs.patching import PatchStack
+from vramfit.virtual.program import bitsandbytes, tracing
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -38,7 +39,17 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
 
         patches.set(module, "is_fake_tensor", is_fake_tensor)
 
-    changes: dict[str, Change] = {"transformers.utils.import_utils": no_tracing}
+    changes: dict[str, Change] = {
+        "transformers.utils.import_utils": no_tracing,
+        **bitsandbytes.changes(mode, patches),
+        **tracing.writers(mode, patches),
+    }
+    after_import(changes, patches)
+    bitsandbytes.prepare(patches)
+
+
+def after_import(changes: dict[str, Change], patches: PatchStack) -> None:
+    """Change modules by name: those that are imported already, and the others once they have been executed."""
     for name, change in changes.items():
         if (module := sys.modules.get(name)) is not None:
             change(module)
@@ -63,12 +74,13 @@ class _AfterImport(MetaPathFinder):
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(fullname, path, target)
             if spec is not None:
-                _run_after(spec, change)
+                change_after(spec, change)
                 return spec
         return None
 
 
-def _run_after(spec: ModuleSpec, change: Change) -> None:
+def change_after(spec: ModuleSpec, change: Change) -> None:
+    """Have a module changed once it has been executed."""
     loader = spec.loader
     if loader is None:
         return

@@ -41,6 +41,8 @@ def _patch_parameter(mode: VirtualMode, patches: PatchStack) -> None:
             and data.layout is torch.strided
         ):
             data = mode.wrap(data.detach())
+        if cls is not nn.Parameter and type(data) is FakeTensor:
+            return torch.Tensor._make_subclass(cls, data, requires_grad)  # keeps the class, as torch does
         parameter: Any = original(cls, data, requires_grad)
         if isinstance(parameter, torch.Tensor):
             mode.meter.tag(parameter, Category.PARAMETERS)
@@ -108,8 +110,8 @@ def _move_parameter(
     with torch.no_grad():
         applied = keep_virtual(mode, fn, parameter)
     if applied is not parameter:
-        if type(parameter) is FakeTensor and type(applied) is FakeTensor:
-            set_data(parameter, applied)
+        if _is_virtual(mode, parameter) and _is_virtual(mode, applied):
+            parameter.data = applied
         elif is_wrapper(parameter) and is_wrapper(applied):
             torch.utils.swap_tensors(parameter, nn.Parameter(applied, parameter.requires_grad))
         else:  # from meta, or built before the virtual GPU: as torch does where data cannot be set
@@ -125,6 +127,10 @@ def _move_parameter(
             parameter.grad = gradient
             mode.meter.tag(gradient, Category.GRADIENTS)
     mode.meter.tag(parameter, Category.PARAMETERS, mode.meter.modules.path_of(module))
+
+
+def _is_virtual(mode: VirtualMode, tensor: torch.Tensor) -> bool:
+    return type(tensor) is FakeTensor or type(tensor) in mode.twins
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
@@ -184,12 +190,6 @@ def keep_virtual(
     return applied
 
 
-def set_data(target: torch.Tensor, source: torch.Tensor) -> None:
-    """``target.data = source`` for fake tensors, whose device torch keeps apart."""
-    target.data = source
-    target.fake_device = source.fake_device  # type: ignore[attr-defined]
-
-
 def _patch_call(mode: VirtualMode, patches: PatchStack) -> None:
     """Keep a stack of running modules, and see the forward phase begin."""
     original = nn.Module.__call__
@@ -205,4 +205,5 @@ def _patch_call(mode: VirtualMode, patches: PatchStack) -> None:
         finally:
             modules.leave()
 
+    mode.meter.stacks.follow_modules(modules, call.__code__)
     patches.set(nn.Module, "__call__", call)

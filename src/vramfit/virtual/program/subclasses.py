@@ -1,4 +1,4 @@
-"""``tensor.as_subclass(cls)`` on virtual tensors. See NOTE [Tensor classes] in vramfit/virtual/subclasses.py."""
+"""Classes that a program puts on virtual tensors. See NOTE [Tensor classes] in vramfit/virtual/subclasses.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from vramfit.programs.patching import PatchStack
+from vramfit.trace import Category
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -32,3 +34,41 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
         return out
 
     patches.set(torch.Tensor, "as_subclass", as_subclass)
+    _patch_make(mode, patches)
+
+
+def _patch_make(mode: VirtualMode, patches: PatchStack) -> None:
+    """``torch.Tensor._make_subclass(cls, data)``, with which classes of parameters make themselves.
+
+    Like ``nn.Parameter``, a parameter of a class of the program's is virtual from birth.
+    """
+    original: Callable[..., torch.Tensor] = torch.Tensor._make_subclass
+    twins = mode.twins
+
+    def make(cls: Any, data: torch.Tensor, require_grad: bool = False, **options: Any) -> torch.Tensor:
+        cls = twins.origin(cls)  # the class of a virtual tensor, asked for another
+        if options or not _is_annotated(cls):
+            return original(cls, data, require_grad, **options)
+        parameter = issubclass(cls, nn.Parameter)
+        if parameter and type(data) in (torch.Tensor, nn.Parameter) and data.device.type == "cpu":
+            data = mode.wrap(data.detach())
+        elif type(data) is FakeTensor or type(data) in twins:
+            data = data.detach()
+        else:
+            return original(cls, data, require_grad)
+        with twins.as_fake((data,)):
+            if parameter:
+                mode.meter.tag(data, Category.PARAMETERS)
+        if type(data) in twins:  # a class of its own, of which the notes are left behind
+            data = torch.ops.aten.alias.default(data)
+        twins.put_on(data, cls)
+        return data.requires_grad_() if require_grad else data
+
+    patches.set(torch.Tensor, "_make_subclass", staticmethod(make))
+
+
+def _is_annotated(cls: Any) -> bool:
+    """Whether a class is a program's own on plain tensors; those without a shape are made again when they have one."""
+    if issubclass(cls, (FakeTensor, UninitializedBuffer, UninitializedParameter)) or cls in _PLAIN:
+        return False
+    return bool(cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__)

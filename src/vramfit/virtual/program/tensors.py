@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.jit._builtins import _get_builtin_table
+from torch.utils import _device
 
 from vramfit.programs.patching import PatchStack
-from vramfit.virtual.rules.host import download
+from vramfit.virtual.rules.host import LONGEST_LIST, download, may_be_shortened
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -29,7 +31,6 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
     _patch_lists(mode, patches)
     _patch_host_values(mode, patches)
     _patch_addresses(mode, patches)
-    _patch_storage_resize(mode, patches)
     _patch_sharing(mode, patches)
     _patch_repr(mode, patches)
     _refuse_nested(mode, patches)
@@ -57,6 +58,8 @@ def _patch_lists(mode: VirtualMode, patches: PatchStack) -> None:
     """``torch.tensor([loss, other_loss])``, ``x[[row, other_row]]``: torch copies the numbers below the dispatcher."""
     original: Callable[..., torch.Tensor] = torch.tensor
     as_original: Callable[..., torch.Tensor] = torch.as_tensor
+    # torch makes its table of what follows the default device once, of the functions that it finds then.
+    _device._device_constructors()
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         torch._C._set_only_lift_cpu_tensors(True)  # kept per thread, and autograd has threads of its own
@@ -80,6 +83,9 @@ def _patch_lists(mode: VirtualMode, patches: PatchStack) -> None:
         torch.Tensor.__setitem__(self, _index(mode, index), value)
 
     patches.rebind([(original, tensor), (as_original, as_tensor)])
+    builtins = _get_builtin_table()  # by which torch.jit.script knows what it need not compile
+    for before, replaced in ((original, tensor), (as_original, as_tensor)):
+        patches.item(builtins, id(replaced), builtins[id(before)])
     patches.set(FakeTensor, "new_tensor", new_tensor)
     patches.set(FakeTensor, "__getitem__", get)
     patches.set(FakeTensor, "__setitem__", put)
@@ -157,11 +163,37 @@ def _patch_host_values(mode: VirtualMode, patches: PatchStack) -> None:
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def tolist(self: FakeTensor) -> Any:
-        return download(mode, self, {}).tolist()
+        return as_list(download(mode, self, {}))
+
+    original: Callable[[torch.Tensor], Any] = torch.Tensor.tolist
+    iterate: Callable[[torch.Tensor], Iterator[torch.Tensor]] = torch.Tensor.__iter__
+
+    def as_list(self: torch.Tensor) -> Any:
+        return original(_shortened(mode, self))
+
+    def each(self: torch.Tensor) -> Iterator[torch.Tensor]:
+        return iterate(_shortened(mode, self))
 
     patches.set(FakeTensor, "numpy", numpy)
     patches.set(FakeTensor, "__array__", array)
     patches.set(FakeTensor, "tolist", tolist)
+    patches.set(torch.Tensor, "tolist", as_list)
+    patches.set(torch.Tensor, "__iter__", each)
+
+
+def _shortened(mode: VirtualMode, tensor: torch.Tensor) -> torch.Tensor:
+    """The first rows of a tensor of an assumed length that becomes a list: nobody waits for millions of guesses."""
+    if tensor.dim() == 0 or tensor.shape[0] <= LONGEST_LIST:
+        return tensor
+    made_up = may_be_shortened(mode, tensor) if type(tensor) is FakeTensor else mode.made_up.find(tensor)
+    if not made_up:
+        return tensor
+    mode.machine.warn(
+        "list-shortened",
+        f"a list was made of values whose number is assumed: the first {LONGEST_LIST} stand for all",
+        location=mode.guesses.location(),
+    )
+    return tensor[:LONGEST_LIST]
 
 
 def _patch_addresses(mode: VirtualMode, patches: PatchStack) -> None:
@@ -173,15 +205,6 @@ def _patch_addresses(mode: VirtualMode, patches: PatchStack) -> None:
         return base + int(self.storage_offset()) * self.element_size() if base else 0
 
     patches.set(FakeTensor, "data_ptr", data_ptr)
-    original: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.data_ptr
-
-    def storage_data_ptr(self: torch.UntypedStorage) -> int:
-        if self.device.type != "meta":
-            return original(self)
-        record = mode.meter.record_of(torch.empty(0, dtype=torch.uint8, device="meta").set_(self))
-        return self._cdata if record is None else record.address
-
-    patches.set(torch.UntypedStorage, "data_ptr", storage_data_ptr)
 
 
 def _patch_sharing(mode: VirtualMode, patches: PatchStack) -> None:
@@ -210,18 +233,6 @@ def _patch_sharing(mode: VirtualMode, patches: PatchStack) -> None:
     patches.set(FakeTensor, "is_shared", is_shared)
     patches.set(FakeTensor, "__dlpack__", dlpack)
     patches.rebind([(original, to_dlpack)])
-
-
-def _patch_storage_resize(mode: VirtualMode, patches: PatchStack) -> None:
-    """``tensor.untyped_storage().resize_(n)`` does not pass the dispatcher."""
-    original = torch.UntypedStorage.resize_
-
-    def resize_(self: torch.UntypedStorage, size: int) -> Any:
-        out = original(self, size)
-        mode.meter.resized(self, "storage.resize_")
-        return out
-
-    patches.set(torch.UntypedStorage, "resize_", resize_)
 
 
 def _patch_repr(mode: VirtualMode, patches: PatchStack) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.virtual.rules import compressed
 from vramfit.virtual.rules.registry import rule
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ def use_miopen(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict
 @rule("aten._sparse_addmm.default", "aten.sparse_sampled_addmm.default")
 def sparse_addmm(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A dense matrix plus a sparse one times a dense one: shaped like the first."""
+    if compressed.is_product(func, args):
+        return compressed.multiply(mode, func, args)
     out = mode.fake_empty(tuple(args[0].shape), args[0].dtype, args[0].device)
     mode.settle(func, mode.ops[func], args, kwargs, out)
     return out

@@ -67,7 +67,7 @@ def is_all_true(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dic
     mode.settle(func, mode.ops[func], args, kwargs, out)
     shadow = mode.shadows.find(out)
     if shadow is None or shadow.guessed:
-        mode.shadows.set(out, torch.tensor(True), guessed=True)
+        mode.shadows.set(out, torch.tensor(True, device="cpu"), guessed=True)
     return out
 
 

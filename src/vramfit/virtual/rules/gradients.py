@@ -64,6 +64,7 @@ def _in_place(plain: Any, written: Any, nodes: tuple[str, ...]) -> Handler:
             return usual(mode, func, args, kwargs)
         return mode.run(func, mode.ops[func], args, kwargs)
 
+    handler.backward_only = usual is None  # type: ignore[attr-defined]
     return handler
 
 

@@ -12,8 +12,8 @@ from vramfit.trace import Category
 from vramfit.virtual import roofline
 from vramfit.virtual.clock import Engine
 from vramfit.virtual.guesses import GUESSED
+from vramfit.virtual.rules import compressed
 from vramfit.virtual.rules.registry import rule
-from vramfit.virtual.shadow import guess_value
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -22,6 +22,8 @@ _TO_COPY = torch.ops.aten._to_copy.default
 _COPY_ = torch.ops.aten.copy_.default
 _CLONE = torch.ops.aten.clone.default
 _UNTOUCHED_BYTES = 1 << 20
+LONGEST_LIST = 512
+"""Most rows of which a list is made where a size is assumed and the values are made up: loops over it are to end."""
 # Windows has no such flags, and needs none: its mappings without a file are private to the process.
 _MMAP: dict[str, int] = (
     {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -53,6 +55,8 @@ def _upload(
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
     if source.layout is torch.sparse_coo:
         return _upload_sparse(mode, source, device, kwargs)
+    if source.layout in compressed.LAYOUTS:
+        return _upload_compressed(mode, source, device, kwargs)
     if source.layout is not torch.strided:
         message = f"the virtual GPU has no copies of {source.layout} tensors to the card yet"
         mode.machine.warn("op-without-rule", message, location=mode.guesses.location())
@@ -80,18 +84,48 @@ def _upload_sparse(
         )
 
 
+def _upload_compressed(
+    mode: VirtualMode, source: torch.Tensor, device: torch.device, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """The three parts of a CSR or CSC tensor cross one by one (native/TensorConversions.cpp, ``_to_copy``)."""
+    dtype = kwargs.get("dtype")
+    *indices, values = compressed.parts_of(source)
+    parts = [_upload(mode, index, device, {}) for index in indices]
+    parts.append(_upload(mode, values, device, {} if dtype is None else {"dtype": dtype}))
+    return compressed.build(mode, parts, tuple(source.shape), source.layout)
+
+
 def download(mode: VirtualMode, source: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
     """A real CPU tensor for a virtual one: its shadow, or values nobody knows."""
+    if source.layout in compressed.LAYOUTS:
+        return compressed.download(
+            source, kwargs.get("dtype") or source.dtype, lambda p: download(mode, p, {})
+        )
     pinned, waits = bool(kwargs.get("pin_memory")), not kwargs.get("non_blocking")
     _pass_link(mode, source.device.index or 0, source.nbytes, Engine.DOWNWARDS, pinned, waits=waits)
     out = _host_values(mode, source, kwargs.get("dtype") or source.dtype)
+    if may_be_shortened(mode, source):
+        mode.made_up.set(out, True)
     if pinned:
         mode.pin(out)
     return out
 
 
+def may_be_shortened(mode: VirtualMode, tensor: torch.Tensor) -> bool:
+    """Whether the first of a fake tensor's rows may stand for all: there are many, and how many is assumed.
+
+    Counts that sum to something are needed all.
+    """
+    if tensor.dim() == 0 or tensor.shape[0] <= LONGEST_LIST:
+        return False
+    assumed = any(extent.shown == tensor.shape[0] for extent in mode.meter.extents_of(tensor))
+    return assumed and mode.meter.expected(tensor).total is None
+
+
 def _host_values(mode: VirtualMode, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     shadow = mode.shadows.find(source)
+    if source.dtype is torch.bool and (shadow is None or shadow.guessed):
+        mode.shading.masks.settle(source)
     if shadow is not None:
         if shadow.guessed:
             warn_guess(mode)
@@ -100,7 +134,12 @@ def _host_values(mode: VirtualMode, source: torch.Tensor, dtype: torch.dtype) ->
         out = view.to(dtype, copy=True)
     else:
         warn_guess(mode)
-        out = _zeros(source.numel(), dtype).view(source.shape)
+        if source.dtype is torch.bool:
+            out = mode.shading.masks.values(source).to(dtype)
+        elif (fill := mode.shading.fills.find(source)) is not None:
+            out = torch.full(source.shape, fill.value, dtype=dtype, device="cpu")
+        else:
+            out = _zeros(source.numel(), dtype).view(source.shape)
         if not (source.is_contiguous() or source.numel() == 0):
             dense = torch.ops.aten.empty_like.default(
                 torch.empty_strided(source.shape, source.stride(), device="meta")
@@ -113,8 +152,21 @@ def _zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
     """Zeros that cost nothing while nobody touches them: torch, and malloc with memory used before, write them."""
     nbytes = count * dtype.itemsize
     if nbytes <= _UNTOUCHED_BYTES:
-        return torch.zeros(count, dtype=dtype)
+        return torch.zeros(count, dtype=dtype, device="cpu")
     return torch.frombuffer(mmap.mmap(-1, nbytes, **_MMAP), dtype=dtype)
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a real tensor that takes no memory for pages of zeros, as what comes from the card has many."""
+    if tensor.nbytes <= _UNTOUCHED_BYTES or not tensor.is_contiguous():
+        copy: torch.Tensor = _CLONE(tensor)
+        return copy
+    out = _zeros(tensor.numel(), tensor.dtype)
+    step = _UNTOUCHED_BYTES // tensor.element_size()
+    for source, target in zip(tensor.detach().view(-1).split(step), out.split(step), strict=True):
+        if source.view(torch.uint8).numpy().any():
+            target.copy_(source)
+    return out.view(tensor.shape)
 
 
 @rule("aten.copy_.default")
@@ -180,12 +232,11 @@ def item(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     if view is not None and shadow is not None:
         value = func(view)
         return mode.guesses.answer(value) if shadow.guessed else value
-    return mode.guesses.answer(_guess(tensor))
-
-
-def _guess(tensor: torch.Tensor) -> Any:
-    value = guess_value(None, tensor.dtype, (tensor,))
-    return complex(value) if tensor.dtype.is_complex else value
+    value = mode.shading.number(tensor)
+    fill = mode.shading.fills.find(tensor)
+    if fill is not None:
+        return min(max(mode.guesses.answer(value), fill.low), fill.high)
+    return mode.guesses.answer(complex(value) if tensor.dtype.is_complex else value)
 
 
 @rule("aten.equal.default")
@@ -232,7 +283,7 @@ def pin_memory(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict
     if type(tensor) is FakeTensor:
         out = mode.run(_CLONE, mode.ops[_CLONE], (tensor,), {}, real=False)
     else:
-        out = _CLONE(tensor)
+        out = _clone(tensor)
     mode.pin(out)
     return out
 

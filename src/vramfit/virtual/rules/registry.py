@@ -11,7 +11,8 @@ from vramfit.virtual.ops import Handler
 
 RULES: dict[torch._ops.OpOverload, Handler] = {}
 LATE: dict[str, Handler] = {}
-"""Handlers by full name of ops that exist only once the module that defines them is imported."""
+"""Handlers by full name (``torchvision.nms.default``) of ops that exist only once the module that defines them is
+imported, or for all ops of a library (``bitsandbytes.*``)."""
 
 
 def rule(*overloads: str, on_host: bool = False) -> Callable[[Handler], Handler]:

@@ -15,115 +15,55 @@ from torch._subclasses.fake_tensor import FakeTensor
 from vramfit.virtual.assume import Assume, Extent
 from vramfit.virtual.counting import evenly
 from vramfit.virtual.expectations import Expectation
+from vramfit.virtual.rules.assuming import (
+    assumed,
+    device_of,
+    finish,
+    guess_positions,
+    like,
+    selected,
+    tell,
+    true_result,
+)
 from vramfit.virtual.rules.registry import rule
-from vramfit.virtual.shadow import MAX_KNOWN, may_carry
+from vramfit.virtual.shadow import MAX_KNOWN
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
-
-
-def _finish(
-    mode: VirtualMode,
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    out: Any,
-    extent: Extent | None = None,
-) -> Any:
-    mode.settle(func, mode.ops[func], args, kwargs, out, extents=() if extent is None else (extent,))
-    return out
-
-
-def _true_result(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the op gives on shadows, None without them."""
-    found = mode.shading.arguments(args, kwargs)
-    if found is None or found[2]:
-        return None
-    return func(*found[0], **found[1])
-
-
-def _selected(mode: VirtualMode, name: str, mask: torch.Tensor, elements: int) -> Extent:
-    """How many elements a mask selects: all or the share that is expected, with a warning unless that is exact."""
-    if mask.numel() and (known := mode.shadows.count(mask)) is not None:
-        known *= elements // mask.numel()
-        return Extent(known, known, known)
-    expected = mode.meter.expected(mask)
-    if expected.exact:
-        count = expected.count(elements)
-        return Extent(count, count, count)
-    count = elements if mode.machine.assume is Assume.UPPER else expected.count(elements)
-    count = mode.guesses.fewer(count)
-    _tell(mode, name, f"{count:,} of {elements:,} elements")
-    return _assumed(mode, count, 0, elements)
-
-
-def _assumed(mode: VirtualMode, shown: int, low: int, high: int) -> Extent:
-    extent = Extent(shown, min(low, shown), max(high, shown))
-    mode.meter.assuming = True
-    mode.meter.numbers.assume(extent)
-    return extent
-
-
-def _tell(mode: VirtualMode, name: str, what: str) -> None:
-    kind = "an upper bound" if mode.machine.assume is Assume.UPPER else "what is to be expected"
-    mode.machine.warn(
-        "shape-from-data",
-        f"the result of {name} has a shape that depends on data: {what} are assumed ({kind})",
-        location=mode.guesses.location(),
-    )
-
-
-def _like(mode: VirtualMode, result: Any, device: torch.device) -> Any:
-    if isinstance(result, torch.Tensor):
-        return mode.wrap(result, device)
-    return tuple(_like(mode, r, device) for r in result)
-
-
-def _device(args: tuple[Any, ...]) -> torch.device:
-    for value in args:
-        if type(value) is FakeTensor:
-            return value.fake_device
-    return torch.device("cpu")
 
 
 @rule("aten.nonzero.default")
 def nonzero(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Indices of the elements that are not zero."""
     tensor: torch.Tensor = args[0]
-    if (true := _true_result(mode, func, args, kwargs)) is not None:
-        return _finish(mode, func, args, kwargs, _like(mode, true, _device(args)))
-    extent = _selected(mode, "nonzero", tensor, tensor.numel())
+    if (true := true_result(mode, func, args, kwargs)) is not None:
+        return finish(mode, func, args, kwargs, like(mode, true, device_of(args)))
+    extent = selected(mode, "nonzero", tensor, tensor.numel())
     # CUDA returns the transpose of a (dim, n) tensor: aten/src/ATen/native/cuda/Nonzero.cu
     out = mode.fake_empty((tensor.dim(), extent.shown), torch.int64, tensor.device).t()
-    _finish(mode, func, args, kwargs, out, extent)
-    _guess_positions(mode, tensor, out)
+    finish(mode, func, args, kwargs, out, extent)
+    mode.meter.expect(out, Expectation(columns=tuple(tensor.shape)))
+    guess_positions(mode, tensor, out)
     return out
-
-
-def _guess_positions(mode: VirtualMode, mask: torch.Tensor, out: torch.Tensor) -> None:
-    """Give small positions values, so that a loop over them visits different ones."""
-    if not may_carry(out) or out.numel() == 0:
-        return
-    found = mode.shading.arguments((mask,), {})
-    values = None if found is None else found[0][0].nonzero()
-    if values is None or values.shape != out.shape:
-        flat = torch.linspace(0, max(0, mask.numel() - 1), out.shape[0]).long()
-        values = (
-            torch.stack(torch.unravel_index(flat, mask.shape), -1) if mask.dim() else flat.reshape(out.shape)
-        )
-    mode.shadows.set(out, values, guessed=True)
 
 
 @rule("aten.masked_select.default")
 def masked_select(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Elements where a mask holds."""
-    if (true := _true_result(mode, func, args, kwargs)) is not None:
-        return _finish(mode, func, args, kwargs, _like(mode, true, _device(args)))
+    return select_masked(mode, func, args, kwargs, "masked_select")
+
+
+def select_masked(
+    mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str
+) -> Any:
+    """Elements where a mask holds; ``name`` is what the program asked for."""
+    if (true := true_result(mode, func, args, kwargs)) is not None:
+        return finish(mode, func, args, kwargs, like(mode, true, device_of(args)))
     elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
     mask = args[1] if type(args[1]) is FakeTensor else mode.wrap(args[1], args[0].device)
-    extent = _selected(mode, "masked_select", mask, elements)
+    extent = selected(mode, name, mask, elements)
     out = mode.fake_empty((extent.shown,), args[0].dtype, args[0].device)
-    return _finish(mode, func, args, kwargs, out, extent)
+    return finish(mode, func, args, kwargs, out, extent)
 
 
 def _positions(mode: VirtualMode, indices: Any, device: torch.device) -> list[torch.Tensor | None]:
@@ -161,7 +101,7 @@ def index_put(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[
             return mode.run(_MASKED_FILL, mode.ops[_MASKED_FILL], (tensor, mask, value), {})
     positions = _positions(mode, indices, tensor.device)  # they live until the kernel is done
     out = mode.fake_like(tensor) if func is torch.ops.aten.index_put.default else tensor
-    return _finish(mode, func, (tensor, positions, *rest), kwargs, out)
+    return finish(mode, func, (tensor, positions, *rest), kwargs, out)
 
 
 _MASKED_FILL = torch.ops.aten.masked_fill_.Scalar
@@ -195,8 +135,8 @@ def _filled_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | 
 )
 def unique(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Distinct values, their inverse and their counts."""
-    if (true := _true_result(mode, func, args, kwargs)) is not None:
-        return _finish(mode, func, args, kwargs, _like(mode, true, _device(args)))
+    if (true := true_result(mode, func, args, kwargs)) is not None:
+        return finish(mode, func, args, kwargs, like(mode, true, device_of(args)))
     tensor: torch.Tensor = args[0]
     bound = {a.name: a.default_value for a in func._schema.arguments[1:]}
     bound |= dict(zip([a.name for a in func._schema.arguments[1:]], args[1:], strict=False)) | kwargs
@@ -218,7 +158,7 @@ def unique(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str
         mode.fake_empty(inverse_shape if wants_inverse else (0,), torch.int64, device),
         mode.fake_empty((count,) if wants_counts else (0,), torch.int64, device),
     )[: len(func._schema.returns)]
-    _finish(mode, func, args, kwargs, out, extent)
+    finish(mode, func, args, kwargs, out, extent)
     if wants_counts and 0 < count <= MAX_KNOWN:  # programs split by them, so they sum to what is counted
         mode.shadows.set(out[2], evenly(elements, out[2]), guessed=True)
     if wants_inverse:
@@ -241,8 +181,8 @@ def _distinct(mode: VirtualMode, name: str, tensor: torch.Tensor, elements: int,
         count = round(values * (1 - (1 - 1 / values) ** elements))
     else:
         count = -(-elements // 2)
-    _tell(mode, name, f"{count:,} different ones among {elements:,}")
-    return _assumed(mode, count, min(1, elements), most)
+    tell(mode, name, f"{count:,} different ones among {elements:,}")
+    return assumed(mode, count, min(1, elements), most)
 
 
 @rule("aten.repeat_interleave.Tensor")
@@ -251,7 +191,7 @@ def repeat_interleave(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwarg
     size = kwargs.get("output_size")
     if size is None:
         size = _repeats(mode, args[0])
-    return _finish(mode, func, args, kwargs, mode.fake_empty((size,), args[0].dtype, args[0].device))
+    return finish(mode, func, args, kwargs, mode.fake_empty((size,), args[0].dtype, args[0].device))
 
 
 def _repeats(mode: VirtualMode, repeats: torch.Tensor) -> int:
@@ -275,7 +215,7 @@ def _repeats(mode: VirtualMode, repeats: torch.Tensor) -> int:
 
 
 def _unbounded(mode: VirtualMode, name: str, what: str) -> None:
-    _tell(mode, name, what)
+    tell(mode, name, what)
     mode.machine.warn(
         "size-without-bound",
         f"nothing bounds the result of {name}, whose shape depends on data: the error bar does not hold it",
@@ -286,8 +226,8 @@ def _unbounded(mode: VirtualMode, name: str, what: str) -> None:
 @rule("aten.bincount.default")
 def bincount(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Counts of small non-negative integers."""
-    if (true := _true_result(mode, func, args, kwargs)) is not None:
-        return _finish(mode, func, args, kwargs, _like(mode, true, _device(args)))
+    if (true := true_result(mode, func, args, kwargs)) is not None:
+        return finish(mode, func, args, kwargs, like(mode, true, device_of(args)))
     minlength = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
     expected = mode.meter.expected(args[0])
     if expected.constant is not None:
@@ -295,7 +235,7 @@ def bincount(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[s
     elif expected.values:
         bins = max(minlength, expected.least + expected.values)
         if bins > minlength:
-            _tell(mode, "bincount", f"{bins:,} bins")
+            tell(mode, "bincount", f"{bins:,} bins")
     else:
         bins = max(minlength, 1)
         if not minlength:
@@ -304,7 +244,7 @@ def bincount(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[s
     dtype = (
         torch.int64 if weights is None else torch.float64 if weights.dtype != torch.float32 else torch.float32
     )
-    return _finish(mode, func, args, kwargs, mode.fake_empty((bins,), dtype, args[0].device))
+    return finish(mode, func, args, kwargs, mode.fake_empty((bins,), dtype, args[0].device))
 
 
 @rule("aten._pack_padded_sequence.default")
@@ -317,8 +257,8 @@ def pack_padded_sequence(mode: VirtualMode, func: Any, args: tuple[Any, ...], kw
     steps = data.shape[1] if batch_first else data.shape[0]
     sizes = [int((lengths > step).sum()) for step in range(min(steps, int(lengths.max())))]
     out = mode.fake_empty((int(lengths.sum()), *data.shape[2:]), data.dtype, data.device)
-    _finish(mode, func, (data,), kwargs, out)
-    return out, torch.tensor(sizes, dtype=torch.int64)
+    finish(mode, func, (data,), kwargs, out)
+    return out, torch.tensor(sizes, dtype=torch.int64, device="cpu")
 
 
 @rule("aten._pack_padded_sequence_backward.default")
@@ -327,7 +267,7 @@ def pack_padded_sequence_backward(
 ) -> Any:
     """A gradient of the padded shape."""
     grad, size = args[0], args[1]
-    return _finish(mode, func, (grad,), kwargs, mode.fake_empty(tuple(size), grad.dtype, grad.device))
+    return finish(mode, func, (grad,), kwargs, mode.fake_empty(tuple(size), grad.dtype, grad.device))
 
 
 @rule("aten._to_dense.default")
@@ -335,7 +275,7 @@ def to_dense(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[s
     """A dense copy of a sparse tensor."""
     source: torch.Tensor = args[0]
     dtype = kwargs.get("dtype") or (args[1] if len(args) > 1 else None) or source.dtype
-    return _finish(mode, func, args, kwargs, mode.fake_empty(tuple(source.shape), dtype, source.device))
+    return finish(mode, func, args, kwargs, mode.fake_empty(tuple(source.shape), dtype, source.device))
 
 
 @rule("aten._to_sparse.default", "aten._to_sparse.sparse_dim")

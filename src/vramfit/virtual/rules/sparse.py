@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vramfit.virtual.ops import tensors_in
+from vramfit.virtual.rules import compressed
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -38,6 +39,8 @@ def run(mode: VirtualMode, func: torch._ops.OpOverload, args: tuple[Any, ...], k
     Raises:
         NotImplementedError: there is no rule for it.
     """
+    if compressed.is_product(func, args):
+        return compressed.multiply(mode, func, args)
     name = func._schema.name.removeprefix("aten::")
     with mode:
         if (

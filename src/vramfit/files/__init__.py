@@ -1,0 +1,36 @@
+"""The layer between a virtual run and the file system: what a program writes is set aside, what existed stays.
+
+A virtual run computes nothing, so what it saves is worthless, and would replace what is not. `FilePolicy` says what
+happens to its writes, `protect` chooses the backend that keeps the policy. No torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vramfit.files.policy import Backend, FilePolicy, Writes, make_policy, policy_from_plain
+
+if TYPE_CHECKING:
+    from vramfit.files.protection import Protection, current, protect
+
+__all__ = [
+    "Backend",
+    "FilePolicy",
+    "Protection",
+    "Writes",
+    "current",
+    "make_policy",
+    "policy_from_plain",
+    "protect",
+]
+
+_LATE = frozenset({"Protection", "current", "protect"})
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # The command line asks for policies alone, and is to start quickly: the backends need the trace, and so numpy.
+    from vramfit.files import protection
+
+    return getattr(protection, name)

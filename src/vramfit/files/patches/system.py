@@ -1,0 +1,173 @@
+"""Replaces the file functions of ``os``, ``io`` and what the standard library builds on them.
+
+``os`` takes its functions from ``posix``, and importlib looks there: both are replaced. ``pathlib``, ``shutil``,
+``tempfile``, ``glob`` and ``zipfile`` ask ``os`` and ``io`` each time they are called, so they need nothing of their
+own.
+"""
+
+from __future__ import annotations
+
+import _io
+import builtins
+import io
+import multiprocessing.process
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from vramfit.files import real
+from vramfit.files.calls import Calls
+from vramfit.files.overlay import Where
+from vramfit.files.patches.opening import make_file_io, make_open
+from vramfit.patching import PatchStack
+
+_OWN = (
+    *("stat", "lstat", "access", "readlink", "listdir", "scandir", "getcwd", "getcwdb", "chdir", "fchdir"),
+    *("open", "mkdir", "mkfifo", "mknod", "symlink", "link", "unlink", "rmdir", "rename", "replace"),
+    *("utime", "chmod", "truncate"),
+)
+"""Functions that `Calls` has under the same name."""
+_CHANGING = ("chown", "lchown", "lchmod", "setxattr", "removexattr", "chflags", "lchflags")
+_BY_DESCRIPTOR = {"fchmod": "chmod", "fchown": "chown"}
+_LOOKING = ("statvfs", "pathconf", "getxattr", "listxattr")
+_SETS = ("supports_dir_fd", "supports_effective_ids", "supports_fd", "supports_follow_symlinks")
+_SUN_PATH = 100
+"""Bytes that the path of a socket may have (sys/un.h: 108 on Linux, 104 on macOS, with the ending zero)."""
+
+
+def install(calls: Calls, patches: PatchStack) -> None:
+    """Replace them all."""
+    table: list[tuple[object, object]] = []
+    for name in _OWN:
+        if hasattr(os, name):
+            _replace(name, getattr(calls, name), patches, table)
+    _replace("remove", calls.unlink, patches, table)
+    for name in _CHANGING:
+        if hasattr(os, name):
+            _replace(name, _changing(calls, getattr(os, name), name), patches, table)
+    for name, same in _BY_DESCRIPTOR.items():
+        if hasattr(os, name):
+            _replace(name, getattr(os, same), patches, table)
+    for name in _LOOKING:
+        if hasattr(os, name):
+            _replace(name, _looking(calls, getattr(os, name)), patches, table)
+    _replace_sets({id(old): new for old, new in table}, patches)
+    _replace_open(calls, patches, table)
+    _replace_sockets(calls, patches)
+    patches.set(shutil, "_USE_CP_SENDFILE", False)  # the kernel would fill every hole of a copy
+    patches.rebind(table)
+    _redirect_temporary(calls.overlay.policy.temporary, patches)
+
+
+def _replace(
+    name: str, call: Callable[..., Any], patches: PatchStack, table: list[tuple[object, object]]
+) -> None:
+    old = getattr(os, name)
+
+    def replacement(*args: Any, **options: Any) -> Any:
+        return call(*args, **options)
+
+    # A plain function, named as the original: bound methods compare and pickle otherwise.
+    replacement.__name__ = replacement.__qualname__ = name
+    replacement.__module__ = os.name
+    replacement.__doc__ = old.__doc__
+    patches.set(os, name, replacement)
+    system = sys.modules.get(os.name)
+    if system is not None and hasattr(system, name):
+        patches.set(system, name, replacement)
+    table.append((old, replacement))
+
+
+def _changing(calls: Calls, original: Any, name: str) -> Callable[..., Any]:
+    at_link = name.startswith("l")
+
+    def change(path: Any, *args: Any, **options: Any) -> Any:
+        if at_link and "follow_symlinks" not in options:
+            where = calls.changing_place(path, follow=False)
+            return original(where, *args, **options)
+        return calls.change(path, original, *args, **options)
+
+    return change
+
+
+def _looking(calls: Calls, original: Any) -> Callable[..., Any]:
+    def look(path: Any = ".", *args: Any, **options: Any) -> Any:
+        return calls.look("." if path is None else path, original, *args, **options)
+
+    return look
+
+
+def _replace_sets(table: dict[int, object], patches: PatchStack) -> None:
+    """What `os.supports_dir_fd` and its like say of an original holds for its replacement."""
+    for name in _SETS:
+        known = getattr(os, name)
+        patches.set(os, name, known | {table[id(one)] for one in known if id(one) in table})
+
+
+def _replace_open(calls: Calls, patches: PatchStack, table: list[tuple[object, object]]) -> None:
+    opened = make_open(calls)
+    file_io = make_file_io(calls)
+
+    def open_code(path: Any) -> Any:
+        return real.open_code(path if calls.overlay.untouched() else calls.reading(path))
+
+    for module in (io, _io):
+        patches.set(module, "open", opened)
+        patches.set(module, "FileIO", file_io)
+        patches.set(module, "open_code", open_code)
+    patches.set(builtins, "open", opened)
+    table += [(real.open_file, opened), (real.FileIO, file_io), (real.open_code, open_code)]
+
+
+def _replace_sockets(calls: Calls, patches: PatchStack) -> None:
+    """A socket that is named by a path is made by the kernel."""
+    if not hasattr(socket, "AF_UNIX"):
+        return
+
+    def replaced(name: str) -> Callable[..., Any]:
+        original = getattr(socket.socket, name)
+
+        def call(self: socket.socket, address: Any) -> Any:
+            if self.family == socket.AF_UNIX and isinstance(address, (str, bytes)) and address:
+                text = os.fsdecode(address)
+                if not text.startswith("\0"):
+                    address = _socket_path(calls, text, binding=name == "bind")
+            return original(self, address)
+
+        return call
+
+    for name in ("bind", "connect", "connect_ex"):
+        patches.set(socket.socket, name, replaced(name))
+
+
+def _socket_path(calls: Calls, path: str, *, binding: bool) -> str:
+    overlay = calls.overlay
+    place = calls.place(path)
+    if place.where is Where.THROUGH or (not binding and place.where in (Where.BELOW, Where.MOVED)):
+        return place.real
+    if binding and place.found is not None:
+        return place.real  # fails by itself: the address is in use
+    with overlay.changing():
+        where = overlay.prepare(place)
+    if len(os.fsencode(where)) < _SUN_PATH:
+        return where
+    folder = real.open_fd(
+        os.path.dirname(where), os.O_RDONLY
+    )  # as long as the process: the socket may be asked for
+    return f"/proc/self/fd/{folder}/{os.path.basename(where)}"
+
+
+def _redirect_temporary(folder: str, patches: PatchStack) -> None:
+    """Temporary files are really there, in a folder of their own: subprocesses and sockets meet in them."""
+    real.make_folders(folder)
+    patches.item(os.environ, "TMPDIR", folder)
+    patches.set(tempfile, "tempdir", None)
+    # Where multiprocessing makes its own: asked for once, and kept.
+    config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+    if "tempdir" not in config:
+        patches.item(config, "tempdir", None)
+        del config["tempdir"]

@@ -1,0 +1,224 @@
+"""What happens to the files that a virtual run writes, and which folders it may write to for real. No torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from vramfit.errors import UsageError
+
+MOST_DISK = 32 << 30
+"""Bytes that set-aside files occupy at most, however much is free."""
+_PART_OF_FREE = 4
+_SYSTEM = ("/dev", "/proc", "/sys", "/run/user")
+"""Devices and the kernel's own files. /dev/shm is not among what passes: see `is_through`."""
+_SHARED_MEMORY = "/dev/shm"
+
+
+class Writes(Enum):
+    """What happens to what a virtual run writes."""
+
+    DISCARD = "discard"
+    """Set aside while the program runs, then dropped."""
+    KEEP = "keep"
+    """Set aside, and left in a folder for a look."""
+    REAL = "real"
+    """Written where the program says, over what lies there."""
+
+
+class Backend(Enum):
+    """What keeps writes from the real files."""
+
+    AUTO = "auto"
+    """The best that this machine allows."""
+    NAMESPACE = "namespace"
+    """A mount namespace with overlayfs (Linux): it also covers subprocesses and compiled writers."""
+    PATCHES = "patches"
+    """Replaced functions of Python and of libraries, and Landlock below them where the kernel has it."""
+    NONE = "none"
+    """Nothing does: `Writes.REAL`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilePolicy:
+    """What a protection keeps.
+
+    Attributes:
+        writes: what happens to writes.
+        folder: absolute: where set-aside files lie. The program never sees it; nothing else may lie in it.
+        temporary: absolute: where the program's temporary files go, for real, in place of the system's folder. It is
+            removed after the run. Sockets, subprocesses and compiled libraries meet there.
+        through: absolute paths that are written for real: caches of downloads, our own results.
+        backend: what is asked for.
+        cap_bytes: disk that set-aside files may really occupy; beyond it contents are dropped, sizes stay true.
+    """
+
+    writes: Writes
+    folder: str
+    temporary: str
+    through: tuple[str, ...] = ()
+    backend: Backend = Backend.AUTO
+    cap_bytes: int = MOST_DISK
+
+    def plain(self) -> dict[str, Any]:
+        """The policy as values that JSON can hold."""
+        return asdict(self) | {"writes": self.writes.value, "backend": self.backend.value}
+
+
+def policy_from_plain(values: Mapping[str, Any]) -> FilePolicy:
+    """The policy that `FilePolicy.plain` described."""
+    return FilePolicy(
+        **{**values}
+        | {
+            "writes": Writes(values["writes"]),
+            "backend": Backend(values["backend"]),
+            "through": tuple(values["through"]),
+        }
+    )
+
+
+def make_policy(
+    writes: Writes | str,
+    *,
+    workplace: str | os.PathLike[str],
+    through: Iterable[str | os.PathLike[str]] = (),
+    ours: Iterable[str | os.PathLike[str]] = (),
+    beside: str | os.PathLike[str] | None = None,
+    backend: Backend | str = Backend.AUTO,
+) -> FilePolicy:
+    """A policy for one run.
+
+    Args:
+        writes: ``discard``, ``keep`` or ``real``.
+        workplace: a folder of the run's own, removed after it: set-aside files and temporary files lie in it.
+        through: paths of the user's that are written for real, besides the caches of `default_through`.
+        ours: our own files: written for real, and never told to the user.
+        beside: with ``keep``: the folder in which the set-aside files are left, in one of their own; by default the
+            current one.
+        backend: which backend to ask for.
+
+    Raises:
+        UsageError: no such way to treat writes, or ``keep`` cannot be done here.
+    """
+    chosen = writes_of(writes)
+    place = os.path.realpath(workplace)
+    folder = os.path.join(place, "files")
+    if chosen is Writes.KEEP:
+        where = os.path.realpath(Path.cwd() if beside is None else beside)
+        try:
+            folder = tempfile.mkdtemp(prefix="vramfit-files-", dir=where)
+        except OSError as error:
+            raise UsageError(
+                f"the files of the run cannot be kept in {where}: {error.strerror}",
+                "Run it in a folder that can be written to, or leave --writes keep out",
+            ) from error
+    else:
+        os.makedirs(folder, exist_ok=True)
+    temporary = os.path.join(place, "temporary")
+    os.makedirs(temporary, exist_ok=True)
+    paths = [*default_through(os.environ), *through, *ours, place]
+    return FilePolicy(
+        writes=chosen,
+        folder=folder,
+        temporary=temporary,
+        through=tuple(dict.fromkeys(os.path.realpath(os.path.expanduser(path)) for path in paths)),
+        backend=Backend(backend),
+        cap_bytes=min(MOST_DISK, shutil.disk_usage(folder).free // _PART_OF_FREE),
+    )
+
+
+def writes_of(writes: Writes | str) -> Writes:
+    """What a word means.
+
+    Raises:
+        UsageError: nothing.
+    """
+    try:
+        return Writes(writes)
+    except ValueError:
+        known = ", ".join(one.value for one in Writes)
+        raise UsageError(f"writes={writes!r} is unknown", f"Choose one of {known}") from None
+
+
+def cache_folder(environ: Mapping[str, str]) -> str:
+    """The folder of all caches (specifications.freedesktop.org/basedir-spec)."""
+    return environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+
+
+def default_through(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Caches of downloads and of compiled code, which hold nothing that a virtual run computed.
+
+    The caches of Hugging Face's datasets are not among them: they keep what functions of the program returned, zeros
+    of a virtual run, under a name that a real run would look up.
+    """
+    home = environ.get("HOME") or os.path.expanduser("~")
+    cache = cache_folder(environ)
+    config = environ.get("XDG_CONFIG_HOME") or os.path.join(home, ".config")
+    face = environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    torch = environ.get("TORCH_HOME") or os.path.join(cache, "torch")
+    named = (
+        *("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE", "HF_ASSETS_CACHE", "HF_XET_CACHE"),
+        *("HF_MODULES_CACHE", "TORCH_EXTENSIONS_DIR", "PYTORCH_KERNEL_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR"),
+        *(
+            "TRITON_CACHE_DIR",
+            "TRITON_HOME",
+            "CUDA_CACHE_PATH",
+            "PIP_CACHE_DIR",
+            "UV_CACHE_DIR",
+            "MPLCONFIGDIR",
+        ),
+        *(
+            "NUMBA_CACHE_DIR",
+            "SENTENCE_TRANSFORMERS_HOME",
+            "MODELSCOPE_CACHE",
+            "KAGGLEHUB_CACHE",
+            "NLTK_DATA",
+        ),
+        *("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR", "YOLO_CONFIG_DIR", "PYTHONPYCACHEPREFIX"),
+    )
+    return (
+        *(environ[name] for name in named if environ.get(name)),
+        *(os.path.join(face, name) for name in ("hub", "xet", "assets", "modules")),
+        *(os.path.join(torch, name) for name in ("hub", "kernels", "sentence_transformers")),
+        *(os.path.join(cache, name) for name in _CACHES),
+        *(os.path.join(config, name) for name in ("matplotlib", "Ultralytics")),
+        os.path.join(home, ".triton"),
+        os.path.join(home, ".nv", "ComputeCache"),
+        os.path.join(home, "nltk_data"),
+    )
+
+
+_CACHES = (
+    "torch_extensions",
+    "pip",
+    "uv",
+    "matplotlib",
+    "fontconfig",
+    "clip",
+    "whisper",
+    "kagglehub",
+    "modelscope",
+    "triton",
+    "vramfit",
+)
+
+
+def is_system(path: str) -> bool:
+    """Whether an absolute path is a device's or the kernel's: those are no files that a run could harm."""
+    if path.startswith(_SHARED_MEMORY):
+        return False
+    return path.startswith(tuple(f"{folder}/" for folder in _SYSTEM)) or path in _SYSTEM
+
+
+def is_bytecode(path: str) -> bool:
+    """Whether a path is of Python's own cache of compiled modules, beside the libraries of this interpreter."""
+    if "__pycache__" not in path:
+        return False
+    return path.startswith((sys.prefix + os.sep, sys.base_prefix + os.sep))

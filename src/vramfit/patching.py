@@ -1,0 +1,186 @@
+"""Patching with its undo: what is replaced in Python is put back exactly as it was, in reverse order."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from types import ModuleType, TracebackType
+from typing import Any
+
+
+class _Absent:
+    """Marks an attribute or item that did not exist before."""
+
+    def __repr__(self) -> str:
+        return "<absent>"
+
+
+_ABSENT = _Absent()
+_OURS = __name__.partition(".")[0]
+
+
+class PatchStack:
+    """Replaces attributes and items, and undoes all of it in reverse order.
+
+    An attribute that did not exist is deleted again by the undo; one that an object merely inherited
+    is uncovered again. It is a context manager: leaving the block undoes.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._rebound: list[tuple[object, object]] = []
+        self._waiting: list[tuple[object, object]] | None = None
+
+    def __len__(self) -> int:
+        """Number of steps that `undo` would take."""
+        return len(self._undo)
+
+    def set(self, obj: Any, name: str, value: Any) -> None:
+        """Bind ``obj.name`` to `value` until the undo.
+
+        Raises:
+            TypeError: the object does not let its attributes be set (a C type).
+            AttributeError: likewise.
+        """
+        self.keep(obj, name)
+        setattr(obj, name, value)
+
+    def delete(self, obj: Any, name: str) -> None:
+        """Delete ``obj.name``, if it is there, until the undo."""
+        self.keep(obj, name)
+        if name in vars(obj):
+            delattr(obj, name)
+
+    def keep(self, obj: Any, name: str) -> None:
+        """Remember how ``obj.name`` stands now, so that the undo restores it whoever changes it in between.
+
+        Only the object's own attribute counts: what it inherits is not copied into it.
+        """
+        before = vars(obj).get(name, _ABSENT)
+
+        def undo() -> None:
+            if before is not _ABSENT:
+                setattr(obj, name, before)
+            elif name in vars(obj):
+                delattr(obj, name)
+
+        self._undo.append(undo)
+
+    def item(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
+        """Bind ``mapping[key]`` to `value` until the undo."""
+        before = mapping.get(key, _ABSENT)
+
+        def undo() -> None:
+            if before is _ABSENT:
+                mapping.pop(key, None)
+            else:
+                mapping[key] = before
+
+        self._undo.append(undo)
+        mapping[key] = value
+
+    def call(self, undo: Callable[[], object]) -> None:
+        """Register a step of the undo that no attribute or item expresses (a flag kept in C++, a handler)."""
+
+        def step() -> None:
+            undo()
+
+        self._undo.append(step)
+
+    def rebind(self, pairs: Iterable[tuple[object, object]]) -> int:
+        """Replace objects under every module-level name bound to them, in every imported module.
+
+        ``from torch.cuda import Stream`` copies the class into the importing module; without this such a
+        module would keep the old one. Names inside classes, closures and containers are not looked at, and
+        vramfit's own modules keep the originals.
+
+        Args:
+            pairs: (old, new) objects; the old ones are found by identity.
+
+        Returns:
+            How many names were rebound; 0 inside `together`.
+        """
+        found = list(pairs)
+        # A module that is imported while the patch stands binds the new objects by itself, so the undo looks
+        # through all modules again: once for all that was rebound, since names are found by identity in any order.
+        self._rebound += [(new, old) for old, new in found]
+        self.call(self._bind_back)
+        if self._waiting is not None:
+            self._waiting += found
+            return 0
+        return _swap_names(found)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Look through all modules once, at the end, for everything that is to be rebound in the block."""
+        waiting: list[tuple[object, object]] = []
+        self._waiting = waiting
+        try:
+            yield
+        finally:
+            self._waiting = None
+        _swap_names(_followed(waiting))
+
+    def _bind_back(self) -> None:
+        back, self._rebound = self._rebound, []
+        if back:
+            _swap_names(_followed(back))
+
+    def undo(self) -> None:
+        """Undo everything, last first. Idempotent; an undo that fails does not keep the others from running.
+
+        Raises:
+            ExceptionGroup: some steps failed; all others were taken.
+        """
+        errors: list[Exception] = []
+        while self._undo:
+            step = self._undo.pop()
+            try:
+                step()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise ExceptionGroup("some patches could not be undone", errors)
+
+    def __enter__(self) -> PatchStack:
+        """Give the stack itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Undo everything, whatever happened in the block."""
+        self.undo()
+
+
+def _followed(pairs: list[tuple[object, object]]) -> list[tuple[object, object]]:
+    """Pairs whose second object is the last that comes of the first: what one gives another may replace."""
+    following = {id(one): other for one, other in pairs}
+
+    def last(obj: object) -> object:
+        while id(obj) in following:
+            obj = following[id(obj)]
+        return obj
+
+    return [(one, last(other)) for one, other in pairs]
+
+
+def _swap_names(pairs: list[tuple[object, object]]) -> int:
+    # `pairs` keeps the objects to be found alive, so their ids are theirs alone.
+    table = {id(old): new for old, new in pairs}
+    wanted = set(table)
+    count = 0
+    for path, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType) or path.partition(".")[0] == _OURS:
+            continue
+        # vars(), not getattr: modules with a lazy __getattr__ must not be made to import things.
+        names = vars(module)
+        # Nearly every module has none of them: this asks without a loop in Python, five times as fast.
+        if wanted.isdisjoint(map(id, list(names.values()))):
+            continue
+        for name, value in list(names.items()):
+            if id(value) in table:
+                names[name] = table[id(value)]
+                count += 1
+    return count

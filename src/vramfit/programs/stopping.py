@@ -1,0 +1,294 @@
+"""The child's side of an early end: the program is ended from inside, and what it had done is reported as a verdict.
+
+NOTE [How a program is ended]
+1. ``SystemExit`` is raised in the main thread, so that ``finally``, context managers and ``atexit`` act as for
+   `sys.exit`. It is a plain one: threads end silently by it, those of a subclass would print it
+   (Modules/_threadmodule.c, thread_excepthook). Steps raise it where a forward or backward pass begins; the parent, for
+   time, by SIGURG, which nobody else uses and which by default does nothing.
+2. A program that catches it is found out: no exception of ours is being handled, and yet it works on. It is raised
+   again, and the fourth time the process ends at once with the results saved.
+3. What does not end within some seconds is ordered to leave by the parent, and killed if it cannot hear it (it sits in
+   C code); the journal of the trace is the result then.
+
+SIGTERM, where the program has no handler, ends it at once as it would without us, the results saved before. SIGINT is
+left as python has it: a KeyboardInterrupt that the program may catch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from vramfit.programs.interrupts import INTERRUPTED, signals_noted
+from vramfit.programs.limits import Limits
+from vramfit.programs.patching import PatchStack
+from vramfit.programs.status import Order, State, Status, StatusWriter, read_order
+from vramfit.trace import Run
+from vramfit.trace.progress import STEADY, End, Progress, Unit
+
+ORDERS = getattr(signal, "SIGURG", None)
+"""The signal by which a parent says that there is an order; None where the system has none."""
+
+_OURS = "_vramfit_stop"
+_TIMES = 3
+"""How often a program is told to end before the process does."""
+_DEFAULTS = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
+# What is replaced while a program runs, as it was before.
+_EXIT, _SET_SIGNAL, _GET_SIGNAL = os._exit, signal.signal, signal.getsignal
+
+
+class Stopping:
+    """Ends the program of this process when it is time, and knows what ended it.
+
+    Args:
+        folder: of the job.
+        limits: when to end it.
+
+    Attributes:
+        lock: what the virtual GPU or the recorder holds while its figures change; None if nothing does.
+    """
+
+    def __init__(self, folder: Path, limits: Limits) -> None:
+        self.limits = limits
+        self.lock: Any = None
+        self._folder = folder
+        self._writer = StatusWriter(folder)
+        self._status = Status()
+        self._owner = os.getpid()
+        self._told = 0
+        self._over = False
+        self._save: Callable[[int], None] | None = None
+
+    # -- what the program does -----------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Progress:
+        """How far the program has come, and what ended it."""
+        return self._status.progress
+
+    @property
+    def asked(self) -> bool:
+        """Whether the program was told to end."""
+        return self.progress.is_cut
+
+    def note(self, *, steps: int, unit: Unit, steady: int, module: str = "") -> None:
+        """Tell how far the program has come."""
+        if os.getpid() == self._owner:
+            found = replace(self.progress, steps=steps, unit=unit, steady=steady, module=module)
+            self._tell(replace(self._status, progress=found))
+
+    def enough(self) -> bool:
+        """Whether the steps so far are as many as were asked for."""
+        found, limits = self.progress, self.limits
+        return (limits.steps is not None and found.steps >= limits.steps) or (
+            limits.steady and found.steady >= STEADY
+        )
+
+    def stop(self, end: End) -> None:
+        """Tell the program to end; in the main thread this raises.
+
+        Raises:
+            SystemExit: see NOTE [How a program is ended].
+        """
+        if os.getpid() != self._owner or self._over:
+            return
+        if not self.asked:
+            self._tell(self._ending(end, State.STOPPING))
+        if threading.current_thread() is not threading.main_thread() and ORDERS is not None:
+            signal.pthread_kill(threading.main_thread().ident or 0, ORDERS)
+        self.check()
+
+    def check(self) -> None:
+        """Where the program does work: end it if it was told to and does not do so.
+
+        Raises:
+            SystemExit: see NOTE [How a program is ended].
+        """
+        if not self.asked or self._over or os.getpid() != self._owner:
+            return
+        if threading.current_thread() is threading.main_thread():
+            if _is_handled():
+                return
+            self._told += 1
+            if self._told > _TIMES:
+                self.leave()
+        stop = SystemExit(0)
+        setattr(stop, _OURS, True)
+        raise stop
+
+    # -- its end -------------------------------------------------------------------------------------------------
+
+    def install(self, save: Callable[[int], None], patches: PatchStack) -> None:
+        """Listen to orders and to SIGTERM while the program runs.
+
+        Args:
+            save: leaves the results of what has happened so far, given an exit code.
+            patches: undoes it.
+        """
+        self._save = save
+        if ORDERS is not None:
+            patches.call(partial(_SET_SIGNAL, ORDERS, _SET_SIGNAL(ORDERS, self._obey)))
+        self._listen(patches)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+        self._tell(replace(self._status, state=State.RUNNING))
+
+    def over(self) -> None:
+        """The program has ended: nothing is raised any longer."""
+        self._over = True
+
+    def is_of_the_stop(self, error: BaseException) -> bool:
+        """Whether an exception that ended the program comes of its being told to end.
+
+        A DataLoader says that its worker died where both were sent the signal; ours may arrive a moment later.
+        """
+        if self.asked:
+            return True
+        if "DataLoader worker" in str(error):
+            threading.Event().wait(0.5)  # handlers of signals run meanwhile
+            return self.asked or signals_noted(self._folder) > 0
+        return False
+
+    def ended(self, code: int, error: BaseException | None) -> tuple[int, BaseException | None]:
+        """The exit code and the error to report for a program that has come to its end."""
+        if _GET_SIGNAL(signal.SIGINT) is signal.default_int_handler:
+            _SET_SIGNAL(signal.SIGINT, signal.SIG_IGN)  # what is left to do is ours, and short
+        if self.progress.was_asked_for:
+            self._tell(replace(self._status, state=State.SAVING))
+            return 0, None
+        interrupted = signals_noted(self._folder) > 0 and not self._status.own_interrupt and code != 0
+        if isinstance(error, KeyboardInterrupt) or interrupted:
+            self._tell(self._ending(End.INTERRUPTED, State.SAVING))
+            return INTERRUPTED, None
+        self._tell(replace(self._status, state=State.SAVING))
+        return code, error
+
+    def told(self, run: Run) -> Run:
+        """The run with what is known of its progress."""
+        return replace(run, progress=self.progress)
+
+    def leave(self) -> None:
+        """Save the results and end the process, whatever the program is doing, with nothing left behind."""
+        if self._status.state is State.SAVING:
+            return
+        self._over = True
+        self._tell(replace(self._status, state=State.SAVING))
+        _end_children()
+        end = self.progress.end
+        if end is End.TERMINATED:
+            self._results(-signal.SIGTERM)
+            _SET_SIGNAL(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        code = INTERRUPTED if end is End.INTERRUPTED else 0
+        self._results(code)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        _EXIT(code)
+
+    def _results(self, code: int) -> None:
+        if self._save is not None:
+            self._save(code)
+
+    # -- signals -------------------------------------------------------------------------------------------------
+
+    def _obey(self, number: int, frame: FrameType | None) -> None:
+        """The parent has an order. It is given again as long as nothing comes of it."""
+        del number, frame
+        if os.getpid() != self._owner or self._busy():
+            return
+        order = read_order(self._folder)
+        if order is None:
+            self.check()
+        elif order[0] is Order.STOP:
+            self.stop(order[1])
+        elif order[0] is Order.LEAVE:
+            if not self.asked:
+                self._tell(self._ending(order[1], State.STOPPING))
+            self.leave()
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        """SIGTERM, of which the program knows nothing; where the figures are just changing the parent will order it."""
+        del frame
+        if os.getpid() != self._owner:
+            _SET_SIGNAL(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not self._busy():
+            self._tell(self._ending(End.TERMINATED, State.STOPPING))
+            self.leave()
+
+    def _busy(self) -> bool:
+        """Whether the main thread, in which handlers run, was interrupted while it changed the figures."""
+        return self.lock is not None and self.lock._is_owned()
+
+    def _listen(self, patches: PatchStack) -> None:
+        """Handle SIGTERM unseen by the program, and note which signals it handles itself."""
+        ours = self._terminate
+        hidden = _GET_SIGNAL(signal.SIGTERM) is signal.SIG_DFL
+        if hidden:
+            _SET_SIGNAL(signal.SIGTERM, ours)
+
+        def shown(number: int) -> Any:
+            found = _GET_SIGNAL(number)
+            return signal.SIG_DFL if hidden and found == ours else found
+
+        def replaced(number: int, handler: Any) -> Any:
+            before = shown(number)
+            ask = hidden and number == signal.SIGTERM and handler == signal.SIG_DFL
+            _SET_SIGNAL(number, ours if ask and os.getpid() == self._owner else handler)
+            self._note_handler(number, handler)
+            return before
+
+        def undo() -> None:
+            if hidden and _GET_SIGNAL(signal.SIGTERM) == ours:
+                _SET_SIGNAL(signal.SIGTERM, signal.SIG_DFL)
+
+        patches.call(undo)
+        patches.set(signal, "signal", replaced)
+        patches.set(signal, "getsignal", shown)
+
+    def _note_handler(self, number: int, handler: Any) -> None:
+        if os.getpid() != self._owner:
+            return
+        own = handler not in _DEFAULTS
+        if number == signal.SIGINT:
+            self._tell(replace(self._status, own_interrupt=own or self._status.own_interrupt))
+        elif number == signal.SIGTERM:
+            self._tell(replace(self._status, own_terminate=own))
+
+    def _forget(self) -> None:
+        """This is a forked child, which ends by a signal as any other process does."""
+        for number in (signal.SIGTERM, ORDERS):
+            if number is not None and _GET_SIGNAL(number) in (self._terminate, self._obey):
+                _SET_SIGNAL(number, signal.SIG_DFL)
+
+    def _ending(self, end: End, state: State) -> Status:
+        return replace(self._status, state=state, progress=replace(self.progress, end=end))
+
+    def _tell(self, status: Status) -> None:
+        self._status = status
+        self._writer.write(status)
+
+
+def _is_handled() -> bool:
+    """Whether an exception of ours is being handled: the program is on its way out."""
+    error = sys.exc_info()[1]
+    while error is not None:
+        if getattr(error, _OURS, False):
+            return True
+        error = error.__context__
+    return False
+
+
+def _end_children() -> None:
+    """Kill the processes of multiprocessing, such as the workers of a DataLoader: nobody will wait for them."""
+    multiprocessing = sys.modules.get("multiprocessing")
+    for child in multiprocessing.active_children() if multiprocessing is not None else ():
+        child.kill()

@@ -1,0 +1,214 @@
+"""Values that look right where nobody computed any: what a softmax, a sigmoid, a norm or an exponential must give.
+
+NOTE [Fills]
+A program may look at probabilities on the host: draw from them, check that they sum to one, take their logarithm. All
+elements of a softmax over n that nobody computed are taken for 1/n, of a sigmoid for a half, of a normalised vector for
+one over the root of its length. Such a *fill* is one number for a storage; copies and picks keep it, arithmetic on
+fills alone is done with the numbers, and anything else that is written there ends it. It is asked only where the
+program looks (rules/host.py), so nothing is computed from it that decides a shape, a token or an index.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from vramfit.virtual.noted import Noted
+from vramfit.virtual.ops import OpInfo, mutated_tensors
+from vramfit.virtual.shadow import map_tensors
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """What each element of a tensor is taken for.
+
+    Attributes:
+        value: that number.
+        low, high: no element can be less, or more.
+        length: it is the norm of vectors so long; 0 for other values.
+    """
+
+    value: float
+    low: float = -math.inf
+    high: float = math.inf
+    length: int = 0
+
+
+_Rule = Callable[["Fills", tuple[Any, ...], dict[str, Any], Any], Fill | None]
+
+
+class Fills:
+    """The fills of a virtual GPU."""
+
+    def __init__(self) -> None:
+        self._noted: Noted[Fill] = Noted()
+
+    def find(self, tensor: torch.Tensor) -> Fill | None:
+        """What each element of a fake tensor is taken for; None where nothing is known."""
+        return self._noted.find(tensor)
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """The tensor was overwritten."""
+        self._noted.forget(tensor)
+
+    def concern(self, func: torch._ops.OpOverload, info: OpInfo) -> bool:
+        """Whether `follow` may have something to do for an op now."""
+        if len(self._noted):
+            return bool(info.mutated) or func in _RULES
+        return func in _SOURCES
+
+    def follow(
+        self,
+        func: torch._ops.OpOverload,
+        info: OpInfo,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+    ) -> None:
+        """Note what an op gives, and forget what it overwrites.
+
+        Args:
+            func: the op.
+            info: what its schema says.
+            args: its arguments (fake tensors).
+            kwargs: its keyword arguments.
+            out: its results.
+        """
+        rule = _RULES.get(func)
+        if rule is None and not (info.mutated and len(self._noted)):
+            return
+        found = None if rule is None else rule(self, args, kwargs, out)
+        for tensor in mutated_tensors(info, args, kwargs) if info.mutated else ():
+            self._noted.forget(tensor)
+        target = out[0] if isinstance(out, (tuple, list)) and out else out
+        if found is not None and isinstance(target, torch.Tensor) and target.layout is torch.strided:
+            whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
+            if target.is_floating_point() and (info.fresh or whole):
+                self._noted.set(target, found)
+
+
+def _sizes(source: torch.Tensor, dims: Any) -> int:
+    """How many elements lie along some dimensions; all where none is named."""
+    if dims is None or (isinstance(dims, (list, tuple)) and not dims):
+        return source.numel()
+    axes = (dims,) if isinstance(dims, int) else dims
+    return math.prod(source.shape[axis] for axis in axes) if source.dim() else 1
+
+
+def _softmax(fills: Fills, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Fill:
+    del fills, out
+    return Fill(1 / max(1, _sizes(args[0], kwargs.get("dim", args[1] if len(args) > 1 else -1))), 0.0, 1.0)
+
+
+def _log_softmax(fills: Fills, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Fill:
+    return Fill(math.log(_softmax(fills, args, kwargs, out).value), high=0.0)
+
+
+def _constant(fill: Fill) -> _Rule:
+    def give(fills: Fills, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Fill:
+        del fills, args, kwargs, out
+        return fill
+
+    return give
+
+
+def _norm(fills: Fills, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Fill | None:
+    """The norm of vectors (``linalg_vector_norm``); of order two, the one by which they are normalised."""
+    del fills, kwargs
+    order = args[1] if len(args) > 1 else 2
+    if order != 2 or not out.numel():
+        return None
+    return Fill(1.0, low=0.0, length=args[0].numel() // out.numel())
+
+
+def _same(fills: Fills, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Fill | None:
+    del kwargs, out
+    return fills.find(args[0])
+
+
+def _copied(fills: Fills, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Fill | None:
+    del kwargs, out
+    return fills.find(args[1]) if isinstance(args[1], torch.Tensor) else None
+
+
+def _joined(fills: Fills, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Fill | None:
+    del kwargs, out
+    found = {fills.find(part) for part in args[0]}
+    return found.pop() if len(found) == 1 else None
+
+
+def _summed(fills: Fills, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Fill | None:
+    del kwargs
+    known = fills.find(args[0])
+    if known is None or not out.numel():
+        return None
+    count = args[0].numel() // out.numel()
+    return Fill(known.value * count, known.low * count if known.low else 0.0, known.high * count)
+
+
+def _computed(func: torch._ops.OpOverload) -> _Rule:
+    """Arithmetic on fills and numbers."""
+
+    def compute(fills: Fills, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Fill | None:
+        del out
+        known = [fills.find(value) for value in args if isinstance(value, torch.Tensor)]
+        given = [fill for fill in known if fill is not None]
+        if func is _DIVIDE and known[0] is None and given and given[0].length:
+            return Fill(1 / math.sqrt(given[0].length), -1.0, 1.0)
+        if not given or len(given) < len(known):
+            return None
+        if len(known) == 1 and given[0].length and func in _KEEPING:
+            return given[0]
+        value = func(*map_tensors(lambda t: _number(fills, t), args), **kwargs).item()
+        return replace(Fill(value), low=0.0) if min(fill.low for fill in given) >= 0 <= value else Fill(value)
+
+    return compute
+
+
+def _number(fills: Fills, tensor: torch.Tensor) -> torch.Tensor:
+    found = fills.find(tensor)
+    assert found is not None
+    return torch.tensor(found.value, dtype=torch.float64, device="cpu")
+
+
+_DIVIDE = _aten.div.Tensor
+_KEEPING = {_aten.clamp_min.default, _aten.clamp.default, _aten.add.Tensor}
+_TABLE: dict[tuple[str, ...], _Rule] = {
+    ("_softmax", "_safe_softmax"): _softmax,
+    ("_log_softmax",): _log_softmax,
+    ("sigmoid", "sigmoid_"): _constant(Fill(0.5, 0.0, 1.0)),
+    ("log_sigmoid_forward",): _constant(Fill(-math.log(2), high=0.0)),
+    ("exp", "exp_"): _constant(Fill(1.0, low=0.0)),
+    ("softplus",): _constant(Fill(math.log(2), low=0.0)),
+    ("linalg_vector_norm",): _norm,
+    ("clone", "_to_copy", "index.Tensor", "index_select", "gather", "repeat", "expand_copy", "flip"): _same,
+    ("topk", "sort", "sort.stable", "max.dim", "min.dim", "amax", "amin", "max", "min"): _same,
+    ("mean", "mean.dim", "masked_select", "take_along_dim", "roll"): _same,
+    ("copy_",): _copied,
+    ("cat", "stack"): _joined,
+    ("sum", "sum.dim_IntList"): _summed,
+}
+_FROM_FILLS = {_same, _copied, _joined, _summed}
+_RULES: dict[torch._ops.OpOverload, _Rule] = {}
+_SOURCES: set[torch._ops.OpOverload] = set()  # they give fills whatever they read
+for _names, _rule in _TABLE.items():
+    for _name in _names:
+        _packet, _, _overload = _name.partition(".")
+        _op = getattr(getattr(_aten, _packet, None), _overload or "default", None)
+        if isinstance(_op, torch._ops.OpOverload):
+            _RULES[_op] = _rule
+            if _rule not in _FROM_FILLS:
+                _SOURCES.add(_op)
+for _op in (
+    *(_aten.mul.Tensor, _aten.div.Tensor, _aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Scalar),
+    *(_aten.neg.default, _aten.log.default, _aten.log1p.default, _aten.sqrt.default, _aten.rsub.Scalar),
+    *(_aten.pow.Tensor_Scalar, _aten.reciprocal.default, _aten.abs.default, _aten.expm1.default),
+    *(_aten.clamp.default, _aten.clamp_min.default, _aten.clamp_max.default),
+):
+    _RULES[_op] = _computed(_op)

@@ -1,0 +1,90 @@
+"""Stand-ins that the user gives for compiled kernels: ``vramfit.fake_kernel``. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from vramfit.errors import UsageError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FakeKernel:
+    """A stand-in.
+
+    Attributes:
+        name: ``package.module.function``, or ``namespace::operator`` for one of ``torch.ops``.
+        function: takes the kernel's arguments; allocates and returns what it does.
+        writes: names of parameters of `function` whose tensors the kernel writes.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    writes: frozenset[str]
+
+    @property
+    def is_operator(self) -> bool:
+        """Whether it stands for an operator of ``torch.ops``, not for a function of a module."""
+        return "::" in self.name
+
+    @property
+    def module(self) -> str:
+        """The module of the function."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def attribute(self) -> str:
+        """The function's name in its module."""
+        return self.name.rpartition(".")[2]
+
+
+KERNELS_VARIABLE = "VRAMFIT_KERNELS"
+"""Environment variable with the path of a file of stand-ins."""
+
+KERNELS: dict[str, FakeKernel] = {}
+LISTENERS: list[Callable[[FakeKernel], None]] = []
+"""Who wants to hear of stand-ins that are registered while a virtual GPU is there."""
+
+
+def fake_kernel(name: str, *, writes: Sequence[str] = ()) -> Callable[[Function], Function]:
+    """Say what a compiled kernel allocates, so that programs that call it run on a virtual GPU.
+
+    The decorated function is called in its place with virtual tensors. It allocates what the kernel allocates, with
+    ``torch.empty`` and the like, and returns what it returns: tensors that are local to it are the kernel's scratch
+    memory, given back when it returns. Nothing else is done with it: on a real card the kernel itself runs.
+
+    Example::
+
+        @vramfit.fake_kernel("selective_scan_cuda.fwd")
+        def fwd(u, delta, A, B, C, D, z, delta_bias, delta_softplus):
+            scan_states = torch.empty(*u.shape[:2], -(-u.shape[2] // 2048), A.shape[1] * 2, device=u.device)
+            return [torch.empty_like(delta), scan_states, *([] if z is None else [torch.empty_like(z)])]
+
+    Args:
+        name: ``package.module.function``; the module need not be installed. Or ``namespace::operator``, for an operator
+            that is loaded from a library, in place of ``torch.library.register_fake`` where scratch memory matters.
+        writes: names of parameters whose tensors the kernel writes: their values are unknown from then on.
+
+    Raises:
+        UsageError: the name is neither.
+    """
+    parts = name.split("::") if "::" in name else name.rsplit(".", 1)
+    if len(parts) != 2 or not all(part.replace(".", "_").isidentifier() for part in parts):
+        raise UsageError(
+            f"{name!r} names no kernel",
+            "Give package.module.function, or namespace::operator for one of torch.ops",
+        )
+    if parts[0] in ("aten", "prims", "torch") or parts[0].startswith("torch."):
+        raise UsageError(f"{name!r} is torch's own", "fake_kernel is for kernels of others")
+
+    def register(function: Function) -> Function:
+        kernel = FakeKernel(name=name, function=function, writes=frozenset(writes))
+        KERNELS[name] = kernel
+        for hear in LISTENERS:
+            hear(kernel)
+        return function
+
+    return register

@@ -1,0 +1,186 @@
+"""What an op did for arguments like these before, so that it need not be worked out again.
+
+NOTE [What is remembered]
+A program runs the same ops on the same shapes again and again. What such an op returns, which blocks it takes and how
+long it works follows from the op and from what a key (`describe.key_of`) holds: shape, strides, offset, dtype and
+device of each tensor, and the other arguments with their types. Where a kernel's rule has a say it follows from the
+kernels' context too, which is made anew when a switch of torch changes. All of that is a `Plan`. What changes from call
+to call is worked out each time: addresses, stacks, modules, phases and categories, cuBLAS's workspaces, true values,
+gradients that the engine sums in place.
+
+Nothing is remembered of ops that ask for more: whose results do not fit a `Recipe`, that run on the host, whose kernels
+make results in turn, whose temporaries were measured on the card or searched for by cuDNN. Nor is a plan used while an
+argument rests on an assumed size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from vramfit.virtual import kernels
+from vramfit.virtual.describe import Output, Recipe
+from vramfit.virtual.expectations import may_be_expected
+from vramfit.virtual.kernels import Blas, Extras, KernelContext
+from vramfit.virtual.ops import OpInfo, mutated_tensors, tensors_in
+from vramfit.virtual.placing import named_sizes, placed
+from vramfit.virtual.resting import TELLING
+from vramfit.virtual.shading import is_quiet
+from vramfit.virtual.shadow import follows, most_known
+from vramfit.virtual.storages import describe
+
+if TYPE_CHECKING:
+    from vramfit.trace import TraceBuilder
+
+MAX_PLANS = 100_000
+"""Plans of all ops together; beyond them all are forgotten."""
+
+
+class Shades(IntEnum):
+    """How calls of an op touch true values."""
+
+    NOT = 0
+    """Not at all."""
+    IF_KNOWN = 1
+    """They are computed if all that it reads is known, else nothing is known of the results."""
+    FORGET = 2
+    """It reads what is too large to be known: nothing is known of what it writes either."""
+    FOLLOW = 3
+    """In another way: see `Shading.follow`."""
+
+
+class Plan:
+    """All that a call did that the next one like it does too.
+
+    Attributes:
+        recipe: how its results are made.
+        view: they only alias its arguments: nothing else happens.
+        device: index of the card.
+        context: of the kernels; None where no rule asks it.
+        microseconds: that it works.
+        op: its name's index in the trace, -1 where it takes nothing.
+        fresh: of each result with a storage of its own on the card, in the order in which they are made: its position,
+            bytes and its description's index in the trace.
+        others: positions of the results that lie in the storage of an argument.
+        extras: temporaries; None without.
+        libraries: whose workspaces it makes sure of.
+        named: sizes of its results that the call names and that could be assumed ones.
+        expects: whether something may be expected of values that it makes or writes.
+        shades: how it touches true values.
+    """
+
+    __slots__ = (
+        "context",
+        "device",
+        "expects",
+        "extras",
+        "fresh",
+        "libraries",
+        "microseconds",
+        "named",
+        "op",
+        "others",
+        "recipe",
+        "shades",
+        "view",
+    )
+
+    recipe: Recipe
+    view: bool
+    device: int
+    context: KernelContext | None
+    microseconds: float
+    op: int
+    fresh: tuple[tuple[int, int, int], ...]
+    others: tuple[int, ...]
+    extras: Extras | None
+    libraries: tuple[Blas, ...]
+    named: tuple[int, ...]
+    expects: bool
+    shades: Shades
+
+
+def plan_of_view(recipe: Recipe) -> Plan:
+    """What making a view does: nothing but the view."""
+    plan = Plan()
+    plan.recipe, plan.view, plan.named = recipe, True, ()
+    return plan
+
+
+def plan_of(
+    func: torch._ops.OpOverload,
+    info: OpInfo,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    out: Any,
+    recipe: Recipe,
+    *,
+    tensors: Sequence[torch.Tensor],
+    device: int,
+    context: KernelContext,
+    microseconds: float,
+    builder: TraceBuilder,
+) -> Plan | None:
+    """What a call did; None where the next one like it may do otherwise.
+
+    Args:
+        func: the op.
+        info: what its schema says.
+        args, kwargs: its arguments (fake tensors).
+        out: its results, which rest on nothing assumed.
+        recipe: how they are made.
+        tensors: those among the arguments.
+        device: index of the card.
+        context: what decides how its kernel behaves.
+        microseconds: that it worked.
+        builder: of the trace.
+    """
+    if context.profile is not None and context.profile.knows(func):
+        return None
+    ruled = kernels.has_rule(func)
+    if ruled and context.cudnn_benchmark:
+        return None
+    extras = kernels.extras(func, args, kwargs, out, context) if ruled else None
+    if extras is not None and extras.between:
+        return None
+    plan = Plan()
+    plan.recipe, plan.view, plan.device, plan.microseconds = recipe, False, device, microseconds
+    plan.extras = extras
+    plan.libraries = kernels.blas_libraries(func, args, kwargs, context)
+    asked = ruled or kernels.may_use_blas(func) or func._overloadpacket in flop_registry
+    plan.context = context if asked else None
+    plan.fresh, plan.others = _results(info, out, recipe[1], builder)
+    plan.op = builder.op(info.name) if any(nbytes for _, nbytes, _ in plan.fresh) else -1
+    made = {size for tensor in tensors_in(out) for size in tensor.shape}
+    plan.named = tuple(size for size in named_sizes(args, kwargs) & made if size >= TELLING)
+    written = mutated_tensors(info, args, kwargs) if info.mutated else []
+    plan.expects = may_be_expected(func, out, written)
+    plan.shades = Shades.NOT
+    if follows(info, out, written, [kind for kind, _ in recipe[1]]):
+        plan.shades = Shades.FOLLOW
+        if is_quiet(func, info, out):
+            large = any(tensor.numel() > most_known(tensor) for tensor in tensors)
+            plan.shades = Shades.FORGET if large else Shades.IF_KNOWN
+    return plan
+
+
+def _results(
+    info: OpInfo, out: Any, outputs: tuple[tuple[int, Any], ...], builder: TraceBuilder
+) -> tuple[tuple[tuple[int, int, int], ...], tuple[int, ...]]:
+    if not (info.fresh or info.mutated):
+        return (), ()
+    results = list(enumerate(out if isinstance(out, (list, tuple)) else (out,)))
+    fresh, others = [], []
+    for position, result in results[::-1] if info.last_first else results:
+        if not placed(result):
+            continue
+        if outputs[position][0] == Output.FRESH:
+            nbytes = result.untyped_storage().nbytes()
+            fresh.append((position, nbytes, builder.tensor(describe(result)) if nbytes else -1))
+        else:
+            others.append(position)
+    return tuple(fresh), tuple(others)

@@ -1,0 +1,163 @@
+"""The patches in a process of the user's own: gone afterwards, and what they do not lead away is refused."""
+
+from __future__ import annotations
+
+import _io
+import builtins
+import io
+import os
+import posix
+import shutil
+import socket
+import sqlite3
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.files.planted import picture
+
+from vramfit.errors import UsageError
+from vramfit.files import current, make_policy, protect, real
+from vramfit.files.policy import FilePolicy, default_through
+from vramfit.files.protection import recovered, standing
+from vramfit.trace import ChangeKind, FileChanges
+
+MODULES = (os, posix, io, _io, builtins, shutil, tempfile, sqlite3, torch, torch._C, torch.jit)
+CLASSES = (socket.socket, torch.UntypedStorage)
+
+
+@contextmanager
+def protected(workplace: Path, **changes: Any) -> Iterator[FilePolicy]:
+    workplace.mkdir(exist_ok=True)
+    policy = make_policy("discard", workplace=workplace, backend="patches")
+    policy = FilePolicy(**{name: getattr(policy, name) for name in policy.__slots__} | changes)
+    with standing(protect(policy, in_child=False)):
+        yield policy
+
+
+def bindings() -> dict[tuple[str, str], Any]:
+    found = {(m.__name__, name): value for m in (*MODULES, *CLASSES) for name, value in list(vars(m).items())}
+    found["environ", "TMPDIR"] = os.environ.get("TMPDIR")
+    found["sys", "meta_path"] = list(sys.meta_path)
+    return found
+
+
+def test_leaving_puts_everything_back(tmp_path: Path) -> None:
+    before = bindings()
+    with protected(tmp_path / "work"):
+        assert bindings() != before and current() is not None
+    after = bindings()
+    assert {key for key in before.keys() | after.keys() if before.get(key) is not after.get(key)} <= {
+        ("sys", "meta_path"),
+        ("environ", "TMPDIR"),
+    }
+    assert after["sys", "meta_path"] == before["sys", "meta_path"]
+    assert after["environ", "TMPDIR"] == before["environ", "TMPDIR"] and current() is None
+
+
+def test_what_was_set_aside_is_seen_inside_and_gone_afterwards(tmp_path: Path) -> None:
+    file = tmp_path / "file.txt"
+    file.write_text("real")
+    before = picture(tmp_path)
+    with protected(tmp_path.parent / "work"):
+        file.write_text("virtual")
+        (tmp_path / "new").mkdir()
+        assert file.read_text() == "virtual" and sorted(os.listdir(tmp_path)) == ["file.txt", "new"]
+        standing_now = current()
+        assert standing_now is not None
+        changes = standing_now.changes()
+    assert file.read_text() == "real" and picture(tmp_path) == before
+    told = {Path(entry.path).name: entry.kind for entry in changes.entries}
+    assert told == {"file.txt": ChangeKind.REPLACED, "new": ChangeKind.FOLDER}
+
+
+def test_what_no_patch_leads_away_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file.txt"
+    file.write_text("real")
+    with protected(tmp_path / "work"):
+        for write in (
+            lambda: real.open_file(file, "w"),
+            lambda: real.unlink(file),
+            lambda: real.rename(file, tmp_path / "other"),
+            lambda: real.utime(file),
+            lambda: real.chmod(file, 0o600),
+            lambda: real.symlink("x", tmp_path / "link"),
+        ):
+            with pytest.raises(PermissionError, match="vramfit refused"):
+                write()
+        with real.open_file(file) as reading:
+            assert reading.read() == "real"
+    real.utime(file)
+
+
+def test_files_are_what_open_gives(tmp_path: Path) -> None:
+    with protected(tmp_path / "work"):
+        path = tmp_path / "x"
+        with open(path, "wb") as binary:
+            assert isinstance(binary, io.BufferedWriter) and isinstance(binary.raw, io.FileIO)
+            assert binary.name == path and binary.mode == "wb"
+        with open(str(path), "w+", encoding="utf-8") as text:
+            assert text.name == str(path) and text.mode == "w+" and text.encoding == "utf-8"
+        with open(path, "ab", buffering=0) as raw:
+            raw.write(b"abc")
+        assert path.read_bytes() == b"abc"
+        for mode in ("rw", "q", "wbt"):
+            with pytest.raises(ValueError):
+                open(path, mode)
+        with pytest.raises(FileExistsError) as there:
+            open(path, "x")
+        assert there.value.filename == path
+
+
+def test_contents_beyond_the_cap_are_dropped_and_sizes_stay(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    with protected(work, cap_bytes=1 << 20) as policy:
+        for number in range(3):
+            (tmp_path / f"{number}.bin").write_bytes(os.urandom(1 << 20))
+        assert [(tmp_path / f"{number}.bin").stat().st_size for number in range(3)] == [1 << 20] * 3
+        occupied = sum(p.lstat().st_blocks * 512 for p in Path(policy.folder).rglob("*.bin"))
+        standing_now = current()
+        assert standing_now is not None
+        (note,) = standing_now.changes().notes
+    assert occupied <= 1 << 20 and "the contents" in note
+
+
+def test_overwriting_again_and_again_is_not_counted_as_growth(tmp_path: Path) -> None:
+    with protected(tmp_path / "work", cap_bytes=1 << 20):
+        contents = os.urandom(1 << 18)
+        for _ in range(10):
+            (tmp_path / "last.bin").write_bytes(contents)
+        assert (tmp_path / "last.bin").read_bytes() == contents
+
+
+def test_a_parent_learns_what_a_killed_process_had_done(tmp_path: Path) -> None:
+    file = tmp_path / "file.txt"
+    file.write_text("real")
+    (tmp_path / "work").mkdir()
+    policy = make_policy("discard", workplace=tmp_path / "work", backend="patches")
+    child = os.fork()
+    if child == 0:
+        protect(policy, in_child=False).__enter__()
+        os.replace(file, tmp_path / "moved.txt")
+        os.kill(os.getpid(), 9)
+    assert os.waitpid(child, 0)[1] == 9
+    found = recovered(policy)
+    assert isinstance(found, FileChanges)
+    assert {(Path(e.path).name, e.kind) for e in found.entries} == {
+        ("file.txt", ChangeKind.DELETED),
+        ("moved.txt", ChangeKind.WRITTEN),
+    }
+    assert file.read_text() == "real"
+
+
+def test_policies() -> None:
+    with pytest.raises(UsageError, match="Choose one of discard, keep, real"):
+        make_policy("sometimes", workplace="/nowhere")
+    through = default_through({"HOME": "/home/u", "HF_HOME": "/hf", "TORCH_HOME": "/torch"})
+    assert "/hf/hub" in through and "/torch/hub" in through
+    assert not any("datasets" in path or path == "/home/u/.cache" for path in through)

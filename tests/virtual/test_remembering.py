@@ -1,0 +1,101 @@
+"""What an op did is done again, never anything else: traces with and without remembering are equal in every event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from vramfit.trace.model import COLUMNS
+from vramfit.virtual.gpu import VirtualGPU
+
+
+def training() -> None:
+    body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten())
+    model = nn.Sequential(body, nn.LazyLinear(64), nn.Dropout(0.1), nn.Linear(64, 10)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cuda")
+    images, labels = torch.randn(4, 3, 16, 16, device="cuda"), torch.zeros(4, dtype=torch.long, device="cuda")
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16, cache_enabled=False):  # it frees in any order
+            hidden = model(images)
+            loss = F.cross_entropy(hidden + hidden.sin() + hidden.cos(), labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@torch.no_grad()
+def generation() -> None:
+    embedding, layer = nn.Embedding(100, 32).cuda(), nn.Linear(32, 96).cuda()
+    token, kept = torch.zeros(1, 1, dtype=torch.long, device="cuda"), torch.zeros(1, 2, 0, 32, device="cuda")
+    for number in range(6):
+        q, k, v = layer(embedding(token)).view(1, 1, 3, 1, 32).unbind(2)
+        kept = torch.cat((kept, torch.stack((k, v), 1).flatten(2, 3)), dim=2)
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), kept[:, :1], kept[:, 1:])
+        token = (token + number + int(token.item())) % 100
+        if (y.softmax(-1) > 2).any():
+            token = y.argmax(-1).flatten(1)
+
+
+def switches() -> None:
+    x = torch.randn(600, 600, device="cuda")
+    for allowed in (False, True, False):
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+        for _ in range(2):
+            (x @ x).mul_(2).t().contiguous()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    mask = x > 0
+    for _ in range(2):
+        chosen = x[mask]
+        (chosen * 2).sum()
+        torch.zeros(chosen.numel(), device="cuda").add_(1)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        (x + 1).record_stream(torch.cuda.default_stream())
+    with torch.inference_mode():
+        [(x + 1)[1:].sum() for _ in range(2)]
+
+
+def run(program: Callable[[], None], *, remembers: bool) -> tuple[dict[str, Any], int]:
+    with VirtualGPU("RTX 4090", alloc_conf="", context_bytes=0, profile="none") as gpu:
+        gpu.meter.repeats = remembers
+        torch.cuda.manual_seed(0)
+        program()
+        repeated = sum(len(info.plans) for info in gpu.mode.ops.met.values())
+    trace = gpu.trace
+    told: dict[str, Any] = {name: getattr(trace, name) for name in COLUMNS}
+    told["tables"] = trace.ops, trace.modules, trace.phases, trace.tensors, trace.frames, trace.stacks
+    told["run"] = gpu.run.devices, gpu.run.warnings, gpu.run.ops, gpu.run.seconds_simulated
+    return told, repeated
+
+
+@pytest.mark.parametrize("program", [training, generation, switches])
+def test_remembering_changes_no_event(program: Callable[[], None]) -> None:
+    # From one line, which is in the stacks of both.
+    (plain, none), (again, plans) = (run(program, remembers=remembers) for remembers in (False, True))
+    assert none == 0 and plans > 5, "one of the two runs remembers"
+    for name, value in plain.items():
+        if isinstance(value, np.ndarray):
+            np.testing.assert_array_equal(again[name], value, err_msg=name)
+        else:
+            assert again[name] == value, name
+
+
+def test_what_values_are_taken_for_when_ops_repeat() -> None:
+    seen: list[list[float]] = []
+    with VirtualGPU("RTX 4090", alloc_conf="", context_bytes=0, profile="none") as gpu:
+        for _ in range(3):
+            chances = torch.randn(64, 1000, device="cuda").softmax(-1)
+            halves = torch.randn(64, 1000, device="cuda").sigmoid() * chances.clone()
+            overwritten = chances.clone().copy_(torch.randn(64, 1000, device="cuda"))
+            seen.append([t[0, 0].item() for t in (chances, halves, overwritten)])
+        assert gpu.mode.ops.met[id(torch.ops.aten.sigmoid.default)].plans, "it was remembered"
+    assert seen[0][:2] == [pytest.approx(1e-3), pytest.approx(5e-4)]
+    assert seen[1] == seen[0] == seen[2]
+    assert seen[0][2] != seen[0][0], "what is overwritten is no longer a chance"
