@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._library import simple_registry
 from torch.nn import functional as F
 
 from vramfit.trace.model import COLUMNS
@@ -56,6 +57,9 @@ def switches() -> None:
         chosen = x[mask]
         (chosen * 2).sum()
         torch.zeros(chosen.numel(), device="cuda").add_(1)
+    rows = torch.arange(3, device="cuda")
+    for index in (rows, rows, rows > 0, rows > 0):
+        x[:3][index] = x[:3][index].half().float() + 1
     with torch.cuda.stream(torch.cuda.Stream()):
         (x + 1).record_stream(torch.cuda.default_stream())
     with torch.inference_mode():
@@ -99,3 +103,40 @@ def test_what_values_are_taken_for_when_ops_repeat() -> None:
     assert seen[0][:2] == [pytest.approx(1e-3), pytest.approx(5e-4)]
     assert seen[1] == seen[0] == seen[2]
     assert seen[0][2] != seen[0][0], "what is overwritten is no longer a chance"
+
+
+def test_what_is_remembered_follows_the_switches_of_torch(gpu: VirtualGPU) -> None:
+    """The type of a quotient of whole numbers, and whose convolution it is, are in no argument."""
+    whole = torch.arange(6, device="cuda")
+    weight = torch.zeros(8, 16, 3, 3, device="cuda")
+    images = torch.zeros(2, 16, 9, 9, device="cuda").to(memory_format=torch.channels_last)
+    for _ in range(2):
+        for dtype, cudnn in ((torch.float32, True), (torch.float64, False)):
+            torch.set_default_dtype(dtype)
+            try:
+                assert {(whole / 2).dtype, (whole * 2.5).dtype, whole.sqrt().dtype} == {dtype}
+            finally:
+                torch.set_default_dtype(torch.float32)
+            with torch.backends.cudnn.flags(enabled=cudnn):
+                out = F.conv2d(images, weight)
+            assert out.is_contiguous(memory_format=torch.channels_last) == cudnn
+
+
+def test_what_was_told_of_a_large_mask_ends_when_it_is_overwritten() -> None:
+    kept: list[int] = []
+    with VirtualGPU("RTX 4090", alloc_conf="", context_bytes=0, profile="none", assume="typical") as gpu:
+        for _ in range(3):
+            mask = torch.randn(600_000, 4, device="cuda").amax(1) > 0
+            gpu.mode.shading.masks.hold(mask, 5)  # as where a loop waits for fewer
+            mask.logical_not_()
+            kept.append(len(mask.nonzero()))
+        assert gpu.mode.ops.met[id(torch.ops.aten.logical_not_.default)].plans, "it was remembered"
+    assert kept == [300_000] * 3
+
+
+def test_torchs_look_up_of_rules_is_put_back() -> None:
+    find = simple_registry.find_torch_dispatch_rule
+    code, defaults = find.__code__, find.__defaults__
+    with VirtualGPU("RTX 4090"):
+        assert find is simple_registry.find_torch_dispatch_rule and find.__code__ is not code
+    assert find.__code__ is code and find.__defaults__ is defaults

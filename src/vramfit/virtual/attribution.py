@@ -30,6 +30,9 @@ _MACHINERY = (
     _TORCH + "overrides.py",
 )
 _MAX_FRAMES = 64
+# Tells objects that live apart as `id` does, which Python announces to audit hooks at each call: that takes five times
+# as long while there is one, and files/ has one.
+_identity = object.__hash__
 
 
 class Phase(Enum):
@@ -44,42 +47,44 @@ class Phase(Enum):
 class StackInterner:
     """Turns the current Python stack into an index of the trace's stack table, quickly.
 
-    A stack is a flat tuple of code ids and positions in their bytecode: code objects themselves are slow to hash, and
-    a line number takes ten times as long to find as the position that it follows from.
+    A stack is a flat tuple of identities of code and positions in their bytecode: code objects themselves are slow to
+    hash, and a line number takes ten times as long to find as the position that it follows from.
 
     NOTE [Stacks of modules]
     While a module runs, the frames outside of its call stay where they are, so they are walked once for each call of a
-    module and known by a number afterwards. A frame is told by its id: it lives, and keeps its id, until the call that
-    put the module on its stack ends and takes it off.
+    module and known by a number afterwards. A frame is told by its identity: it lives, and keeps it, until the call
+    that put the module on its stack ends and takes it off.
     """
 
     def __init__(self, builder: TraceBuilder) -> None:
         self._builder = builder
         self._known: dict[tuple[object, ...], int] = {}
         self._hidden: dict[int, bool] = {}
-        self._codes: dict[int, CodeType] = {}  # keeps them alive, so that their ids stay theirs
+        self._codes: dict[int, CodeType] = {}  # keeps them alive, so that their identities stay theirs
         self._lines: dict[tuple[int, int], int] = {}
         self._running: Callable[[], list[RunningModule]] = list
-        self._call = 0  # id of the code that calls modules
+        self._call = 0  # identity of the code that calls modules
         self._numbers: dict[tuple[int, ...], int] = {}
         self._outside: list[tuple[int, ...]] = []
         self.origin: tuple[
             Frame, ...
         ] = ()  # innermost frames that no Python frame shows: a compiled program's
 
-    def current(self, fallback: tuple[int, ...] | None = None) -> int:
+    def current(self, fallback: tuple[int, ...] | None = None, above: int = 0) -> int:
         """Index of the current stack, innermost first, without vramfit's and the dispatcher's own frames.
 
         Args:
+            above: how many frames above the caller's the walk begins; those left out must be vramfit's.
             fallback: the key (from `key`) of the stack to use where this thread has no frame of the program,
                 as in autograd's own threads.
         """
-        key = self.key() or fallback or ()
+        running = self._running()
+        key = self._walk(sys._getframe(1 + above), running, len(running) - 1) or fallback or ()
         index = self._known.get((self.origin, key) if self.origin else key)
         return self._intern(key) if index is None else index
 
     def key(self) -> tuple[int, ...]:
-        """The current stack as alternating code ids and bytecode positions, innermost first.
+        """The current stack as alternating identities of code and bytecode positions, innermost first.
 
         Where a module runs the key ends with the number of what is outside of it. See NOTE [Stacks of modules].
         """
@@ -93,7 +98,7 @@ class StackInterner:
             modules: those that run.
             call: the code that enters and leaves each; its frames are hidden.
         """
-        self._running, self._call = modules.running_here, id(call)
+        self._running, self._call = modules.running_here, _identity(call)
         self._codes[self._call] = call
 
     def _walk(self, start: FrameType | None, running: list[RunningModule], depth: int) -> tuple[int, ...]:
@@ -102,16 +107,16 @@ class StackInterner:
         add = key.append
         while frame is not None and len(key) < 2 * _MAX_FRAMES:
             code = frame.f_code
-            number = id(code)
+            number = _identity(code)
             if number == boundary and depth >= 0:
                 module = running[depth]
-                if module.frame != id(frame):
+                if module.frame != _identity(frame):
                     if module.frame:
                         return self._walk(
                             start, running, -1
                         )  # not the frame that entered it: a switched stack
                     outside = self._walk(frame.f_back, running, depth - 1)
-                    module.frame, module.outside = id(frame), self._number(outside)
+                    module.frame, module.outside = _identity(frame), self._number(outside)
                 add(module.outside)
                 break
             skip = hidden.get(number)
@@ -139,8 +144,9 @@ class StackInterner:
 
     def _meet(self, code: CodeType) -> bool:
         name = code.co_filename
-        self._codes[id(code)] = code
-        skip = self._hidden[id(code)] = name.startswith(_MACHINERY) or name.startswith("<frozen")
+        number = _identity(code)
+        self._codes[number] = code
+        skip = self._hidden[number] = name.startswith(_MACHINERY) or name.startswith("<frozen")
         return skip
 
     def frames(self, key: tuple[int, ...]) -> tuple[Frame, ...]:
@@ -173,7 +179,7 @@ class RunningModule:
         module: it.
         path: its dotted path.
         index: of the path in the trace.
-        frame: id of the frame that called it, 0 while nobody has asked for a stack inside of it.
+        frame: identity of the frame that called it, 0 while nobody has asked for a stack inside of it.
         outside: what stands for the frames outside of that one.
     """
 

@@ -29,6 +29,7 @@ _make_subclass = torch.Tensor._make_subclass  # the program's is replaced (progr
 _throw_on_mutable_data_ptr = torch._C._set_throw_on_mutable_data_ptr
 _is_inference = torch.is_inference_mode_enabled
 _default_dtype = torch.get_default_dtype
+_has_cudnn = torch._C._get_cudnn_enabled
 
 
 class Output(IntEnum):
@@ -42,6 +43,10 @@ class Output(IntEnum):
 
 _FRESH, _VIEW, _ARGUMENT, _VALUE = map(int, Output)
 _VALUES = (type(None), int, bool, float)
+_INDEX = (
+    torch.ops.aten.index.Tensor
+)  # its masks have become positions by the time it is described (rules/shapes.py)
+_CONVOLUTIONS = frozenset({torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default})
 _Output = tuple[int, Any]
 Recipe = tuple[type | None, tuple[_Output, ...]]
 """How to make the results of an op: the kind of list they come in, None for a single one, and each of them."""
@@ -87,7 +92,8 @@ class Describer:
             if is_product(func, args) or (func in MISDESCRIBED and has_sparse(args, kwargs)):
                 raise SparseOperation
             return self._mode.dispatch(func, (), args, kwargs)
-        key = (func, key)
+        # Whose convolution it is decides the order of its result's dimensions: cuDNN keeps channels last.
+        key = (func, key, _has_cudnn()) if func in _CONVOLUTIONS else (func, key)
         recipe = self._recipes.get(key)
         if recipe is not None:
             return self.build(recipe, tensors)
@@ -166,7 +172,7 @@ def _never_cached(func: torch._ops.OpOverload) -> bool:
     tags = func.tags
     return (
         torch.Tag.inplace_view in tags
-        or torch.Tag.dynamic_output_shape in tags
+        or (torch.Tag.dynamic_output_shape in tags and func is not _INDEX)
         or torch.Tag.data_dependent_output in tags
         or func._schema.name.startswith("prims::")
         or any(
@@ -183,7 +189,7 @@ def key_of(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[FakeTens
         args, kwargs: the arguments.
         tensors: takes the tensors among them, in order.
     """
-    parts: list[Any] = [_is_inference()]
+    parts: list[Any] = [_is_inference(), _default_dtype()]  # the latter is what whole numbers divide into
     if not _add(args, parts, tensors):
         return None
     if kwargs:
@@ -191,8 +197,6 @@ def key_of(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[FakeTens
             parts.append(name)
             if not _add((value,), parts, tensors):
                 return None
-    if not tensors:
-        parts.append(_default_dtype())
     return tuple(parts)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -43,6 +44,22 @@ class Fill:
 _Rule = Callable[["Fills", tuple[Any, ...], dict[str, Any], Any], Fill | None]
 
 
+class Concern(IntEnum):
+    """Whether `Fills.follow` has something to do for an op."""
+
+    NEVER = 0
+    WITH_FILLS = 1
+    """Where there are fills."""
+    ALWAYS = 2
+
+
+def concern(func: torch._ops.OpOverload, info: OpInfo) -> Concern:
+    """Whether an op makes fills, or only goes on with those that there are, or has to do with none."""
+    if func in _SOURCES:
+        return Concern.ALWAYS
+    return Concern.WITH_FILLS if info.mutated or func in _RULES else Concern.NEVER
+
+
 class Fills:
     """The fills of a virtual GPU."""
 
@@ -57,11 +74,9 @@ class Fills:
         """The tensor was overwritten."""
         self._noted.forget(tensor)
 
-    def concern(self, func: torch._ops.OpOverload, info: OpInfo) -> bool:
-        """Whether `follow` may have something to do for an op now."""
-        if len(self._noted):
-            return bool(info.mutated) or func in _RULES
-        return func in _SOURCES
+    def __len__(self) -> int:
+        """How many tensors have one."""
+        return len(self._noted)
 
     def follow(
         self,

@@ -52,6 +52,11 @@ _COUNTED = {
 }
 
 
+def is_counting(func: torch._ops.OpOverload) -> bool:
+    """Whether an op counts how many elements of a mask hold."""
+    return func in _COUNTED
+
+
 class Masks:
     """What is assumed of masks. See NOTE [Masks agree] in rules/assuming.py."""
 
@@ -118,7 +123,7 @@ class Masks:
 
     def follow(self, func: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
         """Let a mask keep its count that an op counts."""
-        if func in _COUNTED and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.bool:
+        if is_counting(func) and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.bool:
             self.settle(args[0])
 
     def forget(self, mask: torch.Tensor) -> None:

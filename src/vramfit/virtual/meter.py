@@ -22,6 +22,8 @@ from vramfit.virtual.storages import Peaks, StorageMeter, StorageRecord
 from vramfit.virtual.subclasses import parts
 
 _ALLOC = int(EventKind.ALLOC)
+_PLACING = 3
+"""Frames above `Meter.place` that are the mode's for certain: they need not be looked at when a stack is told."""
 
 
 class VirtualRecord(StorageRecord):
@@ -181,7 +183,7 @@ class Meter(StorageMeter[VirtualRecord]):
                     int(machine.clock.now_us),
                     kind,
                     op,
-                    self.stacks.current(self._backward_stack),
+                    self.stacks.current(self._backward_stack, _PLACING),
                     self.modules.current(),
                     phases.index,
                     described,

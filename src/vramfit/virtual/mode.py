@@ -41,11 +41,12 @@ from vramfit.virtual.clock import Engine
 from vramfit.virtual.describe import Describer, key_of, recipe_of
 from vramfit.virtual.expectations import WATCHED, expectation, is_whole, rewritten
 from vramfit.virtual.facade import invalid_device
+from vramfit.virtual.fills import Concern
 from vramfit.virtual.foreign.operators import advice, handler_of
 from vramfit.virtual.guesses import Guesses
 from vramfit.virtual.noted import Noted
 from vramfit.virtual.ops import OpInfo, OpTable, mutated_tensors, tensors_in
-from vramfit.virtual.placing import NO_EXTRAS, Placing
+from vramfit.virtual.placing import Placing
 from vramfit.virtual.remembering import MAX_PLANS, Plan, Shades, plan_of, plan_of_view
 from vramfit.virtual.rules import LATE, RULES, compressed, custom, sparse
 from vramfit.virtual.shading import Shading
@@ -61,6 +62,7 @@ _PRIM_DEVICE = torch.ops.prim.device.default
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 _ADD = torch.ops.aten.add.Tensor
 _FORGET, _IF_KNOWN, _FOLLOW = Shades.FORGET, Shades.IF_KNOWN, Shades.FOLLOW
+_ALWAYS = Concern.ALWAYS
 _task = torch._C._current_graph_task_id
 _CURRENT_MODE = "_get_current_dispatch_mode"
 
@@ -363,23 +365,10 @@ class VirtualMode(TorchDispatchMode):
         meter.ops += 1
         if plan.view:
             return out
-        device, name = plan.device, info.name
-
-        def results() -> None:
-            single = plan.recipe[0] is None
-            for position, nbytes, described in plan.fresh:
-                tensor = out if single else out[position]
-                meter.place(tensor, nbytes, device, name, plan.op, described, category)
-            for position in plan.others:
-                meter.adopt(out if single else out[position], name, category)
-
-        if plan.extras is not None or plan.libraries:
-            context, extras = self.workspaces.context(device), plan.extras or NO_EXTRAS
-            self.placing.take(name, extras, plan.libraries, results, device=device, context=context)
-        else:
-            results()
+        self.placing.place_again(plan, info.name, out, category)
         if plan.expects:
             self._expect(func, info, args, kwargs, out)
+        device = plan.device
         self.machine.advance(plan.microseconds, device)
         shading, shades = self.shading, plan.shades
         if shades is _FOLLOW or (
@@ -389,8 +378,9 @@ class VirtualMode(TorchDispatchMode):
             return out
         if shades is _FORGET:
             shading.forget_written(info, args, kwargs)
-        shading.masks.follow(func, args)
-        if shading.fills.concern(func, info):
+        if plan.counts:
+            shading.masks.follow(func, args)
+        if plan.fills and (plan.fills == _ALWAYS or len(shading.fills)):
             shading.fills.follow(func, info, args, kwargs, out)
         return out
 

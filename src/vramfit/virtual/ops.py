@@ -82,7 +82,7 @@ class OpInfo:
         self.handler = handler
         self.func = func
         self.plans: dict[Any, Any] = {}
-        self.direct = handler is None and not self.composite
+        self.direct = getattr(handler, "hands_on", False) or (handler is None and not self.composite)
         self.direct_forward = self.direct or getattr(handler, "backward_only", False)
 
 

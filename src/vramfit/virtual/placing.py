@@ -17,6 +17,7 @@ from vramfit.virtual.resting import Resting, concatenated
 
 if TYPE_CHECKING:
     from vramfit.virtual.meter import Held, Meter
+    from vramfit.virtual.remembering import Plan
     from vramfit.virtual.workspaces import Workspaces
 
 NO_EXTRAS = Extras()
@@ -82,6 +83,67 @@ class Placing:
                 self._adopt(out[::-1] if info.last_first else out, name, category, rests)
 
         self.take(name, extras, libraries, results, device=device, context=context, scale=scale)
+
+    def place_again(self, plan: Plan, name: str, out: Any, category: Category | None) -> None:
+        """`place` for a call of which a plan says what it takes.
+
+        Args:
+            plan: what calls like it take.
+            name: of the op.
+            out: its results, not placed yet.
+            category: what they are for; None tells it from the moment.
+
+        Raises:
+            torch.OutOfMemoryError: the card is full.
+        """
+        context = plan.context
+        if context is None:  # no rule and no library was asked: there is nothing but the results
+            self._results_again(plan, name, out, category)
+            return
+        extras = plan.extras or NO_EXTRAS
+
+        def results() -> None:
+            if extras.between:
+                self._results_again_in_turn(plan, name, out, category, extras.between)
+            else:
+                self._results_again(plan, name, out, category)
+
+        if plan.extras is not None or plan.libraries:
+            self.take(name, extras, plan.libraries, results, device=plan.device, context=context)
+        else:
+            results()
+
+    def _results_again(self, plan: Plan, name: str, out: Any, category: Category | None) -> None:
+        single, place = plan.recipe[0] is None, self._meter.place
+        for position, nbytes, described in plan.fresh:
+            tensor = out if single else out[position]
+            place(tensor, nbytes, plan.device, name, plan.op, described, category)
+        for position in plan.others:
+            self._meter.adopt(out if single else out[position], name, category)
+
+    def _results_again_in_turn(
+        self,
+        plan: Plan,
+        name: str,
+        out: tuple[Any, ...],
+        category: Category | None,
+        between: tuple[tuple[int, ...], ...],
+    ) -> None:
+        meter, device = self._meter, plan.device
+        fresh = {position: (nbytes, described) for position, nbytes, described in plan.fresh}
+        for position, sizes in enumerate(between):
+            if position in fresh:
+                nbytes, described = fresh[position]
+                meter.place(out[position], nbytes, device, name, plan.op, described, category)
+            self._hold_between(sizes, device, name)
+
+    def _hold_between(
+        self, sizes: tuple[int, ...], device: int, name: str, scale: tuple[float, float] = (1.0, 1.0)
+    ) -> None:
+        """Take what the computation of one of several results needs, and give it back."""
+        held = self._meter.temporary(sizes, device, name, scale)
+        self._meter.note_doubt(device)
+        self._meter.give_back(reversed(held), device)
 
     def take(
         self,
@@ -183,9 +245,7 @@ class Placing:
         for result, sizes in zip(out, between, strict=True):
             if result is not None:
                 self._adopt(result, op, category, rests)
-            held = self._meter.temporary(sizes, device, op, scale)
-            self._meter.note_doubt(device)
-            self._meter.give_back(reversed(held), device)
+            self._hold_between(sizes, device, op, scale)
 
 
 def placed(tree: Any) -> list[torch.Tensor]:

@@ -8,9 +8,9 @@ kernels' context too, which is made anew when a switch of torch changes. All of 
 to call is worked out each time: addresses, stacks, modules, phases and categories, cuBLAS's workspaces, true values,
 gradients that the engine sums in place.
 
-Nothing is remembered of ops that ask for more: whose results do not fit a `Recipe`, that run on the host, whose kernels
-make results in turn, whose temporaries were measured on the card or searched for by cuDNN. Nor is a plan used while an
-argument rests on an assumed size.
+Nothing is remembered of ops that ask for more: whose results do not fit a `Recipe`, that run on the host, whose
+temporaries were measured on the card or searched for by cuDNN. Nor is a plan used while an argument rests on an assumed
+size.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from torch.utils.flop_counter import flop_registry
 
 from vramfit.virtual import kernels
 from vramfit.virtual.describe import Output, Recipe
-from vramfit.virtual.expectations import may_be_expected
+from vramfit.virtual.expectations import WATCHED, may_be_expected
+from vramfit.virtual.fills import Concern, concern
 from vramfit.virtual.kernels import Blas, Extras, KernelContext
+from vramfit.virtual.masks import is_counting
 from vramfit.virtual.ops import OpInfo, mutated_tensors, tensors_in
 from vramfit.virtual.placing import named_sizes, placed
 from vramfit.virtual.resting import TELLING
@@ -71,13 +73,17 @@ class Plan:
         named: sizes of its results that the call names and that could be assumed ones.
         expects: whether something may be expected of values that it makes or writes.
         shades: how it touches true values.
+        counts: whether it counts how many elements of a mask hold.
+        fills: whether it has to do with fills.
     """
 
     __slots__ = (
         "context",
+        "counts",
         "device",
         "expects",
         "extras",
+        "fills",
         "fresh",
         "libraries",
         "microseconds",
@@ -102,6 +108,8 @@ class Plan:
     named: tuple[int, ...]
     expects: bool
     shades: Shades
+    counts: bool
+    fills: Concern
 
 
 def plan_of_view(recipe: Recipe) -> Plan:
@@ -145,8 +153,6 @@ def plan_of(
     if ruled and context.cudnn_benchmark:
         return None
     extras = kernels.extras(func, args, kwargs, out, context) if ruled else None
-    if extras is not None and extras.between:
-        return None
     plan = Plan()
     plan.recipe, plan.view, plan.device, plan.microseconds = recipe, False, device, microseconds
     plan.extras = extras
@@ -154,12 +160,16 @@ def plan_of(
     asked = ruled or kernels.may_use_blas(func) or func._overloadpacket in flop_registry
     plan.context = context if asked else None
     plan.fresh, plan.others = _results(info, out, recipe[1], builder)
+    if extras is not None and extras.between and plan.others:
+        return None
     plan.op = builder.op(info.name) if any(nbytes for _, nbytes, _ in plan.fresh) else -1
     made = {size for tensor in tensors_in(out) for size in tensor.shape}
     plan.named = tuple(size for size in named_sizes(args, kwargs) & made if size >= TELLING)
     written = mutated_tensors(info, args, kwargs) if info.mutated else []
     plan.expects = may_be_expected(func, out, written)
-    plan.shades = Shades.NOT
+    plan.counts, plan.fills = is_counting(func), concern(func, info)
+    # How many elements of a large mask hold may have been told; once it is overwritten that counts no more.
+    plan.shades = Shades.FORGET if any(tensor.dtype in WATCHED for tensor in written) else Shades.NOT
     if follows(info, out, written, [kind for kind, _ in recipe[1]]):
         plan.shades = Shades.FOLLOW
         if is_quiet(func, info, out):

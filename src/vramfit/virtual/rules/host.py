@@ -30,7 +30,7 @@ _MMAP: dict[str, int] = (
 )
 
 
-@rule("aten._to_copy.default")
+@rule("aten._to_copy.default", hands_on=True)
 def to_copy(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``tensor.to(...)``: to the card gives a fake tensor, to the host a real one."""
     source: torch.Tensor = args[0]

@@ -15,7 +15,7 @@ LATE: dict[str, Handler] = {}
 imported, or for all ops of a library (``bitsandbytes.*``)."""
 
 
-def rule(*overloads: str, on_host: bool = False) -> Callable[[Handler], Handler]:
+def rule(*overloads: str, on_host: bool = False, hands_on: bool = False) -> Callable[[Handler], Handler]:
     """Register a handler for overloads named like ``aten._to_copy.default``.
 
     Overloads that this torch does not have are passed over: versions differ.
@@ -23,10 +23,13 @@ def rule(*overloads: str, on_host: bool = False) -> Callable[[Handler], Handler]
     Args:
         overloads: full names.
         on_host: the handler also wants calls that touch no fake tensor and no ``cuda`` device.
+        hands_on: what the handler gives to `VirtualMode.run` it gives as it came, and what decides whether it does is
+            in the key of the call: a call that is remembered need not pass it again.
     """
 
     def register(handler: Handler) -> Handler:
         handler.on_host = on_host  # type: ignore[attr-defined]
+        handler.hands_on = hands_on  # type: ignore[attr-defined]
         for name in overloads:
             overload = find_overload(name)
             if overload is not None:

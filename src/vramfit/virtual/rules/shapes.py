@@ -79,7 +79,7 @@ def _positions(mode: VirtualMode, indices: Any, device: torch.device) -> list[to
     return expanded
 
 
-@rule("aten.index.Tensor")
+@rule("aten.index.Tensor", hands_on=True)
 def index(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x[mask]``: boolean masks become index tensors first, as on the card (expandTensors in IndexingUtils.h)."""
     tensor, indices = args
@@ -88,7 +88,7 @@ def index(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     return mode.run(func, mode.ops[func], (tensor, _positions(mode, indices, tensor.device)), kwargs)
 
 
-@rule("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default")
+@rule(*("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default"), hands_on=True)
 def index_put(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x[mask] = y``: a single number is a masked fill; otherwise the mask's positions are made first."""
     tensor, indices, *rest = args
