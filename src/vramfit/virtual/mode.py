@@ -15,8 +15,6 @@ takes it off while it handles an op, so whatever FakeTensorMode does inside is u
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -26,7 +24,6 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,11 +38,13 @@ from vramfit.virtual.clock import Engine
 from vramfit.virtual.describe import Describer, key_of, recipe_of
 from vramfit.virtual.expectations import WATCHED, expectation, is_whole, rewritten
 from vramfit.virtual.facade import invalid_device
+from vramfit.virtual.fake_mode import VirtualFakeMode
 from vramfit.virtual.fills import Concern
 from vramfit.virtual.foreign.operators import advice, handler_of
 from vramfit.virtual.guesses import Guesses
 from vramfit.virtual.noted import Noted
 from vramfit.virtual.ops import OpInfo, OpTable, mutated_tensors, tensors_in
+from vramfit.virtual.page_locked import PageLocked
 from vramfit.virtual.placing import Placing
 from vramfit.virtual.remembering import MAX_PLANS, Plan, Shades, plan_of, plan_of_view
 from vramfit.virtual.rules import LATE, RULES, compressed, custom, sparse
@@ -65,54 +64,6 @@ _FORGET, _IF_KNOWN, _FOLLOW = Shades.FORGET, Shades.IF_KNOWN, Shades.FOLLOW
 _ALWAYS = Concern.ALWAYS
 _task = torch._C._current_graph_task_id
 _CURRENT_MODE = "_get_current_dispatch_mode"
-
-
-class _Pinned(weakref.ref[torch.UntypedStorage]):
-    __slots__ = ("handle", "key")
-
-    key: int
-    handle: int
-
-
-class _PerThread(threading.local):
-    in_kernel = False
-
-    def __init__(self) -> None:
-        self.enter_stack: list[Any] = []
-
-
-class VirtualFakeMode(FakeTensorMode):
-    """FakeTensorMode that never touches a device, and whose state is per thread: programs have several."""
-
-    def __init__(self) -> None:
-        self._per_thread = _PerThread()
-        super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
-        self.cache_enabled = (
-            False  # describe.py remembers; asking and filling this one takes longer than the answer
-        )
-
-    @property
-    def in_kernel_invocation(self) -> bool:
-        """Whether this thread is inside a kernel, where tensors are on the meta device."""
-        return self._per_thread.in_kernel
-
-    @in_kernel_invocation.setter
-    def in_kernel_invocation(self, value: bool) -> None:
-        self._per_thread.in_kernel = value
-
-    @property
-    def enter_stack(self) -> list[Any]:
-        """What ``__enter__`` left for ``__exit__`` on this thread."""
-        return self._per_thread.enter_stack
-
-    @enter_stack.setter
-    def enter_stack(self, value: list[Any]) -> None:
-        self._per_thread.enter_stack = value
-
-    @property
-    def avoid_device_init(self) -> bool:
-        """Always: there is no device to initialise."""
-        return True
 
 
 class VirtualMode(TorchDispatchMode):
@@ -139,11 +90,7 @@ class VirtualMode(TorchDispatchMode):
         self.ops = OpTable(RULES, LATE, handler_of)
         self.twins = Twins()
         self._plans = 0
-        self._pinned: dict[int, _Pinned] = {}
-        # Virtual storages that stand for real pinned ones, which live as long.
-        self._page_locked: weakref.WeakKeyDictionary[torch.UntypedStorage, torch.UntypedStorage] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.page_locked = PageLocked(machine)
         self.exclusive_counts: tuple[int, int] | None = None  # from calibration.py
         self.observed_counts: list[tuple[int, int]] | None = None  # filled for calibration.py only
 
@@ -242,7 +189,7 @@ class VirtualMode(TorchDispatchMode):
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
             out = func(*args, **kwargs)
-            self.pin(out)
+            self.page_locked.pin(out)
             return out
         info = self.ops[func]
         if info.handler is not None and getattr(info.handler, "on_host", False):
@@ -288,7 +235,7 @@ class VirtualMode(TorchDispatchMode):
         elif self.meter.repeats:
             self._remember(key, func, info, args, kwargs, out, tensors, worked)
         if kwargs.get("pin_memory") and isinstance(out, torch.Tensor) and out.device.type == "cpu":
-            self.pin(out)
+            self.page_locked.pin(out)
         return out
 
     # -- what was done before (see remembering.py) ---------------------------------------------------------------
@@ -534,8 +481,8 @@ class VirtualMode(TorchDispatchMode):
         fake = self.describer.factory.make(meta, tensor.device)
         if may_be_known(fake):
             self.shadows.share(fake, real)
-        if self.is_pinned(tensor):
-            self._page_locked[storage] = real
+        if self.page_locked.holds(tensor):
+            self.page_locked.stand_for(storage, real)
         return fake
 
     def _wrap_all(
@@ -553,29 +500,6 @@ class VirtualMode(TorchDispatchMode):
             f"{info.name} writes virtual values into a real CPU tensor: its values stay as they were",
         )
         return written[0] if len(written) == 1 else None
-
-    # -- pinned host memory --------------------------------------------------------------------------------------
-
-    def pin(self, tensor: torch.Tensor) -> None:
-        """Count a real CPU tensor's storage as pinned for as long as it lives."""
-        if self.machine.init_pid is None:
-            torch.cuda._lazy_init()  # CUDA pins it
-        storage = tensor.untyped_storage()
-
-        def unpin(pinned: weakref.ref[torch.UntypedStorage]) -> None:
-            assert isinstance(pinned, _Pinned)
-            if self._pinned.pop(pinned.key, None) is not None:
-                self.machine.unpin(pinned.handle)
-
-        pinned = _Pinned(storage, unpin)
-        pinned.key = storage._cdata
-        pinned.handle = self.machine.pin(storage.nbytes())
-        self._pinned[pinned.key] = pinned
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a CPU tensor's storage counts as pinned."""
-        storage = tensor.untyped_storage()
-        return storage._cdata in self._pinned or storage in self._page_locked
 
     # -- fresh fake tensors for rules ----------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils._python_dispatch import _disable_current_modes
 
 from vramfit.programs.patching import PatchStack
+from vramfit.virtual.fake_mode import VirtualFakeMode
 from vramfit.virtual.program.libraries import after_import
 
 if TYPE_CHECKING:
@@ -19,10 +20,7 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
 
     def propagate_apart(module: ModuleType) -> None:
         """DTensor runs each op once on fake tensors of its own to learn the global shape: no work of the program."""
-        from vramfit.virtual.mode import VirtualFakeMode
-
         quiet = VirtualFakeMode()
-        quiet.cache_enabled = False  # its cache is torch's, which keeps results of one mode for another
         patches.set(module, "FakeTensorMode", lambda: quiet)
         if hasattr(module, "detect_fake_mode"):
             patches.set(module, "detect_fake_mode", lambda *args, **kwargs: None)

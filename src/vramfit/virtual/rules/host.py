@@ -66,7 +66,9 @@ def _upload(
     kwargs = {**kwargs, "device": device}
     mode.settle(_TO_COPY, info, (fake,), kwargs, out, category=Category.INPUTS, engine=Engine.UPWARDS)
     waits = not kwargs.get("non_blocking")
-    _pass_link(mode, device.index or 0, source.nbytes, Engine.UPWARDS, mode.is_pinned(source), waits=waits)
+    _pass_link(
+        mode, device.index or 0, source.nbytes, Engine.UPWARDS, mode.page_locked.holds(source), waits=waits
+    )
     assert isinstance(out, torch.Tensor)
     return out
 
@@ -107,7 +109,7 @@ def download(mode: VirtualMode, source: torch.Tensor, kwargs: dict[str, Any]) ->
     if may_be_shortened(mode, source):
         mode.made_up.set(out, True)
     if pinned:
-        mode.pin(out)
+        mode.page_locked.pin(out)
     return out
 
 
@@ -188,7 +190,7 @@ def copy_(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str,
             mode.settle(func, info, (target, source), kwargs, target, engine=engine)
             if crosses:
                 card, other = (target, host if host is not None else source) if upwards else (source, target)
-                pinned, nbytes = mode.is_pinned(other), source.nbytes
+                pinned, nbytes = mode.page_locked.holds(other), source.nbytes
                 _pass_link(mode, card.device.index or 0, nbytes, engine, pinned, waits=not non_blocking)
             return target
         return mode.run(func, info, (target, source, *args[2:]), kwargs, real=False)
@@ -203,7 +205,7 @@ def _fill_host(
     A large target keeps what it holds where nobody knows the values: a program that moves its activations to the host
     would otherwise fill the memory of this machine, page by page, with zeros.
     """
-    device, pinned, waits = source.device.index or 0, mode.is_pinned(target), not non_blocking
+    device, pinned, waits = source.device.index or 0, mode.page_locked.holds(target), not non_blocking
     _pass_link(mode, device, source.nbytes, Engine.DOWNWARDS, pinned, waits=waits)
     if mode.shadows.find(source) is None and target.nbytes > _UNTOUCHED_BYTES and target.is_floating_point():
         torch.broadcast_shapes(target.shape, source.shape)
@@ -269,7 +271,7 @@ def is_pinned(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[
     tensor: torch.Tensor = args[0]
     if tensor.device.type != "cpu":
         return False
-    return mode.is_pinned(tensor)
+    return mode.page_locked.holds(tensor)
 
 
 @rule("aten._pin_memory.default", "aten.pin_memory.default", on_host=True)
@@ -284,7 +286,7 @@ def pin_memory(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict
         out = mode.run(_CLONE, mode.ops[_CLONE], (tensor,), {}, real=False)
     else:
         out = _clone(tensor)
-    mode.pin(out)
+    mode.page_locked.pin(out)
     return out
 
 
