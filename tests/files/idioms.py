@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import traceback
 import zipfile
 from collections.abc import Callable
@@ -265,6 +266,125 @@ def other_ways_to_a_path() -> None:
     assert Path("fds/made/there.txt").exists() and Path("fds/here.txt").read_bytes() == b"here"
     io.FileIO("fds/raw.bin", "w").write(b"raw")
     assert open(Path("fds/raw.bin").resolve(), "rb").read() == b"raw"
+
+
+@idiom
+def past_the_paths() -> None:
+    file, folder = os.open("behind.txt", os.O_RDONLY), os.open("behind", os.O_RDONLY)
+    Path(f"/proc/self/fd/{file}").chmod(0o600)
+    os.utime(f"/dev/fd/{file}", (1, 2))
+    os.setxattr(f"/proc/thread-self/fd/{file}", "user.note", b"x")
+    assert os.stat("behind.txt").st_mtime == 2 and os.stat("behind.txt").st_mode & 0o777 == 0o600
+    with open(f"/proc/self/fd/{file}", "a") as appended:
+        appended.write("more")
+    assert Path("behind.txt").read_text().endswith("more")
+    os.truncate(f"/proc/self/fd/{file}", 4)
+    assert os.path.getsize("behind.txt") == 4
+    os.chmod(f"/proc/self/fd/{folder}", 0o700)
+    Path(f"/proc/self/fd/{folder}/inside.txt").write_text("inside")
+    assert Path("behind/inside.txt").read_text() == "inside"
+    os.close(file)
+    os.close(folder)
+    there = os.open("behind.txt", os.O_RDONLY | os.O_CREAT)
+    assert os.read(there, 10) == b"plan"
+    os.close(there)
+    with open("/dev/stdout", "a") as output:
+        output.write("")
+    memory = os.memfd_create("memory")
+    os.fchmod(memory, 0o600)
+    os.close(memory)
+
+
+@idiom
+def named_temporary_files_beside() -> None:
+    with tempfile.NamedTemporaryFile(dir=".") as file:
+        file.write(b"x")
+    assert not os.path.exists(file.name)
+    with tempfile.NamedTemporaryFile(dir=".", delete=False) as file:
+        file.write(b"x")
+    os.replace(file.name, "named.txt")
+    assert Path("named.txt").read_bytes() == b"x"
+    with tempfile.TemporaryFile(dir="fds") as file:
+        file.write(b"x")
+        os.fchmod(file.fileno(), 0o600)
+
+
+@idiom
+def threads_append() -> None:
+    def append() -> None:
+        for _ in range(20):
+            with open("appended.txt", "a") as file:
+                file.write("x")
+
+    workers = [threading.Thread(target=append) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert Path("appended.txt").read_text() == "planted appended.txt\n" + "x" * 80
+
+
+@idiom
+def written_by_torch_in_cpp() -> None:
+    observer = torch.profiler.ExecutionTraceObserver().register_callback("observed.json")
+    observer.start()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.ones(3) + 1
+    observer.stop()
+    observer.unregister_callback()
+    profile.export_chrome_trace("traced.json")
+    assert "traceEvents" in json.loads(Path("traced.json").read_text())
+    assert "nodes" in json.loads(Path("observed.json").read_text())
+
+    class AddOne(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    scripted = torch.jit.script(AddOne())
+    scripted.save("scripted.pt")
+    assert torch.jit.load("scripted.pt")(torch.ones(1)).tolist() == [2.0]
+    torch.jit.save(scripted, Path("scripted.pt"))
+
+
+@idiom
+def vocabularies() -> None:
+    from tokenizers import Tokenizer, models
+
+    models.WordLevel({"a": 0, "b": 1}, unk_token="a").save("words")
+    assert json.loads(Path("words/vocab.json").read_text()) == {"a": 0, "b": 1}
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save("words/tokenizer.json")
+    assert Tokenizer.from_file("words/tokenizer.json").get_vocab_size() == 1
+
+
+@idiom
+def arrow_files() -> None:
+    try:
+        import pyarrow as arrow
+        import pyarrow.csv
+        import pyarrow.ipc
+    except ImportError:
+        return
+    table = arrow.table({"a": [1, 2]})
+    with arrow.OSFile("arrow/table.arrow", "wb") as file, arrow.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    with arrow.memory_map("arrow/table.arrow") as mapped:
+        assert arrow.ipc.open_file(mapped).read_all() == table
+    with arrow.ipc.new_stream("arrow/stream.arrow", table.schema) as writer:
+        writer.write_table(table)
+    with arrow.input_stream("arrow/stream.arrow") as stream:
+        assert arrow.ipc.open_stream(stream).read_all() == table
+    arrow.csv.write_csv(table, "arrow/rows.csv")
+    assert arrow.csv.read_csv("arrow/rows.csv") == table
+
+
+@idiom
+def shared_memory_holds_files() -> None:
+    path = Path("/dev/shm/vramfit-test-planted")
+    if path.exists():
+        path.write_text("virtual")
+        assert path.read_text() == "virtual"
+        path.unlink()
+        assert not path.exists() and path.name not in os.listdir(path.parent)
 
 
 @idiom

@@ -15,6 +15,8 @@ NAMES = (
     *("archive.tar", "archive.gz", "shared.txt", "cache-1.txt", "shell.txt", "data.h5"),
     *("trainer/checkpoint-2/model.safetensors", "trainer/checkpoint-2/optimizer.pt"),
     *("trainer/checkpoint-2/trainer_state.json", "trainer/final/model.safetensors", "lightning/best.ckpt"),
+    *("behind.txt", "behind/inside.txt", "appended.txt", "named.txt", "traced.json", "scripted.pt"),
+    *("observed.json", "words/vocab.json", "arrow/table.arrow", "arrow/stream.arrow", "arrow/rows.csv"),
 )
 _LONG_AGO = 1_500_000_000_123_456_789
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from vramfit.virtual.runner import run_in_child
 
 BACKENDS = [Backend.PATCHES, Backend.NAMESPACE]
 PROGRAM = Path(__file__).with_name("idioms.py")
+SHARED = Path("/dev/shm/vramfit-test-planted")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,15 @@ def _refusal() -> str:
     return asked.stdout.strip()
 
 
+def plant_shared_memory(request: pytest.FixtureRequest) -> Callable[[], dict[str, Any]]:
+    """A file in memory, which lies below the folder of devices; what it looks like."""
+    if not SHARED.parent.is_dir():
+        return dict
+    SHARED.write_text("planted")
+    request.addfinalizer(lambda: SHARED.unlink(missing_ok=True))
+    return lambda: {str(SHARED): (SHARED.read_text(), SHARED.stat().st_mtime_ns) if SHARED.exists() else None}
+
+
 @pytest.fixture(scope="module", params=BACKENDS, ids=lambda backend: backend.value)
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """All idioms in one child."""
@@ -46,7 +57,8 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("planted")
     results = tmp_path_factory.mktemp("results")
     plant(folder)
-    before = picture(folder)
+    shared = plant_shared_memory(request)
+    before = picture(folder) | shared()
     run = run_in_child(
         [str(PROGRAM), str(results / "results.json")],
         gpu=find_gpu("24GiB"),
@@ -55,7 +67,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         backend=request.param,
     )
     found = json.loads((results / "results.json").read_text())
-    return Ran(run=run, results=found, before=before, after=picture(folder), folder=folder)
+    return Ran(run=run, results=found, before=before, after=picture(folder) | shared(), folder=folder)
 
 
 @pytest.mark.parametrize("name", IDIOMS)

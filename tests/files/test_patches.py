@@ -6,6 +6,7 @@ import _io
 import builtins
 import io
 import os
+import pickle
 import posix
 import shutil
 import socket
@@ -95,6 +96,63 @@ def test_what_no_patch_leads_away_is_refused(tmp_path: Path) -> None:
     real.utime(file)
 
 
+def test_a_descriptor_for_reading_is_no_way_to_write(tmp_path: Path) -> None:
+    file = tmp_path / "file.txt"
+    file.write_text("real")
+    before = picture(tmp_path)
+    with protected(tmp_path.parent / "work"), open(file) as reading:
+        behind = Path(f"/proc/self/fd/{reading.fileno()}")
+        behind.write_text("virtual")
+        behind.chmod(0o600)
+        os.utime(behind, (1, 2))
+        os.truncate(behind, 3)
+        assert file.read_text() == "vir"
+    assert picture(tmp_path) == before
+    (tmp_path / "folder").mkdir()
+    inside = tmp_path / "folder" / "inside.txt"
+    inside.write_text("real")
+    before = picture(tmp_path)
+    with protected(tmp_path.parent / "work2"), open(inside) as reading:
+        os.rename(inside.parent, tmp_path / "moved")
+        with pytest.raises(FileNotFoundError):
+            Path(f"/proc/self/fd/{reading.fileno()}").write_text("virtual")
+    assert picture(tmp_path) == before
+
+
+def test_what_sqlite_opens_past_connect_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "runs.db"
+    with sqlite3.connect(file) as made:
+        made.execute("CREATE TABLE runs (id)")
+    made.close()
+    before = picture(tmp_path)
+    with protected(tmp_path.parent / "work"):
+        with pytest.raises(PermissionError, match="vramfit refused"):
+            sqlite3.Connection(file)
+        memory = sqlite3.connect("file::memory:", uri=True)
+        with pytest.raises(sqlite3.DatabaseError, match="authoriz"):
+            memory.execute("ATTACH DATABASE ? AS real", (str(file),))
+        with pytest.raises(sqlite3.DatabaseError, match="authoriz"):
+            memory.execute(f"VACUUM INTO '{tmp_path / 'copy.db'}'")
+        memory.execute(f"ATTACH DATABASE 'file:{file}?mode=memory' AS other")
+        memory.execute("DETACH DATABASE other")
+        memory.execute("VACUUM")
+        memory.close()
+        arguments = (5.0, 0, None, True, sqlite3.Connection, 128, True)
+        by_position = sqlite3.connect(f"file:{file}?mode=rw", *arguments)
+        by_position.execute("INSERT INTO runs VALUES (1)")
+        by_position.commit()
+        by_position.close()
+        with sqlite3.connect(file) as again:
+            assert again.execute("SELECT count(*) FROM runs").fetchone() == (1,)
+        again.close()
+    assert picture(tmp_path) == before
+
+
+def test_open_can_be_pickled(tmp_path: Path) -> None:
+    with protected(tmp_path / "work"):
+        assert pickle.loads(pickle.dumps(open)) is open
+
+
 def test_files_are_what_open_gives(tmp_path: Path) -> None:
     with protected(tmp_path / "work"):
         path = tmp_path / "x"
@@ -161,3 +219,26 @@ def test_policies() -> None:
     through = default_through({"HOME": "/home/u", "HF_HOME": "/hf", "TORCH_HOME": "/torch"})
     assert "/hf/hub" in through and "/torch/hub" in through
     assert not any("datasets" in path or path == "/home/u/.cache" for path in through)
+
+
+def test_a_folder_of_work_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project, home = tmp_path / "work" / "project", tmp_path / "home"
+    for folder in (project, home):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(project)
+    named = {
+        "HOME": str(home),
+        "TRITON_HOME": str(tmp_path / "models"),
+        "YOLO_CONFIG_DIR": str(tmp_path / "models"),
+        "NLTK_DATA": f"/one{os.pathsep}/other",
+        "MPLCONFIGDIR": "/tmp",
+        "NUMBA_CACHE_DIR": ".",
+        "TIKTOKEN_CACHE_DIR": str(tmp_path / "work"),
+        "CUDA_CACHE_PATH": "~",
+    }
+    monkeypatch.setenv("HOME", str(home))
+    through = default_through(named)
+    assert {"/one", "/other"} <= set(through)
+    assert str(tmp_path / "models" / ".triton") in through
+    assert str(tmp_path / "models" / "Ultralytics") in through
+    assert not {"/tmp", ".", "~", str(tmp_path / "work"), str(tmp_path / "models")} & set(through)

@@ -21,6 +21,7 @@ from vramfit.files.policy import is_system
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_CHANGING = WRITING & ~os.O_CREAT
 _TMPFILE = getattr(os, "O_TMPFILE", 0)
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
@@ -206,7 +207,10 @@ class Calls:
         """See `os.open`."""
         if not flags & WRITING and self.overlay.untouched():
             return real.open_fd(path, flags, mode, dir_fd=dir_fd)
-        return real.open_fd(self.locate(path, flags, mode, dir_fd), flags, mode)
+        where = self.locate(path, flags, mode, dir_fd)
+        if not flags & _CHANGING and real.exists(where):
+            flags &= ~os.O_CREAT  # it is there, and will be read
+        return real.open_fd(where, flags, mode)
 
     def locate(self, path: Any, flags: int, mode: int = 0o666, dir_fd: int | None = None) -> str:
         """The real path to open instead of a path of the program's.
@@ -220,8 +224,10 @@ class Calls:
         exclusive = bool(flags & os.O_CREAT and flags & os.O_EXCL)
         follow = not (exclusive or flags & _NOFOLLOW)
         place = self.place(path, dir_fd, follow=follow)
+        if follow and flags & _CHANGING:
+            place = overlay.behind(place)
         if _TMPFILE and flags & _TMPFILE == _TMPFILE:
-            return self._open_folder(place)
+            return self._open_folder(place, changing=True)
         if place.found is None:
             if not flags & os.O_CREAT:
                 raise real.failure(errno.ENOENT, path)
@@ -235,10 +241,10 @@ class Calls:
             raise real.failure(errno.EEXIST, path)
         kind = place.found.st_mode
         if modes.S_ISDIR(kind):
-            if not flags & (WRITING & ~os.O_CREAT) and not flags & os.O_CREAT:
+            if not flags & WRITING:
                 return self._open_folder(place)
             raise real.failure(errno.EISDIR, path)
-        if not flags & (WRITING & ~os.O_CREAT) or place.where in (Where.UPPER, Where.THROUGH):
+        if not flags & _CHANGING or place.where in (Where.UPPER, Where.THROUGH):
             return place.real
         if not modes.S_ISREG(kind):
             if modes.S_ISBLK(kind):
@@ -247,16 +253,23 @@ class Calls:
         if not real.access(place.real, os.W_OK):
             raise real.failure(errno.EACCES, path)
         with overlay.changing():
-            return overlay.copy_up(place, contents=not flags & os.O_TRUNC)
+            # Another thread or process may have copied it by now, and written to it.
+            now = overlay.checked(overlay.look(overlay.view(place.view.path), place.name))
+            return overlay.copy_up(now, contents=not flags & os.O_TRUNC)
 
-    def _open_folder(self, place: Place) -> str:
+    def _open_folder(self, place: Place, *, changing: bool = False) -> str:
         """A folder to open: by the path of what was opened its descriptor is known again."""
         overlay = self.overlay
         view = overlay.enter(place) if place.name else place.view
-        if view.through or self._plain(view):
+        if view.through or (self._plain(view) and not changing):
             return view.path
         with overlay.changing():
             return overlay.open_folder(overlay.view(view.path))
+
+    def folder_to_fill(self, path: Any) -> str:
+        """The real path of a folder for compiled writers, that make files in it."""
+        place = self.existing(self.place(path), path)
+        return self._open_folder(place, changing=True)
 
     # Making
 
@@ -492,12 +505,15 @@ class Calls:
 
     # Metadata
 
-    def changing_place(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> str:
-        """The real path of what is to be changed: a copy of what lies below."""
+    def changing_place(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> Any:
+        """The real path of what is to be changed: a copy of what lies below; a descriptor of what has no path."""
         overlay = self.overlay
+        if isinstance(path, int) and not _has_path(real.fstat(path)):
+            return path
         name: Any = overlay.of_fd(path) if isinstance(path, int) else path
         with overlay.changing():
             place = self.existing(self.place(name, dir_fd, follow=follow), path)
+            place = self.existing(overlay.behind(place), path) if follow else place
             if is_system(place.path):
                 return place.real
             return overlay.copy_up(place)
@@ -627,6 +643,11 @@ class Entry:
         with contextlib.suppress(FileNotFoundError):
             return kind(self._calls.stat(self._full, follow_symlinks=follow).st_mode)
         return False
+
+
+def _has_path(found: os.stat_result) -> bool:
+    """Whether what a descriptor is open on is a file or a folder that has a name still."""
+    return found.st_nlink > 0 and (modes.S_ISREG(found.st_mode) or modes.S_ISDIR(found.st_mode))
 
 
 def _is_bytes(path: Any) -> bool:

@@ -369,6 +369,28 @@ class Overlay:
             path = self.target(place)
         raise real.failure(errno.ELOOP, path)
 
+    def behind(self, place: Place) -> Place:
+        """What is changed by way of a place: the same, or what a link of the kernel leads to past all paths.
+
+        /proc/self/fd/3 is the very file that descriptor 3 was opened on. A real one that was opened for reading must
+        not be written to by it; one that is open for writing, as standard output is, may be.
+
+        Raises:
+            OSError: it lies where nothing does any more.
+        """
+        if place.found is None or not modes.S_ISLNK(place.found.st_mode) or not is_system(place.path):
+            return place
+        target = self.target(place)
+        try:
+            is_free = _is_open_for_writing(place.real)
+            is_free |= not os.path.samestat(real.stat(place.real), real.stat(target))
+        except OSError:
+            is_free = True
+        if is_free:  # it may be written to, or is a pipe or a file without a name
+            return place
+        found = self.behind(self.find(self.seen_as(target)))
+        return place if found.where is Where.THROUGH else found
+
     def place_of(self, view: View) -> Place:
         """A folder as what its parent holds."""
         parent, _, name = view.path.rpartition("/")
@@ -564,6 +586,16 @@ def unchanged_times(folder: str) -> Iterator[None]:
 def _parents(path: str) -> Iterator[str]:
     while (path := os.path.dirname(path)) != "/" and path:
         yield path
+
+
+def _is_open_for_writing(path: str) -> bool:
+    """Whether a path is a descriptor's in /proc, and that one was opened for writing (proc_pid_fdinfo(5))."""
+    folder, _, name = path.rpartition("/")
+    if not folder.endswith("/fd"):
+        return False
+    with real.open_file(f"{folder}info/{name}", encoding="ascii") as facts:
+        flags = next((line.split()[1] for line in facts if line.startswith("flags:")), "0")
+    return bool(int(flags, 8) & (os.O_WRONLY | os.O_RDWR))
 
 
 def _pread(file: int, count: int, offset: int) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -156,7 +157,8 @@ def default_through(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Caches of downloads and of compiled code, which hold nothing that a virtual run computed.
 
     The caches of Hugging Face's datasets are not among them: they keep what functions of the program returned, zeros
-    of a virtual run, under a name that a real run would look up.
+    of a virtual run, under a name that a real run would look up. Nor is a folder in which the user works: variables
+    are pointed at /tmp or at a project, where more than a cache lies.
     """
     home = environ.get("HOME") or os.path.expanduser("~")
     cache = cache_folder(environ)
@@ -168,7 +170,6 @@ def default_through(environ: Mapping[str, str]) -> tuple[str, ...]:
         *("HF_MODULES_CACHE", "TORCH_EXTENSIONS_DIR", "PYTORCH_KERNEL_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR"),
         *(
             "TRITON_CACHE_DIR",
-            "TRITON_HOME",
             "CUDA_CACHE_PATH",
             "PIP_CACHE_DIR",
             "UV_CACHE_DIR",
@@ -179,20 +180,38 @@ def default_through(environ: Mapping[str, str]) -> tuple[str, ...]:
             "SENTENCE_TRANSFORMERS_HOME",
             "MODELSCOPE_CACHE",
             "KAGGLEHUB_CACHE",
-            "NLTK_DATA",
         ),
-        *("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR", "YOLO_CONFIG_DIR", "PYTHONPYCACHEPREFIX"),
+        *("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR", "PYTHONPYCACHEPREFIX"),
     )
-    return (
+    paths = (
         *(environ[name] for name in named if environ.get(name)),
+        *(path for path in environ.get("NLTK_DATA", "").split(os.pathsep) if path),
+        # These two name what lies above the cache, often a folder of the user's work.
+        os.path.join(environ.get("TRITON_HOME") or home, ".triton"),
+        os.path.join(environ.get("YOLO_CONFIG_DIR") or config, "Ultralytics"),
         *(os.path.join(face, name) for name in ("hub", "xet", "assets", "modules")),
         *(os.path.join(torch, name) for name in ("hub", "kernels", "sentence_transformers")),
         *(os.path.join(cache, name) for name in _CACHES),
-        *(os.path.join(config, name) for name in ("matplotlib", "Ultralytics")),
-        os.path.join(home, ".triton"),
+        os.path.join(config, "matplotlib"),
         os.path.join(home, ".nv", "ComputeCache"),
         os.path.join(home, "nltk_data"),
     )
+    places = _places_of_work(home)
+    return tuple(path for path in paths if not _holds(path, places))
+
+
+def _places_of_work(home: str) -> list[str]:
+    """Folders that are never a cache alone, nor is what holds one of them."""
+    places = [home, "/tmp", "/var/tmp", tempfile.gettempdir()]
+    with contextlib.suppress(FileNotFoundError):  # it was removed under us
+        places.append(os.getcwd())
+    return [os.path.realpath(place) for place in places]
+
+
+def _holds(path: str, places: Iterable[str]) -> bool:
+    """Whether one of some folders is that of a path, or lies in it."""
+    folder = os.path.realpath(os.path.expanduser(path)).rstrip(os.sep) + os.sep
+    return any(f"{place}{os.sep}".startswith(folder) for place in places)
 
 
 _CACHES = (
@@ -212,7 +231,8 @@ _CACHES = (
 
 def is_system(path: str) -> bool:
     """Whether an absolute path is a device's or the kernel's: those are no files that a run could harm."""
-    if path.startswith(_SHARED_MEMORY):
+    # Nor is the folder of devices, since shared memory lies in it.
+    if path.startswith(_SHARED_MEMORY) or path == os.path.dirname(_SHARED_MEMORY):
         return False
     return path.startswith(tuple(f"{folder}/" for folder in _SYSTEM)) or path in _SYSTEM
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from vramfit.files.calls import WRITING
 from vramfit.files.overlay import Overlay
+from vramfit.files.patches.databases import is_allowed
 from vramfit.patching import PatchStack
 
 _PATHS = {
@@ -37,7 +38,8 @@ _PROCESSES = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec")
 _STARTED = "other processes that the program started saw the files as they are on disk, without what it had set aside"
 _GUARDED = f"{_STARTED}; the kernel (Landlock) kept them from writing"
 _UNGUARDED = f"{_STARTED}; what they wrote is real"
-_events = frozenset((*_PATHS, *_SECOND, *_PROCESSES, "open"))
+_DATABASE = "sqlite3.connect"
+_events = frozenset((*_PATHS, *_SECOND, *_PROCESSES, _DATABASE, "open"))
 _watched: list[tuple[Overlay, bool]] = []
 _hooked: list[bool] = []
 
@@ -67,6 +69,9 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
             _check(overlay, path)
     elif event in _PROCESSES:
         overlay.tell(_GUARDED if guarded else _UNGUARDED)
+    elif event == _DATABASE:
+        if not is_allowed(overlay, args[0]):
+            _refuse(os.fsdecode(args[0]))
     elif event in _SECOND:
         _check(overlay, args[1])
     else:
@@ -80,8 +85,11 @@ def _check(overlay: Overlay, path: Any) -> None:
     if path is None or isinstance(path, int):
         return
     name = os.fsdecode(path)
-    if name.startswith("/") and "/../" not in name and overlay.is_through(name):
-        return
+    if not (name.startswith("/") and "/../" not in name and overlay.is_through(name)):
+        _refuse(name)
+
+
+def _refuse(name: str) -> NoReturn:
     raise PermissionError(
         errno.EPERM,
         "vramfit refused to write to a real file, which a virtual run never does (see docs/files.md)",

@@ -17,6 +17,8 @@ from vramfit.files.policy import Backend, FilePolicy, cache_folder, default_thro
 from vramfit.patching import PatchStack
 
 _DEVICES = ("/dev", "/proc")
+_OUTPUTS = ("/proc/self/fd/1", "/proc/self/fd/2")
+"""Files that the output was sent to may be opened anew, by way of /dev/stdout."""
 
 
 class Patches:
@@ -43,7 +45,7 @@ class Patches:
             guarded = self._in_child and landlock.restrict(_writable(self.policy))
             calls = Calls(overlay)
             system.install(calls, self._patches)
-            libraries.install(calls, self._patches)
+            libraries.install(calls, self._patches, guarded=guarded)
             audit.install(overlay, self._patches, guarded=guarded)
         except BaseException:
             self._patches.undo()
@@ -94,7 +96,7 @@ def _writable(policy: FilePolicy) -> list[str]:
     """
     caches = cache_folder(os.environ)
     usual = {os.path.realpath(path) for path in default_through(os.environ)}
-    found = [policy.folder, policy.temporary, *_DEVICES]
+    found = [policy.folder, policy.temporary, *_DEVICES, *_OUTPUTS]
     for path in policy.through:
         above = path
         while not real.exists(above):

@@ -10,9 +10,7 @@ import builtins
 import functools
 import importlib.abc
 import os
-import sqlite3
 import sys
-import urllib.parse
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -22,38 +20,61 @@ from typing import Any
 from vramfit.files import real, sparse
 from vramfit.files.calls import Calls
 from vramfit.files.overlay import Where
+from vramfit.files.patches import databases
 from vramfit.patching import PatchStack
 
 _REPLACED = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 _KEPT = os.O_RDWR | os.O_CREAT
 
 _READERS = {
-    "torch": (("_C.PyTorchFileReader", 0),),
+    "torch": (("_C.PyTorchFileReader", 0), ("jit.load", 0)),
     "safetensors._safetensors_rust": (("safe_open", 0),),
     "tokenizers": (("Tokenizer.from_file", 0),),
     "cv2": (("imread", 0),),
     "soundfile": (("read", 0),),
     "pyarrow.parquet": (("read_table", 0), ("ParquetFile", 0)),
     "pyarrow.feather": (("read_table", 0), ("read_feather", 0)),
+    "pyarrow.lib": (("input_stream", 0),),
+    "pyarrow.ipc": (("open_file", 0), ("open_stream", 0)),
+    "pyarrow.csv": (("read_csv", 0), ("open_csv", 0)),
+    "pyarrow.json": (("read_json", 0), ("open_json", 0)),
     "sentencepiece": (("SentencePieceProcessor.Load", 1),),
 }
 """Module to functions that read a file, each with the position of its path."""
 _WRITERS = {
+    "torch": (
+        ("_C.ScriptModule.save", 1),
+        ("_C.ScriptFunction.save", 1),
+        ("_C._autograd._ProfilerResult.save", 1),
+        ("_C._profiler._add_execution_trace_observer", 0),
+    ),
     "safetensors._safetensors_rust": (("serialize_file", 1),),
     "tokenizers": (("Tokenizer.save", 1),),
     "cv2": (("imwrite", 0),),
     "soundfile": (("write", 0),),
     "pyarrow.parquet": (("ParquetWriter", 0),),
     "pyarrow.feather": (("write_feather", 1),),
+    "pyarrow.lib": (("output_stream", 0),),
+    "pyarrow.ipc": (("new_file", 0), ("new_stream", 0)),
+    "pyarrow.csv": (("write_csv", 1), ("CSVWriter", 0)),
     "onnx": (("save", 1), ("save_model", 1)),
 }
 """Likewise, of functions that write one anew."""
+_FOLDER_WRITERS = {"tokenizers": (("models.Model.save", 1),)}
+"""Likewise, of functions that write files into a folder that is there."""
 
 
-def install(calls: Calls, patches: PatchStack) -> None:
-    """Replace them, now or as soon as they are imported."""
+def install(calls: Calls, patches: PatchStack, *, guarded: bool) -> None:
+    """Replace them, now or as soon as they are imported.
+
+    Args:
+        calls: on the overlay.
+        patches: takes it back.
+        guarded: whether the kernel refuses what is not led away.
+    """
     special: dict[str, Callable[[Calls, ModuleType, PatchStack], None]] = {
         "torch": _torch,
+        "pyarrow.lib": _arrow,
         "h5py.h5f": _h5py,
         "_dbm": _dbm,
         "_gdbm": _dbm,
@@ -67,6 +88,8 @@ def install(calls: Calls, patches: PatchStack) -> None:
             _replace(module, path, partial(_reader, calls, position=position), patches, table)
         for path, position in _WRITERS.get(name, ()):
             _replace(module, path, partial(_writer, calls, position=position), patches, table)
+        for path, position in _FOLDER_WRITERS.get(name, ()):
+            _replace(module, path, partial(_folder_writer, calls, position=position), patches, table)
         if name in special:
             special[name](calls, module, patches)
         if table:
@@ -79,7 +102,7 @@ def install(calls: Calls, patches: PatchStack) -> None:
     finder = _Finder(names, treat)
     sys.meta_path.insert(0, finder)
     patches.call(lambda: sys.meta_path.remove(finder))
-    _sqlite(calls, patches)
+    databases.install(calls, patches, guarded=guarded)
 
 
 def _replace(
@@ -98,7 +121,7 @@ def _replace(
         return
     new = make(old)
     patches.set(owner, name, staticmethod(new) if _is_static(owner, name) else new)
-    if not folders:
+    if not isinstance(owner, type):
         table.append((old, new))
 
 
@@ -138,8 +161,16 @@ def _reader(calls: Calls, old: Any, position: int) -> Callable[..., Any]:
 
 
 def _writer(calls: Calls, old: Any, position: int) -> Callable[..., Any]:
+    return _changed(old, position, lambda path: calls.locate(path, _REPLACED))
+
+
+def _folder_writer(calls: Calls, old: Any, position: int) -> Callable[..., Any]:
+    return _changed(old, position, calls.folder_to_fill)
+
+
+def _changed(old: Any, position: int, where: Callable[[Any], str]) -> Callable[..., Any]:
     def change(path: Any) -> Any:
-        return _like(path, calls.locate(path, _REPLACED))
+        return _like(path, where(path))
 
     @functools.wraps(old, updated=())
     def write(*args: Any, **options: Any) -> Any:
@@ -230,8 +261,31 @@ def _torch(calls: Calls, module: ModuleType, patches: PatchStack) -> None:
     patches.set(torch._C, "PyTorchFileWriter", PyTorchFileWriter)
     patches.set(torch, "from_file", from_file(torch.from_file, 0))
     patches.set(torch.UntypedStorage, "from_file", staticmethod(from_file(torch.UntypedStorage.from_file, 0)))
-    for name, make, position in (("save", _writer, 1), ("load", _reader, 0)):
-        patches.set(torch.jit, name, make(calls, getattr(torch.jit, name), position))
+
+
+def _arrow(calls: Calls, module: ModuleType, patches: PatchStack) -> None:
+    """Files of Arrow: data sets of Hugging Face are written through Python, and mapped here."""
+    lib: Any = module
+
+    def flags_of(mode: str) -> int:
+        return _REPLACED if mode.startswith("w") else _KEPT
+
+    class OSFile(lib.OSFile):  # type: ignore[misc,name-defined,unused-ignore]
+        def __new__(cls, path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+            where = calls.place(path).real if mode.startswith("r") else calls.locate(path, flags_of(mode))
+            return super().__new__(cls, where, mode, *args, **options)
+
+    def memory_map(path: Any, mode: str = "r") -> Any:
+        where = calls.place(path).real if mode in ("r", "rb") else calls.locate(path, _KEPT)
+        return mapped(where, mode)
+
+    mapped = lib.memory_map
+    created = partial(_writer, calls, position=0)(lib.create_memory_map)
+    table = (("OSFile", OSFile), ("memory_map", memory_map), ("create_memory_map", created))
+    for name, new in table:
+        old = getattr(lib, name)
+        patches.set(lib, name, new)
+        patches.rebind([(old, new)])
 
 
 def _numpy(calls: Calls, module: ModuleType, patches: PatchStack) -> None:
@@ -286,52 +340,3 @@ def _dbm(calls: Calls, module: ModuleType, patches: PatchStack) -> None:
         return opened(where, flags, mode)
 
     patches.set(dbm, "open", open_there)
-
-
-def _sqlite(calls: Calls, patches: PatchStack) -> None:
-    """SQLite opens files in C, and makes more beside them."""
-    connect = sqlite3.connect
-
-    def connect_there(database: Any, *args: Any, **options: Any) -> Any:
-        text = os.fsdecode(database) if _is_path(database) else None
-        if text is None or text in ("", ":memory:"):
-            return connect(database, *args, **options)
-        if options.get("uri") and text.startswith("file:"):
-            return connect(_uri(calls, text), *args, **options)
-        return connect(_database(calls, text, reading=False), *args, **options)
-
-    connect_there.__name__ = connect_there.__qualname__ = "connect"
-    modules = [sqlite3, sqlite3.dbapi2, sys.modules.get("_sqlite3")]
-    for module in modules:
-        if module is not None:
-            patches.set(module, "connect", connect_there)
-    patches.rebind([(connect, connect_there)])
-
-
-def _database(calls: Calls, path: str, *, reading: bool) -> str:
-    overlay = calls.overlay
-    place = calls.place(path)
-    if reading or place.where is Where.THROUGH:
-        return place.real
-    with overlay.changing():
-        for ending in ("-journal", "-wal", ""):
-            found = calls.place(path + ending)
-            if found.found is not None:
-                where = overlay.copy_up(found)
-        if place.found is None:
-            where = overlay.prepare(place)
-            real.close(
-                real.open_fd(where, os.O_WRONLY | os.O_CREAT, 0o644)
-            )  # so that it is known to be there
-    return where
-
-
-def _uri(calls: Calls, text: str) -> str:
-    """A URI of SQLite (sqlite.org/uri.html) that names the file in the overlay."""
-    parsed = urllib.parse.urlsplit(text)
-    query = urllib.parse.parse_qs(parsed.query)
-    path = urllib.parse.unquote(parsed.path)
-    if query.get("mode") == ["memory"] or not path or path == ":memory:":
-        return text
-    where = _database(calls, path, reading=query.get("mode") == ["ro"] or "immutable" in query)
-    return f"file:{urllib.parse.quote(where)}{'?' + parsed.query if parsed.query else ''}"

@@ -53,6 +53,7 @@ def make_open(calls: Calls) -> Callable[..., Any]:
             raise
 
     open.__doc__ = io.open.__doc__
+    open.__module__, open.__qualname__ = real.open_file.__module__, "open"  # so that it can be pickled
     return open
 
 

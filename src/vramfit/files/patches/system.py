@@ -17,6 +17,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vramfit.files import real
@@ -57,6 +58,7 @@ def install(calls: Calls, patches: PatchStack) -> None:
             _replace(name, _looking(calls, getattr(os, name)), patches, table)
     _replace_sets({id(old): new for old, new in table}, patches)
     _replace_open(calls, patches, table)
+    _replace_defaults({id(old): new for old, new in table}, patches)
     _replace_sockets(calls, patches)
     patches.set(shutil, "_USE_CP_SENDFILE", False)  # the kernel would fill every hole of a copy
     patches.rebind(table)
@@ -121,6 +123,15 @@ def _replace_open(calls: Calls, patches: PatchStack, table: list[tuple[object, o
         patches.set(module, "open_code", open_code)
     patches.set(builtins, "open", opened)
     table += [(real.open_file, opened), (real.FileIO, file_io), (real.open_code, open_code)]
+
+
+def _replace_defaults(table: dict[int, object], patches: PatchStack) -> None:
+    """``NamedTemporaryFile`` keeps `os.unlink` as a default of the function that deletes its file."""
+    for function in list(vars(tempfile._TemporaryFileCloser).values()):  # type: ignore[attr-defined]
+        defaults = getattr(function, "__defaults__", None) or ()
+        if any(id(one) in table for one in defaults):
+            patches.call(partial(setattr, function, "__defaults__", defaults))
+            function.__defaults__ = tuple(table.get(id(one), one) for one in defaults)
 
 
 def _replace_sockets(calls: Calls, patches: PatchStack) -> None:
