@@ -30,6 +30,14 @@ def check_integrity(fpath, md5=None):
 '''
 """Appended to ``torchvision/datasets/utils.py``: CIFAR compares checksums before it believes that it was downloaded."""
 
+UNHASHED = '''
+
+def validate_file(fpath, file_hash, algorithm="auto", chunk_size=65535):
+    """Made-up data has other hashes: that the file is there is enough."""
+    return os.path.isfile(fpath)
+'''
+"""Appended to ``keras/src/utils/file_utils.py``, for the same reason."""
+
 
 class EnvironmentFailed(Exception):
     """The packages of a group do not install here; says which."""
@@ -40,7 +48,10 @@ def python_of(group: str, root: Path) -> Path:
     wanted = REQUIREMENTS / f"{group}.txt"
     alone = REQUIREMENTS / f"{group}-without-dependencies.txt"
     lists = [path for path in (wanted, alone) if path.is_file()]
-    stamp = hashlib.sha256(b"".join(path.read_bytes() for path in lists)).hexdigest()
+    kept = [path.read_bytes() for path in lists]
+    # A changed patch must reach the environments that are there.
+    kept += [patch.encode() for patch in (SCHEMAS, UNCHECKED, UNHASHED)]
+    stamp = hashlib.sha256(b"".join(kept)).hexdigest()
     place = root / group
     python = place / "bin" / "python"
     if _says(place / _DONE, stamp):
@@ -50,13 +61,33 @@ def python_of(group: str, root: Path) -> Path:
     subprocess.run([sys.executable, "-m", "venv", place], check=True)
     for path in lists:
         options = ["--no-deps"] if path == alone else []
-        _install(place, python, path, options, stamp)
+        _install(place, python, [*options, "-r", str(path)], stamp)
     _adapt_torchvision(place)
+    _append(place, "keras/src/utils/file_utils.py", UNHASHED)
     (place / _DONE).write_text(stamp, encoding="utf-8")
     return python
 
 
-def _install(place: Path, python: Path, requirements: Path, options: list[str], stamp: str) -> None:
+def folder_of(packages: tuple[str, ...], group: str, root: Path) -> Path:
+    """A folder of packages that one script wants in other versions than its group has, to be put before those.
+
+    It is made if it is not there; what the packages need is the group's, unless it is named too. Raises
+    :class:`EnvironmentFailed`.
+    """
+    python = python_of(group, root)
+    stamp = "+".join(packages)
+    place = root / f"{group}+{stamp}"
+    if _says(place / _DONE, stamp):
+        return place
+    if _says(place / _FAILED, stamp):
+        raise EnvironmentFailed(_reason(place))
+    place.mkdir(parents=True, exist_ok=True)
+    _install(place, python, ["--no-deps", "--upgrade", "--target", str(place), *packages], stamp)
+    (place / _DONE).write_text(stamp, encoding="utf-8")
+    return place
+
+
+def _install(place: Path, python: Path, what: list[str], stamp: str) -> None:
     command = [
         python,
         "-m",
@@ -64,9 +95,7 @@ def _install(place: Path, python: Path, requirements: Path, options: list[str], 
         "install",
         "--disable-pip-version-check",
         "--quiet",
-        *options,
-        "-r",
-        requirements,
+        *what,
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -79,9 +108,14 @@ def _adapt_torchvision(place: Path) -> None:
         meta = package / "_meta_registrations.py"
         if SCHEMAS not in (text := meta.read_text(encoding="utf-8")):
             meta.write_text(SCHEMAS + text, encoding="utf-8")
-        utils = package / "datasets" / "utils.py"
-        if UNCHECKED not in (text := utils.read_text(encoding="utf-8")):
-            utils.write_text(text + UNCHECKED, encoding="utf-8")
+    _append(place, "torchvision/datasets/utils.py", UNCHECKED)
+
+
+def _append(place: Path, module: str, addition: str) -> None:
+    """Add to the end of an installed module, once; where it is not installed there is nothing to do."""
+    for path in place.glob(f"lib/python*/site-packages/{module}"):
+        if addition not in (text := path.read_text(encoding="utf-8")):
+            path.write_text(text + addition, encoding="utf-8")
 
 
 def _says(path: Path, stamp: str) -> bool:

@@ -31,6 +31,7 @@ _KEYS = {
         "stand_ins",
         "environment",
         "options",
+        "packages",
     ),
     *("steps", "seconds", "only", "made_up"),
 }
@@ -70,6 +71,8 @@ class Script:
     environment: dict[str, str] = field(default_factory=dict)
     options: tuple[str, ...] = ()
     """More options of ``vramfit run``."""
+    packages: tuple[str, ...] = ()
+    """``name==version`` of packages that are not the group's, for a script that was written for older ones."""
     steps: int = STEPS
     seconds: int = SECONDS
     only: tuple[str, ...] = ()
@@ -111,6 +114,7 @@ def _script(entry: dict[str, Any], commits: dict[str, str]) -> Script:
         stand_ins=tuple(entry.get("stand_ins", ())),
         environment=dict(entry.get("environment", {})),
         options=tuple(entry.get("options", ())),
+        packages=tuple(entry.get("packages", ())),
         steps=entry.get("steps", STEPS),
         seconds=entry.get("seconds", SECONDS),
         only=tuple(entry.get("only", ())),

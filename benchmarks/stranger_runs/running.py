@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stranger_runs.checkouts import CheckoutError, check_out, copy, git_directory
-from stranger_runs.environments import EnvironmentFailed, python_of
+from stranger_runs.environments import EnvironmentFailed, folder_of, python_of
 from stranger_runs.manifest import HERE, STAND_INS, Made, Script
 from stranger_runs.outcome import Ending, Outcome, judge, save
 
@@ -61,6 +61,8 @@ class Bench:
         try:
             with self.lock(f"environment {script.group}"):
                 python = python_of(script.group, self.environments)
+                if script.packages:
+                    folder_of(script.packages, script.group, self.environments)
             place = self.work / "runs" / script.name
             shutil.rmtree(place, ignore_errors=True)
             folder = self._folder(script, place)
@@ -190,18 +192,26 @@ class Bench:
             return self._has_steps
 
     def _environment(self, script: Script, folder: Path) -> dict[str, str]:
-        """No network, no window, one thread; caches of this run alone; stand-ins before what is installed."""
+        """No network, no window, one thread; caches of this run alone; stand-ins before what is installed.
+
+        Packages of the script alone come last of what is set here: still before those of its group.
+        """
         home = folder / ".home"
         home.mkdir(exist_ok=True)
         stand_ins = [str(STAND_INS / name) for name in script.stand_ins]
         kept = {name: os.environ[name] for name in ("LANG", "LC_ALL", "TMPDIR") if name in os.environ}
         own = dict(script.environment)
         behind = [str(folder / own.pop("PYTHONPATH_BEHIND"))] if "PYTHONPATH_BEHIND" in own else []
+        alone = (
+            [str(folder_of(script.packages, script.group, self.environments).absolute())]
+            if script.packages
+            else []
+        )
         python_bin = str((self.environments / script.group / "bin").absolute())
         return {
             **kept,
             "PATH": os.pathsep.join([*stand_ins, python_bin, os.environ.get("PATH", os.defpath)]),
-            "PYTHONPATH": os.pathsep.join([str(self.source), *stand_ins, *behind]),
+            "PYTHONPATH": os.pathsep.join([str(self.source), *stand_ins, *behind, *alone]),
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONFAULTHANDLER": "1",
             "HOME": str(home),

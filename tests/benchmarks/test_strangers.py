@@ -173,6 +173,39 @@ def test_a_group_that_does_not_install_is_told_once(tmp_path: Path, monkeypatch:
             environments.python_of("odd", tmp_path / "environments")
 
 
+def test_a_script_may_have_packages_of_its_own_versions(
+    stranger: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger.write_text(
+        stranger.read_text(encoding="utf-8").replace(
+            'group = "plain"', 'group = "plain"\npackages = ["other==1"]'
+        ),
+        encoding="utf-8",
+    )
+    asked: list[list[str]] = []
+
+    def install(place: Path, python: Path, what: list[str], stamp: str) -> None:
+        asked.append(what)
+
+    monkeypatch.setattr(environments, "python_of", running.python_of)
+    monkeypatch.setattr(environments, "_install", install)
+    script, _ = read(stranger)
+    bench = running.Bench(
+        work=tmp_path / "work", environments=tmp_path / "environments", results=tmp_path, source=ROOT / "src"
+    )
+    tmp_path.joinpath("run").mkdir()
+    found = [bench._environment(script, tmp_path / "run")["PYTHONPATH"].split(":")[-1] for _ in range(2)]
+    place = str(tmp_path / "environments" / "plain+other==1")
+    assert found == [place] * 2
+    assert asked == [["--no-deps", "--upgrade", "--target", place, "other==1"]]
+
+
+def test_a_corpus_has_the_vocabulary_that_is_asked_for(tmp_path: Path) -> None:
+    MAKERS["corpus"](tmp_path / "corpus", "2000", "1500")
+    text = " ".join(path.read_text(encoding="utf-8") for path in (tmp_path / "corpus").iterdir())
+    assert len({"<eos>", *text.split()}) == 1500 and "meaning" in text.split()
+
+
 def test_strangers_code_never_lies_in_the_repository(capsys: pytest.CaptureFixture[str]) -> None:
     assert strangers.main(["--work", str(ROOT / "build")]) == 2
     assert "outside the repository" in capsys.readouterr().err

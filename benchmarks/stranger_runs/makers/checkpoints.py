@@ -62,7 +62,7 @@ def gpt_fast_weights(folder: Path, name: str = "stories110M") -> None:
     model = importlib.import_module("model")
     state = _state(lambda: model.Transformer.from_name(name))
     _save(folder / "model.pth", {"model": _hollow(state)} if "stories" in name else _hollow(state))
-    sentencepiece_model(folder / "tokenizer.model", "2000")
+    sentencepiece_model(folder / "tokenizer.model", "2000", str(model.ModelArgs.from_name(name).vocab_size))
 
 
 def whisper_weights(path: Path) -> None:

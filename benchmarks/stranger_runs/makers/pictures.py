@@ -45,6 +45,18 @@ def mnist(folder: Path, train: str = "6000", test: str = "1000") -> None:
             (raw / f"{part}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
 
 
+def keras_mnist(path: Path, train: str = "6000", test: str = "1000") -> None:
+    """MNIST as Keras keeps it: one archive of four arrays, fewer pictures than the real ones."""
+    random = np.random.default_rng(_SEED)
+    arrays = {}
+    for part, count in (("train", int(train)), ("test", int(test))):
+        arrays[f"x_{part}"] = random.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        arrays[f"y_{part}"] = (np.arange(count) % 10).astype(np.uint8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:  # an open file, since a name would be given an ending
+        np.savez(file, **arrays)
+
+
 def cifar10(folder: Path, count: str = "1000") -> None:
     """CIFAR-10: five batches and a test batch, of fewer pictures than the real ones."""
     base = folder / "cifar-10-batches-py"
@@ -264,6 +276,7 @@ def blender_scene(folder: Path, side: str = "100") -> None:
 
 MAKERS = (
     mnist,
+    keras_mnist,
     cifar10,
     cifar100,
     image_folder,

@@ -40,12 +40,23 @@ def text(path: Path, characters: str = "200000") -> None:
     path.write_text(prose(int(characters)), encoding="utf-8")
 
 
-def corpus(folder: Path, characters: str = "100000") -> None:
-    """``train.txt``, ``valid.txt`` and ``test.txt``."""
+def corpus(folder: Path, characters: str = "100000", vocabulary: str = "") -> None:
+    """``train.txt``, ``valid.txt`` and ``test.txt``; with ``vocabulary``, of so many words with the end of a line.
+
+    A script that is written for the Penn Treebank counts on its 10,000, and asks what the meaning of things is.
+    """
     folder.mkdir(parents=True)
+    parts = {}
     for seed, part in enumerate(("train", "valid", "test")):
         content = prose(int(characters) // (1 if part == "train" else 5), seed, words=2000)
-        (folder / f"{part}.txt").write_text(content.replace("\n\n", "\n"), encoding="utf-8")
+        parts[part] = content.replace("\n\n", "\n")
+    if vocabulary:
+        words = ["the", "meaning", "of"]
+        known = {"<eos>", *words, *" ".join(parts.values()).split()}
+        words += [f"word{number}" for number in range(int(vocabulary) - len(known))]
+        parts["train"] += "\n" + " ".join(words) + "\n"
+    for part, content in parts.items():
+        (folder / f"{part}.txt").write_text(content, encoding="utf-8")
 
 
 def wikitext(folder: Path) -> None:
@@ -109,8 +120,8 @@ def tinystories(folder: Path) -> None:
         tokens.tofile(base / f"data{number:02d}.bin")
 
 
-def sentencepiece_model(path: Path, size: str = "256") -> None:
-    """A SentencePiece model, trained on the prose."""
+def sentencepiece_model(path: Path, size: str = "256", ids: str = "") -> None:
+    """A SentencePiece model of ``size`` pieces, trained on the prose; of ``ids`` pieces in all, the others made up."""
     import io
 
     import sentencepiece
@@ -120,7 +131,8 @@ def sentencepiece_model(path: Path, size: str = "256") -> None:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(prose(100_000, words=2000).splitlines()),
         model_writer=model,
-        vocab_size=int(size),
+        vocab_size=int(ids or size),
+        user_defined_symbols=[f"<{number}>" for number in range(int(size), int(ids or size))],
         model_type="bpe",
         byte_fallback=True,
         pad_id=-1,
