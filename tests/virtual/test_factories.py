@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
 import numpy as np
@@ -144,9 +145,37 @@ def test_a_default_type_or_device_rules_what_it_rules_on_a_card(gpu: VirtualGPU)
         torch.set_default_device(None)
 
 
+def test_old_constructors_read_numbers_that_lie_on_the_card(gpu: VirtualGPU) -> None:
+    token, loss = torch.tensor(5, device="cuda"), torch.tensor(0.5, device="cuda")
+    assert torch.LongTensor([[token]]).tolist() == [[5]]
+    assert torch.FloatTensor([loss, 1.0]).tolist() == [0.5, 1.0]
+    assert torch.Tensor(((loss,), (loss + 1,))).tolist() == [[0.5], [1.5]]
+    assert torch.zeros(2).new([loss]).tolist() == torch.zeros(2).new_tensor([loss]).tolist() == [0.5]
+    assert torch.cuda.LongTensor([token, token]).tolist() == [5, 5]
+
+
+def test_types_of_the_host_are_still_types(gpu: VirtualGPU) -> None:
+    number = torch.zeros(2)
+    assert isinstance(number, torch.FloatTensor) and not isinstance(number, torch.LongTensor)
+    assert number.type() == "torch.FloatTensor" and number.type(torch.LongTensor).dtype is torch.int64
+    assert torch.nn.Linear(1, 1).type(torch.DoubleTensor).weight.dtype is torch.float64
+    assert torch.LongTensor.dtype is torch.int64 and torch.LongTensor.__name__ == "LongTensor"
+    assert (torch.LongTensor | None) and torch.LongTensor(2, 3).shape == (2, 3)
+    assert pickle.loads(pickle.dumps(torch.LongTensor)) is torch.LongTensor
+
+
+def test_a_table_of_types_that_was_made_before_is_found_by_them() -> None:
+    before = {torch.LongTensor: 1, torch.FloatTensor: 2}
+    with VirtualGPU("RTX 4090"):
+        assert before[torch.LongTensor] == 1 and before[torch.FloatTensor] == 2
+
+
 def test_the_constructor_is_torch_s_own_after_the_run() -> None:
+    kept = torch.LongTensor, torch.Tensor.new, torch.Tensor.new_tensor
     with VirtualGPU("RTX 4090"):
         torch.set_default_tensor_type(torch.cuda.HalfTensor)
         assert torch.Tensor(2).is_cuda
-    assert "__new__" not in vars(torch.Tensor)
+    assert not {"__new__", "new", "new_tensor"} & set(vars(torch.Tensor))
+    assert (torch.LongTensor, torch.Tensor.new, torch.Tensor.new_tensor) == kept
+    assert torch.LongTensor is kept[0]
     assert torch.Tensor(2).device.type == "cpu" and torch.Tensor([1.0]).dtype is torch.float32

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,40 +17,97 @@ from vramfit.virtual.gpu import VirtualGPU
 from vramfit.virtual.guards import guard
 
 BOTH = pytest.mark.parametrize("assume", list(Assume))
-SOURCE = """\
-assert x.all()
-assert not x.any(), "message"
-if x.any(): raise ValueError
-if not x.all(): raise ValueError
-if x > 3 or bad(x):
-    raise ValueError
-if x.all():
-    use(x)
-else:
-    raise ValueError
-torch._assert(x.all(), "message")
-torch._check(bool(x.all()))
-self.assertFalse(x.any())
-while x.any():
-    use(x)
-while x > 1:
-    use(x)
-if x.any():
-    use(x)
-if x is None: raise ValueError
-def f(x):
-    if x.all(): return
-    raise ValueError
-while True:
-    if not x.any():
-        break
-while True:
-    if (x == end).any():
-        break
-    if x.all(): break
-"""
-WANTED = {1: True, 2: False, 3: False, 4: True, 5: False, 7: True, 11: True, 12: True, 13: False, 14: False}
-WANTED |= {20: False, 22: True, 25: False}
+# What a program asks, and for each of its questions in turn what is wanted: None where that is not known.
+TESTS: list[tuple[str, list[bool | None]]] = [
+    ("assert x.all()", [True]),
+    ("assert not x.any(), 'message'", [False]),
+    ("if x.any(): raise ValueError", [False]),
+    ("if not x.all(): raise ValueError", [True]),
+    ("if x > 3 or not x:\n    raise ValueError", [False, True]),
+    ("if x and not x and y: raise ValueError", [False]),
+    ("if x.all():\n    use(x)\nelse:\n    raise ValueError", [True]),
+    ("def f(x):\n    if x.all(): return\n    raise ValueError\nf(x)", [True]),
+    ("_assert(x.all(), 'message')", [True]),
+    ("_check(bool(x.all()))", [True, True]),
+    ("_check(not x.any())", [False, True]),
+    ("assertFalse(x.any())", [False]),
+    # Around the question
+    ("assert any(not x for _ in '1') or y", [False]),
+    ("if any(not x for _ in '12'): raise ValueError", [True, True]),
+    ("assert all([not x, x])", [False, True]),
+    ("if any((x, not x)): raise ValueError", [True, False]),
+    ("assert (not x) == True", [False]),
+    ("assert x.any().item() == 0 and y", [False]),
+    ("assert bool(x) is False", [False]),
+    ("assert int(x) != 0", [True]),
+    ("if int(x) < 1: raise ValueError", [True]),
+    ("assert (z := x)", [True]),
+    ("assert x if y else True", [True]),
+    ("assert x or (y and not x)", [True]),
+    ("assert 1 < x < 5", [True, True]),
+    # Nobody knows what becomes of the answer
+    ("assert (lambda: not x)() or y", [None]),
+    ("assert [not x] and y", [None]),
+    ("assert y, 'message'\nbool(x)", []),
+    # Work would be left out, unless that is all that there is
+    ("if x.any():\n    use(x)\n    if not y: raise ValueError", []),
+    ("if x.any():\n    use(x)\n    if y: raise ValueError\n    else: raise KeyError", [False]),
+    ("if x.any():\n    if not y: raise ValueError", [False]),
+    ("if x.all():\n    use(x)\nelif y: raise ValueError", [True]),
+    ("try: pass\nfinally:\n    assert x and not x", [True, False]),
+    ("if x is None: raise ValueError", []),
+    ("if x.any():\n    use(x)", []),
+]
+# Loops: what ends them is asked where the reduction is made.
+ENDS: list[tuple[str, list[bool | None]]] = [
+    ("while x.any(): use(x)", [False]),
+    ("while not x.all(): use(x)", [True]),
+    ("while bool(x.any()) and y: use(x)", [False]),
+    ("while x > 1: break", []),
+    ("while True:\n    if not x.any(): break", [False]),
+    ("while True:\n    if (x == 3).any(): break\n    if x.all(): break\n    break", []),
+]
+
+
+class Asked:
+    """Stands in for a tensor: asks what is wanted where a program asks for its truth, or for any or all of it."""
+
+    def __init__(self, answers: list[bool | None], *, of_loops: bool) -> None:
+        self.answers = answers
+        self.of_loops = of_loops
+
+    def ask(self, depth: int = 2) -> bool:
+        found = guard(sys._getframe(depth))
+        if found is not None and found.raises != self.of_loops:
+            self.answers.append(found.wanted)
+        return bool(found is not None and found.wanted)
+
+    def called(self, *given: object) -> None:
+        self.ask()
+
+    def __bool__(self) -> bool:
+        return self.ask()
+
+    def __int__(self) -> int:
+        return int(self.ask())
+
+    def item(self) -> bool:
+        return self.ask()
+
+    def any(self) -> Any:
+        return self.ask() if self.of_loops else self
+
+    all = any
+
+    def __gt__(self, other: object) -> Any:
+        return self
+
+    __lt__ = __gt__
+
+    def __eq__(self, other: object) -> Any:
+        return self
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def run(program: Callable[[], object], assume: Assume = Assume.UPPER) -> VirtualGPU:
@@ -57,15 +116,48 @@ def run(program: Callable[[], object], assume: Assume = Assume.UPPER) -> Virtual
     return gpu
 
 
-def test_the_answer_that_lets_a_program_go_on_is_read_from_its_source(tmp_path: Path) -> None:
-    path = tmp_path / "program.py"
-    path.write_text(SOURCE)
-    found = {n: guard(str(path), n) for n in range(1, SOURCE.count("\n") + 1)}
-    assert {n: g.wanted for n, g in found.items() if g is not None} == WANTED
-    assert [n for n, g in found.items() if g is not None and not g.raises] == [14, 25]
-    path = tmp_path / "broken.py"
-    path.write_text("assert (")
-    assert guard(str(path), 1) is None and guard("<string>", 1) is None
+@pytest.mark.parametrize("of_loops", [False, True])
+def test_the_answer_that_lets_a_program_go_on_is_read_from_its_source(tmp_path: Path, of_loops: bool) -> None:
+    failed = []
+    for number, (source, wanted) in enumerate(ENDS if of_loops else TESTS):
+        path = tmp_path / f"program{number}.py"
+        path.write_text(source)
+        answers: list[bool | None] = []
+        x = Asked(answers, of_loops=of_loops)
+        names: dict[str, Any] = {"x": x, "y": True, "use": lambda x: None}
+        names |= dict.fromkeys(("_assert", "_check", "assertFalse"), x.called)
+        exec(compile(source, str(path), "exec"), names)
+        if answers != wanted:
+            failed.append((source, answers, wanted))
+    assert not failed
+
+
+def test_what_has_no_source_asks_for_nothing(tmp_path: Path) -> None:
+    for name in (tmp_path / "broken.py", "<string>"):
+        if isinstance(name, Path):
+            name.write_text("assert (")
+        answers: list[bool | None] = []
+        exec(compile("bool(x)", str(name), "exec"), {"x": Asked(answers, of_loops=False)})
+        assert not answers
+
+
+@BOTH
+def test_a_question_in_an_expression_is_answered_for_the_whole(assume: Assume) -> None:
+    def program() -> None:
+        parts = [torch.randn(300, 5000, device="cuda") for _ in range(2)]
+        if any(not torch.isfinite(x).all() for x in parts):
+            raise ValueError("no number")
+        assert all(not (x > 9).any() for x in parts)
+        assert (parts[0] > 9).any().item() == 0
+        assert (bool((parts[0] > 9).any()) if parts else True) is False
+        worked = 0
+        if (parts[0] > 0).any():
+            worked += 1
+            if (parts[0] > 100).any():
+                raise ValueError("too large")
+        assert worked == (1 if assume is Assume.UPPER else worked)
+
+    run(program, assume)
 
 
 @BOTH

@@ -77,6 +77,20 @@ def test_whoever_asks_a_mask_gets_the_same_count(assume: Assume, elements: int) 
     assert found["finite"] == {elements} and found["no number"] == {0}
 
 
+@BOTH
+def test_a_part_of_a_large_mask_counts_the_same_in_numbers(assume: Assume) -> None:
+    found: set[int] = set()
+
+    def program() -> None:
+        mask = (torch.randn(96, 640, device="cuda") > 0).view(-1)[:96]
+        found.update(
+            (int(mask.long().sum()), len(mask.int().nonzero()), len(mask.nonzero()), int(mask.sum()))
+        )
+
+    run(program, assume)
+    assert found == {96 if assume is Assume.UPPER else 48}
+
+
 def _filtered(values: Any, keep: Tensor) -> Any:
     if isinstance(values, torch.Tensor):
         return values[torch.as_tensor(keep, device=values.device)]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
+from vramfit.trace import EventKind
 from vramfit.virtual.gpu import VirtualGPU
 
 ROWS, COLUMNS, ELEMENTS = 1000, 2000, 50_000
@@ -54,17 +57,60 @@ def test_a_product_holds_zeros_and_its_result(gpu: VirtualGPU) -> None:
 
 
 def test_the_gradient_of_the_dense_matrix_is_a_product_with_the_transposed(gpu: VirtualGPU) -> None:
-    matrix, dense = on_host().cuda(), torch.ones(COLUMNS, 64, device="cuda", requires_grad=True)
+    matrix, dense = on_host().cuda(), torch.ones(COLUMNS, 512, device="cuda", requires_grad=True)
     out = matrix @ dense
     gradient = torch.ones_like(out)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     out.backward(gradient)
-    result = COLUMNS * 64 * 4
+    result = COLUMNS * 512 * 4
     assert dense.grad is not None and dense.grad.shape == dense.shape
-    # Its CSC form becomes CSR: new row counts, indices and values.
-    by_rows = 16_384 + 400_384 + 200_192
+    # Its CSC form becomes CSR: new row counts, indices and values; the indices are one of two rows that were sorted.
+    by_rows = 16_384 + 800_256 + 200_192
     assert torch.cuda.max_memory_allocated() - before == by_rows + 2 * result
+
+
+def test_a_matrix_by_columns_is_turned_as_torch_turns_it(gpu: VirtualGPU) -> None:
+    """native/TensorConversions.cpp, ``sparse_compressed_to_flipped``; the result comes before it, but for ``mm``."""
+    turning = [
+        ("_convert_indices_from_csr_to_coo", 16 * ELEMENTS),
+        ("div", 8 * ELEMENTS),
+        ("mul", 8 * ELEMENTS),
+        ("arange", 8 * ELEMENTS),
+        ("index_select", 16 * ELEMENTS),
+        ("index_select", 4 * ELEMENTS),
+        ("_convert_indices_from_coo_to_csr", 8 * (ROWS + 1)),
+        ("zeros_like", 8 * (ROWS + 1)),
+        ("sub", 8 * ROWS),
+    ]
+    first = [("add", 8 * COLUMNS), ("empty_like", 8 * (COLUMNS + 1)), *turning]
+    zeros, result, vector = ("new_zeros", RESULT), ("_sparse_addmm", RESULT), ("_sparse_addmm", 4 * ROWS)
+    matrix, dense = on_host(torch.sparse_csc).cuda(), torch.ones(COLUMNS, 64, device="cuda")
+    start, vectors = torch.zeros(ROWS, 64, device="cuda"), dense.t().contiguous()
+    small = {
+        "_to_copy",
+        "cumsum",
+        "sort",
+    }  # one number of the batch, and what a sort of these keys takes anyway
+
+    def taken(multiply: Callable[[], Tensor]) -> list[tuple[str, int]]:
+        before = len(gpu.trace)
+        held = torch.cuda.memory_allocated()
+        product = multiply()
+        assert torch.cuda.memory_allocated() - held == -(-product.nbytes // 512) * 512
+        trace = gpu.trace
+        rows = [row for row in range(before, len(trace)) if trace.kind[row] == EventKind.ALLOC]
+        found = [(trace.ops[trace.op[row]].removeprefix("aten."), int(trace.size[row])) for row in rows]
+        return [(name, size) for name, size in found if name not in small]
+
+    assert taken(lambda: matrix @ dense) == [*first, zeros, result]
+    assert taken(lambda: torch.addmm(start, matrix, dense)) == [result, *first]
+    assert taken(lambda: matrix @ vectors[0]) == [vector, *first]
+    # A factor that cuSPARSE cannot take as it lies is copied.
+    strided = torch.ones(COLUMNS, 128, device="cuda")[:, ::2]
+    copied = taken(lambda: matrix @ strided)
+    assert copied == [*first, zeros, result, ("_sparse_addmm", COLUMNS * 64 * 4)]
+    assert taken(lambda: matrix @ dense[:, 0]) == [vector, *first, ("_sparse_addmm", 4 * COLUMNS)]
 
 
 def test_products_without_a_rule_are_named(gpu: VirtualGPU) -> None:

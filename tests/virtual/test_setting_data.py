@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -245,6 +246,23 @@ def test_values_and_categories_follow(gpu: VirtualGPU) -> None:
     weight.data = torch.ones(1 << 18, device="cuda")
     trace = gpu.trace
     assert trace.category[int((trace.size == 4 << 18).nonzero()[0][-1])] == Category.PARAMETERS
+
+
+def test_what_came_back_shares_its_memory_with_arrays(gpu: VirtualGPU) -> None:
+    weight = nn.Parameter(torch.ones(3, device="cuda"))
+    weight.data = weight.data.cpu()
+    weight.detach().numpy()[0] = 5
+    np.asarray(weight.detach())[1] = 6
+    assert weight.tolist() == [5, 6, 1]
+
+
+def test_tensors_of_inference_mode_move(gpu: VirtualGPU) -> None:
+    with torch.inference_mode():
+        tensor = torch.ones(4)
+        tensor.data = tensor.data.cuda()
+        assert tensor.is_inference() and tensor.device.type == "cuda" and tensor.tolist() == [1] * 4
+        tensor.data = tensor.data.cpu()
+        assert tensor.is_inference() and tensor.add_(1).tolist() == [2] * 4
 
 
 def test_a_pinned_copy_stays_pinned_while_the_weight_has_it(gpu: VirtualGPU) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dis import get_instructions
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -218,29 +216,11 @@ def _guarding() -> Guard | None:
         name = frame.f_code.co_filename
         if name.startswith(_OWN):
             continue
-        if (found := guard(name, frame.f_lineno, partial(_question, frame))) is not None:
+        if (found := guard(frame)) is not None:
             return found
         if origin(name) is not Origin.RUNTIME:
             return None
     return None
-
-
-def _question(frame: FrameType) -> tuple[int, int]:
-    """The number of the question that a frame asks among those of its line, and how many they are.
-
-    Each is a conditional jump of the compiled line; they follow each other as in the source.
-    """
-    line, jumps = frame.f_lineno, []
-    for instruction in get_instructions(frame.f_code):
-        at = instruction.positions
-        if (
-            at is not None
-            and at.lineno == line
-            and "JUMP" in instruction.opname
-            and "_IF_" in instruction.opname
-        ):
-            jumps.append(instruction.offset)
-    return sum(offset < frame.f_lasti for offset in jumps), len(jumps)
 
 
 def _frames() -> Iterator[FrameType]:

@@ -34,6 +34,7 @@ _COMPARISONS = {
     getattr(torch.ops.aten, name) for name in ("lt", "le", "gt", "ge", "eq", "ne", "less", "greater")
 }
 _WHERE = torch.ops.aten.where.self
+_TO_COPY = torch.ops.aten._to_copy.default
 
 
 def is_quiet(func: torch._ops.OpOverload, info: OpInfo, out: Any) -> bool:
@@ -163,6 +164,8 @@ class Shading:
         if out.dtype is torch.bool and out.numel() > 1:
             return self.masks.values(out)
         source = args[0] if args else None
+        if func is _TO_COPY and isinstance(source, torch.Tensor) and source.dtype is torch.bool:
+            return self.masks.values(source).to(out.dtype)  # a part of a mask too large for values of its own
         if isinstance(source, torch.Tensor) and (holds := self.masks.answer(func, source)) is not None:
             return torch.full(out.shape, holds, device="cpu")
         if func._overloadpacket in _COMPARISONS and all(t.numel() <= MAX_ELEMENTS for t in tensors_in(args)):

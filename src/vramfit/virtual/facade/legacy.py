@@ -1,4 +1,4 @@
-"""Legacy tensor types: ``torch.cuda.FloatTensor(2, 3)``, ``Tensor.type``, the default tensor type."""
+"""Legacy tensor types: ``torch.cuda.FloatTensor(2, 3)``, ``torch.LongTensor([token])``, ``Tensor.type``, a default."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.programs.patching import PatchStack
 
@@ -57,13 +58,90 @@ def _construct(dtype: torch.dtype, args: tuple[Any, ...], device: torch.device) 
     return torch.tensor(first, dtype=dtype, device=device)
 
 
+class _HostTypeMeta(type):
+    """Metaclass of the stand-ins of the host's types, C types that cannot be patched: all but the call is theirs."""
+
+    original: type
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return cls.original(*_as_numbers(args), **kwargs)  # type: ignore[no-any-return]  # torch's own type
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls.original)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return subclass is cls or subclass is cls.original
+
+    def __eq__(
+        cls, other: object
+    ) -> bool:  # torch and others keep such types in tables that they made before
+        return other is cls or other is cls.original
+
+    def __hash__(cls) -> int:
+        return hash(cls.original)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.original, name)
+
+    def __repr__(cls) -> str:
+        return repr(cls.original)
+
+
+def _as_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of a constructor, with numbers for the tensors of the card in a list of data.
+
+    torch reads them one by one below the dispatcher, where the virtual GPU has no values, and takes them for lists.
+    """
+    if not args or not isinstance(args[0], list | tuple):
+        return args
+    return _number_of(args[0]), *args[1:]
+
+
+def _number_of(data: Any) -> Any:
+    if isinstance(data, FakeTensor):
+        return data.item()
+    if isinstance(data, list | tuple) and any(isinstance(item, FakeTensor | list | tuple) for item in data):
+        return [_number_of(item) for item in data]
+    return data
+
+
+def _patch_host_constructors(patches: PatchStack) -> None:
+    """``torch.LongTensor([token])``, ``torch.Tensor([loss])`` and ``tensor.new([loss])`` with tensors of the card."""
+    for name in _DTYPES:
+        original = getattr(torch, name)
+        contents = {"original": original, "__module__": "torch"}
+        patches.rebind([(original, _HostTypeMeta(name, (), contents))])
+
+    make: Callable[..., torch.Tensor] = torch.Tensor.__new__
+    new: Callable[..., torch.Tensor] = torch.Tensor.new
+    new_tensor: Callable[..., torch.Tensor] = torch.Tensor.new_tensor
+
+    def construct(*args: Any, **options: Any) -> torch.Tensor:
+        # Dynamo compares this signature with that of its own version, unless all is left open.
+        return make(args[0], *_as_numbers(args[1:]), **options)
+
+    patches.set(torch.Tensor, "__new__", construct)
+    patches.set(torch.Tensor, "new", lambda self, *args, **options: new(self, *_as_numbers(args), **options))
+    patches.set(
+        torch.Tensor,
+        "new_tensor",
+        lambda self, *args, **options: new_tensor(self, *_as_numbers(args), **options),
+    )
+
+
+def _own(wanted: Any) -> Any:
+    """torch's own type for the stand-in of one of the host, which C++ would not know."""
+    return wanted.original if isinstance(wanted, _HostTypeMeta) else wanted
+
+
 def _stand_in(name: str, dtype: torch.dtype) -> type:
     # The name is what Tensor.type() says of such a tensor.
     return _TensorTypeMeta(_PREFIX + name, (), {"dtype": dtype, "is_cuda": True, "__module__": "torch.cuda"})
 
 
 def patch_legacy_tensors(patches: PatchStack) -> None:
-    """Replace the tensor types of ``torch.cuda``: C types that a CPU build refuses to call."""
+    """Replace the tensor types of ``torch.cuda``, C types that a CPU build refuses to call, and those of the host."""
+    _patch_host_constructors(patches)  # before the default type, which replaces a constructor for a time
     types = {name: _stand_in(name, dtype) for name, dtype in _DTYPES.items()}
     for name, stand_in in types.items():
         patches.set(torch.cuda, name, stand_in)
@@ -125,7 +203,7 @@ def _tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         if dtype is None:
             return original(self)
-        return original(self, dtype, non_blocking, **kwargs)
+        return original(self, _own(dtype), non_blocking, **kwargs)
 
     type.__doc__ = original.__doc__
     return type
@@ -135,7 +213,9 @@ def _set_default_tensor_type(original: Callable[..., Any], defaults: _DefaultTyp
     def set_default_tensor_type(t: Any, /) -> None:
         found = _cuda_dtype(t)
         if found is None:
-            original(t)
+            if isinstance(t, str):
+                t = getattr(torch, t.removeprefix("torch."), t)
+            original(_own(t))
             torch.set_default_device(None)
             defaults.on_host()
         else:

@@ -1,4 +1,4 @@
-"""Products of a sparse and a dense matrix: narrow indices and column-major stand-ins for cuSPARSE.
+"""Products of a sparse and a dense matrix: narrow indices and dense stand-ins for cuSPARSE.
 
 aten/src/ATen/native/sparse/cuda/SparseCUDABlas.cpp (``csrmm2``) and SparseCUDATensorMath.cu
 (``s_addmm_out_sparse_dense_cuda``). cuSPARSE's own buffer (``cusparseSpMM_bufferSize``) is closed: an error bar.
@@ -19,10 +19,7 @@ def _product(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Ex
     del kwargs, ctx
     sparse, dense = args[1:3]
     if sparse.layout is torch.sparse_csr:
-        # native/sparse/cuda/SparseBlasImpl.cpp, ``spmm``: nothing of torch's own; cuSPARSE's buffer is an estimate.
-        scratch = Scratch()
-        scratch.doubt(((sparse.shape[0] + 1 + sparse._nnz()) * 8, 0))
-        return sequence(after=scratch)
+        return _compressed_product(sparse, dense)
     if sparse.layout is not torch.sparse_coo:
         return None
     indices, values = sparse._indices(), sparse._values()
@@ -39,6 +36,25 @@ def _product(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Ex
     scratch.take(nbytes(outputs))  # the result column by column, copied at last
     scratch.doubt((nbytes(outputs) + count * 8, 0))
     return sequence(after=scratch)
+
+
+def _compressed_product(sparse: torch.Tensor, dense: torch.Tensor) -> Extras | None:
+    """``spmm`` and ``addmv_out_sparse_csr`` (native/sparse/cuda/SparseBlasImpl.cpp).
+
+    A dense factor is copied if its strides are none that cuSPARSE takes; cuSPARSE's own buffer is an estimate.
+    """
+    scratch = Scratch()
+    scratch.take(0 if _suits_cusparse(dense) else nbytes(dense))
+    scratch.doubt(((sparse.shape[0] + 1 + sparse._nnz()) * 8, 0))
+    return sequence(after=scratch)
+
+
+def _suits_cusparse(dense: torch.Tensor) -> bool:
+    """Whether a vector is dense, or a matrix lies row after row or column after column, perhaps with gaps between."""
+    if dense.dim() == 1:
+        return dense.shape[0] < 2 or dense.stride(0) == 1
+    (rows, columns), (down, across) = dense.shape, dense.stride()
+    return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table({"_sparse_addmm": _product})

@@ -88,7 +88,7 @@ def become_virtual(mode: VirtualMode, tensor: torch.Tensor) -> None:
     other = mode.over(tensor.detach())
     hooks, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     gradient, requires_grad, cls = tensor.grad, tensor.requires_grad, type(tensor)
-    version = tensor._version
+    version = None if tensor.is_inference() else tensor._version  # inference tensors count none
     notes, virtual = dict(vars(tensor)), dict(vars(other))
     tensor.__class__ = FakeTensor
     other.__class__ = cls  # type: ignore[assignment]
@@ -100,6 +100,7 @@ def become_virtual(mode: VirtualMode, tensor: torch.Tensor) -> None:
         tensor._is_param = True
     tensor.requires_grad_(requires_grad)
     tensor.grad = gradient
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+    if version is not None:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
     tensor._backward_hooks = hooks
     tensor._post_accumulate_grad_hooks = after

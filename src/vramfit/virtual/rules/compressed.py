@@ -78,8 +78,9 @@ def make(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 def multiply(mode: VirtualMode, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> torch.Tensor:
     """A CSR or CSC matrix times a dense matrix or vector.
 
-    ``mm`` makes zeros to add to, and the sum (native/sparse/SparseCsrTensorMath.cpp, ``_sparse_csr_mm``). A CSC matrix
-    becomes a CSR one first: the same elements, by rows.
+    ``mm`` makes a CSR matrix of a CSC one, zeros to add to, and the sum (native/sparse/SparseCsrTensorMath.cpp,
+    ``_sparse_csr_mm``). ``addmm`` and ``mv`` make their result before they convert the matrix
+    (native/sparse/cuda/SparseCsrTensorMath.cu and SparseBlasImpl.cpp, ``addmm_out_sparse_csr``).
 
     Raises:
         NotImplementedError: the other factor is sparse, too, or the first one is dense.
@@ -90,24 +91,91 @@ def multiply(mode: VirtualMode, func: torch._ops.OpOverload, args: tuple[Any, ..
         message = f"the virtual GPU has no rule for {func} of {matrix.layout} and {dense.layout} tensors yet"
         mode.machine.warn("op-without-rule", message, location=mode.guesses.location())
         raise NotImplementedError(f"vramfit: {message}")
-    with mode:
-        parts = _by_rows(mode, matrix) if matrix.layout is torch.sparse_csc else parts_of(matrix)
-        starts = first == 0 and dense.dim() == 2
-        start = dense.new_zeros((matrix.shape[0], dense.shape[1])) if starts else args[0]
-    by_rows = build(mode, parts, tuple(matrix.shape), torch.sparse_csr)
     out = mode.fake_empty((matrix.shape[0], *dense.shape[1:]), dense.dtype, dense.device)
-    mode.settle(_SPARSE_ADDMM, mode.ops[_SPARSE_ADDMM], (start, by_rows, dense), {}, out)
+    info = mode.ops[_SPARSE_ADDMM]
+    if first == 0 and dense.dim() == 2:
+        by_rows = _by_rows(mode, matrix)
+        with mode:
+            start = dense.new_zeros(out.shape)
+    else:
+        start = args[0] if first else out
+        mode.meter.adopt(out, info.name)
+        by_rows = _by_rows(mode, matrix)
+    mode.settle(_SPARSE_ADDMM, info, (start, by_rows, dense), {}, out)
     return out
 
 
-def _by_rows(mode: VirtualMode, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """New parts for the elements of a CSC matrix in the order of its rows; nobody knows which they are."""
-    _, plain, values = parts_of(matrix)
-    counts = torch.empty(matrix.shape[0] + 1, dtype=plain.dtype, device=plain.device)
-    made = counts, torch.empty_like(plain), torch.empty_like(values)
-    for part in made:
+def _by_rows(mode: VirtualMode, matrix: torch.Tensor) -> torch.Tensor:
+    """A CSR matrix with the elements of a CSC one; a CSR one as it is."""
+    if matrix.layout is not torch.sparse_csc:
+        return matrix
+    with mode:  # metered like ops of the program
+        parts = _turned(mode, *parts_of(matrix), tuple(matrix.shape))
+    for part in parts:
         mode.shadows.forget(part)
-    return made
+    return build(mode, parts, tuple(matrix.shape), torch.sparse_csr)
+
+
+def _turned(
+    mode: VirtualMode,
+    compressed: torch.Tensor,
+    plain: torch.Tensor,
+    values: torch.Tensor,
+    shape: tuple[int, ...],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """New parts for the elements of a CSC matrix in the order of its rows; nobody knows which they are.
+
+    native/TensorConversions.cpp, ``sparse_compressed_to_flipped`` with a batch of one: what it names lives until its
+    end, and the new plain indices are one of the two rows of the sorted places, so that both stay.
+    """
+    rows, columns = shape
+    narrow = compressed.dtype is torch.int32
+    offset = _batch_offset(compressed, plain)
+    joined = _joined(compressed, offset, plain.shape[0])
+    places = _places(joined, plain, rows, columns, narrow=narrow)
+    keys = torch.arange(plain.shape[0], device=plain.device)  # written by ``flatten_indices``
+    mode.shadows.forget(keys)
+    mode.meter.expect(keys, None)
+    order = keys.sort()[1]
+    ordered = places.index_select(1, order)
+    taken = values.index_select(0, order)
+    counts = _aten._convert_indices_from_coo_to_csr.default(ordered[0], rows, out_int32=narrow)
+    return _batched(counts, rows), ordered[1], taken
+
+
+def _batch_offset(compressed: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+    count = torch.tensor([plain.shape[0]], dtype=compressed.dtype, device=compressed.device)
+    return count.expand(1).cumsum(-1).sub_(count)
+
+
+def _joined(compressed: torch.Tensor, offset: torch.Tensor, elements: int) -> torch.Tensor:
+    """The compressed indices of all matrices of the batch, of which there is one."""
+    moved = compressed[:-1].add(offset)
+    joined = torch.empty_like(compressed)
+    joined[:-1].copy_(moved)
+    joined[-1:].fill_(elements)
+    return joined
+
+
+def _places(
+    compressed: torch.Tensor, plain: torch.Tensor, rows: int, columns: int, *, narrow: bool
+) -> torch.Tensor:
+    """Row and column of each element, as for a COO tensor."""
+    places: torch.Tensor = _aten._convert_indices_from_csr_to_coo.default(
+        compressed, plain, out_int32=narrow, transpose=True
+    )
+    batch = places[1].div(columns, rounding_mode="trunc")
+    places[1].fmod_(columns)
+    places[0].add_(batch * rows)
+    return places
+
+
+def _batched(counts: torch.Tensor, rows: int) -> torch.Tensor:
+    """``compressed_to_batched_compressed_indices`` of one matrix."""
+    batched = torch.zeros_like(counts)
+    if rows:
+        batched[1:].copy_(counts[1:] - counts[:1])
+    return batched
 
 
 def adopt_parts(mode: VirtualMode, out: Any, name: str) -> None:
