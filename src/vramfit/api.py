@@ -193,27 +193,16 @@ def run(
         TraceFormatError: a file of the real run cannot be read.
         EnvironmentUnfitError: this torch cannot carry the virtual GPU.
     """
-    if gpu is not None and (device is not None or budget is not None):
-        raise UsageError(
-            "device= and budget= are for recording a real run, gpu= for a virtual GPU", "Give one"
-        )
-    if gpu is None and (writes is not None or writes_through):
-        raise UsageError(
-            "writes= and writes_through= are for a virtual GPU: a recorded program writes its files as ever",
-            "Give gpu= too, or leave them out",
-        )
+    _check_place(gpu, of_real=(device, budget), of_virtual=(writes, writes_through or None))
     spec = find_gpu(gpu) if isinstance(gpu, str) else gpu
     limit = None if budget is None else _budget(budget)
     limits = limits_from(steps, time)
     folder = None if cwd is None else Path(cwd)
-    name = os.fspath(program)
-    if not module and not (Path(folder or ".") / name).is_file():
-        raise UsageError(f"there is no script {name}", "Give the path of a Python file, or module=True")
+    command = _command(os.fspath(program), arguments, module, folder)
     bound = Tolerance.parse(tolerance)
     actual = None if against is None else read_actual(*together(against))
     if actual is not None:
         check_device(actual, None)  # a wrong file should not cost a run
-    command = ["-m", name, *arguments] if module else [name, *arguments]
     if spec is None:
         outcome = record_in_child(
             command,
@@ -240,6 +229,30 @@ def run(
         )
     report = Report(run=outcome, verdict=verdict(outcome))
     return report if actual is None else report._beside(actual, None, bound)
+
+
+def _check_place(
+    gpu: str | GpuSpec | None, *, of_real: Sequence[object], of_virtual: Sequence[object]
+) -> None:
+    """Make sure that what was given is either for a real run or for a virtual one; None stands for nothing."""
+    if gpu is not None and any(given is not None for given in of_real):
+        raise UsageError(
+            "device= and budget= are for recording a real run, gpu= for a virtual GPU", "Give one"
+        )
+    if gpu is None and any(given is not None for given in of_virtual):
+        raise UsageError(
+            "writes= and writes_through= are for a virtual GPU: a recorded program writes its files as ever",
+            "Give gpu= too, or leave them out",
+        )
+
+
+def _command(name: str, arguments: Sequence[str], module: bool, folder: Path | None) -> list[str]:
+    """What python would be given."""
+    if module:
+        return ["-m", name, *arguments]
+    if not (Path(folder or ".") / name).is_file():
+        raise UsageError(f"there is no script {name}", "Give the path of a Python file, or module=True")
+    return [name, *arguments]
 
 
 def _budget(budget: str | int) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -133,34 +134,72 @@ def run_command(
     limits = limits_of(steps, time)
     check_alloc_conf(alloc_conf)
     name_kernels(kernels, virtual=gpu is not None)
-    check_outputs((("--json", json), ("--trace", trace), ("--snapshot", snapshot), ("--report", report)))
-    if trace is not None:
-        from vramfit.trace.fileformat import check_trace_name
-
-        check_trace_name(trace)
+    outputs = _Outputs(json=json, trace=trace, snapshot=snapshot, report=report)
+    outputs.check()
     reference = read_reference(against or [], against_device, tolerance)
     check_source(command)
 
-    from vramfit.analysis import verdict as judge
-
-    # Beside the trace that was asked for: should this process be killed as well, it is found there.
-    journal = None if trace is None or _is_device(trace) else trace.with_name(f"{trace.name}.journal")
+    journal = outputs.journal
     try:
         with apart_from_json(json):
             run = where.run(command, alloc_conf=alloc_conf, journal=journal, limits=limits)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    verdict = judge(run)
     found, misfit = compare(reference, run)
-    try:
-        _write(run, verdict, found, json, trace, snapshot, report)
-    finally:
-        _show(run, verdict, found, json)
+    verdict = _tell(run, found, outputs)
     if journal is not None:
         journal.unlink(missing_ok=True)
     if misfit is not None:
         raise misfit
     raise typer.Exit(exit_code(run, verdict, found))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outputs:
+    """Files that were asked for; None for those that were not."""
+
+    json: Path | None
+    trace: Path | None
+    snapshot: Path | None
+    report: Path | None
+
+    @property
+    def journal(self) -> Path | None:
+        """Where the trace is written meanwhile: beside it, should this process be killed as well."""
+        if self.trace is None or _is_device(self.trace):
+            return None
+        return self.trace.with_name(f"{self.trace.name}.journal")
+
+    def check(self) -> None:
+        """Find what cannot be written before the program runs for minutes.
+
+        Raises:
+            UsageError: two options name the same file, or the trace is not named as one.
+            WriteError: a file cannot be written.
+        """
+        named = (
+            ("--json", self.json),
+            ("--trace", self.trace),
+            ("--snapshot", self.snapshot),
+            ("--report", self.report),
+        )
+        check_outputs(named)
+        if self.trace is not None:
+            from vramfit.trace.fileformat import check_trace_name
+
+            check_trace_name(self.trace)
+
+
+def _tell(run: Run, found: Reconciliation | None, outputs: _Outputs) -> Verdict:
+    """Judge a run, write what was asked for, and print the report even where something cannot be written."""
+    from vramfit.analysis import verdict as judge
+
+    verdict = judge(run)
+    try:
+        _write(run, verdict, found, outputs)
+    finally:
+        _show(run, verdict, found, outputs.json)
+    return verdict
 
 
 def name_kernels(file: Path | None, *, virtual: bool) -> None:
@@ -276,27 +315,19 @@ def _show(run: Run, verdict: Verdict, found: Reconciliation | None, json: Path |
         print_against(found, console, root=Path.cwd())
 
 
-def _write(
-    run: Run,
-    verdict: Verdict,
-    found: Reconciliation | None,
-    json: Path | None,
-    trace: Path | None,
-    snapshot: Path | None,
-    report: Path | None,
-) -> None:
+def _write(run: Run, verdict: Verdict, found: Reconciliation | None, outputs: _Outputs) -> None:
     """Write the files that were asked for, each whole or not at all."""
     from vramfit.report import render_json, write_text
 
-    if json is not None and json != Path("-"):
-        write_text(json, render_json(run, verdict, found))
-    if trace is not None:
-        run.trace.save(trace)
-    if snapshot is not None:
+    if outputs.json is not None and outputs.json != Path("-"):
+        write_text(outputs.json, render_json(run, verdict, found))
+    if outputs.trace is not None:
+        run.trace.save(outputs.trace)
+    if outputs.snapshot is not None:
         from vramfit.trace import write_snapshot
 
-        write_snapshot(run.trace, snapshot)
-    if report is not None:
+        write_snapshot(run.trace, outputs.snapshot)
+    if outputs.report is not None:
         from vramfit.report import write_page
 
-        write_page(report, run, verdict, root=Path.cwd())
+        write_page(outputs.report, run, verdict, root=Path.cwd())

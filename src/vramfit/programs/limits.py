@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from vramfit.errors import UsageError
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*([smh]?)")
+# As many digits as anybody waits for: python refuses to read thousands of them.
+_STEPS = re.compile(r"[0-9]{1,18}")
+_TIME = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([smh]?)")
 _AS_STEPS = "Give a number of steps, such as 3, or steady"
 _AS_TIME = "Write it as 90s, 10m or 1h"
 
@@ -49,7 +51,7 @@ def _steps(given: str | int | None) -> tuple[int | None, bool]:
     if given is None or given == "steady":
         return None, given == "steady"
     text = str(given).strip()
-    if isinstance(given, bool) or not (text.isascii() and text.isdecimal()) or int(text) < 1:
+    if isinstance(given, bool) or _STEPS.fullmatch(text) is None or int(text) < 1:
         raise UsageError(f"{given!r} is no number of steps", _AS_STEPS)
     return int(text), False
 

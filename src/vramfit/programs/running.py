@@ -40,9 +40,9 @@ def run_to_end(command: list[str], finish: Finish, patches: PatchStack, stopping
         stopping: ends the program before its own end.
     """
     _save_before_exit(patches, finish, stopping)
-    code, error = run_program(command, stopping)
-    code = _wind_down(code)
+    code, error = _wind_down(*run_program(command, stopping))
     code, error = stopping.ended(code, error)
+    threading.excepthook = _untold
     patches.undo()
     finish(code, error)
     _finalize()
@@ -197,13 +197,24 @@ def _is_ours(filename: str) -> bool:
     return filename.startswith(OWN_FOLDERS) or filename in ("<frozen runpy>", runpy.__file__)
 
 
-def _wind_down(code: int) -> int:
+def _wind_down(code: int, error: BaseException | None) -> tuple[int, BaseException | None]:
     """What an interpreter does at its end: wait for threads, run the exit handlers."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
+    except SystemExit as stop:
+        code = _exit_code(stop)
+    except BaseException as raised:  # by a handler of a signal; python leaves the threads to themselves then
+        _print_exception(raised)
+        if isinstance(raised, KeyboardInterrupt):
+            code, error = INTERRUPTED, raised
+    try:
         atexit._run_exitfuncs()
     except SystemExit as stop:
-        return _exit_code(stop)
-    except BaseException as error:
-        _print_exception(error)
-    return code
+        code = _exit_code(stop)
+    except BaseException as raised:
+        _print_exception(raised)
+    return code, error
+
+
+def _untold(arguments: threading.ExceptHookArgs) -> None:
+    """Threads that are still there fail by what is taken down around them; those of python just stop then."""

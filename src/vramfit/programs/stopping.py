@@ -7,7 +7,9 @@ NOTE [How a program is ended]
    time, by SIGURG, which nobody else uses and which by default does nothing.
 2. A program that catches it is found out: no exception of ours is being handled, and yet it works on. It is raised
    again, and the fourth time the process ends at once with the results saved.
-3. What does not end within some seconds is ordered to leave by the parent, and killed if it cannot hear it (it sits in
+3. Where the main thread has come to its end and waits for others, as python does, those are told by themselves, each
+   where it next works on the card.
+4. What does not end within some seconds is ordered to leave by the parent, and killed if it cannot hear it (it sits in
    C code); the journal of the trace is the result then.
 
 SIGTERM, where the program has no handler, ends it at once as it would without us, the results saved before. SIGINT is
@@ -16,11 +18,12 @@ left as python has it: a KeyboardInterrupt that the program may catch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +35,7 @@ from vramfit.programs.limits import Limits
 from vramfit.programs.patching import PatchStack
 from vramfit.programs.status import Order, State, Status, StatusWriter, read_order
 from vramfit.trace import Run
-from vramfit.trace.progress import STEADY, End, Progress, Unit
+from vramfit.trace.progress import STEADY, UNTOLD, End, Progress, Unit
 
 ORDERS = getattr(signal, "SIGURG", None)
 """The signal by which a parent says that there is an order; None where the system has none."""
@@ -61,7 +64,9 @@ class Stopping:
         self.lock: Any = None
         self._folder = folder
         self._writer = StatusWriter(folder)
-        self._status = Status()
+        # Apart from each other: threads count steps while the main one is told to end.
+        self._state, self._end, self._seen = State.STARTING, End.PROGRAM, UNTOLD
+        self._own_interrupt = self._own_terminate = False
         self._owner = os.getpid()
         self._told = 0
         self._over = False
@@ -72,37 +77,37 @@ class Stopping:
     @property
     def progress(self) -> Progress:
         """How far the program has come, and what ended it."""
-        return self._status.progress
+        return replace(self._seen, end=self._end)
 
     @property
     def asked(self) -> bool:
         """Whether the program was told to end."""
-        return self.progress.is_cut
+        return self._end is not End.PROGRAM
 
     def note(self, *, steps: int, unit: Unit, steady: int, module: str = "") -> None:
         """Tell how far the program has come."""
         if os.getpid() == self._owner:
-            found = replace(self.progress, steps=steps, unit=unit, steady=steady, module=module)
-            self._tell(replace(self._status, progress=found))
+            self._seen = Progress(steps=steps, unit=unit, steady=steady, module=module)
+            self._tell()
 
     def enough(self) -> bool:
         """Whether the steps so far are as many as were asked for."""
-        found, limits = self.progress, self.limits
+        found, limits = self._seen, self.limits
         return (limits.steps is not None and found.steps >= limits.steps) or (
             limits.steady and found.steady >= STEADY
         )
 
     def stop(self, end: End) -> None:
-        """Tell the program to end; in the main thread this raises.
+        """Tell the program to end; where it runs this raises.
 
         Raises:
             SystemExit: see NOTE [How a program is ended].
         """
-        if os.getpid() != self._owner or self._over:
+        if os.getpid() != self._owner or self._state is State.SAVING:
             return
-        if not self.asked:
-            self._tell(self._ending(end, State.STOPPING))
-        if threading.current_thread() is not threading.main_thread() and ORDERS is not None:
+        self._begin_end(end)
+        in_main = threading.current_thread() is threading.main_thread()
+        if not (in_main or self._over) and ORDERS is not None:
             signal.pthread_kill(threading.main_thread().ident or 0, ORDERS)
         self.check()
 
@@ -112,10 +117,10 @@ class Stopping:
         Raises:
             SystemExit: see NOTE [How a program is ended].
         """
-        if not self.asked or self._over or os.getpid() != self._owner:
+        if not self.asked or os.getpid() != self._owner:
             return
         if threading.current_thread() is threading.main_thread():
-            if _is_handled():
+            if self._over or _is_handled():
                 return
             self._told += 1
             if self._told > _TIMES:
@@ -139,10 +144,10 @@ class Stopping:
         self._listen(patches)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
-        self._tell(replace(self._status, state=State.RUNNING))
+        self._tell(State.RUNNING)
 
     def over(self) -> None:
-        """The program has ended: nothing is raised any longer."""
+        """The main thread has come to its end: nothing is raised in it any longer, though others may work on."""
         self._over = True
 
     def is_of_the_stop(self, error: BaseException) -> bool:
@@ -150,26 +155,39 @@ class Stopping:
 
         A DataLoader says that its worker died where both were sent the signal; ours may arrive a moment later.
         """
+        if _is_out_of_memory(error):
+            return False
         if self.asked:
             return True
-        if "DataLoader worker" in str(error):
+        if _is_of_worker(error):
             threading.Event().wait(0.5)  # handlers of signals run meanwhile
             return self.asked or signals_noted(self._folder) > 0
         return False
 
     def ended(self, code: int, error: BaseException | None) -> tuple[int, BaseException | None]:
         """The exit code and the error to report for a program that has come to its end."""
-        if _GET_SIGNAL(signal.SIGINT) is signal.default_int_handler:
+        in_main = threading.current_thread() is threading.main_thread()  # others end it by `os._exit`
+        if in_main and _GET_SIGNAL(signal.SIGINT) is signal.default_int_handler:
             _SET_SIGNAL(signal.SIGINT, signal.SIG_IGN)  # what is left to do is ours, and short
-        if self.progress.was_asked_for:
-            self._tell(replace(self._status, state=State.SAVING))
-            return 0, None
-        interrupted = signals_noted(self._folder) > 0 and not self._status.own_interrupt and code != 0
-        if isinstance(error, KeyboardInterrupt) or interrupted:
-            self._tell(self._ending(End.INTERRUPTED, State.SAVING))
-            return INTERRUPTED, None
-        self._tell(replace(self._status, state=State.SAVING))
-        return code, error
+        if _is_out_of_memory(error):  # it does not fit, whatever else was going to end it
+            found = code, error
+        elif self.progress.was_asked_for:
+            found = 0, None
+        elif self._is_interrupted(code, error):
+            self._end = End.INTERRUPTED
+            found = INTERRUPTED, None
+        else:
+            found = code, error
+        self._tell(State.SAVING)
+        return found
+
+    def _is_interrupted(self, code: int, error: BaseException | None) -> bool:
+        """Whether an interrupt ended the program: it may have caught it, and failed later for reasons of its own."""
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        if code == 0 or self._own_interrupt or not signals_noted(self._folder):
+            return False
+        return error is None or _is_of_interrupt(error)
 
     def told(self, run: Run) -> Run:
         """The run with what is known of its progress."""
@@ -177,32 +195,29 @@ class Stopping:
 
     def leave(self) -> None:
         """Save the results and end the process, whatever the program is doing, with nothing left behind."""
-        if self._status.state is State.SAVING:
+        if self._state is State.SAVING:
             return
         self._over = True
-        self._tell(replace(self._status, state=State.SAVING))
-        _end_children()
-        end = self.progress.end
-        if end is End.TERMINATED:
-            self._results(-signal.SIGTERM)
-            _SET_SIGNAL(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-        code = INTERRUPTED if end is End.INTERRUPTED else 0
-        self._results(code)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        _EXIT(code)
-
-    def _results(self, code: int) -> None:
-        if self._save is not None:
-            self._save(code)
+        self._tell(State.SAVING)
+        terminated = self._end is End.TERMINATED
+        code = INTERRUPTED if self._end is End.INTERRUPTED else 0
+        try:
+            _end_children()
+            if self._save is not None:
+                self._save(-signal.SIGTERM if terminated else code)
+        finally:  # without results the parent reads the journal
+            if terminated:
+                _SET_SIGNAL(signal.SIGTERM, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGTERM)
+            _flush()
+            _EXIT(code)
 
     # -- signals -------------------------------------------------------------------------------------------------
 
     def _obey(self, number: int, frame: FrameType | None) -> None:
         """The parent has an order. It is given again as long as nothing comes of it."""
         del number, frame
-        if os.getpid() != self._owner or self._busy():
+        if os.getpid() != self._owner or self._busy() or self._state is State.SAVING:
             return
         order = read_order(self._folder)
         if order is None:
@@ -210,8 +225,7 @@ class Stopping:
         elif order[0] is Order.STOP:
             self.stop(order[1])
         elif order[0] is Order.LEAVE:
-            if not self.asked:
-                self._tell(self._ending(order[1], State.STOPPING))
+            self._begin_end(order[1])
             self.leave()
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
@@ -220,8 +234,8 @@ class Stopping:
         if os.getpid() != self._owner:
             _SET_SIGNAL(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        elif not self._busy():
-            self._tell(self._ending(End.TERMINATED, State.STOPPING))
+        elif not self._busy() and self._state is not State.SAVING:
+            self._end = End.TERMINATED
             self.leave()
 
     def _busy(self) -> bool:
@@ -258,10 +272,12 @@ class Stopping:
         if os.getpid() != self._owner:
             return
         own = handler not in _DEFAULTS
+        # For good: what came while it handled them is not held against it once it does no longer.
         if number == signal.SIGINT:
-            self._tell(replace(self._status, own_interrupt=own or self._status.own_interrupt))
+            self._own_interrupt |= own
         elif number == signal.SIGTERM:
-            self._tell(replace(self._status, own_terminate=own))
+            self._own_terminate |= own
+        self._tell()
 
     def _forget(self) -> None:
         """This is a forked child, which ends by a signal as any other process does."""
@@ -269,22 +285,60 @@ class Stopping:
             if number is not None and _GET_SIGNAL(number) in (self._terminate, self._obey):
                 _SET_SIGNAL(number, signal.SIG_DFL)
 
-    def _ending(self, end: End, state: State) -> Status:
-        return replace(self._status, state=state, progress=replace(self.progress, end=end))
+    def _begin_end(self, end: End) -> None:
+        """Note that the program is told to end; what did so first counts."""
+        if not self.asked:
+            self._end = end
+        self._tell(State.STOPPING)
 
-    def _tell(self, status: Status) -> None:
-        self._status = status
+    def _tell(self, state: State | None = None) -> None:
+        self._state = self._state if state is None else state
+        status = Status(
+            state=self._state,
+            own_interrupt=self._own_interrupt,
+            own_terminate=self._own_terminate,
+            progress=self.progress,
+        )
         self._writer.write(status)
 
 
 def _is_handled() -> bool:
     """Whether an exception of ours is being handled: the program is on its way out."""
-    error = sys.exc_info()[1]
-    while error is not None:
-        if getattr(error, _OURS, False):
-            return True
+    return any(getattr(error, _OURS, False) for error in _with_contexts(sys.exc_info()[1]))
+
+
+def _is_of_interrupt(error: BaseException) -> bool:
+    """Whether an exception tells of an interrupt that something between has made another one of."""
+    return any(
+        isinstance(one, KeyboardInterrupt) or "KeyboardInterrupt" in str(one) or _is_of_worker(one)
+        for one in _with_contexts(error)
+    )
+
+
+def _is_of_worker(error: BaseException) -> bool:
+    """Whether an exception says that a worker of a DataLoader has died."""
+    return "DataLoader worker" in str(error)
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    torch = sys.modules.get("torch")  # the parent imports this module, and has none
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+
+
+def _with_contexts(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those that were being handled when it was raised."""
+    seen: set[int] = set()  # a program can tie them to a ring
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
         error = error.__context__
-    return False
+
+
+def _flush() -> None:
+    """Write out what was printed; it may go to a pipe that nobody reads, or be interrupted in just that."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
+            stream.flush()
 
 
 def _end_children() -> None:
