@@ -11,6 +11,7 @@ import posix
 import shutil
 import socket
 import sqlite3
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -242,3 +243,30 @@ def test_a_folder_of_work_is_no_cache(tmp_path: Path, monkeypatch: pytest.Monkey
     assert str(tmp_path / "models" / ".triton") in through
     assert str(tmp_path / "models" / "Ultralytics") in through
     assert not {"/tmp", ".", "~", str(tmp_path / "work"), str(tmp_path / "models")} & set(through)
+
+
+LEFT = """
+from pathlib import Path
+from vramfit.virtual.gpu import VirtualGPU
+
+VirtualGPU("RTX 4090").__enter__()
+Path("deep/er").mkdir(parents=True)
+Path("deep/er/kept.txt").write_text("aside")
+raise SystemExit(5)
+"""
+
+
+def test_a_process_that_ends_inside_a_block_leaves_nothing(tmp_path: Path) -> None:
+    work, temporary = tmp_path / "work", tmp_path / "temporary"
+    for folder in (work, temporary):
+        folder.mkdir()
+    ended = subprocess.run(
+        [sys.executable, "-c", LEFT],
+        cwd=work,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 5 and "Error" not in ended.stderr
+    assert not [*work.iterdir(), *temporary.iterdir()]

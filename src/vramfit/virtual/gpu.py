@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import sys
 import tempfile
@@ -208,6 +209,9 @@ class VirtualGPU:
         )
         policy = make_policy(self._writes, workplace=workplace, through=self._through)
         self._protection = self._files.enter_context(standing(protect(policy, in_child=False)))
+        # A process may end inside the block: the folder of what was set aside is to go after the patches have gone.
+        atexit.register(self._files.close)
+        self._files.callback(atexit.unregister, self._files.close)
 
     # -- results -------------------------------------------------------------------------------------------------
 
