@@ -18,6 +18,8 @@ class _Absent:
 
 _ABSENT = _Absent()
 _OURS = __name__.partition(".")[0]
+# Tells objects that live apart as `id` does, which Python announces to audit hooks each time (files/patches/audit.py).
+_identity = object.__hash__
 
 
 class PatchStack:
@@ -30,7 +32,6 @@ class PatchStack:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
         self._rebound: list[tuple[object, object]] = []
-        self._waiting: list[tuple[object, object]] | None = None
 
     def __len__(self) -> int:
         """Number of steps that `undo` would take."""
@@ -106,26 +107,12 @@ class PatchStack:
         # through all modules again: once for all that was rebound, since names are found by identity in any order.
         self._rebound += [(new, old) for old, new in found]
         self.call(self._bind_back)
-        if self._waiting is not None:
-            self._waiting += found
-            return 0
-        return _swap_names(found)
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Look through all modules once, at the end, for everything that is to be rebound in the block."""
-        waiting: list[tuple[object, object]] = []
-        self._waiting = waiting
-        try:
-            yield
-        finally:
-            self._waiting = None
-        _swap_names(_followed(waiting))
+        return _rename(found)
 
     def _bind_back(self) -> None:
         back, self._rebound = self._rebound, []
         if back:
-            _swap_names(_followed(back))
+            _rename(_followed(back))
 
     def undo(self) -> None:
         """Undo everything, last first. Idempotent; an undo that fails does not keep the others from running.
@@ -154,21 +141,50 @@ class PatchStack:
         self.undo()
 
 
+_waiting: list[list[tuple[object, object]]] = []
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Look through all modules once, at the end, for all that any stack rebinds or binds back in the block.
+
+    That takes most of the time of patching. Where the block fails nothing is renamed: undo the stacks after it.
+    """
+    if _waiting:
+        yield
+        return
+    mine: list[tuple[object, object]] = []
+    _waiting.append(mine)
+    try:
+        yield
+    finally:
+        _waiting.clear()
+    _swap_names(_followed(mine))
+
+
+def _rename(pairs: list[tuple[object, object]]) -> int:
+    """Replace objects under all their names, now or at the end of `together`."""
+    if _waiting:
+        _waiting[0].extend(pairs)
+        return 0
+    return _swap_names(pairs)
+
+
 def _followed(pairs: list[tuple[object, object]]) -> list[tuple[object, object]]:
     """Pairs whose second object is the last that comes of the first: what one gives another may replace."""
-    following = {id(one): other for one, other in pairs}
+    following = {_identity(one): other for one, other in pairs}
 
     def last(obj: object) -> object:
-        while id(obj) in following:
-            obj = following[id(obj)]
+        while (number := _identity(obj)) in following:
+            obj = following[number]
         return obj
 
     return [(one, last(other)) for one, other in pairs]
 
 
 def _swap_names(pairs: list[tuple[object, object]]) -> int:
-    # `pairs` keeps the objects to be found alive, so their ids are theirs alone.
-    table = {id(old): new for old, new in pairs}
+    # `pairs` keeps the objects to be found alive, so their identities are theirs alone.
+    table = {_identity(old): new for old, new in pairs}
     wanted = set(table)
     count = 0
     for path, module in list(sys.modules.items()):
@@ -177,10 +193,10 @@ def _swap_names(pairs: list[tuple[object, object]]) -> int:
         # vars(), not getattr: modules with a lazy __getattr__ must not be made to import things.
         names = vars(module)
         # Nearly every module has none of them: this asks without a loop in Python, five times as fast.
-        if wanted.isdisjoint(map(id, list(names.values()))):
+        if wanted.isdisjoint(map(_identity, list(names.values()))):
             continue
         for name, value in list(names.items()):
-            if id(value) in table:
-                names[name] = table[id(value)]
+            if (number := _identity(value)) in table:
+                names[name] = table[number]
                 count += 1
     return count

@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from vramfit.patching import PatchStack
+from vramfit.patching import PatchStack, together
 
 
 class Base:
@@ -109,7 +109,7 @@ def test_what_is_rebound_together_is_looked_for_once(module: ModuleType, monkeyp
     first, second, third, fourth, other, another = (object() for _ in range(6))
     module.copied, module.other = first, other
     with PatchStack() as patches:
-        with patches.together():
+        with together():
             assert patches.rebind([(first, second)]) == 0
             assert patches.rebind([(other, another), (second, third)]) == 0
             assert module.copied is first
@@ -119,11 +119,29 @@ def test_what_is_rebound_together_is_looked_for_once(module: ModuleType, monkeyp
     assert (module.copied, module.other) == (first, other)
 
 
+def test_two_stacks_are_put_back_at_once(module: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    from vramfit import patching
+
+    first, second, third = (object() for _ in range(3))
+    module.copied = first
+    below, above = PatchStack(), PatchStack()
+    with together():
+        below.rebind([(first, second)])
+        above.rebind([(second, third)])
+    assert module.copied is third
+    sweeps, sweep = [], patching._swap_names
+    monkeypatch.setattr(patching, "_swap_names", lambda pairs: sweeps.append(pairs) or sweep(pairs))
+    with together():
+        above.undo()
+        below.undo()
+    assert module.copied is first and len(sweeps) == 1
+
+
 def test_nothing_is_rebound_where_the_block_fails(module: ModuleType):
     old, new = object(), object()
     module.copied = old
     with PatchStack() as patches:
-        with pytest.raises(ZeroDivisionError), patches.together():
+        with pytest.raises(ZeroDivisionError), together():
             patches.rebind([(old, new)])
             raise ZeroDivisionError
         assert module.copied is old

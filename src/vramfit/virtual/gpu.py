@@ -22,7 +22,7 @@ from vramfit.files.policy import writes_of
 from vramfit.files.protection import standing
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.gpus.profile import MeasuredProfile, chosen_profile, profile_doubt
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack, together
 from vramfit.trace import (
     Category,
     DeviceOutcome,
@@ -119,6 +119,7 @@ class VirtualGPU:
         self._patches = PatchStack()
         self._writes = writes_of(writes)
         self._through = [*writes_through, *([] if journal is None else [journal])]
+        self._folder = contextlib.ExitStack()
         self._files = contextlib.ExitStack()
         self._protection: Protection | None = None
         self._history_start = 0
@@ -139,8 +140,8 @@ class VirtualGPU:
         self.mode.exclusive_counts = exclusive_counts()
         self._started = time.perf_counter()
         try:
-            self._protect()
-            with self._patches.together():
+            with together():
+                self._protect()
                 facade.install(self._machine, self._patches)
                 program.install(self.mode, self._patches)
                 ranks.install(self.mode, self._patches)
@@ -156,8 +157,7 @@ class VirtualGPU:
             self._machine.hooks.free = lambda device, address: self.meter.free(address, device)
             self.mode.__enter__()
         except BaseException:
-            self._patches.undo()
-            self._files.close()
+            self._put_back()
             build_shim.uninstall()
             raise
         if (written := self._builder.journal) is not None:
@@ -194,8 +194,7 @@ class VirtualGPU:
         self._tell_shapes(error)
         self._run = self._outcome(error)
         self.mode.__exit__(kind, error, traceback)
-        self._patches.undo()
-        self._files.close()
+        self._put_back()
         build_shim.uninstall()
         if self._builder.journal is not None:
             self._builder.journal.close()
@@ -204,14 +203,21 @@ class VirtualGPU:
         """Keep the block's writes from the real files, unless something does already."""
         if current() is not None:
             return
-        workplace = self._files.enter_context(
+        workplace = self._folder.enter_context(
             tempfile.TemporaryDirectory(prefix="vramfit-", ignore_cleanup_errors=True)
         )
         policy = make_policy(self._writes, workplace=workplace, through=self._through)
         self._protection = self._files.enter_context(standing(protect(policy, in_child=False)))
         # A process may end inside the block: the folder of what was set aside is to go after the patches have gone.
-        atexit.register(self._files.close)
-        self._files.callback(atexit.unregister, self._files.close)
+        atexit.register(self._put_back)
+
+    def _put_back(self) -> None:
+        """Undo the patches of torch and of files, then remove what was set aside."""
+        atexit.unregister(self._put_back)
+        with together():
+            self._patches.undo()
+            self._files.close()
+        self._folder.close()
 
     # -- results -------------------------------------------------------------------------------------------------
 
