@@ -63,7 +63,7 @@ from vramfit.analysis.states import Holding, State, no_card, state_from_trace, s
 from vramfit.analysis.steps import LEAST_STEPS, Steps, StepSource, steps
 from vramfit.analysis.tolerance import DEFAULT_TOLERANCE, Tolerance
 from vramfit.analysis.tuning import DeviceRecording, Trap, TrapKind, Trial, Tuning, tune
-from vramfit.analysis.verdict import NAMES, NO_CARD, DeviceVerdict, Outcome, Verdict, verdict
+from vramfit.analysis.verdict import NAMES, NO_CARD, VARIES, DeviceVerdict, Outcome, Verdict, verdict
 from vramfit.trace.frames import Origin, origin, short_location, user_frame
 
 __all__ = [
@@ -71,6 +71,7 @@ __all__ = [
     "LEAST_STEPS",
     "NAMES",
     "NO_CARD",
+    "VARIES",
     "Alignment",
     "Answer",
     "Bound",

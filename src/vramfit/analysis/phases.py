@@ -12,6 +12,7 @@ import numpy as np
 from vramfit.analysis.curves import Curves, Measure, curves
 from vramfit.analysis.lifetimes import lifetimes
 from vramfit.trace import MemoryTrace
+from vramfit.units import MIB
 
 _STEP = re.compile(r"^(?P<loop>.*?)\s*(?P<number>\d+)/(?P<part>.+)$")
 
@@ -29,6 +30,7 @@ class Phase:
         start_allocated: bytes just before it was first entered.
         end_allocated: bytes when it was last left.
         peak_allocated: the highest while in it, counting the start of each visit.
+        least_allocated: the lowest after any of its events.
         peak_reserved: likewise for reserved bytes.
         duration_us: time in it, between its first and last event of each visit.
     """
@@ -41,6 +43,7 @@ class Phase:
     start_allocated: int
     end_allocated: int
     peak_allocated: int
+    least_allocated: int
     peak_reserved: int
     duration_us: int
 
@@ -66,19 +69,42 @@ class PhaseSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Growth:
-    """Allocated bytes left at the end of each iteration.
+    """What the iterations leave behind.
+
+    What is alive at the end of an iteration tells no growth: gradients that each iteration drops at its start are
+    still there at the end of the last one. What counts is the low-water mark: the bytes that an iteration holds at
+    every moment of it.
 
     Attributes:
         iterations: their numbers.
         end_allocated: bytes at the end of each.
-        per_iteration: the median change from one iteration to the next, leaving out the first two
+        least_allocated: the fewest bytes during each.
+        per_iteration: the median change of these from one iteration to the next, leaving out the first two
             iterations, in which optimizer state, gradients and workspaces come into being; None with fewer
             than four.
+        lasts: every change after the first two iterations is one upwards, and there are two at least.
     """
 
     iterations: tuple[int, ...]
     end_allocated: tuple[int, ...]
+    least_allocated: tuple[int, ...]
     per_iteration: int | None
+    lasts: bool
+
+    @property
+    def is_leak(self) -> bool:
+        """Whether it goes on from iteration to iteration, by a MiB at least."""
+        return self.lasts and self.per_iteration is not None and self.per_iteration >= MIB
+
+    def runs_out_at(self, headroom: int) -> int | None:
+        """The iteration about which memory runs out if it goes on like this; None where nothing leaks.
+
+        Args:
+            headroom: bytes of the card that were never used up to the last iteration.
+        """
+        if not self.is_leak or not self.per_iteration:
+            return None
+        return self.iterations[-1] + max(0, headroom) // self.per_iteration + 1
 
 
 def phases(trace: MemoryTrace, device: int = 0, *, bytes_over: Curves | None = None) -> tuple[Phase, ...]:
@@ -97,6 +123,7 @@ def phases(trace: MemoryTrace, device: int = 0, *, bytes_over: Curves | None = N
     allocated, reserved = bytes_over.allocated, bytes_over.reserved
     before = np.where(starts > 0, allocated[starts - 1], bytes_over.start[Measure.ALLOCATED])
     tops = np.maximum(np.maximum.reduceat(allocated, starts), before)
+    lows = np.minimum.reduceat(allocated, starts)
     reserved_tops = np.maximum.reduceat(reserved, starts)
     durations = trace.time_us[ends] - trace.time_us[starts]
     visits: dict[int, list[int]] = {}
@@ -117,6 +144,7 @@ def phases(trace: MemoryTrace, device: int = 0, *, bytes_over: Curves | None = N
                 start_allocated=int(before[mine[0]]),
                 end_allocated=int(allocated[ends[mine[-1]]]),
                 peak_allocated=int(tops[mine].max()),
+                least_allocated=int(lows[mine].min()),
                 peak_reserved=int(reserved_tops[mine].max()),
                 duration_us=int(durations[mine].sum()),
             )
@@ -150,17 +178,23 @@ def summarise(all_phases: tuple[Phase, ...]) -> tuple[PhaseSummary, ...]:
 def growth(all_phases: tuple[Phase, ...]) -> Growth:
     """What each iteration leaves behind. A leak shows as a steady positive change."""
     last_of: dict[int, Phase] = {}
+    least: dict[int, int] = {}
     for phase in all_phases:
         if phase.iteration is not None:
+            least[phase.iteration] = min(
+                phase.least_allocated, least.get(phase.iteration, phase.least_allocated)
+            )
             known = last_of.get(phase.iteration)
             if known is None or phase.last_row > known.last_row:
                 last_of[phase.iteration] = phase
     ordered = sorted(last_of.items())
-    ends = tuple(phase.end_allocated for _, phase in ordered)
-    settled = ends[2:]
+    levels = tuple(least[number] for number, _ in ordered)
+    settled = levels[2:]
     changes = [later - earlier for earlier, later in itertools.pairwise(settled)]
     return Growth(
         iterations=tuple(number for number, _ in ordered),
-        end_allocated=ends,
+        end_allocated=tuple(phase.end_allocated for _, phase in ordered),
+        least_allocated=levels,
         per_iteration=round(statistics.median(changes)) if changes else None,
+        lasts=len(changes) > 1 and min(changes) > 0,
     )

@@ -7,9 +7,19 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
+from vramfit.analysis.phases import growth, phases
 from vramfit.gpus import GpuKind, GpuSpec, catalogue
-from vramfit.trace import Category, DeviceOutcome, Frame, OomReport, Run
-from vramfit.units import format_bytes
+from vramfit.trace import (
+    Category,
+    DeviceOutcome,
+    Frame,
+    OomReport,
+    ReservedBar,
+    Run,
+    Source,
+    reserved_bar,
+)
+from vramfit.units import MIB, format_bytes
 
 NAMES: Mapping[Category, str] = {
     Category.PARAMETERS: "parameters",
@@ -33,6 +43,10 @@ _ROOM = 1.03  # contexts and allocators differ a little from card to card
 _LARGER_CARD = "a larger card: whatever the program does, its context stays"
 _LARGER = 1.05
 """How much larger a card must be to be offered in place of one that ran out."""
+
+VARIES = 130 * MIB
+"""By how much the memory of a card differs from driver to driver: NVML of three cards, each under a driver of its own,
+saw 70 to 130 MiB more than the totals that are known of the same cards elsewhere."""
 
 _NOTABLE = 0.02
 """Share of the card from which free gaps are named as a reason: every allocator has some."""
@@ -68,8 +82,9 @@ class DeviceVerdict:
         headroom: total less context less peak reserved.
         breakdown: where the bytes are: at the peak of allocated memory, or, where the run ended by running
             out on this card, at that moment.
-        error_below: by how much the peak may be lower, since some sizes were estimated.
+        error_below: by how much the peak of allocated bytes may be lower, since some sizes were estimated.
         error_above: by how much it may be higher.
+        reserved_bar: the same of reserved bytes, on which the verdict rests.
     """
 
     index: int
@@ -83,6 +98,7 @@ class DeviceVerdict:
     breakdown: Breakdown
     error_below: int = 0
     error_above: int = 0
+    reserved_bar: ReservedBar = ReservedBar()
 
     @property
     def used(self) -> int:
@@ -118,6 +134,10 @@ class Verdict:
         needed: bytes that this choice rests on, with this card's context; each other card counts its own.
         why: the reasons in words, most important first; empty for a run that fits.
         advice: what to try next, in words.
+        close: the card's memory decides by less than it differs from driver to driver.
+        grows_by: bytes by which what every iteration holds grows from one to the next; 0 where nothing leaks.
+        runs_out_at: the iteration about which memory runs out if it goes on growing; None where nothing leaks, or
+            memory ran out already.
         bounded: every size that depends on data lies within the error bar; False where nothing bounds one.
     """
 
@@ -133,6 +153,9 @@ class Verdict:
     why: tuple[str, ...]
     advice: tuple[str, ...]
     bounded: bool = True
+    close: bool = False
+    grows_by: int = 0
+    runs_out_at: int | None = None
 
     @property
     def device(self) -> DeviceVerdict:
@@ -147,14 +170,14 @@ class Verdict:
 
     @property
     def certain(self) -> bool:
-        """Whether the answer stays the same over the whole error bar of the peak."""
+        """Whether the answer stays the same over the whole error bar of the peak, of allocated and of reserved bytes."""
         device = self.device
         if not self.bounded:
             return False
         if self.outcome is Outcome.DOES_NOT_FIT:
-            return self.needed - device.error_below > device.total
+            return not device.reserved_bar.serves and self.needed - device.error_below > device.total
         fits = self.outcome in (Outcome.FITS, Outcome.FITS_SO_FAR)
-        return fits and device.error_above <= device.headroom
+        return fits and max(device.error_above, device.reserved_bar.above) <= device.headroom
 
 
 def verdict(run: Run, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = None) -> Verdict:
@@ -169,7 +192,30 @@ def verdict(run: Run, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = N
         tensors: how many groups of tensors each breakdown keeps.
         cards: among which the smallest that would do is sought; None means the catalogue.
     """
-    offered = catalogue() if cards is None else tuple(cards)
+    found = _judged(run, tensors, catalogue() if cards is None else tuple(cards))
+    grown = growth(phases(run.trace, found.device.index))
+    goes_on = grown.is_leak and found.fits is not False
+    return replace(
+        found,
+        bounded=all(warning.code != "size-without-bound" for warning in run.warnings),
+        close=run.source is not Source.CARD and _is_close(found),
+        grows_by=(grown.per_iteration or 0) if grown.is_leak else 0,
+        runs_out_at=grown.runs_out_at(found.device.headroom) if goes_on and found.device.total else None,
+    )
+
+
+def _is_close(found: Verdict) -> bool:
+    """Whether the answer could be another with a card of the catalogue under another driver."""
+    device = found.device
+    if found.fits is None or not any(
+        card.name == device.gpu and card.total_bytes == device.total for card in catalogue()
+    ):
+        return False  # a size that someone chose is that size
+    return device.headroom < VARIES if found.fits else found.needed - device.total < VARIES
+
+
+def _judged(run: Run, tensors: int, offered: tuple[GpuSpec, ...]) -> Verdict:
+    """The verdict, apart from what limits it and what comes after the run."""
     ran_out = run.ran_out
     outcome = _outcome(run)
     devices = tuple(_device(run, found, ran_out, tensors) for found in run.devices) or (_no_card(run),)
@@ -183,7 +229,6 @@ def verdict(run: Run, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = N
         elif not decisive.has_room:
             outcome = Outcome.DOES_NOT_FIT
     oom = run.oom
-    bounded = all(warning.code != "size-without-bound" for warning in run.warnings)
     if not ran_out or oom is None:
         needed = decisive.used
         return Verdict(
@@ -198,7 +243,6 @@ def verdict(run: Run, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = N
             needed=needed,
             why=() if decisive.has_room else (_context_alone(decisive),),
             advice=() if decisive.has_room else (_LARGER_CARD,),
-            bounded=bounded,
         )
     fragments = decisive.breakdown.fragmentation
     # As if this request had got a segment of its own: the gaps could not serve it.
@@ -219,7 +263,6 @@ def verdict(run: Run, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = N
         needed=needed,
         why=tuple(_reasons(decisive, oom)),
         advice=tuple(_advice(decisive, oom, str(run.trace.meta.get("alloc_conf", "")))),
-        bounded=bounded,
     )
 
 
@@ -254,6 +297,7 @@ def _device(run: Run, found: DeviceOutcome, ran_out: bool, tensors: int) -> Devi
         breakdown=breakdown,
         error_below=found.error_below_bytes,
         error_above=found.error_above_bytes,
+        reserved_bar=reserved_bar(run.trace, found.index, run.estimates),
     )
 
 

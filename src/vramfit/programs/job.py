@@ -14,6 +14,7 @@ from vramfit.programs.limits import NO_LIMITS, Limits
 from vramfit.trace import (
     ChangeKind,
     DeviceOutcome,
+    Estimate,
     FileChange,
     FileChanges,
     Frame,
@@ -139,6 +140,7 @@ def load_outcome(folder: Path) -> Run | None:
         source=Source(facts.pop("source")),
         progress=progress_from_plain(facts.pop("progress")),
         files=None if files is None else _changes(files),
+        estimates=tuple(Estimate(*estimate) for estimate in facts.pop("estimates")),
         **facts,
     )
 

@@ -50,6 +50,7 @@ def run_to_json(run: Run, verdict: Verdict, against: Reconciliation | None = Non
         "gpu": {"name": decisive.gpu, "total_bytes": decisive.total},
         "fits": verdict.fits,
         "certain": verdict.certain,
+        "close": verdict.close,
         "outcome": verdict.outcome.name.lower(),
         "end": run.progress.end.value,
         "steps": _steps(run.progress),
@@ -81,7 +82,7 @@ def run_to_json(run: Run, verdict: Verdict, against: Reconciliation | None = Non
         "modules": _modules(breakdown.modules),
         "tensors": [group_to_json(group) for group in breakdown.tensors],
         "tensors_omitted": {"groups": breakdown.tensors_omitted[0], "bytes": breakdown.tensors_omitted[1]},
-        **_phases(run, decisive.index),
+        **_phases(run, verdict),
         "devices": [_device(device) for device in verdict.devices if device.index != NO_CARD],
         "against": None if against is None else against_to_json(against),
     }
@@ -139,6 +140,10 @@ def _peak(device: DeviceVerdict) -> dict[str, Any]:
         "reserved_bytes": device.peak_reserved,
         "active_bytes": device.peak_active,
         "error": {"below_bytes": device.error_below, "above_bytes": device.error_above},
+        "reserved_error": {
+            "below_bytes": device.reserved_bar.below,
+            "above_bytes": device.reserved_bar.above,
+        },
     }
 
 
@@ -238,8 +243,8 @@ def group_to_json(group: TensorGroup) -> dict[str, Any]:
     }
 
 
-def _phases(run: Run, device: int) -> dict[str, Any]:
-    found = phases(run.trace, device)
+def _phases(run: Run, verdict: Verdict) -> dict[str, Any]:
+    found = phases(run.trace, verdict.device.index)
     grown = growth(found)
     return {
         "phases": [
@@ -258,7 +263,9 @@ def _phases(run: Run, device: int) -> dict[str, Any]:
         "growth": {
             "iterations": list(grown.iterations),
             "end_allocated_bytes": list(grown.end_allocated),
+            "least_allocated_bytes": list(grown.least_allocated),
             "bytes_per_iteration": grown.per_iteration,
+            "runs_out_at_iteration": verdict.runs_out_at,
         },
     }
 

@@ -15,7 +15,6 @@ from vramfit.analysis import (
     PhaseSummary,
     TensorGroup,
     fold_layers,
-    growth,
     phases,
     short_location,
     summarise,
@@ -23,7 +22,7 @@ from vramfit.analysis import (
 from vramfit.report.folding import NARROW, broken
 from vramfit.report.text import bar, elide_left, percent, short_op, tree_lines
 from vramfit.trace import Category, Frame, MemoryTrace
-from vramfit.units import MIB, format_bytes
+from vramfit.units import format_bytes
 
 STYLES = {
     Category.PARAMETERS: "blue",
@@ -187,11 +186,6 @@ class Sections:
         for summary in summaries:
             if summary in shown:
                 yield from [self.phase_line(summary)] if lined_up else self.phase_told(summary)
-        grown = growth(found)
-        if grown.per_iteration is not None and grown.per_iteration >= MIB:
-            more = format_bytes(grown.per_iteration)
-            text = f"  Each iteration leaves {more} more allocated than the last: probably a leak."
-            yield from self.wrapped(Text(text, style="yellow"))
 
     def phase_line(self, summary: PhaseSummary) -> Text:
         """One part of the iterations."""

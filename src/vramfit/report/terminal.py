@@ -11,6 +11,7 @@ from rich.text import Text
 
 from vramfit.analysis import (
     NO_CARD,
+    VARIES,
     DeviceVerdict,
     Outcome,
     Verdict,
@@ -160,13 +161,26 @@ class _Page(Sections):
             )
 
     def error_bar(self, verdict: Verdict) -> Iterator[Text]:
+        """How far estimated sizes let the peak be off, whether that could change the answer, and how close it is."""
+        yield from self.estimated(verdict)
+        if verdict.close:
+            text = f"This is close: a card's memory differs by up to {format_bytes(VARIES)} from driver to driver."
+            yield from self.wrapped(Text(f"  {text}", style="yellow"))
+        if verdict.grows_by:
+            text = f"  Every iteration leaves {format_bytes(verdict.grows_by)} more than the last, probably a leak"
+            if verdict.runs_out_at is not None:
+                text += f": memory runs out about iteration {verdict.runs_out_at}"
+            yield from self.wrapped(Text(f"{text}.", style="yellow"))
+
+    def estimated(self, verdict: Verdict) -> Iterator[Text]:
         """How far estimated sizes let the peak be off, and whether that could change the answer."""
         device = verdict.device
-        if not (device.error_above or device.error_below):
+        off = _off(device.reserved_bar.above, device.reserved_bar.below)
+        allocated = _off(device.error_above, device.error_below)
+        if not (off or allocated):
             return
-        sides = ((device.error_above, "higher"), (device.error_below, "lower"))
-        off = " or ".join(f"{format_bytes(amount)} {side}" for amount, side in sides if amount)
-        text = f"  Some sizes are estimated: the peak may be up to {off}."
+        peak = "the peak" if off else "the allocated peak"
+        text = f"  Some sizes are estimated: {peak} may be up to {off or allocated}."
         if not verdict.certain:
             fits = verdict.outcome is not Outcome.DOES_NOT_FIT
             still = "then it does not fit" if fits else "then it fits this far"
@@ -324,6 +338,12 @@ class _Page(Sections):
             f"torch {run.torch_version}",
         ]
         return Text(" · ".join(parts), style="bright_black")
+
+
+def _off(above: int, below: int) -> str:
+    """``1.00 MiB higher or 2.00 MiB lower``; empty where it is neither."""
+    sides = ((above, "higher"), (below, "lower"))
+    return " or ".join(f"{format_bytes(amount)} {side}" for amount, side in sides if amount)
 
 
 def _never_used_a_card(verdict: Verdict) -> bool:

@@ -3,6 +3,7 @@
 from vramfit.trace.actual import Actual, Figures, read_actual
 from vramfit.trace.builder import TraceBuilder
 from vramfit.trace.changes import ChangeKind, FileChange, FileChanges
+from vramfit.trace.estimates import Estimate, ReservedBar, reserved_bar
 from vramfit.trace.events import Category, EventKind, Frame, Segment, TraceDevice
 from vramfit.trace.export import snapshot_from_trace, write_snapshot
 from vramfit.trace.marks import Mark, marks
@@ -23,6 +24,7 @@ __all__ = [
     "ChangeKind",
     "DeviceOutcome",
     "DeviceReplay",
+    "Estimate",
     "EventKind",
     "Figures",
     "FileChange",
@@ -36,6 +38,7 @@ __all__ = [
     "ProfileNote",
     "Rehearsal",
     "ReplayReport",
+    "ReservedBar",
     "Run",
     "RunWarning",
     "Segment",
@@ -47,6 +50,7 @@ __all__ = [
     "read_actual",
     "read_any",
     "replay",
+    "reserved_bar",
     "snapshot_from_trace",
     "trace_from_snapshot",
     "write_snapshot",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from vramfit.trace.changes import FileChanges
+from vramfit.trace.estimates import Estimate
 from vramfit.trace.events import Frame
 from vramfit.trace.model import MemoryTrace
 from vramfit.trace.progress import UNTOLD, Progress
@@ -143,6 +144,7 @@ class Run:
         source: what it ran on.
         progress: how far the program came, and what ended it.
         files: what it would have done to files; None where nobody looked, as in a recording.
+        estimates: the requests whose sizes were estimated, in the order in which they were noted.
     """
 
     trace: MemoryTrace
@@ -163,6 +165,7 @@ class Run:
     source: Source = Source.VIRTUAL
     progress: Progress = UNTOLD
     files: FileChanges | None = None
+    estimates: tuple[Estimate, ...] = ()
 
     @property
     def ran_out(self) -> bool:

@@ -97,13 +97,13 @@ class Rehearsal:
     def exact(self) -> ExactPlayer:
         """Serve everything expecting what was recorded; the player when it is through."""
         player = ExactPlayer(self.plan, self.config, self.version, self._total)
-        self._run(player)
+        self.run(player)
         return player
 
     def what_if(self, config: AllocatorConfig) -> WhatIfPlayer:
         """Serve everything on a card of its own under ``config``; the player when it is through."""
         player = WhatIfPlayer(self.plan, config, self.version, self._total)
-        self._run(player)
+        self.run(player)
         return player
 
     def play(
@@ -123,7 +123,7 @@ class Rehearsal:
         began = time.perf_counter()
         player = WhatIfPlayer(self.plan, config, self.version, self._total)
         player.stop_above, player.tick = stop_above, tick
-        self._run(player)
+        self.run(player)
         allocs, frees, retries = player.counts()
         allocator = player.allocator
         return Played(
@@ -142,10 +142,15 @@ class Rehearsal:
     def until_oom(self, config: AllocatorConfig, oom: int) -> OomPlayer:
         """Serve under ``config`` up to the request of the ``oom``-th failure (from 0), which is left to the caller."""
         player = OomPlayer(self.plan, config, self.version, self._total, oom)
-        self._run(player)
+        self.run(player)
         return player
 
-    def _run(self, player: Player) -> None:
+    def run(self, player: Player) -> None:
+        """Let a player serve everything.
+
+        Raises:
+            TraceFormatError: the recording contradicts itself.
+        """
         try:
             player.begin(self.start)
             player.run()

@@ -290,6 +290,7 @@ class VirtualGPU:
             host_pinned_peak_bytes=machine.pinned.peak_reserved_bytes,
             files=None if self._protection is None else self._protection.changes(),
             profile=self._profile_note(),
+            estimates=tuple(meter.estimates),
         ).with_ending()
 
     def _profile_note(self) -> ProfileNote | None:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.allocator import OutOfMemory
 from vramfit.allocator.rounding import MIN_BLOCK
-from vramfit.trace import Category, EventKind, TraceBuilder
+from vramfit.trace import Category, Estimate, EventKind, TraceBuilder
 from vramfit.virtual.assume import Extent, bounds
 from vramfit.virtual.expectations import NOTHING, Expectation, is_whole
 from vramfit.virtual.kernels.context import EMPTY_CACHE, Spare
@@ -55,11 +55,22 @@ class DoubtedPeaks(Peaks):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A block that a kernel needs while it runs, and by how many bytes it may be smaller and larger than told."""
+    """A block that a kernel needs while it runs.
+
+    Attributes:
+        address: where it lies.
+        row: of its request in the trace.
+        size: bytes asked for.
+        below, above: bytes by which it may be smaller and larger than told.
+        spare: the kernel does without where it does not fit.
+    """
 
     address: int
+    row: int
+    size: int
     below: int
     above: int
+    spare: bool
 
 
 @dataclass(slots=True)
@@ -81,6 +92,8 @@ class Meter(StorageMeter[VirtualRecord]):
         self.assuming = False  # whether any size rests on an assumption so far
         self.numbers = Numbers()
         self.assumed_sizes: set[int] = set()  # as the program sees them
+        self.estimates: list[Estimate] = []
+        self._kinds: dict[tuple[object, ...], int] = {}  # of estimates
         self._on_host: Noted[Expectation] = Noted()
 
     # -- storages ------------------------------------------------------------------------------------------------
@@ -120,6 +133,7 @@ class Meter(StorageMeter[VirtualRecord]):
         except torch.OutOfMemoryError:
             self.narrow(record.device, record.below, record.above)
             raise
+        self._note_estimate(record, op)
         self._records[key] = record
 
     repeats = True
@@ -207,6 +221,28 @@ class Meter(StorageMeter[VirtualRecord]):
         record.below, record.above = _apart(record.nbytes, low, high)
         self.widen(record.device, record.below, record.above, op)
 
+    def _note_estimate(self, record: VirtualRecord, op: str) -> None:
+        """Note the request of a storage that rests on assumed sizes; an empty one may take a block too."""
+        if record.below or record.above:
+            kind = (op, record.nbytes, record.below, record.above)
+            self._estimate(record.row, record.device, record.below, record.above, kind)
+
+    def in_doubt(self, tensor: torch.Tensor, below: int, above: int, op: str) -> None:
+        """Note that the size of a tensor that is kept is an estimate.
+
+        Args:
+            tensor: whose storage lies on a card.
+            below: bytes by which it may be smaller.
+            above: bytes by which it may be larger.
+            op: which op's size is not known exactly.
+        """
+        record = self.record_of(tensor)
+        assert record is not None
+        record.below, record.above = below, above
+        self.widen(record.device, below, above, op)
+        self.note_doubt(record.device)
+        self._note_estimate(record, op)
+
     def resized(self, tensor_or_storage: torch.UntypedStorage, op: str) -> None:
         """Follow a storage whose size was changed from outside the dispatcher (``storage.resize_``)."""
         self.collect()
@@ -230,6 +266,7 @@ class Meter(StorageMeter[VirtualRecord]):
         # A parameter that gave its memory back (FSDP, offloading) is one again when it takes it.
         category = Category.PARAMETERS if record.category == Category.PARAMETERS else self._category_of(row)
         self._place(record, op, category, tensor)
+        self._note_estimate(record, op)
         if old_address:
             self.free(old_address, old_device)
         self.narrow(old_device, below, above)
@@ -284,13 +321,50 @@ class Meter(StorageMeter[VirtualRecord]):
         if below or above:
             self.widen(device, below, above, op)
         try:
-            address = self.malloc(nbytes, device, op=op, category=Category.TEMPORARIES)[0]
+            address, row = self.malloc(nbytes, device, op=op, category=Category.TEMPORARIES)
         except torch.OutOfMemoryError:
             self.narrow(device, below, above)
             if type(size) is Spare:
                 return None
             raise
-        return Held(address, below, above) if address else None
+        spare = type(size) is Spare
+        if below or above:
+            self._estimate(row, device, below, above, (op, nbytes, below, above), spare=spare)
+        return Held(address, row, nbytes, below, above, spare) if address else None
+
+    def estimate(
+        self, held: Iterable[Held], device: int, error: tuple[int, int], op: str, part: int = 0
+    ) -> None:
+        """Note that the blocks of a kernel are estimates in all.
+
+        That of a library's choice counts, which its kernel can spare, else the largest one; where there is none, the
+        kernel may take one all the same.
+
+        Args:
+            held: its blocks; the trace is at the place where a further one would be taken.
+            device: index of the card.
+            error: bytes by which they may be smaller in all, and larger.
+            op: what needs them.
+            part: for which of its results.
+        """
+        below, above = error
+        block = max(held, key=lambda block: (block.spare, block.size), default=None)
+        if block is None:
+            self._estimate(-1, device, 0, above, (op, part, above), spare=True)
+        else:
+            below = min(below, block.size)
+            kind = (op, part, block.size, below, above)
+            self._estimate(block.row, device, below, above, kind, spare=block.spare)
+
+    def _estimate(
+        self, row: int, device: int, below: int, above: int, kind: tuple[object, ...], *, spare: bool = False
+    ) -> None:
+        """Note a request as an estimate, or, for row -1, one that was not made and may be."""
+        number = self._kinds.setdefault(kind, len(self._kinds))
+        if row >= 0:
+            self.estimates.append(Estimate(row, device, below, above, number, spare))
+        elif above:
+            self.estimates.append(Estimate(len(self.builder), device, 0, above, number, spare, taken=False))
 
     def give_back(self, held: Iterable[Held], device: int) -> None:
         """Return blocks that a kernel needed."""

@@ -78,7 +78,7 @@ class Placing:
 
         def results() -> None:
             if extras.between:
-                self._adopt_in_turn(out, name, category, rests, extras.between, device, scale)
+                self._adopt_in_turn(out, name, category, rests, extras, device, scale)
             elif info.fresh or info.mutated:
                 self._adopt(out[::-1] if info.last_first else out, name, category, rests)
 
@@ -104,7 +104,7 @@ class Placing:
 
         def results() -> None:
             if extras.between:
-                self._results_again_in_turn(plan, name, out, category, extras.between)
+                self._results_again_in_turn(plan, name, out, category, extras)
             else:
                 self._results_again(plan, name, out, category)
 
@@ -127,21 +127,37 @@ class Placing:
         name: str,
         out: tuple[Any, ...],
         category: Category | None,
-        between: tuple[tuple[int, ...], ...],
+        extras: Extras,
     ) -> None:
         meter, device = self._meter, plan.device
         fresh = {position: (nbytes, described) for position, nbytes, described in plan.fresh}
-        for position, sizes in enumerate(between):
+        for position in range(len(extras.between)):
             if position in fresh:
                 nbytes, described = fresh[position]
                 meter.place(out[position], nbytes, device, name, plan.op, described, category)
-            self._hold_between(sizes, device, name)
+            self._hold_between(position, extras, device, name)
 
     def _hold_between(
-        self, sizes: tuple[int, ...], device: int, name: str, scale: tuple[float, float] = (1.0, 1.0)
+        self,
+        part: int,
+        extras: Extras,
+        device: int,
+        name: str,
+        scale: tuple[float, float] = (1.0, 1.0),
     ) -> None:
-        """Take what the computation of one of several results needs, and give it back."""
+        """Take what the computation of one of several results needs, and give it back.
+
+        Args:
+            part: which of the results, from 0.
+            extras: the op's temporaries.
+            device: index of the card.
+            name: of the op.
+            scale: least and most that they may be, as a multiple of what is told.
+        """
+        sizes, error = extras.between[part], (extras.error_below_bytes, extras.error_bytes)
         held = self._meter.temporary(sizes, device, name, scale)
+        if sizes and any(error):
+            self._meter.estimate(held, device, error, name, part)
         self._meter.note_doubt(device)
         self._meter.give_back(reversed(held), device)
 
@@ -185,6 +201,8 @@ class Placing:
             for blas in libraries:
                 addresses += self._workspaces.use(blas, device, context)
             if below or above:
+                if not any(extras.between):
+                    meter.estimate(held, device, (below, above), name)
                 meter.note_doubt(device)
         finally:
             for address in reversed(addresses):
@@ -237,15 +255,15 @@ class Placing:
         op: str,
         category: Category | None,
         rests: Resting,
-        between: tuple[tuple[int, ...], ...],
+        extras: Extras,
         device: int,
         scale: tuple[float, float],
     ) -> None:
         """Place results one after the other, each with the temporaries of its own computation."""
-        for result, sizes in zip(out, between, strict=True):
+        for position, result in enumerate(out):
             if result is not None:
                 self._adopt(result, op, category, rests)
-            self._hold_between(sizes, device, op, scale)
+            self._hold_between(position, extras, device, op, scale)
 
 
 def placed(tree: Any) -> list[torch.Tensor]:

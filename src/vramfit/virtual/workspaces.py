@@ -170,8 +170,7 @@ class Workspaces:
             )
             self._meter.tag(state, Category.WORKSPACES)
             if known is None:
-                self._meter.widen(device, size, size, "cuDNN dropout")
-                self._meter.note_doubt(device)
+                self._meter.in_doubt(state, size, size, "cuDNN dropout")
         return state
 
     def clear(self) -> None:

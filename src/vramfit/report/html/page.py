@@ -345,10 +345,12 @@ def _device_figures(device: DeviceVerdict, *, several: bool) -> Html:
         pairs.append(("memory of the card", format_bytes(device.total)))
         pairs.append(("CUDA context", format_bytes(device.context)))
         pairs.append(("free at the peak", format_bytes(max(0, device.headroom))))
-    if device.error_above or device.error_below:
-        pairs.append(
-            ("estimated", f"+{format_bytes(device.error_above)} −{format_bytes(device.error_below)}")
-        )
+    for name, above, below in (
+        ("allocated, estimated", device.error_above, device.error_below),
+        ("reserved, estimated", device.reserved_bar.above, device.reserved_bar.below),
+    ):
+        if above or below:
+            pairs.append((name, f"+{format_bytes(above)} −{format_bytes(below)}"))
     return join([_card_bar(device), figures(pairs)])
 
 

@@ -1,0 +1,257 @@
+"""How far the peak of reserved memory may be off: requests replayed with their estimated sizes at other values.
+
+NOTE [Bars of reserved memory]
+By how much the peak of *allocated* bytes may be off follows from sums. That of *reserved* bytes does not: a workspace
+that is larger or smaller, and gone at once, decides which free blocks are cut and which segments are taken, and so
+moves the peak long before or after its own moment. So the run is replayed with every estimate at its least and at its
+most, half-way to both, and with each kind of estimate at a level of its own: what a library decides for one shape it
+need not decide for another. The bar holds all of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vramfit.allocator import OutOfMemory
+from vramfit.trace.events import EventKind
+from vramfit.trace.model import COLUMNS, MemoryTrace
+from vramfit.trace.plan import FREE, Plan
+from vramfit.trace.players import WhatIfPlayer
+from vramfit.trace.rehearsal import UNKNOWN_TOTAL, Rehearsal
+
+_TOGETHER = (-1.0, 1.0, -0.5, 0.5)
+"""Levels that all estimates take in common: -1 is the least that each may be, 0 what was told, 1 the most."""
+
+_APART = 4
+"""Replays in which each kind of estimate has a level of its own."""
+
+_LEAST = 1
+"""Bytes of a request of which nothing may be left: the allocator has no request for none, and rounds this to 512."""
+
+_UNTAKEN = 1 << 50
+"""Address from which blocks lie that the run did not take: above all that a card has."""
+
+
+class Estimate(NamedTuple):
+    """One request whose size is an estimate.
+
+    Attributes:
+        row: of the request in the trace; where none was made, the row before which it would have been made.
+        device: index of the device.
+        below: bytes by which it may be smaller.
+        above: bytes by which it may be larger.
+        kind: those of one kind are off by the same share: one library decides them for the same op on the same shapes.
+        spare: its kernel does without where it does not fit.
+        taken: it was made; otherwise what was told is that nothing is needed.
+    """
+
+    row: int
+    device: int
+    below: int
+    above: int
+    kind: int = 0
+    spare: bool = False
+    taken: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReservedBar:
+    """How far estimates let a device's peak of reserved memory be off.
+
+    Attributes:
+        below: bytes by which it may be lower.
+        above: bytes by which it may be higher.
+        serves: a request that failed is served at some values of the estimates.
+    """
+
+    below: int = 0
+    above: int = 0
+    serves: bool = False
+
+
+def reserved_bar(trace: MemoryTrace, device: int, estimates: Sequence[Estimate]) -> ReservedBar:
+    """Replay a device's requests with their estimated sizes at both ends and in between.
+
+    A card that has no room then gives its cache back first, as the allocator does. Where even that is not enough, the
+    peak is that on a card without a limit, so that the bar reaches beyond the card.
+
+    Args:
+        trace: what happened.
+        device: index of the device.
+        estimates: of all devices, each by its row in the trace.
+
+    Raises:
+        TraceFormatError: the trace contradicts itself.
+    """
+    mine = [estimate for estimate in estimates if estimate.device == device]
+    if not mine:
+        return ReservedBar()
+    rehearsal = Rehearsal(_with_untaken(trace, mine), device)
+    variants = _Variants(rehearsal.plan, _ordinals(trace, device, mine), mine)
+    told, peaks, serves = rehearsal.recorded.peak_reserved, [], False
+    for levels in variants.levels():
+        plan, spare = variants.plan(levels)
+        player = _played(rehearsal, plan, spare, rehearsal.capacity.known)
+        serves = serves or player.ooms < rehearsal.plan.ooms
+        if player.ooms > rehearsal.plan.ooms:
+            player = _played(rehearsal, plan, spare, None)
+        peaks.append(player.allocator.peak_reserved_bytes)
+    return ReservedBar(below=max(0, told - min(peaks)), above=max(0, max(peaks) - told), serves=serves)
+
+
+def _with_untaken(trace: MemoryTrace, estimates: Sequence[Estimate]) -> MemoryTrace:
+    """The trace with a request and a free of each block that the run did not take."""
+    untaken = [estimate for estimate in estimates if not estimate.taken]
+    if not untaken:
+        return trace
+    before = np.repeat([estimate.row for estimate in untaken], 3)
+    count = len(untaken)
+    values: dict[str, NDArray[np.int64]] = {
+        "kind": np.tile([EventKind.ALLOC, EventKind.FREE_REQUESTED, EventKind.FREE_COMPLETED], count),
+        "device": np.full(3 * count, untaken[0].device),
+        "address": np.repeat(_UNTAKEN + 512 * np.arange(count), 3),
+        "size": np.full(3 * count, _LEAST),
+        "block": np.full(3 * count, 512),
+    }
+    columns = {}
+    for name in COLUMNS:
+        column = getattr(trace, name)
+        missing = np.full(3 * count, -1 if name in ("op", "stack", "module", "phase", "tensor") else 0)
+        if name == "stream":
+            missing = _streams_before(trace, untaken)
+        columns[name] = np.insert(column, before, values.get(name, missing).astype(column.dtype))
+    return replace(trace, **columns)
+
+
+def _streams_before(trace: MemoryTrace, untaken: Sequence[Estimate]) -> NDArray[np.int64]:
+    """The stream of the last request before each block that was not taken: its op's own, or that of the op before."""
+    requests = np.flatnonzero((trace.kind == EventKind.ALLOC) & (trace.device == untaken[0].device))
+    if not len(requests):
+        return np.zeros(3 * len(untaken), dtype=np.int64)
+    last = np.searchsorted(requests, [estimate.row for estimate in untaken]) - 1
+    return np.repeat(trace.stream[requests[np.maximum(last, 0)]], 3)
+
+
+def _ordinals(trace: MemoryTrace, device: int, estimates: Sequence[Estimate]) -> NDArray[np.intp]:
+    """Which request of the device each estimate is, counting those that were not taken where they stand."""
+    requests = np.flatnonzero((trace.kind == EventKind.ALLOC) & (trace.device == device))
+    rows = np.array([estimate.row for estimate in estimates])
+    untaken = np.sort(rows[[not estimate.taken for estimate in estimates]])
+    found = np.searchsorted(requests, rows)
+    # What was not taken stands before the request of the same row.
+    taken = np.array([estimate.taken for estimate in estimates])
+    found += np.searchsorted(untaken, rows, side="right")
+    seen: dict[int, int] = {}
+    for index in np.flatnonzero(~taken).tolist():  # several of one row stand in the order in which they were noted
+        row = int(rows[index])
+        first = int(np.searchsorted(requests, row) + np.searchsorted(untaken, row))
+        found[index] = first + seen.get(row, 0)
+        seen[row] = seen.get(row, 0) + 1
+    return found
+
+
+class _Variants:
+    """The steps of a replay with the estimated sizes at other levels."""
+
+    def __init__(self, plan: Plan, ordinals: NDArray[np.intp], estimates: Sequence[Estimate]) -> None:
+        self._plan = plan
+        self._estimates = estimates
+        steps, specials = _requests(plan)
+        self._steps = [steps[ordinal] for ordinal in ordinals.tolist()]
+        self._specials = [specials.get(step) for step in self._steps]
+        self._told = [self._size(index) for index in range(len(estimates))]
+        self._spare = frozenset(
+            step for step, estimate in zip(self._steps, estimates, strict=True) if estimate.spare
+        )
+        kinds, self._kinds = np.unique([estimate.kind for estimate in estimates], return_inverse=True)
+        self._count = len(kinds)
+
+    def _size(self, index: int) -> int:
+        """Bytes told of an estimated request; 0 for one that was not made."""
+        if not self._estimates[index].taken:
+            return 0
+        special = self._specials[index]
+        return self._plan.sizes[self._steps[index]] if special is None else self._plan.specials[special].size
+
+    def levels(self) -> Iterator[NDArray[np.float64]]:
+        """For each replay, the level of each kind of estimate."""
+        for level in _TOGETHER:
+            yield np.full(self._count, level)
+        if self._count > 1:
+            chance = np.random.default_rng(0)  # the same in every run: a bar does not change by itself
+            for _ in range(_APART):
+                yield chance.choice((-1.0, 0.0, 1.0), self._count)
+
+    def plan(self, levels: NDArray[np.float64]) -> tuple[Plan, frozenset[int]]:
+        """The steps at these levels, and those whose requests are done without where they do not fit."""
+        sizes, specials = list(self._plan.sizes), list(self._plan.specials)
+        for index, (estimate, level) in enumerate(
+            zip(self._estimates, levels[self._kinds].tolist(), strict=True)
+        ):
+            change = level * (estimate.above if level > 0 else estimate.below)
+            size = max(_LEAST, self._told[index] + int(change))
+            special = self._specials[index]
+            if special is None:
+                sizes[self._steps[index]] = size
+            else:
+                specials[special] = specials[special]._replace(size=size)
+        return replace(self._plan, sizes=sizes, specials=specials), self._spare
+
+
+def _requests(plan: Plan) -> tuple[list[int], Mapping[int, int]]:
+    """The steps that are requests, in order, and for those that are special steps which of them."""
+    steps, special_of, special = [], {}, -1
+    for step, size in enumerate(plan.sizes):
+        if size > 0:
+            steps.append(step)
+        elif size != FREE:
+            special += 1
+            if plan.specials[special].kind == EventKind.ALLOC:
+                special_of[step] = special
+                steps.append(step)
+    return steps, special_of
+
+
+def _played(
+    rehearsal: Rehearsal, plan: Plan, spare: frozenset[int], capacity: int | None
+) -> _SparingPlayer:
+    total = UNKNOWN_TOTAL if capacity is None else max(1, capacity)
+    player = _SparingPlayer(plan, rehearsal.config, rehearsal.version, total)
+    player.spare = spare
+    rehearsal.run(player)
+    return player
+
+
+class _SparingPlayer(WhatIfPlayer):
+    """A `WhatIfPlayer` that counts no failure where a kernel does without.
+
+    Attributes:
+        spare: steps whose requests are done without.
+    """
+
+    spare: frozenset[int] = frozenset()
+
+    def run(self) -> None:
+        """Serve all steps."""
+        moved, specials, spare = self.moved, iter(self.plan.specials), self.spare
+        malloc, free = self._malloc(), self.allocator.free
+        for step, (address, size) in enumerate(zip(self.plan.addresses, self.plan.sizes, strict=True)):
+            if size > 0:
+                try:
+                    moved[address] = malloc(size)
+                except OutOfMemory:
+                    moved[address] = 0
+                    self.ooms += step not in spare
+            elif size == FREE:
+                if found := moved.pop(address, 0):
+                    free(found)
+            else:
+                before = self.ooms
+                self.special(next(specials), address)
+                if step in spare:
+                    self.ooms = before
