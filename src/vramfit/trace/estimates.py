@@ -4,8 +4,10 @@ NOTE [Bars of reserved memory]
 By how much the peak of *allocated* bytes may be off follows from sums. That of *reserved* bytes does not: a workspace
 that is larger or smaller, and gone at once, decides which free blocks are cut and which segments are taken, and so
 moves the peak long before or after its own moment. So the run is replayed with every estimate at its least and at its
-most, half-way to both, and with each kind of estimate at a level of its own: what a library decides for one shape it
-need not decide for another. The bar holds all of these.
+most, half-way to both, and with each kind of estimate at a level of its own, drawn evenly: what a library decides for
+one shape it need not decide for another. The bar holds all of these. Draws do not reach the ends of what is possible:
+for n even ones the ends lie beyond the least and the most by a (n - 1)-th of their distance in the mean, and by so much
+the bar is widened. It is a bar of what was tried, not a proof.
 """
 
 from __future__ import annotations
@@ -27,8 +29,11 @@ from vramfit.trace.rehearsal import UNKNOWN_TOTAL, Rehearsal
 _TOGETHER = (-1.0, 1.0, -0.5, 0.5)
 """Levels that all estimates take in common: -1 is the least that each may be, 0 what was told, 1 the most."""
 
-_APART = 4
-"""Replays in which each kind of estimate has a level of its own."""
+_APART = (4, 24)
+"""Fewest and most replays in which each kind of estimate has a level of its own."""
+
+_EVENTS = 250_000
+"""Events that these replays serve in all, so that a long run is judged in a second or two."""
 
 _LEAST = 1
 """Bytes of a request of which nothing may be left: the allocator has no request for none, and rounds this to 512."""
@@ -93,7 +98,8 @@ def reserved_bar(trace: MemoryTrace, device: int, estimates: Sequence[Estimate])
         return ReservedBar()
     rehearsal = Rehearsal(_with_untaken(trace, mine), device)
     variants = _Variants(rehearsal.plan, _ordinals(trace, device, mine), mine)
-    told, peaks, serves = rehearsal.recorded.peak_reserved, [], False
+    told, serves = rehearsal.recorded.peak_reserved, False
+    peaks = [told]
     for levels in variants.levels():
         plan, spare = variants.plan(levels)
         player = _played(rehearsal, plan, spare, rehearsal.capacity.known)
@@ -101,7 +107,10 @@ def reserved_bar(trace: MemoryTrace, device: int, estimates: Sequence[Estimate])
         if player.ooms > rehearsal.plan.ooms:
             player = _played(rehearsal, plan, spare, None)
         peaks.append(player.allocator.peak_reserved_bytes)
-    return ReservedBar(below=max(0, told - min(peaks)), above=max(0, max(peaks) - told), serves=serves)
+    beyond = (max(peaks) - min(peaks)) // (len(peaks) - 1) if variants.draws else 0
+    low, high = told - min(peaks), max(peaks) - told
+    # What no replay moved, up or down, is not moved by a further one either.
+    return ReservedBar(below=low and min(told, low + beyond), above=high and high + beyond, serves=serves)
 
 
 def _with_untaken(trace: MemoryTrace, estimates: Sequence[Estimate]) -> MemoryTrace:
@@ -156,7 +165,11 @@ def _ordinals(trace: MemoryTrace, device: int, estimates: Sequence[Estimate]) ->
 
 
 class _Variants:
-    """The steps of a replay with the estimated sizes at other levels."""
+    """The steps of a replay with the estimated sizes at other levels.
+
+    Attributes:
+        draws: how many replays have a level of its own for each kind of estimate.
+    """
 
     def __init__(self, plan: Plan, ordinals: NDArray[np.intp], estimates: Sequence[Estimate]) -> None:
         self._plan = plan
@@ -170,6 +183,9 @@ class _Variants:
         )
         kinds, self._kinds = np.unique([estimate.kind for estimate in estimates], return_inverse=True)
         self._count = len(kinds)
+        fewest, most = _APART
+        enough = max(fewest, min(most, _EVENTS // max(1, len(plan.sizes))))
+        self.draws = enough if self._count > 1 else 0
 
     def _size(self, index: int) -> int:
         """Bytes told of an estimated request; 0 for one that was not made."""
@@ -182,10 +198,9 @@ class _Variants:
         """For each replay, the level of each kind of estimate."""
         for level in _TOGETHER:
             yield np.full(self._count, level)
-        if self._count > 1:
-            chance = np.random.default_rng(0)  # the same in every run: a bar does not change by itself
-            for _ in range(_APART):
-                yield chance.choice((-1.0, 0.0, 1.0), self._count)
+        chance = np.random.default_rng(0)  # the same in every run: a bar does not change by itself
+        for _ in range(self.draws):
+            yield chance.uniform(-1.0, 1.0, self._count)
 
     def plan(self, levels: NDArray[np.float64]) -> tuple[Plan, frozenset[int]]:
         """The steps at these levels, and those whose requests are done without where they do not fit."""

@@ -128,7 +128,7 @@ def estimate(shapes: Shapes, kind: Pass, ctx: KernelContext) -> Estimate:
 def _uncapped(shapes: Shapes, kind: Pass, ctx: KernelContext) -> tuple[int, int, int]:
     filters, whole = shapes.filters, shapes.data + shapes.filters
     if shapes.groups > 1 and shapes.weight[1] == 1:
-        return 0, filters, 0
+        return 0, whole if shapes.channels_last else filters, 0
     if not uses_tensor_cores(shapes.dtype, ctx):
         if kind is not Pass.BACKWARD_FILTER and shapes.is_3x3 and shapes.dtype is torch.float32:
             made, read = shapes.weight[:2] if kind is Pass.FORWARD else shapes.weight[1::-1]

@@ -1,0 +1,162 @@
+"""How far estimated workspaces let the peak of reserved memory be off, and what the verdict makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from vramfit.analysis import DeviceVerdict, Outcome, verdict
+from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.report import render_json, render_terminal
+from vramfit.trace import Estimate, EventKind, ReservedBar, Run, reserved_bar
+from vramfit.units import MIB
+from vramfit.virtual.gpu import VirtualGPU
+
+PIXELS = 86
+
+
+def measured(program: Callable[[], None], card: str | GpuSpec = "RTX 3060") -> Run:
+    with VirtualGPU(card) as gpu:
+        program()
+    return gpu.run
+
+
+def device_of(run: Run) -> DeviceVerdict:
+    return verdict(run).device
+
+
+def block(taken: int, given: int, kernel: int, stride: int, expansion: int) -> nn.Module:
+    """An inverted residual of MnasNet (torchvision/models/mnasnet.py), without the sum."""
+    wide = taken * expansion
+    return nn.Sequential(
+        nn.Conv2d(taken, wide, 1, bias=False),
+        nn.BatchNorm2d(wide),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(wide, wide, kernel, stride, kernel // 2, groups=wide, bias=False),
+        nn.BatchNorm2d(wide),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(wide, given, 1, bias=False),
+        nn.BatchNorm2d(given),
+    )
+
+
+def train(model: nn.Module, batch: int, iterations: int = 2) -> None:
+    model = model.cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    for _ in range(iterations):
+        optimizer.zero_grad()
+        out = model(torch.empty(batch, 3, PIXELS, PIXELS).cuda())
+        nn.functional.cross_entropy(out, torch.zeros(batch, dtype=torch.long).cuda()).backward()
+        optimizer.step()
+
+
+def narrow() -> nn.Module:
+    """The first stages of MnasNet, whose workspaces lie below the peak of allocated bytes."""
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, 2, 1, bias=False),
+        nn.BatchNorm2d(32),
+        nn.ReLU(inplace=True),
+        block(32, 24, 3, 2, 3),
+        block(24, 40, 5, 2, 3),
+        nn.Flatten(),
+        nn.LazyLinear(10),
+    )
+
+
+@pytest.fixture(scope="module")
+def convolutional() -> Run:
+    return measured(lambda: train(narrow(), 100))
+
+
+def test_workspaces_move_the_reserved_peak_where_the_allocated_one_is_known(convolutional: Run) -> None:
+    device = device_of(convolutional)
+    bar = device.reserved_bar
+    assert bar.above > device.error_above
+    assert bar.above + bar.below > device.peak_reserved // 50
+
+
+def test_the_bar_is_the_same_in_every_run(convolutional: Run) -> None:
+    again = reserved_bar(convolutional.trace, 0, convolutional.estimates)
+    assert again == device_of(convolutional).reserved_bar
+
+
+def test_the_answer_is_uncertain_where_the_reserved_bar_reaches_beyond_the_card(convolutional: Run) -> None:
+    device = device_of(convolutional)
+    room = device.context + device.peak_reserved + 2 * MIB
+    card = replace(find_gpu("RTX 3060"), total_bytes=room)
+    run = measured(lambda: train(narrow(), 100), card)
+    judged = verdict(run)
+    assert judged.outcome is Outcome.FITS
+    assert judged.device.error_above <= judged.device.headroom, "that of allocated bytes does not"
+    assert not judged.certain
+
+
+def test_the_report_tells_the_bar(convolutional: Run) -> None:
+    judged = verdict(convolutional)
+    text = render_terminal(convolutional, judged)
+    assert "Some sizes are estimated: the peak may be up to" in text
+    assert f'"above_bytes": {judged.device.reserved_bar.above}' in render_json(convolutional, judged)
+
+
+def test_a_program_without_estimates_has_no_bar() -> None:
+    def program() -> None:
+        kept = [torch.empty(1 << 20, device="cuda") for _ in range(4)]
+        del kept[::2]
+
+    run = measured(program)
+    assert run.estimates == ()
+    assert device_of(run).reserved_bar == ReservedBar()
+
+
+def blocks() -> Run:
+    """Four blocks of 8 MiB, one after the other."""
+
+    def program() -> None:
+        for _ in range(4):
+            torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")
+
+    return measured(program)
+
+
+def request_rows(run: Run) -> list[int]:
+    return [row for row, kind in enumerate(run.trace.kind.tolist()) if kind == EventKind.ALLOC]
+
+
+def test_a_block_that_may_be_larger_takes_a_segment_of_its_own() -> None:
+    run = blocks()
+    rows = request_rows(run)
+    # The segment of 20 MiB holds up to 12 MiB more; a request of 48 MiB gets a segment of 48 MiB
+    assert reserved_bar(run.trace, 0, [Estimate(rows[2], 0, 0, 8 * MIB)]) == ReservedBar()
+    assert reserved_bar(run.trace, 0, [Estimate(rows[2], 0, 0, 40 * MIB)]) == ReservedBar(above=48 * MIB)
+
+
+def test_a_block_that_was_not_taken_may_be() -> None:
+    run = blocks()
+    row = request_rows(run)[1]
+    may_be = [Estimate(row, 0, 0, 48 * MIB, taken=False)]
+    assert reserved_bar(run.trace, 0, may_be) == ReservedBar(above=48 * MIB)
+    both = [*may_be, Estimate(row, 0, 0, 40 * MIB, kind=1)]
+    above = reserved_bar(run.trace, 0, both).above
+    assert above > 48 * MIB, "where the first takes less than the second, each has a segment of its own"
+
+
+def test_a_failed_request_that_smaller_estimates_would_serve_is_uncertain() -> None:
+    total = find_gpu("1GiB").total_bytes
+
+    def program() -> None:
+        held = [torch.empty(total // 2, dtype=torch.uint8, device="cuda")]
+        held.append(torch.empty(total // 2, dtype=torch.uint8, device="cuda"))
+
+    with VirtualGPU("1GiB") as gpu, pytest.raises(torch.OutOfMemoryError):
+        program()
+    (row,) = request_rows(gpu.run)
+    for below, serves in ((2 * MIB, False), (total // 2, True)):
+        run = replace(gpu.run, exit_code=1, estimates=(Estimate(row, 0, below, 0),))
+        judged = verdict(replace(run, oom=replace(run.oom, handled=False)) if run.oom else run)
+        assert judged.outcome is Outcome.DOES_NOT_FIT
+        assert judged.device.reserved_bar.serves is serves
+        assert judged.certain is not serves
