@@ -65,6 +65,16 @@ SAYINGS = (
     ),
     Saying(name="lazy-to", text="`.to('cuda')` copies lazily.", check="runtime.to_is_lazy"),
     Saying(
+        name="kv-cache",
+        text="A key-value cache grows exponentially with the sequence.",
+        check="runtime.key_value_cache",
+    ),
+    Saying(
+        name="page-threshold",
+        text="`CUDA_LAZY_ALLOC_PAGE_THRESHOLD` controls when memory migrates.",
+        check="runtime.page_threshold",
+    ),
+    Saying(
         name="empty-cache",
         text="`empty_cache()` leaves reserved memory as it is.",
         check="runtime.empty_cache",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -125,6 +126,51 @@ def to_is_lazy() -> Finding:
                 strict=True,
             )
         ),
+    )
+
+
+def key_value_cache() -> Finding:
+    """The cache of a decoder at lengths that double each time."""
+    layers, heads, width, batch = 32, 8, 128, 8  # Llama-3-8B
+    lengths = [1024 << doubling for doubling in range(5)]
+
+    def cache(length: int) -> None:
+        shape = (2, layers, batch, heads, length, width)
+        torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+
+    taken = [measure(lambda length=length: cache(length)).allocated for length in lengths]
+    token = taken[0] // lengths[0] // batch
+    return Finding(
+        answer=Answer.WRONG,
+        why=f"It grows in proportion: each token adds the same keys and values, here {token:,} bytes for each sequence "
+        f"(2 x {layers} layers x {heads} heads x {width} numbers of 2 bytes). {lengths[-1] // lengths[0]} times the "
+        f"tokens take {taken[-1] / taken[0]:g} times the memory, in batches too. What grows with the square of the "
+        "length are the scores of attention in plain operators, and they are not kept.",
+        columns=(f"tokens (Llama-3-8B in bfloat16, {batch} sequences)", "keys and values", "bytes a token"),
+        rows=tuple(
+            (f"{length:,}", gib(amount), f"{amount // length // batch:,}")
+            for length, amount in zip(lengths, taken, strict=True)
+        ),
+    )
+
+
+def page_threshold() -> Finding:
+    """Whether anything knows the variable."""
+    name = "CUDA_LAZY_ALLOC_PAGE_THRESHOLD"
+    known = ("CUDA_VISIBLE_DEVICES", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+    found = dict.fromkeys((name, *known), 0)
+    root = Path(torch.__file__).parent
+    for file in (*root.glob("**/*.py"), *root.glob("lib/*")):
+        if file.is_file() and (content := file.read_bytes()):
+            for one in found:
+                found[one] += one.encode() in content
+    return Finding(
+        answer=Answer.WRONG,
+        why="Nothing is known to read such a variable: none of the files of torch's CPU build names it. And there is "
+        "no migration to control: torch takes the memory of its tensors with `cudaMalloc`, which stays on the card "
+        "until it is given back. Only managed memory (`cudaMallocManaged`) moves page by page between host and card.",
+        columns=("variable", "named in files of torch (CPU build)"),
+        rows=tuple((f"`{one}`", "yes" if count else "no") for one, count in found.items()),
     )
 
 

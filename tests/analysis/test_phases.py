@@ -1,3 +1,5 @@
+import pytest
+
 from analysis.synthetic import Recorder, fitting_run
 from vramfit.analysis import growth, phases, summarise
 from vramfit.trace import Category, TraceBuilder
@@ -80,3 +82,44 @@ def test_a_steady_program_does_not_grow() -> None:
 
 def test_too_few_iterations_say_nothing_of_growth() -> None:
     assert growth(phases(leaking(3, MIB).finish())).per_iteration is None
+
+
+def training(iterations: int, *, kept: int = 0, drops_first: bool = True) -> Recorder:
+    """Gradients of 64 MiB that each iteration drops at its start or its end; ``kept`` bytes stay from each."""
+    recorder = Recorder()
+    gradients = None
+    for iteration in range(iterations):
+        recorder.phase(f"step {iteration}/forward")
+        if kept:
+            recorder.alloc("", kept, Category.OTHER)
+        recorder.free(recorder.alloc("", MIB, Category.ACTIVATIONS))
+        recorder.phase(f"step {iteration}/backward")
+        gradients = recorder.alloc("", 64 * MIB, Category.GRADIENTS)
+        recorder.phase(f"step {iteration}/optimizer")
+        recorder.free(recorder.alloc("", MIB, Category.TEMPORARIES))
+        if not drops_first or iteration + 1 < iterations:
+            recorder.free(gradients)
+    return recorder
+
+
+@pytest.mark.parametrize("iterations", [4, 5, 9])
+def test_gradients_that_only_the_last_iteration_still_holds_are_no_growth(iterations: int) -> None:
+    grown = growth(phases(training(iterations).finish()))
+    assert grown.end_allocated[-1] - grown.end_allocated[-2] == 64 * MIB
+    assert grown.per_iteration == 0
+    assert not grown.is_leak
+
+
+def test_what_each_iteration_keeps_is_growth_whenever_gradients_are_dropped() -> None:
+    for drops_first in (True, False):
+        grown = growth(phases(training(6, kept=2 * MIB, drops_first=drops_first).finish()))
+        assert grown.per_iteration == 2 * MIB
+        assert grown.is_leak
+        assert grown.runs_out_at(10 * MIB) == 5 + 5 + 1
+
+
+def test_one_change_is_no_trend() -> None:
+    grown = growth(phases(training(4, kept=2 * MIB).finish()))
+    assert grown.per_iteration == 2 * MIB
+    assert not grown.is_leak
+    assert grown.runs_out_at(10 * MIB) is None

@@ -13,8 +13,9 @@ from analysis.synthetic import (
     virtual_run,
 )
 from vramfit.analysis import Outcome, verdict
-from vramfit.gpus import GpuKind, GpuSpec
-from vramfit.trace import Category, Frame, OomReport, Run
+from vramfit.gpus import GpuKind, GpuSpec, find_gpu
+from vramfit.report import render_terminal, run_to_json
+from vramfit.trace import Category, Frame, OomReport, Run, Source
 from vramfit.units import GIB, MIB
 
 OPTIMIZER = Frame("/venv/lib/python3.11/site-packages/torch/optim/adamw.py", 120, "_init_group")
@@ -260,3 +261,43 @@ def test_the_card_that_ran_out_decides() -> None:
         exit_code=1,
     )
     assert verdict(run, cards=CARDS).device.index == 0
+
+
+def used_up(name: str, total: int, left: int) -> Run:
+    """A run that left so many bytes of a card."""
+    trace = Recorder().finish()
+    device = outcome(trace, total=total, context=0, gpu=name)
+    taken = replace(device, peak_reserved_bytes=total - left, peak_allocated_bytes=total - left)
+    return virtual_run(trace, devices=(taken,))
+
+
+def test_a_verdict_within_what_drivers_differ_by_is_close() -> None:
+    spec = find_gpu("RTX 3060")
+    run = used_up(spec.name, spec.total_bytes, 100 * MIB)
+    assert verdict(run).close
+    assert "This is close" in render_terminal(run, verdict(run))
+    assert run_to_json(run, verdict(run))["close"] is True
+    assert not verdict(used_up(spec.name, spec.total_bytes, 200 * MIB)).close
+    assert not verdict(used_up("8 GiB", 8 * GIB, 100 * MIB)).close, "a size that was chosen is that size"
+    assert not verdict(replace(run, source=Source.CARD)).close, "a card that was recorded told its size"
+
+
+def test_a_request_that_failed_by_little_is_close() -> None:
+    spec = find_gpu("RTX 3060")
+    for more, close in ((50 * MIB, True), (500 * MIB, False)):
+        run = ran_out({Category.PARAMETERS: spec.total_bytes - GIB}, GIB + more, total=spec.total_bytes)
+        assert verdict(replace(run, devices=(replace(run.devices[0], gpu=spec.name),))).close is close
+
+
+def test_growth_is_in_the_verdict_with_the_step_at_which_memory_runs_out() -> None:
+    recorder = Recorder(total_bytes=2 * GIB, context_bytes=0)
+    for step in range(6):
+        recorder.phase(f"step {step}/forward")
+        recorder.alloc("", 64 * MIB, Category.OTHER)
+    trace = recorder.finish()
+    run = virtual_run(trace, devices=(outcome(trace, total=GIB, context=0),))
+    judged = verdict(run)
+    assert judged.grows_by == 64 * MIB
+    assert judged.runs_out_at == 16, "steps 0 to 15 fill the GiB"
+    assert "memory runs out about iteration 16" in " ".join(render_terminal(run, judged).split())
+    assert run_to_json(run, judged)["growth"]["runs_out_at_iteration"] == 16

@@ -10,6 +10,7 @@ from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
 from vramfit.analysis.phases import growth, phases
 from vramfit.gpus import GpuKind, GpuSpec, catalogue
 from vramfit.trace import (
+    NO_BAR,
     Category,
     DeviceOutcome,
     Frame,
@@ -98,7 +99,7 @@ class DeviceVerdict:
     breakdown: Breakdown
     error_below: int = 0
     error_above: int = 0
-    reserved_bar: ReservedBar = ReservedBar()
+    reserved_bar: ReservedBar = NO_BAR
 
     @property
     def used(self) -> int:
@@ -170,7 +171,7 @@ class Verdict:
 
     @property
     def certain(self) -> bool:
-        """Whether the answer stays the same over the whole error bar of the peak, of allocated and of reserved bytes."""
+        """Whether the answer stays the same over the whole error bars of the peaks, allocated and reserved."""
         device = self.device
         if not self.bounded:
             return False

@@ -3,7 +3,7 @@
 from vramfit.trace.actual import Actual, Figures, read_actual
 from vramfit.trace.builder import TraceBuilder
 from vramfit.trace.changes import ChangeKind, FileChange, FileChanges
-from vramfit.trace.estimates import Estimate, ReservedBar, reserved_bar
+from vramfit.trace.estimates import NO_BAR, Estimate, ReservedBar, reserved_bar
 from vramfit.trace.events import Category, EventKind, Frame, Segment, TraceDevice
 from vramfit.trace.export import snapshot_from_trace, write_snapshot
 from vramfit.trace.marks import Mark, marks
@@ -16,6 +16,7 @@ from vramfit.trace.report import DeviceReplay, Peaks, ReplayReport
 from vramfit.trace.snapshot import load_snapshot, read_any, trace_from_snapshot
 
 __all__ = [
+    "NO_BAR",
     "RAN_OUT",
     "Actual",
     "Capacity",

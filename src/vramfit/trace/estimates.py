@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +79,10 @@ class ReservedBar:
     serves: bool = False
 
 
+NO_BAR = ReservedBar()
+"""Of a device of which nothing was estimated."""
+
+
 def reserved_bar(trace: MemoryTrace, device: int, estimates: Sequence[Estimate]) -> ReservedBar:
     """Replay a device's requests with their estimated sizes at both ends and in between.
 
@@ -95,7 +99,7 @@ def reserved_bar(trace: MemoryTrace, device: int, estimates: Sequence[Estimate])
     """
     mine = [estimate for estimate in estimates if estimate.device == device]
     if not mine:
-        return ReservedBar()
+        return NO_BAR
     rehearsal = Rehearsal(_with_untaken(trace, mine), device)
     variants = _Variants(rehearsal.plan, _ordinals(trace, device, mine), mine)
     told, serves = rehearsal.recorded.peak_reserved, False
@@ -127,7 +131,7 @@ def _with_untaken(trace: MemoryTrace, estimates: Sequence[Estimate]) -> MemoryTr
         "size": np.full(3 * count, _LEAST),
         "block": np.full(3 * count, 512),
     }
-    columns = {}
+    columns: dict[str, Any] = {}
     for name in COLUMNS:
         column = getattr(trace, name)
         missing = np.full(3 * count, -1 if name in ("op", "stack", "module", "phase", "tensor") else 0)
@@ -156,7 +160,9 @@ def _ordinals(trace: MemoryTrace, device: int, estimates: Sequence[Estimate]) ->
     taken = np.array([estimate.taken for estimate in estimates])
     found += np.searchsorted(untaken, rows, side="right")
     seen: dict[int, int] = {}
-    for index in np.flatnonzero(~taken).tolist():  # several of one row stand in the order in which they were noted
+    for index in np.flatnonzero(
+        ~taken
+    ).tolist():  # several of one row stand in the order in which they were noted
         row = int(rows[index])
         first = int(np.searchsorted(requests, row) + np.searchsorted(untaken, row))
         found[index] = first + seen.get(row, 0)
@@ -232,9 +238,7 @@ def _requests(plan: Plan) -> tuple[list[int], Mapping[int, int]]:
     return steps, special_of
 
 
-def _played(
-    rehearsal: Rehearsal, plan: Plan, spare: frozenset[int], capacity: int | None
-) -> _SparingPlayer:
+def _played(rehearsal: Rehearsal, plan: Plan, spare: frozenset[int], capacity: int | None) -> _SparingPlayer:
     total = UNKNOWN_TOTAL if capacity is None else max(1, capacity)
     player = _SparingPlayer(plan, rehearsal.config, rehearsal.version, total)
     player.spare = spare
