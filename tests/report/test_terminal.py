@@ -172,7 +172,7 @@ def test_a_leak_is_pointed_out() -> None:
         recorder.alloc("", 3 * MIB, Category.OTHER)
     run = virtual_run(recorder.finish())
     text = render_terminal(run, verdict(run, cards=()))
-    assert "leaves 3.00 MiB more than the last, probably a leak: memory runs out about iteration" in text
+    assert "leaves 3.00 MiB more than the last, probably a leak: memory runs out about iteration" in " ".join(text.split())
     run = fitting_run()
     assert "leak" not in render_terminal(run, verdict(run, cards=()))
 

@@ -267,8 +267,10 @@ class _SparingPlayer(WhatIfPlayer):
                     moved[address] = 0
                     self.ooms += step not in spare
             elif size == FREE:
-                if found := moved.pop(address, 0):
-                    free(found)
+                try:
+                    free(moved.pop(address, 0))
+                except ValueError:
+                    self.unknown_frees += 1
             else:
                 before = self.ooms
                 self.special(next(specials), address)
