@@ -171,8 +171,8 @@ def test_a_leak_is_pointed_out() -> None:
         recorder.phase(f"step {iteration}/forward")
         recorder.alloc("", 3 * MIB, Category.OTHER)
     run = virtual_run(recorder.finish())
-    text = render_terminal(run, verdict(run, cards=()))
-    assert "leaves 3.00 MiB more than the last, probably a leak: memory runs out about iteration" in " ".join(text.split())
+    text = " ".join(render_terminal(run, verdict(run, cards=())).split())
+    assert "leaves 3.00 MiB more than the last, probably a leak: memory runs out about iteration" in text
     run = fitting_run()
     assert "leak" not in render_terminal(run, verdict(run, cards=()))
 

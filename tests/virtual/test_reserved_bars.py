@@ -44,9 +44,30 @@ def block(taken: int, given: int, kernel: int, stride: int, expansion: int) -> n
     )
 
 
-def train(model: nn.Module, batch: int, iterations: int = 2) -> None:
+def vgg16() -> nn.Module:
+    """As torchvision has it (torchvision/models/vgg.py)."""
+    layers: list[nn.Module] = []
+    taken = 3
+    for given in (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0):
+        if given:
+            layers += [nn.Conv2d(taken, given, 3, padding=1), nn.ReLU(inplace=True)]
+            taken = given
+        else:
+            layers.append(nn.MaxPool2d(2))
+    head: list[nn.Module] = []
+    for inputs in (512 * 7 * 7, 4096):
+        head += [nn.Linear(inputs, 4096), nn.ReLU(True), nn.Dropout()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(7), nn.Flatten(), *head, nn.Linear(4096, 1000))
+
+
+def train(
+    model: nn.Module,
+    batch: int,
+    iterations: int = 2,
+    optimizer_of: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+) -> None:
     model = model.cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    optimizer = optimizer_of(model.parameters(), lr=0.001)
     for _ in range(iterations):
         optimizer.zero_grad()
         out = model(torch.empty(batch, 3, PIXELS, PIXELS).cuda())
@@ -77,6 +98,14 @@ def test_workspaces_move_the_reserved_peak_where_the_allocated_one_is_known(conv
     bar = device.reserved_bar
     assert bar.above > device.error_above
     assert bar.above + bar.below > device.peak_reserved // 50
+
+
+def test_what_others_measured_lies_within_the_bar() -> None:
+    # VGG16_Adagrad_480 of the xMem authors (Stone-ResearchLife/xMem, plot/data): NVML less the context, CIFAR-10 at
+    # 86 x 86, on an RTX 3060. The run is 14 % higher; the bar of allocated bytes reaches down to -1 % alone.
+    device = device_of(measured(lambda: train(vgg16(), 480, 4, torch.optim.Adagrad)))
+    bar = device.reserved_bar
+    assert device.peak_reserved - bar.below <= 9_730_785_280 <= device.peak_reserved + bar.above
 
 
 def test_the_bar_is_the_same_in_every_run(convolutional: Run) -> None:
