@@ -16,11 +16,11 @@ from vramfit.planner.verifying import (
     compare,
     judge_gradients,
     judge_losses,
-    silence_dropout,
     smaller_sizes,
     too_large,
 )
 from vramfit.techniques import Numerics
+from vramfit.techniques.silencing import silence_dropout
 
 
 def test_a_bitwise_plan_is_equal_in_every_gradient_and_loss() -> None:

@@ -29,7 +29,7 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.techniques import Choice, Live, Numerics, Profile, live_of
 from vramfit.techniques.batch_cutting import find_cut
-from vramfit.techniques.loss_reduction import check_reduction, detect_reduction
+from vramfit.techniques.loss_reduction import detect_reduction
 from vramfit.techniques.micro_batching import (
     BatchNormalisation,
     MicroBatching,
@@ -38,6 +38,7 @@ from vramfit.techniques.micro_batching import (
     Splitter,
     spans_of,
 )
+from vramfit.techniques.trial import try_pieces
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 
@@ -269,7 +270,7 @@ def test_each_reduction_is_found_and_gives_the_same_gradients(kind: str) -> None
     plain = words(kind)
     reduction = detect_reduction(plain)
     assert reduction is Reduction(kind)
-    assert check_reduction(plain) is reduction
+    assert try_pieces(plain).setting.reduction is reduction
     setting = MicroBatchingSetting(count=3, reduction=reduction)
     assert_same(gradients(MicroBatching().apply(plain, setting)), gradients(plain))
 
@@ -279,12 +280,12 @@ def test_another_reduction_is_told_by_its_gradients(kind: str) -> None:
     for other in KINDS:
         if other != kind:
             with pytest.raises(UsageError, match="pieces of a batch do not give its gradients: that of"):
-                check_reduction(words(kind), MicroBatchingSetting(reduction=Reduction(other)))
+                try_pieces(words(kind), MicroBatchingSetting(reduction=Reduction(other)))
 
 
 @pytest.mark.parametrize("toy", all_toys())
 def test_the_reduction_of_toys_is_the_mean(toy: str) -> None:
-    assert check_reduction(all_toys()[toy]) is Reduction.MEAN
+    assert try_pieces(all_toys()[toy]).setting.reduction is Reduction.MEAN
 
 
 def test_a_loss_that_compares_examples_is_refused() -> None:
@@ -296,7 +297,7 @@ def test_a_loss_that_compares_examples_is_refused() -> None:
     with pytest.raises(UsageError, match="is neither the mean nor the sum of its pieces' losses"):
         detect_reduction(workload)
     with pytest.raises(UsageError, match="pieces of a batch do not give its gradients"):
-        check_reduction(workload, MicroBatchingSetting(reduction=Reduction.MEAN))
+        try_pieces(workload, MicroBatchingSetting(reduction=Reduction.MEAN))
 
 
 def test_probing_leaves_random_numbers_as_they_were() -> None:

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from vramfit.planner.measuring import Measured
 from vramfit.planner.plan import Figures, Plan
 from vramfit.planner.price import Device
 from vramfit.techniques import Numerics, live_of
 from vramfit.techniques.micro_batching import batch_size_name
+from vramfit.techniques.silencing import silence_dropout
 from vramfit.workload import State, Workload
 
 ROUNDING_ERROR = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -277,23 +277,6 @@ class _Training:
         for handle in handles:
             handle.remove()
         return scale, found
-
-
-def silence_dropout(model: nn.Module) -> bool:
-    """Let a model drop nothing; whether it did before.
-
-    Beside the layers of torch these are all numbers that modules hold under a name with ``drop`` in it: the dropout of
-    recurrent layers, of attention, of functions, of whole branches.
-    """
-    found = False
-    for module in model.modules():
-        names = [name for name, value in vars(module).items() if "drop" in name and type(value) is float]
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            names.append("p")
-        for name in names:
-            found = found or getattr(module, name) > 0
-            setattr(module, name, 0.0)
-    return found
 
 
 def judge_gradients(

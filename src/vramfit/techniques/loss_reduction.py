@@ -50,39 +50,6 @@ def detect_reduction(workload: Workload, setting: MicroBatchingSetting | None = 
         return _matching(_Losses(workload, model, batch, setting), setting)
 
 
-def check_reduction(workload: Workload, setting: MicroBatchingSetting | None = None) -> Reduction:
-    """Make sure that pieces give the gradients of the whole batch, on four examples on the CPU.
-
-    As `detect_reduction`, with backward passes: run it where no virtual GPU is to follow in the same process.
-
-    Returns:
-        the reduction that was checked: the setting's, or the one that was found for ``auto``.
-
-    Raises:
-        UsageError: a gradient differs by more than rounding.
-    """
-    setting = setting or MicroBatchingSetting()
-    if setting.reduction is Reduction.AUTO:
-        setting = dataclasses.replace(setting, reduction=detect_reduction(workload, setting))
-    with _probe(workload) as (model, batch):
-        losses = _Losses(workload, model, batch, setting)
-        losses.of(losses.batch).backward()
-        expected = _take_gradients(model)
-        for piece in Splitter(dataclasses.replace(setting, count=EXAMPLES), shifts=False)(losses.batch):
-            (losses.of(piece.batch) * piece.weight).backward()
-        found = _take_gradients(model)
-    largest = max((float(gradient.abs().max()) for gradient in expected.values()), default=0.0)
-    for name, gradient in expected.items():
-        off = float((gradient - found.get(name, torch.zeros_like(gradient))).abs().max())
-        if not off <= _TOLERANCE * largest:
-            raise UsageError(
-                f"pieces of a batch do not give its gradients: that of {name} differs by {off / largest:.2g} of the "
-                f"largest, with the reduction {setting.reduction.value}",
-                "Choose another reduction; a loss that compares examples with each other cannot be cut",
-            )
-    return setting.reduction
-
-
 class _Losses:
     """Losses of batches of one workload, with the same random numbers each time.
 
@@ -167,13 +134,3 @@ def _matching(losses: _Losses, setting: MicroBatchingSetting) -> Reduction:
             "say where labels are if it is a mean over labels",
         )
     return best
-
-
-def _take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {
-        name: parameter.grad
-        for name, parameter in model.named_parameters(remove_duplicate=True)
-        if parameter.grad is not None
-    }
-    model.zero_grad(set_to_none=True)
-    return found

@@ -29,6 +29,7 @@ class Reduction(Enum):
         SUM: the sum, or a mean over a number that the batch brings along (``num_items_in_batch``).
         TOKENS: the mean over labels that are not to be ignored.
         NEXT_TOKENS: likewise, of labels that are shifted by one: the first of each sequence is nobody's next.
+        WEIGHTS: the mean weighted by an entry of the batch, such as a mask: the sum of its values.
         AUTO: what the batch and the model look like, see `MicroBatching`.
     """
 
@@ -36,6 +37,7 @@ class Reduction(Enum):
     SUM = "sum"
     TOKENS = "tokens"
     NEXT_TOKENS = "next-tokens"
+    WEIGHTS = "weights"
     AUTO = "auto"
 
 
@@ -59,7 +61,7 @@ class MicroBatchingSetting(Setting):
         count: pieces of a batch; the last may be smaller, and there are fewer where that makes none of them larger.
         reduction: how the loss makes one number of a batch.
         ignore_index: the label that does not count.
-        labels: where the batch has its labels: a key, an attribute, or a place in a tuple (``"1"``).
+        labels: where the batch has its labels, or what weighs: a key, an attribute, or a place in a tuple (``"1"``).
         uncut: entries of the batch that go to every piece as they are.
         batch_norm: what becomes of batch norm.
     """
@@ -81,10 +83,10 @@ class MicroBatching(Technique[MicroBatchingSetting]):
     1 for a sum. Gradients of distributed data parallel models are exchanged once, with the last piece.
 
     The reduction ``auto`` takes integer labels of two dimensions as tokens (next tokens where a model of transformers
-    shifts them), a batch with ``num_items_in_batch`` as a sum, and anything else as a mean. `detect_reduction` finds it
-    from a workload's own loss, and `check_reduction` compares gradients: a loss that compares examples with each other
-    (contrastive, or statistics of the batch) has no pieces, and is told by nothing else. Labels that are on a card
-    already are counted there, and the host waits for the counts once a batch.
+    shifts them), a batch with ``num_items_in_batch`` as a sum, and anything else as a mean. `try_pieces` finds out by
+    comparing gradients: a loss that compares examples with each other (contrastive, or statistics of the batch) has no
+    pieces, and is told by nothing else. Labels that are on a card already are counted there, and the host waits for the
+    counts once a batch.
 
     It pays when activations are most of the peak, and costs little time while a piece still fills the device: the same
     arithmetic in smaller kernels. It saves nothing of parameters, gradients and optimizer, and the gradients stay
@@ -180,10 +182,19 @@ class Splitter:
                     f"the batch has no labels {self.setting.labels!r} to count",
                     "Say where they are in labels of micro-batching, or choose another reduction",
                 )
-            counts = _counts(labels, self.setting.ignore_index, shifted=reduction is Reduction.NEXT_TOKENS)
+            counts = self._counts(labels, reduction)
             if total := sum(counts):
                 return [sum(counts[start:stop]) / total for start, stop in spans]
         return [(stop - start) / cut.size for start, stop in spans]
+
+    def _counts(self, labels: torch.Tensor, reduction: Reduction) -> list[float]:
+        """What each example weighs; on a card the host waits for these once."""
+        if reduction is Reduction.WEIGHTS:
+            return [float(weight) for weight in labels.double().reshape(labels.shape[0], -1).sum(1).tolist()]
+        shifted = reduction is Reduction.NEXT_TOKENS and labels.dim() > 1
+        counted = labels[:, 1:] if shifted else labels
+        valid = (counted != self.setting.ignore_index).reshape(labels.shape[0], -1)
+        return [float(count) for count in valid.sum(1).tolist()]
 
     def _looks_like(self, batch: Batch) -> Reduction:
         if entry(batch, "num_items_in_batch") is not None:
@@ -219,14 +230,11 @@ def batch_size_name(sizes: Mapping[str, int]) -> str:
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:
     """The layers that normalise with a batch's statistics; not those that are frozen in a model that trains."""
     found = (module for module in model.modules() if isinstance(module, _BatchNorm))
-    return [module for module in found if module.training or not model.training]
-
-
-def _counts(labels: torch.Tensor, ignore_index: int, *, shifted: bool) -> list[int]:
-    """How many labels count in each example; on a card the host waits for them once."""
-    counted = labels[:, 1:] if shifted and labels.dim() > 1 else labels
-    valid = (counted != ignore_index).reshape(labels.shape[0], -1)
-    return [int(count) for count in valid.sum(1).tolist()]
+    return [
+        module
+        for module in found
+        if module.training or not model.training or module.running_mean is None  # it has none but the batch's
+    ]
 
 
 def _shifts(model: nn.Module) -> bool:

@@ -1,0 +1,317 @@
+"""Tries whether pieces of a batch give the gradients of the whole, with every parameter of a real model on the CPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from vramfit.errors import UsageError
+from vramfit.techniques.batch_cutting import Cut, find_cut, mapped
+from vramfit.techniques.micro_batching import (
+    MicroBatchingSetting,
+    Reduction,
+    Splitter,
+    batch_norms,
+    batch_size_name,
+)
+from vramfit.techniques.ragged import Varied, made_ragged
+from vramfit.techniques.silencing import NothingDropped, silence_dropout
+from vramfit.workload import Batch, Workload
+
+EXAMPLES = 4
+"""In the batch that is tried: one in the first piece and the rest in the second, so that means and sums differ."""
+
+# Of a parameter's gradient, and of the gradient of all: what 32 bits round differs by less, what couples by far more.
+_OWN, _WHOLE = 1e-4, 1e-6
+# The same in 64 bits, where parts of a model may still round to 32.
+_OWN_64, _WHOLE_64 = 1e-6, 1e-7
+_DOUBTFUL = 100
+"""Differences below this many times what 32 bits round may be rounding of a deep model: 64 bits decide."""
+
+Gradients = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tried:
+    """What a trial came to.
+
+    Attributes:
+        setting: with which pieces give the gradients of the whole.
+        parameters: whose gradients were compared.
+        varied: names of the batch's entries that were made uneven.
+        worst: the largest difference, as a part of what rounding may do.
+    """
+
+    setting: MicroBatchingSetting
+    parameters: int
+    varied: tuple[str, ...]
+    worst: float
+
+
+class NoPiecesError(UsageError):
+    """Pieces of a batch do not give the gradients of the whole."""
+
+
+class NotComparableError(UsageError):
+    """A batch does not give the same gradients twice, so that nothing can be said of its pieces."""
+
+
+def try_pieces(
+    workload: Workload,
+    setting: MicroBatchingSetting | None = None,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    model: Callable[[], nn.Module] | None = None,
+) -> Tried:
+    """Compare the gradients of a batch of four examples with those of its pieces, on the CPU and in training mode.
+
+    Dropout is off, parameters that are zero get small numbers, since zeros would hide what comes before them, and the
+    batch is looked at as it is made and with its masks, labels and lengths made uneven. Batch norm keeps the statistics
+    that it has: it is known to couple examples, and micro-batching says so by itself. It takes four times the model's
+    memory in 32 bits.
+
+    Args:
+        workload: with a loss.
+        setting: where labels are, which are ignored, what stays uncut, and the reduction; ``auto`` tries all.
+        sizes: of the batch, in place of the workload's; the number of examples is always four.
+        model: makes one that stands in for the workload's.
+
+    Raises:
+        NoPiecesError: no way of weighing pieces gives the gradients of the whole.
+        NotComparableError: random numbers are drawn in training, other than those of dropout.
+        UsageError: the workload has no loss of its own, or a batch that cannot be cut.
+    """
+    setting = setting or MicroBatchingSetting()
+    if workload.loss is None or workload.step is not None:
+        raise UsageError(
+            "a workload without a loss, or with a step of its own, has no reduction", "Give it a loss"
+        )
+    given = {**workload.sizes, **(sizes or {}), batch_size_name(workload.sizes): EXAMPLES}
+    with torch.random.fork_rng(devices=[]), NothingDropped():
+        torch.manual_seed(0)
+        made = (workload.make_model if model is None else model)().float()
+        _prepare(made)
+        batch = workload.batch(**given)
+        cut = find_cut(batch, setting.uncut)
+        if cut.size < 2:
+            raise UsageError(
+                "the batch function makes one example where four are asked for", "Let it keep to its sizes"
+            )
+        trial = _Trial(workload, made, cut, setting)
+        ragged, varied = made_ragged(batch, cut, trial.accepts)
+        batches = [ragged, batch] if varied else [batch]
+        found = trial.weighed(batches, tuple(_candidates(batch, setting, varied)))
+        if 1 < found.worst < _DOUBTFUL:
+            found = _in_64_bits(trial, found, batches)
+        if not found.worst <= 1:
+            raise _differs(trial, found, batch)
+    return Tried(
+        setting=replace(setting, **found.setting),  # type: ignore[arg-type]
+        parameters=found.parameters,
+        varied=tuple(dict.fromkeys(one.name for one in varied if one.name)),
+        worst=found.worst,
+    )
+
+
+def _prepare(model: nn.Module) -> None:
+    """Training mode without dropout and without zeros, batch norm with the statistics that it has."""
+    norms = batch_norms(model)
+    if not model.training:
+        for module in model.modules():
+            module.training = module.training or not isinstance(module, _BatchNorm)
+    for norm in norms:
+        norm.eval()
+    silence_dropout(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.numel() and not parameter.any():
+                parameter.normal_(std=0.02)
+
+
+_Weighing = dict[str, Reduction | int | str]
+
+
+def _candidates(
+    batch: Batch, setting: MicroBatchingSetting, varied: tuple[Varied, ...]
+) -> Iterator[_Weighing]:
+    """Ways of weighing pieces, the plainest first."""
+    if setting.reduction is not Reduction.AUTO:
+        yield {"reduction": setting.reduction}
+        return
+    yield {"reduction": Reduction.MEAN}
+    yield {"reduction": Reduction.SUM}
+    tokens = (Reduction.NEXT_TOKENS, Reduction.TOKENS)
+    for reduction in tokens:
+        yield {"reduction": reduction}
+    for one in varied:
+        if one.name and one.mask:
+            yield {"reduction": Reduction.WEIGHTS, "labels": one.name}
+        if one.name:
+            for reduction in tokens:
+                yield {"reduction": reduction, "labels": one.name, "ignore_index": one.value}
+    if isinstance(batch, torch.Tensor):
+        for one in varied:
+            for reduction in tokens:
+                yield {"reduction": reduction, "ignore_index": one.value}
+
+
+@dataclass(kw_only=True, slots=True)
+class _Weighed:
+    """One way of weighing pieces, and how far it is off in the worst of the batches."""
+
+    setting: _Weighing
+    worst: float = 0.0
+    """The largest difference, as a part of what rounding may do."""
+    part: float = 0.0
+    """The same, as a part of that gradient's norm."""
+    name: str = ""
+    parameters: int = 0
+
+
+@dataclass(slots=True)
+class _Trial:
+    """A model with a workload's loss, and batches for it."""
+
+    workload: Workload
+    model: nn.Module
+    cut: Cut
+    setting: MicroBatchingSetting
+    own: float = _OWN
+    whole: float = _WHOLE
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """The loss, with the same random numbers each time."""
+        assert self.workload.loss is not None
+        torch.manual_seed(self.seed)
+        found = self.workload.loss(self.model, _cast(batch, self.dtype))
+        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            raise UsageError("the loss is no scalar", "Take its mean or its sum")
+        return found
+
+    def accepts(self, batch: Batch) -> bool:
+        """Whether a batch gives a loss at all."""
+        with torch.no_grad(), _buffers_kept(self.model):
+            try:
+                return math.isfinite(float(self.loss(batch)))
+            except Exception:  # whatever the user's code makes of a label that it does not know
+                return False
+
+    def gradients(self, batch: Batch) -> Gradients:
+        """Of every parameter that has one."""
+        self.model.zero_grad(set_to_none=True)
+        with _buffers_kept(self.model):
+            self.loss(batch).backward()
+        found = {
+            name: parameter.grad
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
+        self.model.zero_grad(set_to_none=True)
+        return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in found.items()}
+
+    def weighed(self, batches: list[Batch], candidates: tuple[_Weighing, ...]) -> _Weighed:
+        """The first way of weighing that holds for all batches, or the one that comes closest."""
+        found = [_Weighed(setting=one) for one in candidates]
+        spans = [(0, 1), (1, self.cut.size)]
+        for batch in batches:
+            expected = self.gradients(batch)
+            pieces = [self.gradients(self.cut.piece(batch, *span)) for span in spans]
+            for one in found:
+                setting = replace(self.setting, **one.setting)  # type: ignore[arg-type]
+                try:
+                    weights = Splitter(setting, shifts=False).weights(batch, self.cut, spans)
+                except UsageError:  # no labels to count
+                    one.worst = one.part = math.inf
+                    continue
+                self._judge(one, expected, pieces, weights)
+        return next((one for one in found if one.worst <= 1), min(found, key=lambda one: one.worst))
+
+    def _judge(
+        self, one: _Weighed, expected: Gradients, pieces: list[Gradients], weights: list[float]
+    ) -> None:
+        whole = math.sqrt(sum(float(gradient.norm()) ** 2 for gradient in expected.values()))
+        names = expected.keys() | {name for piece in pieces for name in piece}
+        one.parameters = len(names)
+        for name in sorted(names):
+            parts = [
+                weight * piece[name]
+                for piece, weight in zip(pieces, weights, strict=True)
+                if weight and name in piece
+            ]
+            reference = expected.get(name)
+            total = sum(parts) if parts else torch.zeros(())
+            if reference is None:
+                reference = torch.zeros(())
+            norm = float(reference.norm())
+            off = float((total - reference).norm())
+            share = off / max(self.own * norm, self.whole * whole, torch.finfo(torch.float32).tiny)
+            share = math.inf if math.isnan(share) else share
+            if share > one.worst:
+                one.worst, one.name = share, name
+                one.part = off / norm if norm else math.inf
+
+
+def _in_64_bits(trial: _Trial, found: _Weighed, batches: list[Batch]) -> _Weighed:
+    """The same with twice the bits, for one way of weighing; as it was where the model's code wants 32."""
+    trial.model.double()
+    trial.own, trial.whole, trial.dtype = _OWN_64, _WHOLE_64, torch.float64
+    try:
+        return trial.weighed(batches, (found.setting,))
+    except Exception:
+        trial.model.float()
+        trial.dtype = torch.float32
+        return found
+
+
+def _differs(trial: _Trial, found: _Weighed, batch: Batch) -> UsageError:
+    """Why pieces cannot stand for the whole."""
+    values = []
+    for trial.seed in (0, 1):
+        with torch.no_grad(), _buffers_kept(trial.model):
+            values.append(float(trial.loss(batch)))
+    if values[0] != values[1]:
+        return NotComparableError(
+            "pieces of a batch cannot be compared with it: the model or the loss draws random numbers in training",
+            "Allow micro-batching by its name if each example draws its own",
+        )
+    off = f"{found.part:.2g} of its norm" if math.isfinite(found.part) else "more than it is"
+    return NoPiecesError(
+        f"pieces of a batch do not give its gradients: that of {found.name} differs by {off}, with the reduction "
+        f"{_told(found.setting)} at best",
+        "A loss that compares examples with each other cannot be cut; say where labels or weights are if it has some",
+    )
+
+
+def _told(setting: _Weighing) -> str:
+    reduction = setting["reduction"]
+    assert isinstance(reduction, Reduction)
+    return reduction.value + (f" of {setting['labels']}" if "labels" in setting else "")
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """What a forward pass writes to buffers (running statistics, counters) is taken back."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+
+
+def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
+    if dtype is torch.float32:
+        return batch
+    if isinstance(batch, torch.Tensor):
+        return batch.to(dtype) if batch.dtype is torch.float32 else batch
+    return mapped(batch, lambda _name, value: _cast(value, dtype))
