@@ -12,7 +12,7 @@ from tests.techniques.toys import all_toys
 from torch import nn
 
 from vramfit.gpus import find_gpu
-from vramfit.planner import reducing
+from vramfit.planner import reducing, stand_in
 from vramfit.planner.frames import Frames
 from vramfit.planner.reducing import cutting_of
 from vramfit.planner.request import Request
@@ -43,21 +43,95 @@ def summed(model: nn.Module, batch: Batch) -> torch.Tensor:
     [(None, Reduction.MEAN), (summed, Reduction.SUM), (contrastive, None)],
     ids=["mean", "sum", "contrastive"],
 )
-def test_a_loss_is_tried(loss: object, reduction: Reduction | None) -> None:
+def test_a_loss_is_tried_and_what_was_tried_is_said(loss: object, reduction: Reduction | None) -> None:
     toy = all_toys()["mlp"]
     workload = toy if loss is None else replace(toy, loss=loss)  # type: ignore[arg-type]
     found = cutting_of(workload, _profile(workload))
-    assert found.reduction is reduction
-    assert bool(found.note) == (reduction is None)
+    assert (found.setting and found.setting.reduction) is reduction
+    if reduction is None:
+        assert "micro-batching is left out: pieces of a batch do not give its gradients" in found.note
+    else:
+        assert "was tried with the model itself: pieces of 4 examples give the gradients" in found.note
 
 
-def test_what_would_take_long_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+class Tall(nn.Module):
+    """Many layers that are alike, and batches of any length."""
+
+    def __init__(self, layers: int = 12) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(layers))
+        self.last = nn.Linear(32, 8)
+        self.register_buffer("scale", torch.full((32,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x) * self.scale
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.last(x)
+
+
+def _tall(loss: object = None) -> Workload:
+    return Workload(
+        model=Tall,
+        batch=lambda batch_size, length: torch.randn(batch_size, length, 8),
+        sizes={"batch_size": 16, "length": 1024},
+        loss=loss or (lambda model, batch: model(batch).square().mean()),  # type: ignore[arg-type]
+    )
+
+
+def test_a_batch_that_would_take_long_is_tried_at_smaller_sizes() -> None:
+    workload = _tall()
+    found = cutting_of(workload, _profile(workload, flops=10 * 10**12))
+    assert found.setting is not None
+    assert "tried with the model itself at length 16:" in found.note
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_model_that_is_too_large_is_tried_by_a_stand_in(
+    coupled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = _tall(contrastive if coupled else None)
+    large = sum(parameter.numel() * 4 for parameter in workload.model().parameters())
+    monkeypatch.setattr(reducing, "_MOST", large // 2)
+    monkeypatch.setattr(stand_in, "_LARGE", 500)  # so that weights are made without values
+    found = cutting_of(workload, _profile(workload))
+    assert (found.setting is None) is coupled
+    said = "micro-batching is left out" if coupled else "a stand-in of the same code with 2 of 12 layers"
+    assert said in found.note
+
+
+def test_what_was_not_tried_is_left_out_unless_it_is_allowed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = replace(all_toys()["mlp"], loss=contrastive)
-    found = cutting_of(workload, _profile(workload, flops=1 << 60))
-    assert found.reduction is Reduction.AUTO
-    assert "was not tried" in found.note
-    monkeypatch.setattr(reducing, "_PART", 1e-12)
-    assert cutting_of(workload, _profile(workload)).reduction is Reduction.AUTO
+    monkeypatch.setattr(reducing, "_MOST", 0)
+    found = cutting_of(workload, _profile(workload))
+    assert (found.setting, found.known) == (None, False)
+    assert "was not tried, since the model is too large for it here; it is left out" in found.note
+    named = cutting_of(workload, _profile(workload), by_name=True)
+    assert named.setting is not None
+    assert named.setting.reduction is Reduction.AUTO
+    assert "it is used since it was allowed by its name" in named.note
+
+
+def test_a_model_of_transformers_is_made_narrower() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=50,
+    )
+    workload = replace(_tall(), model=lambda: transformers.LlamaForCausalLM(config))
+    makers = list(stand_in.stand_in(workload, 1 << 20))
+    assert [words for _, words in makers] == [
+        "a stand-in of the same code with 2 of 6 layers",
+        "a stand-in of the same code with at most 2 layers and widths divided by 4",
+    ]
+    model = makers[1][0]()
+    assert (model.config.hidden_size, model.config.num_key_value_heads) == (16, 1)
+    assert len(model.model.layers) == 2
 
 
 @pytest.mark.parametrize("loss", [None, contrastive])
@@ -73,7 +147,8 @@ def test_only_what_can_be_cut_is_offered_in_pieces(loss: object) -> None:
     frames = Frames(device=VirtualDevice(find_gpu("RTX 4090"), alloc_conf=""), request=request)
     offered = list(frames.options(frames.plain.profile))
     assert bool(offered) == (loss is None)
-    assert bool(frames.notes(offered)) == (loss is not None)
+    assert all("micro-batching" in note for note in frames.notes(offered))
+    assert frames.notes(offered)
     assert all(choice.setting.reduction is Reduction.MEAN for choice in offered)  # type: ignore[attr-defined]
 
 

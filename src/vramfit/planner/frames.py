@@ -237,10 +237,15 @@ class Frames:
                 if technique.promise(setting).numerics > self.request.numerics:
                     continue
                 if isinstance(setting, MicroBatchingSetting):
-                    reduction = self.cutting.reduction
-                    if reduction is None:
+                    known = self.cutting.setting
+                    if known is None:
                         continue
-                    setting = replace(setting, reduction=reduction)
+                    setting = replace(
+                        setting,
+                        reduction=known.reduction,
+                        labels=known.labels,
+                        ignore_index=known.ignore_index,
+                    )
                 yield Choice(technique=technique, setting=setting)
 
     @property
@@ -248,7 +253,8 @@ class Frames:
         """What is known of cutting the workload's batches."""
         if self._cutting is None:
             self.progress("whether batches can be cut")
-            self._cutting = cutting_of(self.request.workload, self.plain.profile)
+            named = "micro-batching" in (self.request.allowed or ())
+            self._cutting = cutting_of(self.request.workload, self.plain.profile, by_name=named)
         return self._cutting
 
     def notes(self, choices: Iterable[Choice]) -> tuple[str, ...]:
@@ -258,7 +264,7 @@ class Frames:
         found = [
             f"{name} is left out: the workload fails with it ({why})." for name, why in self._broken.items()
         ]
-        if known is not None and known.note and (cut or known.reduction is None):
+        if known is not None and (cut or known.setting is None):
             found.append(known.note)
         return tuple(found)
 

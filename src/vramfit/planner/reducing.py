@@ -29,11 +29,11 @@ _SECONDS = 30.0
 _STEPS = 8
 """Training steps with all its examples that a trial comes to: a batch and its pieces, twice, and what varies them."""
 
-_PART = 0.5
-"""Of the machine's memory that a trial may take."""
+_PART = 0.125
+"""Of the machine's memory that a model may take: a trial holds its values and three gradients."""
 
-_COPIES = 4
-"""Of a model in 32 bits that a trial takes: its values, and the gradients of the whole and of two pieces."""
+_MOST = 1 << 30
+"""Bytes of a model in 32 bits, at most: beyond that memory costs more time than arithmetic."""
 
 _SHORTEST = 8
 """Smaller than that no size of a batch is made for a trial."""
@@ -100,14 +100,16 @@ def cutting_of(workload: Workload, profile: Profile, *, by_name: bool = False) -
             "each other has no pieces.",
             known=False,
         )
-    return Cutting(None, f"{tried}, since {why}; it is left out unless it is allowed by its name.", known=False)
+    return Cutting(
+        None, f"{tried}, since {why}; it is left out unless it is allowed by its name.", known=False
+    )
 
 
 def _told(found: Tried, trial: _Trial) -> str:
     uneven = f", with {' and '.join(found.varied)} made uneven" if found.varied else ""
     return (
-        f"micro-batching was tried with {trial.words}: pieces of {EXAMPLES} examples give the gradients of the whole in "
-        f"all {found.parameters} parameters{uneven}."
+        f"micro-batching was tried with {trial.words}: pieces of {EXAMPLES} examples give the gradients of the whole "
+        f"in all {found.parameters} parameters{uneven}."
     )
 
 
@@ -116,15 +118,15 @@ def _trials(workload: Workload, profile: Profile) -> Iterator[_Trial]:
     sizes = dict(profile.sizes)
     name = batch_size_name(sizes)
     flops = profile.step_flops * _STEPS * EXAMPLES / max(1, sizes[name])
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * _PART
-    need = _COPIES * sum(parameter.numel() * 4 for parameter in profile.model.parameters())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    room = min(_MOST, round(_PART * memory))
     smaller, less = _smaller(sizes, name, flops)
-    if need <= memory:
+    if sum(parameter.numel() * 4 for parameter in profile.model.parameters()) <= room:
         if flops <= _SECONDS * _CPU_FLOPS:
             yield _Trial(sizes, "the model itself")
         if less <= _SECONDS * _CPU_FLOPS and smaller != sizes:
             yield _Trial(smaller, f"the model itself at {_words(smaller, name)}")
-    for model, words in stand_in(workload, round(memory / _COPIES)):
+    for model, words in stand_in(workload, room):
         yield _Trial(sizes if smaller == sizes else smaller, words, model)
 
 

@@ -49,9 +49,7 @@ class _Variation:
     mask: bool
 
 
-def made_ragged(
-    batch: Batch, cut: Cut, accepts: Callable[[Batch], bool]
-) -> tuple[Batch, tuple[Varied, ...]]:
+def made_ragged(batch: Batch, cut: Cut, accepts: Callable[[Batch], bool]) -> tuple[Batch, tuple[Varied, ...]]:
     """A batch with every mask, label and length varied that a program can do with.
 
     Args:
@@ -80,7 +78,9 @@ def _variations(batch: Batch, cut: Cut) -> Iterator[_Variation]:
         values, mask = _values(tensor)
         if tensor.dim() == 1:
             # One class for each example is no more ragged than the batch itself; a mask or a length is.
-            yield from (_Variation(place, name, v, (1 + place % (cut.size - 1),), place, mask) for v in values if mask)
+            yield from (
+                _Variation(place, name, v, (1 + place % (cut.size - 1),), place, mask) for v in values if mask
+            )
             continue
         for number, value in enumerate(values):
             rows = (number % cut.size, (number + 1) % cut.size)

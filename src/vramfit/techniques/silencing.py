@@ -56,7 +56,7 @@ class NothingDropped(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Any,  # noqa: ARG002  # torch's signature
+        types: Any,  # torch's signature
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +34,9 @@ _OWN, _WHOLE = 1e-4, 1e-6
 _OWN_64, _WHOLE_64 = 1e-6, 1e-7
 _DOUBTFUL = 100
 """Differences below this many times what 32 bits round may be rounding of a deep model: 64 bits decide."""
+
+_FEW = 100_000
+"""Values of gradients, about, that each way of weighing pieces is held against at first."""
 
 Gradients = dict[str, torch.Tensor]
 
@@ -107,15 +111,15 @@ def try_pieces(
         ragged, varied = made_ragged(batch, cut, trial.accepts)
         batches = [ragged, batch] if varied else [batch]
         found = trial.weighed(batches, tuple(_candidates(batch, setting, varied)))
-        if 1 < found.worst < _DOUBTFUL:
+        if 1 < found.off.share < _DOUBTFUL:
             found = _in_64_bits(trial, found, batches)
-        if not found.worst <= 1:
+        if not found.off.share <= 1:
             raise _differs(trial, found, batch)
     return Tried(
         setting=replace(setting, **found.setting),  # type: ignore[arg-type]
         parameters=found.parameters,
         varied=tuple(dict.fromkeys(one.name for one in varied if one.name)),
-        worst=found.worst,
+        worst=found.off.share,
     )
 
 
@@ -161,17 +165,29 @@ def _candidates(
                 yield {"reduction": reduction, "ignore_index": one.value}
 
 
+@dataclass(frozen=True, slots=True)
+class _Off:
+    """How far pieces are off in the worst of the parameters."""
+
+    share: float = 0.0
+    """The difference as a part of what rounding may do."""
+    part: float = 0.0
+    """The same as a part of that gradient's norm."""
+    name: str = ""
+
+
 @dataclass(kw_only=True, slots=True)
 class _Weighed:
     """One way of weighing pieces, and how far it is off in the worst of the batches."""
 
     setting: _Weighing
-    worst: float = 0.0
-    """The largest difference, as a part of what rounding may do."""
-    part: float = 0.0
-    """The same, as a part of that gradient's norm."""
-    name: str = ""
+    off: _Off = _Off()
     parameters: int = 0
+
+    def take(self, off: _Off, parameters: int) -> None:
+        """Remember the worst."""
+        self.off = max(self.off, off, key=lambda one: one.share)
+        self.parameters = parameters
 
 
 @dataclass(slots=True)
@@ -218,45 +234,73 @@ class _Trial:
         return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in found.items()}
 
     def weighed(self, batches: list[Batch], candidates: tuple[_Weighing, ...]) -> _Weighed:
-        """The first way of weighing that holds for all batches, or the one that comes closest."""
+        """The first way of weighing that holds for all batches, or one that comes closest."""
         found = [_Weighed(setting=one) for one in candidates]
         spans = [(0, 1), (1, self.cut.size)]
         for batch in batches:
-            expected = self.gradients(batch)
-            pieces = [self.gradients(self.cut.piece(batch, *span)) for span in spans]
+            compared = _Compared(
+                self.gradients(batch), [self.gradients(self.cut.piece(batch, *span)) for span in spans]
+            )
+            weights = {id(one): self._weights(one, batch, spans) for one in found}
+            known = [one for one in found if weights[id(one)]] or found[:1]
+            # Large parameters take their time: only what holds for the small ones is held against all.
+            rough = {id(one): compared.judge(weights[id(one)], self, compared.few) for one in known}
+            alive = [one for one in known if rough[id(one)].share <= 1]
+            found = alive or [min(known, key=lambda one: rough[id(one)].share)]
+            done: dict[tuple[float, ...], _Off] = {}
             for one in found:
-                setting = replace(self.setting, **one.setting)  # type: ignore[arg-type]
-                try:
-                    weights = Splitter(setting, shifts=False).weights(batch, self.cut, spans)
-                except UsageError:  # no labels to count
-                    one.worst = one.part = math.inf
-                    continue
-                self._judge(one, expected, pieces, weights)
-        return next((one for one in found if one.worst <= 1), min(found, key=lambda one: one.worst))
+                key = tuple(weights[id(one)])
+                if key not in done:
+                    done[key] = compared.judge(key, self, compared.names)
+                one.take(done[key], len(compared.names))
+            found = [one for one in found if one.off.share <= 1] or found[:1]
+            if found[0].off.share > 1:
+                break
+        return found[0]
 
-    def _judge(
-        self, one: _Weighed, expected: Gradients, pieces: list[Gradients], weights: list[float]
-    ) -> None:
-        whole = math.sqrt(sum(float(gradient.norm()) ** 2 for gradient in expected.values()))
-        names = expected.keys() | {name for piece in pieces for name in piece}
-        one.parameters = len(names)
-        for name in sorted(names):
+    def _weights(self, one: _Weighed, batch: Batch, spans: list[tuple[int, int]]) -> tuple[float, ...]:
+        """Of the pieces; nothing where the batch has no labels to count."""
+        setting = replace(self.setting, **one.setting)  # type: ignore[arg-type]
+        try:
+            return tuple(Splitter(setting, shifts=False).weights(batch, self.cut, spans))
+        except UsageError:
+            return ()
+
+
+class _Compared:
+    """Gradients of a batch beside those of its pieces.
+
+    Attributes:
+        names: of all parameters that have one.
+        few: of the smallest of them.
+    """
+
+    def __init__(self, expected: Gradients, pieces: list[Gradients]) -> None:
+        self._expected, self._pieces = expected, pieces
+        sizes = {name: value.numel() for part in (*pieces, expected) for name, value in part.items()}
+        self.names = sorted(sizes, key=lambda name: (sizes[name], name))
+        ends = itertools.accumulate(sizes[name] for name in self.names)
+        self.few = [name for name, end in zip(self.names, ends, strict=True) if end <= _FEW] or self.names[:1]
+        self._norms = {name: float(value.norm()) for name, value in expected.items()}
+        self._whole = math.sqrt(sum(norm**2 for norm in self._norms.values()))
+
+    def judge(self, weights: tuple[float, ...], trial: _Trial, names: list[str]) -> _Off:
+        """How far pieces with these weights are off."""
+        worst = _Off()
+        for name in names:
+            norm = self._norms.get(name, 0.0)
             parts = [
                 weight * piece[name]
-                for piece, weight in zip(pieces, weights, strict=True)
+                for piece, weight in zip(self._pieces, weights, strict=False)
                 if weight and name in piece
             ]
-            reference = expected.get(name)
             total = sum(parts) if parts else torch.zeros(())
-            if reference is None:
-                reference = torch.zeros(())
-            norm = float(reference.norm())
-            off = float((total - reference).norm())
-            share = off / max(self.own * norm, self.whole * whole, torch.finfo(torch.float32).tiny)
+            off = float((total - self._expected.get(name, torch.zeros(()))).norm())
+            share = off / max(trial.own * norm, trial.whole * self._whole, torch.finfo(torch.float32).tiny)
             share = math.inf if math.isnan(share) else share
-            if share > one.worst:
-                one.worst, one.name = share, name
-                one.part = off / norm if norm else math.inf
+            if share > worst.share:
+                worst = _Off(share, off / norm if norm else math.inf, name)
+        return worst
 
 
 def _in_64_bits(trial: _Trial, found: _Weighed, batches: list[Batch]) -> _Weighed:
@@ -282,9 +326,9 @@ def _differs(trial: _Trial, found: _Weighed, batch: Batch) -> UsageError:
             "pieces of a batch cannot be compared with it: the model or the loss draws random numbers in training",
             "Allow micro-batching by its name if each example draws its own",
         )
-    off = f"{found.part:.2g} of its norm" if math.isfinite(found.part) else "more than it is"
+    off = f"{found.off.part:.2g} of its norm" if math.isfinite(found.off.part) else "more than it is"
     return NoPiecesError(
-        f"pieces of a batch do not give its gradients: that of {found.name} differs by {off}, with the reduction "
+        f"pieces of a batch do not give its gradients: that of {found.off.name} differs by {off}, with the reduction "
         f"{_told(found.setting)} at best",
         "A loss that compares examples with each other cannot be cut; say where labels or weights are if it has some",
     )

@@ -1,0 +1,220 @@
+"""Smaller models of the same code, for what is tried with values where a workload's own model is too large.
+
+NOTE [Standing in]: the model is made with its large tensors on the meta device, so that making it takes little memory.
+Of layers that are alike and follow each other two are left, and values are drawn for what is left; or, where a model of
+transformers says in its config how wide it is, it is made anew with fewer layers and heads and narrower ones. What
+couples examples (a loss, a normalisation, a router) is code, and that stays the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+from vramfit.workload import Workload
+
+_LARGE = 1 << 20
+"""Values of a tensor above which it is made without them."""
+
+_LAYERS = 2
+"""Of layers that are alike, so many are left."""
+
+_STD = 0.02
+"""Of values that are drawn, as most models are initialised."""
+
+_DEPTHS = frozenset(
+    {
+        "num_hidden_layers",
+        "num_layers",
+        "num_encoder_layers",
+        "num_decoder_layers",
+        "encoder_layers",
+        "decoder_layers",
+        "n_layer",
+        "n_layers",
+    }
+)
+_HEADS = frozenset(
+    {
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_heads",
+        "encoder_attention_heads",
+        "decoder_attention_heads",
+        "n_head",
+        "n_heads",
+    }
+)
+_WIDTHS = frozenset(
+    {
+        "hidden_size",
+        "intermediate_size",
+        "projection_dim",
+        "embed_dim",
+        "ffn_dim",
+        "encoder_ffn_dim",
+        "decoder_ffn_dim",
+        "n_embd",
+        "n_inner",
+        "d_model",
+        "d_ff",
+        "dim",
+        "hidden_dim",
+    }
+)
+"""Names in configs of transformers; n_embd and n_head are GPT-2's, dim and hidden_dim DistilBERT's."""
+
+
+def stand_in(workload: Workload, most_bytes: int) -> Iterator[tuple[Callable[[], nn.Module], str]]:
+    """Makers of models that stand in for a workload's, the truest first, each with what it is in words.
+
+    Nothing comes where there is none of at most so many bytes in 32 bits, or where the model cannot be made without
+    its values.
+
+    Args:
+        workload: whose model is too large.
+        most_bytes: that the parameters of a stand-in may take.
+    """
+    try:
+        with _LargeOnMeta():
+            model = workload.model()
+        left = _shortened(model)
+    except Exception:  # it reads its values while it is made, or its layers cannot be taken out
+        return
+    if left and _bytes_of(model) <= most_bytes and not _unknown_buffers(model):
+        yield partial(_with_values, model), f"a stand-in of the same code with {left} layers"
+    narrow = _narrowed(model)
+    if narrow is None:
+        return
+    config, words = narrow
+    kind: Any = type(model)
+    try:
+        with _LargeOnMeta():
+            fits = _bytes_of(kind(config)) <= most_bytes
+    except Exception:  # it takes more than a config, or not this one
+        return
+    if fits:
+        yield partial(kind, config), f"a stand-in of the same code with {words}"
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes large tensors without values, and small ones, such as buffers of positions, as they are."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,  # torch's signature
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """One function of torch."""
+        kwargs = kwargs or {}
+        if func in _device_constructors() and kwargs.get("device") in (None, "cpu", torch.device("cpu")):
+            empty = func(*args, **kwargs | {"device": "meta"})
+            if empty.numel() > _LARGE:
+                return empty
+        return func(*args, **kwargs)
+
+
+def _shortened(model: nn.Module) -> str:
+    """Leave two of layers that are alike, in place; how many that left of how many, empty where nothing was taken out.
+
+    Lists inside of layers stay as they are: experts of a mixture are alike too.
+    """
+    found: list[str] = []
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        for name, child in module.named_children():
+            kept = _kept(list(child.children())) if type(child) in (nn.ModuleList, nn.Sequential) else None
+            if kept is None:
+                waiting.append(child)
+                continue
+            module._modules[name] = (
+                nn.Sequential(*kept) if type(child) is nn.Sequential else nn.ModuleList(kept)
+            )
+            found.append(f"{len(kept)} of {len(list(child.children()))}")
+    return " and ".join(found)
+
+
+def _kept(layers: list[nn.Module]) -> list[nn.Module] | None:
+    """The layers without those that two before them are like; None where nothing is left out."""
+    shapes = [_shape(layer) for layer in layers]
+    kept = [
+        layer
+        for number, layer in enumerate(layers)
+        if number < _LAYERS
+        or not shapes[number][1]
+        or shapes[number - _LAYERS : number] != [shapes[number]] * _LAYERS
+    ]
+    return kept if len(kept) < len(layers) else None
+
+
+def _shape(layer: nn.Module) -> tuple[type, tuple[tuple[str, torch.Size], ...]]:
+    return type(layer), tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
+
+
+def _bytes_of(model: nn.Module) -> int:
+    return 4 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def _unknown_buffers(model: nn.Module) -> bool:
+    """Whether buffers have no values: unlike those of parameters, any others would not do."""
+    return any(buffer.is_meta for buffer in model.buffers())
+
+
+def _with_values(model: nn.Module) -> nn.Module:
+    """A model with drawn values where it has none; parameters that are tied stay tied."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter.is_meta:
+                if parameter not in made:
+                    values = torch.empty(parameter.shape).normal_(std=_STD)
+                    made[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                setattr(module, name, made[parameter])
+    return model
+
+
+def _narrowed(model: nn.Module) -> tuple[Any, str] | None:
+    """A smaller config of a model of transformers, and what it is in words; None where there is none."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return None
+    config = copy.deepcopy(config)
+    parts = list(_configs(config))
+    heads = [
+        value for part in parts for name, value in vars(part).items() if name in _HEADS and type(value) is int
+    ]
+    divisor = math.gcd(*heads) if heads else 1
+    for part in parts:
+        _narrow(part, divisor)
+    return config, f"at most {_LAYERS} layers and widths divided by {divisor}"
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A config and those inside it, as of text and images."""
+    yield config
+    for value in vars(config).values():
+        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            yield from _configs(value)
+
+
+def _narrow(config: Any, divisor: int) -> None:
+    values = vars(config)
+    depths = {value for name, value in values.items() if name in _DEPTHS and type(value) is int}
+    for name, value in list(values.items()):
+        if name in _DEPTHS and type(value) is int:
+            values[name] = min(value, _LAYERS)
+        elif name in _WIDTHS | _HEADS and type(value) is int and value % divisor == 0:
+            values[name] = value // divisor
+        elif isinstance(value, list) and len(value) in depths and len(value) > _LAYERS:
+            values[name] = value[:_LAYERS]  # the kinds of layers, one each
