@@ -104,6 +104,57 @@ def test_a_budget_below_the_lowest_peak_has_no_solution() -> None:
     assert solve(observed, lowest, Terms()) is not None
 
 
+def _eight(host_gib: float) -> tuple[Observation, Terms]:
+    """Blocks that keep 2 GiB each, half of it for their input where they are computed again."""
+    blocks = [block(index, [op(2048, 50.0)], input_mib=1024) for index in range(8)]
+    terms = Terms(
+        offload=True,
+        host_bytes=round(host_gib * 1024 * MIB),
+        link_bytes_per_second=25e9,
+        window=256 * MIB,
+    )
+    return observation(blocks, base_mib=0, head_mib=0), terms
+
+
+@pytest.mark.parametrize(("host", "gib"), [(0, 9.0), (8, 5.25), (9, 5.25), (16, 2.25)])
+def test_the_lowest_peak_mixes_what_is_offloaded_with_what_is_recomputed(host: int, gib: float) -> None:
+    observed, terms = _eight(host)
+    lowest = lowest_peak(observed, terms)
+    found = solve(observed, lowest, terms)
+    assert found is not None
+    assert found.peak_bytes == lowest
+    assert found.host_bytes <= terms.host_bytes
+    assert lowest / (1024 * MIB) == pytest.approx(gib, abs=0.01)
+    assert solve(observed, lowest - 2 * MIB, terms) is None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_lowest_peak_is_that_of_the_best_of_all_choices(seed: int) -> None:
+    observed = random_observation(seed, blocks=4)
+    kept = sum(one.kept_bytes for one in observed.blocks)
+    for share in (0.0, 0.3, 0.7, 1.0):
+        terms = Terms(
+            offload=True, host_bytes=round(share * kept), link_bytes_per_second=1e9, window=MIB, gap=0.0
+        )
+        best = min(
+            _peak(observed, fates, terms)
+            for fates in itertools.product((None, Fate.RECOMPUTE, Fate.OFFLOAD), repeat=len(observed.blocks))
+        )
+        assert lowest_peak(observed, terms) == best
+
+
+def _peak(observed: Observation, fates: tuple[Fate | None, ...], terms: Terms) -> float:
+    chosen = {
+        one.path: Decision(fate) for one, fate in zip(observed.blocks, fates, strict=True) if fate is not None
+    }
+    away = sum(
+        one.kept_bytes for one, fate in zip(observed.blocks, fates, strict=True) if fate is Fate.OFFLOAD
+    )
+    if away > terms.host_bytes:
+        return float("inf")
+    return predicted_peak(observed, chosen) + (terms.window if away else 0)
+
+
 def test_cheap_results_are_computed_again_and_dear_ones_saved() -> None:
     observed = observation(
         [block(0, [op(10, 50.0, flops=7), op(10, 0.1)]), block(1, [op(10, 50.0, flops=7), op(10, 0.1)])]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -25,6 +25,9 @@ from scipy import optimize, sparse
 from vramfit.planner.observing import Observation
 from vramfit.planner.quiet import quiet_output
 from vramfit.techniques import Block, BlockOp
+
+_LOWEST_SECONDS = 1.0
+"""For the lowest peak of one combination where the host is what limits it: it is asked for often."""
 
 OVERHEAD_SECONDS = 30e-6
 """Estimated cost of recomputing one block beyond its operations: the checkpoint's own work on the host."""
@@ -249,6 +252,18 @@ def solve(observation: Observation, budget: int, terms: Terms) -> Solution | Non
     _transfers(observation, terms, columns, rows, offload)
     if not columns.cost:
         return None
+    found = _solved(columns, rows, terms)
+    if found.x is None:
+        if found.status == 2:  # infeasible
+            return None
+        return greedy(observation, budget, terms) or _lowest(observation, budget, terms, began)
+    decisions = _read(observation, found.x, recompute, saves, offload)
+    status = "optimal" if found.status == 0 else "stopped at the time limit"
+    return _solution(observation, decisions, float(found.mip_gap or 0.0), status, began, terms)
+
+
+def _solved(columns: _Columns, rows: _Rows, terms: Terms) -> optimize.OptimizeResult:
+    """What HiGHS makes of a program."""
     matrix = sparse.csr_array(
         (
             [value for _, _, value in rows.entries],
@@ -258,20 +273,21 @@ def solve(observation: Observation, budget: int, terms: Terms) -> Solution | Non
     )
     scale = max(columns.cost) or 1.0
     with quiet_output():
-        found = optimize.milp(
+        return optimize.milp(
             np.array(columns.cost) / scale,
             integrality=np.array(columns.whole),
             bounds=optimize.Bounds(0, np.array(columns.upper)),
             constraints=optimize.LinearConstraint(matrix, ub=np.array(rows.bounds)),
             options={"time_limit": terms.time_limit, "mip_rel_gap": terms.gap},
         )
-    if found.x is None:
-        if found.status == 2:  # infeasible
-            return None
-        return greedy(observation, budget, terms)
-    decisions = _read(observation, found.x, recompute, saves, offload)
-    status = "optimal" if found.status == 0 else "stopped at the time limit"
-    return _solution(observation, decisions, float(found.mip_gap or 0.0), status, began, terms)
+
+
+def _lowest(observation: Observation, budget: int, terms: Terms, began: float) -> Solution | None:
+    """The decisions with the lowest peak, where they do and nothing cheaper was found."""
+    decisions = lowest_decisions(observation, terms)
+    if _peak_with(observation, decisions, terms) > budget:
+        return None
+    return _solution(observation, decisions, None, "the lowest peak", began, terms)
 
 
 def _unknowns(
@@ -288,8 +304,7 @@ def _unknowns(
             for number, op in candidates(block).items() if terms.select else ():
                 saves[block.index, number] = column = columns.add(-op.seconds * block.calls)
                 rows.add({column: 1.0, recompute[block.index]: -1.0}, 0.0)
-        # What goes to the host is counted once for each block.
-        if terms.offload and terms.link_bytes_per_second and not overlaps(observation, block):
+        if _may_offload(observation, block, terms):
             alone = sum(_exposed(block, terms, seconds) for seconds in _passes(block))
             offload[block.index] = columns.add((OVERHEAD_SECONDS + alone) * block.calls)
         both = [unknown[block.index] for unknown in (recompute, offload) if block.index in unknown]
@@ -352,9 +367,8 @@ def _transfers(
     """What a block cannot hide behind its own pass costs by itself; the rest, where all passes cannot hide it."""
     if not offload:
         return
-    mib = float(1 << 20)
     blocks = {column: observation.blocks[index] for index, column in offload.items()}
-    rows.add({column: block.kept_bytes / mib for column, block in blocks.items()}, terms.host_bytes / mib)
+    _within_host(observation, terms, rows, offload)
     for backward in (False, True):
         rest = {
             column: block.calls * (_crossing(block, terms) - _exposed(block, terms, _passes(block)[backward]))
@@ -363,6 +377,13 @@ def _transfers(
         hidden = sum(block.calls * _passes(block)[backward] for block in observation.blocks)
         exposed = columns.add(1.0, whole=False, upper=np.inf)
         rows.add({**rest, exposed: -1.0}, hidden)
+
+
+def _within_host(observation: Observation, terms: Terms, rows: _Rows, offload: Mapping[int, int]) -> None:
+    """The condition in MiB that the host can hold what goes there."""
+    mib = float(1 << 20)
+    sizes = {column: observation.blocks[index].kept_bytes / mib for index, column in offload.items()}
+    rows.add(sizes, terms.host_bytes / mib)
 
 
 def _waiting(observation: Observation, offloaded: Sequence[Block], terms: Terms) -> float:
@@ -472,30 +493,56 @@ def _solution(
 
 def lowest_peak(observation: Observation, terms: Terms) -> int:
     """The lowest peak that any decisions reach, in bytes, as predicted."""
-    return min(peak for peak, _ in _uniform(observation, terms))
+    return _peak_with(observation, lowest_decisions(observation, terms), terms)
 
 
 def lowest_decisions(observation: Observation, terms: Terms) -> Mapping[str, Decision]:
-    """The decisions that reach it."""
-    return min(_uniform(observation, terms), key=lambda found: found[0])[1]
+    """The decisions that reach it.
+
+    Without offload, or where the host can hold all that might go there, each block is best by itself: the least that it
+    can keep. Where the host cannot, which blocks go there is a program of its own: the lowest bound that all stretches
+    stay within. If that is not solved to its end within the time limit, the best that is known is taken.
+    """
+    blocks = [block for block in observation.blocks if choosable(observation, block)]
+    alone = {
+        block.path: Decision(Fate.RECOMPUTE)
+        for block in blocks
+        if terms.recompute and kept_bytes(block, Decision(Fate.RECOMPUTE)) < block.kept_bytes
+    }
+    known: list[Mapping[str, Decision]] = [{}, alone]
+    movable = [block for block in blocks if _may_offload(observation, block, terms)]
+    if movable and sum(block.kept_bytes for block in movable) <= terms.host_bytes:
+        known.append(alone | {block.path: Decision(Fate.OFFLOAD) for block in movable})
+    elif movable:
+        known.append(_lowest_shared(observation, terms) or {})
+    return min(known, key=lambda decisions: _peak_with(observation, decisions, terms))
 
 
-def _uniform(observation: Observation, terms: Terms) -> Iterator[tuple[int, Mapping[str, Decision]]]:
-    """Peaks with nothing chosen, all recomputed, all offloaded, where each is allowed and of use."""
-    yield predicted_peak(observation, {}), {}
-    for fate, allowed, window in (
-        (Fate.RECOMPUTE, terms.recompute, 0),
-        (Fate.OFFLOAD, terms.offload, terms.window),
-    ):
-        decisions = {
-            block.path: Decision(fate)
-            for block in observation.blocks
-            if allowed
-            and choosable(observation, block)
-            and not (fate is Fate.OFFLOAD and overlaps(observation, block))
-            and kept_bytes(block, Decision(fate)) < block.kept_bytes
-        }
-        away = sum(block.kept_bytes for block in observation.blocks if block.path in decisions)
-        if fate is Fate.OFFLOAD and away > terms.host_bytes:
-            continue
-        yield predicted_peak(observation, decisions) + window, decisions
+def _may_offload(observation: Observation, block: Block, terms: Terms) -> bool:
+    """Whether what a block keeps may go to the host; what goes there is counted once for each block."""
+    return terms.offload and terms.link_bytes_per_second > 0 and not overlaps(observation, block)
+
+
+def _peak_with(observation: Observation, decisions: Mapping[str, Decision], terms: Terms) -> int:
+    """The peak with the window through which offloaded bytes pass."""
+    away = any(decision.fate is Fate.OFFLOAD for decision in decisions.values())
+    return predicted_peak(observation, decisions) + (terms.window if away else 0)
+
+
+def _lowest_shared(observation: Observation, terms: Terms) -> Mapping[str, Decision] | None:
+    """Decisions with the lowest peak where the host holds a part of what could go there; None where none was found."""
+    # What is saved only ever adds.
+    terms = replace(terms, select=False, time_limit=min(terms.time_limit, _LOWEST_SECONDS))
+    columns, rows = _Columns(), _Rows()
+    recompute, saves, offload = _unknowns(observation, terms, columns, rows)
+    window = _window(terms, columns, rows, offload)
+    columns.cost = [0.0] * len(columns.cost)
+    peak = columns.add(1.0, whole=False, upper=np.inf)
+    within = _Rows()
+    _within_budget(observation, 0, within, recompute, saves, offload, window)
+    for row, bound in enumerate(within.bounds):
+        entries = {column: value for number, column, value in within.entries if number == row}
+        rows.add(entries | {peak: -1.0}, bound)
+    _within_host(observation, terms, rows, offload)
+    found = _solved(columns, rows, terms)
+    return None if found.x is None else _read(observation, found.x, recompute, saves, offload)

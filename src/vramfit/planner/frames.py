@@ -150,6 +150,9 @@ class Frames:
         looked: Callable[[nn.Module], Sequence[str]] = finer_places if fine else places
         try:
             check_together(choices)
+        except UsageError:  # each says so of the other in its own description
+            return None
+        try:
             looked_at, sizes, times = fewer_pieces(choices, request.sizes, LOOKED_PIECES)
             workload = with_choices(request.workload, looked_at)
             self.runs += 1
@@ -157,8 +160,7 @@ class Frames:
         except Exception as error:  # whatever a technique makes of a model that runs without it
             if not choices:
                 raise
-            if len(choices) == 1 and not isinstance(error, UsageError):
-                self._broken[choices[0].name] = brief(error)
+            self._note_broken(choices, error)
             return None
         if profile.host_peak_bytes > request.host_bytes and choices:
             return None
@@ -182,6 +184,12 @@ class Frames:
             outside=outside,
             outlook=outlook_of(observation, self._terms(profile, observation), profile, outside),
         )
+
+    def _note_broken(self, choices: Iterable[Choice], error: Exception) -> None:
+        """Keep why a combination is left out: refused by a technique, or failed in the workload's code or ours."""
+        refused = isinstance(error, UsageError)
+        why = f": {error.message}" if refused else f": the workload fails with it ({brief(error)})"  # type: ignore[attr-defined]
+        self._broken.setdefault(" with ".join(choice.name for choice in choices), why)
 
     def rated(self, frame: Frame) -> Rated:
         """What a frame comes to within the budget."""
@@ -261,9 +269,7 @@ class Frames:
         """What a reader of a plan with these techniques should know."""
         cut = any(isinstance(choice.setting, MicroBatchingSetting) for choice in choices)
         known = self._cutting
-        found = [
-            f"{name} is left out: the workload fails with it ({why})." for name, why in self._broken.items()
-        ]
+        found = [f"{name} is left out{why}." for name, why in self._broken.items()]
         if known is not None and (cut or known.setting is None):
             found.append(known.note)
         return tuple(found)
@@ -283,7 +289,7 @@ class Frames:
             except Exception as error:
                 if not choices:
                     raise
-                self._broken[" with ".join(choice.name for choice in choices)] = brief(error)
+                self._note_broken(choices, error)
                 price = self._plain_price()
                 self._prices[key] = price
                 return price
