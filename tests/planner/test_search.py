@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
+from vramfit.planner.frames import Frames
 from vramfit.planner.growing import grown_size, search_for
 from vramfit.planner.price import Price
 from vramfit.planner.request import MEMORY, NothingFits, Request
@@ -214,6 +216,28 @@ def test_a_size_ends_where_the_model_does() -> None:
     _, plan = search_for(_device(), request, lambda _text: None)
     assert plan.aim.sizes["sequence_length"] == 100
     assert plan.notes[-1].startswith("sequence_length 101 is too large for the workload itself (ValueError: ")
+
+
+def test_a_combination_that_fails_or_is_refused_is_told() -> None:
+    class Failing(VirtualDevice):
+        error: Exception = RuntimeError("two hooks on one tensor")
+
+        def observe(self, *_: object) -> Any:
+            raise self.error
+
+    device = Failing(GPU, alloc_conf="")
+    frames = Frames(device=device, request=_request(workload(32, 4), 1 << 30))
+    tf32, kernel, release = (
+        Choice(technique=find_technique(name), setting=find_technique(name).setting_type())
+        for name in ("tf32", "optimizer-kernel", "early-release")
+    )
+    assert frames.look((tf32, kernel)) is None
+    device.error = UsageError("the model has no such place", "Choose another")
+    assert frames.look((tf32, release)) is None
+    assert frames.notes(()) == (
+        "tf32 with optimizer-kernel is left out: the workload fails with it (RuntimeError: two hooks on one tensor).",
+        "tf32 with early-release is left out: the model has no such place.",
+    )
 
 
 def test_a_plan_that_cannot_be_run_is_none_and_says_why() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import pytest
 import torch
+from rich.console import Console
 from tests.planner.test_plan import _layers, _plan
 from tests.techniques.toys import all_toys
 from torch import nn
@@ -13,12 +15,14 @@ from torch import nn
 from vramfit.planner.verifying import (
     LOSS_SHARE,
     ROUNDING_ERROR,
+    Verification,
     compare,
     judge_gradients,
     judge_losses,
     smaller_sizes,
     too_large,
 )
+from vramfit.report.verification import print_verification
 from vramfit.techniques import Numerics
 from vramfit.techniques.silencing import silence_dropout
 
@@ -99,11 +103,42 @@ def test_a_missing_gradient_fails() -> None:
     assert found.worst == math.inf
 
 
-def test_a_gradient_that_is_rounding_itself_does_not_count() -> None:
+def test_a_gradient_that_is_rounding_itself_is_measured_beside_the_largest() -> None:
     plain = {"a": torch.ones(4, dtype=torch.float64), "key.bias": torch.full((4,), 1e-9, dtype=torch.float64)}
     other = {"a": plain["a"], "key.bias": -plain["key.bias"]}
-    assert judge_gradients(plain, other, Numerics.ROUNDING).passes
+    found = judge_gradients(plain, other, Numerics.ROUNDING)
+    assert found.passes
+    assert found.tiny
+    assert found.worst == pytest.approx(2e-3 * ROUNDING_ERROR[torch.float32])
+    assert (found.difference, found.norm, found.largest_norm) == pytest.approx((4e-9, 2e-9, 2.0))
     assert not judge_gradients(plain, other, Numerics.BITWISE).passes
+    # What becomes of it is no longer rounding.
+    assert not judge_gradients(plain, other | {"key.bias": plain["a"] * 1e-3}, Numerics.ROUNDING).passes
+
+
+def test_what_was_compared_is_printed() -> None:
+    plain = {"a": torch.ones(4, dtype=torch.float64), "key.bias": torch.full((4,), 1e-9, dtype=torch.float64)}
+    tiny = judge_gradients(plain, plain | {"key.bias": plain["key.bias"] * 0.05}, Numerics.ROUNDING)
+    own = judge_gradients(plain, plain | {"a": plain["a"] * 1.00005}, Numerics.ROUNDING)
+    for gradients, told in (
+        (
+            tiny,
+            "by 1.9e-09 (key.bias, a gradient of 2e-09 that is rounding beside the largest of 2: 9.5e-08 of ",
+        ),
+        (own, "5e-05 of its norm (a, 0.0001 of 2), 0.0001 promised"),
+    ):
+        found = Verification(
+            simulated=None,
+            gradients=gradients,
+            losses=None,
+            sizes={"batch_size": 2},
+            numerics=Numerics.ROUNDING,
+        )
+        console = Console(width=500, file=io.StringIO())
+        print_verification(found, console)
+        printed = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+        assert printed.startswith("✓ gradients")
+        assert told in printed
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,14 @@ Gradients and losses are computed for real on this machine's CPU, with the same 
 plain, once with the plan. They are compared by what the plan promises:
 
 - BITWISE: every gradient and every loss is equal, bit for bit.
-- ROUNDING: each gradient differs by at most `ROUNDING_ERROR` of its norm, by the dtype of the plain program's
+- ROUNDING: each gradient differs by at most `ROUNDING_ERROR` of its scale, by the dtype of the plain program's
   parameter.
-- PRECISION: each gradient differs by at most `PRECISION_ERROR` of its norm.
+- PRECISION: each gradient differs by at most `PRECISION_ERROR` of its scale.
 - APPROXIMATE: gradients are shown, not judged.
+
+NOTE [The scale of a gradient]: it is the gradient's own norm. One whose norm is below `TINY` of the largest is rounding
+itself (a key bias has a gradient of zero but for rounding), and any two computations differ by all of it. Such a one is
+measured by what the largest rounds to: a difference of `TINY` of the largest norm counts as just what is promised.
 
 A loss curve that may differ has to fall like the plain one: at the end at most `LOSS_SHARE` of the plain curve's whole
 fall above it.
@@ -37,6 +41,9 @@ ROUNDING_ERROR = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2
 
 PRECISION_ERROR = 0.1
 """Part of a gradient's norm by which bfloat16 products may change it: 8 bits of mantissa, through some dozen layers."""
+
+TINY = 1e-6
+"""Part of the largest gradient's norm that is rounding: some units of float32."""
 
 LOSS_SHARE = 0.1
 """Part of the plain curve's fall by which a planned curve may end above it."""
@@ -81,10 +88,15 @@ class GradientCheck:
     Attributes:
         parameters: how many were compared.
         equal: how many are equal, bit for bit.
-        worst: the largest difference, as a part of the gradient's norm.
+        worst: the difference that comes closest to what is allowed, or goes furthest beyond it, as a part of the
+            gradient's scale; see NOTE [The scale of a gradient].
         worst_name: of the parameter with that.
         allowed: what the promise allows there, by the dtype of that parameter; None where it allows anything.
         passes: whether all keep the promise.
+        difference: norm of that difference.
+        norm: of that parameter's gradient in the plain program.
+        largest_norm: of the gradients of all parameters in the plain program.
+        tiny: whether the scale there is that of the largest, since the gradient is rounding itself.
     """
 
     parameters: int
@@ -93,6 +105,10 @@ class GradientCheck:
     worst_name: str
     allowed: float | None
     passes: bool
+    difference: float = 0.0
+    norm: float = 0.0
+    largest_norm: float = 0.0
+    tiny: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,32 +309,57 @@ def judge_gradients(
         numerics: the promise.
         dtypes: of the plain program's parameters; float32 for those that are not named.
     """
-    worst, worst_name, equal, passes = 0.0, "", 0, set(plain) == set(planned)
-    nearest, limit = -1.0, _allowed(numerics, torch.float32)
+    equal, passes = 0, set(plain) == set(planned)
+    largest = max((float(value.norm()) for value in plain.values()), default=0.0)
+    worst, nearest, limit = _Difference(), -1.0, _allowed(numerics, torch.float32)
     for name, reference in plain.items():
         other = planned.get(name)
-        if other is None:
-            worst, worst_name, nearest = math.inf, name, math.inf
-            continue
-        if torch.equal(reference, other):
+        if other is not None and torch.equal(reference, other):
             equal += 1
             continue
         allowed = _allowed(numerics, (dtypes or {}).get(name, torch.float32))
-        norm = float(reference.norm())
-        error = float((other - reference).norm()) / norm if norm else math.inf
-        error = math.inf if math.isnan(error) else error
-        if (share := error / (allowed or 1.0)) > nearest:
-            worst, worst_name, nearest, limit = error, name, share, allowed
-        if numerics is Numerics.BITWISE or (allowed is not None and error > allowed and norm > _tiny(plain)):
+        found = _difference(name, reference, other, TINY * largest, allowed or 1.0)
+        if (share := found.error / (allowed or 1.0)) > nearest:
+            worst, nearest, limit = found, share, allowed
+        if other is None or numerics is Numerics.BITWISE or (allowed is not None and found.error > allowed):
             passes = False
     return GradientCheck(
-        parameters=len(plain), equal=equal, worst=worst, worst_name=worst_name, allowed=limit, passes=passes
+        parameters=len(plain),
+        equal=equal,
+        worst=worst.error,
+        worst_name=worst.name,
+        allowed=limit,
+        passes=passes,
+        difference=worst.difference,
+        norm=worst.norm,
+        largest_norm=largest,
+        tiny=worst.tiny,
     )
 
 
-def _tiny(gradients: Mapping[str, torch.Tensor]) -> float:
-    """A norm so small beside the others that it is rounding itself, as of an attention's key bias."""
-    return 1e-6 * max((float(value.norm()) for value in gradients.values()), default=0.0)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Difference:
+    """One parameter's gradient beside the plain one; `error` is a part of its scale."""
+
+    name: str = ""
+    difference: float = 0.0
+    norm: float = 0.0
+    error: float = 0.0
+    tiny: bool = False
+
+
+def _difference(
+    name: str, reference: torch.Tensor, other: torch.Tensor | None, tiny: float, allowed: float
+) -> _Difference:
+    """Measure a gradient; one whose norm is at most `tiny` may differ by that, and then by a part `allowed`."""
+    norm = float(reference.norm())
+    if other is None:
+        return _Difference(name=name, difference=math.inf, norm=norm, error=math.inf)
+    difference = float((other - reference).norm())
+    scale = norm if norm > tiny else tiny / allowed
+    error = difference / scale if scale else math.inf
+    error = math.inf if math.isnan(error) else error
+    return _Difference(name=name, difference=difference, norm=norm, error=error, tiny=norm <= tiny)
 
 
 def _allowed(numerics: Numerics, dtype: torch.dtype) -> float | None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vramfit.planner.measuring import Measured
-from vramfit.planner.verifying import Simulated, Verification, plain_values
+from vramfit.planner.verifying import GradientCheck, Simulated, Verification, plain_values
 from vramfit.report.folding import broken, table
 from vramfit.report.text import print_lines, seconds
 from vramfit.units import format_bytes
@@ -107,7 +107,7 @@ def _values(found: Verification) -> Iterator[Text]:
         one = found.gradients
         told = f"{one.equal} of {one.parameters} equal bit for bit"
         if one.worst_name:
-            told += f"; the most that one differs: {one.worst:.2g} of its norm ({one.worst_name})"
+            told += f"; {_compared(one)}"
         if one.allowed:
             told += f", {one.allowed:g} promised"
         yield Text.assemble(
@@ -123,6 +123,19 @@ def _values(found: Verification) -> Iterator[Text]:
             f"of {len(one_curve.plain)} steps: from {one_curve.plain[0]:.4g} to {one_curve.plain[-1]:.4g} plain, "
             f"to {one_curve.planned[-1]:.4g} with the plan",
         )
+
+
+def _compared(one: GradientCheck) -> str:
+    """The largest difference, and what it was measured against."""
+    if one.tiny:
+        return (
+            f"the most that one differs: by {one.difference:.2g} ({one.worst_name}, a gradient of {one.norm:.2g} that "
+            f"is rounding beside the largest of {one.largest_norm:.2g}: {one.worst:.2g} of that scale)"
+        )
+    return (
+        f"the most that one differs: {one.worst:.2g} of its norm ({one.worst_name}, {one.difference:.2g} of "
+        f"{one.norm:.2g})"
+    )
 
 
 def _mark(passes: bool) -> tuple[str, str]:
