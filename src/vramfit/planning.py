@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.planner.run import Room, fit_in_child, plan_in_child, verify_in_child
+from vramfit.programs.interrupts import signals_kept
 from vramfit.units import parse_bytes
 from vramfit.workload import Workload
 
@@ -66,17 +67,18 @@ def plan(
     room = _room(gpu, budget, margin, host_budget, alloc_conf)
     if isinstance(workload, Workload):
         return _here(workload, room, sizes, numerics, objective, allow, forbid, time_limit, progress)
-    found = plan_in_child(
-        os.fspath(workload),
-        room,
-        sizes=sizes,
-        numerics=numerics,
-        objective=objective,
-        allow=allow,
-        forbid=forbid,
-        time_limit=time_limit,
-        progress=progress,
-    )
+    with signals_kept():
+        found = plan_in_child(
+            os.fspath(workload),
+            room,
+            sizes=sizes,
+            numerics=numerics,
+            objective=objective,
+            allow=allow,
+            forbid=forbid,
+            time_limit=time_limit,
+            progress=progress,
+        )
     if found.failure is not None:
         from vramfit.planner.request import NothingFits
 
@@ -166,7 +168,8 @@ def fit(
     """
     room = _room(gpu, budget, margin, None, alloc_conf)
     file = None if plan is None else Path(plan)
-    return fit_in_child(workload, room, size=size, sizes=sizes, plan=file, card=card, progress=progress)
+    with signals_kept():
+        return fit_in_child(workload, room, size=size, sizes=sizes, plan=file, card=card, progress=progress)
 
 
 def verify(
@@ -200,18 +203,19 @@ def verify(
         UsageError: there is no such plan or workload.
         VramfitError: the workload itself fails.
     """
-    return verify_in_child(
-        Path(plan),
-        target=workload,
-        gpu=find_gpu(gpu) if isinstance(gpu, str) else gpu,
-        memory=memory,
-        values=values,
-        card=card,
-        sizes=sizes,
-        steps=steps,
-        seconds=seconds,
-        progress=progress,
-    )
+    with signals_kept():
+        return verify_in_child(
+            Path(plan),
+            target=workload,
+            gpu=find_gpu(gpu) if isinstance(gpu, str) else gpu,
+            memory=memory,
+            values=values,
+            card=card,
+            sizes=sizes,
+            steps=steps,
+            seconds=seconds,
+            progress=progress,
+        )
 
 
 def _room(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 
 import pytest
 import torch
@@ -48,7 +49,9 @@ def test_five_lines_in_a_loop_train_as_before() -> None:
         torch.manual_seed(seed)
         for micro in plan.split(batch):
             plan.backward(language_loss(model, micro))
-        plan.step()
+        expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        norm = plan.step(clip_norm=math.inf if seed else None)
+        assert norm is None if not seed else torch.equal(norm, expected)
     for ours, theirs in zip(planned.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
 

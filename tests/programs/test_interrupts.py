@@ -7,12 +7,16 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from vramfit.programs.interrupts import passed_on
+import vramfit
+from vramfit.errors import VramfitError
+from vramfit.programs.interrupts import Signals, passed_on, run_child, signals_kept
 
 pytestmark = pytest.mark.usefixtures("interruptible")
 
@@ -94,3 +98,46 @@ def test_a_handler_of_the_users_own_is_left_alone(tmp_path: Path) -> None:
     with passed_on(tmp_path):
         assert signal.getsignal(signal.SIGINT) is own
     assert signal.getsignal(signal.SIGINT) is own
+
+
+def test_the_signals_of_a_program_that_calls_the_planner_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def looked(*_: object, **__: object) -> int:
+        seen.append((signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)))
+        return 1
+
+    monkeypatch.setattr("vramfit.planner.run.run_child", looked)
+    file = tmp_path / "work.py"
+    file.touch()
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    for call in (vramfit.plan, vramfit.fit):
+        with pytest.raises(VramfitError, match="the planner's process ended with exit code 1"):
+            call(f"{file}:work", gpu="RTX 4090")
+    assert seen == [before, before]
+    with passed_on(tmp_path):
+        assert signal.getsignal(signal.SIGTERM) is not before[1]
+
+
+def test_a_handler_that_raises_ends_the_child_at_once(tmp_path: Path) -> None:
+    class Enough(Exception):
+        pass
+
+    def enough(number: int, frame: object) -> None:
+        raise Enough
+
+    before = signal.signal(signal.SIGTERM, enough)
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+    began = time.monotonic()
+    try:
+        with signals_kept(), passed_on(tmp_path) as signals, pytest.raises(Enough):
+            timer.start()
+            run_child([sys.executable, "-c", "import time; time.sleep(60)"], signals)
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGTERM, before)
+    assert time.monotonic() - began < 30
+    assert isinstance(signals, Signals)
+    assert not signals.interrupted

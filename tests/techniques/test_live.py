@@ -169,7 +169,7 @@ def test_gradients_are_clipped_together() -> None:
     live = Live(model, optimizer)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     live.backward(100 * model(torch.ones(2, 3)).sum())
-    live.step(clip_norm=1.0)
+    assert float(live.step(clip_norm=1.0)) == pytest.approx(400.0)  # type: ignore[arg-type]
     moved = torch.cat([(a - b).flatten() for a, b in zip(before, model.parameters(), strict=True)])
     assert float(moved.detach().norm()) == pytest.approx(1.0, rel=1e-4)
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -190,13 +190,17 @@ class Plan:
         """
         self._live().backward(loss)
 
-    def step(self, *, clip_norm: float | None = None) -> None:
+    def step(self, *, clip_norm: float | None = None) -> torch.Tensor | None:
         """The optimizer's step and the end of the gradients, in place of ``optimizer.step()`` and ``zero_grad()``.
 
         Args:
-            clip_norm: what all gradients together are cut to before; None does not cut.
+            clip_norm: what all gradients together are cut to before; None does not cut, `math.inf` only measures.
+
+        Returns:
+            the norm of all gradients together before they were cut, as `torch.nn.utils.clip_grad_norm_` gives it; None
+            without `clip_norm`.
         """
-        self._live().step(clip_norm=clip_norm)
+        return self._live().step(clip_norm=clip_norm)
 
     def undo(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """Leave the model as it was before `apply`, its values as they are now; its optimizer comes back.

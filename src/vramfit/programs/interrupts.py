@@ -18,6 +18,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +30,7 @@ _NOTES = "signals"
 """In a job's folder: a byte for each signal that the child got."""
 _SOON, _LOOK = 0.25, 0.01
 """Seconds within which an interrupt of the whole group is noted, and between two looks."""
+_KEPT = ContextVar("signals of the caller are kept", default=False)
 _WATCH = 0.1
 """Seconds between two looks at a child that is watched."""
 
@@ -120,6 +122,23 @@ def run_child(
                     watch(child)
             except KeyboardInterrupt:  # from a handler of the user's own
                 signals.interrupt()
+            except BaseException:  # likewise: whoever raises it does not want to wait for the child
+                child.terminate()
+                raise
+
+
+@contextlib.contextmanager
+def signals_kept() -> Iterator[None]:
+    """Let `passed_on` leave all handlers of this process alone: a program that calls us has its own idea of them.
+
+    An interrupt still reaches the child, by the ``KeyboardInterrupt`` that Python's handler raises; a process that a
+    signal ends is noticed by the child.
+    """
+    token = _KEPT.set(True)
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
 
 
 @contextlib.contextmanager
@@ -135,7 +154,7 @@ def passed_on(folder: Path) -> Iterator[Signals]:
         del frame
         signals.terminate(number)
 
-    if threading.current_thread() is not threading.main_thread():
+    if _KEPT.get() or threading.current_thread() is not threading.main_thread():
         yield signals
         return
     before = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGTERM, terminate)

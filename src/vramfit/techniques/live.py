@@ -229,17 +229,21 @@ class Live:
             loss = self.scaler.scale(loss)
         loss.backward()
 
-    def step(self, *, clip_norm: float | None = None) -> None:
+    def step(self, *, clip_norm: float | None = None) -> torch.Tensor | None:
         """The optimizer's step, and the end of the gradients.
 
         Args:
             clip_norm: the norm that all gradients together are cut to before; None does not cut.
+
+        Returns:
+            the norm of all gradients together before they were cut; None where they were not: to compute it takes time.
 
         Raises:
             UsageError: gradients are to be clipped, but the optimizer steps during the backward pass.
         """
         for action in self.gathering:
             action()
+        norm: torch.Tensor | None = None
         if clip_norm is not None:
             if self.steps_in_backward:
                 raise UsageError(
@@ -249,9 +253,9 @@ class Live:
             if self.scaler is not None and self.optimizer is not None:
                 self.scaler.unscale_(self.optimizer)
             if self.clip is not None:
-                self.clip(clip_norm)
+                norm = self.clip(clip_norm)
             else:
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
+                norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
         for action in self.before_step:
             action()
         if self.optimizer is None:
@@ -262,6 +266,7 @@ class Live:
             self.optimizer.zero_grad(set_to_none=True)
         for action in self.after_step:
             action()
+        return norm
 
     def _take_step(self, optimizer: Optimizer) -> None:
         if self.scaler is None:
