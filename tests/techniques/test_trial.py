@@ -210,3 +210,38 @@ def test_layers_of_batch_norm_are_left_to_what_micro_batching_says_of_them() -> 
     assert try_pieces(workload(squares, model)).setting.reduction is Reduction.MEAN
     with pytest.raises(NoPiecesError):
         try_pieces(workload(contrastive, model))
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_lists_of_what_each_example_holds_are_made_uneven(coupled: bool) -> None:
+    """A mean over all boxes of a batch is one over examples only while each has as many."""
+
+    def batch(batch_size: int) -> dict[str, Any]:
+        seen = torch.randn(batch_size, LENGTH, WIDTH)
+        return {"x": seen, "boxes": [{"y": torch.randn(LENGTH, WIDTH)} for _ in range(batch_size)]}
+
+    def boxes(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        offs = [
+            (seen[: len(known["y"])] - known["y"]).square()
+            for seen, known in zip(model(batch["x"]), batch["boxes"], strict=True)
+        ]
+        return torch.cat(offs).mean() if coupled else torch.stack([off.mean() for off in offs]).mean()
+
+    plain = workload(boxes, batch=batch)
+    if coupled:
+        with pytest.raises(NoPiecesError):
+            try_pieces(plain)
+    else:
+        assert try_pieces(plain).varied == ("boxes",)
+
+
+def test_lengths_of_packed_sequences_are_varied_in_their_order() -> None:
+    def batch(batch_size: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(batch_size, LENGTH, WIDTH), "length": torch.full((batch_size,), LENGTH)}
+
+    def packed(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        sequences = nn.utils.rnn.pack_padded_sequence(batch["x"], batch["length"], batch_first=True)
+        return model(sequences)[0].data.square().mean()
+
+    found = try_pieces(workload(packed, lambda: nn.LSTM(WIDTH, WIDTH), batch))
+    assert (found.setting.reduction, found.setting.labels) == (Reduction.WEIGHTS, "length")

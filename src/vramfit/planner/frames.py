@@ -99,6 +99,7 @@ class Frames:
     Attributes:
         runs: on the device so far.
         solver_seconds: spent in the solver so far.
+        known_cutting: what is known of cutting the workload's batches; None where that was not asked yet.
         excess: bytes by which the runs of a frame's plans were above what was predicted, by key.
     """
 
@@ -110,7 +111,7 @@ class Frames:
     excess: dict[Key, int] = field(default_factory=dict)
     _frames: dict[Key, Frame | None] = field(default_factory=dict)
     _prices: dict[Key, Price] = field(default_factory=dict)
-    _cutting: Cutting | None = None
+    known_cutting: Cutting | None = None
     _broken: dict[str, str] = field(default_factory=dict)
 
     def look(self, choices: tuple[Choice, ...], *, fine: bool = False) -> Frame | None:
@@ -259,16 +260,16 @@ class Frames:
     @property
     def cutting(self) -> Cutting:
         """What is known of cutting the workload's batches."""
-        if self._cutting is None:
+        if self.known_cutting is None:
             self.progress("whether batches can be cut")
             named = "micro-batching" in (self.request.allowed or ())
-            self._cutting = cutting_of(self.request.workload, self.plain.profile, by_name=named)
-        return self._cutting
+            self.known_cutting = cutting_of(self.request.workload, self.plain.profile, by_name=named)
+        return self.known_cutting
 
     def notes(self, choices: Iterable[Choice]) -> tuple[str, ...]:
         """What a reader of a plan with these techniques should know."""
         cut = any(isinstance(choice.setting, MicroBatchingSetting) for choice in choices)
-        known = self._cutting
+        known = self.known_cutting
         found = [f"{name} is left out{why}." for name, why in self._broken.items()]
         if known is not None and (cut or known.setting is None):
             found.append(known.note)

@@ -11,6 +11,7 @@ from vramfit.planner.failures import brief
 from vramfit.planner.frames import ACTIVATIONS
 from vramfit.planner.plan import Plan
 from vramfit.planner.price import Device
+from vramfit.planner.reducing import Cutting
 from vramfit.planner.request import MEMORY, THROUGHPUT, NothingFits, Request
 from vramfit.planner.search import Search
 from vramfit.techniques import with_choices
@@ -47,16 +48,18 @@ def search_for(device: Device, request: Request, progress: Progress) -> tuple[Se
     if name == batch_size_name(request.sizes):
         forbidden |= {"micro-batching"}
     request = replace(request, objective=name, forbidden=forbidden)
+    first = Search(
+        device=device, request=replace(request, objective=MEMORY, entries=False), progress=progress
+    )
     try:
-        lean = Search(
-            device=device, request=replace(request, objective=MEMORY, entries=False), progress=progress
-        ).plan()
+        lean = first.plan()
     except NothingFits as error:
         lean = error.plan
     failures: dict[int, str] = {}
     value = max(1, _largest(device, request, name, request.sizes[name], lean, failures, progress))
     step = 1
-    while isinstance(found := _planned(device, request, name, value, lean, progress), NothingFits):
+    known = first.known_cutting
+    while isinstance(found := _planned(device, request, name, value, lean, progress, known), NothingFits):
         if value <= 1:
             raise found
         value = max(1, min(value - 1, value - value * step // _CLOSE))
@@ -66,14 +69,14 @@ def search_for(device: Device, request: Request, progress: Progress) -> tuple[Se
         larger = _largest(device, request, name, value, found[1], failures, progress)
         if larger <= value:
             break
-        better = _planned(device, request, name, larger, found[1], progress)
+        better = _planned(device, request, name, larger, found[1], progress, known)
         if isinstance(better, NothingFits):
             break
         value, found = larger, better
     search, plan = found
     if failures:
-        first = min(failures)
-        note = f"{name} {first:,} is too large for the workload itself ({failures[first]})."
+        least = min(failures)
+        note = f"{name} {least:,} is too large for the workload itself ({failures[least]})."
         plan = replace(plan, notes=(*plan.notes, note))
     return search, plan
 
@@ -108,12 +111,18 @@ def _largest(
 
 
 def _planned(
-    device: Device, request: Request, name: str, value: int, like: Plan, progress: Progress
+    device: Device,
+    request: Request,
+    name: str,
+    value: int,
+    like: Plan,
+    progress: Progress,
+    cutting: Cutting | None,
 ) -> tuple[Search, Plan] | NothingFits:
     """The best plan at a size, with another one's to begin with; or that there is none."""
     asked = replace(request, sizes={**request.sizes, name: max(1, value)})
     around = tuple(choice for choice in like.choices if choice.name not in ACTIVATIONS)
-    search = Search(device=device, request=asked, progress=progress, start=around)
+    search = Search(device=device, request=asked, progress=progress, start=around, cutting=cutting)
     try:
         return search, search.plan()
     except NothingFits as error:

@@ -21,6 +21,7 @@ from vramfit.planner.frames import Frame, Frames, Rated, choice_key, key_of
 from vramfit.planner.outlook import Effect, Outlook, Part, Parts, guesses
 from vramfit.planner.plan import Plan
 from vramfit.planner.price import Device
+from vramfit.planner.reducing import Cutting
 from vramfit.planner.request import MEMORY, THROUGHPUT, Request
 from vramfit.planner.settling import Settled, settle
 from vramfit.techniques import Choice
@@ -71,12 +72,14 @@ class Search:
         request: what is asked for.
         progress: told what is being done.
         start: techniques to look at together first.
+        cutting: what another search found out about cutting the workload's batches.
     """
 
     device: Device
     request: Request
     progress: Progress = lambda _text: None
     start: tuple[Choice, ...] = ()
+    cutting: Cutting | None = None
     _frames: Frames = field(init=False)
     _choices: dict[Part, Choice] = field(default_factory=dict)
     _effects: dict[Part, Effect] = field(default_factory=dict)
@@ -85,7 +88,9 @@ class Search:
 
     def __post_init__(self) -> None:
         """Nothing was run yet."""
-        self._frames = Frames(device=self.device, request=self.request, progress=self.progress)
+        self._frames = Frames(
+            device=self.device, request=self.request, progress=self.progress, known_cutting=self.cutting
+        )
         self._choices.update((choice_key(choice), choice) for choice in self.start)
 
     def plan(self) -> Plan:
@@ -116,6 +121,11 @@ class Search:
         )
         answer = Answer(settled=best_settled, plain=plain, seconds=time.perf_counter() - began)
         return answered(self._frames, answer)
+
+    @property
+    def known_cutting(self) -> Cutting | None:
+        """What is known by now of cutting the workload's batches, for another search."""
+        return self._frames.known_cutting
 
     def seen(self) -> tuple[Frame, ...]:
         """All combinations that were run so far."""

@@ -7,6 +7,7 @@ examples. Each entry is varied in a pattern of its own, so that two of them cann
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -66,6 +67,10 @@ def made_ragged(batch: Batch, cut: Cut, accepts: Callable[[Batch], bool]) -> tup
         if accepts(tried):
             batch = tried
             done.append(Varied(variation.name, int(variation.value), variation.mask))
+    for name, tried in _fewer(batch, cut):
+        if accepts(tried):
+            batch = tried
+            done.append(Varied(name, 0, mask=False))
     return batch, tuple(done)
 
 
@@ -77,14 +82,46 @@ def _variations(batch: Batch, cut: Cut) -> Iterator[_Variation]:
             continue
         values, mask = _values(tensor)
         if tensor.dim() == 1:
-            # One class for each example is no more ragged than the batch itself; a mask or a length is.
-            yield from (
-                _Variation(place, name, v, (1 + place % (cut.size - 1),), place, mask) for v in values if mask
-            )
+            if mask:  # one class for each example is no more ragged than the batch itself
+                yield _of_each(tensor, place, name, values[0])
             continue
         for number, value in enumerate(values):
             rows = (number % cut.size, (number + 1) % cut.size)
             yield _Variation(place, name, value, rows, place, mask)
+
+
+def _of_each(tensor: torch.Tensor, place: int, name: str, value: float) -> _Variation:
+    """A weight or a length of one example: of the last, since packed sequences want the longest first."""
+    largest = float(tensor.max())
+    if value > 1:  # lengths of two sequences differ, so that they can be told from each other
+        value = max(1.0, value - place % max(1.0, largest // 4))
+    return _Variation(place, name, value, (len(tensor) - 1,), place, mask=True)
+
+
+def _fewer(batch: Batch, cut: Cut) -> Iterator[tuple[str, Batch]]:
+    """The batch with half of what the second example holds in lists of one entry for each, such as boxes."""
+
+    def halved(value: Batch, count: int) -> Batch:
+        if isinstance(value, torch.Tensor):
+            return value[: count // 2] if value.dim() and value.shape[0] == count else value
+        return mapped(value, lambda _name, inner: halved(inner, count))
+
+    def shorter(value: Batch) -> Batch:
+        if isinstance(value, list) and len(value) == cut.size:
+            counts = Counter(tensor.shape[0] for _, tensor in _named(value[1]) if tensor.dim())
+            if counts and (count := counts.most_common(1)[0][0]) >= _SHORTEST:
+                return [value[0], halved(value[1], count), *value[2:]]
+        return value
+
+    if cut.examples and cut.size > 1 and not isinstance(batch, torch.Tensor | list):
+        names: list[str] = []
+        mapped(batch, lambda name, value: names.append(name) if shorter(value) is not value else None)
+        for wanted in names:
+
+            def part(name: str, value: Batch, wanted: str = wanted) -> Batch:
+                return shorter(value) if name == wanted else value
+
+            yield wanted, mapped(batch, part)
 
 
 def _values(tensor: torch.Tensor) -> tuple[tuple[float, ...], bool]:
