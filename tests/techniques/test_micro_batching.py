@@ -29,7 +29,6 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.techniques import Choice, Live, Numerics, Profile, live_of
 from vramfit.techniques.batch_cutting import find_cut
-from vramfit.techniques.loss_reduction import detect_reduction
 from vramfit.techniques.micro_batching import (
     BatchNormalisation,
     MicroBatching,
@@ -268,9 +267,8 @@ KINDS = ("mean", "sum", "tokens", "next-tokens")
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_reduction_is_found_and_gives_the_same_gradients(kind: str) -> None:
     plain = words(kind)
-    reduction = detect_reduction(plain)
+    reduction = try_pieces(plain).setting.reduction
     assert reduction is Reduction(kind)
-    assert try_pieces(plain).setting.reduction is reduction
     setting = MicroBatchingSetting(count=3, reduction=reduction)
     assert_same(gradients(MicroBatching().apply(plain, setting)), gradients(plain))
 
@@ -294,8 +292,6 @@ def test_a_loss_that_compares_examples_is_refused() -> None:
         return F.cross_entropy(seen @ seen.roll(1, 0).T * 5, torch.arange(len(seen)))
 
     workload = dataclasses.replace(all_toys()["mlp"], loss=contrastive)
-    with pytest.raises(UsageError, match="is neither the mean nor the sum of its pieces' losses"):
-        detect_reduction(workload)
     with pytest.raises(UsageError, match="pieces of a batch do not give its gradients"):
         try_pieces(workload, MicroBatchingSetting(reduction=Reduction.MEAN))
 
@@ -304,14 +300,14 @@ def test_probing_leaves_random_numbers_as_they_were() -> None:
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    detect_reduction(words("tokens"))
+    try_pieces(words("tokens"))
     assert torch.equal(torch.rand(2), expected)
 
 
 def test_a_workload_with_a_step_of_its_own_has_no_reduction() -> None:
     workload = dataclasses.replace(words("sum"), step=lambda state, batch: None)
     with pytest.raises(UsageError, match="or with a step of its own, has no reduction"):
-        detect_reduction(workload)
+        try_pieces(workload)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "t5"])
@@ -335,7 +331,9 @@ def test_models_of_transformers_with_labels(kind: str) -> None:
         return transformers.T5ForConditionalGeneration(config).eval()
 
     plain = dataclasses.replace(words("tokens"), model=model, loss=lambda model, batch: model(**batch).loss)
-    assert detect_reduction(plain) is (Reduction.NEXT_TOKENS if kind == "gpt2" else Reduction.TOKENS)
+    assert try_pieces(plain).setting.reduction is (
+        Reduction.NEXT_TOKENS if kind == "gpt2" else Reduction.TOKENS
+    )
     # Without being told: what the batch and the model look like.
     split = MicroBatching().apply(plain, MicroBatchingSetting(count=3))
     assert_same(gradients(split), gradients(plain))

@@ -245,3 +245,12 @@ def test_lengths_of_packed_sequences_are_varied_in_their_order() -> None:
 
     found = try_pieces(workload(packed, lambda: nn.LSTM(WIDTH, WIDTH), batch))
     assert (found.setting.reduction, found.setting.labels) == (Reduction.WEIGHTS, "length")
+
+
+def test_a_model_in_16_bits_is_tried_in_32() -> None:
+    def batch(batch_size: int) -> tuple[torch.Tensor, ...]:
+        return tuple(part.bfloat16() for part in pair(batch_size))
+
+    found = try_pieces(workload(squares, lambda: two_layers().bfloat16(), batch))
+    assert found.setting.reduction is Reduction.MEAN
+    assert found.worst < 1

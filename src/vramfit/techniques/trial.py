@@ -354,8 +354,7 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
-    if dtype is torch.float32:
-        return batch
+    """The batch for a model of that dtype: 16 bits become as many as the model has, and so do 32."""
     if isinstance(batch, torch.Tensor):
-        return batch.to(dtype) if batch.dtype is torch.float32 else batch
+        return batch.to(dtype) if batch.dtype in (torch.float16, torch.bfloat16, torch.float32) else batch
     return mapped(batch, lambda _name, value: _cast(value, dtype))

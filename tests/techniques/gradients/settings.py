@@ -17,7 +17,7 @@ from vramfit.planner.cpu_device import CpuDevice
 from vramfit.techniques import Choice, Numerics, Profile, Setting, Technique, all_techniques
 from vramfit.techniques.activation_checkpointing import Checkpointing, setting_for
 from vramfit.techniques.activation_offload import ActivationOffloadSetting
-from vramfit.techniques.loss_reduction import detect_reduction
+from vramfit.techniques.trial import try_pieces
 
 _WIDER = 1 << 16
 """How many times the bytes of a test a model would have for which techniques are chosen."""
@@ -90,7 +90,7 @@ def _options(technique: Technique[Setting], name: str) -> Iterator[Setting]:
     workload = all_architectures()[name].workload()
     if technique.name == "micro-batching" and workload.loss is not None:
         try:
-            detect_reduction(workload)
+            try_pieces(workload)
         except UsageError:
             return  # its loss compares examples with each other: there are no pieces
     for profile in profiles(name):
