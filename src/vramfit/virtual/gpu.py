@@ -321,8 +321,8 @@ class VirtualGPU:
             if above and doubted:
                 self._machine.warn(
                     "estimated-size",
-                    f"sizes that closed libraries or data decide are estimated: the peak of GPU {device} may be up to "
-                    f"{format_bytes(above)} higher and {format_bytes(below)} lower ({doubted})",
+                    f"sizes that closed libraries or data decide are estimated: the allocated peak of GPU {device} may "
+                    f"be up to {format_bytes(above)} higher and {format_bytes(below)} lower ({doubted})",
                 )
 
     def _tell_shapes(self, error: BaseException | None) -> None:
