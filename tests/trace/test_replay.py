@@ -208,6 +208,24 @@ def test_private_pools() -> None:
     assert device.recorded == device.replayed
 
 
+def test_a_private_pool_may_lie_where_another_segment_was() -> None:
+    recorder = Recorder()
+    allocator = recorder.allocator
+    allocator.free(allocator.malloc(70 * MIB))
+    parts = [allocator.malloc(size * MIB) for size in (25, 25, 15)]  # of the segment that is cached
+    for part in parts:
+        allocator.free(part)
+    allocator.empty_cache()
+    allocator.begin_pool((0, 1))
+    shorter = allocator.malloc(30 * MIB)
+    allocator.end_pool()
+    recorder.run(60, seed=1)
+    assert parts[1] < shorter < parts[2], "one part lies where the pool's segment is, the others do not"
+    (device,) = replay(recorder.finish()).devices
+    assert device.addresses_matched == device.allocations
+    assert device.recorded == device.replayed
+
+
 def test_trace_without_events_or_segments() -> None:
     report = replay(TraceBuilder().finish())
     assert report.devices == ()

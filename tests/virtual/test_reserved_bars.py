@@ -189,3 +189,18 @@ def test_a_failed_request_that_smaller_estimates_would_serve_is_uncertain() -> N
         assert judged.outcome is Outcome.DOES_NOT_FIT
         assert judged.device.reserved_bar.serves is serves
         assert judged.certain is not serves
+
+
+def test_a_recording_that_tells_less_than_its_program_did_does_not_shift_the_bar() -> None:
+    def program() -> None:
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
+            torch.empty(32 * MIB, dtype=torch.uint8, device="cuda")
+        torch.empty(32 * MIB, dtype=torch.uint8, device="cuda")  # finds nothing in the cache: that is the pool's
+        del pool
+        torch.cuda.empty_cache()  # a recording names the pools of the segments that it ends with: not this one
+
+    run = measured(program)
+    rows = request_rows(run)
+    assert device_of(run).peak_reserved == 64 * MIB
+    assert reserved_bar(run.trace, 0, [Estimate(rows[0], 0, 0, 0)]) == ReservedBar()

@@ -102,13 +102,15 @@ def reserved_bar(trace: MemoryTrace, device: int, estimates: Sequence[Estimate])
         return NO_BAR
     rehearsal = Rehearsal(_with_untaken(trace, mine), device)
     variants = _Variants(rehearsal.plan, _ordinals(trace, device, mine), mine)
-    told, serves = rehearsal.recorded.peak_reserved, False
+    # A recording does not tell all that its program did, so the others are held against a replay of their own kind.
+    plain = Rehearsal(trace, device).what_if(rehearsal.config)
+    told, serves = plain.allocator.peak_reserved_bytes, False
     peaks = [told]
     for levels in variants.levels():
         plan, spare = variants.plan(levels)
         player = _played(rehearsal, plan, spare, rehearsal.capacity.known)
-        serves = serves or player.ooms < rehearsal.plan.ooms
-        if player.ooms > rehearsal.plan.ooms:
+        serves = serves or player.ooms < plain.ooms
+        if player.ooms > plain.ooms:
             player = _played(rehearsal, plan, spare, None)
         peaks.append(player.allocator.peak_reserved_bytes)
     beyond = (max(peaks) - min(peaks)) // (len(peaks) - 1) if variants.draws else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -96,7 +95,7 @@ def plan_replay(
     steps[plain] = sizes[kept[plain]]
     steps[at_once[kept]] = FREE
     groups = _segment_groups(events, kept)
-    pools = _pools(events, start, kept)
+    pools = _pools(events, kept)
     builder = _Builder(events, kept, groups, pools, pressure)
     for step in sorted({*np.flatnonzero(steps == SPECIAL).tolist(), *groups, *pools}):
         if step < len(kept):
@@ -234,23 +233,26 @@ def _segment_groups(
     return groups
 
 
-def _pools(events: DeviceEvents, start: Sequence[Segment], kept: NDArray[np.intp]) -> dict[int, PoolId]:
-    """The private pool of each request that one serves, by the segment that the block lies in."""
-    private = {
-        segment["address"]: segment
-        for segment in (*start, *events.final_segments)
-        if segment["segment_pool_id"] != _COMMON
-    }
-    if not private:
-        return {}
-    begins = sorted(private)
-    found = {}
+def _pools(events: DeviceEvents, kept: NDArray[np.intp]) -> dict[int, PoolId]:
+    """The private pool of each request that one serves, by the segment that the block lies in.
+
+    The recording names the pools of the segments that it ends with. A request from before such a segment was taken was
+    served by another one, whose addresses the driver handed out again.
+    """
     requests = np.flatnonzero(events.kinds[kept] == EventKind.ALLOC)
-    for step, address in zip(requests.tolist(), events.addresses[kept[requests]].tolist(), strict=True):
-        index = bisect_right(begins, address) - 1
-        segment = private[begins[index]] if index >= 0 else None
-        if segment is not None and address < segment["address"] + segment["total_size"]:
-            found[step] = segment["segment_pool_id"]
+    positions = kept[requests]
+    addresses = events.addresses[positions]
+    taken = np.flatnonzero(events.kinds == EventKind.SEGMENT_ALLOC)
+    since = dict(zip(events.addresses[taken].tolist(), taken.tolist(), strict=True))  # the last one counts
+    found = {}
+    for segment in events.final_segments:
+        if segment["segment_pool_id"] == _COMMON:
+            continue
+        begin = segment["address"]
+        first = int(np.searchsorted(positions, since.get(begin, 0)))
+        later = addresses[first:]
+        inside = first + np.flatnonzero((later >= begin) & (later < begin + segment["total_size"]))
+        found.update(dict.fromkeys(requests[inside].tolist(), segment["segment_pool_id"]))
     return found
 
 
