@@ -196,7 +196,8 @@ def test_a_recording_that_tells_less_than_its_program_did_does_not_shift_the_bar
         pool = torch.cuda.MemPool()
         with torch.cuda.use_mem_pool(pool):
             torch.empty(32 * MIB, dtype=torch.uint8, device="cuda")
-        torch.empty(32 * MIB, dtype=torch.uint8, device="cuda")  # finds nothing in the cache: that is the pool's
+        # Finds nothing in the cache: that is the pool's.
+        torch.empty(32 * MIB, dtype=torch.uint8, device="cuda")
         del pool
         torch.cuda.empty_cache()  # a recording names the pools of the segments that it ends with: not this one
 

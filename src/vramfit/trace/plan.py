@@ -244,7 +244,7 @@ def _pools(events: DeviceEvents, kept: NDArray[np.intp]) -> dict[int, PoolId]:
     addresses = events.addresses[positions]
     taken = np.flatnonzero(events.kinds == EventKind.SEGMENT_ALLOC)
     since = dict(zip(events.addresses[taken].tolist(), taken.tolist(), strict=True))  # the last one counts
-    found = {}
+    found: dict[int, PoolId] = {}
     for segment in events.final_segments:
         if segment["segment_pool_id"] == _COMMON:
             continue
