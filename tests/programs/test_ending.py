@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from vramfit.patching import PatchStack
 from vramfit.programs import running, stopping
 from vramfit.programs.limits import NO_LIMITS
-from vramfit.programs.patching import PatchStack
 from vramfit.programs.status import State, read_status
 from vramfit.programs.stopping import Stopping
 from vramfit.trace.progress import End, Unit

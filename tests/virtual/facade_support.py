@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vramfit.gpus import find_gpu
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.virtual import facade
 from vramfit.virtual.machine import Machine
 

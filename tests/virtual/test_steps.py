@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from vramfit.patching import PatchStack
 from vramfit.programs.limits import Limits
-from vramfit.programs.patching import PatchStack
 from vramfit.programs.stopping import Stopping
 from vramfit.trace import Category, EventKind, TraceBuilder
 from vramfit.trace.progress import End, Unit

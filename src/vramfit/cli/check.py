@@ -25,10 +25,11 @@ from vramfit.cli.options import (
     WrittenThrough,
 )
 from vramfit.cli.program import check_source, program_command
-from vramfit.cli.run import apart_from_json, check_alloc_conf, check_outputs, limits_of
+from vramfit.cli.run import apart_from_json, check_alloc_conf, check_outputs
 from vramfit.cli.where import Where, chosen
 from vramfit.errors import UsageError, VramfitError
 from vramfit.files.policy import Writes
+from vramfit.programs.limits import limits_from
 from vramfit.virtual.assume import Assume
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def check_command(
     asked = _asked(budget, of, baseline, tolerance, write_baseline)
     check_outputs((("--json", json), ("--write-baseline", write_baseline), ("--report", report)))
     check_alloc_conf(alloc_conf)
-    limits = limits_of(steps, time)
+    limits = limits_from(steps, time)
     subject = _subject(module, target or [])
     if isinstance(subject, Path):
         if steps is not None or time is not None:

@@ -28,12 +28,12 @@ from vramfit.cli.options import (
 from vramfit.cli.program import check_source, program_command
 from vramfit.cli.where import chosen
 from vramfit.errors import UsageError
+from vramfit.programs.limits import limits_from
 from vramfit.virtual.assume import Assume
 from vramfit.virtual.foreign.registry import KERNELS_VARIABLE
 
 if TYPE_CHECKING:
     from vramfit.analysis import Reconciliation, Verdict
-    from vramfit.programs.limits import Limits
     from vramfit.trace import Run
 
 DOES_NOT_FIT = 3
@@ -131,7 +131,7 @@ def run_command(
         writes=writes,
         through=writes_through or (),
     )
-    limits = limits_of(steps, time)
+    limits = limits_from(steps, time)
     check_alloc_conf(alloc_conf)
     name_kernels(kernels, virtual=gpu is not None)
     outputs = _Outputs(json=json, trace=trace, snapshot=snapshot, report=report)
@@ -234,17 +234,6 @@ def exit_code(run: Run, verdict: Verdict, found: Reconciliation | None = None) -
     if run.exit_code == 0 and found is not None and not found.within:
         return DIFFERS
     return run.exit_code if run.exit_code >= 0 else 128 - run.exit_code
-
-
-def limits_of(steps: str | None, time: str | None) -> Limits:
-    """The limits that the options ask for.
-
-    Raises:
-        UsageError: one of them cannot be read.
-    """
-    from vramfit.programs.limits import limits_from
-
-    return limits_from(steps, time)
 
 
 def check_alloc_conf(alloc_conf: str | None) -> None:

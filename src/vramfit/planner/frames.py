@@ -188,8 +188,10 @@ class Frames:
 
     def _note_broken(self, choices: Iterable[Choice], error: Exception) -> None:
         """Keep why a combination is left out: refused by a technique, or failed in the workload's code or ours."""
-        refused = isinstance(error, UsageError)
-        why = f": {error.message}" if refused else f": the workload fails with it ({brief(error)})"  # type: ignore[attr-defined]
+        if isinstance(error, UsageError):
+            why = f": {error.message}"
+        else:
+            why = f": the workload fails with it ({brief(error)})"
         self._broken.setdefault(" with ".join(choice.name for choice in choices), why)
 
     def rated(self, frame: Frame) -> Rated:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 
 CODE = "other-processes"
 MESSAGE = "the program started other Python processes: what they allocate on a card is not counted"

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vramfit.patching import PatchStack
 from vramfit.programs.interrupts import INTERRUPTED
-from vramfit.programs.patching import PatchStack
 from vramfit.programs.stopping import Stopping
 
 _PACKAGE = Path(__file__).resolve().parents[1]

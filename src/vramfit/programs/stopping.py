@@ -30,9 +30,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from vramfit.patching import PatchStack
 from vramfit.programs.interrupts import INTERRUPTED, signals_noted
 from vramfit.programs.limits import Limits
-from vramfit.programs.patching import PatchStack
 from vramfit.programs.status import Order, State, Status, StatusWriter, read_order
 from vramfit.trace import Run
 from vramfit.trace.progress import STEADY, UNTOLD, End, Progress, Unit

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 
 
 class _ThreadMode(TorchDispatchMode):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from vramfit.errors import EnvironmentUnfitError, UsageError
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.record.watching import watch
 
 Opened = Callable[[], object]

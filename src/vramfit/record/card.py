@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from vramfit.errors import EnvironmentUnfitError, WriteError
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.programs.stopping import Stopping
 from vramfit.record.metering import tensors_of
 from vramfit.record.notes import (

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vramfit.errors import UsageError, VramfitError
+from vramfit.patching import PatchStack
 from vramfit.programs import processes
 from vramfit.programs.interrupts import note_interrupts
 from vramfit.programs.job import PARTIAL, Stage
-from vramfit.programs.patching import PatchStack
 from vramfit.programs.processes import CODE, MESSAGE
 from vramfit.programs.running import leave_after, run_to_end
 from vramfit.programs.stopping import Stopping

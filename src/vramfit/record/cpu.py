@@ -14,8 +14,8 @@ from torch import nn
 
 from vramfit.errors import EnvironmentUnfitError, UsageError
 from vramfit.gpus import GpuKind, GpuSpec, find_gpu
+from vramfit.patching import PatchStack
 from vramfit.programs import threads
-from vramfit.programs.patching import PatchStack
 from vramfit.programs.stopping import Stopping
 from vramfit.record.metering import NO_LIMIT, CpuMeter, MeterMode, holders, tensors_of
 from vramfit.record.recorder import (

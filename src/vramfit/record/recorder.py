@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.programs.stopping import Stopping
 from vramfit.trace import Run
 from vramfit.virtual.steps import StepCounter

@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 
 
 class Watcher(Protocol):

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses import fake_tensor
 
 from vramfit.gpus import find_gpu
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.trace import TraceBuilder
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.meter import Meter

@@ -13,10 +13,10 @@ from pathlib import Path
 from vramfit.errors import VramfitError
 from vramfit.files import policy_from_plain, protect
 from vramfit.files.protection import stand
+from vramfit.patching import PatchStack
 from vramfit.programs import processes
 from vramfit.programs.interrupts import note_interrupts
 from vramfit.programs.job import Stage
-from vramfit.programs.patching import PatchStack
 from vramfit.programs.processes import CODE, MESSAGE
 from vramfit.programs.running import leave_after, run_to_end
 from vramfit.programs.stopping import Stopping

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.trace import Category
 from vramfit.virtual import kernels, roofline
 from vramfit.virtual.assume import Extent

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.programs.stopping import Stopping
 from vramfit.trace.progress import End, Unit
 from vramfit.virtual.attribution import ModuleStack, Phase, PhaseTracker

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.virtual.compiled.outside import Outside
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._functorch import config as functorch_config
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.virtual.compiled.outside import Outside
 
 if TYPE_CHECKING:

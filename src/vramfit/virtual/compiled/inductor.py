@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.virtual.compiled.graphs import GraphPools
 from vramfit.virtual.compiled.outside import Outside
 from vramfit.virtual.compiled.player import Player

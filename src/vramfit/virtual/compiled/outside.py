@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 
 # What `vramfit.virtual.program` replaces and a compiler may meet in a program.
 _PATCHED: tuple[tuple[Any, str], ...] = (

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.virtual.facade.base import CUDA_BUILD, C, CFunctions
 from vramfit.virtual.facade.releases import Release, needs_older_build, release_for
 from vramfit.virtual.kernels import Blas, KernelContext, workspace_bytes

@@ -14,7 +14,7 @@ import torch
 from torch._subclasses import fake_tensor
 
 from vramfit.gpus import GpuKind
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.virtual.facade.base import CUDA_BUILD, C, CFunctions
 from vramfit.virtual.facade.properties import CudaDeviceProperties, properties_of
 from vramfit.virtual.facade.releases import Release, needs_older_build, release_for

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.virtual.facade.base import C, CFunctions, invalid_device
 from vramfit.virtual.facade.devices import device_index_of
 from vramfit.virtual.machine import InvalidDevice, Machine, VirtualDevice

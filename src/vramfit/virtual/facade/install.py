@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.virtual.facade import base
 from vramfit.virtual.facade.accelerator import AcceleratorFunctions
 from vramfit.virtual.facade.backends import BackendFunctions, patch_backends

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 
 _DTYPES = {
     "DoubleTensor": torch.float64,

@@ -8,7 +8,7 @@ from typing import Any
 from torch.autograd import profiler
 from torch.profiler import ProfilerActivity
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.virtual.machine import Machine
 
 

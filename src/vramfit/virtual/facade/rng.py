@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.virtual.facade.base import C, installed_machine, invalid_device
 from vramfit.virtual.machine import DEFAULT_SEED, PhiloxState
 

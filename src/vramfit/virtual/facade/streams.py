@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.virtual import streams as ids
 from vramfit.virtual.clock import Engine
 from vramfit.virtual.facade.base import (

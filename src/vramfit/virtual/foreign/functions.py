@@ -10,7 +10,7 @@ from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.virtual.foreign.effects import note_launch, virtual_tensors
 from vramfit.virtual.foreign.registry import KERNELS, LISTENERS, FakeKernel
 from vramfit.virtual.program.libraries import change_after

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vramfit.patching import PatchStack
 from vramfit.programs import threads
-from vramfit.programs.patching import PatchStack
 from vramfit.virtual.program import (
     attention,
     autograd,

@@ -21,7 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit import files
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.virtual.program.saved_files import (
     OpenedSafetensors,
     TorchFiles,

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.trace import Category
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
     """Replace the setter of ``torch.Tensor.data``. See NOTE [Setting data]."""
 
     def set_data(self: torch.Tensor, value: Any) -> None:
-        mine, its = _is_virtual(mode, self), _is_virtual(mode, value)
+        mine, its = is_virtual(mode, self), is_virtual(mode, value)
         if not (mine or its):
             _DATA.__set__(self, value)
             return
@@ -50,7 +50,8 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
     patches.set(torch.Tensor, "data", property(_DATA.__get__, set_data, _DATA.__delete__))
 
 
-def _is_virtual(mode: VirtualMode, value: Any) -> bool:
+def is_virtual(mode: VirtualMode, value: Any) -> bool:
+    """Whether a tensor stands for memory of the virtual GPU or of its host, by itself or over one of torch's own."""
     return type(value) is FakeTensor or type(value) in mode.twins
 
 

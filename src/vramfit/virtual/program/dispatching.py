@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch._library import simple_registry
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch._subclasses.fake_tensor import FakeTensor
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.virtual.program import bitsandbytes, tracing
 
 if TYPE_CHECKING:

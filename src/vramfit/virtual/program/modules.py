@@ -10,9 +10,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.trace import Category
 from vramfit.virtual.attribution import Phase
+from vramfit.virtual.program.data import is_virtual
 from vramfit.virtual.subclasses import is_wrapper
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def _move_parameter(
     with torch.no_grad():
         applied = keep_virtual(mode, fn, parameter)
     if applied is not parameter:
-        if _is_virtual(mode, parameter) and _is_virtual(mode, applied):
+        if is_virtual(mode, parameter) and is_virtual(mode, applied):
             parameter.data = applied
         elif is_wrapper(parameter) and is_wrapper(applied):
             torch.utils.swap_tensors(parameter, nn.Parameter(applied, parameter.requires_grad))
@@ -127,10 +128,6 @@ def _move_parameter(
             parameter.grad = gradient
             mode.meter.tag(gradient, Category.GRADIENTS)
     mode.meter.tag(parameter, Category.PARAMETERS, mode.meter.modules.path_of(module))
-
-
-def _is_virtual(mode: VirtualMode, tensor: torch.Tensor) -> bool:
-    return type(tensor) is FakeTensor or type(tensor) in mode.twins
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils import _foreach_utils
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.trace import Category
 from vramfit.virtual.attribution import Phase
 from vramfit.virtual.program.autograd import tag_gradients

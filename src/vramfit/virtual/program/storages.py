@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 
 if TYPE_CHECKING:
     from vramfit.virtual.meter import VirtualRecord

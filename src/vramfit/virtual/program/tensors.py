@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.jit._builtins import _get_builtin_table
 from torch.utils import _device
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.virtual.rules.host import LONGEST_LIST, download, may_be_shortened
 
 if TYPE_CHECKING:

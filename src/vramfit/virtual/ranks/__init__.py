@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode

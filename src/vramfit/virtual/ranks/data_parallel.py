@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import Logger
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode

@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._python_dispatch import _disable_current_modes
 
-from vramfit.programs.patching import PatchStack
+from vramfit.patching import PatchStack
 from vramfit.virtual.fake_mode import VirtualFakeMode
 from vramfit.virtual.program.libraries import after_import
 
