@@ -18,6 +18,13 @@ from vramfit.analysis import (
     reconcile,
     verdict,
 )
+from vramfit.arguments import (
+    path_argument,
+    paths_argument,
+    size_argument,
+    text_argument,
+    whole_argument,
+)
 from vramfit.errors import UsageError
 from vramfit.files import Writes
 from vramfit.gpus import GpuSpec, find_gpu
@@ -35,8 +42,8 @@ from vramfit.report import (
 from vramfit.report.forms import Material, write_as
 from vramfit.trace import Actual, MemoryTrace, Run, read_actual
 from vramfit.trace.actual import together
-from vramfit.units import parse_bytes
 from vramfit.virtual.assume import assumption
+from vramfit.virtual.job import MOST_GPUS
 from vramfit.virtual.runner import run_in_child
 
 
@@ -147,10 +154,10 @@ class Report:
 def run(
     program: str | os.PathLike[str],
     *arguments: str,
-    gpu: str | GpuSpec | None = None,
+    gpu: str | os.PathLike[str] | GpuSpec | None = None,
     gpus: int = 1,
     device: str | None = None,
-    budget: str | int | None = None,
+    budget: str | float | None = None,
     module: bool = False,
     alloc_conf: str | None = None,
     environ: Mapping[str, str] | None = None,
@@ -194,11 +201,14 @@ def run(
         EnvironmentUnfitError: this torch cannot carry the virtual GPU.
     """
     _check_place(gpu, of_real=(device, budget), of_virtual=(writes, writes_through or None))
-    spec = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    limit = None if budget is None else _budget(budget)
+    spec = None if gpu is None else find_gpu(gpu)
+    limit = None if budget is None else size_argument("budget", budget)
+    count = whole_argument("gpus", gpus, least=1, most=MOST_GPUS)
     limits = limits_from(steps, time)
-    folder = None if cwd is None else Path(cwd)
-    command = _command(os.fspath(program), arguments, module, folder)
+    folder = None if cwd is None else _folder(cwd)
+    command = _command(program, arguments, module, folder)
+    _check_texts(device=device, alloc_conf=alloc_conf)
+    added = None if environ is None else _environ(environ)
     bound = Tolerance.parse(tolerance)
     actual = None if against is None else read_actual(*together(against))
     if actual is not None:
@@ -209,7 +219,7 @@ def run(
             device=device or AUTO,
             budget=limit,
             alloc_conf=alloc_conf,
-            environ=environ,
+            environ=added,
             cwd=folder,
             limits=limits,
         )
@@ -217,23 +227,21 @@ def run(
         outcome = run_in_child(
             command,
             gpu=spec,
-            gpus=gpus,
+            gpus=count,
             alloc_conf=alloc_conf,
-            environ=environ,
+            environ=added,
             cwd=folder,
             assume=assumption(assume).value,
             profile=profile,
             limits=limits,
-            writes=writes or Writes.DISCARD,
-            through=writes_through,
+            writes=Writes.DISCARD if writes is None else writes,
+            through=paths_argument("writes_through", writes_through),
         )
     report = Report(run=outcome, verdict=verdict(outcome))
     return report if actual is None else report._beside(actual, None, bound)
 
 
-def _check_place(
-    gpu: str | GpuSpec | None, *, of_real: Sequence[object], of_virtual: Sequence[object]
-) -> None:
+def _check_place(gpu: object, *, of_real: Sequence[object], of_virtual: Sequence[object]) -> None:
     """Make sure that what was given is either for a real run or for a virtual one; None stands for nothing."""
     if gpu is not None and any(given is not None for given in of_real):
         raise UsageError(
@@ -246,20 +254,38 @@ def _check_place(
         )
 
 
-def _command(name: str, arguments: Sequence[str], module: bool, folder: Path | None) -> list[str]:
+def _command(program: object, arguments: Sequence[object], module: bool, folder: Path | None) -> list[str]:
     """What python would be given."""
+    name = path_argument("program", program)
+    own = [path_argument(f"arguments[{at}]", one) for at, one in enumerate(arguments)]
     if module:
-        return ["-m", name, *arguments]
+        return ["-m", name, *own]
     if not (Path(folder or ".") / name).is_file():
         raise UsageError(f"there is no script {name}", "Give the path of a Python file, or module=True")
-    return [name, *arguments]
+    return [name, *own]
 
 
-def _budget(budget: str | int) -> int:
-    try:
-        found = parse_bytes(budget)
-    except ValueError as error:
-        raise UsageError(f"budget={budget!r} cannot be read", 'Write it as "2GiB" or in bytes') from error
-    if found <= 0:
-        raise UsageError(f"budget={budget!r} leaves no memory at all", 'Write it as "2GiB"')
-    return found
+def _folder(cwd: object) -> Path:
+    folder = Path(path_argument("cwd", cwd))
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}", "cwd= names the one that the program runs in")
+    return folder
+
+
+def _check_texts(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            text_argument(name, value)
+
+
+def _environ(environ: object) -> dict[str, str]:
+    """Variables, as a child process can be given them."""
+    if not isinstance(environ, Mapping):
+        raise UsageError(f"environ={environ!r} holds no variables", 'Give a dict, such as {"SEED": "1"}')
+    for name, value in environ.items():
+        text = text_argument(f"environ[{name!r}]", value)
+        if not isinstance(name, str) or not name or "=" in name or "\0" in name + text:
+            raise UsageError(
+                f"environ cannot set {name!r} to {text!r}", "Names hold no = and no null character"
+            )
+    return dict(environ)

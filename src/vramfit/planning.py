@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vramfit.errors import UsageError
+from vramfit.arguments import path_argument, size_argument
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.planner.run import Room, fit_in_child, plan_in_child, verify_in_child
 from vramfit.programs.interrupts import signals_kept
-from vramfit.units import parse_bytes
 from vramfit.workload import Workload
 
 if TYPE_CHECKING:
@@ -26,10 +25,10 @@ Progress = Callable[[str], None]
 def plan(
     workload: str | Workload,
     *,
-    gpu: str | GpuSpec | None = None,
-    budget: str | int | None = None,
-    margin: str | int | None = None,
-    host_budget: str | int | None = None,
+    gpu: str | os.PathLike[str] | GpuSpec | None = None,
+    budget: str | float | None = None,
+    margin: str | float | None = None,
+    host_budget: str | float | None = None,
     sizes: Mapping[str, int] | None = None,
     numerics: str = "rounding",
     objective: str = "throughput",
@@ -69,7 +68,7 @@ def plan(
         return _here(workload, room, sizes, numerics, objective, allow, forbid, time_limit, progress)
     with signals_kept():
         found = plan_in_child(
-            os.fspath(workload),
+            path_argument("workload", workload),
             room,
             sizes=sizes,
             numerics=numerics,
@@ -138,10 +137,10 @@ def _silent(_text: str) -> None:
 def fit(
     workload: str,
     *,
-    gpu: str | GpuSpec | None = None,
+    gpu: str | os.PathLike[str] | GpuSpec | None = None,
     size: str | None = None,
-    budget: str | int | None = None,
-    margin: str | int | None = None,
+    budget: str | float | None = None,
+    margin: str | float | None = None,
     sizes: Mapping[str, int] | None = None,
     plan: str | os.PathLike[str] | None = None,
     card: bool | None = None,
@@ -167,7 +166,7 @@ def fit(
         VramfitError: the workload itself fails.
     """
     room = _room(gpu, budget, margin, None, alloc_conf)
-    file = None if plan is None else Path(plan)
+    file = None if plan is None else Path(path_argument("plan", plan))
     with signals_kept():
         return fit_in_child(workload, room, size=size, sizes=sizes, plan=file, card=card, progress=progress)
 
@@ -176,7 +175,7 @@ def verify(
     plan: str | os.PathLike[str],
     *,
     workload: str | None = None,
-    gpu: str | GpuSpec | None = None,
+    gpu: str | os.PathLike[str] | GpuSpec | None = None,
     memory: bool = True,
     values: bool = True,
     card: bool | None = None,
@@ -205,9 +204,9 @@ def verify(
     """
     with signals_kept():
         return verify_in_child(
-            Path(plan),
+            Path(path_argument("plan", plan)),
             target=workload,
-            gpu=find_gpu(gpu) if isinstance(gpu, str) else gpu,
+            gpu=None if gpu is None else find_gpu(gpu),
             memory=memory,
             values=values,
             card=card,
@@ -219,28 +218,16 @@ def verify(
 
 
 def _room(
-    gpu: str | GpuSpec | None,
-    budget: str | int | None,
-    margin: str | int | None,
-    host_budget: str | int | None,
+    gpu: str | os.PathLike[str] | GpuSpec | None,
+    budget: str | float | None,
+    margin: str | float | None,
+    host_budget: str | float | None,
     alloc_conf: str | None,
 ) -> Room:
     return Room(
-        gpu=find_gpu(gpu) if isinstance(gpu, str) else gpu,
-        budget=_bytes("budget", budget),
-        margin=_bytes("margin", margin),
-        host_bytes=_bytes("host_budget", host_budget),
+        gpu=None if gpu is None else find_gpu(gpu),
+        budget=None if budget is None else size_argument("budget", budget),
+        margin=None if margin is None else size_argument("margin", margin, least=0),
+        host_bytes=None if host_budget is None else size_argument("host_budget", host_budget, least=0),
         alloc_conf=alloc_conf,
     )
-
-
-def _bytes(name: str, size: str | int | None) -> int | None:
-    if size is None:
-        return None
-    try:
-        found = parse_bytes(size)
-    except (ValueError, OverflowError):
-        raise UsageError(f"{name}={size!r} is no size", 'Write it as "2GiB"') from None
-    if found < 0:
-        raise UsageError(f"{name}={size!r} is no memory at all", 'Write it as "2GiB"')
-    return found

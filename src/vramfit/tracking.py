@@ -12,9 +12,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeAlias, TypeVar
 
 from vramfit.api import Report
+from vramfit.arguments import path_argument, size_argument, text_argument, whole_argument
 from vramfit.errors import UsageError
 from vramfit.trace import MemoryTrace, Run
-from vramfit.units import format_bytes, parse_bytes
+from vramfit.units import format_bytes
 
 if TYPE_CHECKING:
     from vramfit.record.recorder import Figures, Models, Optimizers, Recorder
@@ -64,7 +65,7 @@ class Track:
         optimizer: Optimizers = None,
         *,
         device: str | None = None,
-        budget: str | int | None = None,
+        budget: str | float | None = None,
         alloc_conf: str | None = None,
         max_entries: int = MAX_ENTRIES,
         journal: str | os.PathLike[str] | None = None,
@@ -73,12 +74,10 @@ class Track:
 
         self._subjects = Subjects.of(model, optimizer)
         self._device = _device(device)
-        self._budget = _budget(budget)
-        self._alloc_conf = alloc_conf
-        if type(max_entries) is not int or max_entries < 1:
-            raise UsageError(f"max_entries={max_entries!r} is no positive number", "Leave it out")
-        self._max_entries = max_entries
-        self._journal = None if journal is None else Path(journal)
+        self._budget = None if budget is None else size_argument("budget", budget)
+        self._alloc_conf = None if alloc_conf is None else text_argument("alloc_conf", alloc_conf)
+        self._max_entries = whole_argument("max_entries", max_entries, least=1)
+        self._journal = None if journal is None else Path(path_argument("journal", journal))
         self._recorder: Recorder | None = None
         self._run: Run | None = None
         if alloc_conf is not None:
@@ -277,7 +276,7 @@ def track(
     optimizer: Optimizers = None,
     *,
     device: str | None = None,
-    budget: str | int | None = None,
+    budget: str | float | None = None,
     alloc_conf: str | None = None,
     max_entries: int = MAX_ENTRIES,
     journal: str | os.PathLike[str] | None = None,
@@ -396,18 +395,6 @@ def _card_figures(device: int | None, empty_cache: bool) -> tuple[int, Figures] 
         peak_allocated=cuda.max_memory_allocated(index),
         peak_reserved=cuda.max_memory_reserved(index),
     )
-
-
-def _budget(budget: Any) -> int | None:
-    if budget is None:
-        return None
-    try:
-        found = parse_bytes(budget)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UsageError(f"the budget {budget!r} cannot be read", 'Write it as "2GiB" or in bytes') from error
-    if isinstance(budget, bool) or found <= 0:
-        raise UsageError(f"the budget {budget!r} is not positive", 'Write it as "2GiB"')
-    return found
 
 
 def _device(device: Any) -> str:

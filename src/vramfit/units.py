@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 
 KIB = 1 << 10
@@ -32,16 +33,18 @@ _TOO_LARGE = 2**63
 _PATTERN = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(text: str | float) -> int:
     """Parse a size in bytes: ``24GiB`` is 24 x 2^30, ``24GB`` is 24 x 10^9, ``512`` is 512 bytes.
 
-    A bare letter (``24G``) is binary, as in the tools that print it (``nvidia-smi``, ``free -h``).
+    A bare letter (``24G``) is binary, as in the tools that print it (``nvidia-smi``, ``free -h``). A number is one of
+    bytes, and whole: ``2.5e9`` is.
 
     Raises:
         ValueError: the text is not a size, or a larger one than memory can have; the message says what is accepted.
+            Likewise for True, None and whatever else is neither text nor number.
     """
-    if isinstance(text, int):
-        return text
+    if not isinstance(text, str):
+        return _whole_bytes(text)
     match = _PATTERN.fullmatch(text)
     factor = _FACTORS.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
@@ -50,6 +53,21 @@ def parse_bytes(text: str | int) -> int:
     if size >= _TOO_LARGE:
         raise ValueError(f"{text!r} is larger than any memory")
     return round(size)
+
+
+def _whole_bytes(number: object) -> int:
+    """A number of bytes that is given as one."""
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    try:
+        found = None if isinstance(number, bool) else operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        found = None
+    if found is None:
+        raise ValueError("it is not a size: write it as 24GiB, 24GB, 512MiB or a whole number of bytes")
+    if abs(found) >= _TOO_LARGE:
+        raise ValueError("it is larger than any memory")
+    return found
 
 
 def is_size(text: str) -> bool:

@@ -206,7 +206,7 @@ def split_target(target: str) -> tuple[Path, str]:
     Raises:
         UsageError: it is written otherwise, or there is no such file.
     """
-    file, separator, name = target.rpartition(":")
+    file, separator, name = target.rpartition(":") if isinstance(target, str) else ("", "", "")
     if not separator or not file or not name.isidentifier():
         raise UsageError(
             f"{target!r} names no workload", "Write it as FILE.py:NAME, the file and the variable in it"

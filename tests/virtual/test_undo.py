@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import importlib
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,9 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from vramfit.errors import EnvironmentUnfitError, UnknownGpuError
+from vramfit.trace.journal import Journal
+from vramfit.virtual import build_shim, facade, ranks
+from vramfit.virtual import gpu as gpu_module
 from vramfit.virtual.gpu import VirtualGPU
+from vramfit.virtual.mode import VirtualMode
 
 # Submodules of these are all looked at.
 PACKAGES = ("torch", "safetensors")
@@ -176,6 +183,76 @@ def test_leaving_by_an_error_undoes_too() -> None:
         raise ZeroDivisionError
     assert torch.save is save and nn.Module.__call__ is call
     assert not torch.cuda.is_available() or torch.backends.cuda.is_built()
+
+
+def fail(*_: object, **__: object) -> None:
+    raise ZeroDivisionError("it fails here")
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        (build_shim, "self_check"),
+        (gpu_module, "exclusive_counts"),
+        (facade, "install"),
+        (ranks, "install"),
+        (VirtualMode, "__enter__"),
+        (Journal, "facts"),
+    ],
+)
+def test_a_failed_start_leaves_nothing(
+    where: Any, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with VirtualGPU("RTX 4090"):
+        pass
+    before, taken_back = fingerprint(), []
+    uninstall = build_shim.uninstall
+    with monkeypatch.context() as broken:
+        broken.setattr(build_shim, "uninstall", lambda: taken_back.append(uninstall()))
+        broken.setattr(where, name, fail)
+        with (
+            pytest.raises(ZeroDivisionError, match="it fails here"),
+            VirtualGPU("RTX 4090", journal=tmp_path / "j"),
+        ):
+            pass
+    assert len(taken_back) == 1, "a CUDA build has its own guard and hooks again"
+    assert differences(before, fingerprint()) - EXPECTED == set()
+    assert not _get_current_dispatch_mode_stack()
+    with VirtualGPU("RTX 4090") as gpu:
+        torch.zeros(1000, device="cuda")
+    assert gpu.peak_allocated_bytes == 4096, "and the next start is none the worse"
+
+
+def test_leaving_undoes_even_where_the_results_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    with VirtualGPU("RTX 4090"):
+        pass
+    before, taken_back = fingerprint(), []
+    uninstall = build_shim.uninstall
+    monkeypatch.setattr(build_shim, "uninstall", lambda: taken_back.append(uninstall()))
+    monkeypatch.setattr(VirtualGPU, "_outcome", fail)
+    with pytest.raises(ZeroDivisionError, match="it fails here"), VirtualGPU("RTX 4090"):
+        torch.zeros(1000, device="cuda")
+    assert len(taken_back) == 1
+    assert differences(before, fingerprint()) - EXPECTED == set()
+    assert not _get_current_dispatch_mode_stack()
+
+
+def test_half_a_shim_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pointer = ctypes.c_void_p(7)
+    monkeypatch.setattr(build_shim, "_originals", None)
+
+    def register() -> tuple[ctypes.c_void_p, int]:
+        pointer.value = 8
+        return pointer, 7
+
+    def patch(_answers: object) -> None:
+        raise KeyError("isBuilt")
+
+    monkeypatch.setattr(build_shim, "_register_guard", register)
+    monkeypatch.setattr(build_shim, "_patch_hooks", patch)
+    with pytest.raises(EnvironmentUnfitError, match="does not export"):
+        build_shim.install()
+    assert pointer.value == 7 and build_shim._originals is None
 
 
 def test_the_host_works_as_ever_afterwards() -> None:

@@ -6,8 +6,9 @@ import math
 import re
 from dataclasses import dataclass
 
+from vramfit.arguments import size_argument
 from vramfit.errors import UsageError
-from vramfit.units import format_bytes, parse_bytes
+from vramfit.units import format_bytes
 
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%\s*")
 
@@ -31,12 +32,12 @@ class Tolerance:
         Raises:
             UsageError: it is none of these.
         """
-        match = _SHARE.fullmatch(text)
+        match = _SHARE.fullmatch(text) if isinstance(text, str) else None
         if match and math.isfinite(share := float(match.group(1)) / 100):
             return Tolerance(share=share)
         try:
-            return Tolerance(size=parse_bytes(text))
-        except ValueError:
+            return Tolerance(size=size_argument("tolerance", text, least=0))
+        except UsageError:
             raise UsageError(
                 f"{text!r} is not a tolerance",
                 'Write it as a share such as "1%" or "0.5%", or as a size such as "50MiB"',

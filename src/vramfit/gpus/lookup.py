@@ -9,12 +9,14 @@ for that (``RTX 6000``), the error names the candidates.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
 
+from vramfit.arguments import path_argument, shown
 from vramfit.errors import UnknownGpuError, UsageError
 from vramfit.gpus.card_file import read_card_file
 from vramfit.gpus.catalogue import ambiguous_names, catalogue
@@ -141,7 +143,7 @@ def _spellings(wanted: frozenset[str]) -> tuple[frozenset[str], ...]:
 def _nearest(text: str, wanted: frozenset[str], fitting: list[_Row]) -> GpuSpec:
     """Of the cards that fit, give the one whose name adds the least: "4090" is not the laptop part."""
     if not fitting:
-        raise UnknownGpuError(f"no GPU is called {text!r}", _suggestion(text))
+        raise UnknownGpuError(f"no GPU is called {shown(text)}", _suggestion(text))
     # A series word is no difference beside a number, and all the difference beside "titan".
     ignored = _PREFIX_WORDS if _has_number(wanted) else frozenset()
     extra = {spec.name: len(own - wanted - ignored) for spec, own, _ in fitting}
@@ -154,18 +156,27 @@ def _nearest(text: str, wanted: frozenset[str], fitting: list[_Row]) -> GpuSpec:
     return nearest[0]
 
 
-def find_gpu(text: str) -> GpuSpec:
+def find_gpu(given: str | os.PathLike[str] | GpuSpec) -> GpuSpec:
     """Find a card by name, alias, size or file.
 
     Args:
-        text: ``"RTX 4090"``, ``"a100-80g"``, ``"24GiB"`` (a generic card of that size) or the path of a
-            ``.toml`` file.
+        given: ``"RTX 4090"``, ``"a100-80g"``, ``"24GiB"`` (a generic card of that size), the path of a ``.toml`` file,
+            or a card, which is given back.
 
     Raises:
         UnknownGpuError: no card fits, with the three nearest names; or several do, with theirs.
-        UsageError: a card file cannot be read, or a size is out of range.
+        UsageError: a card file cannot be read, a size is out of range, or it is none of these.
     """
-    return match_gpu(text).spec
+    if isinstance(given, GpuSpec):
+        return given
+    if isinstance(given, os.PathLike):
+        return read_card_file(Path(path_argument("gpu", given)), find_gpu)
+    if not isinstance(given, str):
+        raise UsageError(
+            f"gpu={shown(given)} names no card: it is of type {type(given).__name__}",
+            'Write a name such as "RTX 4090", a size such as "24GiB", or the path of a TOML file',
+        )
+    return match_gpu(given).spec
 
 
 def _refuse_ambiguous(text: str, wanted: frozenset[str]) -> None:
@@ -178,7 +189,10 @@ def _refuse_ambiguous(text: str, wanted: frozenset[str]) -> None:
 
 def _generic(text: str) -> GpuSpec:
     """Give a card of a size: an RTX 4090 (Ada) up to 48 GiB, an H100 SXM (Hopper) above, with that memory."""
-    size = parse_bytes(text)
+    try:
+        size = parse_bytes(text)
+    except ValueError:  # larger than any memory: `is_size` has looked at the form
+        size = _LARGEST + 1
     if not _SMALLEST <= size <= _LARGEST:
         raise UsageError(
             f"a GPU of {text.strip()} is out of range",

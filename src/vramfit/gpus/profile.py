@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vramfit.arguments import path_argument
 from vramfit.errors import UsageError, WriteError
 from vramfit.gpus.catalogue import catalogue
 from vramfit.gpus.spec import GpuSpec
@@ -331,7 +332,7 @@ def chosen_profile(
         UsageError: a file cannot be read, or tells of another card.
     """
     if not isinstance(profile, MeasuredProfile):
-        text = os.fspath(profile)
+        text = path_argument("profile", profile)
         if text == NO_PROFILE:
             return None
         if text == OWN_PROFILE:

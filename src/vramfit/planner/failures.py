@@ -6,7 +6,7 @@ import re
 import traceback
 from typing import Any
 
-from vramfit.errors import VramfitError
+from vramfit.errors import VramfitError, error_to_plain
 
 _MOST = 200
 """Characters of a message: torch lists every backend that it has in one line."""
@@ -21,7 +21,7 @@ _MIXED = re.compile(r"[Ee]xpected all tensors to be on the same device|is not on
 
 
 def told(error: Exception, target: str) -> dict[str, Any]:
-    """An error as plain values: ``message``, ``hint``, the exit ``code``, and what was found all the same.
+    """An error as plain values, as `error_to_plain` gives them, and what was found all the same.
 
     Args:
         error: raised on purpose, or by the workload's own code.
@@ -30,7 +30,7 @@ def told(error: Exception, target: str) -> dict[str, Any]:
     if not isinstance(error, VramfitError):
         return own_failure(error, target)
     found: dict[str, Any] = getattr(error, "found", {})
-    return {"message": error.message, "hint": error.hint, "code": error.exit_code} | found
+    return error_to_plain(error) | found
 
 
 def own_failure(error: Exception, target: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vramfit.errors import UsageError, VramfitError
+from vramfit.errors import UsageError, VramfitError, error_from_plain
 from vramfit.files import Writes, make_policy
 from vramfit.files.namespace import attended
 from vramfit.gpus import GpuSpec
@@ -136,11 +136,11 @@ def plan_in_child(
     found = run_task(target, job, progress)
     failed = found.get("failed")
     if failed is not None and "plan" not in found:
-        raise _error(failed)
+        raise error_from_plain(failed)
     return Planned(
         plan=plan_from_toml(found["plan"]),
         frontier=tuple(FrontierPoint(**point) for point in found.get("frontier", ())),
-        failure=None if failed is None else _error(failed),
+        failure=None if failed is None else error_from_plain(failed),
     )
 
 
@@ -337,7 +337,7 @@ def _measured(
 
 def _found(found: dict[str, Any]) -> dict[str, Any]:
     if "failed" in found:
-        raise _error(found["failed"])
+        raise error_from_plain(found["failed"])
     return found
 
 
@@ -384,14 +384,6 @@ def _environ(job: Mapping[str, Any]) -> dict[str, str]:
     if job["device"] == "card" and job["alloc_conf"] is not None:
         environ["PYTORCH_CUDA_ALLOC_CONF"] = environ["PYTORCH_ALLOC_CONF"] = job["alloc_conf"]
     return environ
-
-
-def _error(told: Mapping[str, Any]) -> VramfitError:
-    kind = UsageError if told["code"] == UsageError.exit_code else VramfitError
-    error = kind(told["message"], told["hint"])
-    if told["code"] != error.exit_code:
-        error.exit_code = told["code"]
-    return error
 
 
 def _host_bytes() -> int:

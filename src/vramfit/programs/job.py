@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Self
 
-from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError
+from vramfit.errors import VramfitError, error_from_plain, error_to_plain
 from vramfit.programs.limits import NO_LIMITS, Limits
 from vramfit.trace import (
     ChangeKind,
@@ -81,7 +81,7 @@ class Job:
 
     def fail(self, error: VramfitError) -> None:
         """Leave an error of ours for the parent to report."""
-        text = json.dumps({"message": error.message, "hint": error.hint, "code": error.exit_code})
+        text = json.dumps(error_to_plain(error))
         (Path(self.folder) / "error.json").write_text(text, encoding="utf-8")
 
     def save(self, run: Run, *, exit_code: int) -> None:
@@ -99,9 +99,7 @@ def raise_failure(folder: Path) -> None:
     """Raise the error that a child left, if it left one."""
     file = folder / "error.json"
     if file.exists():
-        told = json.loads(file.read_text(encoding="utf-8"))
-        kind = UsageError if told["code"] == UsageError.exit_code else EnvironmentUnfitError
-        raise kind(told["message"], told["hint"])
+        raise error_from_plain(json.loads(file.read_text(encoding="utf-8")))
 
 
 def save_outcome(folder: Path, run: Run, *, exit_code: int, command: list[str]) -> None:

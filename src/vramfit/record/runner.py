@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from vramfit.errors import UsageError
 from vramfit.programs.limits import NO_LIMITS, Limits
 from vramfit.programs.runner import run_job
 from vramfit.record.job import AUTO, RecordJob
@@ -53,6 +55,10 @@ def record_in_child(
         UsageError: there is no such device here.
         VramfitError: the child died before the program started.
     """
+    if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", device) is None:
+        raise UsageError(
+            f"device={device!r} is no device that can be recorded", 'Give "cuda", "cuda:1" or "cpu"'
+        )
     with tempfile.TemporaryDirectory(prefix="vramfit-") as folder:
         job = RecordJob(
             command=list(command),

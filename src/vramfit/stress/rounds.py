@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from vramfit.errors import UsageError, VramfitError
+from vramfit.errors import UsageError, VramfitError, error_to_plain
 from vramfit.programs.telling import tell
 from vramfit.stress.plan import CEILING, CYCLES, Vary, chosen, cycle_of, from_plain
 from vramfit.workload import State, Workload, load_workload
@@ -334,8 +334,7 @@ def main(job_file: str) -> int:
         found["name"] = torch.cuda.get_device_name(0) if memory.device == "cuda" else "cpu"
         (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
     except VramfitError as error:
-        told = {"message": error.message, "hint": error.hint, "code": error.exit_code}
-        (folder / "failed.json").write_text(json.dumps(told), encoding="utf-8")
+        (folder / "failed.json").write_text(json.dumps(error_to_plain(error)), encoding="utf-8")
     return 0
 
 

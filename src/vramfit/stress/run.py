@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vramfit.analysis.stability import Limit, LimitReason, Round, RoundOutcome, StressReport, stability
-from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError
+from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError, error_from_plain
 from vramfit.gpus import GpuSpec
 from vramfit.programs.telling import listening
 from vramfit.stress.plan import Vary, as_plain
@@ -136,9 +136,7 @@ def _spawn(folder: Path, alloc_conf: str | None) -> None:
 def _results(folder: Path) -> dict[str, Any]:
     failed = folder / "failed.json"
     if failed.exists():
-        told = json.loads(failed.read_text(encoding="utf-8"))
-        kind = {2: UsageError}.get(told["code"], VramfitError)
-        raise kind(told["message"], told["hint"])
+        raise error_from_plain(json.loads(failed.read_text(encoding="utf-8")))
     file = folder / "found.json"
     if not file.exists():
         raise EnvironmentUnfitError("the stress test ended without results", "The lines above say why")

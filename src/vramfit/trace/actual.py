@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vramfit.arguments import paths_argument
 from vramfit.errors import TraceFormatError, UsageError
 from vramfit.trace.files import read_file
 from vramfit.trace.model import MemoryTrace
@@ -300,6 +301,9 @@ def _size(value: Any, key: str, name: str) -> int:
 def together(
     paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
 ) -> tuple[str, ...]:
-    """One path or several as a tuple of names."""
-    several = (paths,) if isinstance(paths, str | os.PathLike) else paths
-    return tuple(os.fspath(path) for path in several)
+    """One path or several as a tuple of names.
+
+    Raises:
+        UsageError: one of them is no path.
+    """
+    return paths_argument("against", paths)

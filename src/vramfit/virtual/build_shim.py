@@ -78,13 +78,17 @@ def install(*, cudnn: bool = True) -> ShimReport:
     if not cuda_build:
         answers |= _cpu_build_answers(cudnn)
     if _originals is None:
+        done: list[tuple[ctypes.c_void_p, int | None]] = []
         try:
-            _originals = [_register_guard(), _patch_hooks(answers)]
+            done.append(_register_guard())
+            done.append(_patch_hooks(answers))
         except (OSError, AttributeError, ValueError, KeyError) as error:
+            _put_back(done)
             raise EnvironmentUnfitError(
                 f"torch {torch.__version__} on {sys.platform} does not export what the virtual GPU needs ({error})",
                 "Use a torch release from 2.11 on, from PyPI, on Linux; or report this version.",
             ) from error
+        _originals = done
     return ShimReport(
         build="cuda" if cuda_build else "cpu", patched_hooks=tuple(answers), platform_note=platform_note()
     )
@@ -94,9 +98,13 @@ def uninstall() -> None:
     """Give a CUDA build its own guard and hooks back. On a CPU build the shim stays: there is nothing to go back to."""
     global _originals
     if _originals is not None and _is_cuda_build():
-        for where, pointer in _originals:
-            where.value = pointer
+        _put_back(_originals)
         _originals = None
+
+
+def _put_back(originals: list[tuple[ctypes.c_void_p, int | None]]) -> None:
+    for where, pointer in reversed(originals):
+        where.value = pointer
 
 
 def set_current_device(index: int) -> None:

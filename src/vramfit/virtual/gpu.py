@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 
-from vramfit.errors import EnvironmentUnfitError, UsageError
+from vramfit.arguments import (
+    path_argument,
+    paths_argument,
+    size_argument,
+    text_argument,
+    whole_argument,
+)
+from vramfit.errors import EnvironmentUnfitError
 from vramfit.files import Protection, Writes, current, make_policy, protect
 from vramfit.files.policy import writes_of
 from vramfit.files.protection import standing
@@ -40,14 +47,13 @@ from vramfit.units import format_bytes
 from vramfit.virtual import build_shim, facade, foreign, program, ranks
 from vramfit.virtual.assume import Assume, assumption, may_come_from
 from vramfit.virtual.calibration import exclusive_counts
+from vramfit.virtual.job import MOST_GPUS
 from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.machine import Machine, VirtualDevice
 from vramfit.virtual.meter import Meter
 from vramfit.virtual.mode import VirtualMode
 from vramfit.virtual.versions import platform_text, torch_version
 from vramfit.virtual.workspaces import Workspaces
-
-MAX_GPUS = 8  # c10/core/impl/FakeGuardImpl.h: kFakeGuardImplMaxDevices
 
 
 class VirtualGPU:
@@ -86,7 +92,7 @@ class VirtualGPU:
 
     def __init__(
         self,
-        gpu: str | GpuSpec,
+        gpu: str | PathLike[str] | GpuSpec,
         *,
         gpus: int = 1,
         alloc_conf: str | None = None,
@@ -97,9 +103,14 @@ class VirtualGPU:
         writes: str | Writes = Writes.DISCARD,
         writes_through: Sequence[str | PathLike[str]] = (),
     ) -> None:
-        if not 1 <= gpus <= MAX_GPUS:
-            raise UsageError(f"{gpus} virtual GPUs were asked for; 1 to {MAX_GPUS} are possible")
-        self.spec = find_gpu(gpu) if isinstance(gpu, str) else gpu
+        gpus = whole_argument("gpus", gpus, least=1, most=MOST_GPUS)
+        self.spec = find_gpu(gpu)
+        if context_bytes is not None:
+            context_bytes = size_argument("context_bytes", context_bytes, least=0)
+        if alloc_conf is not None:
+            text_argument("alloc_conf", alloc_conf)
+        if journal is not None:
+            path_argument("journal", journal)
         self._machine = Machine(
             [self.spec] * gpus,
             alloc_conf=alloc_conf,
@@ -118,7 +129,10 @@ class VirtualGPU:
         )
         self._patches = PatchStack()
         self._writes = writes_of(writes)
-        self._through = [*writes_through, *([] if journal is None else [journal])]
+        self._through = [
+            *paths_argument("writes_through", writes_through),
+            *([] if journal is None else [journal]),
+        ]
         self._folder = contextlib.ExitStack()
         self._files = contextlib.ExitStack()
         self._protection: Protection | None = None
@@ -131,55 +145,22 @@ class VirtualGPU:
         self.mode = VirtualMode(self._machine, self.meter, Workspaces(self._machine, self.meter))
 
     def __enter__(self) -> VirtualGPU:
-        """Install the virtual GPU in this process."""
+        """Install the virtual GPU in this process; where that fails, nothing of it stays."""
         check_interpreter()
-        self._shim = build_shim.install()
-        build_shim.self_check()
-        if self._shim.platform_note:
-            self._machine.warn("platform-not-run", self._shim.platform_note)
-        self.mode.exclusive_counts = exclusive_counts()
-        self._started = time.perf_counter()
-        try:
-            with together():
-                self._protect()
-                facade.install(self._machine, self._patches)
-                program.install(self.mode, self._patches)
-                ranks.install(self.mode, self._patches)
-                foreign.install(self.mode, self._patches)
-            self._machine.hooks.snapshot_provider = self._snapshot
-            self._machine.hooks.collect = self.meter.collect
-            self._machine.hooks.on_set_device = build_shim.set_current_device
-            self._patches.call(lambda: build_shim.set_current_device(0))
-            self._machine.hooks.clear_workspaces = self.mode.workspaces.clear
-            self._machine.hooks.on_record_history = self._begin_history
-            self._machine.hooks.on_metadata = self._note_metadata
-            self._machine.hooks.malloc = self._raw_malloc
-            self._machine.hooks.free = lambda device, address: self.meter.free(address, device)
+        with contextlib.ExitStack() as undo:
+            undo.callback(build_shim.uninstall)
+            self._shim = build_shim.install()
+            build_shim.self_check()
+            if self._shim.platform_note:
+                self._machine.warn("platform-not-run", self._shim.platform_note)
+            self.mode.exclusive_counts = exclusive_counts()
+            self._started = time.perf_counter()
+            undo.callback(self._put_back)
+            self._install()
             self.mode.__enter__()
-        except BaseException:
-            self._put_back()
-            build_shim.uninstall()
-            raise
-        if (written := self._builder.journal) is not None:
-            meta = {
-                **self._builder.meta,
-                "platform": platform_text(),
-                "assume": self._machine.assume.value,
-                "alloc_conf": self._machine.config.to_string(),
-            }
-            specs = [device.spec for device in self._machine.devices]
-            written.facts(
-                meta,
-                [
-                    TraceDevice(
-                        index=index,
-                        name=spec.name,
-                        total_bytes=spec.total_bytes,
-                        context_bytes=self._machine.devices[index].context_bytes,
-                    )
-                    for index, spec in enumerate(specs)
-                ],
-            )
+            undo.callback(self.mode.__exit__, None, None, None)
+            self._begin_journal()
+            undo.pop_all()
         global _active
         _active = self
         return self
@@ -187,17 +168,58 @@ class VirtualGPU:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Undo every patch; the results stay available in `run`."""
+        """Undo every patch, whatever fails meanwhile; the results stay available in `run`."""
         global _active
         _active = None
-        self._tell_doubts()
-        self._tell_shapes(error)
-        self._run = self._outcome(error)
-        self.mode.__exit__(kind, error, traceback)
-        self._put_back()
-        build_shim.uninstall()
-        if self._builder.journal is not None:
-            self._builder.journal.close()
+        with contextlib.ExitStack() as undo:  # the last one first
+            if self._builder.journal is not None:
+                undo.callback(self._builder.journal.close)
+            undo.callback(build_shim.uninstall)
+            undo.callback(self._put_back)
+            undo.callback(self.mode.__exit__, kind, error, traceback)
+            self._tell_doubts()
+            self._tell_shapes(error)
+            self._run = self._outcome(error)
+
+    def _install(self) -> None:
+        """Patch torch and what meets it, and let the machine's questions come here."""
+        with together():
+            self._protect()
+            facade.install(self._machine, self._patches)
+            program.install(self.mode, self._patches)
+            ranks.install(self.mode, self._patches)
+            foreign.install(self.mode, self._patches)
+        hooks = self._machine.hooks
+        hooks.snapshot_provider = self._snapshot
+        hooks.collect = self.meter.collect
+        hooks.on_set_device = build_shim.set_current_device
+        self._patches.call(lambda: build_shim.set_current_device(0))
+        hooks.clear_workspaces = self.mode.workspaces.clear
+        hooks.on_record_history = self._begin_history
+        hooks.on_metadata = self._note_metadata
+        hooks.malloc = self._raw_malloc
+        hooks.free = lambda device, address: self.meter.free(address, device)
+
+    def _begin_journal(self) -> None:
+        """Write the first entry of the journal, if there is one: where the trace comes from."""
+        if self._builder.journal is None:
+            return
+        meta = {
+            **self._builder.meta,
+            "platform": platform_text(),
+            "assume": self._machine.assume.value,
+            "alloc_conf": self._machine.config.to_string(),
+        }
+        devices = [
+            TraceDevice(
+                index=device.index,
+                name=device.spec.name,
+                total_bytes=device.spec.total_bytes,
+                context_bytes=device.context_bytes,
+            )
+            for device in self._machine.devices
+        ]
+        self._builder.journal.facts(meta, devices)
 
     def _protect(self) -> None:
         """Keep the block's writes from the real files, unless something does already."""

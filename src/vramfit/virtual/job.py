@@ -9,6 +9,9 @@ from typing import Any
 from vramfit.gpus import GpuKind, GpuSpec, Price
 from vramfit.programs.job import Job
 
+MOST_GPUS = 8
+"""Virtual GPUs of one process (c10/core/impl/FakeGuardImpl.h: kFakeGuardImplMaxDevices)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VirtualJob(Job):

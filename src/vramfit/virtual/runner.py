@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from vramfit.arguments import path_argument
 from vramfit.files import Backend, Writes, make_policy
 from vramfit.files.namespace import attended
 from vramfit.files.protection import recovered
@@ -63,7 +64,7 @@ def run_in_child(
         UsageError: the profile cannot be read, or is of another card.
         VramfitError: the child died before it could tell its results; the message says how.
     """
-    named = os.fspath(profile)
+    named = path_argument("profile", profile)
     if named not in (NO_PROFILE, OWN_PROFILE):
         check_card(load_profile(Path(named)), gpu)  # a wrong one is refused before anything starts
         named = os.path.abspath(named)

@@ -1,0 +1,100 @@
+"""Arguments of public functions, checked where they come in: what is wrong, why, and what to write instead."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from vramfit.errors import UsageError
+from vramfit.units import parse_bytes
+
+_SIZES = 'Write it as "2GiB" or in bytes'
+_MOST = 80
+"""Characters of an argument that an error shows."""
+
+
+def shown(given: object) -> str:
+    """An argument as an error shows it."""
+    text = repr(given)
+    return text if len(text) <= _MOST else f"{text[: _MOST - 1]}…"
+
+
+def size_argument(name: str, given: Any, *, least: int = 1) -> int:
+    """A size in bytes.
+
+    Args:
+        name: of the argument.
+        given: ``"2GiB"`` or a whole number of bytes, also as a float (``2.5e9``).
+        least: bytes that it has at least: 1, or 0 where nothing is something.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        found = parse_bytes(given)
+    except ValueError as error:
+        raise UsageError(f"{name}={shown(given)} cannot be read: {error}") from None
+    if found < least:
+        raise UsageError(f"{name}={shown(given)} leaves no memory at all", _SIZES)
+    return found
+
+
+def whole_argument(name: str, given: Any, *, least: int, most: int | None = None) -> int:
+    """A whole number within bounds; True and False are none.
+
+    Raises:
+        UsageError: it is none, or lies outside.
+    """
+    try:
+        found = operator.index(given)
+    except TypeError:
+        found = None
+    if found is None or isinstance(given, bool) or found < least or (most is not None and found > most):
+        bounds = f"from {least} on" if most is None else f"from {least} to {most}"
+        raise UsageError(f"{name}={shown(given)} is no whole number {bounds}", "Give another")
+    return found
+
+
+def text_argument(name: str, given: Any) -> str:
+    """A text.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if not isinstance(given, str):
+        raise UsageError(
+            f"{name}={shown(given)} is no text", f"Give a str; this is of type {type(given).__name__}"
+        )
+    return given
+
+
+def path_argument(name: str, given: Any) -> str:
+    """A path, as a text or as what `os.fspath` takes.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    try:
+        found = os.fspath(given)
+    except TypeError:
+        found = None
+    if not isinstance(found, str):
+        raise UsageError(
+            f"{name}={shown(given)} is no path",
+            f"Give a str or a Path; this is of type {type(given).__name__}",
+        )
+    if "\0" in found:
+        raise UsageError(f"{name}={shown(given)} is no path: it holds a null character", "Give another")
+    return found
+
+
+def paths_argument(name: str, given: Any) -> tuple[str, ...]:
+    """One path, or several in a list or tuple.
+
+    Raises:
+        UsageError: one of them is none.
+    """
+    several = given if isinstance(given, Sequence) and not isinstance(given, str | bytes) else (given,)
+    return tuple(path_argument(name, path) for path in several)
