@@ -129,6 +129,62 @@ def test_what_was_there_before_and_what_the_ring_lost(tmp_path: Path) -> None:
     assert told["peaks"][0] == told["peaks"][1]
 
 
+def test_peaks_of_before_the_recording_are_not_its_own(tmp_path: Path) -> None:
+    _, folder = run(
+        tmp_path,
+        """
+        mib = 1 << 20
+        for size in (600, 800):  # the first block is kept and does not serve the second
+            torch.empty(size * mib, dtype=torch.uint8, device="cuda")
+        torch.cuda.empty_cache()
+        before = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
+        with vramfit.track() as more:
+            torch.empty(900 * mib, dtype=torch.uint8, device="cuda")
+            torch.cuda.empty_cache()
+        with vramfit.track() as less:
+            torch.empty(700 * mib, dtype=torch.uint8, device="cuda")
+        told = [run.devices[0] for run in (more.run, less.run)]
+        json.dump({"before": before, "peaks": [[d.peak_allocated_bytes, d.peak_reserved_bytes, d.peak_active_bytes]
+                                               for d in told]}, open("facts.json", "w"))
+        """,
+    )
+    told = facts(folder)
+    assert told["before"] == [800 * MIB, 1400 * MIB]
+    assert told["peaks"] == [[900 * MIB] * 3, [700 * MIB] * 3]
+
+
+def test_a_parameter_at_the_address_of_a_dead_one_does_not_get_its_name(tmp_path: Path) -> None:
+    _, folder = run(
+        tmp_path,
+        """
+        import gc
+        with vramfit.track() as tracked:
+            model, optimizer = build()
+            step(model, optimizer)
+            dead = {id(p) for p in model.parameters()}
+            del model, optimizer
+            gc.collect()
+            made = [nn.Parameter(torch.ones(64, device="cuda")) for _ in range(500)]
+            again = [p for p in made if id(p) in dead]
+            for p in again:
+                p.grad = torch.ones_like(p)
+            recorder = tracked._recorder
+            known = len(recorder._tensors)
+            optimizer = torch.optim.SGD(again)
+            optimizer.step()
+            names = sorted({name for note in recorder._tensors[known:] for name in note.modules})
+            sizes = [len(recorder._paths), len(recorder._gradients_at), len(recorder._last)]
+        json.dump({"again": len(again), "names": names, "sizes": sizes}, open("facts.json", "w"))
+        """,
+    )
+    told = facts(folder)
+    assert told["again"] > 0, "Python gives an address again"
+    assert told["names"] == [""]
+    assert told["sizes"] == [0, 1, 2], (
+        "what has died is forgotten: there is one optimizer, and the recorder's inputs"
+    )
+
+
 def test_running_out_is_told_with_its_line_and_all_is_put_back(tmp_path: Path) -> None:
     _, folder = run(
         tmp_path,

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from vramfit.errors import EnvironmentUnfitError, UsageError
 from vramfit.patching import PatchStack
@@ -91,17 +92,22 @@ def _open_record_function(name: str) -> Opened:
     return lambda: opened.__exit__(None, None, None)
 
 
-def _paths(model: nn.Module | None) -> dict[int, str]:
-    if model is None:
-        return {}
-    root = type(model).__name__
-    return {id(module): f"{root}.{name}" if name else root for name, module in model.named_modules()}
+def _paths(model: nn.Module | None) -> WeakIdKeyDictionary:
+    """Modules to names. Forgotten with the module: another that comes to lie at its address is not taken for it."""
+    found = WeakIdKeyDictionary()
+    if model is not None:
+        root = type(model).__name__
+        for name, module in model.named_modules():
+            found[module] = f"{root}.{name}" if name else root
+    return found
 
 
 class _Ranges:
     """Opens and closes ranges as the program runs; a watcher of `vramfit.record.watching`."""
 
-    def __init__(self, paths: dict[int, str], openers: list[Callable[[str], Opened]], prefix: str) -> None:
+    def __init__(
+        self, paths: WeakIdKeyDictionary, openers: list[Callable[[str], Opened]], prefix: str
+    ) -> None:
         self._paths, self._openers, self._prefix = paths, openers, prefix
         self._threads = threading.local()
         self._owner = threading.get_ident()
@@ -118,7 +124,7 @@ class _Ranges:
         stack = self._modules()
         if not stack and self._is_owner() and self._phase not in ("forward", "backward"):
             self._begin("forward")
-        stack.append(self._open(self._paths.get(id(module), type(module).__name__)))
+        stack.append(self._open(self._paths.get(module, type(module).__name__)))
 
     def leave_module(self) -> None:
         """Close it; without gradients no backward pass will end the phase."""

@@ -15,12 +15,13 @@ import contextlib
 import time
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from vramfit.errors import EnvironmentUnfitError, WriteError
 from vramfit.patching import PatchStack
@@ -104,15 +105,20 @@ class CardRecorder(Recorder):
         self._stacks = StackInterner(self._names)
         self._patches = PatchStack()
         self._began: dict[int, int] | None = None
-        self._peak_before: dict[int, int] = {}
+        self._peaks_before: dict[int, _Peaks] = {}
         self._devices: set[int] = set()
         self._held: Moment | None = None
-        self._gradients_at: dict[int, list[int]] = {}
+        self._gradients_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._phases: list[PhaseNote] = []
         self._marks: list[MarkNote] = []
         self._tensors: list[TensorNotes] = []
-        self._paths: dict[int, str] = {}
-        self._last: dict[tuple[int, Category], TensorNotes] = {}
+        # By identity, and forgotten with the object: another that comes to lie at its address is not taken for it.
+        self._paths = WeakIdKeyDictionary()
+        self._last: weakref.WeakKeyDictionary[object, dict[Category, TensorNotes]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._seen: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._phase = PhaseTracker(self._names, self._begin_phase)
@@ -157,7 +163,7 @@ class CardRecorder(Recorder):
         )
         _attach_observer()
         self._began = _counts(range(torch.cuda.device_count()))
-        self._peak_before = {d: torch.cuda.max_memory_allocated(d) for d in self._began}
+        self._peaks_before = {device: _peaks(device) for device in self._began}
         for name, model in self._subjects.models:
             self._modules.name_tree(model, name)
             self._meet_module(model)
@@ -312,7 +318,7 @@ class CardRecorder(Recorder):
             self._seen[module] = where
             self._meet_module(module)
         inputs = [tensor for tensor in (*tensors_of(args), *tensors_of(kwargs)) if tensor.grad_fn is None]
-        self._note(id(self), Category.INPUTS, inputs, [""] * len(inputs))
+        self._note(self, Category.INPUTS, inputs, [""] * len(inputs))
 
     def _meet_module(self, root: nn.Module) -> None:
         tensors, paths = [], []
@@ -322,8 +328,8 @@ class CardRecorder(Recorder):
                 if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor):
                     tensors.append(tensor)
                     paths.append(path)
-                    self._paths[id(tensor)] = path
-        self._note(id(root), Category.PARAMETERS, tensors, paths)
+                    self._paths[tensor] = path
+        self._note(root, Category.PARAMETERS, tensors, paths)
 
     def _note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._note_parameters(optimizer)
@@ -332,34 +338,34 @@ class CardRecorder(Recorder):
 
     def _note_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        paths = [self._paths.get(id(parameter), "") for parameter in parameters]
-        self._note(id(optimizer), Category.PARAMETERS, parameters, paths)
+        paths = [self._paths.get(parameter, "") for parameter in parameters]
+        self._note(optimizer, Category.PARAMETERS, parameters, paths)
 
     def _note_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """At every step: the gradients of the last one are gone, these may lie where they lay."""
         held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [parameter.grad for parameter in held]
         where = [g.data_ptr() if g.layout is torch.strided else 0 for g in gradients]
-        last = self._last.get((id(optimizer), Category.GRADIENTS))
-        if last is not None and self._gradients_at.get(id(optimizer)) == where:
+        last = self._last.get(optimizer, {}).get(Category.GRADIENTS)
+        if last is not None and self._gradients_at.get(optimizer) == where:
             last.moments.append(self._moment())
             return
-        self._gradients_at[id(optimizer)] = where
-        paths = [self._paths.get(id(parameter), "") for parameter in held]
-        self._note(id(optimizer), Category.GRADIENTS, gradients, paths)
+        self._gradients_at[optimizer] = where
+        paths = [self._paths.get(parameter, "") for parameter in held]
+        self._note(optimizer, Category.GRADIENTS, gradients, paths)
 
     def _note_states(self, optimizer: torch.optim.Optimizer) -> None:
         tensors, paths = [], []
         for parameter, state in optimizer.state.items():
-            path = self._paths.get(id(parameter), "")
+            path = self._paths.get(parameter, "")
             for value in state.values() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):
                     tensors.append(value)
                     paths.append(path)
-        self._note(id(optimizer), Category.OPTIMIZER_STATE, tensors, paths)
+        self._note(optimizer, Category.OPTIMIZER_STATE, tensors, paths)
 
     def _note(
-        self, owner: int, category: Category, tensors: Iterable[torch.Tensor], paths: Iterable[str]
+        self, owner: object, category: Category, tensors: Iterable[torch.Tensor], paths: Iterable[str]
     ) -> None:
         """Note where tensors lie now; where they lie as at the last note, that one counts again."""
         devices, addresses, modules = [], [], []
@@ -370,7 +376,8 @@ class CardRecorder(Recorder):
                 modules.append(path)
         if not addresses:
             return
-        last = self._last.get((owner, category))
+        of_owner = self._last.setdefault(owner, {})
+        last = of_owner.get(category)
         if last is None or last.addresses != tuple(addresses):
             last = TensorNotes(
                 category=category,
@@ -378,7 +385,7 @@ class CardRecorder(Recorder):
                 addresses=tuple(addresses),
                 modules=tuple(modules),
             )
-            self._last[owner, category] = last
+            of_owner[category] = last
             self._tensors.append(last)
         last.moments.append(self._moment())
 
@@ -473,14 +480,14 @@ class CardRecorder(Recorder):
     def _device_outcome(self, trace: MemoryTrace, device: TraceDevice) -> DeviceOutcome:
         index = device.index
         allocated, reserved = peaks_of(trace, index)
-        stats: dict[str, int] = {}
+        active, stats = allocated, {}
         if self._began is not None:
             stats = dict(torch.cuda.memory_stats(index))
-            # torch knows peaks that the ring of events has lost, unless they are of before the recording.
-            peak = torch.cuda.max_memory_allocated(index)
-            if peak > self._peak_before.get(index, 0):
-                allocated = max(allocated, peak)
-                reserved = max(reserved, torch.cuda.max_memory_reserved(index))
+            # torch knows peaks that the ring of events has lost. Each of them may be of before the recording.
+            now, before = _peaks(index), self._peaks_before.get(index, _Peaks())
+            allocated = max(allocated, now.allocated if now.allocated > before.allocated else 0)
+            reserved = max(reserved, now.reserved if now.reserved > before.reserved else 0)
+            active = max(allocated, now.active if now.active > before.active else 0)
         return DeviceOutcome(
             index=index,
             gpu=device.name,
@@ -489,8 +496,26 @@ class CardRecorder(Recorder):
             stats=stats,
             peak_allocated_bytes=allocated,
             peak_reserved_bytes=reserved,
-            peak_active_bytes=max(allocated, stats.get("active_bytes.all.peak", 0)),
+            peak_active_bytes=active,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Peaks:
+    """The highest figures of a device since torch began to count, in bytes."""
+
+    allocated: int = 0
+    reserved: int = 0
+    active: int = 0
+
+
+def _peaks(device: int) -> _Peaks:
+    stats = torch.cuda.memory_stats(device)
+    return _Peaks(
+        allocated=stats.get("allocated_bytes.all.peak", 0),
+        reserved=stats.get("reserved_bytes.all.peak", 0),
+        active=stats.get("active_bytes.all.peak", 0),
+    )
 
 
 _recording: CardRecorder | None = None
