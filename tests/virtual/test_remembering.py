@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -99,7 +100,7 @@ def test_what_values_are_taken_for_when_ops_repeat() -> None:
             halves = torch.randn(64, 1000, device="cuda").sigmoid() * chances.clone()
             overwritten = chances.clone().copy_(torch.randn(64, 1000, device="cuda"))
             seen.append([t[0, 0].item() for t in (chances, halves, overwritten)])
-        assert gpu.mode.ops.met[id(torch.ops.aten.sigmoid.default)].plans, "it was remembered"
+        assert gpu.mode.ops[torch.ops.aten.sigmoid.default].plans, "it was remembered"
     assert seen[0][:2] == [pytest.approx(1e-3), pytest.approx(5e-4)]
     assert seen[1] == seen[0] == seen[2]
     assert seen[0][2] != seen[0][0], "what is overwritten is no longer a chance"
@@ -130,7 +131,7 @@ def test_what_was_told_of_a_large_mask_ends_when_it_is_overwritten() -> None:
             gpu.mode.shading.masks.hold(mask, 5)  # as where a loop waits for fewer
             mask.logical_not_()
             kept.append(len(mask.nonzero()))
-        assert gpu.mode.ops.met[id(torch.ops.aten.logical_not_.default)].plans, "it was remembered"
+        assert gpu.mode.ops[torch.ops.aten.logical_not_.default].plans, "it was remembered"
     assert kept == [300_000] * 3
 
 
@@ -140,3 +141,22 @@ def test_torchs_look_up_of_rules_is_put_back() -> None:
     with VirtualGPU("RTX 4090"):
         assert find is simple_registry.find_torch_dispatch_rule and find.__code__ is not code
     assert find.__code__ is code and find.__defaults__ is defaults
+
+
+def test_no_op_is_announced_to_audit_hooks_by_its_identity() -> None:
+    announced: list[str] | None = None
+
+    def hear(event: str, _: object) -> None:
+        if announced is not None:
+            announced.append(event)
+
+    with VirtualGPU("24GiB"), torch.no_grad():
+        x = torch.ones(8, device="cuda")
+        x.view(2, 4), x + 1
+        sys.addaudithook(hear)  # python can remove none: it is deaf from here on
+        announced = []
+        for _ in range(10):
+            x.view(2, 4), x + 1
+        heard, announced = announced, None
+    assert heard.count("builtins.id") == 0
+    assert heard, "the hook hears"

@@ -43,7 +43,7 @@ from vramfit.virtual.fills import Concern
 from vramfit.virtual.foreign.operators import advice, handler_of
 from vramfit.virtual.guesses import Guesses
 from vramfit.virtual.noted import Noted
-from vramfit.virtual.ops import OpInfo, OpTable, mutated_tensors, tensors_in
+from vramfit.virtual.ops import OpInfo, OpTable, identity, mutated_tensors, tensors_in
 from vramfit.virtual.page_locked import PageLocked
 from vramfit.virtual.placing import Placing
 from vramfit.virtual.remembering import MAX_PLANS, Plan, Shades, plan_of, plan_of_view
@@ -111,7 +111,7 @@ class VirtualMode(TorchDispatchMode):
                 return args[0]._fake_device
             return self.twins.device_of(args[0]) if kind in self.twins else func(*args)
         kwargs = kwargs or {}
-        info = self.ops.met.get(id(func))
+        info = self.ops.met.get(identity(func))
         if info is not None and info.plans and (info.direct or (info.direct_forward and _task() == -1)):
             tensors: list[FakeTensor] = []
             key = key_of(args, kwargs, tensors)
