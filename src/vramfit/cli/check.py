@@ -296,7 +296,7 @@ def _of_program(command: list[str], where: Where, alloc_conf: str | None, limits
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     judged = verdict(run)
-    name = " ".join(command)
+    name = " ".join(run.program)
     return _Found(
         name=name,
         states=tuple(_states_of_run(run, judged, name)) or (no_card(name),),

@@ -15,6 +15,7 @@ import tomlkit
 from tomlkit.items import Table
 
 from vramfit.errors import UsageError
+from vramfit.masking import mask_text
 from vramfit.planner.plan import Aim, Entry, Figures, Plan, Solved
 from vramfit.techniques import Choice, Numerics, find_technique, setting_from_plain, setting_to_plain
 from vramfit.units import format_bytes
@@ -57,7 +58,7 @@ def plan_to_toml(plan: Plan) -> str:
         techniques.append(_entry(entry))
     if plan.entries:
         document["technique"] = techniques
-    return tomlkit.dumps(document)
+    return mask_text(tomlkit.dumps(document))
 
 
 def _entry(entry: Entry) -> Table:

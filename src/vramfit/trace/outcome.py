@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from vramfit.masking import mask_arguments, mask_text
 from vramfit.trace.changes import FileChanges
 from vramfit.trace.estimates import Estimate
 from vramfit.trace.events import Frame
@@ -125,6 +126,9 @@ class ProfileNote:
 class Run:
     """A finished run of a program.
 
+    What looks like a password, a token or a key in ``error``, ``program`` and ``warnings`` is masked
+    (`vramfit.masking`): runs are written into files that are shared.
+
     Attributes:
         trace: every allocation and free.
         devices: one entry for each device the program could see.
@@ -166,6 +170,13 @@ class Run:
     progress: Progress = UNTOLD
     files: FileChanges | None = None
     estimates: tuple[Estimate, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Mask what should be in no file."""
+        warnings = tuple(replace(told, message=mask_text(told.message)) for told in self.warnings)
+        object.__setattr__(self, "error", None if self.error is None else mask_text(self.error))
+        object.__setattr__(self, "program", mask_arguments(self.program))
+        object.__setattr__(self, "warnings", warnings)
 
     @property
     def ran_out(self) -> bool:
