@@ -97,7 +97,7 @@ def _here(
     progress: Progress | None,
 ) -> Plan:
     from vramfit.planner.checking import check_workload
-    from vramfit.planner.growing import search_for
+    from vramfit.planner.promising import promised_plan
     from vramfit.planner.request import Request
     from vramfit.planner.tasks import sizes_of
     from vramfit.techniques import Numerics
@@ -117,7 +117,7 @@ def _here(
     )
     check_workload(workload, request.sizes)
     device = _device(room, job["host_bytes"])
-    return search_for(device, request, progress or _silent)[1]
+    return promised_plan(device, request, progress or _silent)[1]
 
 
 def _device(room: Room, host_bytes: int) -> Device:

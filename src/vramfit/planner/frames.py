@@ -16,6 +16,7 @@ from vramfit.errors import UsageError
 from vramfit.planner import activations
 from vramfit.planner.activations import Solution, Terms
 from vramfit.planner.choosing import finer_places, places, window_bytes
+from vramfit.planner.coupling import coupling_by_shapes
 from vramfit.planner.failures import brief
 from vramfit.planner.observing import Observation
 from vramfit.planner.outlook import Outlook, outlook_of
@@ -265,7 +266,13 @@ class Frames:
         if self.known_cutting is None:
             self.progress("whether batches can be cut")
             named = "micro-batching" in (self.request.allowed or ())
-            self.known_cutting = cutting_of(self.request.workload, self.plain.profile, by_name=named)
+            workload, sizes = self.request.workload, self.request.sizes
+            self.known_cutting = cutting_of(
+                workload,
+                self.plain.profile,
+                by_name=named,
+                probe=lambda: coupling_by_shapes(self.device, workload, sizes),
+            )
         return self.known_cutting
 
     def notes(self, choices: Iterable[Choice]) -> tuple[str, ...]:

@@ -12,10 +12,10 @@ from vramfit.planner.card_device import CardDevice
 from vramfit.planner.checking import check_workload
 from vramfit.planner.document import plan_to_toml
 from vramfit.planner.fitting import CardCheck, largest, largest_up_to
-from vramfit.planner.growing import search_for
 from vramfit.planner.measuring import run_on
 from vramfit.planner.plan import Plan
 from vramfit.planner.price import Device
+from vramfit.planner.promising import promised_plan
 from vramfit.planner.request import NothingFits, Request
 from vramfit.planner.verifying import compare, simulate, smaller_sizes, too_large
 from vramfit.techniques import Numerics, with_choices
@@ -43,7 +43,7 @@ def plan(workload: Workload, device: Device, job: dict[str, Any], progress: Prog
     request = _request(workload, job)
     check_workload(workload, request.sizes, progress)
     try:
-        search, found = search_for(device, request, progress)
+        search, found = promised_plan(device, request, progress)
     except NothingFits as error:
         raise PlanFailed(error) from None
     return {

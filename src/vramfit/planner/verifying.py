@@ -12,6 +12,7 @@ plain, once with the plan. They are compared by what the plan promises:
 NOTE [The scale of a gradient]: it is the gradient's own norm. One whose norm is below `TINY` of the largest is rounding
 itself (a key bias has a gradient of zero but for rounding), and any two computations differ by all of it. Such a one is
 measured by what the largest rounds to: a difference of `TINY` of the largest norm counts as just what is promised.
+Where products are in bfloat16, a unit of that is what rounds: `TINY_PRECISION`.
 
 A loss curve that may differ has to fall like the plain one: at the end at most `LOSS_SHARE` of the plain curve's whole
 fall above it.
@@ -44,6 +45,9 @@ PRECISION_ERROR = 0.1
 
 TINY = 1e-6
 """Part of the largest gradient's norm that is rounding: some units of float32."""
+
+TINY_PRECISION = 2.0**-8
+"""The same where bfloat16 has a part in it: one unit of its mantissa."""
 
 LOSS_SHARE = 0.1
 """Part of the plain curve's fall by which a planned curve may end above it."""
@@ -212,8 +216,8 @@ def compare(
         progress: told what is done.
     """
     same_draws = all(choice.name != "micro-batching" for choice in plan.choices)
-    first = _Training(workload, sizes, random=same_draws)
-    with closing(_Training(plan.apply(workload), sizes, random=same_draws)) as second:
+    first = Training(workload, sizes, random=same_draws)
+    with closing(Training(plan.apply(workload), sizes, random=same_draws)) as second:
         notes: list[str] = []
         if not same_draws and first.silenced:
             notes.append(
@@ -233,7 +237,7 @@ def compare(
     return gradients, judge_losses(first.losses, second.losses, plan.numerics), tuple(notes)
 
 
-class _Training:
+class Training:
     """A workload in training on the CPU; each step has a seed of its own."""
 
     def __init__(self, workload: Workload, sizes: Mapping[str, int], *, random: bool) -> None:
@@ -312,13 +316,14 @@ def judge_gradients(
     equal, passes = 0, set(plain) == set(planned)
     largest = max((float(value.norm()) for value in plain.values()), default=0.0)
     worst, nearest, limit = _Difference(), -1.0, _allowed(numerics, torch.float32)
+    tiny = TINY_PRECISION if numerics is Numerics.PRECISION else TINY
     for name, reference in plain.items():
         other = planned.get(name)
         if other is not None and torch.equal(reference, other):
             equal += 1
             continue
         allowed = _allowed(numerics, (dtypes or {}).get(name, torch.float32))
-        found = _difference(name, reference, other, TINY * largest, allowed or 1.0)
+        found = _difference(name, reference, other, tiny * largest, allowed or 1.0)
         if (share := found.error / (allowed or 1.0)) > nearest:
             worst, nearest, limit = found, share, allowed
         if other is None or numerics is Numerics.BITWISE or (allowed is not None and found.error > allowed):

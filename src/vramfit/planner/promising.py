@@ -1,0 +1,38 @@
+"""The best plan whose comparison with the plain program agrees, as far as this machine can compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from vramfit.planner.comparing import hold
+from vramfit.planner.growing import search_for
+from vramfit.planner.plan import Plan
+from vramfit.planner.price import Device
+from vramfit.planner.request import NothingFits, Request
+from vramfit.planner.search import Search
+
+
+def promised_plan(device: Device, request: Request, progress: Callable[[str], None]) -> tuple[Search, Plan]:
+    """The best plan for a request, with the search that found it; its notes say what was compared.
+
+    A technique whose gradients are not what it promises is left out, and the search made again without it.
+
+    Raises:
+        NothingFits: none stays within the budget; its plan's notes say what was left out.
+        UsageError: the workload cannot be run, or the objective is none.
+    """
+    notes: tuple[str, ...] = ()
+    while True:
+        try:
+            search, found = search_for(device, request, progress)
+        except NothingFits as error:
+            plan = replace(error.plan, notes=(*error.plan.notes, *notes))
+            raise NothingFits(error.message, error.hint, plan) from None
+        progress("the plan's gradients beside the plain program's")
+        compared = hold(request.workload, found)
+        if compared.note:
+            notes = (*notes, compared.note)
+        if compared.fault is None:
+            return search, replace(found, notes=(*found.notes, *notes))
+        request = replace(request, forbidden=request.forbidden | {compared.fault.name})

@@ -1,0 +1,161 @@
+"""Plans held against the plain program before they are written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.planner.test_reducing import _tall
+from tests.techniques.toys import all_toys
+from torch import nn
+
+from vramfit.gpus import find_gpu
+from vramfit.planner import comparing, frames, stand_in
+from vramfit.planner.comparing import hold
+from vramfit.planner.plan import Aim, Figures, Plan, plan_of
+from vramfit.planner.promising import promised_plan
+from vramfit.planner.reducing import Cutting
+from vramfit.planner.request import Request
+from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.techniques import Choice, Numerics, find_technique, setting_from_plain
+from vramfit.techniques.micro_batching import MicroBatchingSetting, Reduction
+from vramfit.workload import Workload
+
+
+def _plan(workload: Workload, flops: int = 0, **settings: dict[str, object]) -> Plan:
+    choices = []
+    for name, plain in settings.items():
+        technique = find_technique(name.replace("_", "-"))
+        choices.append(Choice(technique=technique, setting=setting_from_plain(technique, plain)))
+    figures = Figures(peak_allocated_bytes=0, peak_reserved_bytes=0, total_bytes=0, step_flops=flops)
+    return plan_of(choices, Aim(device="CPU", budget_bytes=1, sizes=workload.sizes), figures, figures)
+
+
+class Layer(nn.Module):
+    """Keeps four times what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+LAYERS: dict[str, object] = {"modules": ["layers.0", "layers.1"]}
+
+
+def test_a_plan_that_keeps_its_word_says_what_was_compared() -> None:
+    workload = all_toys()["language-tied"]
+    equal = hold(workload, _plan(workload, activation_checkpointing=LAYERS))
+    count = len(list(workload.model().parameters()))
+    assert equal.fault is None
+    assert equal.note == (
+        f"compared with the model itself: the gradients of all {count} parameters are those of the plain program, "
+        "bit for bit."
+    )
+    rounded = hold(workload, _plan(workload, activation_checkpointing=LAYERS, chunked_loss={}))
+    assert rounded.fault is None
+    assert "of their norm, 0.0001 promised." in rounded.note
+
+
+@pytest.mark.parametrize("beside", [{}, {"activation_checkpointing": LAYERS}], ids=["alone", "beside"])
+def test_what_does_not_keep_its_word_is_found(beside: dict[str, dict[str, object]]) -> None:
+    workload = all_toys()["language-tied"]
+    wrong = {"count": 2, "reduction": "sum"}  # of a mean: gradients are twice as large
+    found = hold(workload, _plan(workload, **beside, micro_batching=wrong))
+    assert found.fault is not None
+    assert found.fault.name == "micro-batching"
+    assert "micro-batching is left out: compared with the model itself, the gradient of " in found.note
+    assert found.note.endswith("and rounding was promised.")
+
+
+def test_each_technique_is_held_to_its_own_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Beside lower precision a bitwise technique that rounds would go unseen.
+    technique = find_technique("chunked-loss")
+    bitwise = find_technique("activation-checkpointing").promise(
+        setting_from_plain(find_technique("activation-checkpointing"), {})
+    )
+    assert bitwise.numerics is Numerics.BITWISE
+    monkeypatch.setattr(type(technique), "promise", lambda _self, _setting: bitwise)
+    workload = all_toys()["language-tied"]
+    found = hold(workload, _plan(workload, chunked_loss={}, mixed_precision={"dtype": "bfloat16"}))
+    assert found.fault is not None
+    assert found.fault.name == "chunked-loss"
+
+
+def test_a_model_that_is_too_large_is_compared_by_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = replace(
+        _tall(), sizes={"batch_size": 16, "length": 16}, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+    )
+    large = sum(parameter.numel() * 4 for parameter in workload.model().parameters())
+    monkeypatch.setattr(comparing, "_MOST", large // 2)
+    monkeypatch.setattr(stand_in, "_LARGE", 500)
+    seen: list[list[str]] = []
+    attach = type(find_technique("activation-checkpointing")).attach
+
+    def watched(self: object, live: object, setting: object) -> None:
+        seen.append(list(setting.modules))  # type: ignore[attr-defined]
+        attach(self, live, setting)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(find_technique("activation-checkpointing")), "attach", watched)
+    found = hold(workload, _plan(workload, activation_checkpointing={"modules": ["layers.7", "layers.10"]}))
+    assert "with a stand-in of the same code with 2 of 12 layers: the gradients of all" in found.note
+    assert seen == [["layers.1", "layers.0"]]
+    monkeypatch.setattr(comparing, "_MOST", 0)
+    found = hold(workload, _plan(workload, activation_checkpointing={"modules": ["layers.7"]}))
+    assert found.fault is None
+    assert (
+        "were not compared with the plain program's, since the model is too large for it here" in found.note
+    )
+
+
+def test_a_plain_program_that_is_no_measure_says_nothing_of_a_plan() -> None:
+    toy = all_toys()["language-tied"]
+    assert toy.loss is not None
+    plain = toy.loss
+    nan = replace(toy, loss=lambda model, batch: plain(model, batch) * float("nan"))
+    found = hold(nan, _plan(nan, chunked_loss={}))
+    assert (found.fault, "since the plain program's loss is nan" in found.note) == (None, True)
+
+    def noisy(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return plain(model, batch) * (1 + 0.1 * torch.rand(batch.shape[0], 1).mean())
+
+    drawn = replace(toy, loss=noisy)
+    found = hold(drawn, _plan(drawn, micro_batching={"count": 2, "reduction": "next-tokens"}))
+    assert found.fault is None
+    assert "draws random numbers in training" in found.note
+
+
+def test_a_technique_that_does_not_keep_its_word_is_no_part_of_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workload = Workload(
+        model=lambda: nn.Sequential(*(Layer() for _ in range(6))),
+        batch=lambda batch_size: torch.randn(batch_size, 256),
+        sizes={"batch_size": 1 << 15},
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    monkeypatch.setattr(
+        frames,
+        "cutting_of",
+        lambda *_args, **_kwargs: Cutting(MicroBatchingSetting(reduction=Reduction.SUM), "tried."),
+    )
+    device = VirtualDevice(find_gpu("RTX 4090"), alloc_conf="", host_bytes=1 << 30)
+    plain = device.price(workload, dict(workload.sizes))
+    request = Request(
+        workload=workload,
+        sizes=workload.sizes,
+        budget_bytes=plain.total_bytes - plain.peak_allocated_bytes // 3,
+        allowed=frozenset({"micro-batching", "activation-checkpointing"}),
+        entries=False,
+    )
+    told: list[str] = []
+    _, plan = promised_plan(device, request, told.append)
+    assert [choice.name for choice in plan.choices] == ["activation-checkpointing"]
+    left_out, kept = plan.notes[-2:]
+    assert left_out.startswith("micro-batching is left out: compared with the model itself, the gradient of")
+    assert "bit for bit" in kept
+    assert "the plan's gradients beside the plain program's" in told
