@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,7 @@ from tests.virtual.conftest import fit_interpreter
 from torch import nn
 
 from vramfit.errors import UsageError, VramfitError
+from vramfit.techniques import Choice, find_technique, live_of, setting_from_plain, with_choices
 from vramfit.workload import State, Workload, load_workload, split_target, to_device
 
 __all__ = ["fit_interpreter"]  # backward passes on the CPU before tests of the virtual GPU
@@ -180,3 +182,52 @@ def test_a_step_that_cannot_be_taken(change: dict[str, object], message: str) ->
     workload = Workload(**(parts | change))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=message):
         workload.run_step(workload.start("cpu"), workload.sizes)
+
+
+def _grouped(groups: object, model: Callable[[], nn.Module] | None = None) -> Workload:
+    return Workload(
+        model=model or (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))),
+        batch=lambda batch_size: torch.ones(batch_size, 4),
+        sizes={"batch_size": 2},
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5),
+        groups=groups,  # type: ignore[arg-type]
+    )
+
+
+def test_an_optimizer_has_groups_by_the_names_of_parameters() -> None:
+    asked = _grouped({"*.bias": {"weight_decay": 0.0}, "1.*": {"lr": 0.01}})
+    plan = Choice(technique=find_technique("tf32"), setting=setting_from_plain(find_technique("tf32"), {}))
+    for workload in (asked, with_choices(asked, (plan,))):
+        state = workload.start("cpu")
+        try:
+            assert state.optimizer is not None
+            names = {id(parameter): name for name, parameter in state.model.named_parameters()}
+            found = [
+                ([names[id(one)] for one in group["params"]], group["lr"], group["weight_decay"])
+                for group in state.optimizer.param_groups
+            ]
+        finally:
+            if (live := live_of(state)) is not None:
+                live.undo()
+        assert found == [
+            (["0.weight", "2.weight"], 0.1, 0.5),
+            (["0.bias", "1.bias", "2.bias"], 0.1, 0.0),
+            (["1.weight"], 0.01, 0.5),
+        ]
+    asked.run_step(asked.start("cpu"), {"batch_size": 2})
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"*.gain": {"lr": 1.0}}, r"no parameter has a name like '\*\.gain' of the workload's groups"),
+        ({"*.bias": 0.0}, "groups of a Workload are no options by names"),
+        ([("*.bias", {})], "groups of a Workload are no options by names"),
+    ],
+)
+def test_groups_that_are_none_are_refused(groups: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        _grouped(groups).start("cpu")
+    with pytest.raises(UsageError, match="groups but no optimizer"):
+        Workload(model=nn.Identity, batch=torch.ones, sizes={"n": 1}, groups={"*": {}})

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -58,6 +60,9 @@ class Workload:
         sizes: the usual value of each size, the one to vary first at the front; names are those of ``batch``.
         loss: the loss of a batch; None runs the model without gradients.
         optimizer: makes the optimizer of the model's parameters; None leaves the parameters as they are.
+        groups: options of the optimizer's groups by the names of parameters: ``{"*.bias": {"weight_decay": 0.0}}``. A
+            parameter belongs to the first pattern that its name matches (`fnmatch`), and to a group without options of
+            its own where none does; the optimizer is made of the groups then.
         step: the whole step, given the state and a batch on its device, where one loss and one optimizer do not say it.
 
     Raises:
@@ -70,6 +75,7 @@ class Workload:
     loss: Callable[[nn.Module, Batch], torch.Tensor] | None = None
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
     step: Callable[[State, Batch], Any] | None = None
+    groups: Mapping[str, Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         """Check the parts."""
@@ -82,6 +88,7 @@ class Workload:
             part = getattr(self, name)
             if part is not None and not callable(part):
                 raise UsageError(f"{name} of a Workload is no function", "Give a function, or leave it out")
+        self._check_groups()
         if not isinstance(self.sizes, Mapping) or not self.sizes:
             raise UsageError("a Workload has no sizes", 'Give some, such as sizes={"batch_size": 8}')
         for name, value in self.sizes.items():
@@ -89,6 +96,22 @@ class Workload:
                 raise UsageError(
                     f"the size {name} of a Workload is {value!r}", "Give a whole number from 1 on"
                 )
+
+    def _check_groups(self) -> None:
+        if self.groups is None:
+            return
+        if self.optimizer is None:
+            raise UsageError(
+                "a Workload has groups but no optimizer", "Give it the optimizer that they are for"
+            )
+        if not isinstance(self.groups, Mapping) or not all(
+            isinstance(pattern, str) and isinstance(options, Mapping)
+            for pattern, options in self.groups.items()
+        ):
+            raise UsageError(
+                "groups of a Workload are no options by names",
+                'Write them as {"*.bias": {"weight_decay": 0.0}}',
+            )
 
     @property
     def trains(self) -> bool:
@@ -104,10 +127,21 @@ class Workload:
         import torch
 
         model = self.make_model().to(device)
-        optimizer = None
-        if self.optimizer is not None:
-            optimizer = self.optimizer(model.parameters())
-        return State(model=model, optimizer=optimizer, device=torch.device(device))
+        return State(model=model, optimizer=self.make_optimizer(model), device=torch.device(device))
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        """A fresh optimizer of a model's parameters, in their groups; None where the workload has none.
+
+        Raises:
+            UsageError: a pattern of the groups matches no parameter, or the optimizer wants a closure.
+        """
+        if self.optimizer is None:
+            return None
+        parameters: Any = model.parameters() if self.groups is None else grouped(model, self.groups)
+        made = self.optimizer(parameters)
+        if self.step is None:
+            check_optimizer(made)
+        return made
 
     def make_model(self) -> nn.Module:
         """A fresh model, where it is made.
@@ -156,6 +190,48 @@ class Workload:
         else:
             state.model.zero_grad(set_to_none=True)
         return loss
+
+
+def grouped(model: nn.Module, groups: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A model's parameters in groups, as an optimizer takes them: what matches no pattern comes first.
+
+    Raises:
+        UsageError: a pattern matches no parameter.
+    """
+    rest: list[nn.Parameter] = []
+    found: dict[str, list[nn.Parameter]] = {pattern: [] for pattern in groups}
+    matched: set[str] = set()
+    for name, parameter in model.named_parameters():
+        fitting = [pattern for pattern in groups if fnmatchcase(name, pattern)]
+        matched.update(fitting)
+        (found[fitting[0]] if fitting else rest).append(parameter)
+    for pattern in groups:
+        if pattern not in matched:
+            known = ", ".join(name for name, _ in list(model.named_parameters())[:3])
+            raise UsageError(
+                f"no parameter has a name like {pattern!r} of the workload's groups",
+                f"Names are those of model.named_parameters(), such as {known}",
+            )
+    return [
+        {"params": parameters, **options}
+        for parameters, options in ((rest, {}), *((found[one], groups[one]) for one in groups))
+        if parameters
+    ]
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Make sure that an optimizer takes a step without running the model itself.
+
+    Raises:
+        UsageError: its step wants a closure.
+    """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"{type(optimizer).__name__} wants a closure, with which it runs the model several times in a step: a step "
+            "here goes forward and backward once",
+            "Take another optimizer, or write the whole step yourself: step= of a Workload",
+        )
 
 
 def check_loss(loss: Any) -> None:

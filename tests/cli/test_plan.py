@@ -78,7 +78,7 @@ def test_a_plan_is_found_written_applied_and_verified(file: Path, tmp_path: Path
     assert value["numerics"] == "bitwise"
     assert len(value["frontier"]) > 2
     assert picture.read_text().startswith("<svg")
-    assert tomllib.loads(plan.read_text())["aim"]["target"] == f"{file}:training"
+    assert tomllib.loads(plan.read_text())["aim"]["target"] == f"{file.name}:training"
 
     held = invoke("verify", str(plan), "--size", "batch_size=8", "--steps", "3", "--json", "-")
     assert held.exit_code == 0, held.output

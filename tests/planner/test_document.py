@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from vramfit.errors import UsageError
 from vramfit.planner.document import SCHEMA, plan_from_toml, plan_to_toml
 from vramfit.planner.plan import Aim, Entry, Figures, Plan, Solved
+from vramfit.planner.run import verify_in_child
 from vramfit.techniques import Choice, Numerics, find_technique, setting_from_plain
 
 GIB = 1 << 30
@@ -116,6 +118,24 @@ def test_a_plan_by_hand_needs_no_figures() -> None:
             "dtype of mixed-precision is 'int4'",
         ),
         (f'schema = "{SCHEMA}"\n[aim]\nbudget_bytes = "16GiB"', "budget_bytes of aim is '16GiB'"),
+        (
+            f'schema = "{SCHEMA}"\n[aim]\nbudget_bytes = -5',
+            "budget_bytes of aim is -5. It cannot be less than",
+        ),
+        (f'schema = "{SCHEMA}"\n[aim]\nsizes = {{ batch_size = 0 }}', "batch_size in sizes of aim is 0"),
+        (f'schema = "{SCHEMA}"\n[techniques]\nname = "tf32"', "it has an unknown key 'techniques'"),
+        (
+            f'schema = "{SCHEMA}"\n[[technique]]\nname = "tf32"\npromise = "bitwise"',
+            "the promise of tf32 is 'bitwise', and with this setting it is 'precision'",
+        ),
+        (
+            f'schema = "{SCHEMA}"\n[[technique]]\nname = "tf32"\n[[technique]]\nname = "tf32"',
+            "tf32 is there twice",
+        ),
+        (
+            f'schema = "{SCHEMA}"\n[[technique]]\nname = "lean-optimizer"\n[technique.setting]\nlr = nan',
+            "lr of lean-optimizer is nan",
+        ),
         (f'schema = "{SCHEMA}"\n[aim]\nnumerics = "exact"', "'exact' is no level of numerics"),
     ],
 )
@@ -131,3 +151,26 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         Plan.load(tmp_path / "none.toml")
     with pytest.raises(UsageError, match="cannot be read"):
         Plan.load(tmp_path)
+
+
+def test_a_plan_finds_its_workload_beside_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    (here / "work").mkdir(parents=True)
+    there.mkdir()
+    (here / "work" / "load.py").write_text("")
+    monkeypatch.chdir(here)
+    plan = made()
+    plan = dataclasses.replace(plan, aim=dataclasses.replace(plan.aim, target="work/load.py:gpt2"))
+    plan.save("plans.toml")
+    plan.save("work/plan.toml")
+    assert 'target = "load.py:gpt2"' in (here / "work" / "plan.toml").read_text()
+    assert Plan.load("work/plan.toml") == plan
+    monkeypatch.chdir(there)
+    found = Plan.load("../here/work/plan.toml").aim.target
+    assert Path(found.removesuffix(":gpt2")).samefile(here / "work" / "load.py")
+    (here / "work").rename(there / "moved")
+    assert Plan.load("moved/plan.toml").aim.target == "moved/load.py:gpt2"
+    # One that is neither beside the plan nor here is named as the plan has it.
+    assert Plan.load(here / "plans.toml").aim.target == "work/load.py:gpt2"
+    with pytest.raises(UsageError, match="no such file beside it or here"):
+        verify_in_child(here / "plans.toml")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import math
 
@@ -120,3 +121,66 @@ def test_what_the_model_does_not_have_is_refused_before_anything_changes() -> No
     with pytest.raises(UsageError, match=r"encoder\.0"):
         plan.apply(model, None)
     assert [type(module) for module in model.modules()] == kinds
+
+
+def test_a_second_plan_on_a_planned_model_is_refused() -> None:
+    first, second = _plan(activation_checkpointing=_layers()), _plan(chunked_loss={})
+    model = all_toys()["language-tied"].model()
+    first.apply(model, None)
+    with pytest.raises(UsageError, match="another plan is applied to this model already"):
+        second.apply(model, None)
+    first.undo(model)
+    second.apply(model, None)
+    second.undo(model)
+
+
+def test_an_optimizer_that_runs_the_model_itself_is_refused() -> None:
+    model = all_toys()["language-tied"].model()
+    with pytest.raises(UsageError, match="LBFGS wants a closure"):
+        _plan(activation_checkpointing=_layers()).apply(model, torch.optim.LBFGS(model.parameters()))
+    workload = dataclasses.replace(all_toys()["mlp"], optimizer=torch.optim.LBFGS)
+    with pytest.raises(UsageError, match="LBFGS wants a closure"):
+        workload.start("cpu")
+    with pytest.raises(UsageError, match="LBFGS wants a closure"):
+        _plan(tf32={}).apply(workload).start("cpu")
+    own = dataclasses.replace(workload, loss=None, step=lambda _state, _batch: None)
+    assert isinstance(own.start("cpu").optimizer, torch.optim.LBFGS)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [_plan(micro_batching={"count": 2}), _plan(mixed_precision={"dtype": "float16"})],
+    ids=["pieces", "scaled"],
+)
+@pytest.mark.parametrize("cut", [True, False])
+def test_gradients_without_the_plans_weights_are_refused(plan: Plan, cut: bool) -> None:
+    workload = all_toys()["language-tied"]
+    plain = workload.model()
+    model, _ = plan.apply(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    try:
+        batch = workload.batch(**workload.sizes)
+        with torch.no_grad():  # an evaluation goes forward alone
+            for micro in plan.split(batch):
+                language_loss(model, micro)
+        for micro in plan.split(batch) if cut else [batch]:
+            language_loss(model, micro).backward()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with pytest.raises(UsageError, match=r"gradients came by loss\.backward\(\), without the share"):
+            plan.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        model.zero_grad()
+        for micro in plan.split(batch):
+            plan.backward(language_loss(model, micro))
+        plan.step()
+    finally:
+        plan.undo(model)
+
+
+def test_one_micro_batch_without_its_weight_is_enough() -> None:
+    plan, workload = _plan(micro_batching={"count": 2}), all_toys()["language-tied"]
+    model, _ = plan.apply(workload.model(), None)
+    for number, micro in enumerate(plan.split(workload.batch(**workload.sizes))):
+        loss = language_loss(model, micro)
+        plan.backward(loss) if number else loss.backward()
+    with pytest.raises(UsageError, match="gradients came by"):
+        plan.step()

@@ -107,3 +107,18 @@ def test_nothing_is_said_to_be_equal_where_nothing_was_compared(tmp_path: Path) 
         "no gradients were compared: no parameter had one",
         "no losses were compared: the workload's steps give none",
     ]
+
+
+def test_a_plain_program_whose_loss_is_no_number_is_told(tmp_path: Path) -> None:
+    toy = all_toys()["mlp"]
+    assert toy.loss is not None
+    plain = toy.loss
+    _plan_file(tf32={}).save(tmp_path / "plan.toml")
+    job = {"plan": str(tmp_path / "plan.toml"), "host_bytes": 1 << 33, "sizes": {"batch_size": 4}, "steps": 2}
+    with pytest.raises(UsageError, match="the plain program's loss is nan: nothing can be compared with it"):
+        verify_values(
+            replace(toy, loss=lambda model, batch: plain(model, batch) * float("nan")),
+            _device(),
+            job | {"seconds": 10.0},
+            print,
+        )

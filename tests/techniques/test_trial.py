@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from vramfit.errors import UsageError
 from vramfit.techniques.micro_batching import MicroBatchingSetting, Reduction, Splitter
 from vramfit.techniques.trial import NoPiecesError, NotComparableError, try_pieces
 from vramfit.workload import Workload
@@ -254,3 +255,9 @@ def test_a_model_in_16_bits_is_tried_in_32() -> None:
     found = try_pieces(workload(squares, lambda: two_layers().bfloat16(), batch))
     assert found.setting.reduction is Reduction.MEAN
     assert found.worst < 1
+
+
+def test_a_loss_that_is_no_number_is_told() -> None:
+    asked = workload(lambda model, batch: squares(model, batch) / 0 - squares(model, batch) / 0)
+    with pytest.raises(UsageError, match="the loss of a batch is nan"):
+        try_pieces(asked)

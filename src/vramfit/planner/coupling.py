@@ -176,9 +176,9 @@ class _Shapes(TorchDispatchMode):
     """Notes the shapes of all operations, and numbers their tensors in the order in which they come."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.seen = _Seen()
-        self._numbers: Any = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call]
+        self._numbers: Any = WeakTensorKeyDictionary()
         self._count = 0
 
     def number(self, tensor: torch.Tensor) -> int:

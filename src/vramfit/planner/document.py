@@ -8,6 +8,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,10 +19,13 @@ from vramfit.errors import UsageError
 from vramfit.masking import mask_text
 from vramfit.planner.plan import Aim, Entry, Figures, Plan, Solved
 from vramfit.techniques import Choice, Numerics, find_technique, setting_from_plain, setting_to_plain
+from vramfit.techniques.applied import check_together
 from vramfit.units import format_bytes
 from vramfit.writing import write_text
 
 SCHEMA = "vramfit.plan/1"
+
+_KEYS = frozenset({"schema", "notes", "aim", "before", "after", "solved", "technique"})
 
 T = TypeVar("T")
 
@@ -30,12 +34,33 @@ _INLINE = 4
 
 
 def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
-    """Write a plan.
+    """Write a plan; its workload is named by the path from the plan's folder, so that both can move together.
 
     Raises:
         WriteError: the file cannot be written.
     """
-    write_text(Path(path), plan_to_toml(plan))
+    target = beside(plan.aim.target, Path(path).parent)
+    write_text(Path(path), plan_to_toml(replace(plan, aim=replace(plan.aim, target=target))))
+
+
+def beside(target: str, folder: Path) -> str:
+    """``FILE.py:NAME`` with the file's path as seen from a folder; as it is where there is no such file here."""
+    file, _, name = target.rpartition(":")
+    if not file or not Path(file).is_file():
+        return target
+    try:
+        path = os.path.relpath(Path(file).resolve(), folder.resolve())
+    except ValueError:  # another drive of Windows
+        return target
+    return f"{Path(path).as_posix()}:{name}"
+
+
+def from_beside(target: str, folder: Path) -> str:
+    """The other way: the path as seen from here; as it is where the folder has no such file."""
+    file, _, name = target.rpartition(":")
+    if not file or not (folder / file).is_file():
+        return target
+    return f"{os.path.normpath(folder / file)}:{name}"
 
 
 def plan_to_toml(plan: Plan) -> str:
@@ -127,7 +152,9 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} cannot be read: {error}", "Give a file that vramfit plan wrote") from error
-    return plan_from_toml(text, name=str(file))
+    found = plan_from_toml(text, name=str(file))
+    target = from_beside(found.aim.target, file.parent)
+    return replace(found, aim=replace(found.aim, target=target))
 
 
 def plan_from_toml(text: str, *, name: str = "the plan") -> Plan:
@@ -155,7 +182,9 @@ def plan_from_toml(text: str, *, name: str = "the plan") -> Plan:
         notes = document.get("notes", [])
         if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
             raise UsageError("notes is no list of texts")
-        return Plan(
+        if unknown := sorted(set(document) - _KEYS):
+            raise UsageError(f"it has an unknown key {unknown[0]!r}", f"It has {', '.join(sorted(_KEYS))}")
+        found = Plan(
             entries=tuple(_read_entry(entry) for entry in _tables(document.get("technique", []))),
             aim=_read(Aim, document.get("aim", {}), "aim"),
             before=_read(Figures, document.get("before", {}), "before"),
@@ -163,6 +192,8 @@ def plan_from_toml(text: str, *, name: str = "the plan") -> Plan:
             solved=_read(Solved, document.get("solved", {}), "solved"),
             notes=tuple(notes),
         )
+        check_together(found.choices)
+        return found
     except UsageError as error:
         raise UsageError(f"{name}: {error.message}", error.hint) from error
 
@@ -186,9 +217,14 @@ def _read_entry(table: Mapping[str, Any]) -> Entry:
     if unknown:
         raise UsageError(f"{name} has an unknown key {unknown[0]!r}", "Settings go below [technique.setting]")
     figures = _values(Entry, rest, name)
-    return Entry(
-        choice=Choice(technique=technique, setting=setting_from_plain(technique, setting)), **figures
-    )
+    choice = Choice(technique=technique, setting=setting_from_plain(technique, setting))
+    promised = choice.promise.numerics.value
+    if (written := table.get("promise", promised)) != promised:
+        raise UsageError(
+            f"the promise of {name} is {written!r}, and with this setting it is {promised!r}",
+            "Leave the line out, or correct the setting",
+        )
+    return Entry(choice=choice, **figures)
 
 
 def _read(kind: type[T], table: Any, where: str) -> T:
@@ -208,7 +244,18 @@ def _values(kind: type, table: Mapping[str, Any], where: str) -> dict[str, Any]:
         if name not in hints:
             raise UsageError(f"{where} has an unknown key {name!r}", f"It has {', '.join(hints)}")
         values[name] = _checked(value, hints[name], f"{name} of {where}")
+        if kind is not Entry:  # what a technique saves and costs may be less than nothing
+            _check_not_negative(values[name], f"{name} of {where}")
     return values
+
+
+def _check_not_negative(value: Any, what: str) -> None:
+    if isinstance(value, Mapping):
+        for name, size in value.items():
+            if size < 1:
+                raise UsageError(f"{name} in {what} is {size}", "Sizes are whole numbers from 1 on")
+    elif isinstance(value, int | float) and not value >= 0:
+        raise UsageError(f"{what} is {value}", "It cannot be less than nothing")
 
 
 def _checked(value: Any, kind: Any, what: str) -> Any:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 from vramfit.errors import UsageError
 from vramfit.techniques import Choice, Live, Numerics, with_choices
-from vramfit.workload import Batch, Workload
+from vramfit.workload import Batch, Workload, check_optimizer
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+_PLANNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models that a plan is applied to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,9 +177,18 @@ class Plan:
             raise UsageError(
                 "this plan is applied already", "Call plan.undo(model) first, or load the plan anew"
             )
+        if program in _PLANNED:
+            raise UsageError(
+                "another plan is applied to this model already",
+                "Undo it first: other.undo(model), with the plan that was applied",
+            )
+        if optimizer is not None:
+            check_optimizer(optimizer)
         live = Live(program, optimizer)
         live.attach(self.choices)
         self._lives.append(live)
+        _PLANNED.add(program)
+        live.on_undo(lambda: _PLANNED.discard(program))
         return live.model, live.optimizer
 
     def split(self, batch: Batch) -> Iterator[Batch]:

@@ -30,7 +30,8 @@ class AppliedWorkload(Workload):
 
     def start(self, device: torch.device | str) -> State:
         """A fresh model and optimizer on a device, with the techniques attached."""
-        live = Live(self.make_model(), self.optimizer, torch.device(device))
+        model = self.make_model()
+        live = Live(model, lambda _parameters: self.make_optimizer(model), torch.device(device))
         live.attach(self.choices)
         return State(
             model=live.model, optimizer=live.optimizer, device=torch.device(device), extra={_LIVE: live}

@@ -83,7 +83,7 @@ class Live:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | None,
+        optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer | None] | None,
         device: torch.device | None = None,
     ) -> None:
         self.model = model
@@ -105,6 +105,10 @@ class Live:
         self._attaching: Phase | None = None
         self._later: list[tuple[Phase, Callable[[], None]]] = []
         self._weight: float | torch.Tensor = 1.0
+        self._weighted = False
+        """Whether a loss got its weight since the last step."""
+        self._unweighted = False
+        """Whether a piece of the last batch that was cut was worked on without its weight."""
 
     # -- attaching -----------------------------------------------------------------------------------------------
 
@@ -194,6 +198,7 @@ class Live:
         whole = (Piece(batch=batch, weight=1.0, last=True),)
         waiting = list(whole if self.splitter is None else self.splitter(batch))[::-1]
         del batch, whole
+        self._unweighted = False
         try:
             while waiting:
                 piece = waiting.pop()
@@ -203,7 +208,11 @@ class Live:
                 with contextlib.ExitStack() as stack:
                     if not last and (no_sync := getattr(self.model, "no_sync", None)) is not None:
                         stack.enter_context(no_sync())
+                    before, self._weighted = self._weighted, False
                     yield held.pop()
+                    if not self._weighted and not _is_one(self._weight):
+                        self._unweighted = True
+                    self._weighted = self._weighted or before
         finally:
             self._weight = 1.0
 
@@ -214,7 +223,8 @@ class Live:
             UsageError: it is no scalar.
         """
         check_loss(loss)
-        if isinstance(self._weight, float) and self._weight == 1.0:
+        self._weighted = True
+        if _is_one(self._weight):
             return loss
         return loss * self._weight
 
@@ -239,8 +249,10 @@ class Live:
             the norm of all gradients together before they were cut; None where they were not: to compute it takes time.
 
         Raises:
-            UsageError: gradients are to be clipped, but the optimizer steps during the backward pass.
+            UsageError: gradients are to be clipped, but the optimizer steps during the backward pass; or they came by
+                ``loss.backward()``, without their weight.
         """
+        self._check_weighted()
         for action in self.gathering:
             action()
         norm: torch.Tensor | None = None
@@ -267,6 +279,17 @@ class Live:
         for action in self.after_step:
             action()
         return norm
+
+    def _check_weighted(self) -> None:
+        """Make sure that gradients have the weights and the scale that belong to them."""
+        wanted = self.splitter is not None or self.scaler is not None
+        missed = wanted and (self._unweighted or not self._weighted)
+        self._weighted = self._unweighted = False
+        if missed and any(parameter.grad is not None for parameter in self.model.parameters()):
+            raise UsageError(
+                "gradients came by loss.backward(), without the share of their micro-batch or the scale of the plan",
+                "Call plan.backward(loss) in its place, for each micro-batch of plan.split(batch)",
+            )
 
     def _take_step(self, optimizer: Optimizer) -> None:
         if self.scaler is None:
@@ -317,6 +340,10 @@ class Live:
         for around in self.loss_surroundings:
             compute = _bind(around, compute)
         return compute()
+
+
+def _is_one(weight: float | torch.Tensor) -> bool:
+    return isinstance(weight, float) and weight == 1.0
 
 
 def _bind(around: Callable[[Callable[[], Any]], Any], call: Callable[[], Any]) -> Callable[[], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from abc import ABC, abstractmethod
@@ -209,6 +210,8 @@ def _read(technique: str, name: str, value: Any, kind: Any) -> Any:
             raise UsageError(f"{name} of {technique} is {value!r}", f"Give one of {known}") from None
     if kind is float and type(value) is int:
         return float(value)
+    if type(value) is float and not math.isfinite(value):
+        raise UsageError(f"{name} of {technique} is {value}", "Give a number")
     if isinstance(kind, type) and type(value) is kind:
         return value
     if (

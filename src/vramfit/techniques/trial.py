@@ -220,11 +220,16 @@ class _Trial:
             except Exception:  # whatever the user's code makes of a label that it does not know
                 return False
 
-    def gradients(self, batch: Batch) -> Gradients:
-        """Of every parameter that has one."""
+    def gradients(self, batch: Batch, *, whole: bool = False) -> Gradients:
+        """Of every parameter that has one; only a piece may have a loss that is no number, where no label counts."""
         self.model.zero_grad(set_to_none=True)
         with _buffers_kept(self.model):
-            self.loss(batch).backward()
+            loss = self.loss(batch)
+            if whole and not math.isfinite(value := float(loss.detach())):
+                raise UsageError(
+                    f"the loss of a batch is {value}", "Let batch make values that the model can train on"
+                )
+            loss.backward()
         found = {
             name: parameter.grad
             for name, parameter in self.model.named_parameters()
@@ -239,7 +244,8 @@ class _Trial:
         spans = [(0, 1), (1, self.cut.size)]
         for batch in batches:
             compared = _Compared(
-                self.gradients(batch), [self.gradients(self.cut.piece(batch, *span)) for span in spans]
+                self.gradients(batch, whole=True),
+                [self.gradients(self.cut.piece(batch, *span)) for span in spans],
             )
             weights = {id(one): self._weights(one, batch, spans) for one in found}
             known = [one for one in found if weights[id(one)]] or found[:1]
