@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vramfit.arguments import path_argument, size_argument
 from vramfit.gpus import GpuSpec, find_gpu
-from vramfit.planner.run import Room, fit_in_child, plan_in_child, verify_in_child
+from vramfit.planner.run import PRICE, Room, fit_in_child, plan_in_child, priced_room, verify_in_child
 from vramfit.programs.interrupts import signals_kept
 from vramfit.workload import Workload
 
@@ -49,7 +50,8 @@ def plan(
         host_budget: memory of the host that may be spent; None for what is free here.
         sizes: of the batch, in place of the workload's own.
         numerics: how far results may differ: ``bitwise``, ``rounding``, ``precision`` or ``approximate``.
-        objective: ``throughput``, ``memory`` for the lowest peak, or a size that is made as large as fits: by its name,
+        objective: ``throughput``, ``memory`` for the lowest peak, ``price`` for the card of the catalogue on which a
+            step costs least (without `gpu` and `budget`), or a size that is made as large as fits: by its name,
             or ``batch`` or ``sequence``.
         allow: names of the techniques to choose from; None for all.
         forbid: names of those to leave out.
@@ -64,6 +66,8 @@ def plan(
         VramfitError: the workload itself fails.
     """
     room = _room(gpu, budget, margin, host_budget, alloc_conf)
+    if objective == PRICE:
+        room = priced_room(room)
     if isinstance(workload, Workload):
         return _here(workload, room, sizes, numerics, objective, allow, forbid, time_limit, progress)
     with signals_kept():
@@ -116,6 +120,13 @@ def _here(
         time_limit=time_limit,
     )
     check_workload(workload, request.sizes)
+    if objective == PRICE:
+        from vramfit.planner.cheapest import cheapest_plan
+
+        def device_of(card: GpuSpec) -> Device:
+            return _device(replace(room, gpu=card), job["host_bytes"])
+
+        return cheapest_plan(device_of, request, progress or _silent)[1]
     device = _device(room, job["host_bytes"])
     return promised_plan(device, request, progress or _silent)[1]
 

@@ -19,12 +19,13 @@ from vramfit.cli.planning import (
     WorkloadName,
     room_of,
     showing,
+    size_of,
     sizes_of,
 )
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from vramfit.planner.run import Planned
+    from vramfit.planner.run import Planned, Room
 
 DOES_NOT_FIT = 3
 
@@ -47,7 +48,8 @@ def plan_command(
         str,
         typer.Option(
             metavar="WHAT",
-            help="throughput, memory for the lowest peak, or a size to make as large as fits, such as batch_size.",
+            help="throughput, memory for the lowest peak, price for the cheapest card to rent (without --gpu), or "
+            "a size to make as large as fits, such as batch_size.",
         ),
     ] = "throughput",
     allow: Annotated[
@@ -75,7 +77,10 @@ def plan_command(
     nothing fits; what came closest is shown then.
     """
     _check(output, json, frontier, numerics)
-    room = room_of(gpu, device, budget, margin, host_budget, alloc_conf)
+    if objective == "price":
+        room = _room_for_price(gpu or device or budget or margin, host_budget, alloc_conf)
+    else:
+        room = room_of(gpu, device, budget, margin, host_budget, alloc_conf)
     with showing() as progress:
         from vramfit.planner.run import plan_in_child
 
@@ -94,6 +99,18 @@ def plan_command(
     _tell(planned, output, json, frontier)
     if planned.failure is not None:
         raise planned.failure
+
+
+def _room_for_price(given: str | None, host_budget: str | None, alloc_conf: str | None) -> Room:
+    from vramfit.planner.run import Room, priced_room
+
+    if given is not None:
+        raise UsageError(
+            f"the objective price chooses the card, and {given} was given",
+            "Leave --gpu, --device, --budget and --margin out, or take another objective",
+        )
+    host_bytes = size_of("--host-budget", host_budget, least=0)
+    return priced_room(Room(gpu=None, host_bytes=host_bytes, alloc_conf=alloc_conf))
 
 
 def _check(output: Path | None, json: Path | None, frontier: Path | None, numerics: str) -> None:

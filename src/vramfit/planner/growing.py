@@ -12,7 +12,7 @@ from vramfit.planner.frames import ACTIVATIONS
 from vramfit.planner.plan import Plan
 from vramfit.planner.price import Device
 from vramfit.planner.reducing import Cutting
-from vramfit.planner.request import MEMORY, THROUGHPUT, NothingFits, Request
+from vramfit.planner.request import MEMORY, PRICE, THROUGHPUT, NothingFits, Request
 from vramfit.planner.search import Search
 from vramfit.techniques import with_choices
 from vramfit.techniques.micro_batching import batch_size_name
@@ -144,5 +144,5 @@ def grown_size(request: Request) -> str:
         found = [name for name in sizes if "seq" in name or "length" in name]
         if len(found) == 1:
             return found[0]
-    known = ", ".join((THROUGHPUT, MEMORY, *_ALIASES, *sizes))
+    known = ", ".join((THROUGHPUT, MEMORY, PRICE, *_ALIASES, *sizes))
     raise UsageError(f"{objective!r} is no objective of this workload", f"Give one of {known}")

@@ -11,6 +11,11 @@ from vramfit.planner.plan import Plan
 from vramfit.planner.price import Device
 from vramfit.planner.request import NothingFits, Request
 from vramfit.planner.search import Search
+from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.techniques import find_technique
+
+_OFFLOADS = ("activation-offload", "optimizer-offload", "parameter-offload")
+"""Techniques that move tensors to the memory of the host."""
 
 
 def promised_plan(device: Device, request: Request, progress: Callable[[str], None]) -> tuple[Search, Plan]:
@@ -23,6 +28,13 @@ def promised_plan(device: Device, request: Request, progress: Callable[[str], No
         UsageError: the workload cannot be run, or the objective is none.
     """
     notes: tuple[str, ...] = ()
+    if isinstance(device, VirtualDevice) and device.spec.integrated:
+        offloads = {technique.name for technique in map(find_technique, _OFFLOADS) if request.may(technique)}
+        request = replace(request, forbidden=request.forbidden | offloads)
+        if offloads:
+            notes = (
+                f"{device.name} shares its memory with the host: nothing is offloaded, for it would free none.",
+            )
     while True:
         try:
             search, found = search_for(device, request, progress)

@@ -8,6 +8,7 @@ from typing import Any
 
 from vramfit.errors import UsageError
 from vramfit.planner.plan import Plan
+from vramfit.planner.run import PRICE as PRICE
 from vramfit.techniques import Numerics, Technique, find_technique
 from vramfit.workload import Workload
 

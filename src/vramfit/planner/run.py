@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from vramfit.planner.verifying import Verification
 
 Progress = Callable[[str], object]
+
+PRICE = "price"
+"""The objective that chooses the card, too."""
 
 _STANDARD_ERROR = 2
 """What a workload prints goes there: standard output is for results."""
@@ -84,6 +87,23 @@ class Room:
             "host_budget": self.host_bytes,
             "alloc_conf": self.alloc_conf,
         }
+
+
+def priced_room(room: Room) -> Room:
+    """The room of a search for the cheapest card: each card's own.
+
+    Raises:
+        UsageError: a card or a budget was given.
+    """
+    if room.gpu is not None or room.budget is not None or room.margin is not None:
+        raise UsageError(
+            "the objective price chooses the card, and its whole memory is the budget",
+            "Leave card, budget and margin out, or take another objective",
+        )
+    from vramfit.gpus import catalogue
+
+    card = next(card for card in catalogue() if card.price is not None and card.price.unit == "USD/h")
+    return replace(room, gpu=card)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,6 +297,11 @@ def verify_in_child(
     target = target or plan.aim.target
     if not target:
         raise UsageError(f"{file} does not say for which workload it is", "Give it: --workload FILE.py:NAME")
+    if target == plan.aim.target and not Path(target.rpartition(":")[0]).is_file():
+        raise UsageError(
+            f"{file} is for {target}, and there is no such file beside it or here",
+            "Give it: --workload FILE.py:NAME",
+        )
     if gpu is None and plan.aim.device != "CPU":
         gpu = find_gpu(plan.aim.device)
     _check_card(card, gpu)

@@ -18,6 +18,7 @@ from vramfit.errors import UsageError
 from vramfit.planner.answering import Answer, answered
 from vramfit.planner.choosing import activation_choices
 from vramfit.planner.frames import Frame, Frames, Rated, choice_key, key_of
+from vramfit.planner.hopeless import check_hope
 from vramfit.planner.outlook import Effect, Outlook, Part, Parts, guesses
 from vramfit.planner.plan import Plan
 from vramfit.planner.price import Device
@@ -102,6 +103,7 @@ class Search:
         """
         began = time.perf_counter()
         plain = self._frames.plain
+        check_hope(self._frames)
         settled: list[Settled] = []
         for _ in range(_SETTLINGS):
             best = self.best()

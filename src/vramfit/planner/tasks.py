@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from vramfit.errors import UnknownGpuError, UsageError
-from vramfit.gpus import find_gpu
+from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.planner.card_device import CardDevice
+from vramfit.planner.cheapest import cheapest_plan
 from vramfit.planner.checking import check_workload
 from vramfit.planner.document import plan_to_toml
 from vramfit.planner.fitting import CardCheck, largest, largest_up_to
@@ -16,8 +18,9 @@ from vramfit.planner.measuring import run_on
 from vramfit.planner.plan import Plan
 from vramfit.planner.price import Device
 from vramfit.planner.promising import promised_plan
-from vramfit.planner.request import NothingFits, Request
+from vramfit.planner.request import PRICE, NothingFits, Request
 from vramfit.planner.verifying import compare, simulate, smaller_sizes, too_large
+from vramfit.planner.virtual_device import VirtualDevice
 from vramfit.techniques import Numerics, with_choices
 from vramfit.workload import Workload
 
@@ -43,13 +46,23 @@ def plan(workload: Workload, device: Device, job: dict[str, Any], progress: Prog
     request = _request(workload, job)
     check_workload(workload, request.sizes, progress)
     try:
-        search, found = promised_plan(device, request, progress)
+        if request.objective == PRICE:
+            search, found = cheapest_plan(_card_maker(job), request, progress)
+        else:
+            search, found = promised_plan(device, request, progress)
     except NothingFits as error:
         raise PlanFailed(error) from None
     return {
         "plan": plan_to_toml(found),
         "frontier": [asdict(point) for point in search.frontier()] if job["frontier"] else [],
     }
+
+
+def _card_maker(job: dict[str, Any]) -> Callable[[GpuSpec], Device]:
+    def make(card: GpuSpec) -> Device:
+        return VirtualDevice(card, alloc_conf=job["alloc_conf"], host_bytes=job["host_bytes"])
+
+    return make
 
 
 def _request(workload: Workload, job: dict[str, Any]) -> Request:
@@ -160,6 +173,11 @@ def verify_values(
     gradients, losses, notes = compare(
         workload, found, sizes, steps=job["steps"], seconds=job["seconds"], progress=progress
     )
+    if losses.plain and not math.isfinite(losses.plain[0]):
+        raise UsageError(
+            f"the plain program's loss is {losses.plain[0]}: nothing can be compared with it",
+            "Let batch make values that the model can train on",
+        )
     compared: dict[str, Any] = {}
     if gradients.parameters:
         compared["gradients"] = asdict(gradients)

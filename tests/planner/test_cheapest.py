@@ -1,0 +1,132 @@
+"""The cheapest card, cards that share their memory with the host, and what is known before a search."""
+
+from __future__ import annotations
+
+import pytest
+from tests.planner.test_search import workload
+
+import vramfit
+from vramfit.errors import UsageError
+from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.planner import search as searching
+from vramfit.planner.cheapest import cheapest_plan, hourly, rented_cards
+from vramfit.planner.promising import promised_plan
+from vramfit.planner.request import NothingFits, Request
+from vramfit.planner.search import Search
+from vramfit.planner.virtual_device import VirtualDevice
+
+GIB = 1 << 30
+
+
+def _device(card: GpuSpec) -> VirtualDevice:
+    return VirtualDevice(card, alloc_conf="", host_bytes=1 << 34)
+
+
+def _silent(_text: str) -> None:
+    pass
+
+
+def test_the_card_is_taken_on_which_a_step_costs_least() -> None:
+    asked = workload(1024, 1 << 14)
+    cards = [find_gpu(name) for name in ("H200", "T4", "L4", "L40S")]
+    request = Request(
+        workload=asked,
+        sizes=asked.sizes,
+        budget_bytes=0,
+        allowed=frozenset({"optimizer-kernel"}),
+        entries=False,
+    )
+    _, plan = cheapest_plan(_device, request, _silent, cards)
+    costs = {
+        card.name: hourly(card) * _device(card).price(asked, dict(asked.sizes)).step_seconds for card in cards
+    }
+    assert plan.aim.device == min(costs, key=lambda name: costs[name])
+    assert plan.aim.objective == "price"
+    assert plan.aim.budget_bytes == find_gpu(plan.aim.device).total_bytes
+    card = find_gpu(plan.aim.device)
+    dollars = 1000 * plan.after.step_seconds / 3600 * hourly(card)
+    assert f"1,000 steps on {card.name} at {card.price}" in plan.notes[0]
+    assert f"${dollars:.3g}, the least of 4 cards" in plan.notes[0]
+
+
+def test_a_card_that_is_too_small_is_passed_over_and_named() -> None:
+    asked = workload(256, 1 << 21)  # 16 GiB of activations
+    request = Request(
+        workload=asked, sizes=asked.sizes, budget_bytes=0, allowed=frozenset({"tf32"}), entries=False
+    )
+    _, plan = cheapest_plan(_device, request, _silent, [find_gpu("T4"), find_gpu("A100 80GB SXM")])
+    assert plan.aim.device == "A100 SXM 80GB"
+    assert plan.notes[0].endswith("No plan fits T4.")
+
+
+def test_cards_for_rent_have_the_price_of_an_hour() -> None:
+    names = [card.name for card in rented_cards()]
+    assert names[0] == "T4"
+    assert len(names) == 15
+    assert "RTX 4090" not in names
+
+
+@pytest.mark.parametrize("given", [{"gpu": "T4"}, {"budget": "2GiB"}, {"margin": "1GiB"}])
+def test_the_cheapest_card_is_not_given(given: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="the objective price chooses the card"):
+        vramfit.plan(workload(64, 4), objective="price", **given)  # type: ignore[arg-type]
+
+
+def test_nothing_is_offloaded_where_the_host_has_the_same_memory() -> None:
+    asked = workload(1024, 64)
+    device = _device(find_gpu("Jetson Orin Nano"))
+    least = device.price(asked, dict(asked.sizes)).total_bytes
+    # States of Adam could wait on the host: on another card of this budget they do.
+    request = Request(
+        workload=asked,
+        sizes=asked.sizes,
+        budget_bytes=least - (24 << 20),
+        host_bytes=1 << 34,
+        allowed=frozenset({"optimizer-offload"}),
+        entries=False,
+    )
+    with pytest.raises(NothingFits) as raised:
+        promised_plan(device, request, _silent)
+    assert (
+        "Jetson Orin Nano 8GB shares its memory with the host: nothing is offloaded"
+        in raised.value.plan.notes[-1]
+    )
+    assert not raised.value.plan.choices
+    context = find_gpu("RTX 4090").typical_context_bytes - device.spec.typical_context_bytes
+    elsewhere = Request(**_parts(request) | {"budget_bytes": request.budget_bytes + context})
+    _, plan = promised_plan(_device(find_gpu("RTX 4090")), elsewhere, _silent)
+    assert [choice.name for choice in plan.choices] == ["optimizer-offload"]
+
+
+def _parts(request: Request) -> dict[str, object]:
+    return {name: getattr(request, name) for name in Request.__slots__}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("budget", "allowed", "message"),
+    [
+        (GIB // 4, None, "nothing fits 256.00 MiB: the CUDA context alone takes "),
+        (
+            1,
+            frozenset({"activation-checkpointing"}),
+            "the parameters alone take 32.03 MiB, and the CUDA context",
+        ),
+    ],
+    ids=["context", "parameters"],
+)
+def test_what_no_technique_changes_is_known_before_the_search(
+    budget: int, allowed: frozenset[str] | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(_self: Search) -> None:
+        raise AssertionError("a search began")
+
+    monkeypatch.setattr(searching.Search, "_climb", never)
+    asked = workload(1024, 64)
+    card = find_gpu("RTX 4090")
+    if budget == 1:
+        budget = card.typical_context_bytes + (16 << 20)
+    request = Request(workload=asked, sizes=asked.sizes, budget_bytes=budget, allowed=allowed)
+    with pytest.raises(NothingFits) as raised:
+        Search(device=_device(card), request=request).plan()
+    assert message in raised.value.message
+    assert raised.value.plan.before.total_bytes > budget
