@@ -30,6 +30,7 @@ from vramfit.techniques import (
     setting_to_plain,
     with_choices,
 )
+from vramfit.techniques.gradient_caching import GradientCachingSetting
 from vramfit.techniques.micro_batching import MicroBatchingSetting, batch_size_name
 from vramfit.techniques.trial import NotComparableError, try_pieces
 from vramfit.workload import Workload
@@ -54,8 +55,6 @@ times as much, with the gradients of the other beside it."""
 
 _COMPILING = frozenset({"compile", "low-bit-optimizer"})
 """Techniques that compile code of their own for the CPU, which takes minutes and is not the card's."""
-
-_CUT = "micro-batching"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +169,7 @@ class _Comparison:
 
     def _judged(self, choices: Sequence[Choice], level: Numerics) -> tuple[GradientCheck, bool]:
         """The gradients beside the plain program's, and whether the losses are equal where they have to be."""
-        cut = any(choice.name == _CUT for choice in choices)
+        cut = any(choice.technique.redraws for choice in choices)
         plain = self._without(cut=cut)
         planned = self._trained(choices, cut=cut)
         check = judge_gradients(plain.gradients, planned.gradients, level, plain.dtypes)
@@ -180,7 +179,7 @@ class _Comparison:
         """Which of the techniques does not keep its promise."""
         self._check_measure()
         fault = self._alone(choices) or self._left_out(choices, level) or choices[-1]
-        if fault.name == _CUT and (why := self._drawn()):
+        if fault.technique.redraws and (why := self._drawn()):
             raise _NothingToCompareError(why, "")
         if check.passes:
             what = "the losses of the first steps are not equal"
@@ -257,8 +256,9 @@ class _Comparison:
     def _fitted(self, choice: Choice) -> Choice:
         """A choice for what is tried: two pieces of the batch, and modules that a stand-in has."""
         setting = choice.setting
-        if isinstance(setting, MicroBatchingSetting):
-            return replace(choice, setting=replace(setting, count=min(setting.count, 2)))
+        if isinstance(setting, MicroBatchingSetting | GradientCachingSetting):
+            setting = replace(setting, count=min(setting.count, 2))
+            choice = replace(choice, setting=setting)
         if self._way.model is None:
             return choice
         model = self._workload.model()

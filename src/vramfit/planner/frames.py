@@ -34,6 +34,7 @@ from vramfit.techniques import (
     with_choices,
 )
 from vramfit.techniques.applied import check_together
+from vramfit.techniques.gradient_caching import GradientCachingSetting
 from vramfit.techniques.host_lane import PINNED_ROUNDING
 from vramfit.techniques.micro_batching import MicroBatchingSetting
 
@@ -258,6 +259,10 @@ class Frames:
                         labels=known.labels,
                         ignore_index=known.ignore_index,
                     )
+                if isinstance(setting, GradientCachingSetting):
+                    if not self.cutting.encoders:
+                        continue
+                    setting = replace(setting, modules=self.cutting.encoders)
                 yield Choice(technique=technique, setting=setting)
 
     @property

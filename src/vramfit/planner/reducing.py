@@ -15,7 +15,14 @@ from vramfit.planner.failures import brief
 from vramfit.planner.trying import Way, room_for_models, ways_to_try
 from vramfit.techniques import Profile
 from vramfit.techniques.micro_batching import MicroBatchingSetting, batch_size_name
-from vramfit.techniques.trial import EXAMPLES, NoPiecesError, NotComparableError, Tried, try_pieces
+from vramfit.techniques.trial import (
+    EXAMPLES,
+    NoPiecesError,
+    NotComparableError,
+    Tried,
+    try_encoders,
+    try_pieces,
+)
 from vramfit.workload import Workload
 
 _SECONDS = 30.0
@@ -39,11 +46,13 @@ class Cutting:
         setting: with which pieces stand for the whole; None if they cannot, or that is not known.
         note: what a reader of a plan with micro-batches, or of one that has to do without, should know.
         known: whether it was tried; False where no trial was possible.
+        encoders: names of the modules that may run in pieces where the loss has none; see `try_encoders`.
     """
 
     setting: MicroBatchingSetting | None
     note: str
     known: bool = True
+    encoders: tuple[str, ...] = ()
 
 
 def cutting_of(
@@ -66,7 +75,7 @@ def cutting_of(
         try:
             found = try_pieces(workload, sizes=trial.sizes, model=trial.model)
         except NoPiecesError as error:
-            return Cutting(None, f"micro-batching is left out: {error.message}.")
+            return _by_encoders(workload, trial, f"micro-batching is left out: {error.message}.")
         except NotComparableError as error:
             why = error.message
             break
@@ -91,6 +100,21 @@ def cutting_of(
         )
     return Cutting(
         None, f"{tried}, since {why}; it is left out unless it is allowed by its name.", known=False
+    )
+
+
+def _by_encoders(workload: Workload, trial: Way, note: str) -> Cutting:
+    """What is known where the loss has no pieces: its encoders may."""
+    try:
+        found = try_encoders(workload, sizes=trial.sizes, model=trial.model)
+    except Exception:  # there are none, or they cannot be tried: nothing is offered
+        return Cutting(None, note)
+    names = " and ".join(found.modules) if any(found.modules) else "the model"
+    return Cutting(
+        None,
+        f"{note} {names} may run in pieces (gradient-caching): tried with {trial.words}, the gradients of all "
+        f"{found.parameters} parameters are those of the whole.",
+        encoders=found.modules,
     )
 
 

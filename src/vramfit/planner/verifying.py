@@ -215,13 +215,13 @@ def compare(
         seconds: after which no further step is begun; at least two are taken.
         progress: told what is done.
     """
-    same_draws = all(choice.name != "micro-batching" for choice in plan.choices)
+    same_draws = not any(choice.technique.redraws for choice in plan.choices)
     first = Training(workload, sizes, random=same_draws)
     with closing(Training(plan.apply(workload), sizes, random=same_draws)) as second:
         notes: list[str] = []
         if not same_draws and first.silenced:
             notes.append(
-                "dropout was off for the comparison: micro-batches draw other random numbers than the whole batch"
+                "dropout was off for the comparison: pieces of a batch draw other random numbers than the whole"
             )
         began = time.perf_counter()
         progress("gradients")

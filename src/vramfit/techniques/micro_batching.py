@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -101,6 +102,12 @@ class MicroBatching(Technique[MicroBatchingSetting]):
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
     phase: ClassVar[Phase] = Phase.STEP
     setting_type = MicroBatchingSetting
+    redraws: ClassVar[bool] = True
+    excludes: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "gradient-caching": "a loss that compares examples has no pieces, and one that has needs no cached gradients"
+        }
+    )
 
     def options(self, profile: Profile) -> Iterable[MicroBatchingSetting]:
         """Two pieces, four, eight and so on to single examples, without those that make the largest no smaller."""

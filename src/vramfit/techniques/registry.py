@@ -17,6 +17,7 @@ _HOMES: tuple[tuple[str, str], ...] = (
     ("tf32", "Tf32"),
     ("in_place_activations", "InPlaceActivations"),
     ("micro_batching", "MicroBatching"),
+    ("gradient_caching", "GradientCaching"),
     ("chunked_loss", "ChunkedLoss"),
     ("allocator_settings", "AllocatorSettings"),
     ("activation_checkpointing", "ActivationCheckpointing"),

@@ -62,6 +62,7 @@ class Technique(ABC, Generic[S]):
         setting_type: the dataclass of its settings.
         quickens: whether it may make a step quicker by itself, and not only by the memory that it leaves to others.
         on_request: whether a plan considers it only where it is named among the allowed ones.
+        redraws: whether random layers draw other numbers than in the plain program, of the same distribution.
         excludes: names of techniques that it cannot be combined with, each with the reason.
     """
 
@@ -72,6 +73,7 @@ class Technique(ABC, Generic[S]):
     setting_type: ClassVar[type[Setting]]
     quickens: ClassVar[bool] = False
     on_request: ClassVar[bool] = False
+    redraws: ClassVar[bool] = False
     excludes: ClassVar[Mapping[str, str]] = types.MappingProxyType({})
 
     @abstractmethod

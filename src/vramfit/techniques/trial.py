@@ -14,6 +14,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from vramfit.errors import UsageError
 from vramfit.techniques.batch_cutting import Cut, find_cut, mapped
+from vramfit.techniques.gradient_caching import (
+    GradientCaching,
+    GradientCachingSetting,
+    encoder_candidates,
+)
+from vramfit.techniques.live import Live
 from vramfit.techniques.micro_batching import (
     MicroBatchingSetting,
     Reduction,
@@ -23,6 +29,7 @@ from vramfit.techniques.micro_batching import (
 )
 from vramfit.techniques.ragged import Varied, made_ragged
 from vramfit.techniques.silencing import NothingDropped, silence_dropout
+from vramfit.techniques.technique import Choice
 from vramfit.workload import Batch, Workload
 
 EXAMPLES = 4
@@ -121,6 +128,75 @@ def try_pieces(
         varied=tuple(dict.fromkeys(one.name for one in varied if one.name)),
         worst=found.off.share,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoders:
+    """What a trial of encoders in pieces came to.
+
+    Attributes:
+        modules: their names; an empty one is the model itself.
+        parameters: whose gradients were compared.
+    """
+
+    modules: tuple[str, ...]
+    parameters: int
+
+
+def try_encoders(
+    workload: Workload,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    model: Callable[[], nn.Module] | None = None,
+) -> Encoders:
+    """Find the parts of a model that may run in pieces while its loss is that of the whole batch.
+
+    Gradients of a batch of four examples are compared, on the CPU and without dropout, as `try_pieces` does.
+
+    Args:
+        workload: with a loss.
+        sizes: of the batch, in place of the workload's; the number of examples is always four.
+        model: makes one that stands in for the workload's.
+
+    Raises:
+        NoPiecesError: no part of it does.
+        UsageError: the workload has no loss of its own, or a batch that cannot be cut.
+    """
+    if workload.loss is None or workload.step is not None:
+        raise UsageError(
+            "a workload without a loss, or with a step of its own, has no encoders", "Give it a loss"
+        )
+    given = {**workload.sizes, **(sizes or {}), batch_size_name(workload.sizes): EXAMPLES}
+    with torch.random.fork_rng(devices=[]), NothingDropped():
+        torch.manual_seed(0)
+        made = (workload.make_model if model is None else model)().float()
+        if batch_norms(made):
+            raise NoPiecesError("batch norm couples the examples of a batch", "Freeze or replace it")
+        _prepare(made)
+        batch = workload.batch(**given)
+        trial = _Trial(workload, made, find_cut(batch), MicroBatchingSetting())
+        expected = trial.gradients(batch, whole=True)
+        for paths in encoder_candidates(made):
+            found = _in_pieces(trial, batch, paths)
+            if found is None:
+                continue
+            compared = _Compared(expected, [found])
+            if compared.judge((1.0,), trial, compared.names).share <= 1:
+                return Encoders(modules=paths, parameters=len(compared.names))
+    raise NoPiecesError("no part of the model gives the same gradients in pieces of the batch", "")
+
+
+def _in_pieces(trial: _Trial, batch: Batch, paths: tuple[str, ...]) -> Gradients | None:
+    """Gradients with modules in pieces; None where they cannot run so."""
+    technique = GradientCaching()
+    live = Live(trial.model, None)
+    try:
+        live.attach((Choice(technique=technique, setting=GradientCachingSetting(modules=paths)),))
+        return trial.gradients(batch, whole=True)
+    except Exception:  # whatever the model's code makes of results in pieces
+        return None
+    finally:
+        live.undo()
 
 
 def _prepare(model: nn.Module) -> None:

@@ -106,7 +106,7 @@ def plain(name: str, dtype: torch.dtype, steps: int, drops: bool) -> Outcome:
 
 def draws_alike(choices: tuple[Choice, ...]) -> bool:
     """Whether random layers draw what they draw in the plain program: pieces of a batch draw each for itself."""
-    return all(choice.name != "micro-batching" for choice in choices)
+    return not any(choice.technique.redraws for choice in choices)
 
 
 def numerics_of(choices: tuple[Choice, ...]) -> Numerics:

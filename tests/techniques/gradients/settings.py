@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 
@@ -17,7 +18,8 @@ from vramfit.planner.cpu_device import CpuDevice
 from vramfit.techniques import Choice, Numerics, Profile, Setting, Technique, all_techniques
 from vramfit.techniques.activation_checkpointing import Checkpointing, setting_for
 from vramfit.techniques.activation_offload import ActivationOffloadSetting
-from vramfit.techniques.trial import try_pieces
+from vramfit.techniques.gradient_caching import GradientCachingSetting
+from vramfit.techniques.trial import try_encoders, try_pieces
 
 _WIDER = 1 << 16
 """How many times the bytes of a test a model would have for which techniques are chosen."""
@@ -93,6 +95,10 @@ def _options(technique: Technique[Setting], name: str) -> Iterator[Setting]:
             try_pieces(workload)
         except UsageError:
             return  # its loss compares examples with each other: there are no pieces
+    if technique.name == "gradient-caching" and workload.loss is not None:
+        with suppress(UsageError):  # its layers compare examples with each other
+            yield GradientCachingSetting(modules=try_encoders(workload).modules)
+        return
     for profile in profiles(name):
         found = technique.options(profile)
         # On the CPU all settings of the allocator do the same: nothing.

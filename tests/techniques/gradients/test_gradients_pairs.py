@@ -64,6 +64,7 @@ def test_what_excludes_each_other_says_so_from_either_side() -> None:
         frozenset(pair)
         for pair in (
             ("micro-batching", "step-in-backward"),
+            ("micro-batching", "gradient-caching"),
             ("parameter-offload", "optimizer-offload"),
             ("optimizer-kernel", "optimizer-offload"),
             ("step-in-backward", "optimizer-offload"),
