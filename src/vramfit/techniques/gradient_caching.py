@@ -73,8 +73,6 @@ class GradientCaching(Technique[GradientCachingSetting]):
         """Two pieces, four and so on; which modules are encoders is found out by trying, see `try_encoders`."""
         if not profile.trains or profile.own_step or batch_norms(profile.model):
             return
-        if reason_against_rerun(profile.model) is not None:
-            return
         count, most = 2, min(_MOST, profile.sizes[batch_size_name(profile.sizes)])
         while count <= most:
             yield GradientCachingSetting(count=count)
@@ -108,13 +106,18 @@ class GradientCaching(Technique[GradientCachingSetting]):
 
 
 def encoder_candidates(model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Names of modules that may be a model's encoders, the outermost first: the model itself, then its large parts."""
-    yield ("",)
+    """Names of modules that may be a model's encoders, the outermost first: the model itself, then its large parts.
+
+    None of them is one that must not run a second time.
+    """
+    if reason_against_rerun(model) is None:
+        yield ("",)
     whole = sum(parameter.numel() for parameter in model.parameters())
     found = [
         name
         for name, child in model.named_children()
         if type(child) not in (nn.ModuleList, nn.ModuleDict)
+        and reason_against_rerun(child) is None
         and (sum(parameter.numel() for parameter in child.parameters()) > _PART * whole or find_blocks(child))
     ]
     if found:

@@ -172,11 +172,12 @@ def try_encoders(
         made = (workload.make_model if model is None else model)().float()
         if batch_norms(made):
             raise NoPiecesError("batch norm couples the examples of a batch", "Freeze or replace it")
+        candidates = tuple(encoder_candidates(made))  # as they are, with dropout
         _prepare(made)
         batch = workload.batch(**given)
         trial = _Trial(workload, made, find_cut(batch), MicroBatchingSetting())
         expected = trial.gradients(batch, whole=True)
-        for paths in encoder_candidates(made):
+        for paths in candidates:
             found = _in_pieces(trial, batch, paths)
             if found is None:
                 continue
