@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import islice
 
 from torch import nn
 
@@ -106,12 +107,8 @@ def checked_module(model: nn.Module, path: str) -> nn.Module:
 
 def _candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """What repeats, whether or not it can be recomputed."""
-    for search in (
-        _Search(model, weights=2),
-        _Search(model, weights=1),
-        _Search(model, weights=2, alone=True),
-    ):
-        found = search.run()
+    for weights, alone in ((2, False), (1, False), (2, True)):
+        found = _Search(model, weights=weights, alone=alone).run()
         if found:
             names = model.named_modules(
                 remove_duplicate=False
@@ -136,15 +133,15 @@ class _Search:
         self.worthy = {
             id(module)
             for module in model.modules()
-            if next(module.children(), None) is not None and _weights(module) >= weights
+            if next(module.children(), None) is not None and _holds(module, weights)
         }
+        self.inside: dict[int, frozenset[type[nn.Module]]] = {}
         kinds = [plain_class(module) for module in model.modules() if id(module) in self.worthy]
         self.kinds = Counter(kinds)
         self.recursive = {
             plain_class(module)
             for module in model.modules()
-            if not _is_list(module)
-            and any(plain_class(inner) is plain_class(module) for inner in _below(module))
+            if not _is_list(module) and plain_class(module) in self.classes_in(module)
         }
 
     def run(self) -> dict[str, nn.Module]:
@@ -178,13 +175,20 @@ class _Search:
 
     def is_block(self, module: nn.Module) -> bool:
         """Whether it could be one, apart from repeating."""
-        inside = {plain_class(inner) for inner in _below(module)}
+        inside = self.classes_in(module)
         return (
             id(module) in self.worthy
             and not _is_plain_list(module)
             and plain_class(module) not in self.recursive
             and not inside & self.recursive
         )
+
+    def classes_in(self, module: nn.Module) -> frozenset[type[nn.Module]]:
+        """The classes of what is below a module, found once for each: models have tens of thousands of modules."""
+        if id(module) not in self.inside:
+            below = tuple(module.children())
+            self.inside[id(module)] = frozenset(map(plain_class, below)).union(*map(self.classes_in, below))
+        return self.inside[id(module)]
 
     def in_lists(self, path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """The outermost members of lists whose class repeats."""
@@ -220,12 +224,14 @@ class _Search:
         return Counter(plain_class(child) for child in module.children() if id(child) in self.worthy)
 
 
-def _weights(module: nn.Module) -> int:
-    """Layers in it that hold a matrix or a kernel."""
-    return sum(
-        any(parameter.dim() > 1 for parameter in inner.parameters(recurse=False))
-        for inner in module.modules()
-    )
+def _holds(module: nn.Module, layers: int) -> bool:
+    """Whether there are so many layers in it that hold a matrix or a kernel."""
+    holding = (inner for inner in module.modules() if any(map(_is_matrix, inner._parameters.values())))
+    return sum(1 for _ in islice(holding, layers)) == layers
+
+
+def _is_matrix(parameter: nn.Parameter | None) -> bool:
+    return parameter is not None and parameter.dim() > 1
 
 
 def _below(module: nn.Module) -> Iterator[nn.Module]:
@@ -251,7 +257,7 @@ def _parts(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         if _is_plain_list(child):
             yield from _parts(_join(path, name), child)
-        elif next(child.children(), None) is not None and _weights(child):
+        elif next(child.children(), None) is not None and _holds(child, 1):
             yield _join(path, name), child
 
 
