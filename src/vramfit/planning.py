@@ -37,6 +37,7 @@ def plan(
     forbid: Sequence[str] = (),
     alloc_conf: str | None = None,
     time_limit: float = 10.0,
+    search_seconds: float | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Find the cheapest set of techniques with which a workload stays within a budget.
@@ -57,19 +58,35 @@ def plan(
         forbid: names of those to leave out.
         alloc_conf: allocator settings; None reads the environment.
         time_limit: seconds for one solution of the mixed-integer program.
+        search_seconds: for the whole search, which then ends with the best plan so far; None for as long as it takes.
+            Ctrl-C ends it too. ``plan.solved.stopped`` says so.
         progress: called with what is being done.
 
     Raises:
-        NothingFits: no plan stays within the budget; ``error.plan`` came closest.
+        NothingFits: no plan stays within the budget, or none was found in time; ``error.plan`` came closest.
+        KeyboardInterrupt: the search was interrupted before there was a plan.
         UsageError: the workload, a technique or a size is not there, or cannot be planned for.
         EnvironmentUnfitError: this process cannot carry the virtual GPU; give ``FILE.py:NAME``.
         VramfitError: the workload itself fails.
     """
+    if search_seconds is not None and not search_seconds > 0:
+        raise UsageError(f"search_seconds={search_seconds} is no time", "Give more than 0, or None")
     room = _room(gpu, budget, margin, host_budget, alloc_conf)
     if objective == PRICE:
         room = priced_room(room)
     if isinstance(workload, Workload):
-        return _here(workload, room, sizes, numerics, objective, allow, forbid, time_limit, progress)
+        return _here(
+            workload,
+            room,
+            sizes,
+            numerics,
+            objective,
+            allow,
+            forbid,
+            time_limit,
+            search_seconds,
+            progress,
+        )
     with signals_kept():
         found = plan_in_child(
             path_argument("workload", workload),
@@ -80,6 +97,7 @@ def plan(
             allow=allow,
             forbid=forbid,
             time_limit=time_limit,
+            search_seconds=search_seconds,
             progress=progress,
         )
     if found.failure is not None:
@@ -98,6 +116,7 @@ def _here(
     allow: Sequence[str] | None,
     forbid: Sequence[str],
     time_limit: float,
+    search_seconds: float | None,
     progress: Progress | None,
 ) -> Plan:
     from vramfit.planner.checking import check_workload
@@ -118,6 +137,7 @@ def _here(
         allowed=None if allow is None else frozenset(allow),
         forbidden=frozenset(forbid),
         time_limit=time_limit,
+        search_seconds=search_seconds,
     )
     check_workload(workload, request.sizes)
     if objective == PRICE:

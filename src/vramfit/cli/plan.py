@@ -23,11 +23,14 @@ from vramfit.cli.planning import (
     sizes_of,
 )
 from vramfit.errors import UsageError
+from vramfit.planner.clock import INTERRUPTED
 
 if TYPE_CHECKING:
     from vramfit.planner.run import Planned, Room
 
 DOES_NOT_FIT = 3
+INTERRUPTED_CODE = 130
+"""As a shell gives it for a program that Ctrl-C ended."""
 
 
 def plan_command(
@@ -65,6 +68,15 @@ def plan_command(
     time_limit: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, help="For one solution of the program.")
     ] = 10.0,
+    search_seconds: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N",
+            min=0.1,
+            help="For the whole search: the best plan by then is taken.",
+            show_default="as long as it takes",
+        ),
+    ] = None,
     alloc_conf: AllocConf = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="PLAN.toml", help="Write the plan.")
@@ -74,7 +86,8 @@ def plan_command(
     """Find the cheapest set of changes with which a workload trains within a budget.
 
     Every candidate is applied and run on the virtual GPU: the plan's peak is that of a run. The exit code is 3 if
-    nothing fits; what came closest is shown then.
+    nothing fits; what came closest is shown then. Ctrl-C ends the search with the best plan so far, which is written
+    all the same; the exit code is 130 then.
     """
     _check(output, json, frontier, numerics)
     if objective == "price":
@@ -94,11 +107,14 @@ def plan_command(
             forbid=forbid or [],
             frontier=frontier is not None,
             time_limit=time_limit,
+            search_seconds=search_seconds,
             progress=progress,
         )
     _tell(planned, output, json, frontier)
     if planned.failure is not None:
         raise planned.failure
+    if planned.plan.solved.stopped == INTERRUPTED:
+        raise typer.Exit(INTERRUPTED_CODE)
 
 
 def _room_for_price(given: str | None, host_budget: str | None, alloc_conf: str | None) -> Room:

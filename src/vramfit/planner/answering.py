@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vramfit.planner.clock import INTERRUPTED, TIME_OVER, SearchStopped
 from vramfit.planner.frames import Frame, Frames, key_of
 from vramfit.planner.plan import Aim, Entry, Figures, Plan, Solved
 from vramfit.planner.price import Price
@@ -13,6 +14,8 @@ from vramfit.planner.request import NothingFits
 from vramfit.planner.settling import Settled
 from vramfit.techniques import Choice
 from vramfit.units import format_bytes
+
+_HOW_STOPPED = {TIME_OVER: "had no more time", INTERRUPTED: "was interrupted"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,12 +70,25 @@ def answered(frames: Frames, answer: Answer) -> Plan:
             seconds=frames.solver_seconds,
             runs=frames.runs,
             search_seconds=answer.seconds,
+            first_plan_seconds=frames.clock.first_plan,
+            stopped=frames.clock.stopped or None,
         ),
-        notes=frames.notes(settled.choices),
+        notes=(*_stopped(frames, answer), *frames.notes(settled.choices)),
     )
     if not plan.fits:
-        raise _nothing_fits(plan, plain)
+        raise _nothing_yet(frames, plan) if frames.clock.stopped else _nothing_fits(plan, plain)
     return plan
+
+
+def _stopped(frames: Frames, answer: Answer) -> tuple[str, ...]:
+    """That this is only the best so far, where it is."""
+    how = _HOW_STOPPED.get(frames.clock.stopped)
+    if how is None:
+        return ()
+    return (
+        f"The best so far: the search {how} after {answer.seconds:.0f} s and {frames.runs} runs; a longer one may find "
+        "a quicker plan.",
+    )
 
 
 def _entries(frames: Frames, settled: Settled, before: Figures) -> tuple[Entry, ...]:
@@ -101,9 +117,19 @@ def _with_these(frames: Frames, choices: tuple[Choice, ...], settled: Settled) -
         frames.progress(f"what {choices[-1].name} does")
         try:
             price = frames.unlimited(choices, settled.rated.frame.observation.tail_seconds)
-        except Exception:  # some do not run without those that come after them
+        except (Exception, SearchStopped):  # some do not run without those that come after them
             return None
     return price.total_bytes, price.step_seconds
+
+
+def _nothing_yet(frames: Frames, plan: Plan) -> NothingFits:
+    """The search was stopped too early to say that there is none."""
+    limit = format_bytes(plan.aim.budget_bytes - plan.aim.margin_bytes)
+    return NothingFits(
+        f"no plan for {limit} yet: the search {_HOW_STOPPED[frames.clock.stopped]} after {frames.runs} runs",
+        "Call it again with more time (--search-seconds)",
+        plan,
+    )
 
 
 def _nothing_fits(plan: Plan, plain: Frame) -> NothingFits:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec, catalogue
+from vramfit.planner.clock import Clock
 from vramfit.planner.plan import Plan
 from vramfit.planner.price import Device
 from vramfit.planner.promising import promised_plan
@@ -70,6 +71,7 @@ def cheapest_plan(
     device_of: Callable[[GpuSpec], Device],
     request: Request,
     progress: Progress,
+    clock: Clock | None = None,
     cards: Iterable[GpuSpec] | None = None,
 ) -> tuple[Search, Plan]:
     """The plan of the card on which a step costs least; its notes name what others cost.
@@ -78,12 +80,14 @@ def cheapest_plan(
         device_of: makes the virtual card.
         request: what is asked for; its budget is that of each card, less 2 %.
         progress: told what is being done.
+        clock: of all searches together: when it has stopped, the best so far is taken.
         cards: to choose from; None for all with the price of an hour.
 
     Raises:
         NothingFits: no card has a plan; the closest is that of the largest.
         UsageError: the workload cannot be run.
     """
+    clock = clock or Clock(limit=request.search_seconds)
     plain = []
     for card in rented_cards() if cards is None else cards:
         progress(f"a plain step on {card.name}")
@@ -96,7 +100,7 @@ def cheapest_plan(
     found: list[tuple[Offer, Search, Plan]] = []
     failures: list[NothingFits] = []
     for offer in sorted(plain, key=lambda one: one.dollars):
-        if len(found) == _SEARCHED:
+        if len(found) == _SEARCHED or (found and clock.stopped):
             break
         card = offer.card
         asked = replace(
@@ -106,7 +110,7 @@ def cheapest_plan(
             margin_bytes=round(MARGIN * card.total_bytes),
         )
         try:
-            search, plan = promised_plan(device_of(card), asked, _named(progress, card.name))
+            search, plan = promised_plan(device_of(card), asked, _named(progress, card.name), clock)
         except NothingFits as error:
             failures.append(error)
             continue

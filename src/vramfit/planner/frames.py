@@ -16,6 +16,7 @@ from vramfit.errors import UsageError
 from vramfit.planner import activations
 from vramfit.planner.activations import Solution, Terms
 from vramfit.planner.choosing import finer_places, places, window_bytes
+from vramfit.planner.clock import Clock
 from vramfit.planner.coupling import coupling_by_shapes
 from vramfit.planner.failures import brief
 from vramfit.planner.observing import Observation
@@ -97,6 +98,7 @@ class Frames:
         device: where runs are priced.
         request: what is asked for.
         progress: told what is being done.
+        clock: says whether another run may begin.
 
     Attributes:
         runs: on the device so far.
@@ -108,6 +110,7 @@ class Frames:
     device: Device
     request: Request
     progress: Progress = lambda _text: None
+    clock: Clock = field(default_factory=Clock)
     runs: int = 0
     solver_seconds: float = 0.0
     excess: dict[Key, int] = field(default_factory=dict)
@@ -121,9 +124,12 @@ class Frames:
 
         Raises:
             UsageError: the plain workload cannot be run.
+            SearchStopped: there is no time for it.
         """
         key = key_of(choices, fine)
         if key not in self._frames:
+            if choices or fine:  # without the plain program there is nothing to tell
+                self.clock.check()
             self.progress(", ".join(choice.name for choice in choices) or "the plain program")
             self._frames[key] = self._observed(choices, fine=fine)
         return self._frames[key]
@@ -159,7 +165,8 @@ class Frames:
             looked_at, sizes, times = fewer_pieces(choices, request.sizes, LOOKED_PIECES)
             workload = with_choices(request.workload, looked_at)
             self.runs += 1
-            profile, observation = self.device.observe(workload, sizes, looked)
+            with self.clock.running():
+                profile, observation = self.device.observe(workload, sizes, looked)
         except Exception as error:  # whatever a technique makes of a model that runs without it
             if not choices:
                 raise
@@ -298,28 +305,30 @@ class Frames:
         """
         key = key_of(choices)
         if key not in self._prices:
-            request = self.request
+            self.clock.check()
             try:
-                price = self._run(choices, tail, request.limit)
+                self._prices[key] = self._priced(choices, tail)
             except Exception as error:
                 if not choices:
                     raise
                 self._note_broken(choices, error)
-                price = self._plain_price()
-                self._prices[key] = price
-                return price
-            if not price.fits and price.step_seconds == 0:
-                price = self.unlimited(choices, tail)
-                # It was seen not to fit, whatever it takes on a device that never has to give memory back.
-                least = request.limit - price.outside_bytes + 1
-                price = replace(price, fits=False, peak_reserved_bytes=max(price.peak_reserved_bytes, least))
-            elif price.host_bytes > request.host_bytes and choices:
-                price = replace(price, fits=False)
-            self._prices[key] = price
+                self._prices[key] = self.unknown_price()
         return self._prices[key]
 
-    def _plain_price(self) -> Price:
-        """What a plan is taken for that cannot be run: it saves nothing."""
+    def _priced(self, choices: tuple[Choice, ...], tail: float) -> Price:
+        request = self.request
+        price = self._run(choices, tail, request.limit)
+        if not price.fits and price.step_seconds == 0:
+            price = self.unlimited(choices, tail)
+            # It was seen not to fit, whatever it takes on a device that never has to give memory back.
+            least = request.limit - price.outside_bytes + 1
+            return replace(price, fits=False, peak_reserved_bytes=max(price.peak_reserved_bytes, least))
+        if price.host_bytes > request.host_bytes and choices:
+            return replace(price, fits=False)
+        return price
+
+    def unknown_price(self) -> Price:
+        """What a plan is taken for that cannot be run, or was not: it saves nothing."""
         profile = self.plain.profile
         return Price(
             fits=False,
@@ -332,13 +341,19 @@ class Frames:
         )
 
     def unlimited(self, choices: tuple[Choice, ...], tail: float) -> Price:
-        """Run choices on a device that has as much memory as they take."""
+        """Run choices on a device that has as much memory as they take.
+
+        Raises:
+            SearchStopped: there is no time for it.
+        """
+        self.clock.check()
         return self._run(choices, tail, None)
 
     def _run(self, choices: tuple[Choice, ...], tail: float, budget: int | None) -> Price:
         self.runs += 1
         request = self.request
-        return price_with(self.device, request.workload, choices, request.sizes, budget, tail=tail)
+        with self.clock.running():
+            return price_with(self.device, request.workload, choices, request.sizes, budget, tail=tail)
 
 
 def key_of(choices: Iterable[Choice], fine: bool = False) -> Key:

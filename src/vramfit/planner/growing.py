@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from vramfit.errors import UsageError
 from vramfit.planner.bracketing import bracket
+from vramfit.planner.clock import TIME_OVER, Clock, SearchStopped
 from vramfit.planner.failures import brief
 from vramfit.planner.frames import ACTIVATIONS
 from vramfit.planner.plan import Plan
@@ -29,7 +30,9 @@ _GROWTHS = 4
 """Times that a plan for the largest size is tried at larger ones."""
 
 
-def search_for(device: Device, request: Request, progress: Progress) -> tuple[Search, Plan]:
+def search_for(
+    device: Device, request: Request, progress: Progress, clock: Clock | None = None
+) -> tuple[Search, Plan]:
     """The best plan for a request, with the search that found it.
 
     Where the objective is a size, the plan of the lowest peak at the workload's own size is looked for first; with that
@@ -40,93 +43,145 @@ def search_for(device: Device, request: Request, progress: Progress) -> tuple[Se
         NothingFits: none stays within the budget.
         UsageError: the workload cannot be run, or the objective is none.
     """
+    clock = clock or Clock(limit=request.search_seconds)
     if request.objective in (THROUGHPUT, MEMORY):
-        search = Search(device=device, request=request, progress=progress)
+        search = Search(device=device, request=request, progress=progress, clock=clock)
         return search, search.plan()
     name = grown_size(request)
     forbidden = request.forbidden
     if name == batch_size_name(request.sizes):
         forbidden |= {"micro-batching"}
-    request = replace(request, objective=name, forbidden=forbidden)
-    first = Search(
-        device=device, request=replace(request, objective=MEMORY, entries=False), progress=progress
+    growing = _Growing(
+        device=device,
+        request=replace(request, objective=name, forbidden=forbidden),
+        name=name,
+        clock=clock,
+        progress=progress,
     )
-    try:
-        lean = first.plan()
-    except NothingFits as error:
-        lean = error.plan
-    failures: dict[int, str] = {}
-    value = max(1, _largest(device, request, name, request.sizes[name], lean, failures, progress))
-    step = 1
-    known = first.known_cutting
-    while isinstance(found := _planned(device, request, name, value, lean, progress, known), NothingFits):
-        if value <= 1:
-            raise found
-        value = max(1, min(value - 1, value - value * step // _CLOSE))
-        step *= 2
-    for _ in range(_GROWTHS):
-        # The lowest peak may be more fragmented than a higher one: each plan has a largest size of its own.
-        larger = _largest(device, request, name, value, found[1], failures, progress)
-        if larger <= value:
-            break
-        better = _planned(device, request, name, larger, found[1], progress, known)
-        if isinstance(better, NothingFits):
-            break
-        value, found = larger, better
-    search, plan = found
-    if failures:
-        least = min(failures)
-        note = f"{name} {least:,} is too large for the workload itself ({failures[least]})."
-        plan = replace(plan, notes=(*plan.notes, note))
-    return search, plan
+    return growing.found()
 
 
-def _largest(
-    device: Device,
-    request: Request,
-    name: str,
-    start: int,
-    plan: Plan,
-    failures: dict[int, str],
-    progress: Progress,
-) -> int:
-    """The largest size at which a plan fits; 0 without one.
+@dataclass(slots=True)
+class _Growing:
+    """The search for the largest value of a size, and the plan for it."""
 
-    What goes wrong above the workload's own size is noted in `failures`: models end somewhere.
-    """
-    planned = with_choices(request.workload, plan.choices)
+    device: Device
+    request: Request
+    name: str
+    clock: Clock
+    progress: Progress
+    best: tuple[Search, Plan] | None = None
+    closest: NothingFits | None = None
+    failures: dict[int, str] = field(default_factory=dict)
 
-    def fits(value: int) -> bool:
-        progress(f"{name} {value:,}")
+    def found(self) -> tuple[Search, Plan]:
+        """The plan for the largest size; where the search is stopped, for the largest so far.
+
+        Raises:
+            NothingFits: none stays within the budget.
+            KeyboardInterrupt: the search was interrupted before there was any plan.
+        """
         try:
-            price = device.price(planned, {**request.sizes, name: value}, request.limit)
-        except Exception as error:
-            if value <= request.sizes[name]:
+            self._grow()
+        except SearchStopped:
+            if self.best is None and self.clock.stopped == TIME_OVER and self.closest is not None:
+                raise self.closest from None
+            if self.best is None:
+                raise KeyboardInterrupt from None
+        except KeyboardInterrupt:
+            if self.best is None:
                 raise
-            failures[value] = brief(error)
-            return False
-        return price.fits and (not plan.entries or price.host_bytes <= request.host_bytes)
+            self.clock.interrupt()
+        assert self.best is not None
+        search, plan = self.best
+        if self.clock.stopped:
+            plan = self._short(plan)
+        if self.failures:
+            least = min(self.failures)
+            note = f"{self.name} {least:,} is too large for the workload itself ({self.failures[least]})."
+            plan = replace(plan, notes=(*plan.notes, note))
+        return search, plan
 
-    return bracket(fits, start, closer=max(1, start // _CLOSE))[0]
+    def _short(self, plan: Plan) -> Plan:
+        note = f"The search was stopped: a larger {self.name} than {plan.aim.sizes[self.name]:,} may fit."
+        return replace(
+            plan,
+            aim=replace(plan.aim, objective=self.name),
+            solved=replace(plan.solved, stopped=self.clock.stopped),
+            notes=(note, *plan.notes),
+        )
 
+    def _grow(self) -> None:
+        request, name = self.request, self.name
+        smallest = replace(request, objective=MEMORY, entries=False)
+        first = Search(device=self.device, request=smallest, progress=self.progress, clock=self.clock)
+        try:
+            lean = first.plan()
+            self.best = first, lean
+        except NothingFits as error:
+            if self.clock.stopped:
+                raise
+            lean = error.plan
+            self.closest = error
+        value = max(1, self._largest(request.sizes[name], lean))
+        step = 1
+        known = first.known_cutting
+        while isinstance(found := self._planned(value, lean, known), NothingFits):
+            if self.clock.stopped and self.best is not None:
+                return
+            if value <= 1 or self.clock.stopped:
+                raise found
+            value = max(1, min(value - 1, value - value * step // _CLOSE))
+            step *= 2
+        self.best = found
+        for _ in range(_GROWTHS):
+            # The lowest peak may be more fragmented than a higher one: each plan has a largest size of its own.
+            larger = self._largest(value, self.best[1])
+            if larger <= value:
+                break
+            better = self._planned(larger, self.best[1], known)
+            if isinstance(better, NothingFits):
+                break
+            value, self.best = larger, better
 
-def _planned(
-    device: Device,
-    request: Request,
-    name: str,
-    value: int,
-    like: Plan,
-    progress: Progress,
-    cutting: Cutting | None,
-) -> tuple[Search, Plan] | NothingFits:
-    """The best plan at a size, with another one's to begin with; or that there is none."""
-    asked = replace(request, sizes={**request.sizes, name: max(1, value)})
-    around = tuple(choice for choice in like.choices if choice.name not in ACTIVATIONS)
-    search = Search(device=device, request=asked, progress=progress, start=around, cutting=cutting)
-    try:
-        return search, search.plan()
-    except NothingFits as error:
-        return error
+    def _largest(self, start: int, plan: Plan) -> int:
+        """The largest size at which a plan fits; 0 without one.
+
+        What goes wrong above the workload's own size is noted: models end somewhere.
+        """
+        request, name = self.request, self.name
+        planned = with_choices(request.workload, plan.choices)
+
+        def fits(value: int) -> bool:
+            self.clock.check()
+            self.progress(f"{name} {value:,}")
+            try:
+                with self.clock.running():
+                    price = self.device.price(planned, {**request.sizes, name: value}, request.limit)
+            except Exception as error:
+                if value <= request.sizes[name]:
+                    raise
+                self.failures[value] = brief(error)
+                return False
+            return price.fits and (not plan.entries or price.host_bytes <= request.host_bytes)
+
+        return bracket(fits, start, closer=max(1, start // _CLOSE))[0]
+
+    def _planned(self, value: int, like: Plan, cutting: Cutting | None) -> tuple[Search, Plan] | NothingFits:
+        """The best plan at a size, with another one's to begin with; or that there is none."""
+        asked = replace(self.request, sizes={**self.request.sizes, self.name: max(1, value)})
+        search = Search(
+            device=self.device,
+            request=asked,
+            progress=self.progress,
+            start=tuple(choice for choice in like.choices if choice.name not in ACTIVATIONS),
+            cutting=cutting,
+            clock=self.clock,
+        )
+        try:
+            return search, search.plan()
+        except NothingFits as error:
+            return error
 
 
 def grown_size(request: Request) -> str:

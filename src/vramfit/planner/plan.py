@@ -92,6 +92,8 @@ class Solved:
         seconds: that the solver took.
         runs: how many runs on the device the search took.
         search_seconds: all in all.
+        first_plan_seconds: after which there was a plan that fits; None without one.
+        stopped: why the search did not come to its end: ``time`` or ``interrupted``; None where it did.
     """
 
     status: str = ""
@@ -99,6 +101,8 @@ class Solved:
     seconds: float = 0.0
     runs: int = 0
     search_seconds: float = 0.0
+    first_plan_seconds: float | None = None
+    stopped: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from vramfit.planner.clock import Clock
 from vramfit.planner.comparing import hold
 from vramfit.planner.growing import search_for
 from vramfit.planner.plan import Plan
@@ -18,7 +19,9 @@ _OFFLOADS = ("activation-offload", "optimizer-offload", "parameter-offload")
 """Techniques that move tensors to the memory of the host."""
 
 
-def promised_plan(device: Device, request: Request, progress: Callable[[str], None]) -> tuple[Search, Plan]:
+def promised_plan(
+    device: Device, request: Request, progress: Callable[[str], None], clock: Clock | None = None
+) -> tuple[Search, Plan]:
     """The best plan for a request, with the search that found it; its notes say what was compared.
 
     A technique whose gradients are not what it promises is left out, and the search made again without it.
@@ -27,6 +30,7 @@ def promised_plan(device: Device, request: Request, progress: Callable[[str], No
         NothingFits: none stays within the budget; its plan's notes say what was left out.
         UsageError: the workload cannot be run, or the objective is none.
     """
+    clock = clock or Clock(limit=request.search_seconds)
     notes: tuple[str, ...] = ()
     if isinstance(device, VirtualDevice) and device.spec.integrated:
         offloads = {technique.name for technique in map(find_technique, _OFFLOADS) if request.may(technique)}
@@ -37,7 +41,7 @@ def promised_plan(device: Device, request: Request, progress: Callable[[str], No
             )
     while True:
         try:
-            search, found = search_for(device, request, progress)
+            search, found = search_for(device, request, progress, clock)
         except NothingFits as error:
             plan = replace(error.plan, notes=(*error.plan.notes, *notes))
             raise NothingFits(error.message, error.hint, plan) from None

@@ -32,6 +32,7 @@ class Request:
         target: the workload's name as ``FILE.py:NAME``.
         time_limit: seconds for one solution of the program.
         entries: whether each technique of the result is priced on its own.
+        search_seconds: for the whole search; None for as long as it takes.
     """
 
     workload: Workload
@@ -46,6 +47,7 @@ class Request:
     target: str = ""
     time_limit: float = 10.0
     entries: bool = True
+    search_seconds: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse names that are no technique's."""

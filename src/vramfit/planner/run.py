@@ -132,11 +132,15 @@ def plan_in_child(
     forbid: Sequence[str] = (),
     frontier: bool = False,
     time_limit: float = 10.0,
+    search_seconds: float | None = None,
     progress: Progress | None = None,
 ) -> Planned:
     """Find a plan for ``FILE.py:NAME`` in a process of its own; see `vramfit.planner.search.Request`.
 
+    Interrupted, it gives the best plan so far; the plan says that it is that.
+
     Raises:
+        KeyboardInterrupt: it was interrupted before there was a plan.
         UsageError: the workload, a technique or a size is not there, or the workload cannot be planned for.
         VramfitError: the workload itself fails.
     """
@@ -152,6 +156,7 @@ def plan_in_child(
         "forbid": list(forbid),
         "frontier": frontier,
         "time_limit": time_limit,
+        "search_seconds": search_seconds,
     }
     found = run_task(target, job, progress)
     failed = found.get("failed")
@@ -382,13 +387,12 @@ def run_task(target: str, job: dict[str, Any], progress: Progress | None) -> dic
         with attended(policy), passed_on(folder) as signals, listening(folder, progress):
             command = child_command(folder, job["device"])
             code = run_child(command, signals, stdout=_STANDARD_ERROR, env=_environ(job))
-        if signals.interrupted:
+        file, failed = folder / "found.json", folder / "failed.json"
+        if signals.interrupted and (code or not file.exists()):  # a search has a plan even so
             raise KeyboardInterrupt
-        failed = folder / "failed.json"
         if failed.exists():
             told: dict[str, Any] = json.loads(failed.read_text(encoding="utf-8"))
             return {**told, "failed": told}
-        file = folder / "found.json"
         if code or not file.exists():
             how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
             raise VramfitError(f"the planner's process {how}", "The lines above say why")

@@ -9,7 +9,6 @@ budget is moved until that run fits; where it does not, the frame is known to ne
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from vramfit.errors import UsageError
 from vramfit.planner.answering import Answer, answered
 from vramfit.planner.choosing import activation_choices
+from vramfit.planner.clock import INTERRUPTED, Clock, SearchStopped
 from vramfit.planner.frames import Frame, Frames, Rated, choice_key, key_of
 from vramfit.planner.hopeless import check_hope
 from vramfit.planner.outlook import Effect, Outlook, Part, Parts, guesses
@@ -24,7 +24,7 @@ from vramfit.planner.plan import Plan
 from vramfit.planner.price import Device
 from vramfit.planner.reducing import Cutting
 from vramfit.planner.request import MEMORY, THROUGHPUT, Request
-from vramfit.planner.settling import Settled, settle
+from vramfit.planner.settling import Settled, settle, unsettled
 from vramfit.techniques import Choice
 from vramfit.techniques.applied import check_together
 
@@ -41,6 +41,12 @@ _PATIENCE = 5
 
 _SETTLINGS = 4
 """Frames whose plans are run."""
+
+_FIRST_TRIES = 3
+"""Runs with which a frame is brought within the budget while there is no plan at all."""
+
+_SPARED = 4
+"""Runs for which time is left at the end of a limited search: those that bring its best plan within the budget."""
 
 _WORTH = 0.005
 """Part of a step's seconds below which a technique more is not worth it."""
@@ -74,6 +80,7 @@ class Search:
         progress: told what is being done.
         start: techniques to look at together first.
         cutting: what another search found out about cutting the workload's batches.
+        clock: of this search, and of others for the same answer.
     """
 
     device: Device
@@ -81,48 +88,105 @@ class Search:
     progress: Progress = lambda _text: None
     start: tuple[Choice, ...] = ()
     cutting: Cutting | None = None
+    clock: Clock = field(default_factory=Clock)
     _frames: Frames = field(init=False)
     _choices: dict[Part, Choice] = field(default_factory=dict)
     _effects: dict[Part, Effect] = field(default_factory=dict)
     _tried: set[Any] = field(default_factory=set)
     _rated: dict[Any, Rated] = field(default_factory=dict)
+    _settled: list[Settled] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Nothing was run yet."""
         self._frames = Frames(
-            device=self.device, request=self.request, progress=self.progress, known_cutting=self.cutting
+            device=self.device,
+            request=self.request,
+            progress=self.progress,
+            clock=self.clock,
+            known_cutting=self.cutting,
         )
         self._choices.update((choice_key(choice), choice) for choice in self.start)
 
     def plan(self) -> Plan:
-        """The best plan.
+        """The best plan, or the best so far where the search is stopped; what was run is not lost then.
 
         Raises:
             NothingFits: none stays within the budget; it holds the one that came closest.
             UsageError: the workload cannot be run.
+            KeyboardInterrupt: the search was interrupted before there was any plan.
         """
-        began = time.perf_counter()
+        began = self.clock.seconds
         plain = self._frames.plain
         check_hope(self._frames)
-        settled: list[Settled] = []
-        for _ in range(_SETTLINGS):
-            best = self.best()
-            found = settle(self._frames, best)
-            settled.append(found)
-            if found.price.fits or best.lowest > self.request.limit:
-                break
-            key = key_of(best.frame.choices, best.frame.fine)
-            excess = found.price.total_bytes - max(best.lowest, self.request.limit)
-            self._frames.excess[key] = self._frames.excess.get(key, 0) + max(excess, 1)
-        best_settled = min(
-            settled,
-            key=lambda one: (
-                not one.price.fits,
-                one.price.step_seconds if one.price.fits else one.price.total_bytes,
-            ),
-        )
-        answer = Answer(settled=best_settled, plain=plain, seconds=time.perf_counter() - began)
+        try:
+            self._settle_all()
+        except SearchStopped:
+            if self.clock.stopped == INTERRUPTED and not self._fitting():
+                raise KeyboardInterrupt from None
+        except KeyboardInterrupt:
+            if not self._fitting():
+                raise
+            self.clock.interrupt()
+        best = min(self._settled, key=_settled_score, default=None)
+        if best is None:  # there was no time for a run of any plan
+            best = unsettled(self._frames, self._rate(plain))
+        answer = Answer(settled=best, plain=plain, seconds=self.clock.seconds - began)
         return answered(self._frames, answer)
+
+    def _fitting(self) -> bool:
+        """Whether a plan was run that fits."""
+        return any(one.price.fits for one in self._settled)
+
+    def _settle_all(self) -> None:
+        """Search, and run the plans of the best frames until one stays within the budget in truth.
+
+        Raises:
+            SearchStopped: the time was over.
+        """
+        short = False
+        try:
+            for _ in range(_SETTLINGS):
+                try:
+                    with self.clock.sparing(_SPARED):
+                        best = self.best()
+                except SearchStopped:
+                    short, best = True, self._best()
+                found = settle(self._frames, best, seen=self._seen)
+                if found.price.fits or best.lowest > self.request.limit:
+                    break
+                self._add_excess(best.frame, found)
+        finally:
+            if short:
+                self.clock.run_out()
+
+    def _seen(self, settled: Settled) -> bool:
+        """Keep what was run; it is never good enough."""
+        self._settled.append(settled)
+        if settled.price.fits:
+            self.clock.found()
+        return False
+
+    def _seen_first(self, settled: Settled) -> bool:
+        """Keep what was run; a first plan only has to fit."""
+        return self._seen(settled) or settled.price.fits
+
+    def _add_excess(self, frame: Frame, found: Settled) -> None:
+        """A frame's plans need more than was predicted."""
+        key = key_of(frame.choices, frame.fine)
+        excess = found.price.total_bytes - max(self._rate(frame).lowest, self.request.limit)
+        self._frames.excess[key] = self._frames.excess.get(key, 0) + max(excess, 1)
+
+    def _secure(self, frame: Frame) -> None:
+        """Where there is no plan yet and a frame promises one, run it until it fits: the search may be stopped."""
+        if self.request.objective != THROUGHPUT or self._fitting():
+            return
+        rated = self._rate(frame)
+        if rated.solution is None:
+            return
+        with self.clock.sparing(0):
+            found = settle(self._frames, rated, seen=self._seen_first, tries=_FIRST_TRIES)
+        if not found.price.fits:
+            self._add_excess(frame, found)
 
     @property
     def known_cutting(self) -> Cutting | None:
@@ -145,9 +209,9 @@ class Search:
 
     def _climb(self) -> Rated:
         """The best frame that the guesses lead to."""
-        self._frames.look(())
-        if self.start:
-            self._frames.look(self.start)
+        self._secure(self._frames.plain)
+        if self.start and (begun := self._frames.look(self.start)) is not None:
+            self._secure(begun)
         best = self._best()
         patience = _PATIENCE
         for _ in range(_LOOKS):
@@ -157,6 +221,8 @@ class Search:
             if following is None or not patience:
                 break
             frame = self._look(following)
+            if frame is not None:
+                self._secure(frame)
             if frame is not None and self._better(rated := self._rate(frame), best):
                 best, patience = rated, _PATIENCE
             else:
@@ -200,6 +266,7 @@ class Search:
     def _learn(self, part: Part, before: Frame, after: Frame | None) -> None:
         if after is not None:
             self._effects[part] = Effect(before.outlook, after.outlook)
+            self._secure(after)
 
     def _promising(self, best: Rated) -> Parts | None:
         """The combination of the best guess that was not run yet; None if no guess is better than the best."""
@@ -303,6 +370,12 @@ class Search:
             step_seconds=frame.observation.seconds + solution.extra_seconds,
             techniques=tuple(choice.words for choice in (*frame.choices, *chosen)),
         )
+
+
+def _settled_score(settled: Settled) -> tuple[bool, float]:
+    """The smaller, the better."""
+    price = settled.price
+    return (not price.fits, price.step_seconds if price.fits else float(price.total_bytes))
 
 
 def _parts(frame: Frame) -> Parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vramfit.planner.activations import Solution
@@ -35,8 +36,20 @@ class Settled:
     price: Price
 
 
-def settle(frames: Frames, rated: Rated) -> Settled:
-    """The quickest plan of a frame whose run stays within the budget, or the one that came closest."""
+def settle(
+    frames: Frames, rated: Rated, *, seen: Callable[[Settled], bool] = lambda _: False, tries: int = _TRIES
+) -> Settled:
+    """The quickest plan of a frame whose run stays within the budget, or the one that came closest.
+
+    Args:
+        frames: what was run so far.
+        rated: the frame.
+        seen: told of each run; whether that one is good enough.
+        tries: how many runs, at most.
+
+    Raises:
+        SearchStopped: the time was over; what was run was told.
+    """
     frame, limit = rated.frame, frames.request.limit
     least = frames.request.objective == MEMORY
     low = frames.lowest(frame)
@@ -45,7 +58,7 @@ def settle(frames: Frames, rated: Rated) -> Settled:
     fitting: Settled | None = None
     closest: Settled | None = None
     failed_at: int | None = None
-    for _ in range(_TRIES):
+    for _ in range(tries):
         solution = frames.solve(frame, target)
         if solution is None:
             if target >= low:
@@ -56,6 +69,8 @@ def settle(frames: Frames, rated: Rated) -> Settled:
         frames.progress("a run with the plan")
         price = frames.price(choices, tail)
         tried = Settled(rated=rated, choices=choices, solution=solution, price=price)
+        if seen(tried):
+            return tried
         if not price.fits:
             if closest is None or price.total_bytes < closest.price.total_bytes:
                 closest = tried
@@ -81,4 +96,10 @@ def settle(frames: Frames, rated: Rated) -> Settled:
     if closest is None:
         price = frames.price(frame.choices, tail)
         closest = Settled(rated=rated, choices=frame.choices, solution=None, price=price)
+        seen(closest)
     return closest
+
+
+def unsettled(frames: Frames, rated: Rated) -> Settled:
+    """A frame of which no plan was run: nothing is known to fit."""
+    return Settled(rated=rated, choices=rated.frame.choices, solution=None, price=frames.unknown_price())

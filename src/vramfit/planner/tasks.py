@@ -12,6 +12,7 @@ from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.planner.card_device import CardDevice
 from vramfit.planner.cheapest import cheapest_plan
 from vramfit.planner.checking import check_workload
+from vramfit.planner.clock import Clock, interruptible
 from vramfit.planner.document import plan_to_toml
 from vramfit.planner.fitting import CardCheck, largest, largest_up_to
 from vramfit.planner.measuring import run_on
@@ -45,11 +46,13 @@ def plan(workload: Workload, device: Device, job: dict[str, Any], progress: Prog
     """The best plan for a budget, and the frontier if it was asked for."""
     request = _request(workload, job)
     check_workload(workload, request.sizes, progress)
+    clock = Clock(limit=request.search_seconds)
     try:
-        if request.objective == PRICE:
-            search, found = cheapest_plan(_card_maker(job), request, progress)
-        else:
-            search, found = promised_plan(device, request, progress)
+        with interruptible(clock):
+            if request.objective == PRICE:
+                search, found = cheapest_plan(_card_maker(job), request, progress, clock)
+            else:
+                search, found = promised_plan(device, request, progress, clock)
     except NothingFits as error:
         raise PlanFailed(error) from None
     return {
@@ -78,6 +81,7 @@ def _request(workload: Workload, job: dict[str, Any]) -> Request:
         forbidden=frozenset(job["forbid"]),
         target=job["target"],
         time_limit=job["time_limit"],
+        search_seconds=job["search_seconds"],
     )
 
 

@@ -1,0 +1,211 @@
+"""A search that is limited or interrupted: the best plan so far, and said to be that."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.planner.test_search import CONTEXT, GPU, MIB, workload
+
+from vramfit.errors import UsageError
+from vramfit.planner.clock import INTERRUPTED, TIME_OVER, Clock, SearchStopped
+from vramfit.planner.document import plan_from_toml, plan_to_toml
+from vramfit.planner.growing import search_for
+from vramfit.planner.price import Price
+from vramfit.planner.request import NothingFits, Request
+from vramfit.planner.search import Search
+from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.planning import plan as plan_for
+from vramfit.workload import Workload
+
+ALLOWED = frozenset({"activation-checkpointing", "chunked-loss", "optimizer-kernel", "step-in-backward"})
+
+
+@dataclass
+class Second:
+    """A clock on which each run takes a second."""
+
+    time: float = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+class Timed(VirtualDevice):
+    """A card that takes a second for each run, and may be interrupted at one of them."""
+
+    def __init__(self, second: Second, interrupt_at: int = 0) -> None:
+        super().__init__(GPU, alloc_conf="", host_bytes=1 << 34)
+        self.second = second
+        self.interrupt_at = interrupt_at
+        self.runs = 0
+
+    def _begin(self) -> None:
+        self.runs += 1
+        self.second.time += 1
+        if self.runs == self.interrupt_at:
+            raise KeyboardInterrupt
+
+    def observe(self, *given: Any) -> Any:
+        self._begin()
+        return super().observe(*given)
+
+    def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> Price:
+        self._begin()
+        return super().price(workload, sizes, budget)
+
+
+def request(**other: Any) -> Request:
+    asked = workload(256, 1 << 16)
+    given: dict[str, Any] = {"budget_bytes": CONTEXT + 800 * MIB, "host_bytes": 1 << 34, "allowed": ALLOWED}
+    return Request(workload=asked, sizes=asked.sizes, **(given | other))
+
+
+def searched(limit: float | None, interrupt_at: int = 0, **other: Any) -> tuple[Search, Timed]:
+    second = Second()
+    device = Timed(second, interrupt_at)
+    return Search(device=device, request=request(**other), clock=Clock(limit=limit, now=second)), device
+
+
+@pytest.mark.parametrize("limit", [6.5, 8.5, 10.5])
+def test_a_limited_search_ends_in_time_with_the_best_so_far(limit: float) -> None:
+    search, device = searched(limit)
+    plan = search.plan()
+    assert device.second.time <= limit
+    assert plan.fits
+    assert plan.solved.stopped == TIME_OVER
+    assert plan.solved.first_plan_seconds is not None
+    assert plan.solved.first_plan_seconds <= 5
+    assert plan.notes[0].startswith("The best so far: the search had no more time after ")
+    assert plan_from_toml(plan_to_toml(plan)).solved == plan.solved
+    assert VirtualDevice.price(device, plan.apply(workload(256, 1 << 16)), dict(plan.aim.sizes), 1 << 40).fits
+
+
+def test_a_search_with_time_enough_says_nothing_of_it() -> None:
+    plan = searched(1000.0)[0].plan()
+    assert plan.solved.stopped is None
+    assert not any("best so far" in note for note in plan.notes)
+
+
+def test_a_search_without_time_for_any_plan_does_not_say_that_nothing_fits() -> None:
+    with pytest.raises(
+        NothingFits, match=r"no plan for .* yet: the search had no more time after 1 runs"
+    ) as error:
+        searched(1.5)[0].plan()
+    assert "--search-seconds" in error.value.hint
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_an_interrupted_search_has_the_best_so_far(late: int) -> None:
+    search, device = searched(None)
+    search.plan()
+    last = device.runs if late else 6
+    plan = searched(None, last)[0].plan()
+    assert plan.fits
+    assert plan.solved.stopped == INTERRUPTED
+    assert "was interrupted" in plan.notes[0]
+
+
+def test_an_interrupt_before_any_plan_is_one() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        searched(None, 2)[0].plan()
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_size_that_grows_is_the_largest_so_far(interrupted: bool) -> None:
+    asked = replace(
+        request(objective="batch", allowed=frozenset({"activation-checkpointing"}), entries=False),
+        search_seconds=None if interrupted else 1e-3,
+    )
+    device = Timed(Second(), 8 if interrupted else 0)
+    if not interrupted:
+        with pytest.raises(NothingFits, match="no plan for"):
+            search_for(device, asked, lambda _: None)
+        return
+    _, plan = search_for(device, asked, lambda _: None)
+    assert plan.fits
+    assert plan.aim.objective == "batch_size"
+    assert plan.solved.stopped == INTERRUPTED
+    assert plan.notes[0].startswith("The search was stopped: a larger batch_size than ")
+
+
+def test_time_is_left_for_what_comes_behind() -> None:
+    second = Second()
+    clock = Clock(limit=10, now=second)
+    with clock.running():
+        second.time = 3
+    with clock.sparing(1):
+        clock.check()
+        second.time = 5
+        with pytest.raises(SearchStopped):
+            clock.check()
+    assert not clock.stopped
+    clock.check()
+    second.time = 8
+    with pytest.raises(SearchStopped):
+        clock.check()
+    assert clock.stopped == TIME_OVER
+
+
+def test_no_time_at_all_is_refused() -> None:
+    with pytest.raises(UsageError, match="search_seconds=0 is no time"):
+        plan_for("work.py:training", gpu="8GiB", search_seconds=0)
+
+
+WORKLOAD = """
+import os, signal
+import torch
+from torch import nn
+from vramfit import Workload
+
+runs = []
+
+def model():
+    runs.append(1)
+    if len(runs) == 7:
+        os.kill(os.getppid(), signal.SIGINT)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in range(4)))
+
+training = Workload(
+    model=model,
+    batch=lambda batch_size: torch.ones(batch_size, 256),
+    sizes={"batch_size": 65536},
+    loss=lambda model, batch: model(batch).square().mean(),
+    optimizer=lambda parameters: torch.optim.AdamW(parameters),
+)
+"""
+
+
+def test_ctrl_c_writes_the_best_plan_so_far(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(WORKLOAD)
+    plan = tmp_path / "plan.toml"
+    command = [
+        "plan",
+        f"{tmp_path}/work.py:training",
+        "--gpu",
+        "RTX 4090",
+        "--budget",
+        "1200MiB",
+        "-o",
+        str(plan),
+    ]
+    ran = subprocess.run(
+        [sys.executable, "-m", "vramfit", *command],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ),
+        check=False,
+    )
+    assert ran.returncode == 130, ran.stderr
+    assert "The best so far: the search was interrupted" in ran.stdout
+    written = tomllib.loads(plan.read_text())
+    assert written["solved"]["stopped"] == "interrupted"
+    assert written["after"]["total_bytes"] <= 1200 * MIB
+    assert torch.__version__ == written["aim"]["torch"]
