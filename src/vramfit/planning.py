@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vramfit.arguments import path_argument, size_argument
+from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.planner.run import PRICE, Room, fit_in_child, plan_in_child, priced_room, verify_in_child
 from vramfit.programs.interrupts import signals_kept

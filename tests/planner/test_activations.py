@@ -9,20 +9,18 @@ from dataclasses import replace
 import pytest
 from tests.planner.made import MIB, block, observation, op, random_observation
 
-from vramfit.planner.activations import (
+from vramfit.planner.activations import greedy, lowest_peak, solve
+from vramfit.planner.decisions import (
     OVERHEAD_SECONDS,
     Decision,
     Fate,
     Terms,
     candidates,
     choosable,
-    greedy,
     kept_bytes,
-    lowest_peak,
     predicted_peak,
     recompute_flops,
     recompute_seconds,
-    solve,
     stretch_peaks,
 )
 from vramfit.planner.observing import BETWEEN, Observation, Stretch

@@ -36,7 +36,7 @@ def test_the_card_is_taken_on_which_a_step_costs_least() -> None:
         allowed=frozenset({"optimizer-kernel"}),
         entries=False,
     )
-    _, plan = cheapest_plan(_device, request, _silent, cards)
+    _, plan = cheapest_plan(_device, request, _silent, cards=cards)
     costs = {
         card.name: hourly(card) * _device(card).price(asked, dict(asked.sizes)).step_seconds for card in cards
     }
@@ -54,7 +54,7 @@ def test_a_card_that_is_too_small_is_passed_over_and_named() -> None:
     request = Request(
         workload=asked, sizes=asked.sizes, budget_bytes=0, allowed=frozenset({"tf32"}), entries=False
     )
-    _, plan = cheapest_plan(_device, request, _silent, [find_gpu("T4"), find_gpu("A100 80GB SXM")])
+    _, plan = cheapest_plan(_device, request, _silent, cards=[find_gpu("T4"), find_gpu("A100 80GB SXM")])
     assert plan.aim.device == "A100 SXM 80GB"
     assert plan.notes[0].endswith("No plan fits T4.")
 

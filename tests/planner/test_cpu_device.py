@@ -15,9 +15,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from vramfit import Workload
-from vramfit.planner.activations import Decision, Fate, predicted_peak
 from vramfit.planner.choosing import activation_choices, places
 from vramfit.planner.cpu_device import CpuDevice, arithmetic_seconds_of, rates
+from vramfit.planner.decisions import Decision, Fate, predicted_peak
 from vramfit.techniques import Choice, find_technique, with_choices
 
 MIB = 1 << 20

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from vramfit.planner.activations import Decision, Fate
+from vramfit.planner.decisions import Decision, Fate
 from vramfit.planner.observing import Observation
 from vramfit.techniques import Choice, find_technique
 from vramfit.techniques.activation_checkpointing import setting_for

@@ -14,10 +14,10 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.planner import activations
-from vramfit.planner.activations import Solution, Terms
 from vramfit.planner.choosing import finer_places, places, window_bytes
 from vramfit.planner.clock import Clock
 from vramfit.planner.coupling import coupling_by_shapes
+from vramfit.planner.decisions import Solution, Terms
 from vramfit.planner.failures import brief
 from vramfit.planner.observing import Observation
 from vramfit.planner.outlook import Outlook, outlook_of

@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any, TypeAlias
 
 from vramfit.planner import activations
-from vramfit.planner.activations import Terms
+from vramfit.planner.decisions import Terms, choosable, recompute_seconds, stretch_peaks
 from vramfit.planner.observing import Observation
 from vramfit.techniques import Profile
 
@@ -92,8 +92,8 @@ class Outlook:
 
 def outlook_of(observation: Observation, terms: Terms, profile: Profile, outside: int) -> Outlook:
     """What an observed step is made of."""
-    plain = activations.stretch_peaks(observation, {})
-    reduced = activations.stretch_peaks(observation, activations.lowest_decisions(observation, terms))
+    plain = stretch_peaks(observation, {})
+    reduced = stretch_peaks(observation, activations.lowest_decisions(observation, terms))
     backward = [number for number, stretch in enumerate(observation.stretches) if stretch.backward]
     end = backward[-1] + 1 if backward else len(observation.stretches)
     weights = observation.weight_bytes
@@ -111,9 +111,9 @@ def outlook_of(observation: Observation, terms: Terms, profile: Profile, outside
         passes=observation.seconds - observation.tail_seconds,
         stepping=observation.tail_seconds,
         recomputing=sum(
-            activations.recompute_seconds(block) * block.calls
+            recompute_seconds(block) * block.calls
             for block in observation.blocks
-            if activations.choosable(observation, block)
+            if choosable(observation, block)
         ),
     )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vramfit.planner.activations import Solution
 from vramfit.planner.choosing import activation_choices
+from vramfit.planner.decisions import Solution
 from vramfit.planner.frames import Frames, Rated
 from vramfit.planner.price import Price
 from vramfit.planner.request import MEMORY

@@ -12,9 +12,9 @@ from functools import cache
 from tests.techniques.gradients.architectures import all_architectures
 
 from vramfit.errors import UsageError
-from vramfit.planner.activations import candidates
 from vramfit.planner.choosing import finer_places, places
 from vramfit.planner.cpu_device import CpuDevice
+from vramfit.planner.decisions import candidates
 from vramfit.techniques import Choice, Numerics, Profile, Setting, Technique, all_techniques
 from vramfit.techniques.activation_checkpointing import Checkpointing, setting_for
 from vramfit.techniques.activation_offload import ActivationOffloadSetting

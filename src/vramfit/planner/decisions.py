@@ -1,0 +1,211 @@
+"""What can be decided for a block, and what a decision frees and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from vramfit.planner.observing import Observation
+from vramfit.techniques import Block, BlockOp
+
+OVERHEAD_SECONDS = 30e-6
+"""Estimated cost of recomputing one block beyond its operations: the checkpoint's own work on the host."""
+
+
+class Fate(Enum):
+    """What becomes of what a block keeps for its backward pass."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of a block.
+
+    Attributes:
+        fate: of all that it keeps.
+        saved: numbers of the operations whose results are kept all the same, where it is recomputed.
+    """
+
+    fate: Fate
+    saved: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Solution:
+    """Decisions for all blocks.
+
+    Attributes:
+        decisions: by path; blocks that are kept are left out.
+        peak_bytes: predicted, of the whole step.
+        extra_seconds: predicted, beyond the plain step.
+        extra_flops: predicted.
+        host_bytes: that go to the host.
+        gap: how far the cost may be above the best possible, as a part of it; None from the greedy way.
+        status: of the solver, in words.
+        seconds: that solving took.
+    """
+
+    decisions: Mapping[str, Decision]
+    peak_bytes: int
+    extra_seconds: float
+    extra_flops: int
+    host_bytes: int
+    gap: float | None
+    status: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """What may be chosen.
+
+    Attributes:
+        recompute: whether blocks may be recomputed.
+        select: whether results inside recomputed blocks may be saved.
+        offload: whether what blocks keep may go to the host.
+        host_bytes: how much may.
+        link_bytes_per_second: between host and card.
+        window: bytes of the device through which what goes to the host passes.
+        time_limit: seconds for the solver.
+        gap: a solution this close to the best, as a part of its cost, is good enough.
+    """
+
+    recompute: bool = True
+    select: bool = True
+    offload: bool = False
+    host_bytes: int = 0
+    link_bytes_per_second: float = 0.0
+    window: int = 0
+    time_limit: float = 10.0
+    gap: float = 1e-3
+
+
+def candidates(block: Block) -> dict[int, BlockOp]:
+    """The operations of a block whose results may be saved, by number.
+
+    Those after the last result that the backward pass needs are never computed again.
+    """
+    last = last_needed(block)
+    return {
+        number: op
+        for number, op in enumerate(block.ops[: last + 1])
+        if op.bytes and not op.mutated and op.seconds > 0
+    }
+
+
+def last_needed(block: Block) -> int:
+    """The number of the last operation whose results the backward pass needs; -1 without one."""
+    return max((number for number, op in enumerate(block.ops) if op.kept), default=-1)
+
+
+def recompute_seconds(block: Block, saved: frozenset[int] = frozenset()) -> float:
+    """What computing a block again takes, without what is saved."""
+    return sum(op.seconds for op in _recomputed(block, saved)) + OVERHEAD_SECONDS
+
+
+def recompute_flops(block: Block, saved: frozenset[int] = frozenset()) -> int:
+    """Multiplications and additions of the same."""
+    return sum(op.flops for op in _recomputed(block, saved))
+
+
+def _recomputed(block: Block, saved: frozenset[int]) -> Iterator[BlockOp]:
+    # torch.utils.checkpoint stops at the last tensor that the forward pass kept, even where that one was saved.
+    end = last_needed(block) + 1
+    return (op for number, op in enumerate(block.ops[:end]) if number not in saved)
+
+
+def kept_bytes(block: Block, decision: Decision) -> int:
+    """What a block keeps on the device between its forward and its backward pass."""
+    if decision.fate is Fate.KEEP:
+        return block.kept_bytes
+    if decision.fate is Fate.OFFLOAD:
+        return 0
+    held = block.new_input_bytes + block.shared_bytes
+    return held + sum(block.ops[number].bytes for number in decision.saved)
+
+
+def predicted_peak(observation: Observation, decisions: Mapping[str, Decision]) -> int:
+    """The peak of the step with these decisions, in bytes."""
+    return int(stretch_peaks(observation, decisions).max(initial=0))
+
+
+def stretch_peaks(
+    observation: Observation, decisions: Mapping[str, Decision]
+) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """The peak of each stretch of the step with these decisions, in bytes."""
+    held = held_in(observation)
+    less = np.array(
+        [
+            block.kept_bytes - kept_bytes(block, decisions[block.path]) if block.path in decisions else 0
+            for block in observation.blocks
+        ],
+        dtype=np.float64,
+    )
+    peaks = np.array([stretch.peak_bytes for stretch in observation.stretches], dtype=np.float64)
+    found: np.ndarray[tuple[int], np.dtype[np.float64]] = peaks - held @ less
+    return found
+
+
+def held_in(observation: Observation) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """Matrix of shape [stretches, blocks]: how many calls of a block wait for their backward pass."""
+    held = np.zeros((len(observation.stretches), len(observation.blocks)))
+    for block in observation.blocks:
+        waiting = waits(observation, block)
+        if waiting is not None:
+            held[:, block.index] = waiting
+    return held
+
+
+def waits(observation: Observation, block: Block) -> list[int] | None:
+    """How many calls of a block wait for their backward pass in each stretch; None where it cannot be told.
+
+    With micro-batches a block goes forward and backward in turn. One that several layers share, or a discriminator that
+    judges two batches, goes forward more than once before it goes backward: each call then waits by itself. A call that
+    never goes backward keeps what it keeps until its result is dropped, whenever that is.
+    """
+    waiting, seen, counts = 0, set(), []
+    for stretch in observation.stretches:
+        mine = stretch.block == block.index
+        if mine and stretch.backward and stretch.call not in seen:
+            waiting -= bool(waiting)
+            seen.add(stretch.call if stretch.call >= 0 else None)
+        counts.append(waiting)
+        if mine and not stretch.backward:
+            waiting += 1
+    return counts if waiting == 0 and any(counts) else None
+
+
+def overlaps(observation: Observation, block: Block) -> bool:
+    """Whether several calls of a block wait at once."""
+    return max(waits(observation, block) or [0]) > 1
+
+
+def choosable(observation: Observation, block: Block) -> bool:
+    """Whether anything can be chosen for a block."""
+    return bool(block.kept_bytes) and waits(observation, block) is not None
+
+
+def may_offload(observation: Observation, block: Block, terms: Terms) -> bool:
+    """Whether what a block keeps may go to the host; what goes there is counted once for each block."""
+    return terms.offload and terms.link_bytes_per_second > 0 and not overlaps(observation, block)
+
+
+def passes(block: Block) -> tuple[float, float]:
+    """Seconds of a block's forward and of its backward pass."""
+    return block.forward_seconds, block.backward_seconds
+
+
+def crossing_seconds(block: Block, terms: Terms) -> float:
+    """Seconds that what a block keeps takes from the device to the host."""
+    return block.kept_bytes / terms.link_bytes_per_second
+
+
+def exposed_seconds(block: Block, terms: Terms, seconds: float) -> float:
+    """Seconds of a pass that wait for the link: no more than the window may be under way when the pass is over."""
+    return max(0.0, crossing_seconds(block, terms) - seconds - terms.window / terms.link_bytes_per_second)

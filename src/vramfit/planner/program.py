@@ -1,0 +1,372 @@
+"""The mixed-integer program of NOTE [The program] in activations.py, for groups of equal blocks, solved by HiGHS.
+
+NOTE [Equal blocks]: layers that do the same are interchangeable, and a program with an unknown for each of them has as
+many solutions of the same cost as they can be ordered. So equal blocks are a group with one set of unknowns: how many
+of them are recomputed, how many save the results of an operation, how many go to the host. Where one waits for its
+backward pass whenever another does (an earlier layer whenever a later one does), the decision that frees more is best
+given to the former. Then a stretch in which all blocks of a group wait is exact, and for one in which some do there
+are two bounds: what they free is at most what all do, and at least their share of it. With the first the program is at
+least as good as any decisions; if its decisions stay within the budget, they are the best. If not, the second gives
+decisions that do, and the first how far these may be from the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+from scipy import optimize, sparse
+
+from vramfit.planner.decisions import (
+    OVERHEAD_SECONDS,
+    Decision,
+    Fate,
+    Terms,
+    candidates,
+    choosable,
+    crossing_seconds,
+    exposed_seconds,
+    held_in,
+    kept_bytes,
+    may_offload,
+    passes,
+    recompute_seconds,
+)
+from vramfit.planner.observing import Observation
+from vramfit.planner.quiet import quiet_output
+from vramfit.techniques import Block
+
+_LOWEST_SECONDS = 1.0
+"""For the lowest peak of one combination where the host is what limits it: it is asked for often."""
+
+_ALIKE = 0.005
+"""Part of their seconds by which blocks may differ that are taken to be equal."""
+
+_MIB = float(1 << 20)
+"""Conditions are in MiB: the solver's tolerances are absolute."""
+
+Counts = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Equal blocks, each of which waits whenever those after it do."""
+
+    blocks: tuple[Block, ...]
+
+    @property
+    def first(self) -> Block:
+        """One of them."""
+        return self.blocks[0]
+
+    def mean(self, values: Sequence[float]) -> float:
+        """What one of them costs."""
+        return sum(values) / len(values)
+
+    def waiting(self, held: Counts, *, least: bool) -> float:
+        """What a stretch frees of what one block frees: of all blocks together, a bound; see NOTE [Equal blocks]."""
+        counts = [float(held[block.index]) for block in self.blocks]
+        return self.mean(counts) if least else max(counts)
+
+
+def alone(observation: Observation) -> tuple[Group, ...]:
+    """Each block by itself."""
+    return tuple(Group((block,)) for block in observation.blocks if choosable(observation, block))
+
+
+def groups_of(observation: Observation, *, cut: bool = False) -> tuple[Group, ...]:
+    """Equal blocks together, as far as they wait for one another.
+
+    Args:
+        observation: of a step.
+        cut: whether the last blocks of a group are apart, which are where the peak often is: bounds are closer then.
+    """
+    held = held_in(observation)
+    chains: dict[tuple[int, ...], list[list[Block]]] = {}
+    blocks = [block for block in observation.blocks if choosable(observation, block)]
+    for block in sorted(blocks, key=lambda one: -float(held[:, one.index].sum())):
+        key = (block.like, block.calls, block.kept_bytes, block.new_input_bytes, block.shared_bytes)
+        known = chains.setdefault(key, [])
+        waits = held[:, block.index]
+        chain = next(
+            (
+                one
+                for one in known
+                if bool((held[:, one[-1].index] >= waits).all()) and _as_long(one[0], block)
+            ),
+            None,
+        )
+        if chain is None:
+            known.append([block])
+        else:
+            chain.append(block)
+    return tuple(
+        Group(tuple(part))
+        for known in chains.values()
+        for chain in known
+        for part in (_cut(chain) if cut else [chain])
+        if part
+    )
+
+
+def _as_long(one: Block, other: Block) -> bool:
+    """Whether two blocks take as long, as far as it matters."""
+    ours, theirs = ((recompute_seconds(block), *passes(block)) for block in (one, other))
+    return all(abs(a - b) <= _ALIKE * max(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _cut(chain: Sequence[Block]) -> list[Sequence[Block]]:
+    count = len(chain)
+    ends = sorted({0, count // 2, max(0, count - 2), count - 1, count})
+    return [chain[begin:end] for begin, end in pairwise(ends)]
+
+
+@dataclass(slots=True)
+class _Columns:
+    """The unknowns of the program."""
+
+    cost: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    whole: list[int] = field(default_factory=list)
+
+    def add(self, cost: float, *, whole: bool = True, upper: float = 1.0) -> int:
+        self.cost.append(cost)
+        self.upper.append(upper)
+        self.whole.append(int(whole))
+        return len(self.cost) - 1
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The conditions: the sum of coefficient times unknown is at most a bound."""
+
+    entries: list[tuple[int, int, float]] = field(default_factory=list)
+    bounds: list[float] = field(default_factory=list)
+
+    def add(self, terms: Mapping[int, float], bound: float) -> None:
+        row = len(self.bounds)
+        self.entries += [(row, column, value) for column, value in terms.items()]
+        self.bounds.append(bound)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Solved:
+    """What the solver found.
+
+    Attributes:
+        decisions: by path; None where it found none in its time.
+        infeasible: whether there are none.
+        cost: in seconds, as the program has it.
+        bound: seconds below which nothing costs.
+        complete: whether it came to its end.
+    """
+
+    decisions: dict[str, Decision] | None
+    infeasible: bool
+    cost: float = 0.0
+    bound: float = 0.0
+    complete: bool = False
+
+
+@dataclass(slots=True)
+class Program:
+    """The unknowns of all groups, and what they have to obey.
+
+    Args:
+        observation: of a step.
+        groups: of its blocks.
+        terms: what may be chosen.
+    """
+
+    observation: Observation
+    groups: Sequence[Group]
+    terms: Terms
+    _columns: _Columns = field(default_factory=_Columns)
+    _rows: _Rows = field(default_factory=_Rows)
+    _recompute: dict[int, int] = field(default_factory=dict)
+    _saves: dict[tuple[int, int], int] = field(default_factory=dict)
+    _offload: dict[int, int] = field(default_factory=dict)
+    _window: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Make the unknowns."""
+        for number, group in enumerate(self.groups):
+            self._add_unknowns(number, group)
+        if not self._offload or not self.terms.window:
+            return
+        # The coefficient in MiB of the unknown that says whether anything goes to the host.
+        anything = self._columns.add(0.0)
+        for number, column in self._offload.items():
+            self._rows.add({column: 1.0, anything: -float(len(self.groups[number].blocks))}, 0.0)
+        self._window[anything] = self.terms.window / _MIB
+
+    def _add_unknowns(self, number: int, group: Group) -> None:
+        terms, columns, rows, blocks = self.terms, self._columns, self._rows, group.blocks
+        most, first = float(len(blocks)), group.first
+        if terms.recompute:
+            seconds = [recompute_seconds(block) * block.calls for block in blocks]
+            self._recompute[number] = columns.add(group.mean(seconds), upper=most)
+            for op in candidates(first) if terms.select else ():
+                saved = [-block.ops[op].seconds * block.calls for block in blocks]
+                self._saves[number, op] = column = columns.add(group.mean(saved), upper=most)
+                rows.add({column: 1.0, self._recompute[number]: -1.0}, 0.0)
+        if may_offload(self.observation, first, terms):
+            away = [
+                (OVERHEAD_SECONDS + sum(exposed_seconds(block, terms, one) for one in passes(block)))
+                * block.calls
+                for block in blocks
+            ]
+            self._offload[number] = columns.add(group.mean(away), upper=most)
+        both = [unknown[number] for unknown in (self._recompute, self._offload) if number in unknown]
+        if len(both) > 1:
+            rows.add(dict.fromkeys(both, 1.0), most)
+
+    def cheapest(self, budget: int, *, least: bool) -> Solved:
+        """The cheapest decisions within a budget of bytes.
+
+        Args:
+            budget: bytes that no stretch may exceed.
+            least: where some blocks of a group wait, count what they free at least, not at most.
+        """
+        rows = _Rows(list(self._rows.entries), list(self._rows.bounds))
+        columns = replace(self._columns, cost=list(self._columns.cost), upper=list(self._columns.upper))
+        columns.whole = list(self._columns.whole)
+        for entries, bound in self._stretches(budget, least=least):
+            rows.add(entries, bound)
+        self._add_transfers(columns, rows)
+        return self._read(columns, _solved(columns, rows, self.terms))
+
+    def lowest(self) -> Solved:
+        """The decisions with the lowest peak."""
+        columns = _Columns([0.0] * len(self._columns.cost), [*self._columns.upper], [*self._columns.whole])
+        rows = _Rows(list(self._rows.entries), list(self._rows.bounds))
+        peak = columns.add(1.0, whole=False, upper=np.inf)
+        for entries, bound in self._stretches(0, least=True):
+            rows.add({**entries, peak: -1.0}, bound)
+        self._add_host(rows)
+        return self._read(columns, _solved(columns, rows, self.terms))
+
+    def _stretches(self, budget: int, *, least: bool) -> list[tuple[dict[int, float], float]]:
+        """A condition for each stretch that could exceed the budget, in MiB."""
+        room = round(sum(self._window.values()) * _MIB)
+        held = held_in(self.observation)
+        seen: dict[bytes, int] = {}
+        for number, stretch in enumerate(self.observation.stretches):
+            if stretch.peak_bytes + room <= budget:
+                continue
+            # Of several stretches with the same blocks waiting only the highest counts.
+            key = held[number].tobytes()
+            seen[key] = max(seen.get(key, 0), stretch.peak_bytes)
+        return [
+            (self._freed(np.frombuffer(key), least=least), (budget - peak) / _MIB)
+            for key, peak in seen.items()
+        ]
+
+    def _freed(self, held: Counts, *, least: bool) -> dict[int, float]:
+        entries = dict(self._window)
+        for number, group in enumerate(self.groups):
+            count, block = group.waiting(held, least=least), group.first
+            if not count:
+                continue
+            if number in self._recompute:
+                rest = kept_bytes(block, Decision(Fate.RECOMPUTE))
+                entries[self._recompute[number]] = count * (rest - block.kept_bytes) / _MIB
+            if number in self._offload:
+                entries[self._offload[number]] = -count * block.kept_bytes / _MIB
+        for (number, op), column in self._saves.items():
+            group = self.groups[number]
+            if count := group.waiting(held, least=least):
+                entries[column] = count * group.first.ops[op].bytes / _MIB
+        return entries
+
+    def _add_transfers(self, columns: _Columns, rows: _Rows) -> None:
+        """What a block cannot hide behind its own pass costs by itself; the rest, where all passes cannot hide it."""
+        if not self._offload:
+            return
+        self._add_host(rows)
+        terms = self.terms
+        for backward in (False, True):
+            rest = {}
+            for number, column in self._offload.items():
+                group = self.groups[number]
+                rest[column] = group.mean(
+                    [
+                        block.calls
+                        * (
+                            crossing_seconds(block, terms)
+                            - exposed_seconds(block, terms, passes(block)[backward])
+                        )
+                        for block in group.blocks
+                    ]
+                )
+            hidden = sum(block.calls * passes(block)[backward] for block in self.observation.blocks)
+            exposed = columns.add(1.0, whole=False, upper=np.inf)
+            rows.add({**rest, exposed: -1.0}, hidden)
+
+    def _add_host(self, rows: _Rows) -> None:
+        """The condition in MiB that the host can hold what goes there."""
+        sizes = {
+            column: self.groups[number].first.kept_bytes / _MIB for number, column in self._offload.items()
+        }
+        rows.add(sizes, self.terms.host_bytes / _MIB)
+
+    def _read(self, columns: _Columns, found: optimize.OptimizeResult) -> Solved:
+        if found.x is None:
+            return Solved(decisions=None, infeasible=found.status == 2)
+        scale = max(columns.cost) or 1.0
+        decisions: dict[str, Decision] = {}
+        for number, group in enumerate(self.groups):
+            decisions |= self._apart(number, group, found.x)
+        bound = getattr(found, "mip_dual_bound", None)
+        return Solved(
+            decisions=decisions,
+            infeasible=False,
+            cost=float(found.fun) * scale,
+            bound=(float(found.fun) if bound is None else float(bound)) * scale,
+            complete=found.status == 0,
+        )
+
+    def _apart(self, number: int, group: Group, values: Counts) -> dict[str, Decision]:
+        """The decisions for the blocks of a group, those that free the most first."""
+
+        def count(column: int | None) -> int:
+            return 0 if column is None else round(float(values[column]))
+
+        recomputed = count(self._recompute.get(number))
+        saved: list[set[int]] = [set() for _ in range(recomputed)]
+        for (owner, op), column in self._saves.items():
+            for place in range(count(column) if owner == number else 0):
+                saved[-1 - place].add(op)
+        found = [Decision(Fate.RECOMPUTE, frozenset(ops)) for ops in saved]
+        found += [Decision(Fate.OFFLOAD)] * count(self._offload.get(number))
+        found.sort(key=lambda decision: kept_bytes(group.first, decision))
+        return {block.path: decision for block, decision in zip(group.blocks, found, strict=False)}
+
+
+def _solved(columns: _Columns, rows: _Rows, terms: Terms) -> optimize.OptimizeResult:
+    """What HiGHS makes of a program."""
+    matrix = sparse.csr_array(
+        (
+            [value for _, _, value in rows.entries],
+            ([row for row, _, _ in rows.entries], [column for _, column, _ in rows.entries]),
+        ),
+        shape=(len(rows.bounds), len(columns.cost)),
+    )
+    scale = max(columns.cost) or 1.0
+    with quiet_output():
+        return optimize.milp(
+            np.array(columns.cost) / scale,
+            integrality=np.array(columns.whole),
+            bounds=optimize.Bounds(0, np.array(columns.upper)),
+            constraints=optimize.LinearConstraint(matrix, ub=np.array(rows.bounds)),
+            options={"time_limit": terms.time_limit, "mip_rel_gap": terms.gap},
+        )
+
+
+def lowest_shared(observation: Observation, terms: Terms) -> Mapping[str, Decision] | None:
+    """Decisions with the lowest peak where the host holds a part of what could go there; None where none was found."""
+    # What is saved only ever adds.
+    terms = replace(terms, select=False, time_limit=min(terms.time_limit, _LOWEST_SECONDS))
+    return Program(observation, alone(observation), terms).lowest().decisions
