@@ -59,11 +59,14 @@ def test_equal_blocks_are_as_cheap_as_the_best_of_all_choices(seed: int, growth:
 
 
 def test_many_equal_blocks_are_solved_to_the_end_within_a_second() -> None:
-    observed = layers(3, count=48, ops=24)
-    plain, lowest = predicted_peak(observed, {}), lowest_peak(observed, Terms())
-    for share in (0.11, 0.37, 0.83):
+    observed = layers(4, count=48, ops=24, growth=3)
+    terms = Terms(
+        time_limit=1.0, offload=True, host_bytes=1 << 40, link_bytes_per_second=2e9, window=64 * MIB
+    )
+    plain, lowest = predicted_peak(observed, {}), lowest_peak(observed, terms)
+    for share in (0.11, 0.4, 0.83):
         budget = round(lowest + share * (plain - lowest))
-        found = solve(observed, budget, Terms(time_limit=1.0))
+        found = solve(observed, budget, terms)
         assert found is not None
         assert found.status == "optimal"
         assert found.gap is not None
