@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,12 @@ import pytest
 def no_profiles(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for profiles in a folder that holds none."""
     monkeypatch.setenv("VRAMFIT_PROFILE_DIR", str(tmp_path_factory.getbasetemp() / "no-profiles"))
+
+
+@pytest.fixture(autouse=True)
+def no_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what searches for plans saw from the user's cache and from other tests."""
+    monkeypatch.setenv("VRAMFIT_CACHE_DIR", str(tmp_path / "searches"))
 
 
 @pytest.fixture(autouse=True)

@@ -39,6 +39,7 @@ def plan(
     alloc_conf: str | None = None,
     time_limit: float = 10.0,
     search_seconds: float | None = None,
+    fresh: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
     """Find the cheapest set of techniques with which a workload stays within a budget.
@@ -61,6 +62,7 @@ def plan(
         time_limit: seconds for one solution of the mixed-integer program.
         search_seconds: for the whole search, which then ends with the best plan so far; None for as long as it takes.
             Ctrl-C ends it too. ``plan.solved.stopped`` says so.
+        fresh: whether what earlier searches saw of ``FILE.py:NAME`` is left aside.
         progress: called with what is being done.
 
     Raises:
@@ -99,6 +101,7 @@ def plan(
             forbid=forbid,
             time_limit=time_limit,
             search_seconds=search_seconds,
+            fresh=fresh,
             progress=progress,
         )
     if found.failure is not None:

@@ -145,7 +145,7 @@ def test_only_what_can_be_cut_is_offered_in_pieces(loss: object) -> None:
         workload=workload, sizes=workload.sizes, budget_bytes=1 << 33, allowed=frozenset({"micro-batching"})
     )
     frames = Frames(device=VirtualDevice(find_gpu("RTX 4090"), alloc_conf=""), request=request)
-    offered = list(frames.options(frames.plain.profile))
+    offered = list(frames.options(frames.plain))
     assert bool(offered) == (loss is None)
     assert all("micro-batching" in note for note in frames.notes(offered))
     assert frames.notes(offered)

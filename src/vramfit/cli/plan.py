@@ -77,6 +77,9 @@ def plan_command(
             show_default="as long as it takes",
         ),
     ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Leave aside what earlier searches for the workload saw.")
+    ] = False,
     alloc_conf: AllocConf = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="PLAN.toml", help="Write the plan.")
@@ -108,6 +111,7 @@ def plan_command(
             frontier=frontier is not None,
             time_limit=time_limit,
             search_seconds=search_seconds,
+            fresh=fresh,
             progress=progress,
         )
     _tell(planned, output, json, frontier)

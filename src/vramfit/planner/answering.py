@@ -69,6 +69,7 @@ def answered(frames: Frames, answer: Answer) -> Plan:
             gap=None if solution is None else solution.gap,
             seconds=frames.solver_seconds,
             runs=frames.runs,
+            remembered=0 if frames.memory is None else frames.memory.used,
             search_seconds=answer.seconds,
             first_plan_seconds=frames.clock.first_plan,
             stopped=frames.clock.stopped or None,

@@ -17,6 +17,7 @@ from typing import Any
 from vramfit.files import Writes, make_policy, protect
 from vramfit.files.protection import stand
 from vramfit.planner import tasks
+from vramfit.planner.evidence import Evidence
 from vramfit.planner.failures import told
 from vramfit.planner.price import Device
 from vramfit.programs.interrupts import note_interrupts
@@ -58,6 +59,10 @@ def main(name: str) -> int:
         if job["device"] not in _REAL:
             _protect_files(folder)
         card_here = job["device"] == "cuda" and _card_here()
+        if job["device"] == "cuda" and job["task"] == "plan":
+            evidence = Evidence(job, folder)
+            evidence.watch()
+            job["evidence"] = evidence
         device, load = _device(job)
         workload = load(job["target"])
         found = TASKS[job["task"]](workload, device, job, progress)

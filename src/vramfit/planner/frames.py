@@ -6,7 +6,7 @@ For a frame the program of activations.py says how to come within the budget, or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -19,6 +19,7 @@ from vramfit.planner.clock import Clock
 from vramfit.planner.coupling import coupling_by_shapes
 from vramfit.planner.decisions import Solution, Terms
 from vramfit.planner.failures import brief
+from vramfit.planner.memory import Memory, Sight, figures_of, is_remembered, profile_from
 from vramfit.planner.observing import Observation
 from vramfit.planner.outlook import Outlook, outlook_of
 from vramfit.planner.pieces import LOOKED_PIECES, fewer_pieces, repeated
@@ -41,6 +42,8 @@ from vramfit.techniques.micro_batching import MicroBatchingSetting
 
 Progress = Callable[[str], None]
 Key: TypeAlias = tuple[Any, ...]
+
+MICRO_BATCHING = "micro-batching"
 
 ACTIVATIONS = ("activation-checkpointing", "activation-offload")
 """Techniques that the program chooses settings for."""
@@ -99,6 +102,7 @@ class Frames:
         request: what is asked for.
         progress: told what is being done.
         clock: says whether another run may begin.
+        memory: of earlier searches; None without one.
 
     Attributes:
         runs: on the device so far.
@@ -111,6 +115,7 @@ class Frames:
     request: Request
     progress: Progress = lambda _text: None
     clock: Clock = field(default_factory=Clock)
+    memory: Memory | None = None
     runs: int = 0
     solver_seconds: float = 0.0
     excess: dict[Key, int] = field(default_factory=dict)
@@ -128,8 +133,6 @@ class Frames:
         """
         key = key_of(choices, fine)
         if key not in self._frames:
-            if choices or fine:  # without the plain program there is nothing to tell
-                self.clock.check()
             self.progress(", ".join(choice.name for choice in choices) or "the plain program")
             self._frames[key] = self._observed(choices, fine=fine)
         return self._frames[key]
@@ -156,22 +159,15 @@ class Frames:
 
     def _observed(self, choices: tuple[Choice, ...], *, fine: bool) -> Frame | None:
         request = self.request
-        looked: Callable[[nn.Module], Sequence[str]] = finer_places if fine else places
         try:
             check_together(choices)
         except UsageError:  # each says so of the other in its own description
             return None
-        try:
-            looked_at, sizes, times = fewer_pieces(choices, request.sizes, LOOKED_PIECES)
-            workload = with_choices(request.workload, looked_at)
-            self.runs += 1
-            with self.clock.running():
-                profile, observation = self.device.observe(workload, sizes, looked)
-        except Exception as error:  # whatever a technique makes of a model that runs without it
-            if not choices:
-                raise
-            self._note_broken(choices, error)
+        seen = self._recalled(choices, fine) or self._watched(choices, fine)
+        if seen is None or seen[1] is None:
             return None
+        profile, observation = seen
+        _, _, times = fewer_pieces(choices, request.sizes, LOOKED_PIECES)
         if profile.host_peak_bytes > request.host_bytes and choices:
             return None
         if times != 1:
@@ -195,13 +191,57 @@ class Frames:
             outlook=outlook_of(observation, self._terms(profile, observation), profile, outside),
         )
 
-    def _note_broken(self, choices: Iterable[Choice], error: Exception) -> None:
+    def _recalled(
+        self, choices: tuple[Choice, ...], fine: bool
+    ) -> tuple[Profile, Observation] | tuple[None, None] | None:
+        """A combination as an earlier search saw it; None where it did not. The plain program is always run."""
+        if self.memory is None or not (choices or fine):
+            return None
+        sight = self.memory.sight(choices, fine, self.request.sizes)
+        if sight is None:
+            return None
+        if sight.observation is None:
+            self._broken.setdefault(" with ".join(choice.name for choice in choices), sight.failed or "")
+            return None, None
+        return profile_from(sight.figures, self.request.sizes, self.request.host_bytes, sight.observation)
+
+    def _watched(
+        self, choices: tuple[Choice, ...], fine: bool
+    ) -> tuple[Profile, Observation] | tuple[None, None]:
+        """A combination as it runs now; nothing where it does not run."""
+        request, memory = self.request, self.memory
+        if choices or fine:  # without the plain program there is nothing to tell
+            self.clock.check()
+        looked: Callable[[nn.Module], Sequence[str]] = finer_places if fine else places
+        try:
+            looked_at, sizes, _ = fewer_pieces(choices, request.sizes, LOOKED_PIECES)
+            workload = with_choices(request.workload, looked_at)
+            self.runs += 1
+            with self.clock.running():
+                profile, observation = self.device.observe(workload, sizes, looked)
+        except Exception as error:  # whatever a technique makes of a model that runs without it
+            if not choices:
+                raise
+            failed = self._note_broken(choices, error)
+            if memory is not None:
+                memory.add_sight(
+                    choices, fine, request.sizes, Sight(observation=None, figures={}, failed=failed)
+                )
+            return None, None
+        if memory is not None:
+            sight = Sight(observation=observation, figures=figures_of(profile))
+            if not (choices or fine) and not memory.agrees((), request.sizes, sight):
+                memory.forget()
+            memory.add_sight(choices, fine, request.sizes, sight)
+        return profile, observation
+
+    def _note_broken(self, choices: Iterable[Choice], error: Exception) -> str:
         """Keep why a combination is left out: refused by a technique, or failed in the workload's code or ours."""
         if isinstance(error, UsageError):
             why = f": {error.message}"
         else:
             why = f": the workload fails with it ({brief(error)})"
-        self._broken.setdefault(" with ".join(choice.name for choice in choices), why)
+        return self._broken.setdefault(" with ".join(choice.name for choice in choices), why)
 
     def rated(self, frame: Frame) -> Rated:
         """What a frame comes to within the budget."""
@@ -248,43 +288,77 @@ class Frames:
             time_limit=self.request.time_limit,
         )
 
-    def options(self, profile: Profile) -> Iterable[Choice]:
-        """What could be added to a frame, the mildest setting of each technique first."""
-        for technique in all_techniques():
-            if technique.name in ACTIVATIONS or not self.request.may(technique):
+    def options(self, frame: Frame, *, quickening: bool = False) -> Iterator[Choice]:
+        """What could be added to a frame, the mildest setting of each technique first.
+
+        Args:
+            frame: it.
+            quickening: whether only what may make a step quicker is asked for.
+        """
+        for choice in self._offers(frame):
+            technique, setting = choice.technique, choice.setting
+            if quickening and not technique.quickens:
                 continue
-            for setting in technique.options(profile):
-                if technique.promise(setting).numerics > self.request.numerics:
+            if technique.promise(setting).numerics > self.request.numerics:
+                continue
+            if isinstance(setting, MicroBatchingSetting):
+                known = self.cutting.setting
+                if known is None:
                     continue
-                if isinstance(setting, MicroBatchingSetting):
-                    known = self.cutting.setting
-                    if known is None:
-                        continue
-                    setting = replace(
-                        setting,
-                        reduction=known.reduction,
-                        labels=known.labels,
-                        ignore_index=known.ignore_index,
-                    )
-                if isinstance(setting, GradientCachingSetting):
-                    if not self.cutting.encoders:
-                        continue
-                    setting = replace(setting, modules=self.cutting.encoders)
-                yield Choice(technique=technique, setting=setting)
+                setting = replace(
+                    setting, reduction=known.reduction, labels=known.labels, ignore_index=known.ignore_index
+                )
+            if isinstance(setting, GradientCachingSetting):
+                if not self.cutting.encoders:
+                    continue
+                setting = replace(setting, modules=self.cutting.encoders)
+            yield Choice(technique=technique, setting=setting)
+
+    def _offers(self, frame: Frame) -> tuple[Choice, ...]:
+        """What techniques offer, whatever their numerics; micro-batching last, which first has to be tried."""
+        techniques = sorted(
+            (one for one in all_techniques() if one.name not in ACTIVATIONS and self.request.may(one)),
+            key=lambda one: one.name == MICRO_BATCHING,
+        )
+        names, given = [one.name for one in techniques], (frame.choices, frame.fine, self.request.sizes)
+        asked = [names, self.request.host_bytes]
+        known = None if self.memory is None else self.memory.offers(*given, asked)
+        if known is not None:
+            return known
+        profile = frame.profile
+        if is_remembered(profile):
+            found, _ = self._watched(frame.choices, frame.fine)
+            if found is None:
+                return ()
+            profile = replace(found, sizes=profile.sizes, step_seconds=profile.step_seconds)
+            profile = replace(profile, step_flops=profile.step_flops, blocks=profile.blocks)
+        offers = tuple(
+            Choice(technique=one, setting=setting) for one in techniques for setting in one.options(profile)
+        )
+        if self.memory is not None:
+            self.memory.add_offers(*given, asked, offers)
+        return offers
 
     @property
     def cutting(self) -> Cutting:
         """What is known of cutting the workload's batches."""
         if self.known_cutting is None:
-            self.progress("whether batches can be cut")
-            named = "micro-batching" in (self.request.allowed or ())
-            workload, sizes = self.request.workload, self.request.sizes
-            self.known_cutting = cutting_of(
-                workload,
-                self.plain.profile,
-                by_name=named,
-                probe=lambda: coupling_by_shapes(self.device, workload, sizes),
-            )
+            named = MICRO_BATCHING in (self.request.allowed or ())
+            sizes, memory = self.request.sizes, self.memory
+            if memory is not None:
+                self.known_cutting = memory.cutting(sizes, by_name=named)
+            if self.known_cutting is None:
+                self.clock.check()
+                self.progress("whether batches can be cut")
+                workload = self.request.workload
+                self.known_cutting = cutting_of(
+                    workload,
+                    self.plain.profile,
+                    by_name=named,
+                    probe=lambda: coupling_by_shapes(self.device, workload, sizes),
+                )
+                if memory is not None:
+                    memory.add_cutting(sizes, self.known_cutting, by_name=named)
         return self.known_cutting
 
     def notes(self, choices: Iterable[Choice]) -> tuple[str, ...]:
@@ -305,7 +379,6 @@ class Frames:
         """
         key = key_of(choices)
         if key not in self._prices:
-            self.clock.check()
             try:
                 self._prices[key] = self._priced(choices, tail)
             except Exception as error:
@@ -346,14 +419,20 @@ class Frames:
         Raises:
             SearchStopped: there is no time for it.
         """
-        self.clock.check()
         return self._run(choices, tail, None)
 
     def _run(self, choices: tuple[Choice, ...], tail: float, budget: int | None) -> Price:
+        request, memory = self.request, self.memory
+        known = None if memory is None else memory.price(choices, request.sizes, budget, tail)
+        if known is not None:
+            return known
+        self.clock.check()
         self.runs += 1
-        request = self.request
         with self.clock.running():
-            return price_with(self.device, request.workload, choices, request.sizes, budget, tail=tail)
+            price = price_with(self.device, request.workload, choices, request.sizes, budget, tail=tail)
+        if memory is not None:
+            memory.add_price(choices, request.sizes, budget, tail, price)
+        return price
 
 
 def key_of(choices: Iterable[Choice], fine: bool = False) -> Key:

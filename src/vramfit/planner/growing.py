@@ -10,6 +10,7 @@ from vramfit.planner.bracketing import bracket
 from vramfit.planner.clock import TIME_OVER, Clock, SearchStopped
 from vramfit.planner.failures import brief
 from vramfit.planner.frames import ACTIVATIONS
+from vramfit.planner.memory import Memory
 from vramfit.planner.plan import Plan
 from vramfit.planner.price import Device
 from vramfit.planner.reducing import Cutting
@@ -31,7 +32,11 @@ _GROWTHS = 4
 
 
 def search_for(
-    device: Device, request: Request, progress: Progress, clock: Clock | None = None
+    device: Device,
+    request: Request,
+    progress: Progress,
+    clock: Clock | None = None,
+    memory: Memory | None = None,
 ) -> tuple[Search, Plan]:
     """The best plan for a request, with the search that found it.
 
@@ -45,7 +50,7 @@ def search_for(
     """
     clock = clock or Clock(limit=request.search_seconds)
     if request.objective in (THROUGHPUT, MEMORY):
-        search = Search(device=device, request=request, progress=progress, clock=clock)
+        search = Search(device=device, request=request, progress=progress, clock=clock, memory=memory)
         return search, search.plan()
     name = grown_size(request)
     forbidden = request.forbidden
@@ -56,6 +61,7 @@ def search_for(
         request=replace(request, objective=name, forbidden=forbidden),
         name=name,
         clock=clock,
+        memory=memory,
         progress=progress,
     )
     return growing.found()
@@ -69,6 +75,7 @@ class _Growing:
     request: Request
     name: str
     clock: Clock
+    memory: Memory | None
     progress: Progress
     best: tuple[Search, Plan] | None = None
     closest: NothingFits | None = None
@@ -114,7 +121,13 @@ class _Growing:
     def _grow(self) -> None:
         request, name = self.request, self.name
         smallest = replace(request, objective=MEMORY, entries=False)
-        first = Search(device=self.device, request=smallest, progress=self.progress, clock=self.clock)
+        first = Search(
+            device=self.device,
+            request=smallest,
+            progress=self.progress,
+            clock=self.clock,
+            memory=self.memory,
+        )
         try:
             lean = first.plan()
             self.best = first, lean
@@ -177,6 +190,7 @@ class _Growing:
             start=tuple(choice for choice in like.choices if choice.name not in ACTIVATIONS),
             cutting=cutting,
             clock=self.clock,
+            memory=self.memory,
         )
         try:
             return search, search.plan()

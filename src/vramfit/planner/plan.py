@@ -91,6 +91,7 @@ class Solved:
         gap: how far its cost may be above the best possible, as a part of it; None where no solver was needed.
         seconds: that the solver took.
         runs: how many runs on the device the search took.
+        remembered: how many more were there from an earlier search.
         search_seconds: all in all.
         first_plan_seconds: after which there was a plan that fits; None without one.
         stopped: why the search did not come to its end: ``time`` or ``interrupted``; None where it did.
@@ -100,6 +101,7 @@ class Solved:
     gap: float | None = None
     seconds: float = 0.0
     runs: int = 0
+    remembered: int = 0
     search_seconds: float = 0.0
     first_plan_seconds: float | None = None
     stopped: str | None = None

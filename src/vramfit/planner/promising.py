@@ -8,6 +8,7 @@ from dataclasses import replace
 from vramfit.planner.clock import Clock
 from vramfit.planner.comparing import hold
 from vramfit.planner.growing import search_for
+from vramfit.planner.memory import Memory
 from vramfit.planner.plan import Plan
 from vramfit.planner.price import Device
 from vramfit.planner.request import NothingFits, Request
@@ -20,7 +21,11 @@ _OFFLOADS = ("activation-offload", "optimizer-offload", "parameter-offload")
 
 
 def promised_plan(
-    device: Device, request: Request, progress: Callable[[str], None], clock: Clock | None = None
+    device: Device,
+    request: Request,
+    progress: Callable[[str], None],
+    clock: Clock | None = None,
+    memory: Memory | None = None,
 ) -> tuple[Search, Plan]:
     """The best plan for a request, with the search that found it; its notes say what was compared.
 
@@ -41,7 +46,7 @@ def promised_plan(
             )
     while True:
         try:
-            search, found = search_for(device, request, progress, clock)
+            search, found = search_for(device, request, progress, clock, memory)
         except NothingFits as error:
             plan = replace(error.plan, notes=(*error.plan.notes, *notes))
             raise NothingFits(error.message, error.hint, plan) from None

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from vramfit.errors import UsageError, VramfitError, error_from_plain
 from vramfit.files import Writes, make_policy
 from vramfit.files.namespace import attended
 from vramfit.gpus import GpuSpec
+from vramfit.planner.storing import remembered
 from vramfit.programs.interrupts import passed_on, run_child
 from vramfit.programs.telling import listening
 from vramfit.virtual.job import plain_spec
@@ -133,6 +135,7 @@ def plan_in_child(
     frontier: bool = False,
     time_limit: float = 10.0,
     search_seconds: float | None = None,
+    fresh: bool = False,
     progress: Progress | None = None,
 ) -> Planned:
     """Find a plan for ``FILE.py:NAME`` in a process of its own; see `vramfit.planner.search.Request`.
@@ -157,6 +160,7 @@ def plan_in_child(
         "frontier": frontier,
         "time_limit": time_limit,
         "search_seconds": search_seconds,
+        "fresh": fresh,
     }
     found = run_task(target, job, progress)
     failed = found.get("failed")
@@ -384,7 +388,12 @@ def run_task(target: str, job: dict[str, Any], progress: Progress | None) -> dic
         folder = Path(name)
         (folder / "job.json").write_text(json.dumps(job | {"target": target}), encoding="utf-8")
         policy = make_policy(Writes.DISCARD, workplace=folder)  # as the child makes it
-        with attended(policy), passed_on(folder) as signals, listening(folder, progress):
+        keeping = (
+            remembered(folder, job, target, fresh=job["fresh"])
+            if job["task"] == "plan" and job["device"] == "cuda"
+            else nullcontext()
+        )
+        with keeping, attended(policy), passed_on(folder) as signals, listening(folder, progress):
             command = child_command(folder, job["device"])
             code = run_child(command, signals, stdout=_STANDARD_ERROR, env=_environ(job))
         file, failed = folder / "found.json", folder / "failed.json"

@@ -19,6 +19,7 @@ from vramfit.planner.choosing import activation_choices
 from vramfit.planner.clock import INTERRUPTED, Clock, SearchStopped
 from vramfit.planner.frames import Frame, Frames, Rated, choice_key, key_of
 from vramfit.planner.hopeless import check_hope
+from vramfit.planner.memory import Memory
 from vramfit.planner.outlook import Effect, Outlook, Part, Parts, guesses
 from vramfit.planner.plan import Plan
 from vramfit.planner.price import Device
@@ -81,6 +82,7 @@ class Search:
         start: techniques to look at together first.
         cutting: what another search found out about cutting the workload's batches.
         clock: of this search, and of others for the same answer.
+        memory: of earlier searches; None without one.
     """
 
     device: Device
@@ -89,6 +91,7 @@ class Search:
     start: tuple[Choice, ...] = ()
     cutting: Cutting | None = None
     clock: Clock = field(default_factory=Clock)
+    memory: Memory | None = None
     _frames: Frames = field(init=False)
     _choices: dict[Part, Choice] = field(default_factory=dict)
     _effects: dict[Part, Effect] = field(default_factory=dict)
@@ -103,6 +106,7 @@ class Search:
             request=self.request,
             progress=self.progress,
             clock=self.clock,
+            memory=self.memory,
             known_cutting=self.cutting,
         )
         self._choices.update((choice_key(choice), choice) for choice in self.start)
@@ -251,12 +255,10 @@ class Search:
         if not enough and _FINE not in self._effects:
             self._learn(_FINE, frame, self._frames.look(frame.choices, fine=True))
         taken = {choice.name for choice in frame.choices}
-        for choice in self._frames.options(frame.profile):
+        for choice in self._frames.options(frame, quickening=enough):
             part = choice_key(choice)
             tried = (part, key_of(frame.choices))
             if part in self._effects or tried in self._tried or choice.name in taken:
-                continue
-            if enough and not choice.technique.quickens:
                 continue
             self._tried.add(tried)
             self._choices[part] = choice

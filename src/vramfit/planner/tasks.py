@@ -16,10 +16,12 @@ from vramfit.planner.clock import Clock, interruptible
 from vramfit.planner.document import plan_to_toml
 from vramfit.planner.fitting import CardCheck, largest, largest_up_to
 from vramfit.planner.measuring import run_on
+from vramfit.planner.memory import Memory
 from vramfit.planner.plan import Plan
 from vramfit.planner.price import Device
 from vramfit.planner.promising import promised_plan
 from vramfit.planner.request import PRICE, NothingFits, Request
+from vramfit.planner.storing import NAME
 from vramfit.planner.verifying import compare, simulate, smaller_sizes, too_large
 from vramfit.planner.virtual_device import VirtualDevice
 from vramfit.techniques import Numerics, with_choices
@@ -52,7 +54,7 @@ def plan(workload: Workload, device: Device, job: dict[str, Any], progress: Prog
             if request.objective == PRICE:
                 search, found = cheapest_plan(_card_maker(job), request, progress, clock)
             else:
-                search, found = promised_plan(device, request, progress, clock)
+                search, found = promised_plan(device, request, progress, clock, _memory(job))
     except NothingFits as error:
         raise PlanFailed(error) from None
     return {
@@ -66,6 +68,12 @@ def _card_maker(job: dict[str, Any]) -> Callable[[GpuSpec], Device]:
         return VirtualDevice(card, alloc_conf=job["alloc_conf"], host_bytes=job["host_bytes"])
 
     return make
+
+
+def _memory(job: dict[str, Any]) -> Memory | None:
+    """Of earlier searches on a virtual card. Other devices measure, and nothing is twice the same there."""
+    evidence = job.get("evidence")
+    return None if evidence is None else Memory(evidence.beside / NAME, evidence)
 
 
 def _request(workload: Workload, job: dict[str, Any]) -> Request:

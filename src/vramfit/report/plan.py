@@ -147,7 +147,8 @@ def _footer(plan: Plan) -> str:
     solved = plan.solved
     gap = "" if solved.gap is None else f", gap {solved.gap:.2%}"
     solver = f"; solver: {solved.status}{gap}, {seconds(solved.seconds)}" if solved.status else ""
-    return f"{solved.runs} runs in {seconds(solved.search_seconds)}{solver}; torch {plan.aim.torch}"
+    more = f" and {solved.remembered} of an earlier search" if solved.remembered else ""
+    return f"{solved.runs} runs{more} in {seconds(solved.search_seconds)}{solver}; torch {plan.aim.torch}"
 
 
 def plan_to_json(plan: Plan, frontier: Sequence[FrontierPoint] = ()) -> dict[str, Any]:

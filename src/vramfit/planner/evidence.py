@@ -1,0 +1,143 @@
+"""What the runs of a search depend on: versions, variables, and the files of the user's that were read."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import stat
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from vramfit.gpus.profile import profile_folder
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+_PREFIXES = ("CUBLAS_", "CUDA_", "HF_", "NVIDIA_", "PYTORCH_", "TORCH", "TRANSFORMERS_", "VRAMFIT_")
+"""Variables that libraries read to do something else."""
+
+_ASIDE = ("VRAMFIT_CACHE_DIR",)
+"""Variables of these that change no run."""
+
+_LARGE = 1 << 26
+"""Bytes of a file from which on its size and time stand for what is in it: checkpoints take long to read."""
+
+_NOT_OURS = ("/proc/", "/sys/", "/dev/")
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What runs depend on.
+
+    Args:
+        job: of the planner's child.
+        beside: a folder whose files are the child's own.
+
+    Attributes:
+        head: all that is known before a run, as plain values.
+    """
+
+    job: Mapping[str, Any]
+    beside: Path
+    head: dict[str, Any] = field(init=False)
+    _read: set[str] = field(default_factory=set)
+    _digests: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Look at versions and variables."""
+        self.head = {
+            "target": os.path.abspath(self.job["target"]),
+            "gpu": self.job["gpu"],
+            "alloc_conf": self.job["alloc_conf"],
+            "python": sys.version,
+            "machine": platform.platform(),
+            "packages": _packages(),
+            "source": _sources(),
+            "profiles": _profiles(),
+            "variables": _variables(),
+        }
+
+    def watch(self) -> None:
+        """Note from now on which files this process opens to read; for the rest of its life."""
+        sys.addaudithook(self._opened)
+
+    def _opened(self, event: str, given: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(given[0], str):
+            mode, flags = given[1], given[2]
+            reads = "r" in mode if isinstance(mode, str) else not (flags or 0) & (os.O_WRONLY | os.O_RDWR)
+            if reads:
+                self._read.add(given[0])
+
+    def files(self) -> dict[str, str]:
+        """Hashes of the files of the user's that were read so far, by path."""
+        modules = [getattr(module, "__file__", None) for module in tuple(sys.modules.values())]
+        for path in {*self._read, *(file for file in modules if isinstance(file, str))}:
+            full = os.path.abspath(path)
+            if full in self._digests or not self._of_user(full):
+                continue
+            if digest := digest_of(Path(full)):
+                self._digests[full] = digest
+        return dict(self._digests)
+
+    def _of_user(self, path: str) -> bool:
+        """Whether a file is no package's, none of the system's and none of ours."""
+        if path.startswith((*_NOT_OURS, *_installed(), f"{_PACKAGE}{os.sep}", f"{self.beside}{os.sep}")):
+            return False
+        return f"{os.sep}__pycache__{os.sep}" not in path
+
+
+def digest_of(file: Path) -> str:
+    """The hash of a file's contents; empty where it is no file that can be read."""
+    try:
+        about = file.stat()
+        if not stat.S_ISREG(about.st_mode):
+            return ""
+        if about.st_size > _LARGE:
+            return f"{about.st_size} bytes of {about.st_mtime_ns}"
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+@cache
+def _installed() -> tuple[str, ...]:
+    """Folders of Python and of its packages, whose versions are known."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    found = {sysconfig.get_paths()[name] for name in names}
+    found |= {path for path in sys.path if path.endswith(("site-packages", "dist-packages"))}
+    return tuple(f"{os.path.abspath(path)}{os.sep}" for path in found)
+
+
+@cache
+def _packages() -> str:
+    """Of all that is installed, with its version."""
+    found = sorted(f"{one.name} {one.version}" for one in importlib.metadata.distributions())
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()
+
+
+@cache
+def _sources() -> str:
+    """Of vramfit's own source."""
+    found = hashlib.sha256()
+    for file in sorted(_PACKAGE.rglob("*.py")):
+        found.update(f"{file.relative_to(_PACKAGE)}\n".encode() + file.read_bytes())
+    return found.hexdigest()
+
+
+def _variables() -> dict[str, str]:
+    """Those of libraries that a run depends on."""
+    names = sorted(name for name in os.environ if name.startswith(_PREFIXES) and name not in _ASIDE)
+    return {name: os.environ[name] for name in names}
+
+
+def _profiles() -> dict[str, str]:
+    """What was measured on cards, from which seconds are taken."""
+    folder = profile_folder()
+    return {str(file): digest_of(file) for file in sorted(folder.glob("*"))} if folder.is_dir() else {}

@@ -1,0 +1,178 @@
+"""A later search goes on from an earlier one, and believes nothing where anything differs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.planner.test_clock import Second, Timed, request
+from tests.planner.test_search import CONTEXT, GPU, MIB
+
+from vramfit.planner.clock import TIME_OVER, Clock
+from vramfit.planner.evidence import Evidence, digest_of
+from vramfit.planner.memory import Memory
+from vramfit.planner.plan import Plan
+from vramfit.planner.run import Room, plan_in_child
+from vramfit.planner.search import Search
+from vramfit.virtual.job import plain_spec
+
+JOB: dict[str, Any] = {"target": "work.py:training", "gpu": plain_spec(GPU), "alloc_conf": None}
+
+
+def searched(folder: Path, *, limit: float | None = None, **other: Any) -> tuple[Plan, Timed, Memory]:
+    """A search with what is remembered in a folder."""
+    second = Second()
+    device = Timed(second)
+    memory = Memory(folder / "search.jsonl", Evidence(JOB, folder))
+    search = Search(
+        device=device, request=request(**other), clock=Clock(limit=limit, now=second), memory=memory
+    )
+    return search.plan(), device, memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Before:
+    """A search that came to its end.
+
+    Attributes:
+        text: of its file.
+        runs: that it made.
+        plan: that it found.
+    """
+
+    text: str
+    runs: int
+    plan: Plan
+
+
+_BEFORE: list[Before] = []
+
+
+@pytest.fixture
+def before(tmp_path_factory: pytest.TempPathFactory) -> Before:
+    """Made once, under the variables that each test has."""
+    if not _BEFORE:
+        folder = tmp_path_factory.mktemp("before")
+        plan, device, _ = searched(folder)
+        _BEFORE.append(Before(text=(folder / "search.jsonl").read_text(), runs=device.runs, plan=plan))
+    return _BEFORE[0]
+
+
+def test_a_stopped_search_goes_on_where_it_was(tmp_path: Path, before: Before) -> None:
+    short, _, _ = searched(tmp_path, limit=before.runs - 2.5)
+    assert short.solved.stopped == TIME_OVER
+    again, rest, memory = searched(tmp_path)
+    assert again.solved.stopped is None
+    assert rest.runs < before.runs
+    assert memory.used == again.solved.remembered > 0
+    assert again.choices == before.plan.choices
+    assert again.after == before.plan.after
+    # All over again, only the plain program runs.
+    third, last, _ = searched(tmp_path)
+    assert last.runs == 1
+    assert third.after == before.plan.after
+    assert third.notes == before.plan.notes
+
+
+def test_another_budget_sees_the_same_runs(tmp_path: Path, before: Before) -> None:
+    (tmp_path / "search.jsonl").write_text(before.text)
+    other, second, memory = searched(tmp_path, budget_bytes=CONTEXT + 900 * MIB)
+    assert other.aim.budget_bytes == CONTEXT + 900 * MIB
+    assert other.fits
+    assert memory.used > 0
+    assert second.runs < before.runs
+
+
+def _head(lines: list[dict[str, Any]]) -> None:
+    lines[0]["packages"] = "others"
+
+
+def _schema(lines: list[dict[str, Any]]) -> None:
+    lines[0]["schema"] = "vramfit.search/0"
+
+
+def _card(lines: list[dict[str, Any]]) -> None:
+    lines[0]["gpu"]["sm_count"] += 1
+
+
+def _plain(lines: list[dict[str, Any]]) -> None:
+    plain = next(line for line in lines if line.get("kind") == "sight")
+    plain["observation"]["stretches"][0][2] += 1
+
+
+def _slower(lines: list[dict[str, Any]]) -> None:
+    plain = next(line for line in lines if line.get("kind") == "sight")
+    plain["observation"]["seconds"] += 1e-9
+
+
+def _file(lines: list[dict[str, Any]]) -> None:
+    lines.insert(1, {"kind": "file", "path": __file__, "digest": "0" * 64})
+
+
+@pytest.mark.parametrize("change", [_head, _schema, _card, _plain, _slower, _file])
+def test_nothing_is_believed_where_anything_differs(
+    tmp_path: Path, change: Callable[[list[dict[str, Any]]], None], before: Before
+) -> None:
+    file = tmp_path / "search.jsonl"
+    lines = [json.loads(line) for line in before.text.splitlines()]
+    assert not any(line.get("kind") == "file" and not digest_of(Path(line["path"])) for line in lines)
+    change(lines)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _, again, memory = searched(tmp_path)
+    assert memory.used == 0
+    assert again.runs == before.runs
+    anew = [json.loads(line) for line in file.read_text().splitlines()]
+    assert sum(line.get("kind") == "sight" for line in anew) >= 3  # what was seen now is kept in its place
+
+
+def test_a_line_that_was_being_written_is_left_out(tmp_path: Path, before: Before) -> None:
+    (tmp_path / "search.jsonl").write_text(before.text[:-20])
+    assert 1 < searched(tmp_path)[1].runs < before.runs
+
+
+WORKLOAD = """
+import json, pathlib
+import torch
+from torch import nn
+from helper import width
+from vramfit import Workload
+
+def model():
+    count = json.loads((pathlib.Path(__file__).parent / "layers.json").read_text())
+    layers = (nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(count))
+    return nn.Sequential(*layers)
+
+training = Workload(
+    model=model,
+    batch=lambda batch_size: torch.ones(batch_size, width),
+    sizes={"batch_size": 8192},
+    loss=lambda model, batch: model(batch).square().mean(),
+    optimizer=lambda parameters: torch.optim.AdamW(parameters),
+)
+"""
+
+
+def test_calls_go_on_from_one_another_until_a_file_is_another(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(WORKLOAD)
+    (tmp_path / "helper.py").write_text("width = 128")
+    layers = tmp_path / "layers.json"
+    layers.write_text("4")
+
+    def planned(*, fresh: bool = False) -> Plan:
+        room = Room(gpu=GPU, budget=CONTEXT + 80 * MIB, host_bytes=1 << 34)
+        chosen = ["activation-checkpointing", "step-in-backward"]
+        return plan_in_child(f"{tmp_path}/work.py:training", room, allow=chosen, fresh=fresh).plan
+
+    first = planned()
+    assert first.solved.remembered == 0
+    second = planned()
+    assert second.solved.runs == 1
+    assert second.solved.remembered >= first.solved.runs - 1
+    assert second.after == first.after
+    layers.write_text(" 4")
+    assert planned().solved.remembered == 0
+    assert planned(fresh=True).solved.remembered == 0
