@@ -107,7 +107,8 @@ def _device(job: dict[str, Any]) -> tuple[Device, Callable[[str], Workload]]:
         with VirtualGPU(spec):  # a file may ask for the card while it is read
             return load_workload(target)
 
-    return VirtualDevice(spec, alloc_conf=job["alloc_conf"], host_bytes=job["host_bytes"]), load
+    device = VirtualDevice(spec, alloc_conf=job["alloc_conf"], host_bytes=job["host_bytes"], own_process=True)
+    return device, load
 
 
 def _write(file: Path, values: dict[str, Any]) -> None:

@@ -34,6 +34,9 @@ Progress = Callable[[str], None]
 _FINE: Part = ("", "parts of blocks")
 """In place of a technique: parts of blocks are chosen for on their own."""
 
+_ALLOCATOR = "allocator-settings"
+"""Changes what the allocator holds beyond tensors, and nothing else."""
+
 _LOOKS = 24
 """Combinations that are run."""
 
@@ -260,10 +263,25 @@ class Search:
             tried = (part, key_of(frame.choices))
             if part in self._effects or tried in self._tried or choice.name in taken:
                 continue
+            if choice.name == _ALLOCATOR and not self._fragmented(rated):
+                continue
             self._tried.add(tried)
             self._choices[part] = choice
             if self._possible(_parts(frame) | {part}):
                 self._learn(part, frame, self._frames.look((*frame.choices, choice), fine=frame.fine))
+
+    def _fragmented(self, rated: Rated) -> bool:
+        """Whether what the allocator holds beyond tensors decides anything: settings of it win no more than that."""
+        frame = rated.frame
+        loose = frame.outside - frame.profile.outside_bytes
+        if self.request.objective == MEMORY:
+            return loose > _WORTH * rated.lowest
+        if rated.solution is None:
+            return rated.lowest - loose <= self.request.limit
+        budget = self.request.limit - self._frames.outside(frame) + loose
+        without = self._frames.solve(frame, budget, quick=True)
+        assert without is not None
+        return without.extra_seconds < rated.solution.extra_seconds - _WORTH * rated.seconds
 
     def _learn(self, part: Part, before: Frame, after: Frame | None) -> None:
         if after is not None:

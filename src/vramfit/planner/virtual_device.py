@@ -33,6 +33,8 @@ class VirtualDevice:
         spec: the card.
         alloc_conf: allocator settings; None reads the environment.
         host_bytes: memory of the host that a plan may spend.
+        own_process: whether nothing else goes on in this process, so that its garbage collector may be set up: what is
+            alive after a run is looked at no more.
 
     Attributes:
         name: of the card.
@@ -42,12 +44,20 @@ class VirtualDevice:
 
     device_type = "cuda"
 
-    def __init__(self, spec: GpuSpec, *, alloc_conf: str | None = None, host_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        spec: GpuSpec,
+        *,
+        alloc_conf: str | None = None,
+        host_bytes: int = 0,
+        own_process: bool = False,
+    ) -> None:
         self.spec = spec
         self.name = spec.name
         self.total_bytes = spec.total_bytes
         self.host_bytes = host_bytes
         self._alloc_conf = alloc_conf
+        self._own_process = own_process
 
     def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> Price:
         """Run two steps on a card of `budget` bytes, or on an endless one; see `Device.price`.
@@ -152,6 +162,8 @@ class VirtualDevice:
             return ran[0], ran[0].host_pinned_peak_bytes + pageable, True
         finally:
             gc.collect()  # a model is full of cycles, and the next run wants its memory
+            if self._own_process:
+                gc.freeze()
         return ran[0], ran[0].host_pinned_peak_bytes + pageable, False
 
 
