@@ -89,7 +89,7 @@ def _request(workload: Workload, job: dict[str, Any]) -> Request:
         forbidden=frozenset(job["forbid"]),
         target=job["target"],
         time_limit=job["time_limit"],
-        search_seconds=job["search_seconds"],
+        search_seconds=job.get("search_seconds"),
     )
 
 
