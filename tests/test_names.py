@@ -60,6 +60,13 @@ def test_names_are_found_at_all() -> None:
     } <= found
 
 
+def test_names_of_one_part_can_be_used_after_importing_the_package_alone() -> None:
+    named = sorted({name for document in DOCUMENTS for name in names_in(document) if name.count(".") == 1})
+    assert "vramfit.techniques" in named
+    lines = ["import vramfit", *named, "import sys", "print('torch' in sys.modules)"]
+    assert subprocess.check_output([sys.executable, "-c", "\n".join(lines)], text=True) == "True\n"
+
+
 def test_every_export_can_be_had() -> None:
     for name in vramfit.__all__:
         assert getattr(vramfit, name) is not None

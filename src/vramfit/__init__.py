@@ -98,7 +98,7 @@ _HOMES = {
 }
 
 
-_MODULES = frozenset({"analysis", "doctor", "gpus", "report", "trace"})
+_MODULES = frozenset({"analysis", "doctor", "gpus", "report", "techniques", "trace"})
 """Packages that can be used after ``import vramfit`` alone."""
 
 

@@ -16,6 +16,7 @@ from vramfit.errors import UsageError, VramfitError, error_from_plain
 from vramfit.files import Writes, make_policy
 from vramfit.files.namespace import attended
 from vramfit.gpus import GpuSpec
+from vramfit.planner.cpu_speed import cpu_seconds
 from vramfit.planner.storing import remembered
 from vramfit.programs.interrupts import passed_on, run_child
 from vramfit.programs.telling import listening
@@ -36,9 +37,6 @@ PRICE = "price"
 
 _STANDARD_ERROR = 2
 """What a workload prints goes there: standard output is for results."""
-
-CPU_FLOPS = 50e9
-"""What a few cores reach in a training step, for a first guess of how long one takes."""
 
 _SILENT = "6"
 """Above all levels of libkineto, whose profiler tells each of its starts and stops (ILoggerObserver.h)."""
@@ -331,7 +329,7 @@ def verify_in_child(
             measured, notes = _measured(target, space, plan, os.path.abspath(file), card, progress)
     told: dict[str, Any] = {"sizes": plan.aim.sizes, "skipped": "not asked for"}
     if values:
-        estimate = {"step_seconds": plan.before.step_flops / CPU_FLOPS}
+        estimate = {"step_seconds": cpu_seconds(plan.before.step_flops)}
         cpu = Room(gpu=None, budget=plan.aim.budget_bytes).job()
         told = _found(run_task(target, cpu | job | estimate | {"task": "verify-values"}, progress))
     gradients, losses = told.get("gradients"), told.get("losses")

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from vramfit.planner.cpu_speed import CPU_FLOPS
 from vramfit.planner.stand_in import stand_in
 from vramfit.techniques.micro_batching import batch_size_name
 from vramfit.workload import Workload
-
-CPU_FLOPS = 20e9
-"""What a core reaches, at least, for a guess of how long something takes."""
 
 _SHORTEST = 8
 """Smaller than that no size of a batch is made."""

@@ -1,0 +1,38 @@
+"""One guess of how fast a CPU is, for all who need one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vramfit.planner import cpu_speed, reducing, run
+from vramfit.planner.document import write_plan
+from vramfit.planner.plan import Aim, Figures, Plan
+
+_STEP = 6_000_000_000
+
+
+def test_a_trial_is_as_small_as_the_speed_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"batch_size": 4, "sequence_length": 64}
+    flops = 2 * reducing._SECONDS * cpu_speed.CPU_FLOPS
+    assert reducing._smaller(sizes, "batch_size", flops)[0]["sequence_length"] == 32
+    monkeypatch.setattr(cpu_speed, "CPU_FLOPS", cpu_speed.CPU_FLOPS / 2)
+    assert reducing._smaller(sizes, "batch_size", flops)[0]["sequence_length"] == 16
+
+
+def test_a_verification_reckons_with_the_same_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    figures = Figures(peak_allocated_bytes=1, peak_reserved_bytes=1, total_bytes=1, step_flops=_STEP)
+    plan = Plan(entries=(), aim=Aim(device="CPU", budget_bytes=1 << 30), before=figures, after=figures)
+    write_plan(tmp_path / "plan.toml", plan)
+    (tmp_path / "work.py").write_text("")
+    jobs = []
+
+    def run_task(target: str, job: dict[str, Any], progress: object) -> dict[str, Any]:
+        jobs.append(job)
+        return {"sizes": {}, "skipped": "nothing ran"}
+
+    monkeypatch.setattr(run, "run_task", run_task)
+    run.verify_in_child(tmp_path / "plan.toml", target=f"{tmp_path}/work.py:w", memory=False)
+    assert jobs[0]["step_seconds"] == cpu_speed.cpu_seconds(_STEP) == _STEP / cpu_speed.CPU_FLOPS
