@@ -46,6 +46,13 @@ class FakeRunner:
         return options
 
 
+@pytest.fixture(autouse=True)
+def outside_github_actions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests read what a terminal would show, in a workflow of GitHub too."""
+    for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> FakeRunner:
     """The child interpreter replaced; these tests are about the command line alone."""

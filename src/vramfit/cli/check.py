@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 
+from vramfit.cli.ci import failures_told, tell_check
 from vramfit.cli.documents import STANDARD_OUTPUT, write_document
 from vramfit.cli.options import (
     AllocConf,
@@ -35,6 +36,7 @@ from vramfit.virtual.assume import Assume
 if TYPE_CHECKING:
     from vramfit.analysis import Gate, State, Tolerance, Verdict
     from vramfit.programs.limits import Limits
+    from vramfit.report import Check
     from vramfit.trace import Actual, Run
 
 GATE_FAILED = 3
@@ -110,6 +112,7 @@ def check_command(
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the result as JSON; - for standard output.")
     ] = None,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JUnit XML.")] = None,
     report: Page = None,
 ) -> None:
     """Check that a program stays within a memory budget, or takes no more than it used to.
@@ -118,7 +121,9 @@ def check_command(
     checked.
     """
     asked = _asked(budget, of, baseline, tolerance, write_baseline)
-    check_outputs((("--json", json), ("--write-baseline", write_baseline), ("--report", report)))
+    check_outputs(
+        (("--json", json), ("--junit", junit), ("--write-baseline", write_baseline), ("--report", report))
+    )
     check_alloc_conf(alloc_conf)
     limits = limits_from(steps, time)
     subject = _subject(module, target or [])
@@ -128,12 +133,18 @@ def check_command(
                 f"{'--steps' if steps is not None else '--time'} is for a program, and {subject} is a file of a run",
                 "Leave it out",
             )
-        found = _of_file(subject)
+        with failures_told(subject.name, junit=junit, json=json):
+            found = _of_file(subject)
+            gates = _gates(asked, found.states)
     else:
         where = _where(asked, gpu, gpus, device, assume, profile, writes, writes_through or ())
-        with apart_from_json(json):
-            found = _of_program(subject, where, alloc_conf, limits)
-    _end(asked, found, json, report)
+        with failures_told(" ".join(subject), junit=junit, json=json):
+            check_source(subject)
+            with apart_from_json(json):
+                found = _of_program(subject, where, alloc_conf, limits)
+            _check_end(found)
+            gates = _gates(asked, found.states)
+    _end(asked, found, gates, _Outputs(json=json, junit=junit, report=report))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +156,15 @@ class _Asked:
     baseline: Actual | None
     tolerance: Tolerance
     write: Path | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outputs:
+    """Files that were asked for; None for those that were not."""
+
+    json: Path | None
+    junit: Path | None
+    report: Path | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,9 +221,7 @@ def _subject(module: str | None, target: list[str]) -> Path | list[str]:
             "no target is given", "Name a script, -m MODULE, or the trace, snapshot or report of a run"
         )
     if module is not None or Path(target[0]).suffix in _SOURCES:
-        command = program_command(module, target)
-        check_source(command)
-        return command
+        return program_command(module, target)
     if len(target) > 1:
         raise UsageError(
             f"{target[0]} is a file of a run, so {target[1]!r} cannot be an argument of it",
@@ -318,37 +336,49 @@ def _states_of_run(run: Run, judged: Verdict, name: str) -> Iterator[State]:
         yield replace(state, gpu=device.gpu, ran_out=ran_out)
 
 
-def _end(asked: _Asked, found: _Found, json: Path | None, report: Path | None) -> None:
-    """Judge, tell, write, and leave with the code that says how it went."""
+def _check_end(found: _Found) -> None:
+    """Make sure that a program came so far that it can be judged.
+
+    Raises:
+        VramfitError: it failed, or was ended from outside; with the exit code that says so.
+    """
     from vramfit.analysis import Outcome
     from vramfit.cli.run import exit_code
 
     run, judged = found.run, found.verdict
-    if found.ran_here and run is not None and run.progress.is_cut and not run.progress.was_asked_for:
+    if run is None or judged is None:
+        return
+    if run.progress.is_cut and not run.progress.was_asked_for:
         error = VramfitError(
             f"the program was {run.progress.end.value} before its end",
             "Nothing was checked: give it time, or end it with --steps or --time",
         )
-        error.exit_code = exit_code(run, judged) if judged is not None else 1
+        error.exit_code = exit_code(run, judged)
         raise error
-    if found.ran_here and run is not None and judged is not None and judged.outcome is Outcome.FAILED:
+    if judged.outcome is Outcome.FAILED:
         reason = f": {run.error}" if run.error else ""
         error = VramfitError(
             f"the program failed (exit code {run.exit_code}){reason}", "Nothing was checked: mend it first"
         )
         error.exit_code = exit_code(run, judged) or 1
         raise error
-    gates = _gates(asked, found.states)
+
+
+def _end(asked: _Asked, found: _Found, gates: Sequence[Gate], outputs: _Outputs) -> None:
+    """Write, tell, and leave with the code that says how it went."""
     passed = all(gate.passed for gate in gates)
     try:
         if asked.write is not None and any(state.is_used for state in found.states):
             _write_baseline(asked.write, found)
         elif asked.write is not None:
             typer.echo(f"Did not write the baseline {asked.write}: nothing was measured", err=True)
-        if report is not None:
-            _write_report(report, found)
+        if outputs.report is not None:
+            _write_report(outputs.report, found)
     finally:
-        _tell(asked, found, gates, json)
+        check = _check(asked, found, gates)
+        _tell(check, found, outputs.json)
+        seconds = found.run.seconds_wall if found.ran_here and found.run is not None else 0.0
+        tell_check(check, seconds=seconds, junit=outputs.junit, json=outputs.json)
     raise typer.Exit(0 if passed else GATE_FAILED)
 
 
@@ -365,31 +395,36 @@ def _gates(asked: _Asked, found: Sequence[State]) -> tuple[Gate, ...]:
     return gates
 
 
-def _tell(asked: _Asked, found: _Found, gates: Sequence[Gate], json: Path | None) -> None:
+def _check(asked: _Asked, found: _Found, gates: Sequence[Gate]) -> Check:
+    from vramfit.analysis import diff_states, states
+    from vramfit.report import Check
+    from vramfit.trace.progress import UNTOLD
+
+    run = found.run
+    return Check(
+        target=found.name,
+        gates=gates,
+        diffs=() if asked.baseline is None else diff_states(states(asked.baseline), found.states),
+        progress=UNTOLD if run is None else run.progress,
+        states=found.states,
+        oom=None if run is None else run.oom,
+    )
+
+
+def _tell(check: Check, found: _Found, json: Path | None) -> None:
     """Print what was found; where a budget is not kept, also where the bytes are."""
     from rich.console import Console
 
-    from vramfit.analysis import Bound, diff_states, states
-    from vramfit.report import (
-        Check,
-        Explanation,
-        check_to_json,
-        print_check,
-        print_explanation,
-        print_terminal,
-    )
-    from vramfit.trace.progress import UNTOLD
+    from vramfit.analysis import Bound
+    from vramfit.report import Explanation, check_to_json, print_check, print_explanation, print_terminal
 
-    diffs = () if asked.baseline is None else diff_states(states(asked.baseline), found.states)
-    progress = UNTOLD if found.run is None else found.run.progress
-    check = Check(target=found.name, gates=gates, diffs=diffs, progress=progress)
     if json is not None:
         write_document(json, check_to_json(check))
     if json == STANDARD_OUTPUT:
         return
     console = Console()
     print_check(check, console, root=Path.cwd())
-    missed = any(gate.bound is not Bound.BASELINE and not gate.passed for gate in gates)
+    missed = any(gate.bound is not Bound.BASELINE and not gate.passed for gate in check.gates)
     if missed and found.run is not None and found.verdict is not None:
         console.print()
         if found.ran_here:

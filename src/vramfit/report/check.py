@@ -11,22 +11,24 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from vramfit.analysis import Bound, Gate, Quantity, TraceDiff
+from vramfit.analysis import Bound, Gate, Quantity, State, TraceDiff
 from vramfit.report.diff import DiffLines, diff_to_json
 from vramfit.report.ending import ending_words
 from vramfit.report.sections import Sections
 from vramfit.report.text import print_lines, relative
+from vramfit.trace import OomReport
 from vramfit.trace.progress import UNTOLD, Progress
 from vramfit.units import format_bytes
 
 CHECK_SCHEMA = "vramfit.check/1"
 """Name and version: the number grows when a key changes its meaning or goes away, not for new keys."""
 
-_WORDS = {
+QUANTITY_WORDS = {
     Quantity.TOTAL: "use",
     Quantity.RESERVED: "reserved",
     Quantity.ALLOCATED: "allocated",
 }
+"""What a figure is, after "peak"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,12 +40,16 @@ class Check:
         gates: the requirements.
         diffs: how the run differs from the baseline, device by device; empty without one.
         progress: how far a program came that was run for it.
+        states: what each device held at its peak.
+        oom: the request that did not fit, if there was one.
     """
 
     target: str
     gates: Sequence[Gate]
     diffs: Sequence[TraceDiff] = ()
     progress: Progress = UNTOLD
+    states: Sequence[State] = ()
+    oom: OomReport | None = None
 
     @property
     def passed(self) -> bool:
@@ -89,21 +95,25 @@ class _Page(Sections):
         """One requirement."""
         mark = ("  ✓ ", "green") if gate.passed else ("  ✗ ", "red")
         where = f"GPU {gate.device}: " if several else ""
-        if gate.bound in (Bound.CARD, Bound.USED):
-            yield from self.wrapped(Text.assemble(mark, where, gate.note), indent=4)
-            return
-        amount = f"peak {_WORDS[gate.quantity]} {format_bytes(gate.actual)}"
-        if gate.bound is Bound.BUDGET:
-            against = f"budget {format_bytes(gate.limit)}"
-        else:
-            before = gate.baseline or 0
-            more = gate.actual - before
-            share = f", {relative(more / before)}" if before and more else ""
-            against = f"baseline {format_bytes(before)}{share}, limit {format_bytes(gate.limit)}"
-        over = f": {format_bytes(gate.over)} over" if gate.over else ""
-        yield from self.wrapped(Text.assemble(mark, where, f"{amount} ({against}){over}"), indent=4)
-        if gate.note:
+        yield from self.wrapped(Text.assemble(mark, where, gate_words(gate)), indent=4)
+        if gate.note and gate.bound not in (Bound.CARD, Bound.USED):
             yield from self.wrapped(Text(f"    {gate.note}", style="yellow"), indent=4)
+
+
+def gate_words(gate: Gate) -> str:
+    """What was measured and what it is held to, without the device: ``peak use 21.00 GiB (budget 20.00 GiB): …``."""
+    if gate.bound in (Bound.CARD, Bound.USED):
+        return gate.note
+    amount = f"peak {QUANTITY_WORDS[gate.quantity]} {format_bytes(gate.actual)}"
+    if gate.bound is Bound.BUDGET:
+        against = f"budget {format_bytes(gate.limit)}"
+    else:
+        before = gate.baseline or 0
+        more = gate.actual - before
+        share = f", {relative(more / before)}" if before and more else ""
+        against = f"baseline {format_bytes(before)}{share}, limit {format_bytes(gate.limit)}"
+    over = f": {format_bytes(gate.over)} over" if gate.over else ""
+    return f"{amount} ({against}){over}"
 
 
 def check_to_json(check: Check) -> dict[str, Any]:
