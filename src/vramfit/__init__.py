@@ -12,6 +12,8 @@
 - `Plan`: what `plan` finds, to be applied to a workload or to your own model and loop.
 - `MemoryTrace`: what every run, recording and snapshot comes to.
 
+In a notebook, ``%load_ext vramfit`` gives the cell magic ``%%vram``.
+
 PYTEST_DONT_REWRITE: a package with a pytest plugin would have its assertions rewritten, and may be imported before.
 """
 
@@ -112,6 +114,20 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_HOMES[name]), name)
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """``%load_ext vramfit``: the cell magic ``%%vram``, and traces that show themselves."""
+    from vramfit.integrations import jupyter
+
+    jupyter.load_ipython_extension(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """``%unload_ext vramfit``."""
+    from vramfit.integrations import jupyter
+
+    jupyter.unload_ipython_extension(shell)
 
 
 def __dir__() -> list[str]:

@@ -40,11 +40,15 @@ from vramfit.report import (
     run_to_json,
 )
 from vramfit.report.forms import Material, write_as
+from vramfit.report.notebook import run_summary, summary_lines
 from vramfit.trace import Actual, MemoryTrace, Run, read_actual
 from vramfit.trace.actual import together
 from vramfit.virtual.assume import assumption
 from vramfit.virtual.job import MOST_GPUS
 from vramfit.virtual.runner import run_in_child
+
+_MARKS = "✓✗~! "
+"""What headlines begin with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,16 +137,19 @@ class Report:
         """Print the report as ``vramfit run`` does."""
         from rich.console import Console
 
-        console = Console()
-        print_terminal(self.run, self.verdict, console, root=Path.cwd())
-        if self.against is not None:
-            console.print()
-            print_against(self.against, console, root=Path.cwd())
+        # In a notebook rich would make an output of every line, each as HTML and once more as text; and what is
+        # written line by line would be an output each.
+        with Console(force_jupyter=False) as console:
+            print_terminal(self.run, self.verdict, console, root=Path.cwd())
+            if self.against is not None:
+                console.print()
+                print_against(self.against, console, root=Path.cwd())
+
+    def __repr__(self) -> str:
+        return f"<Report: {summary_lines(self.run, self.verdict)[0].lstrip(_MARKS)}>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the verdict and the timeline, without scripts."""
-        from vramfit.report.notebook import run_summary
-
         return run_summary(self.run, self.verdict)
 
     def __str__(self) -> str:

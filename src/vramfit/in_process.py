@@ -15,3 +15,7 @@ class VirtualGPU(gpu.VirtualGPU):  # noqa: D101  # its docstring is inherited, a
         """What happened so far (inside the block) or in all (after it), as `vramfit.run` gives it for a script."""
         outcome = self.run
         return Report(run=outcome, verdict=verdict(outcome))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the verdict and the timeline, without scripts."""
+        return self.report._repr_html_()

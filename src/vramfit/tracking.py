@@ -212,6 +212,16 @@ class Track:
         """
         self.report.save(path)
 
+    def __repr__(self) -> str:
+        if self._recorder is None and self._run is None:
+            return f"<Track of {self._device}: nothing recorded yet>"
+        figures = self._now()
+        peak = (
+            f"peak allocated {format_bytes(figures.peak_allocated)}, "
+            f"reserved {format_bytes(figures.peak_reserved)}"
+        )
+        return f"<Track of {self._device}: {peak}{', recording' if self._recorder is not None else ''}>"
+
     def _repr_html_(self) -> str:
         """What a notebook shows: the verdict and the timeline, without scripts."""
         return self.report._repr_html_()

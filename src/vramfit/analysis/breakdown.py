@@ -14,6 +14,7 @@ from vramfit.analysis.lifetimes import Ints, Lifetimes, lifetimes
 from vramfit.analysis.modules import ModuleNode, module_tree
 from vramfit.trace import RAN_OUT, Category, EventKind, Frame, MemoryTrace
 from vramfit.trace.frames import user_frame
+from vramfit.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,12 @@ class Breakdown:
     tensors_omitted: tuple[int, int]
     fragmentation: Fragmentation
     slack: int
+
+    def __repr__(self) -> str:
+        reserved = format_bytes(self.reserved)
+        return (
+            f"<Breakdown of GPU {self.device}: {format_bytes(self.allocated)} allocated, {reserved} reserved>"
+        )
 
     @property
     def reserved(self) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vramfit.analysis.steps import LEAST_STEPS, Steps
 from vramfit.trace import Category, Frame
+from vramfit.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from vramfit.record.chains import OwnerChain
@@ -162,6 +163,10 @@ class LeakReport:
     growing: tuple[GrowingStack, ...]
     settled: tuple[SettledStack, ...]
     sawteeth: tuple[Sawtooth, ...]
+
+    def __repr__(self) -> str:
+        grows = f", {format_bytes(round(self.bytes_per_step))} a step" if self.leaks else ""
+        return f"<LeakReport of GPU {self.device}: {self.verdict.value}{grows}, {counted(len(self.levels), 'step')}>"
 
     @property
     def leaks(self) -> bool:

@@ -271,6 +271,10 @@ class Reconciliation:
     devices: tuple[DeviceReconciliation, ...]
     notes: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        within = "within" if self.within else "beyond"
+        return f"<Reconciliation with {self.name}: {within} {self.tolerance}>"
+
     @property
     def within(self) -> bool:
         """Whether every quantity of every device is within the tolerance."""

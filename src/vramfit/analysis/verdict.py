@@ -158,6 +158,10 @@ class Verdict:
     grows_by: int = 0
     runs_out_at: int | None = None
 
+    def __repr__(self) -> str:
+        used, total = format_bytes(self.device.used), format_bytes(self.device.total)
+        return f"<Verdict: {self.outcome.value}, {used} of {total} used on {self.device.gpu or 'the card'}>"
+
     @property
     def device(self) -> DeviceVerdict:
         """The card that decides."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from vramfit.planner.bracketing import CEILING, bisected, bracket
 from vramfit.planner.failures import brief
 from vramfit.planner.price import Device, Price
+from vramfit.units import format_bytes
 from vramfit.workload import Workload
 
 
@@ -85,6 +86,10 @@ class Largest:
     predicted: int = 0
     card: CardCheck | None = None
     failure: str = ""
+
+    def __repr__(self) -> str:
+        room = f"{format_bytes(self.total_bytes)} of {format_bytes(self.limit_bytes)}"
+        return f"<Largest {self.size}: {self.value:,} (usually {self.usual:,}), {room}>"
 
 
 def largest(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from vramfit.errors import UsageError
 from vramfit.techniques import Choice, Live, Numerics, with_choices
+from vramfit.units import format_bytes
 from vramfit.workload import Batch, Workload, check_optimizer
 
 if TYPE_CHECKING:
@@ -136,6 +137,14 @@ class Plan:
     solved: Solved = field(default_factory=Solved)
     notes: tuple[str, ...] = ()
     _lives: list[Live] = field(default_factory=list, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        names = ", ".join(choice.name for choice in self.choices) or "nothing to change"
+        fits = "fits" if self.fits else "does not fit"
+        room = format_bytes(self.aim.budget_bytes - self.aim.margin_bytes)
+        return (
+            f"<Plan for {self.aim.device}: {names}; {fits}, {format_bytes(self.after.total_bytes)} of {room}>"
+        )
 
     @property
     def choices(self) -> tuple[Choice, ...]:

@@ -156,6 +156,14 @@ class Verification:
     notes: tuple[str, ...] = ()
     measured: Measured | None = None
 
+    def __repr__(self) -> str:
+        names = ("simulated", "measured", "gradients", "losses")
+        parts = {name: getattr(self, name) for name in names}
+        told = ", ".join(
+            f"{name} {'pass' if part.passes else 'fail'}" for name, part in parts.items() if part is not None
+        )
+        return f"<Verification: {told or 'nothing was looked at'}>"
+
     @property
     def passes(self) -> bool:
         """Whether everything that was looked at keeps its promise."""

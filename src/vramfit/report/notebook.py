@@ -15,13 +15,16 @@ from vramfit.units import counted, format_bytes
 _WIDTH, _HEIGHT = 760, 320
 
 
+def summary_lines(run: Run, verdict: Verdict) -> list[str]:
+    """Whether it fits, in a line or a few; of a recording of which that cannot be said, what was recorded."""
+    if verdict.outcome is Outcome.UNKNOWN or not run.devices:
+        return [" ".join(run.program) or "recording"]
+    return headline(run, verdict)
+
+
 def run_summary(run: Run, verdict: Verdict) -> str:
     """What ``_repr_html_`` of a run gives."""
-    if verdict.outcome is Outcome.UNKNOWN or not run.devices:
-        lines = [" ".join(run.program) or "recording"]
-    else:
-        lines = headline(run, verdict)
-    first, *more = lines
+    first, *more = summary_lines(run, verdict)
     pictures = [
         Html(to_svg(draw_timeline(run.trace, device.index, width=_WIDTH, height=_HEIGHT)))
         for device in verdict.devices

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from vramfit.trace.events import EventKind, Frame, TraceDevice
+from vramfit.units import counted
 from vramfit.writing import StrPath
 
 COLUMNS: Mapping[str, DTypeLike] = MappingProxyType(
@@ -101,6 +102,10 @@ class MemoryTrace:
                 raise ValueError(f"column {name} has shape {column.shape}, not ({length},)")
             column.flags.writeable = False
             object.__setattr__(self, name, column)
+
+    def __repr__(self) -> str:
+        where = ", ".join(device.name or f"GPU {device.index}" for device in self.devices)
+        return f"<MemoryTrace: {counted(len(self), 'event')}{f' on {where}' if where else ''}>"
 
     def __len__(self) -> int:
         """Number of events."""

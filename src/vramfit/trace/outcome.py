@@ -11,6 +11,7 @@ from vramfit.trace.estimates import Estimate
 from vramfit.trace.events import Frame
 from vramfit.trace.model import MemoryTrace
 from vramfit.trace.progress import UNTOLD, Progress
+from vramfit.units import format_bytes
 
 RAN_OUT = "ran_out"
 """Key of a trace's meta: 1 where the run ended by running out of memory, 0 where it did not; absent where unknown."""
@@ -177,6 +178,14 @@ class Run:
         object.__setattr__(self, "error", None if self.error is None else mask_text(self.error))
         object.__setattr__(self, "program", mask_arguments(self.program))
         object.__setattr__(self, "warnings", warnings)
+
+    def __repr__(self) -> str:
+        peaks = "".join(
+            f", {device.gpu}: peak allocated {format_bytes(device.peak_allocated_bytes)}, "
+            f"reserved {format_bytes(device.peak_reserved_bytes)}"
+            for device in self.devices
+        )
+        return f"<Run of {' '.join(self.program)!r}: exit code {self.exit_code}{peaks}>"
 
     @property
     def ran_out(self) -> bool:

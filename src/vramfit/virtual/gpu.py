@@ -243,6 +243,13 @@ class VirtualGPU:
 
     # -- results -------------------------------------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        cards = self._machine.devices
+        name = self.spec.name if len(cards) == 1 else f"{len(cards)} × {self.spec.name}"
+        peaks = self.meter.lifetime_peaks(0)
+        peak = f"peak allocated {format_bytes(peaks.allocated)}, reserved {format_bytes(peaks.reserved)}"
+        return f"<VirtualGPU {name}: {peak}>"
+
     @property
     def run(self) -> Run:
         """What happened so far (inside the block) or in all (after it)."""
