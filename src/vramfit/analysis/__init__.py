@@ -49,6 +49,7 @@ from vramfit.analysis.recorded_run import run_from_trace
 from vramfit.analysis.remedies import Remedy, RemedyKind
 from vramfit.analysis.requests import Label
 from vramfit.analysis.segment_spans import SegmentSpans, segment_spans
+from vramfit.analysis.shortage import NAMES
 from vramfit.analysis.stability import (
     Limit,
     LimitReason,
@@ -63,7 +64,7 @@ from vramfit.analysis.states import Holding, State, no_card, state_from_trace, s
 from vramfit.analysis.steps import LEAST_STEPS, Steps, StepSource, steps
 from vramfit.analysis.tolerance import DEFAULT_TOLERANCE, Tolerance
 from vramfit.analysis.tuning import DeviceRecording, Trap, TrapKind, Trial, Tuning, tune
-from vramfit.analysis.verdict import NAMES, NO_CARD, VARIES, DeviceVerdict, Outcome, Verdict, verdict
+from vramfit.analysis.verdict import NO_CARD, VARIES, DeviceVerdict, Outcome, Verdict, verdict
 from vramfit.trace.frames import Origin, origin, short_location, user_frame
 
 __all__ = [

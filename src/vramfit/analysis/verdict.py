@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
 from vramfit.analysis.phases import growth, phases
+from vramfit.analysis.shortage import LARGER_CARD, Shortage, context_alone
 from vramfit.gpus import GpuKind, GpuSpec, catalogue
 from vramfit.trace import (
     NO_BAR,
-    Category,
     DeviceOutcome,
     Frame,
     OomReport,
@@ -20,37 +20,18 @@ from vramfit.trace import (
     Source,
     reserved_bar,
 )
-from vramfit.units import MIB, format_bytes
-
-NAMES: Mapping[Category, str] = {
-    Category.PARAMETERS: "parameters",
-    Category.GRADIENTS: "gradients",
-    Category.OPTIMIZER_STATE: "optimizer state",
-    Category.ACTIVATIONS: "activations",
-    Category.INPUTS: "inputs",
-    Category.TEMPORARIES: "temporaries",
-    Category.WORKSPACES: "workspaces",
-    Category.OTHER: "other",
-}
-"""The categories in words, in the order in which they are shown."""
+from vramfit.units import MIB
 
 NO_CARD = -1
 """Index of what stands in for the card where CUDA_VISIBLE_DEVICES hides them all from the program."""
 
-_STATE = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
-
-
 _ROOM = 1.03  # contexts and allocators differ a little from card to card
-_LARGER_CARD = "a larger card: whatever the program does, its context stays"
 _LARGER = 1.05
 """How much larger a card must be to be offered in place of one that ran out."""
 
 VARIES = 130 * MIB
 """By how much the memory of a card differs from driver to driver: NVML of three cards, each under a driver of its own,
 saw 70 to 130 MiB more than the totals that are known of the same cards elsewhere."""
-
-_NOTABLE = 0.02
-"""Share of the card from which free gaps are named as a reason: every allocator has some."""
 
 
 class Outcome(Enum):
@@ -130,9 +111,12 @@ class Verdict:
             context where nothing ran out; 0 if none.
         line: the user's line at which it ran out.
         moment: what the program was doing then.
-        smallest_gpu: the smallest card of the catalogue that holds what was seen; None if none does. A
-            program that ran out would have gone on to ask for more, so there it is a lower bound.
-        needed: bytes that this choice rests on, with this card's context; each other card counts its own.
+        smallest_gpu: the smallest card of the catalogue that holds what is known of the whole program; None if none
+            does. A program that ran out would have gone on to ask for more, so there it is a lower bound: smaller
+            cards are too small, and this one may be.
+        needed: bytes that this choice rests on, with this card's context; each other card counts its own. Where the
+            run ended by running out, the parameters, gradients and states still to come are among them.
+        any_batch: False where what does not depend on the batch exceeds the card, so that no batch fits.
         why: the reasons in words, most important first; empty for a run that fits.
         advice: what to try next, in words.
         close: the card's memory decides by less than it differs from driver to driver.
@@ -157,6 +141,7 @@ class Verdict:
     close: bool = False
     grows_by: int = 0
     runs_out_at: int | None = None
+    any_batch: bool = True
 
     def __repr__(self) -> str:
         used, total = format_bytes(self.device.used), format_bytes(self.device.total)
@@ -246,12 +231,18 @@ def _judged(run: Run, tensors: int, offered: tuple[GpuSpec, ...]) -> Verdict:
             moment=None,
             smallest_gpu=_smallest_gpu(needed - decisive.context, offered),
             needed=needed,
-            why=() if decisive.has_room else (_context_alone(decisive),),
-            advice=() if decisive.has_room else (_LARGER_CARD,),
+            why=() if decisive.has_room else (context_alone(decisive.context, decisive.total),),
+            advice=() if decisive.has_room else (LARGER_CARD,),
         )
     fragments = decisive.breakdown.fragmentation
-    # As if this request had got a segment of its own: the gaps could not serve it.
-    needed = decisive.context + fragments.reserved - fragments.releasable + oom.requested_bytes
+    shortage = Shortage(
+        oom=oom,
+        breakdown=decisive.breakdown,
+        context=decisive.context,
+        total=decisive.total,
+        used=decisive.used,
+    )
+    needed = shortage.needed
     # The program was not at its end, so a card of the same class would only fail a little later.
     larger = [card for card in offered if card.total_bytes >= decisive.total * _LARGER]
     return Verdict(
@@ -260,14 +251,17 @@ def _judged(run: Run, tensors: int, offered: tuple[GpuSpec, ...]) -> Verdict:
         critical=critical,
         oom=oom,
         short_by=max(
-            0, oom.requested_bytes - oom.free_bytes - fragments.releasable, _beyond(decisive, needed)
+            0,
+            oom.requested_bytes - oom.free_bytes - fragments.releasable,
+            _beyond(decisive, shortage.reached),
         ),
         line=oom.user_line,
         moment=decisive.breakdown.moment,
         smallest_gpu=_smallest_gpu(needed - decisive.context, larger),
         needed=needed,
-        why=tuple(_reasons(decisive, oom)),
-        advice=tuple(_advice(decisive, oom, str(run.trace.meta.get("alloc_conf", "")))),
+        why=tuple(shortage.reasons()),
+        advice=tuple(shortage.advice(str(run.trace.meta.get("alloc_conf", "")))),
+        any_batch=shortage.any_batch,
     )
 
 
@@ -355,85 +349,3 @@ def _smallest_gpu(reserved: int, cards: Iterable[GpuSpec]) -> GpuSpec | None:
         if card.kind in order and card.total_bytes >= (reserved + card.typical_context_bytes) * _ROOM
     ]
     return min(enough, key=lambda card: (card.total_bytes, order.index(card.kind), card.name), default=None)
-
-
-def _reasons(device: DeviceVerdict, oom: OomReport) -> list[str]:
-    """Why the request could not be served: what holds the card, in words."""
-    if not device.has_room:
-        return [_context_alone(device)]
-    usable = device.total - device.context
-    held = device.breakdown.categories
-    state = {kind: held[kind] for kind in _STATE if held[kind]}
-    request = format_bytes(oom.requested_bytes)
-    listed = " + ".join(f"{NAMES[kind]} {format_bytes(amount)}" for kind, amount in state.items())
-    reasons = []
-    if oom.requested_bytes > usable:
-        reasons.append(f"this one request is larger than the {format_bytes(usable)} that the card offers")
-    elif sum(state.values()) + oom.requested_bytes > usable:
-        reasons.append(
-            f"{listed} leave no room for {request} more in the usable {format_bytes(usable)}, "
-            "whatever the batch size"
-        )
-    elif sum(state.values()) > usable // 2:
-        taken = format_bytes(sum(state.values()))
-        sums = f"{listed} = {taken}" if len(state) > 1 else listed
-        reasons.append(f"{sums} of the usable {format_bytes(usable)}, whatever the batch size")
-    largest = sorted(
-        (kind for kind in NAMES if held[kind] and kind not in _STATE), key=lambda kind: -held[kind]
-    )
-    if oom.requested_bytes <= usable and (not reasons or held[Category.ACTIVATIONS] > usable // 20):
-        kinds = largest[:2] if reasons else sorted((*largest, *state), key=lambda kind: -held[kind])[:3]
-        named = ", ".join(f"{NAMES[kind]} {format_bytes(held[kind])}" for kind in kinds)
-        reasons.append(f"held at that moment{' too' if reasons else ''}: {named}")
-    if still := _still_to_come(device.breakdown, oom):
-        reasons.append(still)
-    if _fragmented(device, oom):
-        split = device.breakdown.fragmentation.inactive_split
-        reasons.append(f"{format_bytes(split)} are reserved but lie in gaps too small for {request}")
-    return reasons
-
-
-def _context_alone(device: DeviceVerdict) -> str:
-    """Why nothing at all can be served."""
-    context, total = format_bytes(device.context), format_bytes(device.total)
-    more = "is more than" if device.context > device.total else "takes all of"
-    return f"the CUDA context ({context}) alone {more} {total}"
-
-
-def _still_to_come(breakdown: Breakdown, oom: OomReport) -> str:
-    """What a training step would have asked for after this moment, if that can be told."""
-    held = breakdown.categories
-    if any("torch/optim/" in frame.filename.replace("\\", "/") for frame in oom.stack):
-        return "the optimizer was still at its step" if held[Category.OPTIMIZER_STATE] else ""
-    training = breakdown.moment.phase.endswith(("forward", "backward")) and held[Category.ACTIVATIONS] > 0
-    missing = held[Category.PARAMETERS] - held[Category.GRADIENTS]
-    if training and missing > held[Category.PARAMETERS] // 2:
-        return f"gradients (up to {format_bytes(missing)} more) were still to come"
-    return ""
-
-
-def _fragmented(device: DeviceVerdict, oom: OomReport) -> bool:
-    """Whether the request would have been served had the free bytes, if no trifle, lain together."""
-    fragments = device.breakdown.fragmentation
-    if fragments.inactive_split < (device.total - device.context) * _NOTABLE or device.used > device.total:
-        return False
-    return oom.requested_bytes <= fragments.inactive_split + fragments.releasable + oom.free_bytes
-
-
-def _advice(device: DeviceVerdict, oom: OomReport, alloc_conf: str) -> list[str]:
-    """What to try, judged from what holds the card."""
-    if not device.has_room:
-        return [_LARGER_CARD]
-    usable = device.total - device.context
-    held = device.breakdown.categories
-    state = sum(held[kind] for kind in _STATE)
-    advice = []
-    if _fragmented(device, oom) and "expandable_segments:true" not in alloc_conf.replace(" ", "").lower():
-        advice.append("--alloc-conf expandable_segments:True, which lets free memory be joined")
-    if state + oom.requested_bytes > usable:
-        advice.append(
-            "a larger card, several cards, or a smaller optimizer state: a smaller batch does not help"
-        )
-    elif held[Category.ACTIVATIONS] > usable // 10:
-        advice.append("a smaller batch, activation checkpointing or a lower precision")
-    return advice

@@ -24,6 +24,7 @@ from vramfit.trace import (
     Run,
     RunWarning,
     Source,
+    StillToCome,
 )
 from vramfit.trace.progress import progress_from_plain
 
@@ -125,7 +126,11 @@ def load_outcome(folder: Path) -> Run | None:
     if oom is not None:
         stack = tuple(Frame(*frame) for frame in oom.pop("stack"))
         line = oom.pop("user_line")
-        oom = OomReport(stack=stack, user_line=Frame(*line) if line else None, **oom)
+        to_come = oom.pop("to_come")
+        if to_come is not None:
+            to_come["optimizers"] = tuple(to_come["optimizers"])
+            to_come = StillToCome(**to_come)
+        oom = OomReport(stack=stack, user_line=Frame(*line) if line else None, to_come=to_come, **oom)
     profile = facts.pop("profile")
     files = facts.pop("files")
     return Run(

@@ -19,7 +19,7 @@ from vramfit.analysis import (
     phases,
 )
 from vramfit.report.against import against_to_json
-from vramfit.trace import Category, Frame, OomReport, Run
+from vramfit.trace import Category, Frame, OomReport, Run, StillToCome
 from vramfit.trace.progress import Progress
 
 SCHEMA = "vramfit.run/1"
@@ -199,7 +199,20 @@ def _oom(oom: OomReport, verdict: Verdict) -> dict[str, Any]:
         "handled": oom.handled,
         "why": list(verdict.why),
         "advice": list(verdict.advice),
+        "to_come": None if oom.to_come is None else _to_come(oom.to_come),
+        "any_batch": verdict.any_batch if ended else None,
         "holders": holders,
+    }
+
+
+def _to_come(come: StillToCome) -> dict[str, Any]:
+    return {
+        "training": come.training,
+        "building": come.building,
+        "parameters_bytes": come.parameters_bytes,
+        "gradients_bytes": come.gradients_bytes,
+        "states_bytes": come.states_bytes,
+        "optimizers": list(come.optimizers),
     }
 
 

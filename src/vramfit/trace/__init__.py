@@ -8,7 +8,16 @@ from vramfit.trace.events import Category, EventKind, Frame, Segment, TraceDevic
 from vramfit.trace.export import snapshot_from_trace, write_snapshot
 from vramfit.trace.marks import Mark, marks
 from vramfit.trace.model import MemoryTrace
-from vramfit.trace.outcome import RAN_OUT, DeviceOutcome, OomReport, ProfileNote, Run, RunWarning, Source
+from vramfit.trace.outcome import (
+    RAN_OUT,
+    DeviceOutcome,
+    OomReport,
+    ProfileNote,
+    Run,
+    RunWarning,
+    Source,
+    StillToCome,
+)
 from vramfit.trace.pressure import Capacity, CapacitySource
 from vramfit.trace.rehearsal import Played, Rehearsal
 from vramfit.trace.replaying import replay
@@ -44,6 +53,7 @@ __all__ = [
     "RunWarning",
     "Segment",
     "Source",
+    "StillToCome",
     "TraceBuilder",
     "TraceDevice",
     "load_snapshot",

@@ -46,6 +46,33 @@ class RunWarning:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StillToCome:
+    """What a program that ran out would have asked for next, whatever its batch. Bytes on the device that ran out.
+
+    Attributes:
+        training: gradients are computed: a backward pass or a step was at work, or gradients are enabled and an
+            optimizer holds parameters of the device.
+        building: a model was being built or moved to the device, so that how large it becomes is not known in full.
+        parameters_bytes: of the model that was being moved, not yet there.
+        gradients_bytes: of trained parameters that have no gradient yet.
+        states_bytes: that the optimizers would have made, where they are torch's own.
+        optimizers: their names.
+    """
+
+    training: bool = False
+    building: bool = False
+    parameters_bytes: int = 0
+    gradients_bytes: int = 0
+    states_bytes: int = 0
+    optimizers: tuple[str, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """All that is known to come."""
+        return self.parameters_bytes + self.gradients_bytes + self.states_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OomReport:
     """The request that did not fit. Sizes are in bytes.
 
@@ -60,6 +87,7 @@ class OomReport:
         free_bytes: left on the device.
         total_bytes: memory of the device.
         handled: whether the program caught the error.
+        to_come: what the program would have asked for next; None where nobody could look, as in a recording.
     """
 
     device: int
@@ -73,6 +101,7 @@ class OomReport:
     free_bytes: int
     total_bytes: int
     handled: bool
+    to_come: StillToCome | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,10 +21,11 @@ from typing import Generic, TypeVar
 import torch
 
 from vramfit.allocator import AllocatorEventKind, OutOfMemory
-from vramfit.trace import Category, EventKind, Frame, OomReport, TraceBuilder
+from vramfit.trace import Category, EventKind, Frame, OomReport, StillToCome, TraceBuilder
 from vramfit.trace.frames import user_frame
 from vramfit.virtual.attribution import ModuleStack, Phase, PhaseTracker, StackInterner
 from vramfit.virtual.machine import Machine
+from vramfit.virtual.still_to_come import still_to_come
 
 _KIND = {kind: EventKind[kind.name] for kind in AllocatorEventKind}
 
@@ -329,9 +330,17 @@ class StorageMeter(Generic[RecordT]):
             free_bytes=card.driver.free_bytes,
             total_bytes=card.spec.total_bytes,
             handled=True,
+            to_come=self._still_to_come(device),
         )
         self.machine.notify_oom(device, nbytes, card.allocator.allocated_bytes, card.driver.free_bytes)
         return torch.OutOfMemoryError(message)
+
+    def _still_to_come(self, device: int) -> StillToCome:
+        def here(tensor: torch.Tensor) -> bool:
+            record = self.record_of(tensor)
+            return record is not None and record.row >= 0 and record.device == device
+
+        return still_to_come(here, self.parameters(), self.tag)
 
 
 def describe(tensor: torch.Tensor) -> str:

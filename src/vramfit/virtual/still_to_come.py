@@ -1,0 +1,151 @@
+"""What a program that ran out of memory would have asked for next, whatever its batch: a lower bound of all it needs.
+
+A training step that runs out in its first forward pass has shown its parameters alone. Its gradients and the states of
+its optimizer follow from them: each parameter that is trained gets a gradient of its own size, and the optimizers of
+torch keep so many tensors of that size for it (`_STATES`, read from torch/optim/*.py, ``_init_group``). A model that
+was on its way to the device names what has not arrived. What the rest of the passes would add is not known.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from vramfit.trace import Category, StillToCome
+
+_STATES: Mapping[type[Optimizer], tuple[int, tuple[str, ...]]] = {
+    torch.optim.Adadelta: (2, ()),
+    torch.optim.Adagrad: (1, ()),
+    torch.optim.Adam: (2, ("amsgrad",)),
+    torch.optim.Adamax: (2, ()),
+    torch.optim.AdamW: (2, ("amsgrad",)),
+    torch.optim.ASGD: (1, ()),
+    torch.optim.NAdam: (2, ()),
+    torch.optim.RAdam: (2, ()),
+    torch.optim.RMSprop: (1, ("momentum", "centered")),
+    torch.optim.Rprop: (2, ()),
+    torch.optim.SGD: (0, ("momentum",)),
+}
+"""Tensors of a parameter's size that an optimizer keeps for it, and the options that add one each. What is not here is
+taken to keep none."""
+
+
+_TELLING = ("__init__", "_apply", "apply", "step")
+"""Functions whose first argument tells: `nn.Module._apply` and what stands in its place move a model."""
+
+
+class _Moment(NamedTuple):
+    """What the Python stack tells of the moment: a model in its making or on its way, or an optimizer's step."""
+
+    building: bool
+    moving: nn.Module | None
+    stepping: bool
+
+
+def still_to_come(
+    here: Callable[[torch.Tensor], bool],
+    trained: Iterable[torch.Tensor],
+    tag: Callable[[torch.Tensor, Category], object],
+) -> StillToCome:
+    """Look at the program at the moment at which a request failed.
+
+    Gradients and states that were made a moment ago are named as such, for nothing is to count twice, or not at all.
+
+    Args:
+        here: whether a tensor lies on the device that ran out.
+        trained: the parameters on any device that require gradients.
+        tag: says what a tensor is for.
+    """
+    moment = _moment()
+    parameters = [parameter for parameter in trained if parameter.requires_grad and here(parameter)]
+    optimizers = tuple(_optimizers(here))
+    training = moment.stepping or torch._C._current_graph_task_id() != -1
+    if not training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        owned = {id(parameter) for _, group in optimizers for parameter in group["params"]}
+        training = any(id(parameter) in owned for parameter in parameters)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            tag(parameter.grad, Category.GRADIENTS)
+    for optimizer, group in optimizers:
+        for tensor in _states(optimizer, group):
+            tag(tensor, Category.OPTIMIZER_STATE)
+    gradients = sum(parameter.nbytes for parameter in parameters if parameter.grad is None)
+    states = sum(_missing(optimizer, group, here) for optimizer, group in optimizers)
+    return StillToCome(
+        training=training,
+        building=moment.building,
+        parameters_bytes=0 if moment.moving is None else _left(moment.moving, here),
+        gradients_bytes=gradients if training else 0,
+        states_bytes=states if training else 0,
+        optimizers=tuple(sorted({type(optimizer).__name__ for optimizer, _ in optimizers})),
+    )
+
+
+def _optimizers(here: Callable[[torch.Tensor], bool]) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
+    """Each group of each optimizer that trains something here. Found by the garbage collector, which knows them all."""
+    for found in gc.get_objects():
+        if issubclass(type(found), Optimizer):
+            for group in getattr(found, "param_groups", ()):
+                if any(parameter.requires_grad and here(parameter) for parameter in group["params"]):
+                    yield found, group
+
+
+def _missing(optimizer: Optimizer, group: Mapping[str, Any], here: Callable[[torch.Tensor], bool]) -> int:
+    """Bytes of the states that a group has yet to make."""
+    count, options = _STATES.get(type(optimizer), (0, ()))
+    each = count + sum(bool(group.get(option)) for option in options)
+    return sum(
+        max(0, each * parameter.nbytes - sum(t.nbytes for t in _tensors(optimizer.state.get(parameter))))
+        for parameter in group["params"]
+        if parameter.requires_grad and here(parameter)
+    )
+
+
+def _states(optimizer: Optimizer, group: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The states that are there."""
+    for parameter in group["params"]:
+        yield from _tensors(optimizer.state.get(parameter))
+
+
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
+    """The tensors of one state, but for counters of steps."""
+    if isinstance(state, Mapping):
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
+
+
+def _moment() -> _Moment:
+    """Walk the stack outwards."""
+    building, stepping = False, False
+    moving: nn.Module | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        owner = (
+            frame.f_locals.get(code.co_varnames[0]) if code.co_argcount and code.co_name in _TELLING else None
+        )
+        if isinstance(owner, nn.Module) and code.co_name != "step":
+            building = True
+            if code.co_name != "__init__":
+                moving = owner  # the outermost one counts
+        stepping = stepping or (isinstance(owner, Optimizer) and code.co_name == "step")
+        frame = frame.f_back
+    return _Moment(building, moving, stepping)
+
+
+def _left(model: nn.Module, here: Callable[[torch.Tensor], bool]) -> int:
+    """Bytes of a model that are not on the device, in the precision in which the others arrived."""
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
+    arrived = [tensor.element_size() for tensor in tensors if tensor.is_floating_point() and here(tensor)]
+    size = min(arrived, default=None)
+    return sum(
+        tensor.numel() * (size if size is not None and tensor.is_floating_point() else tensor.element_size())
+        for tensor in tensors
+        if not here(tensor)
+    )
