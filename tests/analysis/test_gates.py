@@ -56,6 +56,23 @@ def test_less_than_the_baseline_because_it_ran_out_is_no_progress() -> None:
     assert gates[0].note == ""
 
 
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        ({"gpu": "NVIDIA GeForce RTX 4090", "torch": "2.13.0+cu126"}, ""),
+        ({"gpu": "", "torch": ""}, ""),
+        ({"gpu": "H100 SXM", "torch": "2.13.0"}, "the baseline is of H100 SXM, this run of RTX 4090"),
+        ({"gpu": "RTX 4090", "torch": "2.12.1"}, "the baseline is of torch 2.12.1, this run of 2.13.0"),
+    ],
+)
+def test_a_baseline_of_another_card_or_torch_is_said_to_be_one(before: dict[str, object], said: str) -> None:
+    now = state(gpu="RTX 4090", torch="2.13.0")
+    reserved, allocated = baseline_gates([now], [state(**before)], Tolerance.parse("1%"))
+    assert reserved.note.startswith(said)
+    assert bool(reserved.note) == bool(said)
+    assert not allocated.note
+
+
 def test_a_baseline_must_know_the_device() -> None:
     with pytest.raises(UsageError, match="tells nothing of device 1"):
         baseline_gates([state(), state(device=1)], [state()], Tolerance.parse("1%"))

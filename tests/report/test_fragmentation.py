@@ -27,7 +27,7 @@ def test_a_case_is_told_with_its_story() -> None:
     text = " ".join(text.split())
     assert "→ expandable_segments:True: let segments grow by pages" in text
     assert "(replayed: peak reserved 1.25 GiB instead of 1.29 GiB)" in text
-    assert "copy of weight ×20, optimizer state, train.py:30, made in step 1/checkpoint" in text
+    assert "20 × 12.00 MiB copy of weight, optimizer state, train.py:30, made in step 1/checkpoint" in text
     assert "taken for activation of step 0/forward (train.py:1)" in text
     assert (
         "held by copy of weight of step 1/checkpoint (train.py:30), put in a hole that another left" in text

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from vramfit.analysis.reconcile import bare_name
 from vramfit.analysis.reconciliation import Quantity
 from vramfit.analysis.states import State
 from vramfit.analysis.tolerance import Tolerance
@@ -153,13 +154,17 @@ def baseline_gates(run: Sequence[State], baseline: Sequence[State], tolerance: T
 
 
 def _against(state: State, known: State, tolerance: Tolerance) -> list[Gate]:
-    found = []
+    found: list[Gate] = []
+    differs = _differs(state, known)
     for quantity in (Quantity.RESERVED, Quantity.ALLOCATED):
         actual, earlier = measure(state, quantity), measure(known, quantity)
         if actual is None or earlier is None:
             continue
         limit = earlier + tolerance.bound(earlier)
         lower = earlier - actual > tolerance.bound(earlier) and not state.ran_out
+        notes = [differs] if differs and not found else []
+        if lower:
+            notes.append("it takes less than the baseline by more than the tolerance: write it again")
         found.append(
             Gate(
                 bound=Bound.BASELINE,
@@ -169,9 +174,7 @@ def _against(state: State, known: State, tolerance: Tolerance) -> list[Gate]:
                 limit=limit,
                 baseline=earlier,
                 passed=actual <= limit,
-                note="it takes less than the baseline by more than the tolerance: write it again"
-                if lower
-                else "",
+                note="; ".join(notes),
             )
         )
     if not found:
@@ -180,6 +183,21 @@ def _against(state: State, known: State, tolerance: Tolerance) -> list[Gate]:
             "A baseline holds peak reserved or peak allocated bytes",
         )
     return found
+
+
+def _differs(state: State, known: State) -> str:
+    """What makes a baseline that of something else: another card, or another version of torch."""
+    parts = []
+    if state.gpu and known.gpu and bare_name(state.gpu) != bare_name(known.gpu):
+        parts.append(f"the baseline is of {known.gpu}, this run of {state.gpu}")
+    if state.torch and known.torch and _release(state.torch) != _release(known.torch):
+        parts.append(f"the baseline is of torch {known.torch}, this run of {state.torch}")
+    return "; ".join((*parts, "what differs may come from that: write it again")) if parts else ""
+
+
+def _release(version: str) -> str:
+    """The version without what tells of its build, such as ``+cu126``."""
+    return version.partition("+")[0]
 
 
 def _known(state: State, quantity: Quantity) -> int:

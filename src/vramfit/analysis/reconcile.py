@@ -329,11 +329,11 @@ def _notes_of_trace(
 
 
 def _notes_of_device(outcome: DeviceOutcome, figures: Figures) -> Iterator[str]:
-    if figures.gpu and _bare(figures.gpu) != _bare(outcome.gpu):
+    if figures.gpu and bare_name(figures.gpu) != bare_name(outcome.gpu):
         yield f"recorded on {figures.gpu}, predicted for {outcome.gpu}"
 
 
-def _bare(name: str) -> str:
+def bare_name(name: str) -> str:
     """The name of a card without its maker, in one case."""
     words = name.lower().replace("nvidia", " ").replace("geforce", " ").split()
     return " ".join(words)

@@ -66,6 +66,7 @@ class State:
         omitted: bytes alive that ``holdings`` leaves out.
         phases: highest allocated bytes of each part of the iterations (``forward``, ``backward``, ``step``).
         deep: whether the stacks are whole.
+        torch: its version, empty if unknown.
     """
 
     name: str
@@ -82,6 +83,7 @@ class State:
     omitted: int = 0
     phases: Mapping[str, int] = field(default_factory=dict)
     deep: bool = False
+    torch: str = ""
 
     @property
     def used(self) -> int | None:
@@ -117,6 +119,7 @@ def states(actual: Actual) -> tuple[State, ...]:
                 allocated=known.peak_allocated,
                 reserved=known.peak_reserved,
                 outside=known.outside,
+                torch=known.torch,
             )
             for known in actual.figures
         )
@@ -177,6 +180,7 @@ def state_from_trace(
         holdings=holdings,
         phases=parts,
         deep=True,
+        torch=str(trace.meta.get("torch_version", "")),
     )
 
 
@@ -263,6 +267,7 @@ def states_from_report(report: Mapping[str, Any], name: str = "") -> tuple[State
             and oom.get("device") == index,
             phase=reader.get(reader.get(entry_, "moment", dict, default={}), "phase", str, default=""),
             categories=reader.categories(reader.get(entry_, "categories", dict)),
+            torch=reader.get(report, "torch", str, default=""),
         )
         found.append(reader.details(report, state) if index == decisive else state)
     return tuple(sorted(found, key=lambda one: one.device))

@@ -17,7 +17,7 @@ from vramfit.report.json_report import group_to_json, moment_to_json, run_to_jso
 from vramfit.report.leaks import LeakLines
 from vramfit.report.leaks_json import leaks_to_json
 from vramfit.report.sections import SIZE, Sections
-from vramfit.report.text import elide_left, percent, print_lines, short_op
+from vramfit.report.text import each, elide_left, percent, print_lines, short_op
 from vramfit.trace import Run
 from vramfit.units import counted, format_bytes
 
@@ -159,11 +159,13 @@ class _Page(Sections):
 
     def group(self, group: TensorGroup, indent: str) -> Iterator[Text]:
         """One group of tensors, in a line where there is room."""
-        count = f" ×{group.count}" if group.count > 1 else ""
-        what = f"{group.tensor.replace(', ', ',') or NAMES[group.category]}{count}"
+        found = each(group.count, group.block_bytes)
+        what = " ".join(filter(None, (found, group.tensor.replace(", ", ",") or NAMES[group.category])))
         place = self.location(group.line or group.library_line) or group.module
-        parts = [what, short_op(group.op)]
-        line = Text(f"{indent}  {format_bytes(group.total_bytes):>{SIZE}} {'  '.join(filter(None, parts))}")
+        head = f"{indent}  {format_bytes(group.total_bytes):>{SIZE}} {what}"
+        line = Text("  ".join(filter(None, (head, short_op(group.op)))))
+        if self.width >= NARROW and len(line) + 2 + len(place) > self.width:
+            line = Text(head)  # the line tells more than the operator
         if place and self.width < NARROW:
             line.append(f"  {place}")
         elif place:

@@ -13,7 +13,9 @@ NARROW = 60
 """Columns below which rows are told rather than lined up, and indents are short."""
 _DEEPEST = 4
 """Characters of indent on a narrow terminal."""
-_BOUND = re.compile(r"(?<=\d) (?=(?:[KMGT]i?)?B(?:/s)?\b|T?FLOP/s|MHz\b|bytes\b|[mµu]?s\b|%)| (?=×\d)")
+_BOUND = re.compile(
+    r"(?<=\d) (?=(?:[KMGT]i?)?B(?:/s)?\b|T?FLOP/s|MHz\b|bytes\b|[mµu]?s\b|%)| (?=× ?\d)|(?<=×) (?=\d)"
+)
 """The space between a number and its unit, and before a count."""
 _EQUALS = re.compile(r" (?== )|(?<= =) ")
 """The spaces on both sides of an equals sign."""

@@ -25,7 +25,7 @@ from vramfit.analysis import (
 )
 from vramfit.report.json_report import frame_to_json, group_to_json, moment_to_json
 from vramfit.report.sections import SIZE, Sections
-from vramfit.report.text import print_lines, seconds, short_op
+from vramfit.report.text import each, print_lines, seconds, short_op
 from vramfit.trace import CapacitySource
 from vramfit.units import counted, format_bytes
 
@@ -134,8 +134,8 @@ class _Page(Sections):
         group = pin.group
         what = group.tensor or short_op(group.op) or format_bytes(group.block_bytes)
         where = self.location(group.line or group.library_line) or group.module
-        times = f" ×{group.count:,}" if group.count > 1 else ""
-        facts = [f"{what}{times}", NAMES[group.category]]
+        several = each(group.count, group.block_bytes)
+        facts = [" ".join(filter(None, (several, what))), NAMES[group.category]]
         facts += [where] if where else []
         facts += [f"made in {pin.phase}"] if pin.phase else []
         facts += [f"{pin.in_holes:,} in holes of earlier blocks"] if pin.in_holes else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from vramfit.analysis import (
     summarise,
 )
 from vramfit.report.folding import NARROW, broken
-from vramfit.report.text import bar, elide_left, percent, short_op, tree_lines
+from vramfit.report.text import bar, each, elide_left, percent, short_op, tree_lines
 from vramfit.trace import Category, Frame, MemoryTrace
 from vramfit.units import format_bytes
 
@@ -39,6 +39,10 @@ _MODULES, _TENSORS, _PHASES = 12, 8, 6
 _PHASE = 18
 _PHASE_FIGURE = 12
 SIZE = 10
+_EACH = 16
+"""Columns of the number of blocks and the size of one."""
+_LEAST_OP = 6
+"""Columns below which an operator's name tells nothing."""
 """Characters that a number of bytes takes."""
 
 
@@ -124,10 +128,8 @@ class Sections:
             return
         yield Text()
         yield self.heading("Largest tensors")
-        fixed = 2 + SIZE + 6 + (18 if wide else 0)
-        flexible = self.width - fixed - 6
-        tensor, operation = (flexible // 3, flexible // 7) if wide else (flexible * 2 // 5, flexible // 5)
-        widths = (tensor, operation, flexible - tensor - operation)
+        fixed = 2 + SIZE + _EACH + 2 + (18 if wide else 0)
+        widths = self.tensor_widths(groups, self.width - fixed - 6, wide=wide)
         for group in groups:
             if self.width < NARROW:
                 yield from self.tensor_told(group)
@@ -138,17 +140,30 @@ class Sections:
             groups_left = "1 smaller group" if rest == 1 else f"{rest} smaller groups"
             yield Text(f"  {format_bytes(left):>{SIZE}}  in {groups_left}", style="bright_black")
 
+    def tensor_widths(self, groups: Sequence[TensorGroup], room: int, *, wide: bool) -> tuple[int, int, int]:
+        """Columns for tensor, operator and line: where not all have room, folders go first, then the operator."""
+        tensor = max(len(_tensor(group)) for group in groups)
+        operation = max(len(short_op(group.op)) for group in groups)
+        lines = [self.tensor_location(group, room, wide=wide) for group in groups]
+        tensor = min(tensor, room // 2)
+        if tensor + operation + max(map(len, lines)) > room:
+            # An elided line keeps the file's name behind the sign of what is missing.
+            operation = min(operation, room - tensor - max(len(Path(line).name) + 1 for line in lines))
+            if operation < _LEAST_OP:
+                return tensor, 0, room - tensor
+        return tensor, operation, room - tensor - operation
+
     def tensor_line(self, group: TensorGroup, widths: tuple[int, int, int], *, wide: bool) -> Text:
         """One group of tensors."""
-        count = f"×{group.count}" if group.count > 1 else ""
+        count = each(group.count, group.block_bytes)
         tensor = Text(_tensor(group), style=STYLES[group.category])
         operation = Text(short_op(group.op))
         for text, width in ((tensor, widths[0]), (operation, widths[1])):
             text.truncate(width, overflow="ellipsis", pad=True)
         location = self.tensor_location(group, widths[2], wide=wide)
-        line = Text.assemble(
-            f"  {format_bytes(group.total_bytes):>{SIZE}} {count:<5} ", tensor, "  ", operation, "  "
-        )
+        line = Text.assemble(f"  {format_bytes(group.total_bytes):>{SIZE}} {count:<{_EACH}} ", tensor, "  ")
+        if widths[1]:
+            line.append(operation).append("  ")
         if wide:
             line.append(f"{NAMES[group.category]:<16}  ")
         line.append(location)
@@ -157,7 +172,7 @@ class Sections:
 
     def tensor_told(self, group: TensorGroup) -> Iterator[Text]:
         """One group of tensors, whole, where columns have no room."""
-        count = f" ×{group.count}" if group.count > 1 else ""
+        count = f" = {found}" if (found := each(group.count, group.block_bytes)) else ""
         place = self.location(group.line or group.library_line) or group.module
         facts = ", ".join(filter(None, (_tensor(group), short_op(group.op), place)))
         yield from self.wrapped(Text(f"  {format_bytes(group.total_bytes)}{count} {facts}"), indent=4)

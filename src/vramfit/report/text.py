@@ -11,6 +11,7 @@ from rich.text import Text
 
 from vramfit.analysis.modules import ModuleNode
 from vramfit.report.folding import folded
+from vramfit.units import format_bytes
 
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _ASCII = str.maketrans("✓✗…×·µ█▉▊▋▌▍▎▏▓▒░", "+x~x,u#####   +c.")
@@ -85,6 +86,16 @@ def short_op(op: str) -> str:
     if not name:
         return op
     return name if namespace == "aten" else f"{namespace}.{name}"
+
+
+def each(count: int, size: int) -> str:
+    """Of several blocks of one size how many there are and what one takes, ``12 × 48.00 MiB``; empty for a single one.
+
+    Args:
+        count: how many.
+        size: bytes of one.
+    """
+    return f"{count:,} × {format_bytes(size)}" if count > 1 else ""
 
 
 def elide_left(text: str, width: int) -> str:

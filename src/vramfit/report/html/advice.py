@@ -22,7 +22,7 @@ from vramfit.errors import TraceFormatError
 from vramfit.report.fragmentation import answer_text, remedy_text, verdict_text
 from vramfit.report.html.columns import DeviceView
 from vramfit.report.html.markup import Html, details, join, table, tag
-from vramfit.report.text import short_op
+from vramfit.report.text import each, short_op
 from vramfit.trace import MemoryTrace
 from vramfit.units import format_bytes
 
@@ -153,7 +153,7 @@ def _pins(found: FragmentationCauses, root: Path | None) -> Html:
     rows = (
         (
             format_bytes(pin.pinned),
-            f"×{pin.group.count:,} {format_bytes(pin.group.block_bytes)}",
+            each(pin.group.count, pin.group.block_bytes) or format_bytes(pin.group.block_bytes),
             NAMES[pin.group.category],
             pin.group.tensor,
             short_op(pin.group.op),

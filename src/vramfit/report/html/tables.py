@@ -22,7 +22,7 @@ from vramfit.analysis import (
 from vramfit.analysis.groups import stack_frames
 from vramfit.report.html.columns import DeviceView
 from vramfit.report.html.markup import Html, details, figures, join, table, tag
-from vramfit.report.text import percent, short_op, tree_lines
+from vramfit.report.text import each, percent, short_op, tree_lines
 from vramfit.trace import Category, MemoryTrace
 from vramfit.units import counted, format_bytes
 
@@ -149,7 +149,7 @@ def _tensors(found: Breakdown, root: Path | None) -> Html:
     rows = [
         (
             format_bytes(group.total_bytes),
-            f"×{group.count:,}",
+            each(group.count, group.block_bytes),
             NAMES[group.category],
             group.tensor,
             short_op(group.op),
@@ -158,7 +158,7 @@ def _tensors(found: Breakdown, root: Path | None) -> Html:
         )
         for group in found.tensors[:_TENSORS]
     ]
-    heads = ("bytes", "count", "category", "tensor", "operator", "module", "line")
+    heads = ("bytes", "of them", "category", "tensor", "operator", "module", "line")
     count, amount = found.tensors_omitted
     rest = found.tensors[_TENSORS:]
     count, amount = count + len(rest), amount + sum(group.total_bytes for group in rest)

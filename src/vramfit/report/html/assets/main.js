@@ -66,7 +66,8 @@ class DevicePage {
     const show = h("button", { type: "button", className: "link" }, shared.tensor(origin) || CATEGORIES[model.category[block]]);
     show.addEventListener("click", () => this.choose(block, this.view.moment));
     const cells = [
-      bytes(count * model.block[block]), `×${integer(count)}`, h("span", {}, swatch(model.category[block]), CATEGORIES[model.category[block]]),
+      bytes(count * model.block[block]), count > 1 ? `${integer(count)} × ${bytes(model.block[block])}` : "",
+      h("span", {}, swatch(model.category[block]), CATEGORIES[model.category[block]]),
       show, shortOp(shared.op(origin)), shared.module(origin), shared.line(origin),
     ];
     return h("tr", {}, ...cells.map((content) => h("td", {}, content)));
