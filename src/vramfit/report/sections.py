@@ -39,11 +39,11 @@ _MODULES, _TENSORS, _PHASES = 12, 8, 6
 _PHASE = 18
 _PHASE_FIGURE = 12
 SIZE = 10
+"""Characters that a number of bytes takes."""
 _EACH = 16
 """Columns of the number of blocks and the size of one."""
 _LEAST_OP = 6
 """Columns below which an operator's name tells nothing."""
-"""Characters that a number of bytes takes."""
 
 
 class Sections:
