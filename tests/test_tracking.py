@@ -6,6 +6,7 @@ import gc
 import io
 import pickle
 import re
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -253,3 +254,31 @@ class TestMoreIsAliveThanTheBudget:
         with vramfit.track(model, device="cpu", budget="1GiB") as tracked:
             model(torch.ones(1, 1024))
         assert tracked.report.fits is True
+
+
+def test_a_tracked_block_follows_its_host_too() -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = []
+    with vramfit.track(model, optimizer, device="cpu", host_memory=True) as trace:
+        for _ in range(8):
+            optimizer.zero_grad()
+            model(torch.ones(1, 8)).sum().backward()
+            kept.append(bytearray(1 << 20))
+            optimizer.step()
+    host = trace.run.host
+    assert host is not None
+    assert host.growing[0].line == _line("kept.append(bytearray")
+    assert not tracemalloc.is_tracing()
+
+
+def test_nothing_is_followed_unless_asked_for() -> None:
+    with vramfit.track(device="cpu") as trace:
+        assert not tracemalloc.is_tracing()
+    assert trace.run.host is None
+
+
+def _line(text: str) -> int:
+    """Where a text stands first in this file."""
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)

@@ -177,6 +177,7 @@ def run(
     time: str | float | None = None,
     writes: str | None = None,
     writes_through: Sequence[str | os.PathLike[str]] = (),
+    host_memory: bool = False,
 ) -> Report:
     """Run a program on virtual GPUs, or for real and recorded, in a process of its own.
 
@@ -200,6 +201,7 @@ def run(
         writes: what happens to files that a program writes on a virtual GPU: ``"discard"`` (the default) sets them
             aside and drops them, ``"keep"`` leaves them in a folder beside it, ``"real"`` writes them.
         writes_through: paths that it writes for real even so, such as a folder of downloads.
+        host_memory: follow the host's memory too, by `tracemalloc`: `Run.host`. It costs time.
 
     Raises:
         UnknownGpuError: no such card.
@@ -229,6 +231,7 @@ def run(
             environ=added,
             cwd=folder,
             limits=limits,
+            host_memory=host_memory,
         )
     else:
         outcome = run_in_child(
@@ -241,6 +244,7 @@ def run(
             assume=assumption(assume).value,
             profile=profile,
             limits=limits,
+            host_memory=host_memory,
             writes=Writes.DISCARD if writes is None else writes,
             through=paths_argument("writes_through", writes_through),
         )

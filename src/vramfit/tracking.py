@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeAlias, TypeVar
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeAlias, TypeVar
 from vramfit.api import Report
 from vramfit.arguments import path_argument, size_argument, text_argument, whole_argument
 from vramfit.errors import UsageError
+from vramfit.patching import PatchStack
+from vramfit.programs.host_memory import HostMemoryMeter, HostSteps
 from vramfit.trace import MemoryTrace, Run
 from vramfit.units import format_bytes
 
@@ -52,6 +55,7 @@ class Track:
             ``torch.cuda.set_per_process_memory_fraction`` and put back afterwards.
         alloc_conf: allocator settings of metered CPU, instead of those of the environment.
         max_entries: events kept of a card; earlier ones are lost.
+        host_memory: follow the host's memory too, by `tracemalloc`: which lines grow from step to step. It costs time.
         journal: a file to write the trace of metered CPU to while it happens, so that a killed process leaves it;
             ``vramfit explain`` reads it. It is deleted when the recording ends well.
 
@@ -68,6 +72,7 @@ class Track:
         budget: str | float | None = None,
         alloc_conf: str | None = None,
         max_entries: int = MAX_ENTRIES,
+        host_memory: bool = False,
         journal: str | os.PathLike[str] | None = None,
     ) -> None:
         from vramfit.record.recorder import Subjects
@@ -78,6 +83,9 @@ class Track:
         self._alloc_conf = None if alloc_conf is None else text_argument("alloc_conf", alloc_conf)
         self._max_entries = whole_argument("max_entries", max_entries, least=1)
         self._journal = None if journal is None else Path(path_argument("journal", journal))
+        self._host_memory = host_memory
+        self._host: HostMemoryMeter | None = None
+        self._steps = PatchStack()
         self._recorder: Recorder | None = None
         self._run: Run | None = None
         if alloc_conf is not None:
@@ -104,6 +112,10 @@ class Track:
             self._end(recorder.run())
             raise
         self._recorder, self._run = recorder, None
+        if self._host_memory:
+            self._host = HostMemoryMeter(recorder.pinned_bytes)
+            recorder.count_steps(HostSteps(self._host), self._steps)
+            self._host.start()
         _active.append(self)
         return self
 
@@ -114,7 +126,10 @@ class Track:
         recorder, self._recorder = self._recorder, None
         assert recorder is not None
         _active.remove(self)
-        self._end(recorder.stop(error))
+        host, self._host = self._host, None
+        self._steps.undo()
+        seen = None if host is None else host.stop()
+        self._end(replace(recorder.stop(error), host=seen))
 
     def _end(self, run: Run) -> None:
         self._run = run
@@ -289,6 +304,7 @@ def track(
     budget: str | float | None = None,
     alloc_conf: str | None = None,
     max_entries: int = MAX_ENTRIES,
+    host_memory: bool = False,
     journal: str | os.PathLike[str] | None = None,
 ) -> Track:
     """Record the memory of a block of code or of a function; see `Track`."""
@@ -299,6 +315,7 @@ def track(
         budget=budget,
         alloc_conf=alloc_conf,
         max_entries=max_entries,
+        host_memory=host_memory,
         journal=journal,
     )
 

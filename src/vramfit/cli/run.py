@@ -71,6 +71,13 @@ def run_command(
     time: Time = None,
     writes: Written = None,
     writes_through: WrittenThrough = None,
+    host_memory: Annotated[
+        bool,
+        typer.Option(
+            "--host-memory",
+            help="Follow the host's memory too, by tracemalloc: which lines grow from step to step.",
+        ),
+    ] = False,
     kernels: Annotated[
         Path | None,
         typer.Option(
@@ -142,7 +149,9 @@ def run_command(
     journal = outputs.journal
     try:
         with apart_from_json(json):
-            run = where.run(command, alloc_conf=alloc_conf, journal=journal, limits=limits)
+            run = where.run(
+                command, alloc_conf=alloc_conf, journal=journal, limits=limits, host_memory=host_memory
+            )
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     found, misfit = compare(reference, run)

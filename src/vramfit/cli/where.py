@@ -23,7 +23,15 @@ _DEVICES = "Write --device cuda, --device cuda:1 or --device cpu"
 class Where(Protocol):
     """Runs a program."""
 
-    def run(self, command: list[str], *, alloc_conf: str | None, journal: Path | None, limits: Limits) -> Run:
+    def run(
+        self,
+        command: list[str],
+        *,
+        alloc_conf: str | None,
+        journal: Path | None,
+        limits: Limits,
+        host_memory: bool = False,
+    ) -> Run:
         """Run it to its end; see `vramfit.virtual.runner` and `vramfit.record.runner`."""
 
 
@@ -38,7 +46,15 @@ class OnVirtual:
     writes: Writes = Writes.DISCARD
     through: tuple[Path, ...] = ()
 
-    def run(self, command: list[str], *, alloc_conf: str | None, journal: Path | None, limits: Limits) -> Run:
+    def run(
+        self,
+        command: list[str],
+        *,
+        alloc_conf: str | None,
+        journal: Path | None,
+        limits: Limits,
+        host_memory: bool = False,
+    ) -> Run:
         """Run it on virtual cards."""
         from vramfit.virtual.runner import run_in_child
 
@@ -51,6 +67,7 @@ class OnVirtual:
             profile=self.profile,
             journal=journal,
             limits=limits,
+            host_memory=host_memory,
             writes=self.writes,
             through=self.through,
         )
@@ -63,7 +80,15 @@ class Recorded:
     device: str
     budget: int | None
 
-    def run(self, command: list[str], *, alloc_conf: str | None, journal: Path | None, limits: Limits) -> Run:
+    def run(
+        self,
+        command: list[str],
+        *,
+        alloc_conf: str | None,
+        journal: Path | None,
+        limits: Limits,
+        host_memory: bool = False,
+    ) -> Run:
         """Run it for real."""
         from vramfit.record.runner import record_in_child
 
@@ -74,6 +99,7 @@ class Recorded:
             alloc_conf=alloc_conf,
             journal=journal,
             limits=limits,
+            host_memory=host_memory,
         )
 
 

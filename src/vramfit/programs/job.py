@@ -26,6 +26,7 @@ from vramfit.trace import (
     Source,
     StillToCome,
 )
+from vramfit.trace.host_memory import host_memory_from_plain
 from vramfit.trace.progress import progress_from_plain
 
 PARTIAL = "partial.vft"
@@ -51,6 +52,7 @@ class Job:
         alloc_conf: allocator settings, None to read the environment.
         journal: where the trace is written while it happens; None for a file in the folder.
         limits: when the program is ended.
+        host_memory: whether to follow the host's memory too.
     """
 
     command: list[str]
@@ -58,6 +60,7 @@ class Job:
     alloc_conf: str | None = None
     journal: str | None = None
     limits: Limits = NO_LIMITS
+    host_memory: bool = False
 
     @property
     def journal_file(self) -> Path:
@@ -132,6 +135,7 @@ def load_outcome(folder: Path) -> Run | None:
             to_come = StillToCome(**to_come)
         oom = OomReport(stack=stack, user_line=Frame(*line) if line else None, to_come=to_come, **oom)
     profile = facts.pop("profile")
+    host = facts.pop("host")
     files = facts.pop("files")
     return Run(
         trace=MemoryTrace.load(folder / "run.vft"),
@@ -143,6 +147,7 @@ def load_outcome(folder: Path) -> Run | None:
         source=Source(facts.pop("source")),
         progress=progress_from_plain(facts.pop("progress")),
         files=None if files is None else _changes(files),
+        host=None if host is None else host_memory_from_plain(host),
         estimates=tuple(Estimate(*estimate) for estimate in facts.pop("estimates")),
         **facts,
     )

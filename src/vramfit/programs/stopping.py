@@ -28,7 +28,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from vramfit.patching import PatchStack
 from vramfit.programs.interrupts import INTERRUPTED, signals_noted
@@ -48,6 +48,28 @@ _DEFAULTS = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
 _EXIT, _SET_SIGNAL, _GET_SIGNAL = os._exit, signal.signal, signal.getsignal
 
 
+class StepSink(Protocol):
+    """What is told of the steps of a program, and may end it; see `Stopping`."""
+
+    lock: Any
+
+    @property
+    def asked(self) -> bool:
+        """Whether the program was told to end."""
+
+    def note(self, *, steps: int, unit: Unit, steady: int, module: str = "") -> None:
+        """Hear how far the program has come."""
+
+    def enough(self) -> bool:
+        """Whether the steps so far are as many as were asked for."""
+
+    def stop(self, end: End) -> None:
+        """Tell the program to end."""
+
+    def check(self) -> None:
+        """End the program if it was told to and does not do so."""
+
+
 class Stopping:
     """Ends the program of this process when it is time, and knows what ended it.
 
@@ -57,11 +79,13 @@ class Stopping:
 
     Attributes:
         lock: what the virtual GPU or the recorder holds while its figures change; None if nothing does.
+        on_step: called after each step.
     """
 
     def __init__(self, folder: Path, limits: Limits) -> None:
         self.limits = limits
         self.lock: Any = None
+        self.on_step: Callable[[], object] = lambda: None
         self._folder = folder
         self._writer = StatusWriter(folder)
         # Apart from each other: threads count steps while the main one is told to end.
@@ -89,6 +113,7 @@ class Stopping:
         if os.getpid() == self._owner:
             self._seen = Progress(steps=steps, unit=unit, steady=steady, module=module)
             self._tell()
+            self.on_step()
 
     def enough(self) -> bool:
         """Whether the steps so far are as many as were asked for."""

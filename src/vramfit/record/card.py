@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from vramfit.errors import EnvironmentUnfitError, WriteError
 from vramfit.patching import PatchStack
-from vramfit.programs.stopping import Stopping
+from vramfit.programs.stopping import StepSink
 from vramfit.record.metering import tensors_of
 from vramfit.record.notes import (
     MODULE_PREFIX,
@@ -189,11 +189,16 @@ class CardRecorder(Recorder):
         """What was recorded so far."""
         return self._outcome(None) if self._result is None else self._result
 
-    def count_steps(self, stopping: Stopping, patches: PatchStack) -> StepCounter:
+    def count_steps(self, stopping: StepSink, patches: PatchStack) -> StepCounter:
         """Count the program's steps."""
         counter = StepCounter(self._modules, CardDemand(), stopping)
         counter.install(self._phase, patches)
         return counter
+
+    def pinned_bytes(self) -> int:
+        """Page-locked bytes that torch holds of the host; 0 where this torch does not tell."""
+        told: Any = getattr(torch.cuda, "host_memory_stats", None)
+        return 0 if told is None else int(told().get("reserved_bytes.current", 0))
 
     def mark(self, tag: str) -> None:
         """Put a named point in time into the trace."""

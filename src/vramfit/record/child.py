@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from vramfit.errors import UsageError, VramfitError
 from vramfit.patching import PatchStack
 from vramfit.programs import processes
+from vramfit.programs.host_memory import HostMemoryMeter
 from vramfit.programs.interrupts import note_interrupts
 from vramfit.programs.job import PARTIAL, Stage
 from vramfit.programs.processes import CODE, MESSAGE
@@ -42,6 +43,11 @@ def main(job_file: str) -> int:
         return unfit.exit_code
     job.enter(Stage.RUNNING)
     stopping = Stopping(Path(job.folder), job.limits)
+    host: HostMemoryMeter | None = None
+    if job.host_memory:
+        host = HostMemoryMeter(recorder.pinned_bytes)
+        stopping.on_step = host.step
+        host.start()
     started = 0
 
     def count_processes() -> None:
@@ -54,6 +60,8 @@ def main(job_file: str) -> int:
         if started:
             told = RunWarning(code=CODE, message=MESSAGE, location=None, count=started)
             run = replace(run, warnings=(*run.warnings, told))
+        if host is not None:
+            run = replace(run, host=host.stop())
         job.save(stopping.told(run), exit_code=code)
         job.enter(Stage.DONE)
 

@@ -16,7 +16,7 @@ from vramfit.errors import EnvironmentUnfitError, UsageError
 from vramfit.gpus import GpuKind, GpuSpec, find_gpu
 from vramfit.patching import PatchStack
 from vramfit.programs import threads
-from vramfit.programs.stopping import Stopping
+from vramfit.programs.stopping import StepSink
 from vramfit.record.metering import NO_LIMIT, CpuMeter, MeterMode, holders, tensors_of
 from vramfit.record.recorder import (
     Figures,
@@ -173,7 +173,7 @@ class CpuRecorder(Recorder):
         """What was recorded so far."""
         return self._outcome(None) if self._result is None else self._result
 
-    def count_steps(self, stopping: Stopping, patches: PatchStack) -> StepCounter:
+    def count_steps(self, stopping: StepSink, patches: PatchStack) -> StepCounter:
         """Count the program's steps."""
         return count_steps(self.meter, stopping, patches)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.patching import PatchStack
-from vramfit.programs.stopping import Stopping
+from vramfit.programs.stopping import StepSink
 from vramfit.trace import Run
 from vramfit.virtual.steps import StepCounter
 
@@ -118,7 +118,7 @@ class Recorder(ABC):
         """What was recorded so far."""
 
     @abstractmethod
-    def count_steps(self, stopping: Stopping, patches: PatchStack) -> StepCounter:
+    def count_steps(self, stopping: StepSink, patches: PatchStack) -> StepCounter:
         """Count the program's steps until `patches` are undone; `stopping` is told of each."""
 
     @abstractmethod
@@ -128,6 +128,10 @@ class Recorder(ABC):
     @abstractmethod
     def empty_cache(self) -> None:
         """Give back the allocator's segments that hold nothing."""
+
+    def pinned_bytes(self) -> int:
+        """Page-locked bytes that torch holds of the host."""
+        return 0
 
     @abstractmethod
     def figures(self, device: int = 0) -> Figures:

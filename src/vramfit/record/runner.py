@@ -33,6 +33,7 @@ def record_in_child(
     max_entries: int = MAX_ENTRIES,
     journal: Path | None = None,
     limits: Limits = NO_LIMITS,
+    host_memory: bool = False,
 ) -> Run:
     """Run ``[script, *args]`` or ``["-m", module, *args]`` as python would, and record its memory.
 
@@ -50,6 +51,7 @@ def record_in_child(
         journal: where the trace of a metered program is written while it happens, for the case that this process is
             killed too; None keeps it in a temporary folder.
         limits: when the program is ended.
+        host_memory: whether to follow the host's memory too, which costs time.
 
     Raises:
         UsageError: there is no such device here.
@@ -69,6 +71,7 @@ def record_in_child(
             budget=budget,
             max_entries=max_entries,
             limits=limits,
+            host_memory=host_memory,
         )
         settings = {} if alloc_conf is None else dict.fromkeys(_SETTINGS, alloc_conf)
         return run_job("vramfit.record.child", job, environ={**settings, **(environ or {})}, cwd=cwd)

@@ -20,6 +20,7 @@ from vramfit.analysis import (
 )
 from vramfit.report.against import against_to_json
 from vramfit.trace import Category, Frame, OomReport, Run, StillToCome
+from vramfit.trace.host_memory import HostMemory
 from vramfit.trace.progress import Progress
 
 SCHEMA = "vramfit.run/1"
@@ -60,6 +61,7 @@ def run_to_json(run: Run, verdict: Verdict, against: Reconciliation | None = Non
         "outside_pytorch_bytes": decisive.context,
         "total_bytes": decisive.total,
         "host_pinned_peak_bytes": run.host_pinned_peak_bytes,
+        "host_memory": None if run.host is None else _host(run.host),
         "headroom_bytes": decisive.headroom,
         "moment": moment_to_json(breakdown.moment),
         "categories": _categories(breakdown.categories),
@@ -104,6 +106,25 @@ def _profile(run: Run) -> dict[str, Any] | None:
         "date": note.date,
         "source": note.source,
         "calls_used": note.used,
+    }
+
+
+def _host(host: HostMemory) -> dict[str, Any]:
+    return {
+        "steps": list(host.steps),
+        "bytes": list(host.bytes),
+        "pinned_bytes": list(host.pinned),
+        "grows_by_bytes": host.grows_by,
+        "pinned_grows_by_bytes": host.pinned_grows_by,
+        "sites": [
+            {
+                "file": site.file,
+                "line": site.line,
+                "bytes": list(site.bytes),
+                "grows_by_bytes": host.per_step(site.bytes),
+            }
+            for site in host.sites
+        ],
     }
 
 

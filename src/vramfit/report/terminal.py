@@ -32,6 +32,7 @@ from vramfit.trace import Run, Source
 from vramfit.units import counted, format_bytes
 
 _WARNINGS = 5
+_SITES = 5
 _UNBROKEN = 10_000
 _ERROR = 300
 """Characters of an error that are shown: the program has printed it whole."""
@@ -78,6 +79,7 @@ class _Page(Sections):
         yield from self.headline(run, verdict)
         if verdict.device.index != NO_CARD:
             yield from self.card(run, verdict)
+        yield from self.host(run)
         yield from self.warnings(run)
         yield from self.files(run)
         yield Text()
@@ -290,6 +292,31 @@ class _Page(Sections):
             calls = counted(note.used, "call")
             told = f"by a profile of {note.date} ({note.gpu}, torch {note.torch}): {calls} as measured"
             yield from self.wrapped(Text(told))
+
+    def host(self, run: Run) -> Iterator[Text]:
+        """The host's memory, where it was asked for."""
+        host = run.host
+        if host is None:
+            return
+        yield Text()
+        yield self.heading("Host memory (what Python allocates)")
+        if not host.steps:
+            yield from self.wrapped(
+                Text("  no step was seen: an optimizer's, or a call of the largest module")
+            )
+            return
+        grows, pinned = host.grows_by, host.pinned_grows_by
+        text = f"  {format_bytes(host.bytes[-1])} after step {host.steps[-1]}"
+        text += f", {format_bytes(grows)} more each step, probably a leak" if grows else ", no steady growth"
+        yield from self.wrapped(Text(text, style="yellow" if grows else ""))
+        for site in host.growing[:_SITES]:
+            place = self.relative(f"{site.file}:{site.line}")
+            yield from self.wrapped(
+                Text(f"  {format_bytes(host.per_step(site.bytes)):>{SIZE}} each step  {place}"), indent=4
+            )
+        if pinned:
+            text = f"  page-locked memory grows by {format_bytes(pinned)} each step, probably a leak"
+            yield from self.wrapped(Text(text, style="yellow"))
 
     def warnings(self, run: Run) -> Iterator[Text]:
         """What limits the exactness of this run, or is noteworthy."""

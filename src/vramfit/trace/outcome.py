@@ -9,6 +9,7 @@ from vramfit.masking import mask_arguments, mask_text
 from vramfit.trace.changes import FileChanges
 from vramfit.trace.estimates import Estimate
 from vramfit.trace.events import Frame
+from vramfit.trace.host_memory import HostMemory
 from vramfit.trace.model import MemoryTrace
 from vramfit.trace.progress import UNTOLD, Progress
 from vramfit.units import format_bytes
@@ -179,6 +180,7 @@ class Run:
         progress: how far the program came, and what ended it.
         files: what it would have done to files; None where nobody looked, as in a recording.
         estimates: the requests whose sizes were estimated, in the order in which they were noted.
+        host: the host's memory, step by step; None where nobody asked for it.
     """
 
     trace: MemoryTrace
@@ -200,6 +202,7 @@ class Run:
     progress: Progress = UNTOLD
     files: FileChanges | None = None
     estimates: tuple[Estimate, ...] = ()
+    host: HostMemory | None = None
 
     def __post_init__(self) -> None:
         """Mask what should be in no file."""

@@ -15,6 +15,7 @@ from vramfit.files import policy_from_plain, protect
 from vramfit.files.protection import stand
 from vramfit.patching import PatchStack
 from vramfit.programs import processes
+from vramfit.programs.host_memory import HostMemoryMeter
 from vramfit.programs.interrupts import note_interrupts
 from vramfit.programs.job import Stage
 from vramfit.programs.processes import CODE, MESSAGE
@@ -55,10 +56,16 @@ def main(job_file: str) -> int:
         return unfit.exit_code
     job.enter(Stage.RUNNING)
     stopping = Stopping(Path(job.folder), job.limits)
+    host: HostMemoryMeter | None = None
+    if job.host_memory:
+        host = HostMemoryMeter(lambda: gpu.mode.machine.pinned.reserved_bytes)
+        stopping.on_step = host.step
+        host.start()
 
     def save(code: int) -> None:
         steps.close()
-        job.save(replace(stopping.told(gpu.run), files=protection.changes()), exit_code=code)
+        seen = None if host is None else host.stop()
+        job.save(replace(stopping.told(gpu.run), files=protection.changes(), host=seen), exit_code=code)
         job.enter(Stage.DONE)
 
     def finish(code: int, error: BaseException | None) -> None:

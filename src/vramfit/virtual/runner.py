@@ -33,6 +33,7 @@ def run_in_child(
     profile: str | os.PathLike[str] = OWN_PROFILE,
     journal: Path | None = None,
     limits: Limits = NO_LIMITS,
+    host_memory: bool = False,
     writes: Writes | str = Writes.DISCARD,
     through: Iterable[str | os.PathLike[str]] = (),
     ours: Iterable[str | os.PathLike[str]] = (),
@@ -54,6 +55,7 @@ def run_in_child(
         journal: where the trace is written while it happens, for the case that this process is killed too; None
             keeps it in a temporary folder.
         limits: when the program is ended.
+        host_memory: whether to follow the host's memory too, which costs time.
         writes: what happens to files that the program writes: ``discard``, ``keep`` or ``real``.
         through: paths that it writes for real even so.
         ours: likewise, for a program of ours that leaves its results there.
@@ -92,6 +94,7 @@ def run_in_child(
             assume=assume,
             profile=named,
             limits=limits,
+            host_memory=host_memory,
             journal=told,
             files=policy.plain(),
         )

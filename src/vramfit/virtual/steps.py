@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vramfit.patching import PatchStack
-from vramfit.programs.stopping import Stopping
+from vramfit.programs.stopping import StepSink
 from vramfit.trace.progress import End, Unit
 from vramfit.virtual.attribution import ModuleStack, Phase, PhaseTracker
 from vramfit.virtual.storages import StorageMeter
@@ -68,7 +68,7 @@ class StepCounter:
         stopping: is told of each step.
     """
 
-    def __init__(self, modules: ModuleStack, demand: Demand, stopping: Stopping) -> None:
+    def __init__(self, modules: ModuleStack, demand: Demand, stopping: StepSink) -> None:
         self._modules = modules
         self._demand = demand
         self._stopping = stopping
@@ -169,7 +169,7 @@ class StepCounter:
         return size
 
 
-def count_steps(meter: StorageMeter[Any], stopping: Stopping, patches: PatchStack) -> StepCounter:
+def count_steps(meter: StorageMeter[Any], stopping: StepSink, patches: PatchStack) -> StepCounter:
     """Count the steps of the program that a meter meters."""
     counter = StepCounter(meter.modules, MeteredDemand(meter), stopping)
     stopping.lock = meter.lock

@@ -1,0 +1,126 @@
+"""Looks at the host memory of the program of this process after its steps, by Python's own `tracemalloc`."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vramfit.trace.frames import Origin, origin
+from vramfit.trace.host_memory import HostMemory, HostSite
+from vramfit.trace.progress import End
+
+_FRAMES = 16
+"""Frames kept of each allocation: enough to find the program's line above a library's."""
+
+_LOOKS = 8
+"""Looks kept: when there are as many again, every second one goes."""
+
+_SITES = 30
+"""Lines that are told of."""
+
+_OURS = str(Path(__file__).resolve().parents[1])
+
+_Place = tuple[str, int]
+
+
+class HostMemoryMeter:
+    """Follows what Python allocates, from `start` on; costs time, so it runs where it is asked for.
+
+    Args:
+        pinned: page-locked bytes that torch holds now.
+    """
+
+    def __init__(self, pinned: Callable[[], int] = lambda: 0) -> None:
+        self._pinned = pinned
+        self._began = False
+        self._step = 0
+        self._each = 1
+        self._looks: list[tuple[int, dict[_Place, int], int]] = []
+
+    def start(self) -> None:
+        """Begin; a program that traces already goes on with its own number of frames."""
+        self._began = not tracemalloc.is_tracing()
+        if self._began:
+            tracemalloc.start(_FRAMES)
+
+    def step(self) -> None:
+        """A step of the program has ended."""
+        self._step += 1
+        if self._step % self._each or not tracemalloc.is_tracing():
+            return
+        self._looks.append((self._step, _places(), self._pinned()))
+        if len(self._looks) == 2 * _LOOKS:
+            self._looks = self._looks[1::2]
+            self._each *= 2
+
+    def stop(self) -> HostMemory:
+        """End, and what was seen."""
+        if self._began and tracemalloc.is_tracing():
+            tracemalloc.stop()
+        self._began = False
+        return self.told()
+
+    def told(self) -> HostMemory:
+        """What was seen so far."""
+        places = {place for _, found, _ in self._looks for place in found}
+        sites = [
+            HostSite(
+                file=file, line=line, bytes=tuple(found.get((file, line), 0) for _, found, _ in self._looks)
+            )
+            for file, line in places
+        ]
+        sites.sort(key=lambda site: (-_weight(site), site.file, site.line))
+        return HostMemory(
+            steps=tuple(step for step, _, _ in self._looks),
+            bytes=tuple(sum(found.values()) for _, found, _ in self._looks),
+            pinned=tuple(pinned for _, _, pinned in self._looks),
+            sites=tuple(sites[:_SITES]),
+        )
+
+
+class HostSteps:
+    """Hears of the steps of a program that nobody means to end, for its `HostMemoryMeter`."""
+
+    asked = False
+
+    def __init__(self, meter: HostMemoryMeter) -> None:
+        self.lock: Any = None
+        self._meter = meter
+
+    def note(self, **_: object) -> None:
+        """A step has ended."""
+        self._meter.step()
+
+    def enough(self) -> bool:
+        """There are never enough."""
+        return False
+
+    def stop(self, _end: End) -> None:
+        """Nothing is ended."""
+
+    def check(self) -> None:
+        """Nothing is ended."""
+
+
+def _weight(site: HostSite) -> int:
+    """By which sites are ranked: growth counts for more than what was there from the first."""
+    return max(site.bytes) + 10 * max(0, site.bytes[-1] - site.bytes[0])
+
+
+def _places() -> dict[_Place, int]:
+    """Bytes by the line that a reader would look for, without what vramfit made or had made."""
+    found: dict[_Place, int] = {}
+    for statistic in tracemalloc.take_snapshot().statistics("traceback"):
+        place: _Place | None = None
+        ours = False
+        for frame in reversed(statistic.traceback):  # innermost first
+            ours = ours or frame.filename.startswith((_OURS, tracemalloc.__file__))
+            place = place or (frame.filename, frame.lineno)
+            if origin(frame.filename) is Origin.USER and not ours:
+                place = frame.filename, frame.lineno
+                break
+        if not ours and place is not None:
+            found[place] = found.get(place, 0) + statistic.size
+    return found
