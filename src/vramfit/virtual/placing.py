@@ -154,10 +154,9 @@ class Placing:
             name: of the op.
             scale: least and most that they may be, as a multiple of what is told.
         """
-        sizes, error = extras.between[part], (extras.error_below_bytes, extras.error_bytes)
-        held = self._meter.temporary(sizes, device, name, scale)
-        if sizes and any(error):
-            self._meter.estimate(held, device, error, name, part)
+        held = self._meter.temporary(extras.between[part], device, name, scale)
+        if extras.between_errors and any(extras.between_errors[part]):
+            self._meter.estimate(held, device, extras.between_errors[part], name, part)
         self._meter.note_doubt(device)
         self._meter.give_back(reversed(held), device)
 
@@ -201,7 +200,7 @@ class Placing:
             for blas in libraries:
                 addresses += self._workspaces.use(blas, device, context)
             if below or above:
-                if not any(extras.between):
+                if not extras.between_errors:
                     meter.estimate(held, device, (below, above), name)
                 meter.note_doubt(device)
         finally:

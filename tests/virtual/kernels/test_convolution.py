@@ -166,14 +166,93 @@ def test_the_recorded_workspaces_of_gradients(made, read, recorded):
     assert found.between == ((recorded,), (), ())
 
 
-def test_contiguous_data_of_tensor_cores_is_transposed():
-    whole = 8 * 64 * 32 * 32 * 4 + 128 * 64 * 9 * 4 + 8 * 128 * 32 * 32 * 4
-    found = conv(cuda(8, 64, 32, 32), cuda(128, 64, 3, 3))
-    assert found.after == (whole,)
-    assert type(found.after[0]) is Spare  # where it does not fit, cuDNN takes an engine that needs less
-    assert (found.error_bytes, found.error_below_bytes) == (whole, whole)
+PIXELS = 8 * 32 * 32 * 4
+"""Bytes of one channel of the images below."""
+
+
+@pytest.mark.parametrize(
+    ("filters", "changes", "told", "most"),
+    [
+        pytest.param((128, 64, 3, 3), {}, 0, 64 * PIXELS + 128 * 64 * 9 * 4, id="3x3"),
+        pytest.param(
+            (128, 64, 1, 1),
+            {"padding": 0},
+            64 * PIXELS + 128 * 64 * 4,
+            192 * PIXELS + 128 * 64 * 4,
+            id="1x1",
+        ),
+        pytest.param(
+            (128, 16, 3, 3),
+            {"groups": 4},
+            64 * PIXELS + 128 * 16 * 9 * 4,
+            192 * PIXELS + 128 * 16 * 9 * 4,
+            id="groups",
+        ),
+        pytest.param(
+            (128, 64, 3, 3),
+            {"stride": 2},
+            96 * PIXELS + 128 * 64 * 9 * 4,
+            96 * PIXELS + 128 * 64 * 9 * 4,
+            id="strided",
+        ),
+        pytest.param(
+            (128, 64, 3, 3),
+            {"dilation": 2, "padding": 2},
+            *[192 * PIXELS + 128 * 64 * 9 * 4] * 2,
+            id="dilated",
+        ),
+    ],
+)
+def test_what_contiguous_data_of_tensor_cores_take_forward(filters, changes, told, most):
+    found = conv(cuda(8, 64, 32, 32), cuda(*filters), **changes)
+    assert found.after == ((told,) if told else ())
+    assert all(type(size) is Spare for size in found.after)  # where it does not fit, another engine does
+    assert (found.error_bytes, found.error_below_bytes) == (most - told, told)
+
+
+def test_engines_without_tensor_cores_and_half_precision_keep_their_rules():
     plain = conv(cuda(8, 64, 32, 32), cuda(128, 64, 3, 3), context(cudnn_tf32=False))
     assert plain.after == (128 * 64 * (9 + 16) * 4 + 4 * 128,)
+    half = conv(cuda(8, 64, 32, 32, dtype=HALF), cuda(128, 64, 3, 3, dtype=HALF))
+    whole = 192 * PIXELS // 2 + 128 * 64 * 9 * 2
+    assert half.after == (whole,)
+    assert (half.error_bytes, half.error_below_bytes) == (whole, whole)
+
+
+@pytest.mark.parametrize(("kernel", "groups", "told"), [(3, 1, True), (1, 1, False), (3, 4, False)])
+def test_which_gradients_take_everything(kernel, groups, told):
+    made = (128, 64 // groups, kernel, kernel)
+    grad, source = cuda(8, 128, 32, 32), cuda(8, 64, 32, 32)
+    whole = 192 * PIXELS + 128 * (64 // groups) * kernel**2 * 4
+    found = backward(grad, source, cuda(*made), [True, True, False], padding=kernel // 2, groups=groups)
+    part = (whole,) if told else ()
+    assert found.between == (part, part, ())
+    error = (whole, 0) if told else (0, whole)
+    assert found.between_errors == (error, error, (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("card", "batch", "made", "read", "told"),
+    [
+        ("RTX 3060", 323, 16, 32, True),  # MnasNet_SGD_323: 3,352 MiB
+        ("RTX 3060", 400, 16, 32, False),  # MnasNet_SGD_400: 3,506 MiB
+        ("RTX 4060", 320, 16, 32, False),  # MnasNet_RMSprop_320: 2,870 MiB
+        ("RTX 3060", 200, 24, 72, False),
+        ("RTX 3060", 200, 16, 16, False),  # MobileNetV3
+    ],
+)
+def test_gradients_of_few_channels_are_filled_up_to_tiles(card, batch, made, read, told):
+    grad, source = cuda(batch, made, 43, 43), cuda(batch, read, 43, 43)
+    ctx = context(card)
+    found = backward(grad, source, cuda(made, read, 1, 1), [True, False, False], ctx, padding=0)
+    assert found.between[0] == ((256 * batch * 43 * 43 * 4,) if told else ())
+
+
+def test_a_transposed_convolution_reads_what_it_makes():
+    # Its gradient is a plain convolution of the gradient that comes in
+    grad, source, weight = cuda(8, 24, 32, 32), cuda(8, 64, 32, 32), cuda(64, 24, 1, 1)
+    found = backward(grad, source, weight, [True, False, False], padding=0, transposed=True)
+    assert found.between[0] == (24 * PIXELS + 64 * 24 * 4,)
 
 
 def test_channels_last_needs_no_transposing():
@@ -236,9 +315,10 @@ def test_the_bias_is_summed_last():
 
 def test_the_environment_bounds_workspaces():
     capped = context(environ={"CUDNN_CONV_WSCAP_DBG": "1"})
-    found = conv(cuda(8, 64, 32, 32), cuda(128, 64, 3, 3), capped)
+    found = conv(cuda(8, 64, 32, 32), cuda(128, 64, 1, 1), capped, padding=0)
     assert found.after == (1 << 20,)
     assert found.error_bytes == 0
+    assert conv(cuda(8, 64, 32, 32), cuda(128, 64, 3, 3), capped).error_bytes == 1 << 20
 
 
 def test_benchmark_mode_searches_once_and_empties_the_cache():

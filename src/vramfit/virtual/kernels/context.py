@@ -107,6 +107,8 @@ class Extras:
             exists and are gone before the next one does.
         error_bytes: how far their sum may be higher than told, where a closed library decides.
         error_below_bytes: how far their sum may be lower than told.
+        between_errors: by how much each of ``between`` may be lower and higher; empty where nothing is estimated
+            there.
     """
 
     before: tuple[int, ...] = ()
@@ -114,6 +116,7 @@ class Extras:
     error_bytes: int = 0
     error_below_bytes: int = 0
     between: tuple[tuple[int, ...], ...] = ()
+    between_errors: tuple[tuple[int, int], ...] = ()
 
 
 class Spare(int):

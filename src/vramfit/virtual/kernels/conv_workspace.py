@@ -15,6 +15,26 @@ Which engine that is, and its appetite, cuDNN does not publish. What is known:
   capability 7.5) are that to the byte: (made, read) of (16, 30) 82,880, (32, 16) 51,328, (64, 32) 205,056 forward,
   and (32, 64) 204,928, (16, 32) 84,032, (30, 16) 50,168 for the gradients of inputs.
 
+NOTE [TF32]
+Float32 on tensor cores, two dimensions, contiguous data: which engine serves which shape is known by what it needs.
+cuDNN 9.10, asked without a card for plans of these shapes, lists engines that take nothing, the input and the filters
+(the result is written in its own layout), or everything; and, for gradients of the input by filters of 1 x 1, one that
+fills the channels up to the 128 of a tile. Which of them runs is taken from 81 trainings on an RTX 3060 that others
+measured with cuDNN 9.1 or 8.9 (benchmarks/measured_by_others.py):
+
+* Forward, 3 x 3 with unit stride: nothing, a fused engine reads the data as they lie. VGG16 and VGG19 come out within
+  4 % (before: 15 %), and up to 29 % too low if the input is transposed.
+* Forward, 1 x 1 or several groups: the input and the filters. RegNets come out within 2.5 % (before: 10 %).
+* Forward, anything else (strides above all): everything. MobileNetV2 at batch 251 tells it from input and filters.
+* Gradients by 3 x 3 with unit stride, and of the filters wherever strides are larger: everything.
+* Gradients by 1 x 1 or several groups: nothing. Everything would be 8 to 25 % too much for MobileNets and RegNets.
+* Gradients of the input by filters of 1 x 1 that make at most 16 channels of more than 16, where there are few pixels:
+  all channels filled up to 128, of the gradient that is read and of that which is made. MnasNet at batches up to 323
+  and MobileNetV2 at 251 come out within 3 % (without: 13 to 19 % too low), and do without it from batch 400 on, which
+  is between 597,227 and 739,600 pixels. On an RTX 4060, of capability 8.9, nothing tells of it.
+
+What else an engine of the list would take bounds the estimate. Half precision was not measured.
+
 NOTE [Benchmark mode]
 ``torch.backends.cudnn.benchmark`` tries every engine once for each new convolution of a thread
 (``get_plans_from_find``): it allocates the largest workspace among them (``generate_and_filter_plans``: those that
@@ -40,6 +60,15 @@ from vramfit.virtual.kernels.context import EMPTY_CACHE, KernelContext, Spare, g
 _MIB = 1 << 20
 _HALVES = (torch.float16, torch.bfloat16)
 
+_TILE = 128
+"""Channels of a tile of the tensor-core engine that fills them up."""
+
+_FEW_CHANNELS = 16
+"""Most channels made by the filters whose gradients take that engine."""
+
+_FEW_PIXELS = 650_000
+"""Pixels of a batch below which they do; the next ones that were measured are 597,227 and 739,600."""
+
 
 class Pass(Enum):
     """What a convolution computes (``cudnnBackendDescriptorType_t``)."""
@@ -54,7 +83,7 @@ class Shapes:
     """What decides a workspace.
 
     Attributes:
-        images: shapes of input and output.
+        images: shapes of what the filters read and of what they make; of a transposed convolution, output and input.
         weight: shape of the filters.
         dtype: of all three.
         channels_last: their layout.
@@ -78,6 +107,16 @@ class Shapes:
     def data(self) -> int:
         """Bytes of input and output."""
         return sum(math.prod(shape) for shape in self.images) * self.dtype.itemsize
+
+    @property
+    def reading(self) -> int:
+        """Bytes of the filters and of what they read."""
+        return self.filters + math.prod(self.images[0]) * self.dtype.itemsize
+
+    @property
+    def is_1x1(self) -> bool:
+        """A product of matrices."""
+        return self.unit_stride and self.groups == 1 and set(self.weight[2:]) == {1}
 
     @property
     def is_3x3(self) -> bool:
@@ -140,7 +179,34 @@ def _uncapped(shapes: Shapes, kind: Pass, ctx: KernelContext) -> tuple[int, int,
         # Gradients of filters in half precision are summed in float32.
         sums = math.prod(shapes.weight) * 4 if kind is Pass.BACKWARD_FILTER and shapes.dtype in _HALVES else 0
         return padded + sums, 8 * sums + 2 * filters, padded + sums
+    if shapes.dtype is torch.float32 and len(shapes.weight) == 4:
+        size, most = _single_precision(shapes, kind, ctx)
+        return size, max(0, most - size), size
     return whole, whole, whole
+
+
+def _single_precision(shapes: Shapes, kind: Pass, ctx: KernelContext) -> tuple[int, int]:
+    """Bytes with the likely engine, and with the one that takes most. See NOTE [TF32]."""
+    whole = shapes.data + shapes.filters
+    if kind is Pass.FORWARD:
+        if shapes.is_3x3:
+            return 0, shapes.reading
+        return (shapes.reading if shapes.is_1x1 or shapes.groups > 1 else whole), whole
+    if shapes.is_3x3:
+        return whole, whole
+    if kind is Pass.BACKWARD_FILTER:
+        return (0 if shapes.is_1x1 or shapes.groups > 1 else whole), whole
+    return _filled_up(shapes, ctx), whole
+
+
+def _filled_up(shapes: Shapes, ctx: KernelContext) -> int:
+    """Bytes of the gradients of input and result with their channels filled up to tiles, where an engine does that."""
+    made, read = shapes.weight[:2]
+    batch, _, *pixels = shapes.images[0]
+    count = batch * math.prod(pixels)
+    if not (shapes.is_1x1 and made <= _FEW_CHANNELS < read and count < _FEW_PIXELS and ctx.sm < 89):
+        return 0
+    return count * (round_up(made, _TILE) + round_up(read, _TILE)) * shapes.dtype.itemsize
 
 
 def _padding(shapes: Shapes) -> int:

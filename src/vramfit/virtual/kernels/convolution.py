@@ -210,8 +210,9 @@ def _workspace(
     ctx: KernelContext,
 ) -> Estimate:
     """Workspace of one call of cuDNN, the search of benchmark mode before it included."""
+    images = tuple(conv.source.shape), tuple(outputs.shape)
     shapes = Shapes(
-        images=(tuple(conv.source.shape), tuple(outputs.shape)),
+        images=images[::-1] if conv.transposed else images,
         weight=tuple(conv.weight.shape),
         dtype=conv.source.dtype,
         channels_last=layout is not torch.contiguous_format,
@@ -286,19 +287,25 @@ def _cudnn_backward(
     dense = input_layout is torch.contiguous_format
     taken = conv_layout(weight, weight) if dense else layout  # for the gradient of the input
     parts: list[tuple[int, ...]] = [(), (), summed]
-    above = below = 0
+    errors = [(0, 0)] * len(parts)
     if outputs[0] is not None:
         kind = Pass.FORWARD if conv.transposed else Pass.BACKWARD_DATA
         found = _workspace(conv, kind, grad, taken, ctx)
         copy = 0 if copied and input_layout is taken else layout_copy(grad, taken)
         parts[0] = _followed(_kept(layout_copy(weight, taken), copy), found)
-        above, below = found.above, found.below
+        errors[0] = found.below, found.above
     if outputs[1] is not None:
         found = _workspace(conv, Pass.BACKWARD_FILTER, grad, layout, ctx)
         copy = 0 if copied and input_layout is layout else layout_copy(grad, layout)
         parts[1] = _followed(_kept(copy), found)
-        above, below = max(above, found.above), max(below, found.below)
-    return Extras(before=before, between=tuple(parts), error_bytes=above, error_below_bytes=below)
+        errors[1] = found.below, found.above
+    return Extras(
+        before=before,
+        between=tuple(parts),
+        between_errors=tuple(errors),
+        error_bytes=max(above for _, above in errors),
+        error_below_bytes=max(below for below, _ in errors),
+    )
 
 
 # -- ops that name their kernel ------------------------------------------------------------------------------
