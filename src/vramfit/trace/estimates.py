@@ -7,10 +7,10 @@ moves the peak long before or after its own moment. So the run is replayed with 
 most, half-way to both, and with each kind of estimate at one of these levels of its own: what a library decides for
 one shape it need not decide for another, and it decides for one engine or another, not for something between them.
 
-The bar holds all of these but the lowest and the highest twelfth of the draws. Where there are several kinds of
-estimate it reaches to either side at least as far as _SHARE and _SPANS say: by so much do trainings that others
-measured differ without any replay telling why (benchmarks/measured_by_others.py counts how many of them lie within:
-nine in ten). It is a bar of what was tried and measured, not a proof.
+The bar holds all of these. Where there are several kinds of estimate it reaches to either side at least as far as
+_SHARE and _SPANS say: by so much do trainings that others measured differ without any replay telling why
+(benchmarks/measured_by_others.py counts how many of them lie within). It is a bar of what was tried and measured, not a
+proof.
 """
 
 from __future__ import annotations
@@ -39,9 +39,6 @@ _SHARE = 0.045
 
 _SPANS = 2
 """... but by no more than so many times what the replays differ: where estimates hardly matter the bar stays narrow."""
-
-_OUTLYING = 12
-"""Of so many draws the lowest and the highest do not count."""
 
 _APART = (4, 24)
 """Fewest and most replays in which each kind of estimate has a level of its own."""
@@ -119,7 +116,7 @@ def reserved_bar(trace: MemoryTrace, device: int, estimates: Sequence[Estimate])
     # A recording does not tell all that its program did, so the others are held against a replay of their own kind.
     plain = Rehearsal(trace, device).what_if(rehearsal.config)
     told, serves = plain.allocator.peak_reserved_bytes, False
-    peaks = []
+    peaks = [told]
     for levels in variants.levels():
         plan, spare = variants.plan(levels)
         player = _played(rehearsal, plan, spare, rehearsal.capacity.known)
@@ -127,10 +124,7 @@ def reserved_bar(trace: MemoryTrace, device: int, estimates: Sequence[Estimate])
         if player.ooms > plain.ooms:
             player = _played(rehearsal, plan, spare, None)
         peaks.append(player.allocator.peak_reserved_bytes)
-    together, apart = peaks[: len(_TOGETHER)], sorted(peaks[len(_TOGETHER) :])
-    outlying = len(apart) // _OUTLYING
-    held = [told, *together, *apart[outlying : len(apart) - outlying]]
-    low, high = told - min(held), max(held) - told
+    low, high = told - min(peaks), max(peaks) - told
     least = min(int(_SHARE * told), _SPANS * (low + high)) if variants.draws else 0
     return ReservedBar(below=max(low, least), above=max(high, least), serves=serves)
 

@@ -23,11 +23,13 @@ fills the channels up to the 128 of a tile. Which of them runs is taken from 81 
 measured with cuDNN 9.1 or 8.9 (benchmarks/measured_by_others.py):
 
 * Forward, 3 x 3 with unit stride: nothing, a fused engine reads the data as they lie. VGG16 and VGG19 come out within
-  4 % (before: 15 %), and up to 29 % too low if the input is transposed.
-* Forward, 1 x 1 or several groups: the input and the filters. RegNets come out within 2.5 % (before: 10 %).
-* Forward, anything else (strides above all): everything. MobileNetV2 at batch 251 tells it from input and filters.
-* Gradients by 3 x 3 with unit stride, and of the filters wherever strides are larger: everything.
-* Gradients by 1 x 1 or several groups: nothing. Everything would be 8 to 25 % too much for MobileNets and RegNets.
+  4 %; with everything transposed, 12 % too low.
+* Forward, 1 x 1 or several groups: the input and the filters. RegNets come out within 2.5 %, else 6 % too low.
+* Forward, anything else (strides above all): everything. MobileNets and MnasNet are off by 2.3 % in the mean, by 2.9 %
+  with the input and the filters alone.
+* Gradients by 3 x 3 with unit stride, and of the filters wherever strides are larger: everything. With nothing, VGG19
+  is 17 % too low.
+* Gradients by 1 x 1 or several groups: nothing. With everything, MobileNets and RegNets are 7 to 26 % too high.
 * Gradients of the input by filters of 1 x 1 that make at most 16 channels of more than 16, where there are few pixels:
   all channels filled up to 128, of the gradient that is read and of that which is made. MnasNet at batches up to 323
   and MobileNetV2 at 251 come out within 3 % (without: 13 to 19 % too low), and do without it from batch 400 on, which
