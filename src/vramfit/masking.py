@@ -1,8 +1,8 @@
 """Keeps passwords, tokens and keys out of what is written: reports, traces and plans are made to be shared.
 
 A secret is told by the name that stands before it (``--password x``, ``api_key=x``, ``"token": "x"``), by its own form
-(``hf_...``, ``sk-...``, ``AKIA...``), or by its place in an address (``https://user:secret@host``). A secret without any
-of these, such as a bare password among the arguments, cannot be told from other text and stays.
+(``hf_...``, ``sk-...``, ``AKIA...``), or by its place in an address (``https://user:secret@host``). A secret without
+any of these, such as a bare password among the arguments, cannot be told from other text and stays.
 """
 
 from __future__ import annotations

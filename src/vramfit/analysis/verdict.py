@@ -20,7 +20,7 @@ from vramfit.trace import (
     Source,
     reserved_bar,
 )
-from vramfit.units import MIB
+from vramfit.units import MIB, format_bytes
 
 NO_CARD = -1
 """Index of what stands in for the card where CUDA_VISIBLE_DEVICES hides them all from the program."""
