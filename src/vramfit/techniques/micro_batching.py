@@ -105,7 +105,7 @@ class MicroBatching(Technique[MicroBatchingSetting]):
     redraws: ClassVar[bool] = True
     excludes: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
-            "gradient-caching": "a loss that compares examples has no pieces, and one with pieces needs no cached gradients"
+            "gradient-caching": "a loss with pieces needs no cached gradients, and one without has none to cut"
         }
     )
 
