@@ -104,9 +104,7 @@ class MicroBatching(Technique[MicroBatchingSetting]):
     setting_type = MicroBatchingSetting
     redraws: ClassVar[bool] = True
     excludes: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            "gradient-caching": "a loss with pieces needs no cached gradients, and one without has none to cut"
-        }
+        {"gradient-caching": "a loss with pieces needs no cached gradients, and one without has none to cut"}
     )
 
     def options(self, profile: Profile) -> Iterable[MicroBatchingSetting]:
