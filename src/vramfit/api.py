@@ -135,11 +135,11 @@ class Report:
 
     def print(self) -> None:
         """Print the report as ``vramfit run`` does."""
-        from rich.console import Console
+        from vramfit.console import SafeConsole
 
         # In a notebook rich would make an output of every line, each as HTML and once more as text; and what is
         # written line by line would be an output each.
-        with Console(force_jupyter=False) as console:
+        with SafeConsole(force_jupyter=False) as console:
             print_terminal(self.run, self.verdict, console, root=Path.cwd())
             if self.against is not None:
                 console.print()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from vramfit.errors import WriteError
 StrPath: TypeAlias = str | os.PathLike[str]
 """A path as the standard library's functions take it."""
 
+_SURROGATES = re.compile("[\ud800-\udfff]")
 _HINTS = {
     errno.ENOSPC: "Free some space or choose a path on another disk",
     errno.EDQUOT: "Free some of your quota or choose a path on another disk",
@@ -52,10 +54,13 @@ def check_writable(path: StrPath) -> None:
 def write_text(path: StrPath, text: str) -> None:
     """Write ``text`` (UTF-8) to ``path``, whole or not at all.
 
+    A half of a surrogate pair, as names of files hold that are no UTF-8, is written as U+FFFD: nothing else could be
+    read again.
+
     Raises:
         WriteError: no space, no permission, no such folder; the old content is untouched.
     """
-    write_file(path, lambda stream: stream.write(text.encode()))
+    write_file(path, lambda stream: stream.write(_SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text).encode()))
 
 
 def write_file(path: StrPath, write: Callable[[BinaryIO], object]) -> None:

@@ -27,6 +27,7 @@ from vramfit.cli.stress import stress_command
 from vramfit.cli.tune import tune_command
 from vramfit.cli.verify import verify_command
 from vramfit.errors import VramfitError
+from vramfit.programs.interrupts import terminated_by_exit
 
 __all__ = ["app", "main"]
 
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: without the name of the program; None takes those of the process.
     """
-    with guarded_streams() as output:
+    with guarded_streams() as output, terminated_by_exit():
         try:
             _run(arguments, output)
         except VramfitError as error:

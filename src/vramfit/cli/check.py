@@ -413,7 +413,6 @@ def _check(asked: _Asked, found: _Found, gates: Sequence[Gate]) -> Check:
 
 def _tell(check: Check, found: _Found, json: Path | None) -> None:
     """Print what was found; where a budget is not kept, also where the bytes are."""
-    from rich.console import Console
 
     from vramfit.analysis import Bound
     from vramfit.report import Explanation, check_to_json, print_check, print_explanation, print_terminal
@@ -422,7 +421,9 @@ def _tell(check: Check, found: _Found, json: Path | None) -> None:
         write_document(json, check_to_json(check))
     if json == STANDARD_OUTPUT:
         return
-    console = Console()
+    from vramfit.console import SafeConsole
+
+    console = SafeConsole()
     print_check(check, console, root=Path.cwd())
     missed = any(gate.bound is not Bound.BASELINE and not gate.passed for gate in check.gates)
     if missed and found.run is not None and found.verdict is not None:

@@ -14,9 +14,9 @@ _WIDTH = 110
 
 def wide_console(*, stderr: bool = False) -> Console:
     """As wide as the terminal, or as COLUMNS says; elsewhere 110 columns."""
-    from rich.console import Console
+    from vramfit.console import SafeConsole
 
-    console = Console(stderr=stderr, highlight=False)
+    console = SafeConsole(stderr=stderr, highlight=False)
     if console.is_terminal or os.environ.get("COLUMNS", "").isdigit():
         return console
-    return Console(stderr=stderr, highlight=False, width=_WIDTH)
+    return SafeConsole(stderr=stderr, highlight=False, width=_WIDTH)

@@ -36,6 +36,6 @@ def diff_command(
     if json is not None:
         write_document(json, diff_to_json(found))
     if json != STANDARD_OUTPUT:
-        from rich.console import Console
+        from vramfit.console import SafeConsole
 
-        print_diff(found, Console(), root=Path.cwd())
+        print_diff(found, SafeConsole(), root=Path.cwd())

@@ -27,8 +27,7 @@ def doctor_command(
 
     The exit code is 0 whatever is found, unless --strict is given.
     """
-    from rich.console import Console
-
+    from vramfit.console import SafeConsole
     from vramfit.doctor import Severity, diagnose, gather
     from vramfit.report.doctor import print_doctor, render_doctor_json
     from vramfit.writing import check_writable, write_text
@@ -36,14 +35,14 @@ def doctor_command(
     apart = json == Path("-")
     if json is not None and not apart:
         check_writable(json)
-    progress = Console(stderr=True)
+    progress = SafeConsole(stderr=True)
     with progress.status("looking at this machine") as status:
         facts = gather(timeout=timeout, say=lambda what: status.update(f"looking at {what}"))
     diagnosis = diagnose(facts)
     if apart:
         typer.echo(render_doctor_json(diagnosis), nl=False)
     else:
-        print_doctor(diagnosis, Console())
+        print_doctor(diagnosis, SafeConsole())
         if json is not None:
             write_text(json, render_doctor_json(diagnosis))
     if strict and diagnosis.worst is Severity.ERROR:

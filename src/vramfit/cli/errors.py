@@ -14,10 +14,11 @@ INTERNAL_ERROR = 70
 
 def print_error(error: VramfitError) -> None:
     """Print what is wrong and what to do next."""
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(stderr=True, highlight=False)
+    from vramfit.console import SafeConsole
+
+    console = SafeConsole(stderr=True, highlight=False)
     console.print(Text.assemble(("error: ", "bold red"), _one_line(error.message)), soft_wrap=True)
     if error.hint:
         console.print(Text.assemble(("next:  ", "bold"), _one_line(error.hint)), soft_wrap=True)

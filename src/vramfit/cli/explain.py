@@ -75,9 +75,9 @@ def explain_command(
         write_page(report, found.run, found.verdict, root=Path.cwd())
     if json == STANDARD_OUTPUT:
         return
-    from rich.console import Console
+    from vramfit.console import SafeConsole
 
-    console = Console()
+    console = SafeConsole()
     print_explanation(found, console, root=Path.cwd())
     if causes is not None:
         console.print()

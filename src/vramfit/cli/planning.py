@@ -136,10 +136,11 @@ def sizes_of(texts: Sequence[str]) -> dict[str, int]:
 @contextmanager
 def showing() -> Iterator[Callable[[str], None]]:
     """A line on the terminal that says what is going on; gone at the end."""
-    from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
+    from vramfit.console import SafeConsole
+
+    console = SafeConsole(stderr=True)
     columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("starting", total=None)

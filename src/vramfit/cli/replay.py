@@ -103,11 +103,10 @@ def _peaks(peaks: Peaks) -> dict[str, int]:
 
 
 def _print(report: ReplayReport, file: Path) -> None:
-    from rich.console import Console
-
+    from vramfit.console import SafeConsole
     from vramfit.report.text import print_lines
 
-    console = Console(highlight=False)
+    console = SafeConsole(highlight=False)
     print_lines(console, _lines(report, file, console.width), console.width)
 
 

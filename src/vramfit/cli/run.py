@@ -302,11 +302,10 @@ def _show(run: Run, verdict: Verdict, found: Reconciliation | None, json: Path |
 
         typer.echo(render_json(run, verdict, found), nl=False)
         return
-    from rich.console import Console
-
+    from vramfit.console import SafeConsole
     from vramfit.report import print_against, print_terminal
 
-    console = Console()
+    console = SafeConsole()
     print_terminal(run, verdict, console, root=Path.cwd())
     if found is not None:
         console.print()

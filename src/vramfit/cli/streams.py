@@ -33,6 +33,9 @@ class GuardedStream:
             self._stream.write(text)
         except OSError as error:
             self._fall_silent(error)
+        except UnicodeEncodeError:  # a name of a file that is no text, or a terminal of another encoding
+            encoding = self._stream.encoding or "ascii"
+            self.write(text.encode(encoding, "replace").decode(encoding))
         return len(text)
 
     def writelines(self, lines: Any) -> None:

@@ -103,9 +103,9 @@ def _run(
     vary: list[str],
     alloc_conf: str | None,
 ) -> StressReport:
-    from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+    from vramfit.console import SafeConsole
     from vramfit.stress import Vary, stress
 
     spec = None
@@ -113,7 +113,7 @@ def _run(
         from vramfit.gpus import find_gpu
 
         spec = find_gpu(gpu)
-    console = Console(stderr=True)
+    console = SafeConsole(stderr=True)
     columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("starting", total=None)

@@ -58,10 +58,10 @@ def tune_command(
 
 
 def _with_progress(trace: MemoryTrace, device: int | None, settings: list[str]) -> Tuning:
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from vramfit.analysis import tune
+    from vramfit.console import SafeConsole
 
     columns = (
         BarColumn(),
@@ -69,7 +69,7 @@ def _with_progress(trace: MemoryTrace, device: int | None, settings: list[str]) 
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    console = Console(stderr=True)
+    console = SafeConsole(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=1.0)
         return tune(

@@ -397,6 +397,8 @@ def run_task(target: str, job: dict[str, Any], progress: Progress | None) -> dic
         file, failed = folder / "found.json", folder / "failed.json"
         if signals.interrupted and (code or not file.exists()):  # a search has a plan even so
             raise KeyboardInterrupt
+        if signals.terminated is not None:
+            raise SystemExit(128 + signals.terminated)
         if failed.exists():
             told: dict[str, Any] = json.loads(failed.read_text(encoding="utf-8"))
             return {**told, "failed": told}

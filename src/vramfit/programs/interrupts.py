@@ -65,6 +65,10 @@ class Signals:
 
     def __init__(self, folder: Path) -> None:
         self.child: subprocess.Popen[bytes] | None = None
+        self.terminated: int | None = None
+        """The last demand to end, None without one."""
+        self.starting = False
+        """Whether a child is about to be there: it gets what comes meanwhile."""
         self.interrupts = 0
         """How many interrupts there were."""
         self._folder = folder
@@ -89,12 +93,22 @@ class Signals:
         self._accounted += 1
 
     def terminate(self, number: int) -> None:
-        """Pass a demand to end on."""
+        """Pass a demand to end on; before there is a child, end as a shell tells of it, and leave no file behind.
+
+        Raises:
+            SystemExit: there is no child yet.
+        """
+        self.terminated = number
         if self.child is not None:
             self.child.send_signal(number)
-            return
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
+        elif not self.starting:
+            raise SystemExit(128 + number)
+
+    def started(self, child: subprocess.Popen[bytes]) -> None:
+        """There is a child: it is told what came while it was started."""
+        self.child, self.starting = child, False
+        if self.terminated is not None:
+            child.send_signal(self.terminated)
 
 
 def run_child(
@@ -112,8 +126,9 @@ def run_child(
         watch: called some times a second while it runs.
         options: of ``subprocess.Popen``.
     """
+    signals.starting = True
     with subprocess.Popen(arguments, **options) as child:
-        signals.child = child
+        signals.started(child)
         while True:
             try:
                 return child.wait(None if watch is None else _WATCH)
@@ -125,6 +140,25 @@ def run_child(
             except BaseException:  # likewise: whoever raises it does not want to wait for the child
                 child.terminate()
                 raise
+
+
+@contextlib.contextmanager
+def terminated_by_exit() -> Iterator[None]:
+    """Let SIGTERM unwind the stack, so that what was set up is taken down; a handler of the user's own stays."""
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        del frame
+        raise SystemExit(128 + number)
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

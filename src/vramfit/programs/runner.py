@@ -39,6 +39,7 @@ def run_job(
         UsageError: likewise, for what the child found wrong with its settings.
         VramfitError: the child died before it could tell its results; the message says how.
         KeyboardInterrupt: it was interrupted before the program started.
+        SystemExit: likewise, by SIGTERM.
     """
     folder = Path(job.folder)
     with passed_on(folder) as signals:
@@ -48,6 +49,8 @@ def run_job(
     outcome, stage = load_outcome(folder), stage_of(folder)
     if outcome is None and signals.interrupted and stage is not Stage.RUNNING:
         raise KeyboardInterrupt
+    if outcome is None and signals.terminated is not None and stage is not Stage.RUNNING:
+        raise SystemExit(128 + signals.terminated)
     return outcome or _recover(job, stage, code, _progress(supervisor, signals, code))
 
 

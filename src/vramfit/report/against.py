@@ -25,6 +25,7 @@ from vramfit.analysis.reconciliation import (
     When,
 )
 from vramfit.analysis.requests import Label
+from vramfit.console import SafeConsole
 from vramfit.report.folding import NARROW, broken
 from vramfit.report.text import elide_left, print_lines, relative, short_op
 from vramfit.trace import Frame
@@ -56,7 +57,7 @@ def print_against(reconciliation: Reconciliation, console: Console, *, root: Pat
 def render_against(reconciliation: Reconciliation, *, width: int = 80, root: Path | None = None) -> str:
     """The same as plain text of ``width`` columns, without colour."""
     stream = io.StringIO()
-    console = Console(file=stream, width=width, color_system=None, force_terminal=False)
+    console = SafeConsole(file=stream, width=width, color_system=None, force_terminal=False)
     print_against(reconciliation, console, root=root)
     return stream.getvalue()
 

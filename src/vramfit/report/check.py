@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vramfit.analysis import Bound, Gate, Quantity, State, TraceDiff
+from vramfit.console import SafeConsole
 from vramfit.report.diff import DiffLines, diff_to_json
 from vramfit.report.ending import ending_words
 from vramfit.report.sections import Sections
@@ -72,7 +73,7 @@ def print_check(check: Check, console: Console, *, root: Path | None = None) -> 
 def render_check(check: Check, *, width: int = 80, root: Path | None = None) -> str:
     """The same as plain text of ``width`` columns, without colour."""
     stream = io.StringIO()
-    console = Console(file=stream, width=width, color_system=None, force_terminal=False)
+    console = SafeConsole(file=stream, width=width, color_system=None, force_terminal=False)
     print_check(check, console, root=root)
     return stream.getvalue()
 

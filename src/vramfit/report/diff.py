@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vramfit.analysis import NAMES, Change, HoldingChange, Pair, State, TraceDiff, short_location
+from vramfit.console import SafeConsole
 from vramfit.report.folding import NARROW, broken
 from vramfit.report.json_report import frame_to_json
 from vramfit.report.text import elide_left, print_lines, relative, short_op
@@ -51,7 +52,9 @@ def print_diff(found: Sequence[TraceDiff], console: Console, *, root: Path | Non
 def render_diff(found: Sequence[TraceDiff], *, width: int = 80, root: Path | None = None) -> str:
     """The same as plain text of ``width`` columns, without colour."""
     stream = io.StringIO()
-    print_diff(found, Console(file=stream, width=width, color_system=None, force_terminal=False), root=root)
+    print_diff(
+        found, SafeConsole(file=stream, width=width, color_system=None, force_terminal=False), root=root
+    )
     return stream.getvalue()
 
 

@@ -56,10 +56,10 @@ def render_doctor(diagnosis: Diagnosis, *, width: int = 100) -> str:
     """The same as plain text."""
     from io import StringIO
 
-    from rich.console import Console
+    from vramfit.console import SafeConsole
 
     text = StringIO()
-    print_doctor(diagnosis, Console(file=text, width=width, color_system=None))
+    print_doctor(diagnosis, SafeConsole(file=text, width=width, color_system=None))
     return text.getvalue()
 
 

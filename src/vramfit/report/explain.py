@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vramfit.analysis import NAMES, LeakReport, LocalPeak, Outcome, Removal, TensorGroup, Verdict
+from vramfit.console import SafeConsole
 from vramfit.report.folding import NARROW, folded
 from vramfit.report.json_report import group_to_json, moment_to_json, run_to_json
 from vramfit.report.leaks import LeakLines
@@ -59,7 +60,7 @@ def print_explanation(found: Explanation, console: Console, *, root: Path | None
 def render_explanation(found: Explanation, *, width: int = 80, root: Path | None = None) -> str:
     """The same as plain text of ``width`` columns, without colour."""
     stream = io.StringIO()
-    console = Console(file=stream, width=width, color_system=None, force_terminal=False)
+    console = SafeConsole(file=stream, width=width, color_system=None, force_terminal=False)
     print_explanation(found, console, root=root)
     return stream.getvalue()
 

@@ -23,6 +23,7 @@ from vramfit.analysis import (
     PinnedSegment,
     Remedy,
 )
+from vramfit.console import SafeConsole
 from vramfit.report.json_report import frame_to_json, group_to_json, moment_to_json
 from vramfit.report.sections import SIZE, Sections
 from vramfit.report.text import each, print_lines, seconds, short_op
@@ -49,7 +50,7 @@ def print_fragmentation(found: FragmentationCauses, console: Console, *, root: P
 def render_fragmentation(found: FragmentationCauses, *, width: int = 100, root: Path | None = None) -> str:
     """The same as plain text of ``width`` columns, without colour."""
     stream = io.StringIO()
-    console = Console(file=stream, width=width, color_system=None, force_terminal=False)
+    console = SafeConsole(file=stream, width=width, color_system=None, force_terminal=False)
     print_fragmentation(found, console, root=root)
     return stream.getvalue()
 

@@ -20,6 +20,7 @@ from vramfit.analysis import (
     StepSource,
     short_location,
 )
+from vramfit.console import SafeConsole
 from vramfit.record.chains import Root
 from vramfit.report.folding import NARROW
 from vramfit.report.sections import SIZE, STYLES, Sections
@@ -46,7 +47,9 @@ def print_leaks(report: LeakReport, console: Console, *, root: Path | None = Non
 def render_leaks(report: LeakReport, *, width: int = 80, root: Path | None = None) -> str:
     """The same as plain text of ``width`` columns, without colour."""
     stream = io.StringIO()
-    print_leaks(report, Console(file=stream, width=width, color_system=None, force_terminal=False), root=root)
+    print_leaks(
+        report, SafeConsole(file=stream, width=width, color_system=None, force_terminal=False), root=root
+    )
     return stream.getvalue()
 
 

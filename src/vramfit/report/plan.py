@@ -12,6 +12,7 @@ from xml.sax.saxutils import escape
 from rich.console import Console
 from rich.text import Text
 
+from vramfit.console import SafeConsole
 from vramfit.planner.plan import Figures, Plan
 from vramfit.planner.search import FrontierPoint
 from vramfit.report.folding import broken, table
@@ -33,7 +34,9 @@ def render_plan(plan: Plan, *, frontier: Sequence[FrontierPoint] = (), width: in
     """The same as plain text, without colour."""
     stream = io.StringIO()
     print_plan(
-        plan, Console(file=stream, width=width, color_system=None, force_terminal=False), frontier=frontier
+        plan,
+        SafeConsole(file=stream, width=width, color_system=None, force_terminal=False),
+        frontier=frontier,
     )
     return stream.getvalue()
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vramfit.analysis.stability import Limit, LimitReason, Round, RoundOutcome, StressReport, Trend
+from vramfit.console import SafeConsole
 from vramfit.report.folding import broken, table
 from vramfit.report.text import print_lines, seconds
 from vramfit.units import GIB, MIB, counted, format_bytes
@@ -36,7 +37,7 @@ def print_stress(report: StressReport, console: Console) -> None:
 def render_stress(report: StressReport, *, width: int = 100) -> str:
     """The same as plain text, without colour."""
     stream = io.StringIO()
-    print_stress(report, Console(file=stream, width=width, color_system=None, force_terminal=False))
+    print_stress(report, SafeConsole(file=stream, width=width, color_system=None, force_terminal=False))
     return stream.getvalue()
 
 

@@ -16,6 +16,7 @@ from vramfit.analysis import (
     Outcome,
     Verdict,
 )
+from vramfit.console import SafeConsole
 from vramfit.report.ending import ending_words, fits_words, steady_words, unseen_words, unused_words
 from vramfit.report.files import files_lines
 from vramfit.report.sections import SIZE, Sections
@@ -54,7 +55,7 @@ def print_terminal(run: Run, verdict: Verdict, console: Console, *, root: Path |
 def render_terminal(run: Run, verdict: Verdict, *, width: int = 80, root: Path | None = None) -> str:
     """The same as plain text of ``width`` columns, without colour."""
     stream = io.StringIO()
-    console = Console(file=stream, width=width, color_system=None, force_terminal=False)
+    console = SafeConsole(file=stream, width=width, color_system=None, force_terminal=False)
     print_terminal(run, verdict, console, root=root)
     return stream.getvalue()
 

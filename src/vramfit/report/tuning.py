@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vramfit.analysis.tuning import DeviceRecording, Trial, Tuning
+from vramfit.console import SafeConsole
 from vramfit.report.folding import broken, table
 from vramfit.report.text import print_lines
 from vramfit.trace import CapacitySource
@@ -39,7 +40,7 @@ def print_tuning(tuning: Tuning, console: Console) -> None:
 def render_tuning(tuning: Tuning, *, width: int = 100) -> str:
     """The same as plain text, without colour."""
     stream = io.StringIO()
-    print_tuning(tuning, Console(file=stream, width=width, color_system=None, force_terminal=False))
+    print_tuning(tuning, SafeConsole(file=stream, width=width, color_system=None, force_terminal=False))
     return stream.getvalue()
 
 

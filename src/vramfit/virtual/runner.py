@@ -70,7 +70,7 @@ def run_in_child(
     if named not in (NO_PROFILE, OWN_PROFILE):
         check_card(load_profile(Path(named)), gpu)  # a wrong one is refused before anything starts
         named = os.path.abspath(named)
-    with tempfile.TemporaryDirectory(prefix="vramfit-") as name:
+    with tempfile.TemporaryDirectory(prefix="vramfit-", ignore_cleanup_errors=True) as name:
         told = None if journal is None else os.path.abspath(journal)
         if told is not None:
             with contextlib.suppress(OSError):  # the child says what is wrong with it

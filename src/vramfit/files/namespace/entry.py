@@ -7,6 +7,7 @@ import errno
 import functools
 import os
 import re
+import signal
 import sys
 import tempfile
 import warnings
@@ -151,6 +152,21 @@ def any_policy() -> Iterator[FilePolicy]:
 
 def _try(policy: FilePolicy, entry: Entry, folder: str) -> str | None:
     """Enter in a child that ends at once; returns what it was refused. Its mounts end with it, its files are left."""
+    with _termination_waits():
+        return _try_apart(policy, entry, folder)
+
+
+@contextlib.contextmanager
+def _termination_waits() -> Iterator[None]:
+    """Let SIGTERM come after the block: the process that tries would be left behind, making files where ours were."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _try_apart(policy: FilePolicy, entry: Entry, folder: str) -> str | None:
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         # Python 3.12 warns of threads. The child calls nothing that waits for one, and libraries of linear algebra
