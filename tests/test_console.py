@@ -31,7 +31,7 @@ def test_a_console_sends_its_own_styles_alone() -> None:
     told = stream.getvalue()
     assert "\x1b[31m" in told, "its own"
     assert "\x1b[2J" not in told and "\x1b]0" not in told and "\x1b[5m" not in told and "\x07" not in told
-    assert "␛[2J" in told and "␛]0;title␇" in told
+    assert "␛[2J" in told and "␛]0;title" in told
 
 
 def test_errors_are_told_without(capsys) -> None:
