@@ -65,7 +65,7 @@ class GradientCaching(Technique[GradientCachingSetting]):
     redraws: ClassVar[bool] = True
     excludes: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
-            "micro-batching": "a loss that compares examples has no pieces, and one that has needs no cached gradients"
+            "micro-batching": "a loss that compares examples has no pieces; one that has needs no cached gradients"
         }
     )
 

@@ -104,7 +104,9 @@ class MicroBatching(Technique[MicroBatchingSetting]):
     setting_type = MicroBatchingSetting
     redraws: ClassVar[bool] = True
     excludes: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"gradient-caching": "a loss with pieces needs no cached gradients, and one without has none to cut"}
+        {
+            "gradient-caching": "a loss that compares examples has no pieces; one that has needs no cached gradients"
+        }
     )
 
     def options(self, profile: Profile) -> Iterable[MicroBatchingSetting]:

@@ -1,0 +1,251 @@
+"""Whether plans keep their word: gradients of every parameter beside the plain program's.
+
+    python benchmarks/plan_gradients.py                       # all workloads, exact plans and lower precision
+    python benchmarks/plan_gradients.py --only CLIP --numerics rounding
+    python benchmarks/plan_gradients.py --write docs/gradients.md
+
+Each workload of `gradient_parts/subjects.py` is planned for its lowest peak, with the techniques that change how
+gradients come about: that takes as many of them as there are. Then a step with the plan and one without are taken for
+real on the CPU, from the same seed and at the plan's own sizes, and the gradient of each parameter is compared. Where
+micro-batches would be wrong, the plan's own words say why they were left out. The exit code is 3 if a gradient differs
+by more than was promised, or a batch whose examples are coupled was cut under a promise of rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from gradient_parts.subjects import SUBJECTS, Subject
+from rich.console import Console
+from rich.table import Table
+
+from vramfit.errors import VramfitError
+from vramfit.gpus import find_gpu
+from vramfit.planner.cpu_device import CpuDevice
+from vramfit.planner.plan import Plan
+from vramfit.planner.price import Device
+from vramfit.planner.promising import promised_plan
+from vramfit.planner.request import MEMORY, Request
+from vramfit.planner.verifying import compare
+from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.techniques import Numerics
+from vramfit.units import format_bytes
+from vramfit.writing import write_text
+
+LEVELS = ("rounding", "precision")
+TECHNIQUES = (
+    *(
+        "micro-batching",
+        "gradient-caching",
+        "activation-checkpointing",
+        "chunked-loss",
+        "in-place-activations",
+    ),
+    *("fused-norms", "mixed-precision"),
+)
+"""Those that change how gradients come about; the others move or step what is there."""
+
+CARD = "RTX 4090"
+
+HEAD = """# Gradients of plans
+
+With {versions}. `python benchmarks/plan_gradients.py --numerics rounding --write docs/gradients.md` makes this page.
+Small workloads whose gradients are easily got wrong are planned for their lowest peak on a virtual {card} (DETR, whose
+matching needs values, on the CPU), with the techniques that change how gradients come about, and trained for a step on
+the CPU at the plan's own sizes, with and without the plan. *Equal* gradients are so bit for bit; the *worst* is the one
+that comes closest to what is promised, as a part of its norm. *Left out* is what the plan says of a technique that was
+not used, since it would have been wrong or was not tried.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One plan.
+
+    Attributes:
+        subject: the workload's name.
+        numerics: what was asked for.
+        techniques: of the plan.
+        promise: of the plan.
+        parameters: whose gradients were compared.
+        equal: how many are equal, bit for bit.
+        worst: difference as a part of the gradient's norm.
+        worst_name: of that parameter.
+        allowed: by the promise; None for anything.
+        passes: whether all gradients keep the promise, and nothing was cut that must not be.
+        before: bytes allocated at the peak without the plan.
+        after: with it.
+        left_out: what the plan says of techniques that it does not use.
+        seconds: for the plan and the comparison.
+    """
+
+    subject: str
+    numerics: str
+    techniques: tuple[str, ...]
+    promise: str
+    parameters: int
+    equal: int
+    worst: float
+    worst_name: str
+    allowed: float | None
+    passes: bool
+    before: int
+    after: int
+    left_out: tuple[str, ...]
+    seconds: float
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Try what the command line names; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", metavar="WHAT", help="workloads with these words in their names")
+    parser.add_argument("--numerics", choices=LEVELS, nargs="+", default=LEVELS, help="what plans may change")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="the rows; those that it has are not made anew"
+    )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page")
+    options = parser.parse_args(arguments)
+    wanted = [word.lower() for word in options.only or [""]]
+    names = [name for name in SUBJECTS if any(word in name.lower() for word in wanted)]
+    if not names:
+        parser.error(f"no workload has such a name: there are {', '.join(SUBJECTS)}")
+    console = Console(stderr=True)
+    known = _read(options.json)
+    rows = []
+    for name in names:
+        for level in options.numerics:
+            rows.append(known.pop((name, level), None) or row_of(name, level))
+            if options.json is not None:
+                _write(options.json, [*known.values(), *rows])
+            console.print(f"{name}, {level}: {'✓' if rows[-1].passes else '✗'} in {rows[-1].seconds:.0f} s")
+    out = Console()
+    if not out.is_terminal:
+        out.width = 200  # a file has no edge
+    out.print(_table(rows))
+    if options.write is not None:
+        write_text(options.write, page(rows))
+    return 0 if all(row.passes for row in rows) else 3
+
+
+def _read(file: Path | None) -> dict[tuple[str, str], Row]:
+    """The rows of an earlier run."""
+    if file is None or not file.exists():
+        return {}
+    found = (
+        Row(**row | {name: tuple(row[name]) for name in ("techniques", "left_out")})
+        for row in json.loads(file.read_text(encoding="utf-8"))
+    )
+    return {(row.subject, row.numerics): row for row in found}
+
+
+def _write(file: Path, rows: Iterable[Row]) -> None:
+    write_text(file, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def row_of(name: str, level: str, allowed: Iterable[str] | None = None) -> Row:
+    """Plan for a workload and compare its gradients.
+
+    Args:
+        name: of the workload.
+        level: of numerics.
+        allowed: names of the techniques to choose from; None for `TECHNIQUES`.
+    """
+    began = time.perf_counter()
+    subject = SUBJECTS[name]
+    workload = subject.make()
+    request = Request(
+        workload=workload,
+        sizes=workload.sizes,
+        budget_bytes=find_gpu(CARD).total_bytes,
+        host_bytes=1 << 34,
+        numerics=Numerics.parse(level),
+        objective=MEMORY,
+        allowed=frozenset(TECHNIQUES if allowed is None else allowed),
+        time_limit=2.0,
+        entries=False,
+    )
+    _, plan = promised_plan(_device(subject), request, lambda _text: None)
+    check, _, _ = compare(workload, plan, workload.sizes, steps=1)
+    return Row(
+        subject=name,
+        numerics=level,
+        techniques=tuple(choice.name for choice in plan.choices),
+        promise=plan.numerics.value,
+        parameters=check.parameters,
+        equal=check.equal,
+        worst=check.worst,
+        worst_name=check.worst_name,
+        allowed=check.allowed,
+        passes=check.passes and not _wrongly_cut(subject, plan),
+        before=plan.before.peak_allocated_bytes,
+        after=plan.after.peak_allocated_bytes,
+        left_out=tuple(note for note in plan.notes if "left out" in note),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _wrongly_cut(subject: Subject, plan: Plan) -> bool:
+    return subject.couples and any(
+        choice.name == "micro-batching" and choice.promise.numerics <= Numerics.ROUNDING
+        for choice in plan.choices
+    )
+
+
+def _device(subject: Subject) -> Device:
+    if subject.on_card:
+        return VirtualDevice(find_gpu(CARD), alloc_conf="", host_bytes=1 << 34)
+    return CpuDevice()
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table("workload", "asked for", "techniques", "equal", "worst", "promised", "peak")
+    for row in rows:
+        table.add_row(*_cells(row))
+    return table
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    worst = f"{row.worst:.1e} ({row.worst_name})" if row.equal < row.parameters else "0"
+    promised = "0" if row.allowed == 0 else "anything" if row.allowed is None else f"{row.allowed:g}"
+    return (
+        row.subject + ("" if row.passes else " ✗"),
+        row.numerics,
+        ", ".join(row.techniques) or "none",
+        f"{row.equal} of {row.parameters}",
+        worst,
+        promised if row.equal < row.parameters else row.promise,
+        f"{format_bytes(row.before)} → {format_bytes(row.after)}",
+    )
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The page of docs/."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
+    lines = [HEAD.format(versions=versions, card=CARD)]
+    kept = sum(row.passes for row in rows)
+    lines.append(f"{kept} of {len(rows)} plans keep their word in every gradient.\n")
+    lines.append("| workload | asked for | techniques | equal | worst | promised | allocated at the peak |")
+    lines.append("|---|---|---|---|---|---|---|")
+    lines += [f"| {' | '.join(_cells(row))} |" for row in rows]
+    lines.append("\n## Left out\n")
+    said = dict.fromkeys((row.subject, note) for row in rows for note in row.left_out)
+    lines += [f"- {subject}: {note}" for subject, note in said]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    try:
+        sys.exit(main())
+    except VramfitError as error:
+        sys.exit(f"{error}")

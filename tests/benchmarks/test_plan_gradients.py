@@ -1,0 +1,124 @@
+"""Gradients of cut batches beside the plain program's, for the workloads of the benchmark at a small size."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.virtual.conftest import fit_interpreter
+
+from vramfit.planner.plan import Aim, Figures, plan_of
+from vramfit.planner.reducing import Cutting, cutting_of
+from vramfit.planner.verifying import GradientCheck, compare
+from vramfit.techniques import Choice, Numerics, Profile, Setting, find_technique
+from vramfit.techniques.gradient_caching import GradientCachingSetting
+from vramfit.techniques.micro_batching import (
+    BatchNormalisation,
+    MicroBatching,
+    MicroBatchingSetting,
+    batch_norms,
+)
+from vramfit.workload import Workload
+
+__all__ = ["fit_interpreter"]
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import plan_gradients  # noqa: E402
+from gradient_parts.subjects import SUBJECTS  # noqa: E402
+
+EXAMPLES = 5
+CUT = {"mean", "masked mean, ragged", "LSTM", "Whisper", "T5", "Llama with LoRA"}
+"""Whose batches are cut under a promise of rounding."""
+
+IN_PIECES = {
+    "variance regularisation": ("",),
+    "coupled in training": ("0", "1", "3"),
+    "DETR": ("model",),
+    "CLIP, 1 + 1 layers": ("text_model", "vision_model"),
+    "CLIP, 4 + 4 layers": ("text_model", "vision_model"),
+}
+"""Whose encoders run in pieces, and which these are."""
+
+REFUSED = {
+    "GAN": "with a step of its own",
+    "mixture of experts, balanced": "pieces of a batch do not give its gradients",
+}
+
+
+def _small(name: str) -> Workload:
+    for library in ("transformers", "peft"):
+        pytest.importorskip(library)
+    workload = SUBJECTS[name].make()
+    return replace(workload, sizes={"batch_size": EXAMPLES})
+
+
+def _cutting(workload: Workload) -> Cutting:
+    return cutting_of(
+        workload, Profile(model=workload.model(), optimizer=None, sizes=workload.sizes, trains=True)
+    )
+
+
+def _compared(workload: Workload, technique: str, setting: Setting) -> GradientCheck:
+    choice = Choice(technique=find_technique(technique), setting=setting)
+    assert choice.promise.numerics is Numerics.ROUNDING
+    figures = Figures(peak_allocated_bytes=0, peak_reserved_bytes=0, total_bytes=0)
+    plan = plan_of((choice,), Aim(device="CPU", budget_bytes=1, sizes=workload.sizes), figures, figures)
+    return compare(workload, plan, workload.sizes, steps=1)[0]
+
+
+@pytest.mark.filterwarnings("ignore:var\\(\\)", "ignore:`is_gradient_checkpointing`")
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_what_is_cut_has_the_gradients_of_the_whole(name: str) -> None:
+    workload = _small(name)
+    found = _cutting(workload)
+    if name == "batch norm":
+        assert batch_norms(workload.model())
+        known = MicroBatchingSetting(batch_norm=BatchNormalisation.PER_PIECE)
+        assert MicroBatching().promise(known).numerics is Numerics.APPROXIMATE
+    elif name in CUT:
+        assert found.setting is not None, found.note
+        for count in (2, EXAMPLES):
+            check = _compared(workload, "micro-batching", replace(found.setting, count=count))
+            assert check.passes, check
+    elif name in IN_PIECES:
+        assert "micro-batching is left out: pieces of a batch do not give its gradients" in found.note
+        assert found.encoders == IN_PIECES[name]
+        for count in (2, EXAMPLES):
+            setting = GradientCachingSetting(count=count, modules=found.encoders)
+            check = _compared(workload, "gradient-caching", setting)
+            assert check.passes, check
+            wrong = _compared(workload, "micro-batching", MicroBatchingSetting(count=count))
+            assert not wrong.passes
+    else:
+        assert (found.setting, found.encoders) == (None, ())
+        assert REFUSED[name] in found.note
+
+
+@pytest.mark.filterwarnings("ignore:var\\(\\)")
+def test_a_plan_of_the_benchmark_keeps_its_word_and_is_shown() -> None:
+    row = plan_gradients.row_of("variance regularisation", "rounding", ["micro-batching", "gradient-caching"])
+    assert row.passes
+    assert row.techniques == ("gradient-caching",)
+    assert row.after < row.before
+    assert row.parameters == 18
+    assert row.allowed is not None
+    assert 0 < row.worst <= row.allowed == 1e-4
+    shown = plan_gradients.page([row, replace(row, passes=False)])
+    assert "1 of 2 plans keep their word" in shown
+    assert "- variance regularisation: micro-batching is left out: pieces of a batch do not give" in shown
+
+
+def test_a_batch_that_was_cut_wrongly_is_told() -> None:
+    def cut(name: str, **setting: Any) -> bool:
+        choice = Choice(technique=MicroBatching(), setting=MicroBatchingSetting(**setting))
+        figures = Figures(peak_allocated_bytes=0, peak_reserved_bytes=0, total_bytes=0)
+        plan = plan_of((choice,), Aim(device="CPU", budget_bytes=1), figures, figures)
+        return plan_gradients._wrongly_cut(SUBJECTS[name], plan)
+
+    assert cut("CLIP, 1 + 1 layers")
+    assert not cut("mean")
+    assert not cut("batch norm", batch_norm=BatchNormalisation.PER_PIECE)
