@@ -123,3 +123,35 @@ def test_one_change_is_no_trend() -> None:
     assert grown.per_iteration == 2 * MIB
     assert not grown.is_leak
     assert grown.runs_out_at(10 * MIB) is None
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_the_end_of_a_program_that_frees_everything_hides_no_growth(evaluates: bool) -> None:
+    """A function that trains lets go of all that it held when it returns."""
+    recorder, held = Recorder(), []
+    for iteration in range(6):
+        recorder.phase(f"step {iteration}/forward")
+        held.append(recorder.alloc("", 2 * MIB, Category.OTHER))
+        recorder.free(recorder.alloc("", MIB, Category.ACTIVATIONS))
+    for address in held:
+        recorder.free(address)
+    if evaluates:
+        recorder.free(recorder.alloc("", MIB, Category.OTHER))
+    grown = growth(phases(recorder.finish()))
+    assert grown.per_iteration == 2 * MIB
+    assert grown.is_leak
+
+
+def test_what_is_left_unevenly_counts_by_its_mean() -> None:
+    recorder = Recorder()
+    for iteration in range(10):
+        recorder.phase(f"step {iteration}/forward")
+        recorder.free(recorder.alloc("", MIB, Category.ACTIVATIONS))
+        recorder.alloc("", (2 if iteration % 2 else 6) * MIB, Category.OTHER)
+    grown = growth(phases(recorder.finish()))
+    assert grown.per_iteration == 4 * MIB
+    assert grown.runs_out_at(40 * MIB) == 9 + 10 + 1
+
+
+def test_the_slope_of_very_many_iterations_is_that_of_few() -> None:
+    assert growth(phases(leaking(1500, MIB).finish())).per_iteration == MIB

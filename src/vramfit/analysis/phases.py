@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import re
-import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from vramfit.analysis.curves import Curves, Measure, curves
 from vramfit.analysis.lifetimes import lifetimes
+from vramfit.analysis.trend import theil_sen
 from vramfit.trace import MemoryTrace
 from vramfit.units import MIB
 
 _STEP = re.compile(r"^(?P<loop>.*?)\s*(?P<number>\d+)/(?P<part>.+)$")
+_PAIRED = 200
+"""Levels whose slopes are taken by pairs: their number grows with the square."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,9 +82,10 @@ class Growth:
         iterations: their numbers.
         end_allocated: bytes at the end of each.
         least_allocated: the fewest bytes during each.
-        per_iteration: the median change of these from one iteration to the next, leaving out the first two
-            iterations, in which optimizer state, gradients and workspaces come into being; None with fewer
-            than four.
+        per_iteration: the change of these from one iteration to the next, as the median slope over all pairs, so that
+            what is left at every second iteration counts by half; leaving out the first two
+            iterations, in which optimizer state, gradients and workspaces come into being, and the last one where it
+            holds less than the one before; None with fewer than four.
         lasts: every change after the first two iterations is one upwards, and there are two at least.
     """
 
@@ -190,11 +194,19 @@ def growth(all_phases: tuple[Phase, ...]) -> Growth:
     ordered = sorted(last_of.items())
     levels = tuple(least[number] for number, _ in ordered)
     settled = levels[2:]
+    if len(settled) > 1 and settled[-1] < settled[-2]:
+        settled = settled[:-1]  # the end of the training lets go of much, whatever comes after it
     changes = [later - earlier for earlier, later in itertools.pairwise(settled)]
     return Growth(
         iterations=tuple(number for number, _ in ordered),
         end_allocated=tuple(phase.end_allocated for _, phase in ordered),
         least_allocated=levels,
-        per_iteration=round(statistics.median(changes)) if changes else None,
+        per_iteration=_slope(settled) if changes else None,
         lasts=len(changes) > 1 and min(changes) > 0,
     )
+
+
+def _slope(levels: Sequence[int]) -> int:
+    """Bytes by which levels change from one to the next; of very many some are taken, evenly spread."""
+    places = np.unique(np.linspace(0, len(levels) - 1, min(len(levels), _PAIRED)).astype(np.int64))
+    return round(theil_sen(np.asarray(levels)[places], places))
