@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -152,3 +153,94 @@ def test_a_card_that_is_too_small_is_never_named() -> None:
     assert gpu.run.oom is None
     smaller = max(4 * 6 * GIB - GIB, 1)
     assert found.needed > smaller
+
+
+def test_gradients_are_counted_for_what_an_optimizer_has() -> None:
+    """An averaged copy that is never trained may still say that it requires gradients."""
+
+    def program(rows: int = 2 * WIDTH) -> None:
+        model = build()
+        average = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(model.parameters())
+        model(torch.empty(rows, WIDTH, device="cuda")).sum().backward()
+        optimizer.step()
+        del average
+
+    budget = 3 * PARAMETERS + 200 * MIB
+    found = ran_out(program, budget)
+    assert found.oom is not None
+    assert found.oom.to_come is not None
+    assert found.oom.to_come.gradients_bytes == PARAMETERS
+    assert found.any_batch
+    with VirtualGPU(f"{budget}B", context_bytes=0):
+        program(8)
+
+
+def test_gradients_that_are_used_up_one_by_one_are_not_counted_together() -> None:
+    def program(rows: int = 4 * WIDTH) -> None:
+        model = build()
+        optimizers = {weight: torch.optim.SGD([weight]) for weight in model.parameters()}
+
+        def step(weight: torch.Tensor) -> None:
+            optimizers[weight].step()
+            optimizers[weight].zero_grad()
+
+        for weight in model.parameters():
+            weight.register_post_accumulate_grad_hook(step)
+        model(torch.empty(rows, WIDTH, device="cuda")).sum().backward()
+
+    budget = PARAMETERS + 5 * WEIGHT
+    found = ran_out(program, budget)
+    assert found.any_batch
+    with VirtualGPU(f"{budget}B", context_bytes=0):
+        program(8)
+
+
+@pytest.mark.parametrize("rows", [30 * WIDTH, 70 * WIDTH], ids=["in a module", "outside"])
+def test_a_closure_of_an_optimizer_is_no_step_of_it(rows: int) -> None:
+    """It asks for a batch, so that a smaller one helps, and states are still to come."""
+
+    def program(rows: int) -> None:
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def closure() -> torch.Tensor:
+            loss: torch.Tensor = model(torch.empty(rows, WIDTH, device="cuda")).sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    budget = 5 * PARAMETERS + 300 * MIB
+    found = ran_out(lambda: program(rows), budget)
+    assert found.any_batch
+    assert not any("at its step" in reason for reason in found.why)
+    assert any("the states of AdamW 2.00 GiB still to come" in reason for reason in found.why)
+    with VirtualGPU(f"{budget}B", context_bytes=0):
+        program(8)
+
+
+def test_states_of_an_optimizer_that_another_took_the_place_of_count_once() -> None:
+    def program() -> None:
+        model = build()
+        earlier = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.empty(2 * WIDTH, WIDTH, device="cuda")).sum().backward()
+        optimizer.step()
+        del earlier
+
+    found = ran_out(program, PARAMETERS + 300 * MIB)
+    assert found.oom is not None
+    assert found.oom.to_come is not None
+    assert found.oom.to_come.states_bytes == 2 * PARAMETERS
+    assert found.needed <= needs(program)
+
+
+def test_many_groups_of_parameters_are_counted() -> None:
+    def program() -> None:
+        model = build()
+        optimizer = torch.optim.AdamW([{"params": [weight]} for weight in model.parameters()])
+        model(torch.empty(8, WIDTH, device="cuda")).sum().backward()
+        optimizer.step()
+
+    assert ran_out(program, PARAMETERS + 100 * MIB).needed == 4 * PARAMETERS

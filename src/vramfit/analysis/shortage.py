@@ -4,7 +4,8 @@ NOTE [What a program needs that ran out]
 What it held with the request that failed is a lower bound. So is what does not depend on its batch: parameters,
 gradients and the optimizer's states exist together at every step, those that were still to come included
 (`vramfit.trace.StillToCome`). And from the second iteration on the states lie beside the activations of the moment at
-which the first one failed. The larger of these bounds counts; what later layers would have added is not known.
+which the first one failed: it is taken that there is a second one, of a batch as large. The larger of these bounds
+counts; what later layers would have added is not known.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ NAMES: Mapping[Category, str] = {
 LARGER_CARD = "a larger card: whatever the program does, its context stays"
 
 _STATE = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
+
+_PASSES = ("torch/nn/modules/module.py", "torch/autograd/__init__.py")
+"""Files through which forward and backward passes go."""
 
 _NOTABLE = 0.02
 """Share of the card from which free gaps are named as a reason: every allocator has some."""
@@ -102,7 +106,15 @@ class Shortage:
 
     @property
     def _stepping(self) -> bool:
-        return any("torch/optim/" in frame.filename.replace("\\", "/") for frame in self.oom.stack)
+        if self.oom.to_come is not None:
+            return self.oom.to_come.stepping
+        for frame in self.oom.stack:
+            file = frame.filename.replace("\\", "/")
+            if file.endswith(_PASSES):
+                return False  # of a closure that an optimizer calls
+            if "torch/optim/" in file:
+                return True
+        return False
 
     @property
     def _in_pass(self) -> bool:

@@ -112,8 +112,8 @@ class Verdict:
         line: the user's line at which it ran out.
         moment: what the program was doing then.
         smallest_gpu: the smallest card of the catalogue that holds what is known of the whole program; None if none
-            does. A program that ran out would have gone on to ask for more, so there it is a lower bound: smaller
-            cards are too small, and this one may be.
+            does. A program that ran out would have gone on to ask for more, so there it is a lower bound, and
+            this card may still be too small.
         needed: bytes that this choice rests on, with this card's context; each other card counts its own. Where the
             run ended by running out, the parameters, gradients and states still to come are among them.
         any_batch: False where what does not depend on the batch exceeds the card, so that no batch fits.

@@ -230,6 +230,7 @@ def _to_come(come: StillToCome) -> dict[str, Any]:
     return {
         "training": come.training,
         "building": come.building,
+        "stepping": come.stepping,
         "parameters_bytes": come.parameters_bytes,
         "gradients_bytes": come.gradients_bytes,
         "states_bytes": come.states_bytes,

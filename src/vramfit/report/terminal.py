@@ -213,7 +213,7 @@ class _Page(Sections):
             text = f"  It needs at least {need}, and no card of the catalogue has that."
         else:
             size = format_bytes(card.total_bytes)
-            text = f"  It needs at least {need}: no card smaller than {card.name} ({size}) will do."
+            text = f"  It needs at least {need}: the smallest card that may do is {card.name} ({size})."
         yield from self.wrapped(Text(f"{text} Run it with --gpu 1TiB to see how much in all."))
 
     def ran_out(self, verdict: Verdict, where: str) -> Iterator[Text]:

@@ -54,14 +54,17 @@ class StillToCome:
         training: gradients are computed: a backward pass or a step was at work, or gradients are enabled and an
             optimizer holds parameters of the device.
         building: a model was being built or moved to the device, so that how large it becomes is not known in full.
+        stepping: an optimizer was at its step, and not in a closure that it calls.
         parameters_bytes: of the model that was being moved, not yet there.
-        gradients_bytes: of trained parameters that have no gradient yet.
+        gradients_bytes: of trained parameters that have no gradient yet, those aside that no optimizer has, and those
+            whose gradients a hook may use up one by one.
         states_bytes: that the optimizers would have made, where they are torch's own.
         optimizers: their names.
     """
 
     training: bool = False
     building: bool = False
+    stepping: bool = False
     parameters_bytes: int = 0
     gradients_bytes: int = 0
     states_bytes: int = 0

@@ -27,6 +27,7 @@ _STATES: Mapping[type[Optimizer], tuple[int, tuple[str, ...]]] = {
     torch.optim.Adamax: (2, ()),
     torch.optim.AdamW: (2, ("amsgrad",)),
     torch.optim.ASGD: (1, ()),
+    torch.optim.Muon: (1, ()),
     torch.optim.NAdam: (2, ()),
     torch.optim.RAdam: (2, ()),
     torch.optim.RMSprop: (1, ("momentum", "centered")),
@@ -65,10 +66,15 @@ def still_to_come(
     """
     moment = _moment()
     parameters = [parameter for parameter in trained if parameter.requires_grad and here(parameter)]
-    optimizers = tuple(_optimizers(here))
-    training = moment.stepping or torch._C._current_graph_task_id() != -1
+    optimizers = list(
+        _optimizers(here)
+    )  # the collector knows a tuple that is growing too, and then it cannot grow
+    in_backward = torch._C._current_graph_task_id() != -1
+    # Closures that an optimizer calls work with gradients, what it does itself works without.
+    stepping = moment.stepping and not torch.is_grad_enabled() and not in_backward
+    owned = {id(parameter) for _, group in optimizers for parameter in group["params"]}
+    training = stepping or in_backward
     if not training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        owned = {id(parameter) for _, group in optimizers for parameter in group["params"]}
         training = any(id(parameter) in owned for parameter in parameters)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -76,14 +82,25 @@ def still_to_come(
     for optimizer, group in optimizers:
         for tensor in _states(optimizer, group):
             tag(tensor, Category.OPTIMIZER_STATE)
-    gradients = sum(parameter.nbytes for parameter in parameters if parameter.grad is None)
-    states = sum(_missing(optimizer, group, here) for optimizer, group in optimizers)
+    gradients = sum(
+        parameter.nbytes
+        for parameter in parameters
+        if parameter.grad is None
+        and not _is_used_at_once(parameter)
+        and (not owned or id(parameter) in owned)
+    )
+    states: dict[int, int] = {}
+    for optimizer, group in optimizers:
+        for parameter, amount in _missing(optimizer, group, here):
+            # Of two optimizers of one parameter, one may be left over from before.
+            states[id(parameter)] = max(amount, states.get(id(parameter), 0))
     return StillToCome(
         training=training,
         building=moment.building,
+        stepping=stepping,
         parameters_bytes=0 if moment.moving is None else _left(moment.moving, here),
         gradients_bytes=gradients if training else 0,
-        states_bytes=states if training else 0,
+        states_bytes=sum(states.values()) if training else 0,
         optimizers=tuple(sorted({type(optimizer).__name__ for optimizer, _ in optimizers})),
     )
 
@@ -97,15 +114,21 @@ def _optimizers(here: Callable[[torch.Tensor], bool]) -> Iterator[tuple[Optimize
                     yield found, group
 
 
-def _missing(optimizer: Optimizer, group: Mapping[str, Any], here: Callable[[torch.Tensor], bool]) -> int:
-    """Bytes of the states that a group has yet to make."""
+def _is_used_at_once(parameter: torch.Tensor) -> bool:
+    """Whether a hook may use the gradient of a parameter up before others are made: a step within the backward pass."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def _missing(
+    optimizer: Optimizer, group: Mapping[str, Any], here: Callable[[torch.Tensor], bool]
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """Each parameter of a group, and bytes of the states that it has yet to get."""
     count, options = _STATES.get(type(optimizer), (0, ()))
     each = count + sum(bool(group.get(option)) for option in options)
-    return sum(
-        max(0, each * parameter.nbytes - sum(t.nbytes for t in _tensors(optimizer.state.get(parameter))))
-        for parameter in group["params"]
-        if parameter.requires_grad and here(parameter)
-    )
+    for parameter in group["params"]:
+        if parameter.requires_grad and here(parameter):
+            held = sum(tensor.nbytes for tensor in _tensors(optimizer.state.get(parameter)))
+            yield parameter, max(0, each * parameter.nbytes - held)
 
 
 def _states(optimizer: Optimizer, group: Mapping[str, Any]) -> Iterator[torch.Tensor]:
