@@ -43,9 +43,12 @@ def train(
     if before is not None:
         before.append(torch.cuda.memory_reserved())
     for _ in range(iterations):
+        images = torch.empty(batch, 3, PIXELS, PIXELS).cuda()
+        labels = torch.zeros(batch, dtype=torch.long).cuda()
+        out = model(images)
+        loss = nn.functional.cross_entropy(out, labels)  # stays into the next iteration, as `out` does
         optimizer.zero_grad()
-        out = model(torch.empty(batch, 3, PIXELS, PIXELS).cuda())
-        nn.functional.cross_entropy(out, torch.zeros(batch, dtype=torch.long).cuda()).backward()
+        loss.backward()
         optimizer.step()
 
 
