@@ -97,6 +97,9 @@ class Recorder:
     def oom(self, size: int, device: int = 0) -> None:
         self._append(EventKind.OOM, device, 0, size, 0)
 
+    def mark(self, tag: str, device: int = 0) -> None:
+        self._append(EventKind.MARKER, device, 0, 0, 0, op=self.builder.op(tag))
+
     def finish(self) -> MemoryTrace:
         return self.builder.finish()
 

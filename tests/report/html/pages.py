@@ -97,3 +97,31 @@ def waiting() -> MemoryTrace:
     event(EventKind.FREE_COMPLETED, 4 * MIB, block)
     event(EventKind.FREE_REQUESTED, 8 * MIB, block, 7)
     return builder.finish()
+
+
+def leaking() -> MemoryTrace:
+    """A program that keeps one activation of every step."""
+    recorder = Recorder()
+    for step in range(14):
+        recorder.phase(f"step {step}/forward")
+        recorder.alloc(
+            "float32[262144]", MIB, Category.ACTIVATIONS, op="aten.cat.default", module="Net.memory"
+        )
+        recorder.free(recorder.alloc("float32[524288]", 2 * MIB, Category.TEMPORARIES))
+    return recorder.finish()
+
+
+def crowded() -> Run:
+    """A card of 8 GiB filled to the last MiB, with a failed request and marks right at the peak."""
+    recorder = Recorder(total_bytes=8 * GIB)
+    recorder.phase("setup")
+    for layer in range(31):
+        recorder.alloc(
+            "float32[8192, 8192]", 256 * MIB, Category.PARAMETERS, module=f"Net.{layer}", op="aten.mm.default"
+        )
+    for number in range(6):
+        recorder.mark(f"mark number {number}")
+    recorder.oom(512 * MIB)
+    trace = recorder.finish()
+    found = outcome(trace, total=8 * GIB)
+    return virtual_run(trace, devices=(replace(found, context_bytes=0),), exit_code=1)

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from analysis.synthetic import Recorder, fitting_run, oom_run
-from report.html.pages import EVIL, evil, recording, simple, two_cards
+from report.html.pages import EVIL, evil, leaking, recording, simple, two_cards
 from report.html.test_packing import unpack
 from vramfit.analysis import lifetimes, peak, verdict
+from vramfit.analysis.recorded_run import run_from_trace
 from vramfit.errors import TraceFormatError
 from vramfit.report import render_html, render_trace_html, write_page
 from vramfit.report.html import columns
@@ -154,16 +155,72 @@ def test_advice_is_on_the_page() -> None:
 
 
 def test_a_leak_is_on_the_page() -> None:
-    recorder = Recorder()
-    for step in range(14):
-        recorder.phase(f"step {step}/forward")
-        recorder.alloc(
-            "float32[262144]", MIB, Category.ACTIVATIONS, op="aten.cat.default", module="Net.memory"
-        )
-        recorder.free(recorder.alloc("float32[524288]", 2 * MIB, Category.TEMPORARIES))
-    text = Document(render_trace_html(recorder.finish())).text
+    text = Document(render_trace_html(leaking())).text
     assert "Memory grows from step to step" in text
     assert "1.00 MiB per step" in text
+
+
+def bars(document: Document) -> list[dict[str, float]]:
+    """The widths of the parts of each card's bar, of 1,000; and how long the bar is in all."""
+    found: list[dict[str, float]] = []
+    for kind, attributes in document.elements:
+        if kind == "div" and "bar-card" in (attributes.get("class") or "").split():
+            found.append({})
+        elif kind == "rect":
+            found[-1][attributes["class"] or ""] = float(attributes["width"] or 0)
+    return found
+
+
+def test_a_card_of_unknown_size_is_not_drawn_as_full() -> None:
+    (bar,) = bars(Document(render_trace_html(recording("eor-nn"))))
+    assert sum(bar.values()) == pytest.approx(1000 / 1.5, abs=0.02)
+    assert "of-free" not in bar
+    document = Document(render_trace_html(recording("expandable-3gpu-oom")))
+    first, second, third = bars(document)
+    judged = verdict(run_from_trace(recording("expandable-3gpu-oom")))
+    total = judged.devices[1].total
+    assert sum(second.values()) == pytest.approx(1000, abs=0.03)
+    for bar, device in ((first, judged.devices[0]), (third, judged.devices[2])):
+        assert device.total == 0
+        assert sum(bar.values()) == pytest.approx(1000 * device.peak_reserved / total, abs=0.02)
+    assert document.text.count("the rest of the card, of unknown size") == 2
+
+
+def test_the_bar_of_a_card_has_a_legend() -> None:
+    run = fitting_run()
+    document = page_of(run)
+    device = verdict(run).device
+    (bar,) = bars(document)
+    assert list(bar) == ["of-allocated", "of-cached", "of-context", "of-free"]
+    assert sum(bar.values()) == pytest.approx(1000, abs=0.03)
+    swatches = [
+        attributes["class"] or ""
+        for kind, attributes in document.elements
+        if kind == "span" and "of-" in (attributes.get("class") or "")
+    ]
+    assert swatches == ["swatch of-allocated", "swatch of-cached", "swatch of-context", "swatch of-free"]
+    for name, amount in (
+        ("allocated", device.peak_allocated),
+        ("cached", device.peak_reserved - device.peak_allocated),
+        ("context", device.context),
+        ("free", device.headroom),
+    ):
+        assert f"{name} {format_bytes(amount)}" in document.text
+
+
+def test_what_grows_on_a_card_that_is_not_chosen_is_told_too() -> None:
+    recorder = Recorder(devices=2)
+    for step in range(14):
+        recorder.phase(f"step {step}/forward")
+        recorder.alloc("float32[262144]", MIB, Category.ACTIVATIONS, module="Net.memory", device=1)
+        recorder.free(recorder.alloc("float32[524288]", 90 * MIB, Category.TEMPORARIES, device=0))
+    text = render_trace_html(recorder.finish())
+    found = Document(text)
+    assert text.index('id="s-leaks"') < text.index('id="s-timeline"')
+    assert dict(found.elements[0][1])["data-first"] == "0"
+    assert (
+        "GPU 1" in found.text[: found.text.index("Memory over time", found.text.index("1.00 MiB per step"))]
+    )
 
 
 def test_the_blocks_of_the_page_are_those_of_the_analysis() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,6 +100,31 @@ def leaks_html(found: Advice, *, root: Path | None) -> Html:
     if found.leaks is None:
         return tag("p", f"Leaks are not told: {found.contradiction}.", class_="note")
     return join(_leaks(found.leaks, root))
+
+
+def leaks_section(content: Html) -> Html:
+    """The section about leaks, wherever on the page it stands."""
+    return tag(
+        "section",
+        tag("h2", "Leaks", id="h-leaks"),
+        content,
+        id="s-leaks",
+        aria_labelledby="h-leaks",
+    )
+
+
+def grow_html(advice: Mapping[int, Advice], root: Path | None) -> Html:
+    """What grows from step to step on any device, whichever is chosen; empty where nothing does.
+
+    Args:
+        advice: what was found out, by the index of the device.
+        root: the user's folder; file names below it are shown relative to it.
+    """
+    leaking = {index: found.leaks for index, found in advice.items() if found.leaks and found.leaks.leaks}
+    return join(
+        join([tag("h3", f"GPU {index}") if len(advice) > 1 else None, *_leaks(report, root)])
+        for index, report in leaking.items()
+    )
 
 
 def _causes(found: FragmentationCauses, root: Path | None) -> Iterator[Html]:

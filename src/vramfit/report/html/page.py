@@ -13,11 +13,18 @@ from string import Template
 import numpy as np
 from numpy.typing import NDArray
 
-from vramfit.analysis import NAMES, Breakdown, DeviceVerdict, Outcome, Verdict
+from vramfit.analysis import Breakdown, DeviceVerdict, Outcome, Verdict
 from vramfit.analysis import verdict as judge
 from vramfit.analysis.recorded_run import run_from_trace
 from vramfit.report.files import files_lines
-from vramfit.report.html.advice import find_advice, fragmentation_advice, leaks_html
+from vramfit.report.html.advice import (
+    find_advice,
+    fragmentation_advice,
+    grow_html,
+    leaks_html,
+    leaks_section,
+)
+from vramfit.report.html.cards import bars_scale, device_figures
 from vramfit.report.html.columns import (
     DeviceView,
     device_columns,
@@ -26,7 +33,7 @@ from vramfit.report.html.columns import (
     origins,
     shared_columns,
 )
-from vramfit.report.html.markup import Html, figures, join, table, tag
+from vramfit.report.html.markup import Html, join, table, tag
 from vramfit.report.html.packing import pack, to_text
 from vramfit.report.html.tables import blocks_text, device_tables, fragmentation_text, timeline_text
 from vramfit.report.terminal import headline
@@ -44,12 +51,18 @@ _SCRIPTS = (
     "decode.js",
     "model.js",
     "tooltip.js",
+    "copying.js",
     "view.js",
+    "legend.js",
+    "labels.js",
     "timeline.js",
     "plot.js",
     "blocks.js",
     "segments.js",
     "flame.js",
+    "rows.js",
+    "folds.js",
+    "place.js",
     "main.js",
 )
 _STYLES = ("vendor/uPlot-1.6.32.min.css", "page.css")
@@ -58,8 +71,6 @@ _SOURCES = {
     Source.CARD: "recorded on a card",
     Source.CPU: "metered on the CPU",
 }
-_STACKING = (1, 3, 2, 5, 7, 0, 4, 6)
-
 
 _KINDS = {Outcome.FITS: "fits", Outcome.DOES_NOT_FIT: "fails", Outcome.FAILED: "fails"}
 """How the verdict is coloured; without a word where the question stays open."""
@@ -157,6 +168,9 @@ def _page(
     style = "\n".join(_asset(name) for name in _STYLES)
     script = _script()
     advice = [find_advice(trace, part.view) for part in parts]
+    growing = grow_html(
+        {part.view.device.index: found for part, found in zip(parts, advice, strict=True)}, root
+    )
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
@@ -169,9 +183,9 @@ def _page(
         "style": style,
         "program": join([program]),
         "device_choice": _device_choice(parts, first),
-        "navigation": _navigation(bool(warnings)),
+        "navigation": _navigation(grows=bool(growing), has_warnings=bool(warnings)),
         "summary": summary,
-        "legend": _legend(),
+        "growing": leaks_section(growing) if growing else "",
         "timeline_text": _each(parts, first, [timeline_text(trace, part.view) for part in parts]),
         "blocks_text": _each(parts, first, [blocks_text(trace, part.view, root=root) for part in parts]),
         "tensors": _each(parts, first, [device_tables(part.breakdown, root=root) for part in parts]),
@@ -183,7 +197,9 @@ def _page(
                 for part, found in zip(parts, advice, strict=True)
             ],
         ),
-        "leaks": _each(parts, first, [leaks_html(found, root=root) for found in advice]),
+        "leaks": ""
+        if growing
+        else leaks_section(_each(parts, first, [leaks_html(found, root=root) for found in advice])),
         "warnings": warnings,
         "footer": join([footer]),
         "data": _data(trace, parts),
@@ -271,7 +287,7 @@ def _device_choice(parts: Sequence[_Part], first: int | None) -> Html:
     return tag("label", "Device ", tag("select", options, id="device-choice"))
 
 
-def _navigation(has_warnings: bool) -> Html:
+def _navigation(*, grows: bool, has_warnings: bool) -> Html:
     links = [
         ("s-timeline", "Over time"),
         ("s-moment", "At one moment"),
@@ -279,20 +295,11 @@ def _navigation(has_warnings: bool) -> Html:
         ("s-flames", "Modules and stacks"),
         ("s-tensors", "Tensors"),
         ("s-fragmentation", "Fragmentation"),
-        ("s-leaks", "Leaks"),
     ]
+    links.insert(0 if grows else len(links), ("s-leaks", "Leaks"))
     if has_warnings:
         links.append(("s-warnings", "Warnings"))
     return join((tag("a", text, href=f"#{name}") for name, text in links), " ")
-
-
-def _legend() -> Html:
-    names = [tag("span", "", class_=f"swatch c{kind}") for kind in _STACKING]
-    words = {int(kind): name for kind, name in NAMES.items()}
-    items = [
-        tag("li", mark, words[kind]) for mark, kind in zip(reversed(names), reversed(_STACKING), strict=True)
-    ]
-    return join([*items, tag("li", tag("span", "", class_="swatch line"), "reserved")])
 
 
 def _run_summary(run: Run, verdict: Verdict, root: Path | None) -> Html:
@@ -315,7 +322,10 @@ def _run_summary(run: Run, verdict: Verdict, root: Path | None) -> Html:
             for title, texts in (("Why", verdict.why), ("What to try", verdict.advice))
             if texts
         ),
-        *(_device_figures(device, several=len(verdict.devices) > 1) for device in verdict.devices),
+        *(
+            device_figures(device, several=len(verdict.devices) > 1, scale=bars_scale(verdict.devices))
+            for device in verdict.devices
+        ),
         class_="verdict",
     )
 
@@ -331,54 +341,6 @@ def _recorded(run: Run, verdict: Verdict) -> list[str]:
         f"{format_bytes(device.peak_reserved)}. The recording does not say how large the card is."
     )
     return [name, peak]
-
-
-def _device_figures(device: DeviceVerdict, *, several: bool) -> Html:
-    if device.index < 0:
-        return Html()
-    pairs = [
-        ("card", f"{device.gpu}" if not several else f"GPU {device.index} {device.gpu}"),
-        ("peak allocated", format_bytes(device.peak_allocated)),
-        ("peak reserved", format_bytes(device.peak_reserved)),
-    ]
-    if device.total:
-        pairs.append(("memory of the card", format_bytes(device.total)))
-        pairs.append(("CUDA context", format_bytes(device.context)))
-        pairs.append(("free at the peak", format_bytes(max(0, device.headroom))))
-    for name, above, below in (
-        ("allocated, estimated", device.error_above, device.error_below),
-        ("reserved, estimated", device.reserved_bar.above, device.reserved_bar.below),
-    ):
-        if above or below:
-            pairs.append((name, f"+{format_bytes(above)} −{format_bytes(below)}"))
-    return join([_card_bar(device), figures(pairs)])
-
-
-def _card_bar(device: DeviceVerdict) -> Html:
-    """The card's memory as a bar."""
-    amounts = [
-        ("allocated", device.peak_allocated, "#009e73"),
-        ("cached", max(0, device.peak_reserved - device.peak_allocated), "#e69f00"),
-        ("context", device.context, "#cc79a7"),
-    ]
-    total = max(device.total, sum(amount for _, amount, _ in amounts), 1)
-    at, bars = 0.0, []
-    for name, amount, colour in amounts:
-        width = 1000 * amount / total
-        title = tag("title", f"{name} {format_bytes(amount)}")
-        bars.append(tag("rect", title, x=f"{at:.2f}", y=0, width=f"{width:.2f}", height=10, fill=colour))
-        at += width
-    words = ", ".join(f"{name} {format_bytes(amount)}" for name, amount, _ in amounts)
-    label = f"{words}, of {format_bytes(device.total)}" if device.total else words
-    picture = tag(
-        "svg",
-        *bars,
-        viewBox="0 0 1000 10",
-        preserveAspectRatio="none",
-        role="img",
-        aria_label=label,
-    )
-    return join([tag("div", picture, class_="bar-card"), tag("p", label, class_="quiet")])
 
 
 def _footer(run: Run) -> str:

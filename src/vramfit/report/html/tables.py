@@ -196,8 +196,11 @@ def _amounts(node: ModuleNode | None, kinds: Iterable[Category]) -> Iterator[str
 
 def _by_line(found: Breakdown, root: Path | None) -> Html:
     sums: dict[str, list[int]] = {}
+    known_lines = any(group.line or group.library_line for group in found.tensors)
     for group in found.tensors:
-        place = short_location(group.line or group.library_line, root=root) or "no line is known"
+        place = short_location(group.line or group.library_line, root=root)
+        if not place:
+            place = "no line is known" if known_lines else f"no line, {format_bytes(group.block_bytes)} each"
         known = sums.setdefault(place, [0, 0])
         known[0] += group.total_bytes
         known[1] += group.count

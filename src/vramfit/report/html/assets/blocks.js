@@ -204,14 +204,17 @@ class StackedChart {
     plot.begin();
     const sample = model.sample(view, view.width);
     this.sample = sample;
-    this.totals = sample.rows.map((_, i) => sample.categories.reduce((sum, amounts) => sum + amounts[i], 0));
+    const shown = sample.categories.filter((_, kind) => !view.hidden.has(kind));
+    this.totals = sample.rows.map((_, i) => shown.reduce((sum, amounts) => sum + amounts[i], 0));
     plot.range = this.vertical.now;
     this.merged = 0;
     let alive = [];
     let next = 0;
     sample.rows.forEach((row, i) => {
       alive = alive.filter((block) => model.freed[block] > row);
-      for (; next < model.length && model.born[next] <= row; next++) if (model.freed[next] > row) alive.push(next);
+      for (; next < model.length && model.born[next] <= row; next++) {
+        if (model.freed[next] > row && !view.hidden.has(model.kind[next])) alive.push(next);
+      }
       const x0 = Math.max(0, Math.round(view.x(sample.starts[i]) * plot.scale));
       const x1 = Math.min(plot.columns, Math.round(view.x(sample.starts[i + 1] ?? sample.end) * plot.scale));
       if (x1 > x0) this.drawColumn(x0, x1, alive, this.totals[i]);
@@ -281,7 +284,8 @@ class StackedChart {
         : `each of the ${integer(rows.length)} events is a column of its own`,
     ];
     if (this.merged) parts.push("blocks lower than a pixel are merged with their neighbours: zoom in to see them");
-    parts.push(...colouring(this.model), ...leftOut(this.model));
+    const hidden = [...this.view.hidden].some((kind) => kind !== RESERVED) ? [hiddenWords(this.model, this.view)] : [];
+    parts.push(...colouring(this.model), ...leftOut(this.model), ...hidden);
     const text = parts.join("; ");
     $("stacked-note").textContent = `${text[0].toUpperCase()}${text.slice(1)}.`;
   }

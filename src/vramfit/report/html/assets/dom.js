@@ -119,6 +119,16 @@ function pixel(colour, light = 1) {
   return ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
 }
 
+/** Black or white, whichever is read better on a colour "#rrggbb" (WCAG 2.2, relative luminance). */
+function inkOn(colour) {
+  const linear = [1, 3, 5].map((at) => {
+    const part = parseInt(colour.slice(at, at + 2), 16) / 255;
+    return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+  });
+  const luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+  return 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 ? "#ffffff" : "#000000";
+}
+
 /** Call at most once for each picture on the screen. */
 function eachFrame(action) {
   let waiting = false;

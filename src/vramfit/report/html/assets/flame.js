@@ -17,27 +17,36 @@ function grow(root, path, amount, count) {
   }
 }
 
+/** What is alive, summed up by origin and size: {origin, size, bytes, count}. */
 function byOrigin(model, row) {
   const sums = new Map();
   for (const block of model.alive(row)) {
-    const known = sums.get(model.origin[block]);
-    if (known) {
-      known.bytes += model.block[block];
-      known.count++;
-    } else sums.set(model.origin[block], { bytes: model.block[block], count: 1 });
+    const [origin, size] = [model.origin[block], model.block[block]];
+    const key = `${origin}/${size}`;
+    if (!sums.has(key)) sums.set(key, { origin, size, bytes: 0, count: 0 });
+    const known = sums.get(key);
+    known.bytes += size;
+    known.count++;
   }
-  return sums;
+  return [...sums.values()].sort((a, b) => b.bytes - a.bytes);
+}
+
+/** The part of a tree for blocks of which nothing is known but their size. */
+function sizePart(size) {
+  return [`=${size}`, `${bytes(size)} each`, `blocks of ${integer(size)} B each`];
 }
 
 function moduleTree(model, row) {
   const root = { name: "all", title: "everything that is allocated", bytes: 0, count: 0, children: new Map() };
-  for (const [origin, sum] of byOrigin(model, row)) {
+  for (const sum of byOrigin(model, row)) {
+    const { origin } = sum;
     const module = model.shared.module(origin);
     const category = model.shared.origin_category[origin];
     const path = module
       ? module.split(".").map((part, i, parts) => [part, part, parts.slice(0, i + 1).join(".")])
       : [["", "no module", "belongs to no module"]];
-    path.push([`#${category}`, CATEGORIES[category], `${CATEGORIES[category]} of ${module || "no module"}`, category]);
+    if (model.bySize) path.push(sizePart(sum.size));
+    else path.push([`#${category}`, CATEGORIES[category], `${CATEGORIES[category]} of ${module || "no module"}`, category]);
     grow(root, path, sum.bytes, sum.count);
   }
   return root;
@@ -45,7 +54,8 @@ function moduleTree(model, row) {
 
 function stackTree(model, row, ownOnly) {
   const root = { name: "all", title: "everything that is allocated", bytes: 0, count: 0, children: new Map() };
-  for (const [origin, sum] of byOrigin(model, row)) {
+  for (const sum of byOrigin(model, row)) {
+    const { origin } = sum;
     let frames = model.shared.frames(origin).reverse();
     if (ownOnly) frames = frames.filter((frame) => frame.origin > 0);
     const path = frames.map((frame) => [
@@ -54,7 +64,8 @@ function stackTree(model, row, ownOnly) {
     if (!path.length) path.push(["", "no stack", "the recording holds no stack for these"]);
     const op = model.shared.op(origin);
     const category = model.shared.origin_category[origin];
-    path.push([`#${category}${op}`, op ? shortOp(op) : CATEGORIES[category], `${op || CATEGORIES[category]}: ${CATEGORIES[category]}`, category]);
+    if (model.bySize && !op) path.push(sizePart(sum.size));
+    else path.push([`#${category}${op}`, op ? shortOp(op) : CATEGORIES[category], `${op || CATEGORIES[category]}: ${CATEGORIES[category]}`, category]);
     grow(root, path, sum.bytes, sum.count);
   }
   return root;
@@ -140,7 +151,7 @@ class FlameGraph {
     this.at(cell, left, width, depth);
     if (node.category !== undefined) {
       cell.style.background = PALETTE[node.category];
-      cell.style.color = node.category === 1 || node.category === 4 || node.category === 6 ? "#ffffff" : "#000000";
+      cell.style.color = inkOn(PALETTE[node.category]);
     } else cell.style.background = token(depth % 2 ? "--flame-odd" : "--flame-even");
     cell.addEventListener("click", () => {
       this.path = path;

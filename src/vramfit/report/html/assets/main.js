@@ -12,6 +12,7 @@ class DevicePage {
   constructor(shared, data) {
     this.model = new Model(shared, data);
     this.view = new View(this.model);
+    this.legend = new Legend($("legend"), this.model, this.view);
     const choose = (block, row) => this.choose(block, row);
     this.timeline = new TimelineChart(fresh("timeline"), this.model, this.view);
     this.address = new AddressChart(fresh("address"), this.model, this.view, choose);
@@ -24,6 +25,8 @@ class DevicePage {
       stackTree(this.model, this.view.moment, $("own-frames").checked),
     );
     this.view.onMoment(eachFrame(() => this.momentChanged()));
+    this.view.onMoment(rememberPlace);
+    this.view.onChange(rememberPlace);
     this.timeline.note();
     this.momentChanged();
   }
@@ -54,7 +57,7 @@ class DevicePage {
     }
     const sorted = [...groups.values()].sort((a, b) => b.count * model.block[b.block] - a.count * model.block[a.block]);
     const rows = sorted.slice(0, 30).map((group) => this.aliveRow(group));
-    $("alive-rows").replaceChildren(...rows);
+    setRows($("alive-rows"), rows);
     const more = sorted.length - rows.length;
     $("alive-more").textContent = more > 0 ? `${integer(more)} smaller groups are not listed.` : "";
   }
@@ -63,11 +66,11 @@ class DevicePage {
     const { model } = this;
     const origin = model.origin[block];
     const { shared } = model;
-    const show = h("button", { type: "button", className: "link" }, shared.tensor(origin) || CATEGORIES[model.category[block]]);
+    const show = h("button", { type: "button", className: "link" }, shared.tensor(origin) || (model.bySize ? "block" : CATEGORIES[model.category[block]]));
     show.addEventListener("click", () => this.choose(block, this.view.moment));
     const cells = [
       bytes(count * model.block[block]), count > 1 ? `${integer(count)} × ${bytes(model.block[block])}` : "",
-      h("span", {}, swatch(model.category[block]), CATEGORIES[model.category[block]]),
+      h("span", {}, swatch(model.colour(block)), CATEGORIES[model.category[block]]),
       show, shortOp(shared.op(origin)), shared.module(origin), shared.line(origin),
     ];
     return h("tr", {}, ...cells.map((content) => h("td", {}, content)));
@@ -88,7 +91,8 @@ class DevicePage {
       });
       const close = h("button", { type: "button" }, "Close");
       close.addEventListener("click", () => this.choose(-1, this.view.moment));
-      const buttons = h("div", { className: "buttons" }, zoom, " ", close);
+      const copy = copyButton(this.model, block);
+      const buttons = h("div", { className: "buttons" }, copy, " ", zoom, " ", close);
       $("chosen-block").replaceChildren(buttons, ...describeBlock(this.model, block, 1000));
     }
     this.view.setMoment(row);
@@ -111,10 +115,33 @@ window.vramfit = page; // for those who want to look further in the browser's co
 
 async function openDevice(index) {
   if (!page.devices.has(index)) page.devices.set(index, await decode(`data-device-${index}`));
+  page.index = index;
   page.current = new DevicePage(page.shared, page.devices.get(index));
   document.querySelectorAll("[data-device]").forEach((part) => (part.hidden = part.dataset.device !== String(index)));
   $("chosen").hidden = true;
   document.documentElement.dataset.ready = String(index);
+}
+
+/** The device that the page opens with. */
+function firstDevice() {
+  return Number(document.documentElement.dataset.first);
+}
+
+function rememberPlace() {
+  keepPlace(() => placeText(page.index, firstDevice(), page.current.view, $("device-choice") !== null));
+}
+
+/** Look at what the address asks for, on the device that it names. */
+async function followAddress() {
+  const place = placeOf(location.hash);
+  if (!place) return;
+  const wanted = place.gpu ?? firstDevice();
+  if (wanted !== page.index && $(`data-device-${wanted}`)) {
+    await openDevice(wanted);
+    $("device-choice").value = String(wanted);
+    settle();
+  }
+  goTo(page.current.view, place);
 }
 
 function connect() {
@@ -143,7 +170,8 @@ function connect() {
     page.current.timeline.update();
   });
   $("own-frames").addEventListener("change", () => page.current.stacks.update());
-  $("device-choice")?.addEventListener("change", (event) => openDevice(Number(event.target.value)).then(settle));
+  $("device-choice")?.addEventListener("change", (event) => openDevice(Number(event.target.value)).then(settle).then(rememberPlace));
+  window.addEventListener("hashchange", followAddress);
   $("theme").addEventListener("click", switchTheme);
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => page.current?.redraw());
   window.addEventListener("resize", eachFrame(() => page.current?.redraw()));
@@ -183,6 +211,8 @@ function settle() {
 
 async function begin() {
   nameTheme();
+  makeSheets();
+  makeFolds(() => page.current?.redraw());
   if (typeof DecompressionStream === "undefined") {
     $("loading").textContent = "This browser is too old for the pictures; the tables hold the same facts.";
     return;
@@ -192,9 +222,10 @@ async function begin() {
   $("pictures").hidden = false;
   const first = document.documentElement.dataset.first;
   if (first !== undefined && first !== "") {
-    await openDevice(Number(first));
+    await openDevice(firstDevice());
     connect();
     settle();
+    await followAddress();
   }
   $("loading").hidden = true;
 }

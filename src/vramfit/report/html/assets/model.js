@@ -14,6 +14,21 @@ function lastAtMost(values, x) {
   return low - 1;
 }
 
+/** The sizes that hold most at the moment that the page opens with, each a kind of its own; the others together. */
+function sizeKinds(model) {
+  const sums = new Map();
+  const shown = model.alive(model.facts.row);
+  for (const block of shown.length ? shown : model.block.keys()) {
+    sums.set(model.block[block], (sums.get(model.block[block]) ?? 0) + model.block[block]);
+  }
+  const sizes = [...sums].sort((a, b) => b[1] - a[1] || b[0] - a[0]).slice(0, PALETTE.length - 1).map(([size]) => size);
+  const alike = (size) => sizes.filter((other) => bytes(other) === bytes(size)).length > 1;
+  const names = ["other sizes", ...sizes.map((size) => `${alike(size) ? `${integer(size)} B` : bytes(size)} each`)];
+  while (names.length < PALETTE.length) names.push("");
+  const stacking = [...PALETTE.keys()].slice(1).concat(0);
+  return { names, colours: PALETTE, stacking, of: new Map(sizes.map((size, i) => [size, i + 1])) };
+}
+
 /** What all devices share: names, stacks, phases, marks and times. */
 class Shared {
   constructor({ columns, facts }) {
@@ -116,13 +131,26 @@ class Model {
     this.readBlocks(columns);
     this.readArena(columns);
     this.readSpans(columns);
-    this.sumUp();
     // Recordings of torch name no categories: sizes tell more than one colour for all.
     this.bySize = this.category.every((category) => category === 0);
+    this.readKinds();
+    this.sumUp();
+  }
+
+  /** What the sums over time are of: categories, or sizes where no categories are known and every block is. */
+  readKinds() {
+    const bySize = this.bySize && this.exact && this.length > 0;
+    this.kinds = bySize ? sizeKinds(this) : { names: CATEGORIES, colours: PALETTE, stacking: STACKING };
+    this.kind = bySize ? Uint8Array.from(this.block, (size) => this.kinds.of.get(size) ?? 0) : this.category;
+  }
+
+  /** Whether any block is of a kind. */
+  occurs(kind) {
+    return this.exact ? this.kind.includes(kind) : this.points.categories[kind].some((amount) => amount > 0);
   }
 
   colour(block) {
-    if (!this.bySize) return PALETTE[this.category[block]];
+    if (!this.bySize || this.exact) return this.kinds.colours[this.kind[block]];
     const size = this.block[block] / 512;
     return SIZE_PALETTE[Math.floor(size * 7 + size / 2 ** 20) % SIZE_PALETTE.length];
   }
@@ -201,7 +229,7 @@ class Model {
     const before = new Float64Array(CATEGORIES.length);
     for (let i = 0; i < this.length; i++) {
       if (this.born[i] >= 0) this.bornAt[this.born[i]] = i;
-      else if (this.freed[i] >= 0) before[this.category[i]] += this.block[i];
+      else if (this.freed[i] >= 0) before[this.kind[i]] += this.block[i];
       if (this.freed[i] >= 0 && this.freed[i] < rows) this.freedAt[this.freed[i]] = i;
     }
     this.before = before;
@@ -230,12 +258,12 @@ class Model {
     let change = 0;
     const born = this.bornAt[row];
     if (born >= 0) {
-      now[this.category[born]] += this.block[born];
+      now[this.kind[born]] += this.block[born];
       change += this.block[born];
     }
     const freed = this.freedAt[row];
     if (freed >= 0) {
-      now[this.category[freed]] -= this.block[freed];
+      now[this.kind[freed]] -= this.block[freed];
       change -= this.block[freed];
     }
     return change;
@@ -247,7 +275,7 @@ class Model {
     this.points = { rows, reserved, categories: CATEGORIES.map((_, i) => this.columns[`point_${i}`]) };
   }
 
-  /** Bytes by category right after an event; -1 is before the first. */
+  /** Bytes by kind right after an event; -1 is before the first. */
   categoriesAt(row) {
     if (!this.exact) return this.pointAt(row);
     if (row < 0) return Float64Array.from(this.before);

@@ -24,8 +24,7 @@ class Plot {
   /** Make room for the present size of the window and forget what was drawn. */
   begin() {
     this.scale = Math.min(2, window.devicePixelRatio || 1);
-    const outer = Math.max(120, this.host.clientWidth);
-    this.view.width = outer - PLOT_LEFT - PLOT_RIGHT;
+    this.view.fit(this.host.clientWidth);
     this.columns = Math.max(1, Math.round(this.view.width * this.scale));
     this.lines = Math.max(1, Math.round(this.plotHeight * this.scale));
     if (this.pixels.width !== this.columns || this.pixels.height !== this.lines) {

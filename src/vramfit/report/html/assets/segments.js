@@ -33,7 +33,7 @@ class SegmentsMap {
 
   /** The ribbon's cells: pieces of segments, each on one line or broken over several. */
   layOut() {
-    const width = Math.max(100, this.host.clientWidth);
+    const width = this.view.fit(this.host.clientWidth);
     const lines = Math.max(1, Math.min(28, Math.ceil(this.figures.reserved / (64 * KIB * KIB))));
     this.perLine = Math.max(1, this.figures.reserved / lines);
     this.lineHeight = lines > 12 ? 18 : 24;
@@ -112,13 +112,12 @@ class SegmentsMap {
   eachPiece(cell, action) {
     let at = cell.at;
     const end = cell.at + cell.size;
-    while (at < end) {
-      const line = Math.min(this.lines - 1, Math.floor(at / this.perLine));
+    // Lines are counted, not divided anew: at their ends a quotient may round to the line before.
+    for (let line = Math.min(this.lines - 1, Math.floor(at / this.perLine)); line < this.lines && at < end; line++) {
       const last = line === this.lines - 1 ? end : Math.min(end, (line + 1) * this.perLine);
       const x = ((at - line * this.perLine) / this.perLine) * this.width;
-      action(x, line * this.lineHeight + 1, ((last - at) / this.perLine) * this.width);
-      if (last <= at) break;
-      at = last;
+      if (last > at) action(x, line * this.lineHeight + 1, ((last - at) / this.perLine) * this.width);
+      at = Math.max(at, last);
     }
   }
 
@@ -195,7 +194,7 @@ class SegmentsMap {
         ];
         return h("tr", {}, ...cells.map((text) => h("td", {}, text)));
       });
-    $("segments-rows").replaceChildren(...rows);
+    setRows($("segments-rows"), rows);
     const more = this.segments.length - rows.length;
     $("segments-more").textContent = more > 0 ? `${integer(more)} smaller segments are not listed.` : "";
   }

@@ -30,18 +30,19 @@ class TimelineChart {
   }
 
   build() {
-    const order = [...STACKING].reverse(); // the whole stack first, each next one painted over it
+    const { kinds } = this.model;
+    const order = [...kinds.stacking].reverse(); // the whole stack first, each next one painted over it
     const stepped = uPlot.paths.stepped({ align: 1 });
-    const series = order.map((category) => ({
-      label: CATEGORIES[category],
-      fill: PALETTE[category],
+    const series = order.map((kind) => ({
+      label: kinds.names[kind],
+      fill: kinds.colours[kind],
       width: 0,
       points: { show: false },
       paths: stepped,
     }));
     this.chart = new uPlot(
       {
-        width: this.host.clientWidth || 800,
+        width: this.view.fit(this.host.clientWidth),
         height: 320,
         padding: [26, PLOT_RIGHT, 0, 0],
         legend: { show: false },
@@ -96,18 +97,20 @@ class TimelineChart {
   }
 
   data() {
-    this.view.width = Math.max(50, (this.host.clientWidth || 800) - PLOT_LEFT - PLOT_RIGHT);
+    this.view.fit(this.host.clientWidth);
     const sample = this.model.sample(this.view, this.view.width);
     this.sample = sample;
     const x = sample.starts.map((row) => this.view.value(row));
     const stacked = [];
     const sum = new Float64Array(sample.rows.length);
-    for (const category of STACKING) {
-      const amounts = sample.categories[category];
-      for (let i = 0; i < sum.length; i++) sum[i] += amounts[i];
+    for (const kind of this.model.kinds.stacking) {
+      const amounts = sample.categories[kind];
+      const shown = !this.view.hidden.has(kind);
+      for (let i = 0; shown && i < sum.length; i++) sum[i] += amounts[i];
       stacked.push(Array.from(sum));
     }
-    const columns = [...stacked.reverse(), sample.reserved.slice()];
+    const reserved = this.view.hidden.has(RESERVED) ? sample.reserved.map(() => null) : sample.reserved.slice();
+    const columns = [...stacked.reverse(), reserved];
     if (x.length) {
       x.push(this.view.value(sample.end));
       columns.forEach((column) => column.push(column[column.length - 1]));
@@ -116,11 +119,13 @@ class TimelineChart {
   }
 
   range() {
+    const { hidden } = this.view;
     let most = 1;
-    for (const amount of this.sample.reserved) if (amount > most) most = amount;
+    if (!hidden.has(RESERVED)) for (const amount of this.sample.reserved) if (amount > most) most = amount;
+    const shown = this.sample.categories.filter((_, kind) => !hidden.has(kind));
     this.sample.rows.forEach((_, i) => {
       let sum = 0;
-      for (const amounts of this.sample.categories) sum += amounts[i];
+      for (const amounts of shown) sum += amounts[i];
       if (sum > most) most = sum;
     });
     if (this.showLimit && this.limit) most = Math.max(most, this.limit);
@@ -128,13 +133,13 @@ class TimelineChart {
   }
 
   update() {
-    this.chart.setSize({ width: this.host.clientWidth || 800, height: 320 });
+    this.chart.setSize({ width: this.view.fit(this.host.clientWidth), height: 320 });
     this.chart.setData(this.data());
-    this.note();
   }
 
   /** Say what a point of the picture stands for. */
   note() {
+    if (!this.sample) return;
     const { most } = this.sample;
     const rows = Math.round(this.view.highRow - this.view.lowRow);
     let text =
@@ -144,6 +149,10 @@ class TimelineChart {
     if (!this.model.exact) {
       text += ` Counted at ${integer(this.model.points.rows.length)} moments, the fullest of each stretch.`;
     }
+    if (this.labels?.missing) text += ` ${integer(this.labels.missing)} names of marks find no room: zoom in.`;
+    const hidden = hiddenWords(this.model, this.view);
+    if (hidden) text += ` ${hidden[0].toUpperCase()}${hidden.slice(1)}.`;
+    if (this.model.kinds.of) text += " The recording names no categories, so blocks are grouped by their sizes.";
     $("timeline-note").textContent = text;
   }
 
@@ -156,9 +165,10 @@ class TimelineChart {
   describe(row) {
     const amounts = this.model.categoriesAt(row);
     const list = h("dl", { className: "tip-facts" });
-    for (const category of [...STACKING].reverse()) {
-      if (amounts[category] > 0) {
-        list.append(h("dt", {}, swatch(category), CATEGORIES[category]), h("dd", {}, bytes(amounts[category])));
+    const { kinds } = this.model;
+    for (const kind of [...kinds.stacking].reverse()) {
+      if (amounts[kind] > 0) {
+        list.append(h("dt", {}, swatch(kinds.colours[kind]), kinds.names[kind]), h("dd", {}, bytes(amounts[kind])));
       }
     }
     list.append(h("dt", {}, "allocated"), h("dd", {}, bytes(this.model.allocatedAt(row))));
@@ -177,40 +187,50 @@ class TimelineChart {
     context.beginPath();
     context.rect(left, top - 4 * scale, width, height + 4 * scale);
     context.clip();
+    this.labels = new Labels({ left, top: top - 4 * scale, width, height: height + 4 * scale }, scale);
+    this.wanted = []; // words come last, so that no line runs through them
     if (this.showLimit && this.limit) this.drawLimit(context, chart, scale);
-    this.model.shared.mark_row.forEach((row, i) =>
-      this.vertical(context, at(row), chart, token("--mark"), [2, 3], this.model.shared.facts.marks[i]),
-    );
     this.model.columns.oom_row.forEach((row, i) => {
       const asked = `out of memory: asked for ${bytes(this.model.columns.oom_size[i])}`;
       this.vertical(context, at(row), chart, token("--bad"), [], asked);
     });
     this.drawPeak(context, chart, at, scale);
+    this.model.shared.mark_row.forEach((row, i) =>
+      this.vertical(context, at(row), chart, token("--mark"), [2, 3], this.model.shared.facts.marks[i]),
+    );
     this.vertical(context, at(this.view.moment + 0.5), chart, token("--moment"), [6, 3], "");
+    for (const { text, colour, places } of this.wanted) this.labels.put(context, text, colour, places);
     context.restore();
+    this.note();
   }
 
   drawLimit(context, chart, scale) {
     const y = chart.valToPos(this.limit, "y", true);
+    const { left, width } = chart.bbox;
     context.strokeStyle = token("--bad");
     context.lineWidth = 1.5 * scale;
     context.setLineDash([8 * scale, 4 * scale]);
     context.beginPath();
-    context.moveTo(chart.bbox.left, y);
-    context.lineTo(chart.bbox.left + chart.bbox.width, y);
+    context.moveTo(left, y);
+    context.lineTo(left + width, y);
     context.stroke();
     context.setLineDash([]);
-    context.fillStyle = token("--bad");
-    context.textAlign = "right";
-    this.write(context, `the card less its context: ${bytes(this.limit)}`, chart.bbox.left + chart.bbox.width - 4, y - 6 * scale);
-    context.textAlign = "left";
+    const [above, below] = [y - 3 * scale, y + (LABEL_LINE + 3) * scale];
+    const [start, end] = [left + 4 * scale, left + width - 4 * scale];
+    const places = [
+      { x: start, y: above, align: "left" }, { x: end, y: above, align: "right" },
+      { x: start, y: below, align: "left" }, { x: end, y: below, align: "right" },
+    ];
+    this.wanted.push({ text: `the card less its context: ${bytes(this.limit)}`, colour: token("--bad"), places });
   }
 
   drawPeak(context, chart, at, scale) {
+    if ([...this.view.hidden].some((kind) => kind !== RESERVED)) return; // the stack no longer reaches it
     if (this.peak === undefined) this.peak = this.model.peakRow;
+    const { left, top, width } = chart.bbox;
     const x = at(Math.max(0, this.peak) + 0.5);
     const y = chart.valToPos(this.model.allocatedAt(this.peak), "y", true);
-    if (x < chart.bbox.left || x > chart.bbox.left + chart.bbox.width) return;
+    if (x < left || x > left + width) return;
     context.fillStyle = token("--text");
     context.strokeStyle = token("--surface");
     context.lineWidth = 3 * scale;
@@ -218,41 +238,29 @@ class TimelineChart {
     context.arc(x, y, 4 * scale, 0, 7);
     context.stroke();
     context.fill();
-    const text = `peak ${bytes(this.model.allocatedAt(this.peak))}`;
-    const right = x > chart.bbox.left + chart.bbox.width * 0.75;
-    context.textAlign = right ? "right" : "left";
-    const place = [x + (right ? -8 : 8) * scale, Math.max(y - 6 * scale, chart.bbox.top + 10 * scale)];
-    this.write(context, text, ...place);
-    context.textAlign = "left";
-  }
-
-  /** Text with a rim of the ground's colour, so that it can be read on any category. */
-  write(context, text, x, y) {
-    const colour = context.fillStyle;
-    context.lineJoin = "round";
-    context.lineWidth = 4 * (window.devicePixelRatio || 1);
-    context.strokeStyle = token("--surface");
-    context.strokeText(text, x, y);
-    context.fillStyle = colour;
-    context.fillText(text, x, y);
+    this.labels.keep(x - 5 * scale, y - 5 * scale, 10 * scale, 10 * scale);
+    const line = Math.max(y - 4 * scale, top + LABEL_LINE * scale);
+    const sides = [{ x: x + 8 * scale, y: line, align: "left" }, { x: x - 8 * scale, y: line, align: "right" }];
+    const places = x > left + width * 0.75 ? sides.reverse() : sides;
+    this.wanted.push({ text: `peak ${bytes(this.model.allocatedAt(this.peak))}`, colour: token("--text"), places });
   }
 
   vertical(context, x, chart, colour, dash, text) {
     const scale = window.devicePixelRatio || 1;
+    const { left, top, width, height } = chart.bbox;
+    if (x < left || x > left + width) return;
     context.strokeStyle = colour;
     context.lineWidth = 1.5 * scale;
     context.setLineDash(dash.map((part) => part * scale));
     context.beginPath();
-    context.moveTo(x, chart.bbox.top);
-    context.lineTo(x, chart.bbox.top + chart.bbox.height);
+    context.moveTo(x, top);
+    context.lineTo(x, top + height);
     context.stroke();
     context.setLineDash([]);
     if (!text) return;
-    const right = x > chart.bbox.left + chart.bbox.width * 0.7;
-    context.fillStyle = colour;
-    context.textAlign = right ? "right" : "left";
-    this.write(context, text, x + (right ? -4 : 4) * scale, chart.bbox.top + chart.bbox.height - 6 * scale);
-    context.textAlign = "left";
+    const y = top + height - 4 * scale;
+    const sides = [{ x: x + 4 * scale, y, align: "left" }, { x: x - 4 * scale, y, align: "right" }];
+    this.wanted.push({ text, colour, places: x > left + width * 0.7 ? sides.reverse() : sides });
   }
 }
 

@@ -21,9 +21,9 @@ const tooltip = {
   },
 };
 
-function swatch(category) {
+function swatch(colour) {
   const mark = h("span", { className: "swatch", "aria-hidden": "true" });
-  mark.style.background = PALETTE[category];
+  mark.style.background = colour;
   return mark;
 }
 
@@ -48,9 +48,9 @@ function describeBlock(model, block, frames = 8) {
     h(
       "p",
       { className: "tip-title" },
-      swatch(model.category[block]),
+      swatch(model.colour(block)),
       h("strong", {}, bytes(model.block[block])),
-      ` ${CATEGORIES[model.category[block]]}`,
+      model.bySize ? "" : ` ${CATEGORIES[model.category[block]]}`,
       shared.tensor(origin) ? ` · ${shared.tensor(origin)}` : "",
     ),
   ];

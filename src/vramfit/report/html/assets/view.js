@@ -12,6 +12,7 @@ class View {
     this.width = 800;
     this.moment = model.facts.row;
     this.selected = -1;
+    this.hidden = new Set(); // kinds of blocks that the legend hides
     this.listeners = [];
     this.momentListeners = [];
     this.reset();
@@ -94,6 +95,23 @@ class View {
     if (bounded === this.moment) return;
     this.moment = bounded;
     this.momentListeners.forEach((listener) => listener());
+  }
+
+  /** Hide a kind of blocks or show it again; gives whether it is shown. */
+  toggle(kind) {
+    const shown = this.hidden.has(kind);
+    if (shown) this.hidden.delete(kind);
+    else this.hidden.add(kind);
+    this.changed();
+    return shown;
+  }
+
+  /** Fit the pictures into a width; 0 is that of a folded section, which changes nothing. */
+  fit(outer) {
+    if (outer > 0) this.outer = Math.max(120, outer);
+    this.outer ??= 800;
+    this.width = this.outer - PLOT_LEFT - PLOT_RIGHT;
+    return this.outer;
   }
 
   onChange(listener) {
