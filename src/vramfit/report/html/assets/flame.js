@@ -20,9 +20,10 @@ function grow(root, path, amount, count) {
 /** What is alive, summed up by origin and size: {origin, size, bytes, count}. */
 function byOrigin(model, row) {
   const sums = new Map();
+  const sizes = model.columns.size_of;
   for (const block of model.alive(row)) {
     const [origin, size] = [model.origin[block], model.block[block]];
-    const key = `${origin}/${size}`;
+    const key = origin * model.columns.block.length + sizes[block]; // a number: this runs for every block of every moment
     if (!sums.has(key)) sums.set(key, { origin, size, bytes: 0, count: 0 });
     const known = sums.get(key);
     known.bytes += size;

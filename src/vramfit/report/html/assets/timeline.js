@@ -227,7 +227,7 @@ class TimelineChart {
   drawPeak(context, chart, at, scale) {
     if ([...this.view.hidden].some((kind) => kind !== RESERVED)) return; // the stack no longer reaches it
     if (this.peak === undefined) this.peak = this.model.peakRow;
-    const { left, top, width } = chart.bbox;
+    const { left, width } = chart.bbox;
     const x = at(Math.max(0, this.peak) + 0.5);
     const y = chart.valToPos(this.model.allocatedAt(this.peak), "y", true);
     if (x < left || x > left + width) return;
@@ -239,7 +239,7 @@ class TimelineChart {
     context.stroke();
     context.fill();
     this.labels.keep(x - 5 * scale, y - 5 * scale, 10 * scale, 10 * scale);
-    const line = Math.max(y - 4 * scale, top + LABEL_LINE * scale);
+    const line = y + (LABEL_LINE + 2) * scale; // below the dot: above it the reserved line is close
     const sides = [{ x: x + 8 * scale, y: line, align: "left" }, { x: x - 8 * scale, y: line, align: "right" }];
     const places = x > left + width * 0.75 ? sides.reverse() : sides;
     this.wanted.push({ text: `peak ${bytes(this.model.allocatedAt(this.peak))}`, colour: token("--text"), places });
