@@ -13,6 +13,7 @@ import vramfit
 from vramfit.programs.host_memory import HostMemoryMeter
 from vramfit.report import render_json, render_terminal
 from vramfit.trace.host_memory import HostMemory
+from vramfit.units import format_bytes
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -107,7 +108,7 @@ def test_a_leak_of_the_host_stands_beside_the_card(leaking: vramfit.Report) -> N
     (site,) = host.growing
     assert (Path(site.file).name, site.line) == ("train.py", line_of("# the leak", PROGRAM))
     text = render_terminal(leaking.run, leaking.verdict, width=100)
-    assert "1.00 MiB more each step, probably a leak" in text
+    assert f"{format_bytes(host.grows_by)} more each step, probably a leak" in text
     assert f"train.py:{site.line}" in text
     told = json.loads(render_json(leaking.run, leaking.verdict))["host_memory"]
     assert told["grows_by_bytes"] == host.grows_by
