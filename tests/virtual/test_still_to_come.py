@@ -75,6 +75,13 @@ def test_a_model_on_its_way_counts_in_the_precision_in_which_it_arrives() -> Non
     assert found.oom.to_come.building
 
 
+def test_a_model_whose_first_weight_finds_no_room_counts_in_the_precision_that_was_asked_for() -> None:
+    def program() -> None:
+        nn.Sequential(nn.Linear(4 * WIDTH, WIDTH, bias=False), build("cpu")).to("cuda", torch.bfloat16)
+
+    assert ran_out(program, 100 * MIB).needed == (PARAMETERS + 4 * WEIGHT) // 2
+
+
 def test_a_model_made_on_the_card_is_said_not_to_be_whole() -> None:
     found = ran_out(lambda: build("cuda"), PARAMETERS // 2)
     assert any("the model was not whole yet" in reason for reason in found.why)

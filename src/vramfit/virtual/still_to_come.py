@@ -38,7 +38,7 @@ _STATES: Mapping[type[Optimizer], tuple[int, tuple[str, ...]]] = {
 taken to keep none."""
 
 
-_TELLING = ("__init__", "_apply", "apply", "step")
+_TELLING = ("__init__", "_apply", "apply", "step", "to")
 """Functions whose first argument tells: `nn.Module._apply` and what stands in its place move a model."""
 
 
@@ -47,6 +47,7 @@ class _Moment(NamedTuple):
 
     building: bool
     moving: nn.Module | None
+    dtype: torch.dtype | None
     stepping: bool
 
 
@@ -98,7 +99,7 @@ def still_to_come(
         training=training,
         building=moment.building,
         stepping=stepping,
-        parameters_bytes=0 if moment.moving is None else _left(moment.moving, here),
+        parameters_bytes=0 if moment.moving is None else _left(moment.moving, moment.dtype, here),
         gradients_bytes=gradients if training else 0,
         states_bytes=sum(states.values()) if training else 0,
         optimizers=tuple(sorted({type(optimizer).__name__ for optimizer, _ in optimizers})),
@@ -147,6 +148,7 @@ def _moment() -> _Moment:
     """Walk the stack outwards."""
     building, stepping = False, False
     moving: nn.Module | None = None
+    dtype: torch.dtype | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -157,16 +159,18 @@ def _moment() -> _Moment:
             building = True
             if code.co_name != "__init__":
                 moving = owner  # the outermost one counts
+            if code.co_name == "to":
+                dtype = frame.f_locals.get("dtype")
         stepping = stepping or (isinstance(owner, Optimizer) and code.co_name == "step")
         frame = frame.f_back
-    return _Moment(building, moving, stepping)
+    return _Moment(building, moving, dtype, stepping)
 
 
-def _left(model: nn.Module, here: Callable[[torch.Tensor], bool]) -> int:
-    """Bytes of a model that are not on the device, in the precision in which the others arrived."""
+def _left(model: nn.Module, dtype: torch.dtype | None, here: Callable[[torch.Tensor], bool]) -> int:
+    """Bytes of a model that are not on the device, in the precision in which the others arrived, or are to arrive."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
     arrived = [tensor.element_size() for tensor in tensors if tensor.is_floating_point() and here(tensor)]
-    size = min(arrived, default=None)
+    size = min(arrived, default=dtype.itemsize if isinstance(dtype, torch.dtype) else None)
     return sum(
         tensor.numel() * (size if size is not None and tensor.is_floating_point() else tensor.element_size())
         for tensor in tensors
