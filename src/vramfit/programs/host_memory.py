@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -110,17 +111,39 @@ def _weight(site: HostSite) -> int:
 
 
 def _places() -> dict[_Place, int]:
-    """Bytes by the line that a reader would look for, without what vramfit made or had made."""
+    """Bytes by the line that a reader would look for, without what vramfit made or had made.
+
+    What a snapshot holds is taken raw, as Lib/tracemalloc.py keeps it (domain, bytes, frames from the innermost out,
+    number of frames; one object for equal frames): its own statistics make objects of every block, and a program may
+    have millions.
+    """
+    snapshot: Any = tracemalloc.take_snapshot()
+    sums: dict[int, int] = {}
+    frames: dict[int, tuple[_Place, ...]] = {}
+    for _, size, traceback, _ in snapshot.traces._traces:
+        key = id(traceback)
+        frames[key] = traceback
+        sums[key] = sums.get(key, 0) + size
     found: dict[_Place, int] = {}
-    for statistic in tracemalloc.take_snapshot().statistics("traceback"):
-        place: _Place | None = None
-        ours = False
-        for frame in reversed(statistic.traceback):  # innermost first
-            ours = ours or frame.filename.startswith((_OURS, tracemalloc.__file__))
-            place = place or (frame.filename, frame.lineno)
-            if origin(frame.filename) is Origin.USER and not ours:
-                place = frame.filename, frame.lineno
-                break
-        if not ours and place is not None:
-            found[place] = found.get(place, 0) + statistic.size
+    for key, size in sums.items():
+        place = _place(frames[key])
+        if place is not None:
+            found[place] = found.get(place, 0) + size
     return found
+
+
+def _place(frames: tuple[_Place, ...]) -> _Place | None:
+    """The innermost line of the user among some frames, else the innermost; None where vramfit stands before it."""
+    for file, line in frames:
+        mine, users = _whose(file)
+        if mine:
+            return None
+        if users:
+            return file, line
+    return frames[0]
+
+
+@cache
+def _whose(filename: str) -> tuple[bool, bool]:
+    """Whether a file is vramfit's, and whether it is the user's."""
+    return filename.startswith((_OURS, tracemalloc.__file__)), origin(filename) is Origin.USER
