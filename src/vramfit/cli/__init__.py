@@ -25,6 +25,7 @@ from vramfit.cli.run import run_command
 from vramfit.cli.streams import GuardedStream, guarded_streams
 from vramfit.cli.stress import stress_command
 from vramfit.cli.tune import tune_command
+from vramfit.cli.verbs import Verb, Verbs
 from vramfit.cli.verify import verify_command
 from vramfit.errors import VramfitError
 from vramfit.programs.interrupts import terminated_by_exit
@@ -33,42 +34,82 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="vramfit",
+    cls=Verbs,
     help="Make PyTorch programs fit the GPU they have.",
     epilog=(
         "Exit codes: 0 fine; 1 the program failed (or its own code); 2 usage, or a report could not be written "
         "after the program ran; 3 does not fit, or differs from --against."
     ),
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+_PROGRAMS = "See what a program takes"
+_RECORDINGS = "Look into what was recorded"
+_PLANS = "Make it fit"
+_MACHINES = "Cards and machines"
+
 app.command(
     "run",
     cls=ProgramCommand,
+    rich_help_panel=_PROGRAMS,
     context_settings={"allow_interspersed_args": False},
     epilog='Example: vramfit run --gpu "RTX 4090" --json report.json train.py --epochs 3',
 )(run_command)
-app.command("gpus")(gpus_command)
-app.command("replay")(replay_command)
-app.command("stress", epilog='Example: vramfit stress --gpu "RTX 4090" workloads.py:gpt2')(stress_command)
-app.command("plan", epilog='Example: vramfit plan workloads.py:gpt2 --gpu "RTX 4090" -o plan.toml')(
-    plan_command
-)
-app.command("fit", epilog='Example: vramfit fit workloads.py:gpt2 --gpu "RTX 4090"')(fit_command)
-app.command("verify", epilog="Example: vramfit verify plan.toml")(verify_command)
-app.command("tune", epilog="Example: vramfit tune snapshot.pickle")(tune_command)
 app.command(
     "check",
     cls=CheckCommand,
+    rich_help_panel=_PROGRAMS,
     epilog="Example: vramfit check train.py --budget 20GiB --gpu 'RTX 4090' -- --epochs 1",
 )(check_command)
-app.command("explain")(explain_command)
-app.command("diff")(diff_command)
-app.command("export", epilog="Example: vramfit export snapshot.pickle -o page.html -o timeline.svg")(
-    export_command
+app.command(
+    "stress",
+    cls=Verb,
+    rich_help_panel=_PROGRAMS,
+    epilog='Example: vramfit stress --gpu "RTX 4090" workloads.py:gpt2',
+)(stress_command)
+app.command(
+    "plan",
+    cls=Verb,
+    rich_help_panel=_PLANS,
+    epilog='Example: vramfit plan workloads.py:gpt2 --gpu "RTX 4090" -o plan.toml',
+)(plan_command)
+app.command(
+    "fit",
+    cls=Verb,
+    rich_help_panel=_PLANS,
+    epilog='Example: vramfit fit workloads.py:gpt2 --gpu "RTX 4090"',
+)(fit_command)
+app.command("verify", cls=Verb, rich_help_panel=_PLANS, epilog="Example: vramfit verify plan.toml")(
+    verify_command
 )
-app.command("calibrate")(calibrate_command)
-app.command("doctor")(doctor_command)
+app.command("explain", cls=Verb, rich_help_panel=_RECORDINGS, epilog="Example: vramfit explain run.vft")(
+    explain_command
+)
+app.command(
+    "diff", cls=Verb, rich_help_panel=_RECORDINGS, epilog="Example: vramfit diff before.vft after.vft"
+)(diff_command)
+app.command(
+    "export",
+    cls=Verb,
+    rich_help_panel=_RECORDINGS,
+    epilog="Example: vramfit export snapshot.pickle -o page.html -o timeline.svg",
+)(export_command)
+app.command("tune", cls=Verb, rich_help_panel=_RECORDINGS, epilog="Example: vramfit tune snapshot.pickle")(
+    tune_command
+)
+app.command(
+    "replay", cls=Verb, rich_help_panel=_RECORDINGS, epilog="Example: vramfit replay snapshot.pickle"
+)(replay_command)
+app.command("gpus", cls=Verb, rich_help_panel=_MACHINES, epilog='Example: vramfit gpus "RTX 4090"')(
+    gpus_command
+)
+app.command("doctor", cls=Verb, rich_help_panel=_MACHINES, epilog="Example: vramfit doctor --strict")(
+    doctor_command
+)
+app.command(
+    "calibrate", cls=Verb, rich_help_panel=_MACHINES, epilog="Example: vramfit calibrate --minutes 5"
+)(calibrate_command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vramfit.cli.completion import gpu_names
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +24,11 @@ def calibrate_command(
     device: Annotated[int, typer.Option(metavar="N", help="Index of the card.", min=0)] = 0,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Let this virtual GPU take the card's place, to try the command."),
+        typer.Option(
+            metavar="NAME",
+            help="Let this virtual GPU take the card's place, to try the command.",
+            autocompletion=gpu_names,
+        ),
     ] = None,
     minutes: Annotated[
         float, typer.Option(metavar="M", help="Begin no case after so many minutes.", min=0)

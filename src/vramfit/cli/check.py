@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import typer.core
 
 from vramfit.cli.ci import failures_told, tell_check
+from vramfit.cli.completion import gpu_names
 from vramfit.cli.documents import STANDARD_OUTPUT, write_document
 from vramfit.cli.options import (
+    WRITTEN,
     AllocConf,
     AssumedSizes,
     Gpus,
@@ -27,6 +28,7 @@ from vramfit.cli.options import (
 )
 from vramfit.cli.program import check_source, program_command
 from vramfit.cli.run import apart_from_json, check_alloc_conf, check_outputs
+from vramfit.cli.verbs import Verb
 from vramfit.cli.where import Where, chosen
 from vramfit.errors import UsageError, VramfitError
 from vramfit.files.policy import Writes
@@ -44,7 +46,7 @@ _SOURCES = {".py", ".pyw"}
 _NO_BASELINE = "Write one first: vramfit check TARGET --write-baseline"
 
 
-class CheckCommand(typer.core.TyperCommand):
+class CheckCommand(Verb):
     """A command whose own options may follow the target; the program's stand after ``--``."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -82,15 +84,12 @@ def check_command(
             metavar="T", help='How much more than the baseline, "1%" or "50MiB".', show_default="1%"
         ),
     ] = None,
-    write_baseline: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write what it takes now, as a baseline for later."),
-    ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
             help="The card of the program; by default the baseline's, or one of the budget's size.",
+            autocompletion=gpu_names,
         ),
     ] = None,
     gpus: Gpus = 1,
@@ -110,9 +109,21 @@ def check_command(
     writes: Written = None,
     writes_through: WrittenThrough = None,
     json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the result as JSON; - for standard output.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the result as JSON; - for standard output.", rich_help_panel=WRITTEN
+        ),
     ] = None,
-    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JUnit XML.")] = None,
+    junit: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the result as JUnit XML.", rich_help_panel=WRITTEN),
+    ] = None,
+    write_baseline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write what it takes now, as a baseline for later.", rich_help_panel=WRITTEN
+        ),
+    ] = None,
     report: Page = None,
 ) -> None:
     """Check that a program stays within a memory budget, or takes no more than it used to.

@@ -13,9 +13,13 @@ from vramfit.cli.documents import STANDARD_OUTPUT, write_document
 def diff_command(
     before: Annotated[
         Path,
-        typer.Argument(help="A trace (.vft), a torch snapshot, or a report of vramfit run --json."),
+        typer.Argument(
+            metavar="BEFORE", help="A trace (.vft), a torch snapshot, or a report of vramfit run --json."
+        ),
     ],
-    after: Annotated[Path, typer.Argument(help="What to compare with it: any of these too.")],
+    after: Annotated[
+        Path, typer.Argument(metavar="AFTER", help="What to compare with it: any of these too.")
+    ],
     device: Annotated[
         int | None,
         typer.Option(metavar="N", min=0, help="Only this device; by default all that both know."),

@@ -22,7 +22,9 @@ PROVEN_EVENTS = 200_000
 def explain_command(
     file: Annotated[
         Path,
-        typer.Argument(help="A trace (.vft) or a torch snapshot: pickle or JSON, gzipped or plain."),
+        typer.Argument(
+            metavar="FILE", help="A trace (.vft) or a torch snapshot: pickle or JSON, gzipped or plain."
+        ),
     ],
     device: Annotated[
         int | None,

@@ -13,7 +13,9 @@ from vramfit.errors import UsageError
 def export_command(
     file: Annotated[
         Path,
-        typer.Argument(help="A trace (.vft) or a torch snapshot: pickle or JSON, gzipped or plain."),
+        typer.Argument(
+            metavar="FILE", help="A trace (.vft) or a torch snapshot: pickle or JSON, gzipped or plain."
+        ),
     ],
     output: Annotated[
         list[Path],

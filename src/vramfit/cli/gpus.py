@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vramfit.cli.completion import gpu_names
 from vramfit.cli.consoles import wide_console
 from vramfit.gpus import GpuMatch, GpuSpec, catalogue, match_gpu
 from vramfit.units import GIB, MIB, format_bytes
@@ -25,7 +26,11 @@ def gpus_command(
     # typer reads the annotation at run time and wants Optional spelled out on Python 3.11 as elsewhere
     name: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Argument(help="A card, such as 'RTX 4090'; a size, such as 24GiB; or a TOML file."),
+        typer.Argument(
+            metavar="NAME",
+            help="A card, such as 'RTX 4090'; a size, such as 24GiB; or a TOML file.",
+            autocompletion=gpu_names,
+        ),
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:

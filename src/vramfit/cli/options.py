@@ -12,6 +12,12 @@ from vramfit.virtual.assume import Assume
 
 _MOST_GPUS = 8
 
+ASSUMED = "What is assumed"
+ENDING = "When it ends, and the files that it writes"
+WRITTEN = "What is written"
+COMPARED = "A real run to compare with"
+"""Panels of options in the help of verbs with many."""
+
 Gpus = Annotated[
     int, typer.Option(metavar="N", help="How many of them.", min=1, max=_MOST_GPUS, show_default=True)
 ]
@@ -21,32 +27,48 @@ AllocConf = Annotated[
 ]
 AssumedSizes = Annotated[
     Assume,
-    typer.Option(help="What to take for sizes that depend on data: the most, or what is to be expected."),
+    typer.Option(
+        metavar="upper|typical",
+        help="What to take for sizes that depend on data: the most, or what is to be expected.",
+        rich_help_panel=ASSUMED,
+    ),
 ]
 Profile = Annotated[
     str,
     typer.Option(
         metavar="FILE|auto|none",
         help="What vramfit calibrate measured; auto is that of this card and this torch, if there is any.",
+        rich_help_panel=ASSUMED,
     ),
 ]
 Page = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write the run as one HTML page that needs no network.")
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write the run as one HTML page that needs no network.",
+        rich_help_panel=WRITTEN,
+    ),
 ]
 Steps = Annotated[
     str | None,
     typer.Option(
         metavar="N|steady",
         help="End the program after N steps, or when three in a row asked for the same memory.",
+        rich_help_panel=ENDING,
     ),
 ]
-Time = Annotated[str | None, typer.Option(metavar="T", help="End the program after that time: 90s, 10m, 1h.")]
+Time = Annotated[
+    str | None,
+    typer.Option(metavar="T", help="End the program after that time: 90s, 10m, 1h.", rich_help_panel=ENDING),
+]
 Written = Annotated[
     Writes | None,
     typer.Option(
         "--writes",
         help="Files that the program writes on a virtual GPU: set aside and dropped, kept in a folder, or written.",
         show_default="discard",
+        metavar="discard|keep|real",
+        rich_help_panel=ENDING,
     ),
 ]
 WrittenThrough = Annotated[
@@ -55,5 +77,6 @@ WrittenThrough = Annotated[
         "--writes-through",
         metavar="PATH",
         help="A file or folder that it writes for real even so, such as one of downloads. Several times for several.",
+        rich_help_panel=ENDING,
     ),
 ]

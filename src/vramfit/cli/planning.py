@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vramfit.cli.completion import gpu_names
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +20,11 @@ WorkloadName = Annotated[
 ]
 Gpu = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help='The virtual card: "RTX 4090", a size such as 24GiB, or a TOML file.'),
+    typer.Option(
+        metavar="NAME",
+        help='The virtual card: "RTX 4090", a size such as 24GiB, or a TOML file.',
+        autocompletion=gpu_names,
+    ),
 ]
 DeviceName = Annotated[
     str | None,

@@ -6,12 +6,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import typer.core
-
+from vramfit.cli.verbs import Verb
 from vramfit.errors import UsageError, VramfitError
 
 
-class ProgramCommand(typer.core.TyperCommand):
+class ProgramCommand(Verb):
     """A command whose options end at the program, as those of python do.
 
     The first argument that is no option is the script, and all after it is the script's, ``--help`` too; so
@@ -26,6 +25,12 @@ class ProgramCommand(typer.core.TyperCommand):
         """Write the usage as it is meant; the parser knows only one list of arguments."""
         del ctx
         return ["[OPTIONS]", "(SCRIPT | -m MODULE)", "[ARGS]..."]
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Nothing of ours behind the program: what stands there is its own, and mostly files."""
+        if ctx.params.get("program") or ctx.params.get("module"):
+            return []
+        return super().shell_complete(ctx, incomplete)
 
     def _options_with_value(self) -> set[str]:
         names: set[str] = set()

@@ -22,7 +22,9 @@ REPLAY_SCHEMA = "vramfit.replay/1"
 def replay_command(
     file: Annotated[
         Path,
-        typer.Argument(help="A trace (.vft) or a torch snapshot: pickle or JSON, gzipped or plain."),
+        typer.Argument(
+            metavar="FILE", help="A trace (.vft) or a torch snapshot: pickle or JSON, gzipped or plain."
+        ),
     ],
     alloc_conf: Annotated[
         str | None,

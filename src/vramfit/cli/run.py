@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vramfit.cli.against import DEFAULT_TOLERANCE, compare, read_reference
+from vramfit.cli.completion import gpu_names
 from vramfit.cli.options import (
+    ASSUMED,
+    COMPARED,
+    WRITTEN,
     AllocConf,
     AssumedSizes,
     Gpus,
@@ -49,7 +53,11 @@ def run_command(
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help='The card: "RTX 4090", a size such as 24GiB, or a TOML file.'),
+        typer.Option(
+            metavar="NAME",
+            help='The card: "RTX 4090", a size such as 24GiB, or a TOML file.',
+            autocompletion=gpu_names,
+        ),
     ] = None,
     gpus: Gpus = 1,
     device: Annotated[
@@ -81,7 +89,9 @@ def run_command(
     kernels: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE.py", help="Stand-ins for compiled kernels of the program (docs/kernels.md)."
+            metavar="FILE.py",
+            help="Stand-ins for compiled kernels of the program (docs/kernels.md).",
+            rich_help_panel=ASSUMED,
         ),
     ] = None,
     json: Annotated[
@@ -89,12 +99,19 @@ def run_command(
         typer.Option(
             metavar="FILE",
             help="Write the report as JSON; - is standard output (the program's goes to standard error).",
+            rich_help_panel=WRITTEN,
         ),
     ] = None,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the memory trace.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the memory trace.", rich_help_panel=WRITTEN)
+    ] = None,
     snapshot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write a torch memory snapshot, for pytorch.org/memory_viz."),
+        typer.Option(
+            metavar="FILE",
+            help="Write a torch memory snapshot, for pytorch.org/memory_viz.",
+            rich_help_panel=WRITTEN,
+        ),
     ] = None,
     report: Page = None,
     against: Annotated[
@@ -102,12 +119,15 @@ def run_command(
         typer.Option(
             metavar="FILE",
             help="Compare with a real run: its torch snapshot, its memory_stats() as JSON, or both (give it twice).",
+            rich_help_panel=COMPARED,
         ),
     ] = None,
     against_device: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="The device of that run to compare; by default those of the same index."
+            metavar="N",
+            help="The device of that run to compare; by default those of the same index.",
+            rich_help_panel=COMPARED,
         ),
     ] = None,
     tolerance: Annotated[
@@ -116,6 +136,7 @@ def run_command(
             metavar="T",
             help='How far they may differ, "0.5%" or "50MiB": the exit code is 3 beyond.',
             show_default=DEFAULT_TOLERANCE,
+            rich_help_panel=COMPARED,
         ),
     ] = None,
 ) -> None:

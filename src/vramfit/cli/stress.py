@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vramfit.cli.completion import gpu_names
 from vramfit.cli.options import AllocConf
 from vramfit.errors import UsageError
 
@@ -24,7 +25,9 @@ def stress_command(
     gpu: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help='A virtual card: "RTX 4090", a size such as 24GiB, or a TOML file.'
+            metavar="NAME",
+            help='A virtual card: "RTX 4090", a size such as 24GiB, or a TOML file.',
+            autocompletion=gpu_names,
         ),
     ] = None,
     device: Annotated[

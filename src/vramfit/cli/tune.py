@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 def tune_command(
     file: Annotated[
-        Path, typer.Argument(help="A trace (.vft) or a torch snapshot: pickle or JSON, gzipped or plain.")
+        Path,
+        typer.Argument(
+            metavar="FILE", help="A trace (.vft) or a torch snapshot: pickle or JSON, gzipped or plain."
+        ),
     ],
     device: Annotated[
         int | None,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from vramfit.cli.completion import gpu_names
 from vramfit.cli.planning import JsonFile, OnCard, Sizes, showing, sizes_of
 
 BROKEN = 3
@@ -21,7 +22,10 @@ def verify_command(
     gpu: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="The card, such as a file that describes one.", show_default="the plan's own"
+            metavar="NAME",
+            help="The card, such as a file that describes one.",
+            show_default="the plan's own",
+            autocompletion=gpu_names,
         ),
     ] = None,
     memory: Annotated[bool, typer.Option(help="Run it before and after on the virtual GPU.")] = True,
