@@ -6,20 +6,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from vramfit.planner import cpu_speed, reducing, run
+from vramfit.planner import cpu_speed, run, trying
 from vramfit.planner.document import write_plan
 from vramfit.planner.plan import Aim, Figures, Plan
+from vramfit.workload import Workload
 
 _STEP = 6_000_000_000
 
 
 def test_a_trial_is_as_small_as_the_speed_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"batch_size": 4, "sequence_length": 64}
-    flops = 2 * reducing._SECONDS * cpu_speed.CPU_FLOPS
-    assert reducing._smaller(sizes, "batch_size", flops)[0]["sequence_length"] == 32
+    seconds, flops = 30.0, 2 * 30.0 * cpu_speed.CPU_FLOPS
+    workload = Workload(
+        model=lambda: nn.Linear(1, 1),
+        batch=lambda batch_size, sequence_length: torch.ones(batch_size, sequence_length, 1),
+        loss=lambda model, batch: model(batch).mean(),
+        sizes=sizes,
+    )
+
+    def length() -> int:
+        ways = trying.ways_to_try(workload, sizes, flops=flops, seconds=seconds, model_bytes=1, room=1 << 30)
+        return next(ways).sizes["sequence_length"]
+
+    assert length() == 32
     monkeypatch.setattr(cpu_speed, "CPU_FLOPS", cpu_speed.CPU_FLOPS / 2)
-    assert reducing._smaller(sizes, "batch_size", flops)[0]["sequence_length"] == 16
+    assert length() == 16
 
 
 def test_a_verification_reckons_with_the_same_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

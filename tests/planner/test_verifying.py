@@ -116,6 +116,21 @@ def test_a_gradient_that_is_rounding_itself_is_measured_beside_the_largest() -> 
     assert not judge_gradients(plain, other | {"key.bias": plain["a"] * 1e-3}, Numerics.ROUNDING).passes
 
 
+def test_in_lower_precision_only_what_is_rounding_itself_is_measured_beside_the_largest() -> None:
+    plain = {
+        "a": torch.ones(4, dtype=torch.float64),
+        "key.bias": torch.full((4,), 1e-9, dtype=torch.float64),
+        "norm.bias": torch.full((4,), 1e-3, dtype=torch.float64),
+    }
+    noise = judge_gradients(plain, plain | {"key.bias": plain["a"] * 1e-3}, Numerics.PRECISION)
+    assert noise.passes
+    assert noise.tiny
+    # A small gradient is a real one, and a difference below what bfloat16 rounds of the largest still breaks the word.
+    real = judge_gradients(plain, plain | {"norm.bias": plain["norm.bias"] * 1.2}, Numerics.PRECISION)
+    assert not real.passes
+    assert not real.tiny
+
+
 def test_what_was_compared_is_printed() -> None:
     plain = {"a": torch.ones(4, dtype=torch.float64), "key.bias": torch.full((4,), 1e-9, dtype=torch.float64)}
     tiny = judge_gradients(plain, plain | {"key.bias": plain["key.bias"] * 0.05}, Numerics.ROUNDING)

@@ -164,8 +164,10 @@ def test_a_parameter_at_the_address_of_a_dead_one_does_not_get_its_name(tmp_path
             dead = {id(p) for p in model.parameters()}
             del model, optimizer
             gc.collect()
-            made = [nn.Parameter(torch.ones(64, device="cuda")) for _ in range(500)]
-            again = [p for p in made if id(p) in dead]
+            made, again = [], []
+            while not again and len(made) < 100_000:  # whose turn it is Python decides
+                made += [nn.Parameter(torch.ones(64, device="cuda")) for _ in range(500)]
+                again = [p for p in made if id(p) in dead]
             for p in again:
                 p.grad = torch.ones_like(p)
             recorder = tracked._recorder

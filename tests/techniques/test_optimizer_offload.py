@@ -186,6 +186,7 @@ def test_what_would_go_wrong_is_refused(gpu: VirtualGPU) -> None:
     with pytest.raises(UsageError, match="cannot accumulate over micro-batches"):
         ours.step()
     ours.splitter, ours.scaler = None, torch.amp.GradScaler("cuda")
+    ours.backward(ours.model(torch.ones(1, 16, device="cuda")).sum())
     with pytest.raises(UsageError, match="cannot go with loss scaling"):
         ours.step()
     ours.scaler = None

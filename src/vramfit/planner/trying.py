@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from vramfit.planner.cpu_speed import CPU_FLOPS
+from vramfit.planner import cpu_speed
 from vramfit.planner.stand_in import stand_in
 from vramfit.techniques.micro_batching import batch_size_name
 from vramfit.workload import Workload
@@ -50,7 +50,7 @@ def ways_to_try(
         room: bytes of parameters in 32 bits that a trial may have.
     """
     name = batch_size_name(sizes)
-    most = seconds * CPU_FLOPS
+    most = seconds * cpu_speed.CPU_FLOPS
     smaller, less = _smaller(sizes, name, flops, most)
     if model_bytes <= room:
         if flops <= most:

@@ -11,8 +11,8 @@ plain, once with the plan. They are compared by what the plan promises:
 
 NOTE [The scale of a gradient]: it is the gradient's own norm. One whose norm is below `TINY` of the largest is rounding
 itself (a key bias has a gradient of zero but for rounding), and any two computations differ by all of it. Such a one is
-measured by what the largest rounds to: a difference of `TINY` of the largest norm counts as just what is promised.
-Where products are in bfloat16, a unit of that is what rounds: `TINY_PRECISION`.
+measured by what the largest rounds to: a difference of `TINY` of the largest norm counts as just what is promised, or,
+where products are in bfloat16, one of `_BFLOAT16`. A gradient above `TINY` is a real one, whatever the precision.
 
 A loss curve that may differ has to fall like the plain one: at the end at most `LOSS_SHARE` of the plain curve's whole
 fall above it.
@@ -46,8 +46,8 @@ PRECISION_ERROR = 0.1
 TINY = 1e-6
 """Part of the largest gradient's norm that is rounding: some units of float32."""
 
-TINY_PRECISION = 2.0**-8
-"""The same where bfloat16 has a part in it: one unit of its mantissa."""
+_BFLOAT16 = 2.0**-8
+"""What bfloat16 rounds of the largest gradient's norm: one unit of its mantissa."""
 
 LOSS_SHARE = 0.1
 """Part of the plain curve's fall by which a planned curve may end above it."""
@@ -324,14 +324,14 @@ def judge_gradients(
     equal, passes = 0, set(plain) == set(planned)
     largest = max((float(value.norm()) for value in plain.values()), default=0.0)
     worst, nearest, limit = _Difference(), -1.0, _allowed(numerics, torch.float32)
-    tiny = TINY_PRECISION if numerics is Numerics.PRECISION else TINY
+    tiny, noise = TINY * largest, (_BFLOAT16 if numerics is Numerics.PRECISION else TINY) * largest
     for name, reference in plain.items():
         other = planned.get(name)
         if other is not None and torch.equal(reference, other):
             equal += 1
             continue
         allowed = _allowed(numerics, (dtypes or {}).get(name, torch.float32))
-        found = _difference(name, reference, other, tiny * largest, allowed or 1.0)
+        found = _difference(name, reference, other, tiny, noise / (allowed or 1.0))
         if (share := found.error / (allowed or 1.0)) > nearest:
             worst, nearest, limit = found, share, allowed
         if other is None or numerics is Numerics.BITWISE or (allowed is not None and found.error > allowed):
@@ -362,14 +362,14 @@ class _Difference:
 
 
 def _difference(
-    name: str, reference: torch.Tensor, other: torch.Tensor | None, tiny: float, allowed: float
+    name: str, reference: torch.Tensor, other: torch.Tensor | None, tiny: float, of_tiny: float
 ) -> _Difference:
-    """Measure a gradient; one whose norm is at most `tiny` may differ by that, and then by a part `allowed`."""
+    """Measure a gradient by its norm; one whose norm is at most `tiny` by the scale `of_tiny`."""
     norm = float(reference.norm())
     if other is None:
         return _Difference(name=name, difference=math.inf, norm=norm, error=math.inf)
     difference = float((other - reference).norm())
-    scale = norm if norm > tiny else tiny / allowed
+    scale = norm if norm > tiny else of_tiny
     error = difference / scale if scale else math.inf
     error = math.inf if math.isnan(error) else error
     return _Difference(name=name, difference=difference, norm=norm, error=error, tiny=norm <= tiny)

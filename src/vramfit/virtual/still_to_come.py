@@ -128,14 +128,20 @@ def _missing(
     each = count + sum(bool(group.get(option)) for option in options)
     for parameter in group["params"]:
         if parameter.requires_grad and here(parameter):
-            held = sum(tensor.nbytes for tensor in _tensors(optimizer.state.get(parameter)))
+            held = sum(tensor.nbytes for tensor in _tensors(_state(optimizer, parameter)))
             yield parameter, max(0, each * parameter.nbytes - held)
+
+
+def _state(optimizer: Optimizer, parameter: torch.Tensor) -> Any:
+    """What an optimizer keeps for a parameter; None where it keeps nothing, or has no states of its own."""
+    states = getattr(optimizer, "state", None)
+    return states.get(parameter) if isinstance(states, Mapping) else None
 
 
 def _states(optimizer: Optimizer, group: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """The states that are there."""
     for parameter in group["params"]:
-        yield from _tensors(optimizer.state.get(parameter))
+        yield from _tensors(_state(optimizer, parameter))
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
