@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.planner.test_clock import Second, Timed, request
 from tests.planner.test_search import CONTEXT, GPU, MIB
+from tests.planner.test_search_clock import Second, Timed, request
 
 from vramfit.planner.clock import TIME_OVER, Clock
 from vramfit.planner.evidence import Evidence, digest_of
