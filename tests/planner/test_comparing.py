@@ -55,6 +55,10 @@ def test_a_plan_that_keeps_its_word_says_what_was_compared() -> None:
         f"compared with the model itself: the gradients of all {count} parameters are those of the plain program, "
         "bit for bit."
     )
+    compiled = hold(workload, _plan(workload, activation_checkpointing=LAYERS, compile={}))
+    not_compared = "compile was not compared: it compiles for the CPU; vramfit verify compares it."
+    assert compiled.note == f"{equal.note} {not_compared}"
+    assert hold(workload, _plan(workload, compile={})).note == not_compared
     rounded = hold(workload, _plan(workload, activation_checkpointing=LAYERS, chunked_loss={}))
     assert rounded.fault is None
     assert "of their norm, 0.0001 promised." in rounded.note

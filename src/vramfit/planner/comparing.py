@@ -78,8 +78,18 @@ def hold(workload: Workload, plan: Plan) -> Compared:
         plan: with its sizes, and the FLOPs of a plain step.
     """
     choices = tuple(choice for choice in plan.choices if choice.name not in _COMPILING)
+    skipped = " and ".join(choice.name for choice in plan.choices if choice.name in _COMPILING)
+    left = (
+        f"{skipped} was not compared: it compiles for the CPU; vramfit verify compares it." if skipped else ""
+    )
     if not choices or not workload.trains:
-        return Compared()
+        return Compared(note=left if workload.trains else "")
+    found = _held(workload, plan, choices)
+    return replace(found, note=f"{found.note} {left}".strip())
+
+
+def _held(workload: Workload, plan: Plan, choices: Sequence[Choice]) -> Compared:
+    """The comparison of some of a plan's techniques."""
     try:
         with torch.device("meta"):
             shapes = workload.model()
@@ -206,7 +216,7 @@ class _Comparison:
             rest = [other for other in choices if other is not choice]
             try:
                 check, losses = self._judged(rest, level)
-            except Exception:
+            except Exception:  # what fails without it does not tell whose fault it was
                 continue
             if rest and check.passes and losses:
                 return choice
