@@ -18,6 +18,7 @@ from vramfit.planner.memory import Memory
 from vramfit.planner.plan import Plan
 from vramfit.planner.run import Room, plan_in_child
 from vramfit.planner.search import Search
+from vramfit.planner.storing import NAME, remembered
 from vramfit.virtual.job import plain_spec
 
 JOB: dict[str, Any] = {"target": "work.py:training", "gpu": plain_spec(GPU), "alloc_conf": None}
@@ -176,3 +177,21 @@ def test_calls_go_on_from_one_another_until_a_file_is_another(tmp_path: Path) ->
     layers.write_text(" 4")
     assert planned().solved.remembered == 0
     assert planned(fresh=True).solved.remembered == 0
+
+
+def test_a_damaged_file_of_the_cache_is_as_good_as_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VRAMFIT_CACHE_DIR", str(tmp_path / "cache"))
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    for folder in (first, second, third):
+        folder.mkdir()
+    with remembered(first, JOB, "work.py:training", fresh=False):
+        (first / NAME).write_text("what was seen " * 100, encoding="utf-8")
+    (kept,) = (tmp_path / "cache").rglob("*.gz")
+    with remembered(second, JOB, "work.py:training", fresh=False):
+        assert (second / NAME).exists()
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[:12] + bytes([whole[12] ^ 0xFF]) + whole[13:])
+    with remembered(third, JOB, "work.py:training", fresh=False):
+        assert not (third / NAME).exists()

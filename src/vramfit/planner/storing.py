@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,7 +46,7 @@ def remembered(folder: Path, job: Mapping[str, Any], target: str, *, fresh: bool
     kept = search_folder() / f"{hashlib.sha256(named.encode()).hexdigest()[:32]}.jsonl.gz"
     here = folder / NAME
     if not fresh:
-        with contextlib.suppress(OSError, EOFError):
+        with contextlib.suppress(OSError, EOFError, zlib.error):  # a damaged one is as good as none
             here.write_bytes(gzip.decompress(kept.read_bytes()))
     try:
         yield
