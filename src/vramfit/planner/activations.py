@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from vramfit.planner import program
 from vramfit.planner.decisions import (
@@ -113,10 +114,13 @@ def _together(
         found = program.Program(observation, groups, terms).cheapest(budget, least=True)
     if found.decisions is None or _peak_with(observation, found.decisions, terms) > budget:
         return None
-    gap = max(0.0, found.cost - best.bound) / found.cost if found.cost > 0 else 0.0
+    # Blocks of a group that save different results may have to compute more again than the program has it.
+    solution = _solution(observation, found.decisions, None, _STOPPED, began, terms)
+    cost = max(found.cost, solution.extra_seconds)
+    gap = max(0.0, cost - best.bound) / cost if cost > 0 else 0.0
     # The program of the upper bound may have been stopped, and the gap be as small as it was to be all the same.
-    status = "optimal" if found.complete or gap <= terms.gap else _STOPPED
-    return _solution(observation, found.decisions, gap, status, began, terms)
+    finished = found.complete or gap <= terms.gap
+    return replace(solution, gap=gap, status="optimal" if finished else _STOPPED)
 
 
 def _apart(observation: Observation, budget: int, terms: Terms, began: float) -> Solution | None:
@@ -228,6 +232,8 @@ def lowest_decisions(observation: Observation, terms: Terms) -> Mapping[str, Dec
         known.append(alone | {block.path: Decision(Fate.OFFLOAD) for block in movable})
     elif movable:
         known.append(program.lowest_shared(observation, terms) or {})
+    if terms.recompute and terms.select and any(one.position >= 0 for one in observation.stretches):
+        known.append(program.lowest_inside(observation, terms) or {})
     return min(known, key=lambda decisions: _peak_with(observation, decisions, terms))
 
 

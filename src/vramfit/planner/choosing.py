@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from vramfit.planner.decisions import Decision, Fate
+from vramfit.planner.decisions import Decision, Fate, kept_results
 from vramfit.planner.observing import Observation
 from vramfit.techniques import Choice, find_technique
 from vramfit.techniques.activation_checkpointing import setting_for
@@ -15,6 +15,9 @@ from vramfit.techniques.blocks import find_blocks
 
 _LEAST_WINDOW = 1 << 20
 
+_LAYERS = 400
+"""Of a model whose results are decided on one by one; with more there are too many for the solver."""
+
 
 def places(model: nn.Module) -> Sequence[str]:
     """The paths of a model's blocks."""
@@ -22,7 +25,10 @@ def places(model: nn.Module) -> Sequence[str]:
 
 
 def finer_places(model: nn.Module) -> Sequence[str]:
-    """The paths of the parts of its blocks, of the block itself where it has none."""
+    """The model as a whole, whose results are then decided on one by one; of a large one, the parts of its blocks."""
+    layers = sum(1 for module in model.modules() if next(module.children(), None) is None)
+    if layers <= _LAYERS:
+        return [""]
     found: list[str] = []
     for place in find_blocks(model):
         found += place.parts or (place.path,)
@@ -39,7 +45,9 @@ def activation_choices(observation: Observation, decisions: Mapping[str, Decisio
     """The techniques that carry decisions out."""
     choices = []
     recomputed = {
-        path: decision.saved for path, decision in decisions.items() if decision.fate is Fate.RECOMPUTE
+        block.path: kept_results(block, decisions[block.path].saved)
+        for block in observation.blocks
+        if block.path in decisions and decisions[block.path].fate is Fate.RECOMPUTE
     }
     offloaded = tuple(path for path, decision in decisions.items() if decision.fate is Fate.OFFLOAD)
     if recomputed:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
-from vramfit.planner.observing import Observation
+from vramfit.planner.observing import BETWEEN, Observation, Stretch
 from vramfit.techniques import Block, BlockOp
 
 OVERHEAD_SECONDS = 30e-6
@@ -86,38 +87,54 @@ class Terms:
     gap: float = 1e-3
 
 
-def candidates(block: Block) -> dict[int, BlockOp]:
-    """The operations of a block whose results may be saved, by number.
+def given(op: BlockOp) -> bool:
+    """Whether an operation's results are there whatever is decided: others keep them, or it cannot run again."""
+    return op.shared or (op.fixed and op.kept)
 
-    Those after the last result that the backward pass needs are never computed again.
-    """
-    last = last_needed(block)
+
+def candidates(block: Block) -> dict[int, BlockOp]:
+    """The operations of a block whose results may be saved, by number: those that may have to run again."""
+    needed = computed(block)
     return {
         number: op
-        for number, op in enumerate(block.ops[: last + 1])
-        if op.bytes and not op.mutated and op.seconds > 0
+        for number, op in enumerate(block.ops)
+        if number in needed and saved_bytes(op) and (op.seconds > 0 or op.fixed)
     }
 
 
-def last_needed(block: Block) -> int:
-    """The number of the last operation whose results the backward pass needs; -1 without one."""
-    return max((number for number, op in enumerate(block.ops) if op.kept), default=-1)
+def saved_bytes(op: BlockOp) -> int:
+    """What it takes to save an operation's results: those that autograd keeps, or all where it keeps none."""
+    return op.own_bytes or op.bytes
+
+
+def computed(block: Block, saved: frozenset[int] = frozenset()) -> frozenset[int]:
+    """The operations of a recomputed block that run again: what autograd keeps, and what that is computed from."""
+    ahead = [number for number, op in enumerate(block.ops) if op.kept]
+    found: set[int] = set()
+    while ahead:
+        number = ahead.pop()
+        if number in saved or number in found or given(block.ops[number]):
+            continue
+        found.add(number)
+        ahead += block.ops[number].reads
+    return frozenset(found)
 
 
 def recompute_seconds(block: Block, saved: frozenset[int] = frozenset()) -> float:
-    """What computing a block again takes, without what is saved."""
-    return sum(op.seconds for op in _recomputed(block, saved)) + OVERHEAD_SECONDS
+    """What computing a block's results again takes, without what is saved."""
+    return sum(block.ops[number].seconds for number in computed(block, saved)) + OVERHEAD_SECONDS
 
 
 def recompute_flops(block: Block, saved: frozenset[int] = frozenset()) -> int:
     """Multiplications and additions of the same."""
-    return sum(op.flops for op in _recomputed(block, saved))
+    return sum(block.ops[number].flops for number in computed(block, saved))
 
 
-def _recomputed(block: Block, saved: frozenset[int]) -> Iterator[BlockOp]:
-    # torch.utils.checkpoint stops at the last tensor that the forward pass kept, even where that one was saved.
-    end = last_needed(block) + 1
-    return (op for number, op in enumerate(block.ops[:end]) if number not in saved)
+def kept_results(block: Block, saved: frozenset[int]) -> frozenset[int]:
+    """The operations of a recomputed block that do not run again, though something would need them to."""
+    return frozenset(
+        number for number, op in enumerate(block.ops) if number in saved or (op.kept and given(op))
+    )
 
 
 def kept_bytes(block: Block, decision: Decision) -> int:
@@ -126,8 +143,42 @@ def kept_bytes(block: Block, decision: Decision) -> int:
         return block.kept_bytes
     if decision.fate is Fate.OFFLOAD:
         return 0
-    held = block.new_input_bytes + block.shared_bytes
-    return held + sum(block.ops[number].bytes for number in decision.saved)
+    held = block.new_input_bytes + block.shared_bytes + unmovable_bytes(block)
+    return held + sum(saved_bytes(block.ops[number]) for number in decision.saved)
+
+
+def unmovable_bytes(block: Block) -> int:
+    """What a block keeps for itself whether or not it is recomputed."""
+    return block.kept_bytes - block.shared_bytes - sum(op.own_bytes for op in block.ops if not given(op))
+
+
+def absent_bytes(block: Block, decision: Decision, stretch: Stretch) -> int:
+    """Bytes that a recomputed block has less than a plain one in a stretch of its own, negative for more."""
+    if decision.fate is not Fate.RECOMPUTE:
+        return 0
+    less = -block.new_input_bytes if stretch.backward else 0
+    again = _computed_at(block, decision.saved)
+    for number, op in enumerate(block.ops):
+        if number in decision.saved:
+            less -= 0 if op.own_bytes else op.bytes
+        elif op.own_bytes and number in again:
+            there = again[number] if stretch.backward else op.last_read
+            less += op.own_bytes if stretch.position > there else 0
+    return less
+
+
+@functools.lru_cache(maxsize=4096)
+def _computed_at(block: Block, saved: frozenset[int]) -> Mapping[int, int]:
+    """For each operation that runs again, the position of the backward pass at which it does.
+
+    That is when its results are read, or when something is that is computed from them.
+    """
+    found = {number: block.ops[number].last_saved for number in sorted(computed(block, saved), reverse=True)}
+    for number, position in found.items():
+        for read in block.ops[number].reads:
+            if read in found:
+                found[read] = max(found[read], position)
+    return found
 
 
 def predicted_peak(observation: Observation, decisions: Mapping[str, Decision]) -> int:
@@ -148,8 +199,20 @@ def stretch_peaks(
         dtype=np.float64,
     )
     peaks = np.array([stretch.peak_bytes for stretch in observation.stretches], dtype=np.float64)
-    found: np.ndarray[tuple[int], np.dtype[np.float64]] = peaks - held @ less
+    own = np.array(
+        [_own_less(observation, decisions, stretch) for stretch in observation.stretches], dtype=np.float64
+    )
+    found: np.ndarray[tuple[int], np.dtype[np.float64]] = peaks - held @ less - own
     return found
+
+
+def _own_less(observation: Observation, decisions: Mapping[str, Decision], stretch: Stretch) -> int:
+    """What the block that works in a stretch has less there."""
+    if stretch.block == BETWEEN:
+        return 0
+    block = observation.blocks[stretch.block]
+    decision = decisions.get(block.path)
+    return 0 if decision is None else absent_bytes(block, decision, stretch)
 
 
 def held_in(observation: Observation) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
@@ -170,15 +233,24 @@ def waits(observation: Observation, block: Block) -> list[int] | None:
     never goes backward keeps what it keeps until its result is dropped, whenever that is.
     """
     waiting, seen, counts = 0, set(), []
-    for stretch in observation.stretches:
+    stretches = observation.stretches
+    for stretch, following in zip(stretches, (*stretches[1:], None), strict=True):
         mine = stretch.block == block.index
         if mine and stretch.backward and stretch.call not in seen:
             waiting -= bool(waiting)
             seen.add(stretch.call if stretch.call >= 0 else None)
         counts.append(waiting)
-        if mine and not stretch.backward:
+        if mine and not stretch.backward and not _goes_on(stretch, following):
             waiting += 1
     return counts if waiting == 0 and any(counts) else None
+
+
+def _goes_on(stretch: Stretch, following: Stretch | None) -> bool:
+    """Whether the next stretch belongs to the same pass of the same call."""
+    if following is None or stretch.call < 0:
+        return False
+    one, other = ((it.block, it.backward, it.call) for it in (stretch, following))
+    return one == other
 
 
 def overlaps(observation: Observation, block: Block) -> bool:

@@ -280,7 +280,9 @@ def _plain_observation(observation: Observation) -> Plain:
     return figures | {
         "blocks": blocks,
         "tables": [[_values(op) for op in ops] for ops in tables],
-        "stretches": [[one.block, one.backward, one.peak_bytes, one.call] for one in observation.stretches],
+        "stretches": [
+            [one.block, one.backward, one.peak_bytes, one.call, one.position] for one in observation.stretches
+        ],
     }
 
 
@@ -297,4 +299,5 @@ def _observation(plain: Mapping[str, Any]) -> Observation:
 
 
 def _op(values: Sequence[Any]) -> BlockOp:
-    return BlockOp(**dict(zip(BlockOp.__slots__, values, strict=True)))
+    named = dict(zip(BlockOp.__slots__, values, strict=True))
+    return BlockOp(**named | {"reads": tuple(named["reads"])})

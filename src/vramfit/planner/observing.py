@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -23,6 +24,8 @@ from torch.utils.flop_counter import flop_registry
 
 from vramfit.planner.summing import summed
 from vramfit.techniques import Block, BlockOp
+from vramfit.techniques.activation_checkpointing.op_facts import computes_only
+from vramfit.techniques.profile import ALWAYS
 
 BETWEEN = -1
 """Index of the stretches that belong to no block."""
@@ -63,14 +66,18 @@ class Stretch:
         block: index of the block, `BETWEEN` for none.
         backward: whether it is part of the backward pass.
         peak_bytes: allocated on the device at its highest.
-        call: in a backward pass, a number of the block's call that it belongs to; each has another. -1 where that is
-            not known, and between blocks.
+        call: a number of the block's call that it belongs to; each has another. -1 where that is not known, and between
+            blocks.
+        position: how far the block's pass was: in the forward pass the number of the operation, in the backward pass
+            the position of the node, as `BlockOp` counts them. Of a block's stretches those are left out in which no
+            decisions could make a difference.
     """
 
     block: int
     backward: bool
     peak_bytes: int
     call: int = -1
+    position: int = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +117,11 @@ class _Op:
     mutated: bool = False
     parent: str = ""
     shape: tuple[int, ...] = ()
+    fixed: bool = False
+    storages: set[StorageWeakRef] = field(default_factory=set)
+    reads: set[int] = field(default_factory=set)
+    last_read: int = -1
+    last_saved: int = -1
 
 
 @dataclass(slots=True)
@@ -125,6 +137,8 @@ class _Seen:
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     calls: int = 0
+    running: int = 0
+    """Operations of the call that runs."""
 
 
 class Observer(TorchDispatchMode):
@@ -151,7 +165,7 @@ class Observer(TorchDispatchMode):
         self._parents: list[str] = []
         self._starts: list[int] = []  # sequence numbers from which on autograd's nodes are another part's
         self._parts: list[int] = []
-        self._stretches: list[tuple[int, bool, int]] = [(BETWEEN, False, -1)]
+        self._stretches: list[tuple[int, bool, int, int]] = [(BETWEEN, False, -1, -1)]
         self._backward = False
         self._flops = 0
         self._estimated = 0.0
@@ -209,7 +223,7 @@ class Observer(TorchDispatchMode):
 
     def _hook(self, seen: _Seen) -> Iterator[Any]:
         yield seen.module.register_forward_pre_hook(lambda *given: self._enter(seen, given), with_kwargs=True)
-        yield seen.module.register_forward_hook(lambda *_: self._leave(seen), always_call=True)
+        yield seen.module.register_forward_hook(lambda *given: self._leave(seen, given[2]), always_call=True)
         for name, module in seen.module.named_modules():
             if name:
                 yield module.register_forward_pre_hook(lambda *_, name=name: self._parents.append(name))
@@ -219,6 +233,7 @@ class Observer(TorchDispatchMode):
         if not seen.calls:
             self._order.append(seen)
         seen.calls += 1
+        seen.running = 0
         for tensor in _strided(given[1:]) if seen.calls == 1 else ():
             storage = tensor.untyped_storage()
             seen.inputs.setdefault(StorageWeakRef(storage), storage.nbytes())
@@ -226,8 +241,12 @@ class Observer(TorchDispatchMode):
         self._part(self._order.index(seen))
         seen.forward_seconds -= self._now()
 
-    def _leave(self, seen: _Seen) -> None:
+    def _leave(self, seen: _Seen, returned: Any) -> None:
         seen.forward_seconds += self._now()
+        for tensor in _strided(returned) if seen.calls == 1 else ():
+            made = seen.made.get(StorageWeakRef(tensor.untyped_storage()))
+            if made is not None:
+                seen.ops[made].last_read = ALWAYS
         self._running.pop()
         self._part(BETWEEN)
 
@@ -240,10 +259,12 @@ class Observer(TorchDispatchMode):
         self._parts.append(index)
         self._stretch(index, backward=False)
 
-    def _stretch(self, index: int, *, backward: bool, call: int = -1) -> None:
-        if self._stretches[-1] != (index, backward, call):
+    def _stretch(self, index: int, *, backward: bool, call: int = -1, position: int = -1) -> None:
+        if index != BETWEEN and not backward:
+            call = len(self._starts) - 1
+        if self._stretches[-1] != (index, backward, call, position):
             self._meter.boundary()
-            self._stretches.append((index, backward, call))
+            self._stretches.append((index, backward, call, position))
 
     # -- operations ----------------------------------------------------------------------------------------------
 
@@ -256,6 +277,10 @@ class Observer(TorchDispatchMode):
             return func(*args, **kwargs)  # a question for the device of a fake tensor
         node: Any = torch._C._current_autograd_node()
         owner = self._owner(node)
+        if node is None and self._running:
+            running = self._running[-1]
+            self._stretch(self._order.index(running), backward=False, position=running.running)
+            running.running += 1
         before = self._meter.seconds()
         out = _called(func, args, kwargs)
         seconds = self._meter.seconds() - before
@@ -269,7 +294,7 @@ class Observer(TorchDispatchMode):
             if owner is not None:
                 owner.backward_seconds += seconds
         else:
-            self._note(func, args, out, seconds, flops)
+            self._note(func, args, kwargs, out, seconds, flops)
         return out
 
     def _owner(self, node: Any) -> _Seen | None:
@@ -280,15 +305,23 @@ class Observer(TorchDispatchMode):
         at = bisect_right(self._starts, number) - 1
         # Nodes that accumulate gradients have the highest number: they go with whatever runs.
         if number >= (1 << 63) - 1:
-            index, backward, call = self._stretches[-1]
-            index, call = (index, call) if backward else (BETWEEN, -1)
+            index, backward, call, position = self._stretches[-1]
+            index, call, position = (index, call, position) if backward else (BETWEEN, -1, -1)
         else:
             index = self._parts[at] if at >= 0 else BETWEEN
-            call = -1 if index == BETWEEN else at
-        self._stretch(index, backward=True, call=call)
+            call, position = (-1, -1) if index == BETWEEN else (at, number - self._starts[at])
+        self._stretch(index, backward=True, call=call, position=position)
         return self._order[index] if index != BETWEEN else None
 
-    def _note(self, func: Any, args: tuple[Any, ...], out: Any, seconds: float, flops: int) -> None:
+    def _note(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        seconds: float,
+        flops: int,
+    ) -> None:
         name = func._schema.name.partition("::")[2]
         if name in ("_log_softmax", "log_softmax") and isinstance(args[0], torch.Tensor):
             self._logits = max(self._logits, args[0].numel() * args[0].element_size())
@@ -300,18 +333,25 @@ class Observer(TorchDispatchMode):
         seen = self._running[-1]
         if seen.calls > 1:
             return
-        given = {StorageWeakRef(t.untyped_storage()) for t in _strided(args)}
+        given = {StorageWeakRef(t.untyped_storage()) for t in _strided((args, kwargs))}
+        number = len(seen.ops)
+        read = {seen.made[ref] for ref in given if ref in seen.made}
+        for made in read:
+            seen.ops[made].last_read = max(seen.ops[made].last_read, number)
         if func._schema.is_mutable:
             for ref in _mutated(func, args):
                 if ref in seen.made:
-                    seen.ops[seen.made[ref]].mutated = True
+                    changed = seen.ops[seen.made[ref]]
+                    changed.mutated = True
+                    changed.reads |= read - {seen.made[ref]} | {number}
+                    read = set()
         fresh = {}
         for tensor in _strided(out):
             ref = StorageWeakRef(tensor.untyped_storage())
             if ref not in given and ref not in seen.made:
                 fresh[ref] = tensor.untyped_storage().nbytes()
         for ref in fresh:
-            seen.made[ref] = len(seen.ops)
+            seen.made[ref] = number
         shape = next((tuple(t.shape) for t in _strided(out)), ())
         seen.ops.append(
             _Op(
@@ -322,6 +362,10 @@ class Observer(TorchDispatchMode):
                 random=torch.Tag.nondeterministic_seeded in func.tags,
                 parent=self._parents[-1] if self._parents else "",
                 shape=shape,
+                fixed=not computes_only(func),
+                storages=set(fresh),
+                reads=read,
+                last_read=number,
             )
         )
 
@@ -338,7 +382,11 @@ class Observer(TorchDispatchMode):
                 seen.kept.setdefault(ref, storage.nbytes())
                 made = seen.made.get(ref)
                 if made is not None:
-                    seen.ops[made].kept = True
+                    op = seen.ops[made]
+                    op.kept = True
+                    # The node that saves it was made last.
+                    node = torch._C._autograd._get_sequence_nr() - 1
+                    op.last_saved = max(op.last_saved, node - self._starts[-1])
         return tensor
 
     # -- the result ----------------------------------------------------------------------------------------------
@@ -347,13 +395,14 @@ class Observer(TorchDispatchMode):
         """What was seen, once the step is over."""
         # Boundaries end stretches: the first of ours ends what came before the step.
         peaks = self._meter.peaks()[self._first + 1 :]
-        stretches = tuple(
-            Stretch(block, backward, peak, call)
-            for (block, backward, call), peak in zip(self._stretches, peaks, strict=True)
+        blocks = self._found()
+        stretches = (
+            Stretch(block, backward, peak, call, position)
+            for (block, backward, call, position), peak in zip(self._stretches, peaks, strict=True)
         )
         return Observation(
-            blocks=self._found(),
-            stretches=stretches,
+            blocks=blocks,
+            stretches=tuple(worth_looking_at(stretches, blocks)),
             seconds=self._ended - self._began,
             tail_seconds=self._ended - max(self._backward_ended, self._began),
             flops=self._flops,
@@ -368,11 +417,13 @@ class Observer(TorchDispatchMode):
         blocks = []
         for index, seen in enumerate(self._order):
             kept = sum(seen.kept.values())
+            shared = {ref for ref in seen.kept if ref in given or self._packers.get(ref, set()) - {index}}
             inputs = {ref: size for ref, size in seen.inputs.items() if ref not in self._parameters}
             likeness = (
                 type(seen.module).__name__,
                 tuple((op.name, op.bytes, op.shape, op.kept) for op in seen.ops),
                 kept,
+                tuple(bool(op.storages & shared) for op in seen.ops),
             )
             blocks.append(
                 Block(
@@ -380,33 +431,67 @@ class Observer(TorchDispatchMode):
                     kind=type(seen.module).__name__,
                     index=index,
                     like=alike.setdefault(likeness, index),
-                    ops=tuple(
-                        BlockOp(
-                            name=op.name,
-                            bytes=op.bytes,
-                            seconds=op.seconds,
-                            flops=op.flops,
-                            kept=op.kept,
-                            random=op.random,
-                            mutated=op.mutated,
-                            parent=op.parent,
-                        )
-                        for op in seen.ops
-                    ),
+                    ops=_block_ops(seen, shared),
                     input_bytes=sum(inputs.values()),
                     new_input_bytes=sum(size for ref, size in inputs.items() if ref not in self._packers),
                     kept_bytes=kept,
-                    shared_bytes=sum(
-                        size
-                        for ref, size in seen.kept.items()
-                        if ref in given or self._packers.get(ref, set()) - {index}
-                    ),
+                    shared_bytes=sum(seen.kept[ref] for ref in shared),
                     forward_seconds=seen.forward_seconds / seen.calls,
                     backward_seconds=seen.backward_seconds / seen.calls,
                     calls=seen.calls,
                 )
             )
         return tuple(blocks)
+
+
+def _block_ops(seen: _Seen, shared: set[StorageWeakRef]) -> tuple[BlockOp, ...]:
+    """The operations of a block, as the planner knows them."""
+    return tuple(
+        BlockOp(
+            name=op.name,
+            bytes=op.bytes,
+            seconds=op.seconds,
+            flops=op.flops,
+            kept=op.kept,
+            random=op.random,
+            mutated=op.mutated,
+            parent=op.parent,
+            own_bytes=sum(size for ref, size in seen.kept.items() if ref in op.storages - shared),
+            shared=bool(op.storages & shared),
+            fixed=op.fixed,
+            reads=tuple(sorted(op.reads)),
+            last_read=op.last_read,
+            last_saved=op.last_saved,
+        )
+        for op in seen.ops
+    )
+
+
+def worth_looking_at(stretches: Iterable[Stretch], blocks: Sequence[Block]) -> Iterator[Stretch]:
+    """The stretches that can be the peak for some decisions.
+
+    During one pass of a block more and more of what it keeps could be gone (forward), or less and less (backward). A
+    stretch in which more can be gone than in another that is as high is never the peak.
+    """
+    for (index, backward, _), group in groupby(stretches, lambda one: (one.block, one.backward, one.call)):
+        ordered = list(group)
+        if index == BETWEEN:
+            yield from ordered
+            continue
+        kept: list[Stretch] = []
+        for one in reversed(ordered) if backward else ordered:
+            if not kept or one.peak_bytes > kept[-1].peak_bytes:
+                if kept and _absent(blocks[index], one) == _absent(blocks[index], kept[-1]):
+                    kept.pop()
+                kept.append(one)
+        yield from reversed(kept) if backward else kept
+
+
+def _absent(block: Block, stretch: Stretch) -> int:
+    """How many of a block's results could be gone in a stretch of its own."""
+    return sum(
+        bool(op.own_bytes) and op.absent(stretch.position, backward=stretch.backward) for op in block.ops
+    )
 
 
 def tensors_of(tree: Any) -> Iterator[torch.Tensor]:

@@ -8,6 +8,11 @@ given to the former. Then a stretch in which all blocks of a group wait is exact
 are two bounds: what they free is at most what all do, and at least their share of it. With the first the program is at
 least as good as any decisions; if its decisions stay within the budget, they are the best. If not, the second gives
 decisions that do, and the first how far these may be from the best.
+
+NOTE [Results]: what autograd keeps of a recomputed block is saved, or computed again when the backward pass reads it.
+For operation t let s be how many blocks save its results and y how many compute them again. Where t is kept,
+s + y is at least the number of blocks that are recomputed; where another operation that reads t runs again y' times,
+s + y is at least y'. So a result that nothing needs is never computed, whatever lies beside it.
 """
 
 from __future__ import annotations
@@ -26,15 +31,17 @@ from vramfit.planner.decisions import (
     Terms,
     candidates,
     choosable,
+    computed,
     crossing_seconds,
     exposed_seconds,
+    given,
     held_in,
     kept_bytes,
     may_offload,
     passes,
     recompute_seconds,
 )
-from vramfit.planner.observing import Observation
+from vramfit.planner.observing import Observation, Stretch
 from vramfit.planner.quiet import quiet_output
 from vramfit.techniques import Block
 
@@ -189,6 +196,7 @@ class Program:
     _saves: dict[tuple[int, int], int] = field(default_factory=dict)
     _offload: dict[int, int] = field(default_factory=dict)
     _window: dict[int, float] = field(default_factory=dict)
+    _again: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Make the unknowns."""
@@ -206,12 +214,9 @@ class Program:
         terms, columns, rows, blocks = self.terms, self._columns, self._rows, group.blocks
         most, first = float(len(blocks)), group.first
         if terms.recompute:
-            seconds = [recompute_seconds(block) * block.calls for block in blocks]
-            self._recompute[number] = columns.add(group.mean(seconds), upper=most)
-            for op in candidates(first) if terms.select else ():
-                saved = [-block.ops[op].seconds * block.calls for block in blocks]
-                self._saves[number, op] = column = columns.add(group.mean(saved), upper=most)
-                rows.add({column: 1.0, self._recompute[number]: -1.0}, 0.0)
+            overhead = OVERHEAD_SECONDS * group.mean([block.calls for block in blocks])
+            self._recompute[number] = columns.add(overhead, upper=most)
+            self._add_results(number, group)
         if may_offload(self.observation, first, terms):
             away = [
                 (OVERHEAD_SECONDS + sum(exposed_seconds(block, terms, one) for one in passes(block)))
@@ -223,6 +228,33 @@ class Program:
         if len(both) > 1:
             rows.add(dict.fromkeys(both, 1.0), most)
 
+    def _add_results(self, number: int, group: Group) -> None:
+        """What is saved of a recomputed block, and what has to run again for the rest. See NOTE [Results]."""
+        columns, rows, most, first = self._columns, self._rows, float(len(group.blocks)), group.first
+        recompute = self._recompute[number]
+        savable = candidates(first) if self.terms.select else {}
+        again = self._again[number] = {}
+        for op in savable:
+            self._saves[number, op] = column = columns.add(0.0, upper=most)
+            rows.add({column: 1.0, recompute: -1.0}, 0.0)
+        for op in sorted(computed(first)):
+            seconds = group.mean([block.ops[op].seconds * block.calls for block in group.blocks])
+            upper = 0.0 if first.ops[op].fixed else most
+            again[op] = columns.add(seconds, whole=False, upper=upper)
+        for op, column in again.items():
+            if first.ops[op].kept:  # a block that is recomputed has it saved or computes it again
+                rows.add(self._lacking(number, op, recompute, column), 0.0)
+            for read in first.ops[op].reads:
+                if read in again:
+                    rows.add(self._lacking(number, read, column, again[read]), 0.0)
+
+    def _lacking(self, number: int, op: int, needed: int, again: int) -> dict[int, float]:
+        """The condition that a result is saved or computed again as often as it is needed."""
+        entries = {needed: 1.0, again: -1.0}
+        if (number, op) in self._saves:
+            entries[self._saves[number, op]] = -1.0
+        return entries
+
     def cheapest(self, budget: int, *, least: bool) -> Solved:
         """The cheapest decisions within a budget of bytes.
 
@@ -233,7 +265,7 @@ class Program:
         rows = _Rows(list(self._rows.entries), list(self._rows.bounds))
         columns = replace(self._columns, cost=list(self._columns.cost), upper=list(self._columns.upper))
         columns.whole = list(self._columns.whole)
-        for entries, bound in self._stretches(budget, least=least):
+        for entries, bound in self._stretches(budget, columns, rows, least=least):
             rows.add(entries, bound)
         self._add_transfers(columns, rows)
         return self._read(columns, _solved(columns, rows, self.terms))
@@ -243,42 +275,96 @@ class Program:
         columns = _Columns([0.0] * len(self._columns.cost), [*self._columns.upper], [*self._columns.whole])
         rows = _Rows(list(self._rows.entries), list(self._rows.bounds))
         peak = columns.add(1.0, whole=False, upper=np.inf)
-        for entries, bound in self._stretches(0, least=True):
+        for entries, bound in self._stretches(0, columns, rows, least=True):
             rows.add({**entries, peak: -1.0}, bound)
         self._add_host(rows)
         return self._read(columns, _solved(columns, rows, self.terms))
 
-    def _stretches(self, budget: int, *, least: bool) -> list[tuple[dict[int, float], float]]:
+    def _stretches(
+        self, budget: int, columns: _Columns, rows: _Rows, *, least: bool
+    ) -> list[tuple[dict[int, float], float]]:
         """A condition for each stretch that could exceed the budget, in MiB."""
         room = round(sum(self._window.values()) * _MIB)
         held = held_in(self.observation)
-        seen: dict[bytes, int] = {}
+        seen: dict[tuple[bytes, Stretch | None], int] = {}
         for number, stretch in enumerate(self.observation.stretches):
             if stretch.peak_bytes + room <= budget:
                 continue
-            # Of several stretches with the same blocks waiting only the highest counts.
-            key = held[number].tobytes()
+            # Of several stretches with the same blocks waiting only the highest counts, but for those of a block's own.
+            own = replace(stretch, peak_bytes=0) if stretch.position >= 0 else None
+            key = held[number].tobytes(), own
             seen[key] = max(seen.get(key, 0), stretch.peak_bytes)
         return [
-            (self._freed(np.frombuffer(key), least=least), (budget - peak) / _MIB)
-            for key, peak in seen.items()
+            (self._freed(np.frombuffer(waiting), own, columns, rows, least=least), (budget - peak) / _MIB)
+            for (waiting, own), peak in seen.items()
         ]
 
-    def _freed(self, held: Counts, *, least: bool) -> dict[int, float]:
+    def _freed(
+        self, held: Counts, own: Stretch | None, columns: _Columns, rows: _Rows, *, least: bool
+    ) -> dict[int, float]:
         entries = dict(self._window)
         for number, group in enumerate(self.groups):
-            count, block = group.waiting(held, least=least), group.first
-            if not count:
+            count, first = group.waiting(held, least=least), group.first
+            working = own if own is not None and any(own.block == one.index for one in group.blocks) else None
+            if not count and working is None:
                 continue
             if number in self._recompute:
-                rest = kept_bytes(block, Decision(Fate.RECOMPUTE))
-                entries[self._recompute[number]] = count * (rest - block.kept_bytes) / _MIB
-            if number in self._offload:
-                entries[self._offload[number]] = -count * block.kept_bytes / _MIB
-        for (number, op), column in self._saves.items():
-            group = self.groups[number]
-            if count := group.waiting(held, least=least):
-                entries[column] = count * group.first.ops[op].bytes / _MIB
+                entries |= self._recomputed(number, held, working, least=least)
+                if working is not None and working.backward and (least or len(group.blocks) == 1):
+                    entries |= self._there_again(number, working.position, columns, rows)
+            if count and number in self._offload:
+                entries[self._offload[number]] = -count * first.kept_bytes / _MIB
+        return entries
+
+    def _recomputed(self, number: int, held: Counts, own: Stretch | None, *, least: bool) -> dict[int, float]:
+        """What recomputing blocks of a group frees in a stretch, negative, and what saving results takes of that."""
+        group = self.groups[number]
+        first = group.first
+
+        def times(*, absent: bool) -> float:
+            """For how many of the blocks a result is not there, or what is there in its place is."""
+            counts = [
+                float(held[one.index]) + (absent and own is not None and own.block == one.index)
+                for one in group.blocks
+            ]
+            return group.mean(counts) if least else max(counts)
+
+        more = times(absent=own is not None and own.backward)
+        away, there = times(absent=True), times(absent=False)
+        entries = {self._recompute[number]: more * first.new_input_bytes / _MIB}
+        for op, known in enumerate(first.ops):
+            saves = self._saves.get((number, op))
+            if known.own_bytes and not given(known):
+                gone = own is None or known.absent(own.position, backward=own.backward)
+                count = away if gone else there
+                entries[self._recompute[number]] -= count * known.own_bytes / _MIB
+                if saves is not None:
+                    entries[saves] = count * known.own_bytes / _MIB
+            elif saves is not None:
+                entries[saves] = away * known.bytes / _MIB
+        return entries
+
+    def _there_again(
+        self, number: int, position: int, columns: _Columns, rows: _Rows
+    ) -> dict[int, float]:
+        """What is there at a position of a block's backward pass because something was computed from it.
+
+        Of a group of blocks one is at work, and its decisions are taken to be the mean of all.
+        """
+        group, again = self.groups[number], self._again[number]
+        first, most = group.first, float(len(group.blocks))
+        there: dict[int, int] = {}
+        entries = {}
+        for op in sorted(again):
+            known = first.ops[op]
+            if known.absent(position, backward=True):
+                there[op] = columns.add(0.0, whole=False, upper=most)
+                if known.own_bytes:
+                    entries[there[op]] = known.own_bytes / most / _MIB
+        for op in again:
+            for read in first.ops[op].reads:
+                if read in there:
+                    rows.add(self._lacking(number, read, there.get(op, again[op]), there[read]), 0.0)
         return entries
 
     def _add_transfers(self, columns: _Columns, rows: _Rows) -> None:
@@ -367,6 +453,15 @@ def _solved(columns: _Columns, rows: _Rows, terms: Terms) -> optimize.OptimizeRe
 
 def lowest_shared(observation: Observation, terms: Terms) -> Mapping[str, Decision] | None:
     """Decisions with the lowest peak where the host holds a part of what could go there; None where none was found."""
-    # What is saved only ever adds.
+    # What is saved only ever adds, as far as what waits is concerned.
     terms = replace(terms, select=False, time_limit=min(terms.time_limit, _LOWEST_SECONDS))
     return Program(observation, alone(observation), terms).lowest().decisions
+
+
+def lowest_inside(observation: Observation, terms: Terms) -> Mapping[str, Decision] | None:
+    """Decisions with the lowest peak where a block's own pass may be it; None where none was found.
+
+    What is computed again there is there all at once, if it is computed from one another: saving some of it is less.
+    """
+    terms = replace(terms, offload=False, time_limit=min(terms.time_limit, _LOWEST_SECONDS))
+    return Program(observation, groups_of(observation), terms).lowest().decisions

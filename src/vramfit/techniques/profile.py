@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+ALWAYS = 1 << 62
+"""Later than any operation or node."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockOp:
     """One operation of a block's forward pass, in the order in which they run.
@@ -24,6 +28,15 @@ class BlockOp:
         random: whether it draws random numbers.
         mutated: whether a later operation of the block changes its results in place.
         parent: the block's submodule that ran it, by its name inside the block; empty for the block itself.
+        own_bytes: of its results, those that autograd keeps for this block alone.
+        shared: whether others keep its results too, or their memory: the next block its input.
+        fixed: whether it cannot run again by itself.
+        reads: numbers of the block's operations whose results it reads, and of those that change its own in place.
+        last_read: number of the last operation of the block that reads its results; `ALWAYS` where the block returns
+            them.
+        last_saved: position in the block's backward pass of the first node that reads its results there, -1 where none
+            does; `ALWAYS` where that is not known. Positions fall during a backward pass: they are the sequence numbers
+            of autograd's nodes, from the block's first on.
     """
 
     name: str
@@ -34,6 +47,16 @@ class BlockOp:
     random: bool = False
     mutated: bool = False
     parent: str = ""
+    own_bytes: int = 0
+    shared: bool = False
+    fixed: bool = False
+    reads: tuple[int, ...] = ()
+    last_read: int = ALWAYS
+    last_saved: int = ALWAYS
+
+    def absent(self, position: int, *, backward: bool) -> bool:
+        """Whether nothing has read its results at a position of the block's own backward pass, or will in its forward."""
+        return position > (self.last_saved if backward else self.last_read)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,10 +16,8 @@ says and gives it out again in the second run. Taken alone it changes results in
 
 from __future__ import annotations
 
-import functools
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,10 +29,16 @@ from torch.utils.checkpoint import (
 )
 
 from vramfit.errors import UsageError
+from vramfit.techniques.activation_checkpointing.op_facts import (
+    CAST,
+    alias_of,
+    changed_arguments,
+    is_cached_by_autocast,
+    op_facts,
+    tensors_in,
+)
 from vramfit.techniques.activation_checkpointing.random_state import RandomState
 from vramfit.techniques.activation_checkpointing.specs import Matcher
-
-_CAST = torch.ops.aten._to_copy.default
 
 
 class Keeping:
@@ -84,7 +88,7 @@ class _Policy:
 
     def pass_by(self, op: Any) -> None:
         """An op runs that is never kept; it counts as a call."""
-        self._matcher.wants(_facts(op).name)
+        self._matcher.wants(op_facts(op).name)
 
     def close(self) -> None:
         """Remember how often each kept result was changed."""
@@ -107,11 +111,11 @@ class _Policy:
         """Whether an op's result is kept."""
         if context.is_recompute:  # torch before 2.13 asks again in the second run
             return self._decided[op].popleft()
-        facts = _facts(op)
+        facts = op_facts(op)
         wanted = self._matcher.wants(facts.name)
         changed: list[_Kept] = []
         if facts.changes:
-            changed = list(self._touched(_changed_arguments(facts, args, kwargs)))
+            changed = list(self._touched(changed_arguments(facts, args, kwargs)))
             self._refuse_if_read(facts.name, changed)
             wanted = bool(changed)
         elif wanted:
@@ -126,13 +130,13 @@ class _Policy:
         return policy
 
     def _keep(self, name: str, output: Any) -> None:
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             storage = tensor.untyped_storage()._cdata
             if storage not in self._kept:
-                self._kept[storage] = _Kept(name, _alias(tensor))
+                self._kept[storage] = _Kept(name, alias_of(tensor))
 
     def _touched(self, values: Any) -> Iterator[_Kept]:
-        for tensor in _tensors(values) if self._kept else ():
+        for tensor in tensors_in(values) if self._kept else ():
             kept = self._kept.get(tensor.untyped_storage()._cdata)
             if kept is not None:
                 yield kept
@@ -146,7 +150,7 @@ class _Policy:
                 )
 
     def _remember_state(self, name: str, args: Any, *, kept: bool) -> None:
-        state = RandomState.now(_tensors(args))
+        state = RandomState.now(tensors_in(args))
         if kept and self._state != state:
             self.random.setdefault(name, {})[self._calls[name]] = state
         self._state = state
@@ -186,76 +190,15 @@ class _Delegate(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _CAST and _is_cached_by_autocast(args[0]):
+        if func is CAST and is_cached_by_autocast(args[0]):
             if not self._again:
                 self._policy.pass_by(func)
             return func(*args, **(kwargs or {}))
         out = self._mode.__torch_dispatch__(func, types, args, kwargs)
-        if self._again and self._policy.random and _facts(func).draws:
-            name = _facts(func).name
+        if self._again and self._policy.random and op_facts(func).draws:
+            name = op_facts(func).name
             state = self._policy.random.get(name, {}).get(self._calls[name])
             self._calls[name] += 1
             if state is not None:
                 state.set()
         return out
-
-
-def _is_cached_by_autocast(tensor: torch.Tensor) -> bool:
-    """Whether autocast caches this tensor's copy: a leaf that needs gradients (aten/src/ATen/autocast_mode.cpp)."""
-    return tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """What is known of an op.
-
-    Attributes:
-        name: without its overload: ``addmm``.
-        changes: its arguments that it changes in place, each with its place and its name.
-        is_view: whether it gives a view of its argument.
-        draws: whether it may draw random numbers.
-    """
-
-    name: str
-    changes: tuple[tuple[int, str], ...]
-    is_view: bool
-    draws: bool
-
-
-@functools.cache
-def _facts(op: Any) -> _Facts:
-    schema = getattr(op, "_schema", None)  # higher-order ops have none
-    arguments = schema.arguments if schema is not None else ()
-    text: str = schema.name if schema is not None else str(op)
-    return _Facts(
-        name=text.rpartition("::")[2],
-        changes=tuple(
-            (index, argument.name)
-            for index, argument in enumerate(arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ),
-        is_view=bool(getattr(op, "is_view", False)),
-        draws=torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()),
-    )
-
-
-def _changed_arguments(facts: _Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    return [args[index] if index < len(args) else kwargs.get(name) for index, name in facts.changes]
-
-
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its graph, and with its count of changes in place (_detach_helper in checkpoint.py)."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors among an op's arguments or results: called for each op, so without a general walk."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, dict):
-        for value in values.values():
-            yield from _tensors(value)

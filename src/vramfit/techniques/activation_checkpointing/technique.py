@@ -12,11 +12,13 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.techniques.activation_checkpointing.region import Recomputed
+from vramfit.techniques.activation_checkpointing.rematerialization import Rematerialized
 from vramfit.techniques.activation_checkpointing.specs import PRESETS, check_specs, keeps, op_specs
 from vramfit.techniques.blocks import checked_module, find_blocks, refused_blocks
 from vramfit.techniques.live import Live
 from vramfit.techniques.numerics import Numerics
 from vramfit.techniques.profile import Block, Profile
+from vramfit.techniques.surround import Around
 from vramfit.techniques.technique import Phase, Setting, Technique
 
 EVERYWHERE = "*"
@@ -31,6 +33,8 @@ class Mode(Enum):
         EVERY: every k-th by itself.
         SEGMENTS: runs of blocks together: the first of a run keeps its input.
         SELECTIVE: each by itself, but for the results of some ops, which are kept.
+        LAZY: each result by its own op, when the backward pass reads it, but for those that are kept. What nothing needs
+            is not computed again, and a block never holds all its activations again.
     """
 
     NONE = "none"
@@ -38,6 +42,7 @@ class Mode(Enum):
     EVERY = "every"
     SEGMENTS = "segments"
     SELECTIVE = "selective"
+    LAZY = "lazy"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,14 +160,13 @@ def setting_for(decisions: Mapping[str, Iterable[int] | None], blocks: Sequence[
             save[path] = tuple(specs[index] for index in indices)
     if not modules:
         return Checkpointing(mode=Mode.NONE)
-    mode = Mode.SELECTIVE if save else Mode.WHOLE
-    return Checkpointing(mode=mode, modules=tuple(modules), save=save)
+    return Checkpointing(mode=Mode.LAZY, modules=tuple(modules), save=save)
 
 
 # -- what is put around what ---------------------------------------------------------------------------------------
 
 
-def _surroundings(model: nn.Module, setting: Checkpointing) -> Iterator[tuple[str, Recomputed]]:
+def _surroundings(model: nn.Module, setting: Checkpointing) -> Iterator[tuple[str, Around]]:
     _check(setting)
     paths = _paths(model, setting)
     for path in setting.save:
@@ -175,7 +179,9 @@ def _surroundings(model: nn.Module, setting: Checkpointing) -> Iterator[tuple[st
         yield from _segments(paths, setting)
         return
     for path in paths:
-        yield path, Recomputed(path, keep=_kept(setting, path))
+        keep = _kept(setting, path)
+        lazy = setting.mode is Mode.LAZY
+        yield path, Rematerialized(path, keep=keep) if lazy else Recomputed(path, keep=keep)
 
 
 def _check(setting: Checkpointing) -> None:

@@ -1,0 +1,497 @@
+"""Results that are computed again one at a time: each by its own op, when the backward pass reads it.
+
+NOTE [One at a time]: ``torch.utils.checkpoint`` runs a whole block again when the backward pass gets to it, and then
+holds all of its activations at once. Here nothing runs as a whole. During the forward pass each op is noted with its
+arguments, as it reaches the kernels: below autograd and autocast, views resolved to the memory that they are in. What
+autograd saves is then kept as a recipe: the op, and for each argument the tensor itself, where it is kept anyway, or
+the recipe of another. The backward pass reads a saved tensor, its recipe is followed back to what is kept, and what
+has been computed on the way stays if it is to be read too. The same kernels with the same arguments give the same bits.
+
+1. An op that changes a result in place (``relu_``) becomes a part of its recipe, if nobody had read the result. If
+   somebody had, the result is kept from then on.
+2. An op that draws random numbers is preceded by the state that its generator had.
+3. Batch norm updates its running statistics. The second time it is given copies, which its results do not depend on.
+4. What is neither an op of torch's own nor gives plain tensors (collectives, kernels of others, subclasses) is kept.
+5. A tensor that a recipe reads must not change until then: its version is compared, as autograd does for what it saves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from vramfit.errors import UsageError
+from vramfit.techniques.activation_checkpointing.op_facts import (
+    OpFacts,
+    alias_of,
+    changed_arguments,
+    computes_only,
+    op_facts,
+    tensors_in,
+)
+from vramfit.techniques.activation_checkpointing.random_state import RandomState
+from vramfit.techniques.activation_checkpointing.specs import Matcher
+
+_STATISTICS = frozenset({"running_mean", "running_var"})
+"""Arguments that batch norm updates in place, whatever its schema says."""
+
+_SWEEP = 32
+"""Ops from one look at what is gone to the next."""
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
+
+
+class Rematerialized:
+    """Runs a block so that its results are computed again one at a time, in training and where gradients are wanted.
+
+    Args:
+        path: the block's name, for errors.
+        keep: specs of the ops whose results are kept.
+    """
+
+    def __init__(self, path: str, *, keep: tuple[str, ...] = ()) -> None:
+        self.path = path
+        self.keep = keep
+
+    def __call__(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The block's forward pass."""
+        if not (module.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        recording = _Recording(self.keep, self.path)
+        with torch.autograd.graph.saved_tensors_hooks(recording.pack, _unpack), recording:
+            out = forward(*args, **kwargs)
+        recording.close()
+        return out
+
+
+class _Result:
+    """A result of an op, with what changed it in place since.
+
+    Attributes:
+        operation: that makes it.
+        dtype: of its elements.
+        pending: saved tensors that it stands for, and that were not read so far.
+        value: the tensor while it is there.
+        used: whether an op has read it.
+        saved: whether autograd has saved it.
+    """
+
+    __slots__ = ("__weakref__", "dtype", "operation", "pending", "saved", "used", "value")
+
+    def __init__(self, operation: _Operation, dtype: torch.dtype) -> None:
+        self.operation = operation
+        self.dtype = dtype
+        self.pending = 0
+        self.value: torch.Tensor | None = None
+        self.used = self.saved = False
+
+
+class _View:
+    """A tensor in the memory of a result; of that which a step changes itself, where it names none."""
+
+    __slots__ = ("offset", "result", "size", "stride")
+
+    def __init__(self, result: _Result | None, tensor: torch.Tensor) -> None:
+        self.result = result
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+
+    def of(self, value: torch.Tensor) -> torch.Tensor:
+        """The tensor, once the result is there."""
+        if (value.size(), value.stride(), value.storage_offset()) == (self.size, self.stride, self.offset):
+            return value
+        return value.as_strided(self.size, self.stride, self.offset)
+
+
+class _Held:
+    """A tensor that stays, and how often it was changed in place."""
+
+    __slots__ = ("__weakref__", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # A parameter may be moved to another device and back while it waits: then its own data is what counts.
+        self.tensor = tensor if tensor.is_leaf and tensor.requires_grad else alias_of(tensor)
+        self.version = None if tensor.is_inference() else tensor._version
+
+    @property
+    def changed(self) -> bool:
+        """Whether it was changed since."""
+        return self.version is not None and self.tensor._version != self.version
+
+
+class _Step:
+    """One call of an op, with recipes for arguments.
+
+    Args:
+        func: the op.
+        args: its arguments: tensors as `_View` or `_Held`.
+        kwargs: the same by name.
+        state: of the generators before it; None if it draws nothing.
+        changes: the result that it changes in place, which holds it.
+    """
+
+    __slots__ = ("args", "changes", "func", "kwargs", "state")
+
+    def __init__(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        state: RandomState | None,
+        changes: weakref.ref[_Result] | None = None,
+    ) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.state = state
+        self.changes = changes
+
+    def run(self, values: dict[_Result, torch.Tensor], path: str) -> Any:
+        """Call it again."""
+        args, kwargs = self._filled(self.args, values, path), self._filled(self.kwargs, values, path)
+        if self.state is None:
+            return self.func(*args, **kwargs)
+        before = RandomState.now(tensors_in((args, kwargs)))
+        self.state.set()
+        try:
+            return self.func(*args, **kwargs)
+        finally:
+            before.set()
+
+    def _filled(self, tree: Any, values: dict[_Result, torch.Tensor], path: str) -> Any:
+        if isinstance(tree, _View):
+            result = tree.result if tree.result is not None or self.changes is None else self.changes()
+            assert result is not None
+            value = values.get(result, result.value)
+            assert value is not None  # it was computed before
+            return tree.of(value)
+        if isinstance(tree, _Held):
+            if tree.changed:
+                raise RuntimeError(
+                    f"a tensor that {self.func} of {path} read was changed in place since its forward pass: leave "
+                    f"{path} out of the modules to recompute"
+                )
+            return tree.tensor
+        if isinstance(tree, _Statistics):
+            return tree.tensor.clone()
+        if isinstance(tree, tuple | list):
+            return [self._filled(item, values, path) for item in tree]
+        if isinstance(tree, dict):
+            return {name: self._filled(item, values, path) for name, item in tree.items()}
+        return tree
+
+
+class _Statistics:
+    """Running statistics: a copy is given to the second call."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Operation:
+    """An op that makes results, and what changes them in place.
+
+    Attributes:
+        path: of the block.
+        number: when it ran, in the block; of the last op that changed its result.
+        steps: the calls.
+        results: with the place of each among those of the first call. They hold it, and it does not hold them: all
+            goes with the graph, and nothing waits for the garbage collector.
+    """
+
+    __slots__ = ("number", "path", "results", "steps")
+
+    def __init__(self, path: str, number: int, step: _Step) -> None:
+        self.path = path
+        self.number = number
+        self.steps = [step]
+        self.results: list[tuple[int, weakref.ref[_Result]]] = []
+
+    @property
+    def used(self) -> bool:
+        """Whether an op has read any of its results."""
+        return any(result.used for _, known in self.results if (result := known()) is not None)
+
+    def reads(self) -> Iterator[_Result]:
+        """The results of others that it needs."""
+        for step in self.steps:
+            for view in _views((step.args, step.kwargs)):
+                if view.result is not None:
+                    yield view.result
+
+    def run(self, values: dict[_Result, torch.Tensor]) -> None:
+        """Compute its results."""
+        made = self.steps[0].run(values, self.path)
+        for place, known in self.results:
+            if (result := known()) is not None:
+                values[result] = made[place] if isinstance(made, tuple | list) else made
+        for step in self.steps[1:]:
+            if step.changes is not None and step.changes() is not None:
+                step.run(values, self.path)
+
+
+class _Saved:
+    """What autograd holds in place of a tensor."""
+
+    __slots__ = ("result", "view")
+
+    def __init__(self, result: _Result, view: _View) -> None:
+        self.result = result
+        self.view = view
+        result.pending += 1
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    """The tensor that autograd had saved."""
+    if not isinstance(saved, _Saved):
+        kept: torch.Tensor = saved
+        return kept
+    result = saved.result
+    with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        value = result.value
+        if value is None:
+            value = _computed(result)
+        result.pending -= 1
+        result.value = value if result.pending > 0 else None
+        return saved.view.of(value)
+
+
+def _computed(wanted: _Result) -> torch.Tensor:
+    """A result, computed again with all that it takes; of these, what is to be read too stays."""
+    needed: dict[int, _Operation] = {}
+    ahead = [wanted.operation]
+    while ahead:
+        operation = ahead.pop()
+        if operation.number not in needed:
+            needed[operation.number] = operation
+            ahead += [result.operation for result in operation.reads() if result.value is None]
+    order = sorted(needed)
+    last = {result: number for number in order for result in needed[number].reads()}
+    values: dict[_Result, torch.Tensor] = {}
+    for number in order:
+        operation = needed[number]
+        operation.run(values)
+        for _, known in operation.results:
+            if (result := known()) is not None and result.pending > 0:
+                result.value = values[result]
+        for result in list(values):
+            if result is not wanted and last.get(result, number) <= number:
+                del values[result]
+    return values[wanted]
+
+
+class _Recording(TorchDispatchMode):
+    """Notes the ops of one call of a block.
+
+    Args:
+        keep: specs of the ops whose results are kept.
+        path: the block's name, for errors.
+    """
+
+    def __init__(self, keep: tuple[str, ...], path: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._matcher = Matcher(keep)
+        self._path = path
+        self._results: dict[int, _Result] = {}
+        self._storages: dict[int, StorageWeakRef] = {}  # their addresses are no others' while these are held
+        self._held: list[tuple[str, weakref.ref[_Held]]] = []
+        self._number = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        facts = op_facts(func)
+        self._number += 1
+        if self._number % _SWEEP == 0:
+            self._forget()
+        wanted = self._matcher.wants(facts.name)
+        state = RandomState.now(tensors_in((args, kwargs))) if facts.draws and not wanted else None
+        out = func(*args, **kwargs)
+        if facts.is_view:
+            return out
+        if facts.changes and not _STATISTICS.issuperset(name for _, name in facts.changes):
+            self._note_change(func, facts, args, kwargs, state, wanted=wanted)
+        elif not wanted and _repeats(func, args, kwargs, out):
+            self._note_results(func, args, kwargs, state, out)
+        return out
+
+    def _forget(self) -> None:
+        """Let go of results whose memory is gone: no op can read them, and their arguments are held for nothing."""
+        for storage in [known for known, held in self._storages.items() if held.expired()]:
+            del self._storages[storage]
+            self._results.pop(storage, None)
+
+    def _note_results(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], state: RandomState | None, out: Any
+    ) -> None:
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        made = out if isinstance(out, tuple | list) else (out,)
+        fresh = [
+            (place, tensor)
+            for place, tensor in enumerate(made)
+            if isinstance(tensor, torch.Tensor)
+            and tensor.untyped_storage()._cdata not in given
+            and tensor.untyped_storage()._cdata not in self._results
+        ]
+        if not fresh:
+            return
+        operation = _Operation(self._path, self._number, self._step(func, args, kwargs, state))
+        for place, tensor in fresh:
+            storage = tensor.untyped_storage()
+            result = _Result(operation, tensor.dtype)
+            operation.results.append((place, weakref.ref(result)))
+            self._results[storage._cdata] = result
+            self._storages[storage._cdata] = StorageWeakRef(storage)
+
+    def _note_change(
+        self,
+        func: Any,
+        facts: OpFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        state: RandomState | None,
+        *,
+        wanted: bool,
+    ) -> None:
+        changed = {
+            tensor.untyped_storage()._cdata
+            for tensor in tensors_in(changed_arguments(facts, args, kwargs))
+            if tensor.layout is torch.strided
+        }
+        for storage in changed:
+            result = self._results.get(storage)
+            if result is None:
+                continue
+            operation = result.operation
+            followed = wanted or len(changed) > 1 or result.saved or operation.used
+            if followed or not _repeats(func, args, kwargs, None):
+                del self._results[storage]
+                continue
+            operation.steps.append(self._step(func, args, kwargs, state, changes=result))
+            operation.number = self._number
+
+    def _step(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        state: RandomState | None,
+        changes: _Result | None = None,
+    ) -> _Step:
+        declared = [argument.name for argument in func._schema.arguments]
+        making = _Making(self, str(func), changes)
+        given = [making.recipe(value, of) for value, of in zip(args, declared, strict=False)]
+        named = {of: making.recipe(value, of) for of, value in kwargs.items()}
+        return _Step(func, given, named, state, None if changes is None else weakref.ref(changes))
+
+    def hold(self, tensor: torch.Tensor, name: str) -> _Held:
+        """Keep a tensor that an op of that name reads."""
+        held = _Held(tensor)
+        self._held.append((name, weakref.ref(held)))
+        return held
+
+    def result_of(self, tensor: torch.Tensor) -> _Result | None:
+        """The result in whose memory a tensor is, and that is computed again; None where it is in none."""
+        if not _is_plain(tensor):
+            return None
+        storage = tensor.untyped_storage()._cdata
+        result = self._results.get(storage)
+        if result is None:
+            return None
+        if tensor.dtype != result.dtype or tensor.is_conj() or tensor.is_neg():
+            del self._results[storage]  # seen as something else: kept from now on
+            return None
+        return result
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd holds in place of a tensor."""
+        result = self.result_of(tensor)
+        if result is None:
+            return tensor
+        result.saved = True
+        return _Saved(result, _View(result, tensor))
+
+    def close(self) -> None:
+        """The forward pass is over.
+
+        Raises:
+            UsageError: a tensor was changed in place after an op had read it whose results are to be computed again.
+        """
+        changed = next((name for name, known in self._held if (held := known()) and held.changed), None)
+        self._results.clear()
+        self._storages.clear()
+        self._held.clear()
+        if changed is not None:
+            raise UsageError(
+                f"{self._path} cannot be recomputed: its forward pass changes a tensor in place that {changed} read",
+                "Leave it out of the modules to recompute, or set inplace=False in the layer that does it",
+            )
+
+
+class _Making:
+    """Makes recipes of the arguments of a call.
+
+    Args:
+        recording: knows the results so far.
+        name: of the op.
+        changes: the result that it changes in place.
+    """
+
+    def __init__(self, recording: _Recording, name: str, changes: _Result | None) -> None:
+        self._recording = recording
+        self._name = name
+        self._changes = changes
+
+    def recipe(self, value: Any, of: str = "") -> Any:
+        """A value with recipes in place of tensors; `of` is the argument's name."""
+        if isinstance(value, torch.Tensor):
+            return _Statistics(value) if of in _STATISTICS else self._tensor(value)
+        if isinstance(value, tuple | list):
+            return [self.recipe(item) for item in value]
+        if isinstance(value, dict):
+            return {name: self.recipe(item) for name, item in value.items()}
+        return value
+
+    def _tensor(self, tensor: torch.Tensor) -> _View | _Held:
+        result = self._recording.result_of(tensor)
+        if result is None:
+            return self._recording.hold(tensor, self._name)
+        if result is self._changes:
+            return _View(None, tensor)
+        result.used = True
+        return _View(result, tensor)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is its storage, and all of it."""
+    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+
+
+def _repeats(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
+    """Whether a second call does the same and nothing else, as far as plain tensors go."""
+    return computes_only(func) and all(map(_is_plain, tensors_in((args, kwargs, out))))
+
+
+def _views(tree: Any) -> Iterator[_View]:
+    if isinstance(tree, _View):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from _views(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from _views(item)
