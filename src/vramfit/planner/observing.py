@@ -25,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from vramfit.planner.summing import summed
 from vramfit.techniques import Block, BlockOp
 from vramfit.techniques.activation_checkpointing.op_facts import computes_only
+from vramfit.techniques.blocks import find_blocks
 from vramfit.techniques.profile import ALWAYS
 
 BETWEEN = -1
@@ -116,6 +117,7 @@ class _Op:
     kept: bool = False
     mutated: bool = False
     parent: str = ""
+    part: str = ""
     shape: tuple[int, ...] = ()
     fixed: bool = False
     storages: set[StorageWeakRef] = field(default_factory=set)
@@ -159,6 +161,9 @@ class Observer(TorchDispatchMode):
         self._estimate = estimate
         self._meter = meter
         self._blocks = {path: _Seen(path, model.get_submodule(path)) for path in places}
+        # Where the model as a whole is the block, its parts are what is found again when other things change.
+        self._counted_apart = [place.path for place in find_blocks(model)] if "" in self._blocks else []
+        self._part_of: dict[str, str] = {}
         self._order: list[_Seen] = []
         self._model = model
         self._running: list[_Seen] = []
@@ -313,6 +318,14 @@ class Observer(TorchDispatchMode):
         self._stretch(index, backward=True, call=call, position=position)
         return self._order[index] if index != BETWEEN else None
 
+    def _part_at(self, parent: str) -> str:
+        """The part of the model, counted apart, that a module is in."""
+        if parent not in self._part_of:
+            self._part_of[parent] = next(
+                (path for path in self._counted_apart if parent == path or parent.startswith(f"{path}.")), ""
+            )
+        return self._part_of[parent]
+
     def _note(
         self,
         func: Any,
@@ -353,6 +366,7 @@ class Observer(TorchDispatchMode):
         for ref in fresh:
             seen.made[ref] = number
         shape = next((tuple(t.shape) for t in _strided(out)), ())
+        parent = self._parents[-1] if self._parents else ""
         seen.ops.append(
             _Op(
                 name=name,
@@ -360,7 +374,8 @@ class Observer(TorchDispatchMode):
                 seconds=seconds,
                 flops=flops,
                 random=torch.Tag.nondeterministic_seeded in func.tags,
-                parent=self._parents[-1] if self._parents else "",
+                parent=parent,
+                part=self._part_at(parent),
                 shape=shape,
                 fixed=not computes_only(func),
                 storages=set(fresh),
@@ -460,6 +475,7 @@ def _block_ops(seen: _Seen, shared: set[StorageWeakRef]) -> tuple[BlockOp, ...]:
             shared=bool(op.storages & shared),
             fixed=op.fixed,
             reads=tuple(sorted(op.reads)),
+            part=op.part,
             last_read=op.last_read,
             last_saved=op.last_saved,
         )

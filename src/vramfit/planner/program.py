@@ -344,9 +344,7 @@ class Program:
                 entries[saves] = away * known.bytes / _MIB
         return entries
 
-    def _there_again(
-        self, number: int, position: int, columns: _Columns, rows: _Rows
-    ) -> dict[int, float]:
+    def _there_again(self, number: int, position: int, columns: _Columns, rows: _Rows) -> dict[int, float]:
         """What is there at a position of a block's backward pass because something was computed from it.
 
         Of a group of blocks one is at work, and its decisions are taken to be the mean of all.

@@ -32,6 +32,7 @@ class BlockOp:
         shared: whether others keep its results too, or their memory: the next block its input.
         fixed: whether it cannot run again by itself.
         reads: numbers of the block's operations whose results it reads, and of those that change its own in place.
+        part: path of the part of the model that its block counts apart; empty outside of any.
         last_read: number of the last operation of the block that reads its results; `ALWAYS` where the block returns
             them.
         last_saved: position in the block's backward pass of the first node that reads its results there, -1 where none
@@ -51,6 +52,7 @@ class BlockOp:
     shared: bool = False
     fixed: bool = False
     reads: tuple[int, ...] = ()
+    part: str = ""
     last_read: int = ALWAYS
     last_saved: int = ALWAYS
 

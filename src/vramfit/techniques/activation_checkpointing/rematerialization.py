@@ -17,8 +17,10 @@ has been computed on the way stays if it is to be read too. The same kernels wit
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,10 +70,50 @@ class Rematerialized:
         if not (module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         recording = _Recording(self.keep, self.path)
-        with torch.autograd.graph.saved_tensors_hooks(recording.pack, _unpack), recording:
-            out = forward(*args, **kwargs)
+        recordings = _recordings()
+        recordings.append(recording)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(recording.pack, _unpack), recording:
+                out = forward(*args, **kwargs)
+        finally:
+            recordings.pop()
         recording.close()
         return out
+
+
+class Apart:
+    """Counts the ops of a part of a block apart from those around it, so that these may be more or fewer.
+
+    Args:
+        path: the part's name.
+        keep: specs of its ops whose results are kept.
+    """
+
+    def __init__(self, path: str, *, keep: tuple[str, ...] = ()) -> None:
+        self.path = path
+        self.keep = keep
+
+    def __call__(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The part's forward pass."""
+        del module
+        recordings = _recordings()
+        if not recordings:
+            return forward(*args, **kwargs)
+        with recordings[-1].apart(self.path, self.keep):
+            return forward(*args, **kwargs)
+
+
+_OF_THREAD = threading.local()
+
+
+def _recordings() -> list[_Recording]:
+    """Those of this thread, the innermost last."""
+    known: list[_Recording] | None = getattr(_OF_THREAD, "recordings", None)
+    if known is None:
+        known = _OF_THREAD.recordings = []
+    return known
 
 
 class _Result:
@@ -304,6 +346,7 @@ class _Recording(TorchDispatchMode):
     def __init__(self, keep: tuple[str, ...], path: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._matcher = Matcher(keep)
+        self._matchers: dict[str, Matcher] = {}
         self._path = path
         self._results: dict[int, _Result] = {}
         self._storages: dict[int, StorageWeakRef] = {}  # their addresses are no others' while these are held
@@ -314,6 +357,8 @@ class _Recording(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "namespace", None) == "prim":
+            return func(*args, **kwargs)  # a question for the device of a fake tensor
         facts = op_facts(func)
         self._number += 1
         if self._number % _SWEEP == 0:
@@ -328,6 +373,16 @@ class _Recording(TorchDispatchMode):
         elif not wanted and _repeats(func, args, kwargs, out):
             self._note_results(func, args, kwargs, state, out)
         return out
+
+    @contextmanager
+    def apart(self, path: str, keep: tuple[str, ...]) -> Iterator[None]:
+        """While this is entered, ops are those of a part, counted on from its last call."""
+        around = self._matcher
+        self._matcher = self._matchers.setdefault(path, Matcher(keep))
+        try:
+            yield
+        finally:
+            self._matcher = around
 
     def _forget(self) -> None:
         """Let go of results whose memory is gone: no op can read them, and their arguments are held for nothing."""

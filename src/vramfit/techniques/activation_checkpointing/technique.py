@@ -12,7 +12,7 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.techniques.activation_checkpointing.region import Recomputed
-from vramfit.techniques.activation_checkpointing.rematerialization import Rematerialized
+from vramfit.techniques.activation_checkpointing.rematerialization import Apart, Rematerialized
 from vramfit.techniques.activation_checkpointing.specs import PRESETS, check_specs, keeps, op_specs
 from vramfit.techniques.blocks import checked_module, find_blocks, refused_blocks
 from vramfit.techniques.live import Live
@@ -52,14 +52,16 @@ class Checkpointing(Setting):
     Attributes:
         mode: which of the blocks, and how.
         modules: names of the blocks, in the order in which they run; none: those that `find_blocks` finds. A block and
-            a part of it may both be named: then the part is recomputed by itself while the block is.
+            a part of it may both be named: then the part is recomputed by itself while the block is. The empty name is
+            the model itself.
         every: with ``every``: the first of so many blocks is recomputed.
         segments: with ``segments``: how many; 0: about the square root of the number of blocks.
         nested: with ``segments``: each block of a segment is checkpointed by itself, too. The segment runs again to
             find the inputs of its blocks, then each block to find its activations.
         save: ops whose results are kept, by the block's name, or ``*`` for all others: an aten op (``addmm``), its
             n-th call in the block from 0 on (``addmm#2``), a pattern, or a preset (``matmuls``, ``convolutions``,
-            ``attention``, ``expensive``). Views need not be named: they cost nothing.
+            ``attention``, ``expensive``). Views need not be named: they cost nothing. With ``lazy``, a module inside a
+            block may be named too: then its ops are counted apart, so that what runs around it does not matter.
     """
 
     mode: Mode = Mode.WHOLE
@@ -154,13 +156,24 @@ def setting_for(decisions: Mapping[str, Iterable[int] | None], blocks: Sequence[
         if kept is None:
             continue
         modules.append(path)
-        indices = sorted(set(kept))
-        if indices:
-            specs = op_specs(op.name for op in known[path].ops)
-            save[path] = tuple(specs[index] for index in indices)
+        save |= _specs_by_part(known[path], sorted(set(kept))) if path in known else {}
     if not modules:
         return Checkpointing(mode=Mode.NONE)
     return Checkpointing(mode=Mode.LAZY, modules=tuple(modules), save=save)
+
+
+def _specs_by_part(block: Block, kept: Sequence[int]) -> dict[str, tuple[str, ...]]:
+    """The operations of a block whose results are kept, under the names of the parts that are counted apart."""
+    parts: dict[str, list[int]] = {}
+    for number, op in enumerate(block.ops):
+        parts.setdefault(op.part or block.path, []).append(number)
+    found = {}
+    for path, numbers in parts.items():
+        specs = op_specs(block.ops[number].name for number in numbers)
+        chosen = tuple(spec for number, spec in zip(numbers, specs, strict=True) if number in set(kept))
+        if chosen or path != block.path:
+            found[path] = chosen
+    return found
 
 
 # -- what is put around what ---------------------------------------------------------------------------------------
@@ -170,7 +183,12 @@ def _surroundings(model: nn.Module, setting: Checkpointing) -> Iterator[tuple[st
     _check(setting)
     paths = _paths(model, setting)
     for path in setting.save:
-        if path != EVERYWHERE and path not in paths:
+        if path == EVERYWHERE or path in paths:
+            continue
+        if setting.mode is Mode.LAZY and any(_inside(path, outer) for outer in paths):
+            checked_module(model, path)
+            yield path, Apart(path, keep=setting.save[path])
+        else:
             raise UsageError(
                 f"{path} is to keep results but is not recomputed",
                 "Add it to modules, or leave it out of save",
@@ -182,6 +200,10 @@ def _surroundings(model: nn.Module, setting: Checkpointing) -> Iterator[tuple[st
         keep = _kept(setting, path)
         lazy = setting.mode is Mode.LAZY
         yield path, Rematerialized(path, keep=keep) if lazy else Recomputed(path, keep=keep)
+
+
+def _inside(path: str, outer: str) -> bool:
+    return not outer or path.startswith(f"{outer}.")
 
 
 def _check(setting: Checkpointing) -> None:
