@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from vramfit.planner.observing import BETWEEN, Observation, Stretch
 from vramfit.techniques import Block, BlockOp
@@ -12,7 +13,15 @@ MIB = 1 << 20
 
 def op(mib: int, ms: float, *, kept: bool = True, flops: int = 0, mutated: bool = False) -> BlockOp:
     """An operation with results of so many MiB that takes so many milliseconds."""
-    return BlockOp(name="mm", bytes=mib * MIB, seconds=ms / 1e3, flops=flops, kept=kept, mutated=mutated)
+    return BlockOp(
+        name="mm",
+        bytes=mib * MIB,
+        seconds=ms / 1e3,
+        flops=flops,
+        kept=kept,
+        mutated=mutated,
+        own_bytes=mib * MIB if kept else 0,
+    )
 
 
 def block(index: int, ops: list[BlockOp], *, input_mib: int = 1) -> Block:
@@ -29,6 +38,11 @@ def block(index: int, ops: list[BlockOp], *, input_mib: int = 1) -> Block:
         forward_seconds=sum(one.seconds for one in ops),
         backward_seconds=2 * sum(one.seconds for one in ops),
     )
+
+
+def chained(ops: list[BlockOp]) -> list[BlockOp]:
+    """The same operations, each of which reads the results of the one before."""
+    return [replace(one, reads=(number - 1,) if number else ()) for number, one in enumerate(ops)]
 
 
 def observation(blocks: list[Block], *, base_mib: int = 100, head_mib: int = 20) -> Observation:
@@ -48,13 +62,49 @@ def observation(blocks: list[Block], *, base_mib: int = 100, head_mib: int = 20)
     )
 
 
+def inside_observation(seed: int, *, blocks: int = 2, ops: int = 4) -> Observation:
+    """A step of random blocks whose operations read one another's results, looked at within their passes too."""
+    draw = random.Random(seed)
+    made = []
+    for index in range(blocks):
+        drawn = [
+            replace(
+                op(draw.randint(1, 30), draw.uniform(0.1, 9), kept=draw.random() < 0.7),
+                reads=tuple(earlier for earlier in range(number) if draw.random() < 0.6),
+                last_read=draw.randint(number, ops),
+                last_saved=draw.randint(number, ops + 1),
+                fixed=draw.random() < 0.1,
+                shared=draw.random() < 0.1,
+            )
+            for number in range(ops)
+        ]
+        made.append(block(index, drawn, input_mib=draw.randint(0, 3)))
+    held, stretches = 100 * MIB, []
+    for one in made:
+        for number, operation in enumerate(one.ops):
+            held += operation.own_bytes
+            stretches.append(Stretch(one.index, False, held + draw.randint(0, 20) * MIB, one.index, number))
+    stretches.append(Stretch(BETWEEN, False, held + 10 * MIB))
+    for one in reversed(made):
+        for position in reversed(range(ops + 1)):
+            peak = held + draw.randint(0, 20) * MIB
+            stretches.append(Stretch(one.index, True, peak, one.index, position))
+            held -= one.ops[position].own_bytes if position < ops else 0
+    seconds = sum(one.forward_seconds + one.backward_seconds for one in made)
+    return Observation(
+        blocks=tuple(made), stretches=tuple(stretches), seconds=seconds, flops=0, logits_bytes=0
+    )
+
+
 def random_observation(seed: int, *, blocks: int = 3, ops: int = 3) -> Observation:
     """A step of random blocks."""
     draw = random.Random(seed)
     made = [
         block(
             index,
-            [op(draw.randint(1, 30), draw.uniform(0.1, 9), kept=draw.random() < 0.8) for _ in range(ops)],
+            chained(
+                [op(draw.randint(1, 30), draw.uniform(0.1, 9), kept=draw.random() < 0.8) for _ in range(ops)]
+            ),
             input_mib=draw.randint(0, 3),
         )
         for index in range(blocks)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from tests.planner.made import MIB, block, observation, op, random_observation
+from tests.planner.made import MIB, block, inside_observation, observation, op, random_observation
 
 from vramfit.planner.activations import greedy, lowest_peak, solve
 from vramfit.planner.decisions import (
@@ -17,7 +17,9 @@ from vramfit.planner.decisions import (
     Terms,
     candidates,
     choosable,
+    computed,
     kept_bytes,
+    least_saved,
     predicted_peak,
     recompute_flops,
     recompute_seconds,
@@ -32,6 +34,8 @@ def _all_decisions(one: Block) -> Iterator[Decision | None]:
     numbers = list(candidates(one))
     for count in range(len(numbers) + 1):
         for saved in itertools.combinations(numbers, count):
+            if least_saved(one) & computed(one, frozenset(saved)):
+                continue  # what cannot run again
             yield Decision(Fate.RECOMPUTE, frozenset(saved))
 
 
@@ -54,7 +58,32 @@ def _best(observed: Observation, budget: int) -> float | None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_it_is_as_cheap_as_the_best_of_all_choices(seed: int) -> None:
-    observed = random_observation(seed)
+    assert_as_cheap_as_the_best(random_observation(seed))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_so_it_is_where_results_are_read_within_blocks(seed: int) -> None:
+    assert_as_cheap_as_the_best(inside_observation(seed))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_lowest_peak_within_blocks_is_that_of_the_best_of_all_choices(seed: int) -> None:
+    observed = inside_observation(seed)
+    best = min(
+        predicted_peak(
+            observed,
+            {
+                one.path: found
+                for one, found in zip(observed.blocks, chosen, strict=True)
+                if found is not None
+            },
+        )
+        for chosen in itertools.product(*(list(_all_decisions(one)) for one in observed.blocks))
+    )
+    assert lowest_peak(observed, Terms()) == best
+
+
+def assert_as_cheap_as_the_best(observed: Observation) -> None:
     plain = predicted_peak(observed, {})
     lowest = lowest_peak(observed, Terms())
     for share in (0.0, 0.2, 0.5, 0.8, 1.0):
@@ -163,9 +192,25 @@ def test_cheap_results_are_computed_again_and_dear_ones_saved() -> None:
     assert all(decision.saved == {0} for decision in found.decisions.values())
 
 
-def test_results_that_change_in_place_are_never_saved() -> None:
+def test_results_that_change_in_place_are_saved_with_their_change() -> None:
     one = block(0, [op(10, 5.0, mutated=True), op(10, 5.0)])
-    assert set(candidates(one)) == {1}
+    assert set(candidates(one)) == {0, 1}
+
+
+def test_what_nothing_needs_is_not_computed_again() -> None:
+    product, total = op(10, 50.0, kept=False, flops=7), replace(op(10, 0.1), reads=(0,))
+    one = block(0, [product, total, replace(op(10, 0.2), reads=(1,))])
+    assert recompute_flops(one) == 7
+    assert recompute_flops(one, frozenset({1})) == 0
+    assert set(candidates(one)) == {0, 1, 2}
+
+
+def test_what_cannot_run_again_is_saved_where_something_needs_it() -> None:
+    one = block(0, [replace(op(10, 5.0, kept=False), fixed=True), replace(op(10, 5.0), reads=(0,))])
+    observed = observation([one])
+    found = solve(observed, lowest_peak(observed, Terms()), Terms())
+    assert found is not None
+    assert not any(0 not in decision.saved for decision in found.decisions.values())
 
 
 def test_nothing_after_the_last_needed_result_is_computed_again() -> None:

@@ -50,7 +50,14 @@ EXPENSIVE = Checkpointing(mode=Mode.SELECTIVE)
 RANDOM = Checkpointing(mode=Mode.SELECTIVE, save={"*": ("empty_like", "native_dropout", "mm#0", "add")})
 CASTS = Checkpointing(mode=Mode.SELECTIVE, save={"*": ("_to_copy", "matmuls")})
 KEPT_IN_A_SEGMENT = Checkpointing(mode=Mode.SEGMENTS, segments=1, save={"*": ("expensive",)})
-SETTINGS = (WHOLE, Checkpointing(mode=Mode.EVERY), ONE_SEGMENT, NESTED, EXPENSIVE, KEPT_IN_A_SEGMENT, RANDOM)
+LAZY = Checkpointing(mode=Mode.LAZY)
+LAZY_EXPENSIVE = Checkpointing(mode=Mode.LAZY, save={"*": ("expensive",)})
+LAZY_RANDOM = Checkpointing(mode=Mode.LAZY, save={"*": ("empty_like", "native_dropout", "mm#0", "add")})
+LAZY_MODEL = Checkpointing(mode=Mode.LAZY, modules=("",), save={"": ("expensive",)})
+SETTINGS = (
+    *(WHOLE, Checkpointing(mode=Mode.EVERY), ONE_SEGMENT, NESTED, EXPENSIVE, KEPT_IN_A_SEGMENT, RANDOM),
+    *(LAZY, LAZY_EXPENSIVE, LAZY_RANDOM, LAZY_MODEL),
+)
 # Blocks of the toys that have none that repeat.
 NAMED = {"two-losses": ("trunk",), "lstm": ("rnn",), "mlp": ("0", "1", "3", "4")}
 
@@ -91,7 +98,8 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 @pytest.mark.parametrize("name", [name for name in all_toys() if name != "lstm"])
 def test_gradients_are_the_plain_programs(name: str) -> None:
     for setting in SETTINGS:
-        assert_same(all_toys()[name], dataclasses.replace(setting, modules=NAMED.get(name, ())), steps=2)
+        modules = setting.modules or NAMED.get(name, ())
+        assert_same(all_toys()[name], dataclasses.replace(setting, modules=modules), steps=2)
 
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
@@ -152,10 +160,10 @@ def of_transformers(name: str, *, autocast: bool) -> Workload:
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_models_of_transformers(name: str) -> None:
     plain = of_transformers(name, autocast=False)
-    for setting in (WHOLE, ONE_SEGMENT, NESTED, EXPENSIVE):
+    for setting in (WHOLE, ONE_SEGMENT, NESTED, EXPENSIVE, LAZY, LAZY_EXPENSIVE, LAZY_MODEL):
         assert_same(plain, setting)
     lower = of_transformers(name, autocast=True)
-    for setting in (ONE_SEGMENT, EXPENSIVE, CASTS):
+    for setting in (ONE_SEGMENT, EXPENSIVE, CASTS, LAZY, LAZY_MODEL):
         assert_same(lower, setting)
 
 
@@ -166,7 +174,7 @@ def test_running_statistics_are_updated_once() -> None:
 
     plain = make()
     expected = backward(plain, numbers(4, 3, 32, 32))
-    for setting in (WHOLE, ONE_SEGMENT, NESTED, EXPENSIVE):
+    for setting in (WHOLE, ONE_SEGMENT, NESTED, EXPENSIVE, LAZY, LAZY_EXPENSIVE, LAZY_MODEL):
         model = make()
         attached(model, setting)
         assert_equal(backward(model, numbers(4, 3, 32, 32)), expected)
@@ -265,14 +273,16 @@ class Twice(nn.Module):
                 return self.block(x.float(), more=(x.cos(), 3), log=log)
 
 
-@pytest.mark.parametrize("setting", [WHOLE, EXPENSIVE])
+@pytest.mark.parametrize("setting", [WHOLE, EXPENSIVE, LAZY, LAZY_EXPENSIVE])
 def test_keywords_containers_nested_autocast_and_a_block_used_twice(setting: Checkpointing) -> None:
     model, x = Twice(), numbers(4, 8)
     expected = backward(model, x, [])
     attached(model, dataclasses.replace(setting, modules=("block",)))
     log: list[str] = []
     assert_equal(backward(model, x, log), expected)
-    assert log == ["seen"] * 2  # of the second runs, the caller's list hears nothing
+    assert (
+        log == ["seen"] * 2
+    )  # of the second runs, the caller's list hears nothing, and a lazy block has none
 
 
 class Attending(nn.Module):
@@ -316,7 +326,7 @@ def test_gradients_with_a_scaler_and_with_a_retained_graph() -> None:
         return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
     expected = run()
-    for setting in (WHOLE, ONE_SEGMENT, NESTED):
+    for setting in (WHOLE, ONE_SEGMENT, NESTED, LAZY, LAZY_MODEL):
         live = attached(model, setting)
         assert_equal(run(), expected)
         live.undo()
@@ -518,7 +528,11 @@ def test_bytes_are_those_of_checkpoints_written_by_hand(
     assert mine[1] < plain[1]
 
 
-@pytest.mark.parametrize("setting", [WHOLE, NESTED, KEPT_IN_A_SEGMENT], ids=["whole", "nested", "kept"])
+@pytest.mark.parametrize(
+    "setting",
+    [WHOLE, NESTED, KEPT_IN_A_SEGMENT, LAZY, LAZY_MODEL],
+    ids=["whole", "nested", "kept", "lazy", "lazy-model"],
+)
 @pytest.mark.parametrize("goes_backward", [True, False])
 def test_all_goes_with_the_graph(gpu: VirtualGPU, setting: Checkpointing, goes_backward: bool) -> None:
     model = all_toys()["language-tied"].model().cuda()
@@ -569,7 +583,7 @@ def test_running_statistics_cost_their_copies_alone(gpu: VirtualGPU) -> None:
 # -- copies, files and the way back --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("setting", [WHOLE, NESTED, EXPENSIVE])
+@pytest.mark.parametrize("setting", [WHOLE, NESTED, EXPENSIVE, LAZY_EXPENSIVE, LAZY_MODEL])
 def test_copies_and_files_hold_the_treated_model(setting: Checkpointing) -> None:
     model = all_toys()["language-tied"].model()
     tokens = torch.arange(12).view(1, 12)
@@ -756,12 +770,12 @@ def test_every_block_can_have_a_decision_of_its_own() -> None:
         {"layers.0": None, "layers.1": (), "layers.2": frozenset({3, 2})}, blocks=profile.blocks
     )
     assert setting == Checkpointing(
-        mode=Mode.SELECTIVE,
+        mode=Mode.LAZY,
         modules=("layers.1", "layers.2"),
         save={"layers.2": ("_scaled_dot_product_flash_attention#0", "addmm#1")},
     )
     assert setting_for({"layers.0": None}) == Checkpointing(mode=Mode.NONE)
-    assert setting_for({"layers.0": ()}) == Checkpointing(modules=("layers.0",))
+    assert setting_for({"layers.0": ()}) == Checkpointing(mode=Mode.LAZY, modules=("layers.0",))
     assert setting_from_plain(TECHNIQUE, setting_to_plain(setting)) == setting
     assert_same(
         all_toys()["language-tied"],

@@ -30,6 +30,7 @@ from vramfit.planner.decisions import (
     crossing_seconds,
     exposed_seconds,
     kept_bytes,
+    least_saved,
     may_offload,
     passes,
     predicted_peak,
@@ -154,7 +155,7 @@ def greedy(observation: Observation, budget: int, terms: Terms) -> Solution | No
     for block in observation.blocks:
         if not terms.recompute or not choosable(observation, block):
             continue
-        for saved in _ladder(block) if terms.select else [frozenset[int]()]:
+        for saved in _ladder(block) if terms.select else [least_saved(block)]:
             decision = Decision(Fate.RECOMPUTE, saved)
             freed = block.kept_bytes - kept_bytes(block, decision)
             if freed > 0:
@@ -174,7 +175,7 @@ def _ladder(block: Block) -> Iterator[frozenset[int]]:
     """Sets of saved operations, each without the one of the last that costs least per byte."""
     saved = sorted(candidates(block).items(), key=lambda item: item[1].seconds / item[1].bytes)
     for count in range(len(saved) + 1):
-        yield frozenset(number for number, _ in saved[count:])
+        yield frozenset(number for number, _ in saved[count:]) | least_saved(block)
 
 
 def _solution(
@@ -221,10 +222,11 @@ def lowest_decisions(observation: Observation, terms: Terms) -> Mapping[str, Dec
     stay within. If that is not solved to its end within the time limit, the best that is known is taken.
     """
     blocks = [block for block in observation.blocks if choosable(observation, block)]
+    least = {block.path: Decision(Fate.RECOMPUTE, least_saved(block)) for block in blocks}
     alone = {
-        block.path: Decision(Fate.RECOMPUTE)
+        block.path: least[block.path]
         for block in blocks
-        if terms.recompute and kept_bytes(block, Decision(Fate.RECOMPUTE)) < block.kept_bytes
+        if terms.recompute and kept_bytes(block, least[block.path]) < block.kept_bytes
     }
     known: list[Mapping[str, Decision]] = [{}, alone]
     movable = [block for block in blocks if may_offload(observation, block, terms)]

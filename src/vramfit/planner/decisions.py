@@ -98,7 +98,7 @@ def candidates(block: Block) -> dict[int, BlockOp]:
     return {
         number: op
         for number, op in enumerate(block.ops)
-        if number in needed and saved_bytes(op) and (op.seconds > 0 or op.fixed)
+        if number in needed and saved_bytes(op) and (op.own_bytes or op.flops or op.fixed)
     }
 
 
@@ -116,8 +116,14 @@ def computed(block: Block, saved: frozenset[int] = frozenset()) -> frozenset[int
         if number in saved or number in found or given(block.ops[number]):
             continue
         found.add(number)
-        ahead += block.ops[number].reads
+        if not block.ops[number].fixed:
+            ahead += block.ops[number].reads
     return frozenset(found)
+
+
+def least_saved(block: Block) -> frozenset[int]:
+    """The operations of a recomputed block that have to be saved, since they cannot run again and others need them."""
+    return frozenset(number for number in computed(block) if block.ops[number].fixed)
 
 
 def recompute_seconds(block: Block, saved: frozenset[int] = frozenset()) -> float:
@@ -154,7 +160,7 @@ def unmovable_bytes(block: Block) -> int:
 
 def absent_bytes(block: Block, decision: Decision, stretch: Stretch) -> int:
     """Bytes that a recomputed block has less than a plain one in a stretch of its own, negative for more."""
-    if decision.fate is not Fate.RECOMPUTE:
+    if decision.fate is not Fate.RECOMPUTE or stretch.position < 0:
         return 0
     less = -block.new_input_bytes if stretch.backward else 0
     again = _computed_at(block, decision.saved)

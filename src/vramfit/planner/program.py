@@ -286,13 +286,15 @@ class Program:
         """A condition for each stretch that could exceed the budget, in MiB."""
         room = round(sum(self._window.values()) * _MIB)
         held = held_in(self.observation)
+        more = np.array([_most_more(block) for block in self.observation.blocks], dtype=np.float64)
         seen: dict[tuple[bytes, Stretch | None], int] = {}
         for number, stretch in enumerate(self.observation.stretches):
-            if stretch.peak_bytes + room <= budget:
+            own = more[stretch.block] if stretch.position >= 0 else 0.0
+            if stretch.peak_bytes + room + held[number] @ more + own <= budget:
                 continue
             # Of several stretches with the same blocks waiting only the highest counts, but for those of a block's own.
-            own = replace(stretch, peak_bytes=0) if stretch.position >= 0 else None
-            key = held[number].tobytes(), own
+            working = replace(stretch, peak_bytes=0) if stretch.position >= 0 else None
+            key = held[number].tobytes(), working
             seen[key] = max(seen.get(key, 0), stretch.peak_bytes)
         return [
             (self._freed(np.frombuffer(waiting), own, columns, rows, least=least), (budget - peak) / _MIB)
@@ -427,6 +429,12 @@ class Program:
         found += [Decision(Fate.OFFLOAD)] * count(self._offload.get(number))
         found.sort(key=lambda decision: kept_bytes(group.first, decision))
         return {block.path: decision for block, decision in zip(group.blocks, found, strict=False)}
+
+
+def _most_more(block: Block) -> int:
+    """Bytes by which a recomputed block may keep more than a plain one, at most."""
+    saved = sum(op.bytes for op in candidates(block).values() if not op.own_bytes)
+    return block.new_input_bytes + saved
 
 
 def _solved(columns: _Columns, rows: _Rows, terms: Terms) -> optimize.OptimizeResult:

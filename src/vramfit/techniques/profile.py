@@ -57,7 +57,7 @@ class BlockOp:
     last_saved: int = ALWAYS
 
     def absent(self, position: int, *, backward: bool) -> bool:
-        """Whether nothing has read its results at a position of the block's own backward pass, or will in its forward."""
+        """Whether nothing needs its results at a position of its block's pass: not yet, or no more in the forward."""
         return position > (self.last_saved if backward else self.last_read)
 
 

@@ -12,7 +12,8 @@ has been computed on the way stays if it is to be read too. The same kernels wit
 2. An op that draws random numbers is preceded by the state that its generator had.
 3. Batch norm updates its running statistics. The second time it is given copies, which its results do not depend on.
 4. What is neither an op of torch's own nor gives plain tensors (collectives, kernels of others, subclasses) is kept.
-5. A tensor that a recipe reads must not change until then: its version is compared, as autograd does for what it saves.
+5. A tensor that is kept and that a recipe reads may change in the forward pass: what the recipe makes is computed just
+   before, and kept. After the forward pass it must not: its version is compared, as autograd does for what it saves.
 """
 
 from __future__ import annotations
@@ -21,16 +22,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from vramfit.errors import UsageError
 from vramfit.techniques.activation_checkpointing.op_facts import (
-    OpFacts,
     alias_of,
     changed_arguments,
     computes_only,
@@ -42,6 +41,14 @@ from vramfit.techniques.activation_checkpointing.specs import Matcher
 
 _STATISTICS = frozenset({"running_mean", "running_var"})
 """Arguments that batch norm updates in place, whatever its schema says."""
+
+_L = TypeVar("_L")
+
+_CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation since the forward "
+    "pass"
+)
+"""What autograd itself says, which compares no versions where hooks are."""
 
 _SWEEP = 32
 """Ops from one look at what is gone to the next."""
@@ -126,16 +133,17 @@ class _Result:
         value: the tensor while it is there.
         used: whether an op has read it.
         saved: whether autograd has saved it.
+        stays: whether it could not be computed again later, and is kept.
     """
 
-    __slots__ = ("__weakref__", "dtype", "operation", "pending", "saved", "used", "value")
+    __slots__ = ("__weakref__", "dtype", "operation", "pending", "saved", "stays", "used", "value")
 
     def __init__(self, operation: _Operation, dtype: torch.dtype) -> None:
         self.operation = operation
         self.dtype = dtype
         self.pending = 0
         self.value: torch.Tensor | None = None
-        self.used = self.saved = False
+        self.used = self.saved = self.stays = False
 
 
 class _View:
@@ -162,8 +170,9 @@ class _Held:
     __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # A parameter may be moved to another device and back while it waits: then its own data is what counts.
-        self.tensor = tensor if tensor.is_leaf and tensor.requires_grad else alias_of(tensor)
+        # A parameter may be moved to another device and back while it waits: then its own data is what counts. What has
+        # a graph must not be held with it: the node that saves its own result would hold itself.
+        self.tensor = tensor if tensor.grad_fn is None else alias_of(tensor)
         self.version = None if tensor.is_inference() else tensor._version
 
     @property
@@ -254,7 +263,7 @@ class _Operation:
             goes with the graph, and nothing waits for the garbage collector.
     """
 
-    __slots__ = ("number", "path", "results", "steps")
+    __slots__ = ("__weakref__", "number", "path", "results", "steps")
 
     def __init__(self, path: str, number: int, step: _Step) -> None:
         self.path = path
@@ -270,7 +279,7 @@ class _Operation:
     def reads(self) -> Iterator[_Result]:
         """The results of others that it needs."""
         for step in self.steps:
-            for view in _views((step.args, step.kwargs)):
+            for view in _leaves((step.args, step.kwargs), _View):
                 if view.result is not None:
                     yield view.result
 
@@ -296,18 +305,19 @@ class _Saved:
         result.pending += 1
 
 
-def _unpack(saved: Any) -> torch.Tensor:
+def _unpack(saved: _Held | _Saved) -> torch.Tensor:
     """The tensor that autograd had saved."""
-    if not isinstance(saved, _Saved):
-        kept: torch.Tensor = saved
-        return kept
+    if isinstance(saved, _Held):
+        if saved.changed:
+            raise RuntimeError(_CHANGED)
+        return saved.tensor
     result = saved.result
     with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
         value = result.value
         if value is None:
             value = _computed(result)
         result.pending -= 1
-        result.value = value if result.pending > 0 else None
+        result.value = value if result.stays or result.pending > 0 else None
         return saved.view.of(value)
 
 
@@ -350,7 +360,7 @@ class _Recording(TorchDispatchMode):
         self._path = path
         self._results: dict[int, _Result] = {}
         self._storages: dict[int, StorageWeakRef] = {}  # their addresses are no others' while these are held
-        self._held: list[tuple[str, weakref.ref[_Held]]] = []
+        self._readers: dict[int, list[weakref.ref[_Operation]]] = {}  # of tensors that are kept, by storage
         self._number = 0
 
     def __torch_dispatch__(
@@ -365,11 +375,15 @@ class _Recording(TorchDispatchMode):
             self._forget()
         wanted = self._matcher.wants(facts.name)
         state = RandomState.now(tensors_in((args, kwargs))) if facts.draws and not wanted else None
+        changes = facts.changes and not _STATISTICS.issuperset(name for _, name in facts.changes)
+        changed = _storages(changed_arguments(facts, args, kwargs)) if changes else set()
+        for storage in changed & self._readers.keys():
+            self._compute_before(storage)
         out = func(*args, **kwargs)
         if facts.is_view:
             return out
-        if facts.changes and not _STATISTICS.issuperset(name for _, name in facts.changes):
-            self._note_change(func, facts, args, kwargs, state, wanted=wanted)
+        if changes:
+            self._note_change(func, args, kwargs, state, changed, wanted=wanted)
         elif not wanted and _repeats(func, args, kwargs, out):
             self._note_results(func, args, kwargs, state, out)
         return out
@@ -393,7 +407,7 @@ class _Recording(TorchDispatchMode):
     def _note_results(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], state: RandomState | None, out: Any
     ) -> None:
-        given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        given = _storages((args, kwargs))
         made = out if isinstance(out, tuple | list) else (out,)
         fresh = [
             (place, tensor)
@@ -405,6 +419,7 @@ class _Recording(TorchDispatchMode):
         if not fresh:
             return
         operation = _Operation(self._path, self._number, self._step(func, args, kwargs, state))
+        self._note_reader(operation, operation.steps[0])
         for place, tensor in fresh:
             storage = tensor.untyped_storage()
             result = _Result(operation, tensor.dtype)
@@ -415,18 +430,13 @@ class _Recording(TorchDispatchMode):
     def _note_change(
         self,
         func: Any,
-        facts: OpFacts,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         state: RandomState | None,
+        changed: set[int],
         *,
         wanted: bool,
     ) -> None:
-        changed = {
-            tensor.untyped_storage()._cdata
-            for tensor in tensors_in(changed_arguments(facts, args, kwargs))
-            if tensor.layout is torch.strided
-        }
         for storage in changed:
             result = self._results.get(storage)
             if result is None:
@@ -436,8 +446,32 @@ class _Recording(TorchDispatchMode):
             if followed or not _repeats(func, args, kwargs, None):
                 del self._results[storage]
                 continue
-            operation.steps.append(self._step(func, args, kwargs, state, changes=result))
+            step = self._step(func, args, kwargs, state, changes=result)
+            operation.steps.append(step)
             operation.number = self._number
+            self._note_reader(operation, step)
+
+    def _note_reader(self, operation: _Operation, step: _Step) -> None:
+        for held in _leaves((step.args, step.kwargs), _Held):
+            if _is_plain(held.tensor):
+                storage = held.tensor.untyped_storage()._cdata
+                self._readers.setdefault(storage, []).append(weakref.ref(operation))
+
+    def _compute_before(self, storage: int) -> None:
+        """A kept tensor is about to change: what was read of its readers is computed now, and from now on they stay."""
+        for known in self._readers.pop(storage):
+            operation = known()
+            for _, of in operation.results if operation is not None else ():
+                result = of()
+                if result is None:
+                    continue
+                if (result.saved or result.used) and not result.stays:
+                    with torch.no_grad():
+                        result.value = _computed(result) if result.value is None else result.value
+                    result.stays = True
+                self._results = {
+                    place: other for place, other in self._results.items() if other is not result
+                }
 
     def _step(
         self,
@@ -448,16 +482,10 @@ class _Recording(TorchDispatchMode):
         changes: _Result | None = None,
     ) -> _Step:
         declared = [argument.name for argument in func._schema.arguments]
-        making = _Making(self, str(func), changes)
+        making = _Making(self, changes)
         given = [making.recipe(value, of) for value, of in zip(args, declared, strict=False)]
         named = {of: making.recipe(value, of) for of, value in kwargs.items()}
         return _Step(func, given, named, state, None if changes is None else weakref.ref(changes))
-
-    def hold(self, tensor: torch.Tensor, name: str) -> _Held:
-        """Keep a tensor that an op of that name reads."""
-        held = _Held(tensor)
-        self._held.append((name, weakref.ref(held)))
-        return held
 
     def result_of(self, tensor: torch.Tensor) -> _Result | None:
         """The result in whose memory a tensor is, and that is computed again; None where it is in none."""
@@ -472,29 +500,19 @@ class _Recording(TorchDispatchMode):
             return None
         return result
 
-    def pack(self, tensor: torch.Tensor) -> Any:
+    def pack(self, tensor: torch.Tensor) -> _Held | _Saved:
         """What autograd holds in place of a tensor."""
         result = self.result_of(tensor)
         if result is None:
-            return tensor
+            return _Held(tensor)
         result.saved = True
         return _Saved(result, _View(result, tensor))
 
     def close(self) -> None:
-        """The forward pass is over.
-
-        Raises:
-            UsageError: a tensor was changed in place after an op had read it whose results are to be computed again.
-        """
-        changed = next((name for name, known in self._held if (held := known()) and held.changed), None)
+        """The forward pass is over: what is packed holds all that it needs."""
         self._results.clear()
         self._storages.clear()
-        self._held.clear()
-        if changed is not None:
-            raise UsageError(
-                f"{self._path} cannot be recomputed: its forward pass changes a tensor in place that {changed} read",
-                "Leave it out of the modules to recompute, or set inplace=False in the layer that does it",
-            )
+        self._readers.clear()
 
 
 class _Making:
@@ -502,13 +520,11 @@ class _Making:
 
     Args:
         recording: knows the results so far.
-        name: of the op.
         changes: the result that it changes in place.
     """
 
-    def __init__(self, recording: _Recording, name: str, changes: _Result | None) -> None:
+    def __init__(self, recording: _Recording, changes: _Result | None) -> None:
         self._recording = recording
-        self._name = name
         self._changes = changes
 
     def recipe(self, value: Any, of: str = "") -> Any:
@@ -524,7 +540,7 @@ class _Making:
     def _tensor(self, tensor: torch.Tensor) -> _View | _Held:
         result = self._recording.result_of(tensor)
         if result is None:
-            return self._recording.hold(tensor, self._name)
+            return _Held(tensor)
         if result is self._changes:
             return _View(None, tensor)
         result.used = True
@@ -541,12 +557,16 @@ def _repeats(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     return computes_only(func) and all(map(_is_plain, tensors_in((args, kwargs, out))))
 
 
-def _views(tree: Any) -> Iterator[_View]:
-    if isinstance(tree, _View):
+def _leaves(tree: Any, kind: type[_L]) -> Iterator[_L]:
+    if isinstance(tree, kind):
         yield tree
     elif isinstance(tree, tuple | list):
         for item in tree:
-            yield from _views(item)
+            yield from _leaves(item, kind)
     elif isinstance(tree, dict):
         for item in tree.values():
-            yield from _views(item)
+            yield from _leaves(item, kind)
+
+
+def _storages(values: Any) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors_in(values) if _is_plain(tensor)}

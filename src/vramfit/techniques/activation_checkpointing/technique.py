@@ -33,8 +33,8 @@ class Mode(Enum):
         EVERY: every k-th by itself.
         SEGMENTS: runs of blocks together: the first of a run keeps its input.
         SELECTIVE: each by itself, but for the results of some ops, which are kept.
-        LAZY: each result by its own op, when the backward pass reads it, but for those that are kept. What nothing needs
-            is not computed again, and a block never holds all its activations again.
+        LAZY: each result by its own op, when the backward pass reads it, but for those that are kept. What nothing
+            needs is not computed again, and a block never holds all its activations again.
     """
 
     NONE = "none"
