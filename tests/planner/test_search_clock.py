@@ -74,7 +74,7 @@ def searched(limit: float | None, interrupt_at: int = 0, **other: Any) -> tuple[
     return Search(device=device, request=request(**other), clock=Clock(limit=limit, now=second)), device
 
 
-@pytest.mark.parametrize("limit", [6.5, 8.5, 10.5])
+@pytest.mark.parametrize("limit", [4.5, 5.5, 6.5])
 def test_a_limited_search_ends_in_time_with_the_best_so_far(limit: float) -> None:
     search, device = searched(limit)
     plan = search.plan()

@@ -188,7 +188,8 @@ class _Meter:
     def boundary(self) -> None:
         """Note the peak since the last boundary."""
         self.boundaries += 1
-        self._peaks.append(torch.cuda.max_memory_allocated())
+        # Asked as it is, without making one flat table of all statistics: an operation has a boundary of its own.
+        self._peaks.append(torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"])
         torch.cuda.reset_peak_memory_stats()
 
     def peaks(self) -> Sequence[int]:
