@@ -36,7 +36,7 @@ def test_what_grew_is_told(vramfit: Command, before: Path, after: Path) -> None:
     found = vramfit("diff", before, after)
     assert (found.code, found.err) == (0, "")
     assert found.out.startswith("after.vft compared with before.vft\n")
-    assert "more float32" in found.out
+    assert "more 24→26 × 9.00 MiB   float32[3072,768]" in found.out
     assert "×24→×26" not in found.out
     assert "optimizer state" in found.out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,17 @@ from vramfit.analysis import (
     state_from_trace,
     verdict,
 )
-from vramfit.report import Check, Explanation, print_diff, render_check, render_diff, render_explanation
+from vramfit.analysis.states import Holding, states_from_report
+from vramfit.report import (
+    Check,
+    Explanation,
+    diff_to_json,
+    print_diff,
+    render_check,
+    render_diff,
+    render_explanation,
+    run_to_json,
+)
 from vramfit.trace import Category, Frame, MemoryTrace
 from vramfit.units import GIB, MIB
 
@@ -117,7 +128,7 @@ def test_plain_characters_where_others_cannot_be_shown(tmp_path: Path) -> None:
     path = tmp_path / "out.txt"
     with path.open("w", encoding="ascii") as stream:
         print_diff([changed()], Console(file=stream, width=80, color_system=None))
-    assert "x12" in path.read_text(encoding="ascii")
+    assert "12 x 3.00>6.00 MiB" in path.read_text(encoding="ascii")
 
 
 @pytest.mark.parametrize("size", [1, 13 * MIB, 1023 * MIB])
@@ -128,3 +139,57 @@ def test_columns_never_run_together(size: int, more: int) -> None:
     text = render_diff([replace(found, allocated=pair, reserved=pair)], width=80)
     row = next(line for line in text.splitlines() if line.startswith("peak allocated"))
     assert re.fullmatch(r"peak allocated( +[+-]?[0-9.]+ [KMGT]?i?B){3} +[+-]?[0-9.,e+]+ %", row)
+
+
+def holding(count: int, size: int, block: int = 0) -> Holding:
+    return Holding(
+        category=Category.ACTIVATIONS,
+        op="aten.mm.default",
+        module="",
+        tensor="float32[8]",
+        line=None,
+        stack=(),
+        count=count,
+        total_bytes=size,
+        block_bytes=block,
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ((1, MIB, MIB), (1, 2 * MIB, 2 * MIB), "more float32[8]"),
+        ((2, 2 * MIB, MIB), (3, 3 * MIB, MIB), "more 2→3 × 1.00 MiB  float32[8]"),
+        ((2, 2 * MIB, MIB), (2, 4 * GIB, 2 * GIB), "more 2 × 1.00 MiB→2.00 GiB  float32[8]"),
+        ((2, 2 * MIB, MIB), (1, 5 * MIB, 5 * MIB), "more 2→1 × 1.00→5.00 MiB  float32[8]"),
+        ((2, 3 * MIB), (2, 5 * MIB), "more ×2  float32[8]"),
+        (None, (12, 12 * MIB, MIB), "new  12 × 1.00 MiB  float32[8]"),
+        ((3, 4 * MIB), None, "gone ×3  float32[8]"),
+    ],
+)
+def test_several_are_told_beside_their_sum(
+    before: tuple[int, ...] | None, after: tuple[int, ...] | None, said: str
+) -> None:
+    known = holding(1, MIB, MIB), holding(1, 64, 64)
+    sides = [
+        State(name=name, device=0, holdings=(replace(known[0], op="aten.add.Tensor"), *of))
+        for name, of in (
+            ("a", [holding(*before)] if before else []),
+            ("b", [holding(*after)] if after else []),
+        )
+    ]
+    text = render_diff([diff(*sides)], width=80)
+    assert re.search(rf"{re.escape(said)} +mm$", text, re.MULTILINE), text
+    row = diff_to_json([diff(*sides)])["devices"][0]["changes"][0]
+    for found, side in ((row["block_bytes_before"], before), (row["block_bytes_after"], after)):
+        assert found == (side[2] if side is not None and len(side) == 3 else None)
+
+
+def test_a_trace_and_its_report_tell_what_one_of_several_takes() -> None:
+    trace = fitting_run().trace
+    run = fitting_run()
+    (report,) = states_from_report(json.loads(json.dumps(run_to_json(run, verdict(run)))), "a")
+    for state in (state_from_trace(trace), report):
+        for one in state.holdings:
+            assert one.block_bytes in (0, one.total_bytes // one.count)
+        assert any(one.block_bytes and one.count > 1 for one in state.holdings)

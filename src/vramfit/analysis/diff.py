@@ -50,6 +50,8 @@ class HoldingChange:
         line_before, line_after: the user's line, which may have moved; None where there are none or it is unknown.
         count_before, count_after: how many blocks.
         size: their bytes.
+        each_before, each_after: bytes of one of them; None where there are none, they differ in size, or the source
+            does not say.
     """
 
     category: Category
@@ -62,6 +64,8 @@ class HoldingChange:
     count_before: int
     count_after: int
     size: Pair
+    each_before: int | None = None
+    each_after: int | None = None
 
     @property
     def change(self) -> Change:
@@ -300,4 +304,12 @@ def _change(before: Sequence[Holding], after: Sequence[Holding]) -> HoldingChang
         count_before=sum(one.count for one in before),
         count_after=sum(one.count for one in after),
         size=Pair(before=sum(one.total_bytes for one in before), after=sum(one.total_bytes for one in after)),
+        each_before=_each(before),
+        each_after=_each(after),
     )
+
+
+def _each(alike: Sequence[Holding]) -> int | None:
+    """What one block takes where all take the same."""
+    sizes = {one.block_bytes for one in alike}
+    return (sizes.pop() or None) if len(sizes) == 1 else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ class Holding:
         stack: the frames of the user and of libraries, innermost first; of a JSON report only those that it names.
         count: how many blocks.
         total_bytes: their bytes.
+        block_bytes: bytes of each; 0 where they differ in size, or the source does not say.
     """
 
     category: Category
@@ -46,6 +47,7 @@ class Holding:
     stack: tuple[Frame, ...]
     count: int
     total_bytes: int
+    block_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,9 +221,15 @@ def _holdings(trace: MemoryTrace, lives: Lifetimes, alive: Ints) -> tuple[Holdin
             stack=frames,
             count=sum(count for _, count, _ in blocks),
             total_bytes=sum(size for size, _, _ in blocks),
+            block_bytes=_of_each({size // count for size, count, _ in blocks}),
         )
         for (kind, op, module, line, frames), blocks in drafts.items()
     )
+
+
+def _of_each(sizes: Collection[int]) -> int:
+    """The size that all have; 0 where they differ."""
+    return next(iter(sizes)) if len(sizes) == 1 else 0
 
 
 def _of_people(frames: Sequence[Frame]) -> tuple[Frame, ...]:
@@ -347,4 +355,5 @@ class _Reader:
                 stack=tuple(frame for frame in (library, line) if frame is not None),
                 count=self.get(group, "count", int),
                 total_bytes=self.get(group, "total_bytes", int),
+                block_bytes=self.get(group, "block_bytes", int, default=0),
             )

@@ -27,7 +27,7 @@ from vramfit.analysis.reconciliation import (
 from vramfit.analysis.requests import Label
 from vramfit.console import SafeConsole
 from vramfit.report.folding import NARROW, broken
-from vramfit.report.text import elide_left, print_lines, relative, short_op
+from vramfit.report.text import each, elide_left, print_lines, relative, short_op
 from vramfit.trace import Frame
 from vramfit.units import format_bytes
 
@@ -154,9 +154,12 @@ class _Page:
         if measured:
             rows = max(measured, key=lambda found: abs(found.difference)).differing
             moment = "at the peak" if device.when is When.PEAK else "at the snapshot"
-            yield from self.listed(f"What differs {moment}", [self.block(row) for row in rows], _MOST_ROWS)
+            several = _several(rows[:_MOST_ROWS])
+            listed = [self.block(row, several) for row in rows]
+            yield from self.listed(f"What differs {moment}", listed, _MOST_ROWS)
         elif device.requests is not None and device.requests.differing:
-            listed = [self.request(row) for row in device.requests.differing]
+            several = _several(device.requests.differing[:_MOST_REQUESTS])
+            listed = [self.request(row, several) for row in device.requests.differing]
             yield from self.listed(
                 "Requests that only one makes, gone before the peak", listed, _MOST_REQUESTS
             )
@@ -169,30 +172,33 @@ class _Page:
         if len(rows) > most:
             yield Text(f"  and {len(rows) - most:,} smaller (all with --json)", style="bright_black")
 
-    def block(self, row: Difference) -> Text:
+    def block(self, row: Difference, several: int) -> Text:
         """Blocks by which the two differ."""
         name = "workspace of a library" if row.is_workspace else row.label.tensor
         style = "green" if row.total < 0 else "red"
-        return self.columns(_signed(row.total), style, row, name)
+        return self.columns(_signed(row.total), style, row, name, several)
 
-    def request(self, row: StreamDifference) -> Text:
+    def request(self, row: StreamDifference, several: int) -> Text:
         """Requests that only one makes."""
         sign = 1 if row.cause is Cause.EXTRA else -1
-        return self.columns(_signed(sign * row.size * row.count), "", row, row.label.tensor)
+        return self.columns(_signed(sign * row.size * row.count), "", row, row.label.tensor, several)
 
-    def columns(self, total: str, style: str, row: Difference | StreamDifference, what: str) -> Text:
-        """One row of a list: bytes, how many, in which way, which operator, where."""
+    def columns(
+        self, total: str, style: str, row: Difference | StreamDifference, what: str, several: int
+    ) -> Text:
+        """One row of a list: bytes, how many of which size (in ``several`` columns), in which way, operator, where."""
         op = short_op(row.label.op) if row.label.op else ""
         place = short_location(row.label.line, root=self.root)
         if row.is_near and (op or place):
             op = f"after {op}" if op else "after"
+        count = each(row.count, row.size)
         if self.width < NARROW:
-            head = Text.assemble("  ", (total, style), f" ×{row.count:,} {row.cause.value}: ")
+            told = f" = {count}" if count else ""
+            head = Text.assemble("  ", (total, style), f"{told} {row.cause.value}: ")
             facts = ", ".join(filter(None, (f"{op} {place}".strip(), what)))
             return head.append(facts or f"requests of {format_bytes(row.size)}")
-        line = Text.assemble(
-            "  ", (f"{total:>12}", style), f" {f'×{row.count:,}':<6} {row.cause.value:<18}  "
-        )
+        line = Text.assemble("  ", (f"{total:>12}", style), f" {count:<{several}}" if several else "")
+        line.append(f"  {row.cause.value:<18}  ")
         if place:
             line.append(f"{op:<14} ")
             room = max(self.width - line.cell_len, 8)
@@ -207,6 +213,11 @@ class _Page:
     def wrapped(self, text: Text, *, indent: int = 2) -> Iterator[Text]:
         """Break a sentence into lines of the page's width."""
         yield from broken(text, self.width, indent=indent)
+
+
+def _several(rows: Sequence[Difference | StreamDifference]) -> int:
+    """Columns for how many there are and what one takes; 0 where all rows are of a single one."""
+    return max((len(each(row.count, row.size)) for row in rows), default=0)
 
 
 def _verdict(found: Reconciliation) -> Text:

@@ -26,6 +26,7 @@ _WIDEST = 120
 _NAME, _FIGURE, _SHARE = 24, 13, 11
 _ROW = _NAME + 3 * _FIGURE + _SHARE
 _MOST_CHANGES, _MOST_MODULES = 12, 6
+_LEAST_SHAPE, _LEAST_OP = 12, 6
 _JSON_CHANGES = 200
 _SIGNED = 12
 _SIGNS = {
@@ -132,11 +133,11 @@ class DiffLines:
             bare = [state.name for state in (one.before, one.after) if not state.detailed]
             yield Text(f"  {' and '.join(bare)}: figures alone, so nothing tells what changed.")
             return
-        if one.changes:
+        alike = _joined(one.changes)
+        if alike:
             yield Text()
             yield Text("What changed", style="bold")
-        alike = _joined(one.changes)
-        yield from self.changes(alike[:_MOST_CHANGES])
+            yield from self.changes(alike[:_MOST_CHANGES])
         if rest := alike[_MOST_CHANGES:]:
             left = _signed(sum(change.size.difference for change in rest))
             yield Text(f"  {left:>{_SIGNED}}  in {len(rest)} smaller changes", style="bright_black")
@@ -160,26 +161,38 @@ class DiffLines:
 
     def changes(self, changes: Sequence[HoldingChange]) -> Iterator[Text]:
         """One line of the program each: how much, what, by which operator, where."""
-        fixed = 2 + _SIGNED + 2 + 5 + 4
-        cells = [(_tensors(change), short_op(change.op), self.place(change)) for change in changes]
-        room = self.width - fixed
-        place = min(max((len(cell[2]) for cell in cells), default=0), room * 2 // 5)
-        operation = min(max((len(cell[1]) for cell in cells), default=0), room // 4)
-        widths = (room - place - operation, operation)
-        for change, (shape, op, where) in zip(changes, cells, strict=True):
+        cells = [(_several(one), _tensors(one), short_op(one.op), self.place(one)) for one in changes]
+        several, *widths, place = self.widths(cells)
+        told = self.width < NARROW or widths[0] < min(_LEAST_SHAPE, max(len(cell[1]) for cell in cells))
+        for change, (count, shape, op, where) in zip(changes, cells, strict=True):
             word, style = _SIGNS[change.change]
-            if self.width < NARROW:
+            if told:
                 size = (f"  {_signed(change.size.difference)}", style)
-                facts = ", ".join(filter(None, (shape, op, where)))
+                facts = ", ".join(filter(None, (count, shape, op, where)))
                 yield from broken(Text.assemble(size, f" {word} {facts}"), self.width, indent=4)
                 continue
             line = Text.assemble((f"  {_signed(change.size.difference):>{_SIGNED}}", style), f"  {word:<5}")
+            line.append(f"{count:<{several}}  " if several else "")
             for text, width in zip((Text(shape), Text(op)), widths, strict=True):
-                text.truncate(width, overflow="ellipsis", pad=True)
-                line.append_text(text).append("  ")
+                if width:
+                    text.truncate(width, overflow="ellipsis", pad=True)
+                    line.append_text(text).append("  ")
             line.append(elide_left(where, place))
             line.rstrip()
             yield line
+
+    def widths(self, cells: Sequence[tuple[str, str, str, str]]) -> tuple[int, int, int, int]:
+        """Columns for number and size, shape, operator and line; the operator goes where it would be cut to nothing."""
+        several, shape, operation, place = (
+            max(map(len, column), default=0) for column in zip(*cells, strict=True)
+        )
+        room = self.width - (2 + _SIGNED + 2 + 5) - (several + 2 if several else 0)
+        if shape + operation + place + 4 > room:
+            place = min(place, room * 2 // 5)
+            operation = min(operation, room - place - shape - 4)
+            if operation < _LEAST_OP:
+                return several, room - place - 2, 0, place
+        return several, room - place - operation - 4, operation, place
 
     def place(self, change: HoldingChange) -> str:
         """The line, and the one it had before where it moved."""
@@ -211,19 +224,40 @@ def _sum(one: HoldingChange, two: HoldingChange) -> HoldingChange:
     size = Pair(before=one.size.before + two.size.before, after=one.size.after + two.size.after)
     return replace(
         one,
+        each_before=one.each_before if one.each_before == two.each_before else None,
+        each_after=one.each_after if one.each_after == two.each_after else None,
         count_before=one.count_before + two.count_before,
         count_after=one.count_after + two.count_after,
         size=size,
     )
 
 
+def _several(change: HoldingChange) -> str:
+    """How many and what one takes, before and after where they differ: ``12→16 × 3.00→6.00 MiB``, ``12 × 3.00 MiB``.
+
+    Empty for a single one; where what one takes is not the same for all, the number alone: ``×12``.
+    """
+    sides = ((change.count_before, change.each_before), (change.count_after, change.each_after))
+    known = [(count, size) for count, size in sides if count]
+    if max(count for count, _ in known) < 2:
+        return ""
+    numbers = "→".join(dict.fromkeys(f"{count:,}" for count, _ in known))
+    sizes = [size for _, size in known if size is not None]
+    return f"{numbers} × {_size_words(*sizes)}" if len(sizes) == len(known) else f"×{numbers}"
+
+
+def _size_words(first: int, last: int | None = None) -> str:
+    """One size, or two, with the unit once where it is the same."""
+    before, after = format_bytes(first), format_bytes(first if last is None else last)
+    if before == after:
+        return after
+    number, unit = before.split()
+    return f"{number if after.endswith(unit) else before}→{after}"
+
+
 def _tensors(change: HoldingChange) -> str:
-    """Shape and number, before and after where they differ: ``float32[8→16,512] ×12``."""
-    counts = (change.count_before, change.count_after)
-    shape = _shapes(change.tensor_before, change.tensor_after) or f"({NAMES[change.category]})"
-    if min(counts) and counts[0] != counts[1]:
-        return f"{shape} ×{counts[0]}→{counts[1]}"
-    return f"{shape} ×{max(counts)}" if max(counts) > 1 else shape
+    """Shape, before and after where they differ; the category where no shape is known."""
+    return _shapes(change.tensor_before, change.tensor_after) or f"({NAMES[change.category]})"
 
 
 def _shapes(before: str, after: str) -> str:
@@ -301,5 +335,7 @@ def _change(change: HoldingChange) -> dict[str, Any]:
         "line_after": frame_to_json(change.line_after),
         "count_before": change.count_before,
         "count_after": change.count_after,
+        "block_bytes_before": change.each_before,
+        "block_bytes_after": change.each_after,
         **(_pair(change.size) or {}),
     }

@@ -14,7 +14,7 @@ from vramfit.report.folding import folded
 from vramfit.units import format_bytes
 
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-_ASCII = str.maketrans("✓✗…×·µ█▉▊▋▌▍▎▏▓▒░", "+x~x,u#####   +c.")
+_ASCII = str.maketrans("✓✗…×→·µ█▉▊▋▌▍▎▏▓▒░", "+x~x>,u#####   +c.")
 """Stand-ins of the same width for terminals that cannot show the real ones."""
 
 
