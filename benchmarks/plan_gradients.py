@@ -23,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from gradient_parts.single import ALONE_HEADS, STEPS, Trial, alone_cells, alone_table, trials
 from gradient_parts.subjects import SUBJECTS, Subject
 from rich.console import Console
 from rich.table import Table
@@ -41,28 +42,41 @@ from vramfit.units import format_bytes
 from vramfit.writing import write_text
 
 LEVELS = ("rounding", "precision")
-TECHNIQUES = (
-    *(
-        "micro-batching",
-        "gradient-caching",
-        "activation-checkpointing",
-        "chunked-loss",
-        "in-place-activations",
+TECHNIQUES = {
+    "rounding": (
+        *("micro-batching", "gradient-caching", "activation-checkpointing", "chunked-loss"),
+        *("in-place-activations", "fused-norms"),
     ),
-    *("fused-norms", "mixed-precision"),
-)
-"""Those that change how gradients come about; the others move or step what is there."""
+    "precision": (
+        *("mixed-precision", "low-precision-training", "low-bit-optimizer"),
+        *("activation-checkpointing", "chunked-loss", "fused-norms"),
+    ),
+}
+"""Those that change how gradients come about, for each level; the others move or step what is there. Precision is
+without those that run a batch in pieces: at these sizes they win by themselves, and nothing else is tried."""
 
 CARD = "RTX 4090"
 
 HEAD = """# Gradients of plans
 
-With {versions}. `python benchmarks/plan_gradients.py --numerics rounding --write docs/gradients.md` makes this page.
+With {versions}. `python benchmarks/plan_gradients.py --write docs/gradients.md` makes this page.
 Small workloads whose gradients are easily got wrong are planned for their lowest peak on a virtual {card} (DETR, whose
 matching needs values, on the CPU), with the techniques that change how gradients come about, and trained for a step on
 the CPU at the plan's own sizes, with and without the plan. *Equal* gradients are so bit for bit; the *worst* is the one
 that comes closest to what is promised, as a part of its norm. *Left out* is what the plan says of a technique that was
 not used, since it would have been wrong or was not tried.
+"""
+
+ALONE = """## Each technique on its own
+
+Techniques that compute with fewer bits or with other mathematics, each setting that they offer on its own: {steps}
+steps of the same workloads, beside as many of the plain program. *Worst gradient* is of the first step, the largest of
+any parameter of any workload, as a part of its norm; *allowed* is what is promised of every one. What an optimizer
+changes shows in the losses alone: *worst loss* is the largest difference of any step, as a part of the plain loss. TF32
+is not a CPU's: inputs of products are rounded to its 10 bits there. Half precision is added up as on a card (a CPU's
+layer norm adds the gradients of its weights in bfloat16, a quarter off with 16,384 rows, and a card in float32).
+*Beyond* names the workloads where the technique alone goes beyond what it promises: plans are compared before they are
+written, and leave it out there.
 """
 
 
@@ -113,6 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="the rows; those that it has are not made anew"
     )
+    parser.add_argument("--alone", type=Path, metavar="FILE", help="as --json, for each technique on its own")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page")
     options = parser.parse_args(arguments)
     wanted = [word.lower() for word in options.only or [""]]
@@ -128,12 +143,20 @@ def main(arguments: list[str] | None = None) -> int:
             if options.json is not None:
                 _write(options.json, [*known.values(), *rows])
             console.print(f"{name}, {level}: {'✓' if rows[-1].passes else '✗'} in {rows[-1].seconds:.0f} s")
+    tried = []
+    alone = _read_trials(options.alone)
+    for name in names:
+        tried += alone.pop(name, None) or list(trials(name))
+        if options.alone is not None:
+            write_text(options.alone, json.dumps([asdict(one) for one in tried], indent=1) + "\n")
+        console.print(f"{name}, each technique on its own")
     out = Console()
     if not out.is_terminal:
         out.width = 200  # a file has no edge
     out.print(_table(rows))
+    out.print(alone_table(tried))
     if options.write is not None:
-        write_text(options.write, page(rows))
+        write_text(options.write, page(rows, tried))
     return 0 if all(row.passes for row in rows) else 3
 
 
@@ -146,6 +169,15 @@ def _read(file: Path | None) -> dict[tuple[str, str], Row]:
         for row in json.loads(file.read_text(encoding="utf-8"))
     )
     return {(row.subject, row.numerics): row for row in found}
+
+
+def _read_trials(file: Path | None) -> dict[str, list[Trial]]:
+    """The trials of an earlier run, by workload."""
+    found: dict[str, list[Trial]] = {}
+    if file is not None and file.exists():
+        for one in json.loads(file.read_text(encoding="utf-8")):
+            found.setdefault(one["subject"], []).append(Trial(**one))
+    return found
 
 
 def _write(file: Path, rows: Iterable[Row]) -> None:
@@ -170,7 +202,7 @@ def row_of(name: str, level: str, allowed: Iterable[str] | None = None) -> Row:
         host_bytes=1 << 34,
         numerics=Numerics.parse(level),
         objective=MEMORY,
-        allowed=frozenset(TECHNIQUES if allowed is None else allowed),
+        allowed=frozenset(TECHNIQUES[level] if allowed is None else allowed),
         time_limit=2.0,
         entries=False,
     )
@@ -228,7 +260,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def page(rows: Sequence[Row]) -> str:
+def page(rows: Sequence[Row], tried: Sequence[Trial] = ()) -> str:
     """The page of docs/."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
     lines = [HEAD.format(versions=versions, card=CARD)]
@@ -237,6 +269,10 @@ def page(rows: Sequence[Row]) -> str:
     lines.append("| workload | asked for | techniques | equal | worst | promised | allocated at the peak |")
     lines.append("|---|---|---|---|---|---|---|")
     lines += [f"| {' | '.join(_cells(row))} |" for row in rows]
+    if tried:
+        lines.append("\n" + ALONE.format(steps=STEPS))
+        lines.append(f"| {' | '.join(ALONE_HEADS)} |\n{'|---' * len(ALONE_HEADS)}|")
+        lines += [f"| {' | '.join(cells)} |" for cells in alone_cells(tried)]
     lines.append("\n## Left out\n")
     said = dict.fromkeys((row.subject, note) for row in rows for note in row.left_out)
     lines += [f"- {subject}: {note}" for subject, note in said]

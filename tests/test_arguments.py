@@ -1,9 +1,11 @@
 """Arguments of the public functions: what is refused before anything starts, and what is taken."""
 
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import vramfit
 from vramfit.arguments import path_argument, paths_argument, size_argument, text_argument, whole_argument
@@ -213,3 +215,48 @@ def test_numbers_are_sizes_only_where_they_are_whole() -> None:
 def test_a_failing_start_in_a_child_arrives_as_itself(script: Path) -> None:
     with pytest.raises(ConfigError, match="nonsense"):
         vramfit.run(script, gpu="24GiB", alloc_conf="nonsense:1")
+
+
+WRONG = [None, True, b"x", [], {}, object(), ("a",), math.nan]
+
+
+@pytest.mark.parametrize("given", [*WRONG, 0, 1, -1, 2.5, math.inf, ""])
+def test_a_chance_is_a_number_between_0_and_1(given: object) -> None:
+    with pytest.raises(UsageError, match=r"alpha=.* is no number between 0 and 1"):
+        vramfit.check_leaks(lambda: None, device="cpu", alpha=given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [*WRONG, -1, ""])
+def test_seconds_are_a_number(given: object) -> None:
+    with pytest.raises(UsageError, match=r"seconds=.* is no number from 0 to inf"):
+        vramfit.check_leaks(lambda: None, device="cpu", seconds=given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [*WRONG, 3, 2.5, Path("a.b")])
+def test_a_kernel_is_named_by_a_text(given: object) -> None:
+    with pytest.raises(UsageError, match=r"name=.* is no text"):
+        vramfit.fake_kernel(given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [None, True, 3, "out", b"out", [1]])
+def test_what_a_kernel_writes_are_names(given: object) -> None:
+    with pytest.raises(UsageError, match="writes="):
+        vramfit.fake_kernel("package.kernel", writes=given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [*WRONG, 3, "gpt2"])
+def test_a_model_of_transformers_is_a_model_or_makes_one(given: object) -> None:
+    with pytest.raises(UsageError, match="is no model of transformers, and no function"):
+        vramfit.transformers_workload(given)
+
+
+@pytest.mark.parametrize("given", ["", [], {}, 0])
+def test_a_loss_that_is_nothing_is_not_the_model_s_own(given: object) -> None:
+    with pytest.raises(UsageError, match="loss of a Workload is no function"):
+        vramfit.plain_workload(torch.nn.Linear(2, 2), torch.ones(2, 2), given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [True, 3, "", b"x", [], Path("log.txt")])
+def test_a_snapshot_is_written_to_what_takes_text(given: object) -> None:
+    with pytest.raises(UsageError, match=r"file=.* takes no text"):
+        vramfit.snapshot(file=given)  # type: ignore[arg-type]

@@ -57,6 +57,25 @@ def whole_argument(name: str, given: Any, *, least: int, most: int | None = None
     return found
 
 
+def number_argument(name: str, given: Any, *, least: float, most: float, inside: bool = False) -> float:
+    """A number within bounds; True, False and ``nan`` are none.
+
+    Args:
+        name: of the argument.
+        given: a whole number or a float.
+        least, most: the bounds.
+        inside: whether the bounds themselves are outside.
+
+    Raises:
+        UsageError: it is none, or lies outside.
+    """
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    if is_number and (least < given < most if inside else least <= given <= most):
+        return float(given)
+    bounds = f"between {least:g} and {most:g}" if inside else f"from {least:g} to {most:g}"
+    raise UsageError(f"{name}={shown(given)} is no number {bounds}", "Give another")
+
+
 def text_argument(name: str, given: Any) -> str:
     """A text.
 

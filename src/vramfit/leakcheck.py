@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,6 +14,7 @@ import numpy as np
 
 from vramfit.analysis import GrowingStack, LeakReport, Release, leaks
 from vramfit.analysis.leaks import ALPHA
+from vramfit.arguments import number_argument
 from vramfit.errors import UsageError, VramfitError
 from vramfit.report.leaks import render_leaks
 from vramfit.trace import MemoryTrace
@@ -85,6 +87,8 @@ def check_leaks(
             f"a {type(function).__name__} cannot be called",
             "Give a function without arguments: lambda: step(batch)",
         )
+    number_argument("seconds", seconds, least=0, most=math.inf)
+    number_argument("alpha", alpha, least=0, most=1, inside=True)
     with _metered(None if device == "auto" else device) as meter:
         meter.mark(f"{_TAG} 0")
         for number in range(1, warmup + rounds + 1):

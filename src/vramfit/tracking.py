@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeAlias, TypeVar
 
 from vramfit.api import Report
-from vramfit.arguments import path_argument, size_argument, text_argument, whole_argument
+from vramfit.arguments import path_argument, shown, size_argument, text_argument, whole_argument
 from vramfit.errors import UsageError
 from vramfit.patching import PatchStack
 from vramfit.programs.host_memory import HostMemoryMeter, HostSteps
@@ -382,6 +382,10 @@ def _say(line: str, file: Sink) -> str:
         print(line, flush=True)
     elif callable(file):
         file(line)
+    elif not callable(getattr(file, "write", None)):
+        raise UsageError(
+            f"file={shown(file)} takes no text", "Give an open file, or a function such as logging.info"
+        )
     else:
         print(line, file=file, flush=True)
     return line

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vramfit.arguments import shown
 from vramfit.errors import UsageError
 from vramfit.workload import Batch, Workload
 
@@ -42,7 +43,7 @@ def plain_workload(
         model=_copies(model) if isinstance(model, nn.Module) else model,
         batch=lambda batch_size: _resized(example, size, batch_size),
         sizes={"batch_size": size},
-        loss=loss or own_loss,
+        loss=own_loss if loss is None else loss,
         optimizer=_maker(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer,
     )
 
@@ -156,6 +157,11 @@ def own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 def _configuration(model: Any) -> tuple[Any, Any]:
     found = model
     if not isinstance(model, nn.Module):
+        if not callable(model):
+            raise UsageError(
+                f"model={shown(model)} is no model of transformers, and no function that makes one",
+                "Give the model, or lambda: AutoModel.from_config(config)",
+            )
         with torch.device("meta"):
             found = model()
     config, kind = getattr(found, "config", None), type(found)

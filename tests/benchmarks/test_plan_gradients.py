@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.virtual.conftest import fit_interpreter
 
 from vramfit.planner.plan import Aim, Figures, plan_of
@@ -28,6 +30,7 @@ __all__ = ["fit_interpreter"]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import plan_gradients  # noqa: E402
+from gradient_parts import single, tensor_float  # noqa: E402
 from gradient_parts.subjects import SUBJECTS  # noqa: E402
 
 EXAMPLES = 5
@@ -122,3 +125,61 @@ def test_a_batch_that_was_cut_wrongly_is_told() -> None:
     assert cut("CLIP, 1 + 1 layers")
     assert not cut("mean")
     assert not cut("batch norm", batch_norm=BatchNormalisation.PER_PIECE)
+
+
+def _alone(subject: str, technique: str) -> list[single.Trial]:
+    pytest.importorskip("transformers")
+    return list(single.trials(subject, (technique,), steps=2))
+
+
+def test_routers_in_float32_keep_the_promise_of_mixed_precision() -> None:
+    (found,) = _alone("mixture of experts, balanced", "mixed-precision")
+    assert found.setting == "island kinds MixtralTopKRouter"
+    assert found.passes, found
+    assert found.worst < 0.05
+
+
+def test_layer_norms_in_bfloat16_are_judged_as_a_card_computes_them() -> None:
+    found = _alone("mean", "low-precision-training")
+    assert len(found) == 3
+    for one in found:
+        assert one.passes
+        assert 0 < one.worst < 0.02, one
+
+
+def test_tf32_is_tried_with_rounded_products() -> None:
+    (found,) = _alone("mean", "tf32")
+    assert found.equal == 0
+    assert 2**-14 < found.worst < 2**-8
+    assert torch.backends.cuda.matmul.fp32_precision != "tf32"
+
+
+def test_values_of_tf32_have_10_bits() -> None:
+    values = torch.tensor([1 + 2**-10, 1 + 2**-11, 1 + 2**-12, -1 - 2**-11, 0.0, math.inf, -math.inf])
+    expected = torch.tensor([1 + 2**-10, 1 + 2**-10, 1.0, -1 - 2**-10, 0.0, math.inf, -math.inf])
+    assert torch.equal(tensor_float.rounded(values), expected)
+    assert tensor_float.rounded(values.double()).dtype is torch.float64
+
+
+def test_each_technique_alone_is_shown_by_its_worst() -> None:
+    one = single.Trial(
+        technique="tf32",
+        setting="",
+        subject="mean",
+        promise="precision",
+        parameters=4,
+        equal=1,
+        worst=0.01,
+        worst_name="a",
+        allowed=0.1,
+    )
+    tried = [one, replace(one, subject="GAN", worst=0.3, worst_name="b", passes=False, losses=0.02)]
+    tried.append(
+        replace(one, subject="DETR", parameters=0, equal=0, worst=0.0, refused="it cannot. Try another")
+    )
+    (cells,) = single.alone_cells(tried)
+    assert cells == (
+        *("tf32", "as it is", "precision", "2 (not DETR: it cannot)", "2 of 8", "3.0e-01 (GAN: b)", "0.1"),
+        *("2.0e-02 (GAN)", "GAN (0.3)"),
+    )
+    assert "| tf32 | as it is | precision |" in plan_gradients.page([], tried)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -92,3 +93,63 @@ def test_what_else_was_asked_for_is_written_all_the_same(trace: Path, tmp_path: 
 def test_an_error_that_nobody_can_read_keeps_its_code(trace: Path) -> None:
     with open("/dev/full", "w") as full:
         assert run("gpus nonesuch", trace, stdout=subprocess.PIPE, stderr=full).returncode == 2
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_the_shell_closed_lead_nowhere(closed: str, tmp_path: Path) -> None:
+    """What is printed there gets into no file that happens to be opened next, of a child either."""
+    program, told = tmp_path / "program.py", tmp_path / "told.json"
+    program.write_text(
+        "import os, sys\nprint('printed')\nprint('told', file=sys.stderr)\nos.write(1, b'raw')\nos.write(2, b'raw')\n"
+    )
+    command = [sys.executable, "-m", "vramfit", "run", "--gpu", "24GiB", "--json", str(told), str(program)]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *command], capture_output=True, check=False
+    )
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
+    assert json.loads(told.read_text())["exit_code"] == 0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+def test_a_plan_needs_no_standard_error(tmp_path: Path) -> None:
+    workload, plan = tmp_path / "workload.py", tmp_path / "plan.toml"
+    workload.write_text(
+        "import torch\nfrom vramfit import Workload\n"
+        "workload = Workload(model=lambda: torch.nn.Linear(4, 4), batch=lambda n: torch.randn(n, 4),\n"
+        "    sizes={'n': 2}, loss=lambda model, batch: model(batch).sum())\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "vramfit",
+        "plan",
+        f"{workload}:workload",
+        "--gpu",
+        "24GiB",
+        "-o",
+        str(plan),
+    ]
+    done = subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "sh", *command], capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert plan.exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere a folder in use cannot be deleted")
+@pytest.mark.parametrize("line", ["explain run.vft", "run --gpu 24GiB train.py"])
+def test_a_current_folder_that_was_deleted_is_told(line: str, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = [sys.executable, "-m", "vramfit", *line.split()]
+    done = subprocess.run(
+        ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", *command],
+        cwd=gone,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-2:] == [
+        "error: the current folder was deleted",
+        "next:  Change to another folder and call vramfit there",
+    ]

@@ -408,3 +408,16 @@ def test_inference_holds_the_bytes_of_the_recipe() -> None:
     applied = MixedPrecision().apply(plain, FLOAT16)
     assert live_of(applied.start("cpu")).scaler is None  # type: ignore[union-attr]
     assert _peaks(MixedPrecision().apply(plain, BFLOAT16)) == _peaks(replace(plain, model=Inside))
+
+
+class ChoosingRouter(nn.Linear):
+    """Stands for the routers of transformers."""
+
+
+def test_routers_are_islands_of_every_plan() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), ChoosingRouter(4, 2))
+    profile = Profile(model=model, optimizer=None, sizes={"n": 1}, trains=True)
+    for model_of, kinds in ((model, ("ChoosingRouter",)), (model[0], ())):
+        offered = list(MixedPrecision().options(replace(profile, model=model_of)))
+        assert [setting.dtype for setting in offered] == [HalfType.BFLOAT16, HalfType.FLOAT16]
+        assert {setting.island_kinds for setting in offered} == {kinds}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -27,7 +28,7 @@ from vramfit.cli.stress import stress_command
 from vramfit.cli.tune import tune_command
 from vramfit.cli.verbs import Verb, Verbs
 from vramfit.cli.verify import verify_command
-from vramfit.errors import VramfitError
+from vramfit.errors import UsageError, VramfitError
 from vramfit.programs.interrupts import terminated_by_exit
 
 __all__ = ["app", "main"]
@@ -43,6 +44,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+_ANYWHERE = ("gpus", "doctor")
+"""Verbs that need no current folder."""
 
 _PROGRAMS = "See what a program takes"
 _RECORDINGS = "Look into what was recorded"
@@ -136,6 +140,21 @@ def _vramfit(
     del version  # handled by its callback, before anything else
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
+    elif context.invoked_subcommand not in _ANYWHERE:
+        _check_folder()
+
+
+def _check_folder() -> None:
+    """Paths on the command line, and those that are shown, are relative to the current folder."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        reason = (
+            "was deleted" if isinstance(error, FileNotFoundError) else f"cannot be used: {error.strerror}"
+        )
+        raise UsageError(
+            f"the current folder {reason}", "Change to another folder and call vramfit there"
+        ) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -155,10 +174,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise SystemExit(INTERNAL_ERROR) from None
 
 
-def _run(arguments: Sequence[str] | None, output: GuardedStream | None) -> None:
+def _run(arguments: Sequence[str] | None, output: GuardedStream) -> None:
     try:
         app(args=None if arguments is None else list(arguments), prog_name="vramfit")
     except SystemExit:
-        if output is not None:
-            output.check()
+        output.check()
         raise

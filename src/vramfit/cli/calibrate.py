@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vramfit.cli.completion import gpu_names
+from vramfit.cli.options import span
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def calibrate_command(
         ),
     ] = None,
     minutes: Annotated[
-        float, typer.Option(metavar="M", help="Begin no case after so many minutes.", min=0)
+        float, typer.Option(metavar="M", help="Begin no case after so many minutes.", min=0, callback=span)
     ] = 10.0,
     memory: Annotated[
         str | None,

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from vramfit.cli.options import span
+
 STRICT_FAILURE = 3
 
 
@@ -20,7 +22,12 @@ def doctor_command(
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 if any finding is an error.")] = False,
     timeout: Annotated[
         float,
-        typer.Option(metavar="S", help="Seconds that the driver and torch may each take to answer.", min=1.0),
+        typer.Option(
+            metavar="S",
+            help="Seconds that the driver and torch may each take to answer.",
+            min=1.0,
+            callback=span,
+        ),
     ] = 60.0,
 ) -> None:
     """Look at driver, cards, neighbours, torch, allocator settings, container and host: findings with their fixes.

@@ -18,6 +18,21 @@ WRITTEN = "What is written"
 COMPARED = "A real run to compare with"
 """Panels of options in the help of verbs with many."""
 
+_LONGEST = 1e9
+"""Most of any span, in whatever unit; waits of the standard library overflow a little above."""
+
+
+def span(value: float | None) -> float | None:
+    """A callback for options that are a span of time: the largest numbers would overflow in what waits for them.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    if value is not None and not value <= _LONGEST:
+        raise typer.BadParameter(f"{value:g} is no span of time: give a number of at most {_LONGEST:g}.")
+    return value
+
+
 Gpus = Annotated[
     int, typer.Option(metavar="N", help="How many of them.", min=1, max=_MOST_GPUS, show_default=True)
 ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vramfit.cli.options import AllocConf
+from vramfit.cli.options import AllocConf, span
 from vramfit.cli.planning import (
     Budget,
     DeviceName,
@@ -66,13 +66,15 @@ def plan_command(
         Path | None, typer.Option(metavar="FILE.svg", help="Show peak against step time too, and draw it.")
     ] = None,
     time_limit: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, help="For one solution of the program.")
+        float,
+        typer.Option(metavar="SECONDS", min=0.1, help="For one solution of the program.", callback=span),
     ] = 10.0,
     search_seconds: Annotated[
         float | None,
         typer.Option(
             metavar="N",
             min=0.1,
+            callback=span,
             help="For the whole search: the best plan by then is taken.",
             show_default="as long as it takes",
         ),

@@ -73,17 +73,36 @@ class GuardedStream:
 
 
 @contextlib.contextmanager
-def guarded_streams() -> Iterator[GuardedStream | None]:
-    """Guard standard output, which is given, and standard error; None where the shell closed one of them."""
-    out, err = sys.stdout, sys.stderr
-    if out is None or err is None:
-        yield None
-        return
-    guarded = GuardedStream(out)
-    sys.stdout, sys.stderr = guarded, GuardedStream(err)
-    try:
-        yield guarded
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        sys.stdout, sys.stderr = out, err
+def guarded_streams() -> Iterator[GuardedStream]:
+    """Guard standard output, which is given, and standard error; those that the shell closed lead nowhere."""
+    with _streams_for_closed_ones():
+        out, err = sys.stdout, sys.stderr
+        guarded = GuardedStream(out)
+        sys.stdout, sys.stderr = guarded, GuardedStream(err)
+        try:
+            yield guarded
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            sys.stdout, sys.stderr = out, err
+
+
+@contextlib.contextmanager
+def _streams_for_closed_ones() -> Iterator[None]:
+    """Open the null device in place of standard streams that are closed, for our children too.
+
+    The next file that is opened would otherwise get the number of such a stream, and what is printed there would be
+    written into it.
+    """
+    with contextlib.ExitStack() as opened:
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            if getattr(sys, name) is not None:
+                continue
+            nowhere = os.open(
+                os.devnull, os.O_RDWR
+            )  # the lowest number that is free: this one, unless it was taken
+            os.set_inheritable(nowhere, nowhere == number)
+            stream = opened.enter_context(os.fdopen(nowhere, "w" if number else "r", encoding="utf-8"))
+            opened.callback(setattr, sys, name, None)
+            setattr(sys, name, stream)
+        yield

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from vramfit.cli.completion import gpu_names
+from vramfit.cli.options import span
 from vramfit.cli.planning import JsonFile, OnCard, Sizes, showing, sizes_of
 
 BROKEN = 3
@@ -36,7 +37,10 @@ def verify_command(
     seconds: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS", min=1.0, help="For the loss curves, about: the batch is made smaller."
+            metavar="SECONDS",
+            min=1.0,
+            help="For the loss curves, about: the batch is made smaller.",
+            callback=span,
         ),
     ] = 120.0,
     json: JsonFile = None,

@@ -86,6 +86,11 @@ def _probe(question: str, timeout: float) -> tuple[Any, str]:
         )
     except subprocess.TimeoutExpired:
         return None, f"did not answer within {timeout:.0f} s"
+    except OSError as error:
+        return (
+            None,
+            f"could not be asked: cannot start {sys.executable}: {(error.strerror or str(error)).lower()}",
+        )
     parts = done.stdout.split(MARK)
     if len(parts) == 3:
         return json.loads(parts[1]), ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -393,7 +394,8 @@ def run_task(target: str, job: dict[str, Any], progress: Progress | None) -> dic
         )
         with keeping, attended(policy), passed_on(folder) as signals, listening(folder, progress):
             command = child_command(folder, job["device"])
-            code = run_child(command, signals, stdout=_STANDARD_ERROR, env=_environ(job))
+            output = subprocess.DEVNULL if sys.stderr is None else _STANDARD_ERROR  # closed from the start
+            code = run_child(command, signals, stdout=output, env=_environ(job))
         file, failed = folder / "found.json", folder / "failed.json"
         if signals.interrupted and (code or not file.exists()):  # a search has a plan even so
             raise KeyboardInterrupt

@@ -23,12 +23,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from vramfit.planner.card_sums import CardSums
 from vramfit.planner.measuring import Measured
 from vramfit.planner.plan import Figures, Plan
 from vramfit.planner.price import Device
@@ -225,7 +226,8 @@ def compare(
     """
     same_draws = not any(choice.technique.redraws for choice in plan.choices)
     first = Training(workload, sizes, random=same_draws)
-    with closing(Training(plan.apply(workload), sizes, random=same_draws)) as second:
+    as_card = all(choice.name != "compile" for choice in plan.choices)
+    with closing(Training(plan.apply(workload), sizes, random=same_draws, as_card=as_card)) as second:
         notes: list[str] = []
         if not same_draws and first.silenced:
             notes.append(
@@ -246,10 +248,21 @@ def compare(
 
 
 class Training:
-    """A workload in training on the CPU; each step has a seed of its own."""
+    """A workload in training on the CPU; each step has a seed of its own.
 
-    def __init__(self, workload: Workload, sizes: Mapping[str, int], *, random: bool) -> None:
+    Args:
+        workload: the plain one, or with a plan.
+        sizes: of the batches.
+        random: whether dropout draws; else it is off.
+        as_card: whether half precision is added up as on a card; not where a plan compiles, for under a dispatch mode
+            dynamo compiles nothing.
+    """
+
+    def __init__(
+        self, workload: Workload, sizes: Mapping[str, int], *, random: bool, as_card: bool = True
+    ) -> None:
         self.workload = workload
+        self.as_card = as_card
         self.sizes = dict(sizes)
         self.losses: list[float] = []
         torch.manual_seed(0)
@@ -259,9 +272,10 @@ class Training:
             self.silenced = silence_dropout(self.state.model)
 
     def step(self, number: int) -> None:
-        """One step."""
+        """One step, with half precision added up as on a card: see NOTE [Norms in half precision on the CPU]."""
         torch.manual_seed(number)
-        loss = self.workload.run_step(self.state, self.sizes)
+        with CardSums() if self.as_card else nullcontext():
+            loss = self.workload.run_step(self.state, self.sizes)
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self.losses.append(float(loss))
 

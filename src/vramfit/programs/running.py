@@ -52,6 +52,8 @@ def run_to_end(command: list[str], finish: Finish, patches: PatchStack, stopping
 def leave(code: int) -> Any:
     """End the process at once: autograd's C++ threads outlive the interpreter and could abort a finished run."""
     for stream in (sys.stdout, sys.stderr):
+        if stream is None:  # closed from the start
+            continue
         try:
             stream.flush()
         except (OSError, ValueError):
@@ -171,13 +173,15 @@ def _print_exception(error: BaseException) -> None:
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     error = error.with_traceback(trace)
-    sys.stdout.flush()
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or on a full disk
+        sys.stdout.flush()
     if sys.excepthook is not sys.__excepthook__:
         sys.excepthook(type(error), error, trace)
         return
     told = traceback.TracebackException(type(error), error, trace)
     _hide_ours(told, set())
-    sys.stderr.write("".join(told.format()))
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        sys.stderr.write("".join(told.format()))
 
 
 def _hide_ours(told: traceback.TracebackException, seen: set[int]) -> None:

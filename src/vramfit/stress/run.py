@@ -15,6 +15,7 @@ from typing import Any
 from vramfit.analysis.stability import Limit, LimitReason, Round, RoundOutcome, StressReport, stability
 from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError, error_from_plain
 from vramfit.gpus import GpuSpec
+from vramfit.programs.interrupts import starting
 from vramfit.programs.telling import listening
 from vramfit.stress.plan import Vary, as_plain
 from vramfit.trace import Run, RunWarning, Source
@@ -127,7 +128,8 @@ def _spawn(folder: Path, alloc_conf: str | None) -> None:
         environ["PYTORCH_CUDA_ALLOC_CONF"] = environ["PYTORCH_ALLOC_CONF"] = alloc_conf
     job = str(folder / "job.json")
     arguments = [sys.executable, "-m", "vramfit.stress.rounds", job]
-    code = subprocess.run(arguments, env=environ, check=False).returncode
+    with starting(sys.executable):
+        code = subprocess.run(arguments, env=environ, check=False).returncode
     if code:
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         raise VramfitError(f"the process of the stress test {how}", "The lines above say why")

@@ -108,3 +108,13 @@ def find_islands(model: nn.Module, paths: tuple[str, ...], kinds: tuple[str, ...
     ]
     inside = {id(inner) for _, module in chosen for inner in module.modules() if inner is not module}
     return list({id(module): module for _, module in chosen if id(module) not in inside}.values())
+
+
+def router_kinds(model: nn.Module) -> tuple[str, ...]:
+    """Names of the classes of a model's routers, which choose among experts: such as ``MixtralTopKRouter``.
+
+    They cost next to nothing and are computed in float32 where all else is in half precision, for their logits and the
+    loss that balances them cancel (Fedus et al., 2021, arXiv:2101.03961, section 2.4, "selective precision").
+    """
+    kinds = {plain_class(module).__name__ for module in model.modules()}
+    return tuple(sorted(kind for kind in kinds if kind.endswith("Router")))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from vramfit.arguments import shown, text_argument
 from vramfit.errors import UsageError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -69,8 +70,14 @@ def fake_kernel(name: str, *, writes: Sequence[str] = ()) -> Callable[[Function]
         writes: names of parameters whose tensors the kernel writes: their values are unknown from then on.
 
     Raises:
-        UsageError: the name is neither.
+        UsageError: the name is neither, or ``writes`` holds no names.
     """
+    text_argument("name", name)
+    if isinstance(writes, str | bytes) or not isinstance(writes, Iterable):
+        raise UsageError(
+            f"writes={shown(writes)} is no list of names", "Give the names of parameters: writes=['out']"
+        )
+    written = frozenset(text_argument("writes", one) for one in writes)
     parts = name.split("::") if "::" in name else name.rsplit(".", 1)
     if len(parts) != 2 or not all(part.replace(".", "_").isidentifier() for part in parts):
         raise UsageError(
@@ -81,7 +88,7 @@ def fake_kernel(name: str, *, writes: Sequence[str] = ()) -> Callable[[Function]
         raise UsageError(f"{name!r} is torch's own", "fake_kernel is for kernels of others")
 
     def register(function: Function) -> Function:
-        kernel = FakeKernel(name=name, function=function, writes=frozenset(writes))
+        kernel = FakeKernel(name=name, function=function, writes=written)
         KERNELS[name] = kernel
         for hear in LISTENERS:
             hear(kernel)
