@@ -23,6 +23,7 @@ from vramfit.errors import (
 )
 from vramfit.gpus import find_gpu
 from vramfit.planner.request import NothingFits
+from vramfit.trace import read_any
 from vramfit.units import GIB, parse_bytes
 
 CARD = 'base = "RTX 4090"\nname = "mine"\ntotal_bytes = "12GiB"\n'
@@ -260,3 +261,51 @@ def test_a_loss_that_is_nothing_is_not_the_model_s_own(given: object) -> None:
 def test_a_snapshot_is_written_to_what_takes_text(given: object) -> None:
     with pytest.raises(UsageError, match=r"file=.* takes no text"):
         vramfit.snapshot(file=given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [0, 1, None, "yes", b"x", [], object(), print])
+def test_a_flag_is_true_or_false(given: object, script: Path) -> None:
+    for call in (vramfit.run, vramfit.track):
+        with pytest.raises(UsageError, match=r"host_memory=.* is neither True nor False"):
+            call(*([script] if call is vramfit.run else []), device="cpu", budget="1GiB", host_memory=given)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "given"),
+    [
+        *(
+            ("fit", "sizes", given)
+            for given in (True, 3, "x", b"x", [1], {1: 2}, {"a": 0}, {"a": 2.5}, print)
+        ),
+        *(("fit", "size", given) for given in (True, 3, b"x", [], Path("a"))),
+        *(("fit", "card", given) for given in (0, "x", [])),
+        *(("fit", "progress", given) for given in (0, "x", [])),
+        *(("plan", "sizes", given) for given in (3, {"a": -1}, {"a": True})),
+        *(("plan", "allow", given) for given in (3, "mixed-precision", [3])),
+        *(("plan", "forbid", given) for given in (None, 3, "tf32", [None])),
+        *(("plan", "numerics", given) for given in (None, 3, [])),
+        *(("plan", "objective", given) for given in (None, 3, [])),
+        *(("plan", "time_limit", given) for given in (None, "x", 0, -1, math.nan, math.inf, True)),
+        *(("plan", "search_seconds", given) for given in ("x", 0, -1, math.nan, math.inf, True)),
+        *(("plan", "fresh", given) for given in (None, 1, "x")),
+        *(("verify", "sizes", given) for given in (3, "x", {"a": 0})),
+        *(("verify", "memory", given) for given in (None, 1, "x")),
+        *(("verify", "values", given) for given in (None, 1, "x")),
+        *(("verify", "steps", given) for given in (None, 0, 2.5, "x", True)),
+        *(("verify", "seconds", given) for given in (None, -1, math.nan, math.inf, "x")),
+        *(("verify", "workload", given) for given in (3, b"x", [])),
+    ],
+)
+def test_the_planner_s_arguments_are_checked_before_anything_starts(
+    function: str, argument: str, given: object
+) -> None:
+    given_first = "plan.toml" if function == "verify" else "w.py:w"
+    gpu = {} if function == "verify" else {"gpu": "2GiB"}
+    with pytest.raises(UsageError, match=argument):
+        getattr(vramfit, function)(given_first, **gpu, **{argument: given})
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs a device without an end")
+def test_a_device_is_no_recording() -> None:
+    with pytest.raises(TraceFormatError, match="it is a device, which may have no end"):
+        read_any("/dev/zero")

@@ -19,6 +19,7 @@ from vramfit.analysis import (
     verdict,
 )
 from vramfit.arguments import (
+    flag_argument,
     path_argument,
     paths_argument,
     size_argument,
@@ -214,6 +215,7 @@ def run(
     limit = None if budget is None else size_argument("budget", budget)
     count = whole_argument("gpus", gpus, least=1, most=MOST_GPUS)
     limits = limits_from(steps, time)
+    flag_argument("host_memory", host_memory)
     folder = None if cwd is None else _folder(cwd)
     command = _command(program, arguments, module, folder)
     _check_texts(device=device, alloc_conf=alloc_conf)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from vramfit.errors import UsageError
 from vramfit.units import parse_bytes
 
 _SIZES = 'Write it as "2GiB" or in bytes'
+LONGEST = 1e9
+"""Most of any span, in whatever unit; waits of the standard library overflow a little above."""
+
 _MOST = 80
 """Characters of an argument that an error shows."""
 
@@ -86,6 +89,55 @@ def text_argument(name: str, given: Any) -> str:
         raise UsageError(
             f"{name}={shown(given)} is no text", f"Give a str; this is of type {type(given).__name__}"
         )
+    return given
+
+
+def flag_argument(name: str, given: Any) -> bool:
+    """True or False, and nothing that only counts as one of them.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if not isinstance(given, bool):
+        raise UsageError(
+            f"{name}={shown(given)} is neither True nor False", f"This is of type {type(given).__name__}"
+        )
+    return given
+
+
+def names_argument(name: str, given: Any) -> tuple[str, ...]:
+    """Several names, in a list, a tuple or a set.
+
+    Raises:
+        UsageError: one of them is none, or it is a single text.
+    """
+    if isinstance(given, str | bytes) or not isinstance(given, Collection):
+        raise UsageError(f"{name}={shown(given)} is no list of names", f'Give one: {name}=["..."]')
+    return tuple(text_argument(name, one) for one in given)
+
+
+def sizes_argument(name: str, given: Any) -> dict[str, int]:
+    """Sizes of a batch by their names, each from 1 on.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{name}={shown(given)} names no sizes", f'Give a dict: {name}={{"batch_size": 8}}')
+    return {
+        text_argument(f"a name in {name}", size): whole_argument(f"{name}[{size!r}]", count, least=1)
+        for size, count in given.items()
+    }
+
+
+def call_argument(name: str, given: Any) -> Any:
+    """A function.
+
+    Raises:
+        UsageError: it cannot be called.
+    """
+    if not callable(given):
+        raise UsageError(f"{name}={shown(given)} cannot be called", "Give a function, or leave it out")
     return given
 
 

@@ -8,8 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vramfit.arguments import path_argument, size_argument
-from vramfit.errors import UsageError
+from vramfit.arguments import (
+    LONGEST,
+    call_argument,
+    flag_argument,
+    names_argument,
+    number_argument,
+    path_argument,
+    size_argument,
+    sizes_argument,
+    text_argument,
+    whole_argument,
+)
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.planner.run import PRICE, Room, fit_in_child, plan_in_child, priced_room, verify_in_child
 from vramfit.programs.interrupts import signals_kept
@@ -72,9 +82,18 @@ def plan(
         EnvironmentUnfitError: this process cannot carry the virtual GPU; give ``FILE.py:NAME``.
         VramfitError: the workload itself fails.
     """
-    if search_seconds is not None and not search_seconds > 0:
-        raise UsageError(f"search_seconds={search_seconds} is no time", "Give more than 0, or None")
     room = _room(gpu, budget, margin, host_budget, alloc_conf)
+    sizes = None if sizes is None else sizes_argument("sizes", sizes)
+    allow = None if allow is None else names_argument("allow", allow)
+    forbid = names_argument("forbid", forbid)
+    number_argument("time_limit", time_limit, least=0, most=LONGEST, inside=True)
+    if search_seconds is not None:
+        number_argument("search_seconds", search_seconds, least=0, most=LONGEST, inside=True)
+    for name, text in (("numerics", numerics), ("objective", objective)):
+        text_argument(name, text)
+    flag_argument("fresh", fresh)
+    if progress is not None:
+        call_argument("progress", progress)
     if objective == PRICE:
         room = priced_room(room)
     if isinstance(workload, Workload):
@@ -165,6 +184,13 @@ def _device(room: Room, host_bytes: int) -> Device:
     return VirtualDevice(room.gpu, alloc_conf=room.alloc_conf, host_bytes=host_bytes)
 
 
+def _check_card(card: bool | None, progress: Progress | None) -> None:
+    if card is not None:
+        flag_argument("card", card)
+    if progress is not None:
+        call_argument("progress", progress)
+
+
 def _silent(_text: str) -> None:
     pass
 
@@ -202,6 +228,10 @@ def fit(
     """
     room = _room(gpu, budget, margin, None, alloc_conf)
     file = None if plan is None else Path(path_argument("plan", plan))
+    sizes = None if sizes is None else sizes_argument("sizes", sizes)
+    if size is not None:
+        text_argument("size", size)
+    _check_card(card, progress)
     with signals_kept():
         return fit_in_child(workload, room, size=size, sizes=sizes, plan=file, card=card, progress=progress)
 
@@ -237,6 +267,14 @@ def verify(
         UsageError: there is no such plan or workload.
         VramfitError: the workload itself fails.
     """
+    sizes = None if sizes is None else sizes_argument("sizes", sizes)
+    for name, flag in (("memory", memory), ("values", values)):
+        flag_argument(name, flag)
+    whole_argument("steps", steps, least=1)
+    number_argument("seconds", seconds, least=0, most=LONGEST)
+    if workload is not None:
+        text_argument("workload", workload)
+    _check_card(card, progress)
     with signals_kept():
         return verify_in_child(
             Path(path_argument("plan", plan)),

@@ -13,7 +13,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeAlias, TypeVar
 
 from vramfit.api import Report
-from vramfit.arguments import path_argument, shown, size_argument, text_argument, whole_argument
+from vramfit.arguments import (
+    flag_argument,
+    path_argument,
+    shown,
+    size_argument,
+    text_argument,
+    whole_argument,
+)
 from vramfit.errors import UsageError
 from vramfit.patching import PatchStack
 from vramfit.programs.host_memory import HostMemoryMeter, HostSteps
@@ -83,7 +90,7 @@ class Track:
         self._alloc_conf = None if alloc_conf is None else text_argument("alloc_conf", alloc_conf)
         self._max_entries = whole_argument("max_entries", max_entries, least=1)
         self._journal = None if journal is None else Path(path_argument("journal", journal))
-        self._host_memory = host_memory
+        self._host_memory = flag_argument("host_memory", host_memory)
         self._host: HostMemoryMeter | None = None
         self._steps = PatchStack()
         self._recorder: Recorder | None = None

@@ -155,7 +155,7 @@ def test_time_is_left_for_what_comes_behind() -> None:
 
 
 def test_no_time_at_all_is_refused() -> None:
-    with pytest.raises(UsageError, match="search_seconds=0 is no time"):
+    with pytest.raises(UsageError, match="search_seconds=0 is no number between 0"):
         plan_for("work.py:training", gpu="8GiB", search_seconds=0)
 
 

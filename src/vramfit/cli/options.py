@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from vramfit.arguments import LONGEST
 from vramfit.files.policy import Writes
 from vramfit.virtual.assume import Assume
 
@@ -18,9 +19,6 @@ WRITTEN = "What is written"
 COMPARED = "A real run to compare with"
 """Panels of options in the help of verbs with many."""
 
-_LONGEST = 1e9
-"""Most of any span, in whatever unit; waits of the standard library overflow a little above."""
-
 
 def span(value: float | None) -> float | None:
     """A callback for options that are a span of time: the largest numbers would overflow in what waits for them.
@@ -28,8 +26,8 @@ def span(value: float | None) -> float | None:
     Raises:
         typer.BadParameter: it is none.
     """
-    if value is not None and not value <= _LONGEST:
-        raise typer.BadParameter(f"{value:g} is no span of time: give a number of at most {_LONGEST:g}.")
+    if value is not None and not value <= LONGEST:
+        raise typer.BadParameter(f"{value:g} is no span of time: give a number of at most {LONGEST:g}.")
     return value
 
 

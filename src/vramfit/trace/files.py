@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 from vramfit.errors import TraceFormatError
@@ -15,13 +17,18 @@ def read_file(path: StrPath) -> bytes:
     """The content of a trace or snapshot file.
 
     Raises:
-        TraceFormatError: it is missing, not a file, not readable, empty or too large.
+        TraceFormatError: it is missing, a folder or a device, not readable, empty or too large.
     """
     path = Path(path)
     try:
         if path.is_dir():
             raise TraceFormatError(f"cannot read {path}: it is a folder", "Give the file inside it")
-        size = path.stat().st_size
+        described = path.stat()
+        if stat.S_ISCHR(described.st_mode) and not path.samefile(os.devnull):
+            raise TraceFormatError(
+                f"cannot read {path}: it is a device, which may have no end", "Give a file, or a pipe"
+            )
+        size = described.st_size
         if size > MAX_FILE_BYTES:
             raise TraceFormatError(f"cannot read {path}: its {size} bytes are more than a trace can have")
         data = path.read_bytes()
