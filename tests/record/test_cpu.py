@@ -83,6 +83,24 @@ def test_values_gradients_and_random_numbers_are_those_of_the_plain_program() ->
     assert tracked.run.source is Source.CPU and tracked.run.exit_code == 0
 
 
+def test_passes_of_a_closure_belong_to_the_step_that_calls_it() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    with vramfit.track(model, optimizer, device="cpu") as tracked:
+        for _ in range(2):
+            optimizer.step(closure)
+    parts = ("optimizer", "forward", "backward")
+    steps = [f"step {step}/{part}" for step in range(2) for part in parts]
+    assert [name for name in tracked.trace.phases if name.startswith("step")] == steps
+
+
 def test_every_byte_has_its_category_module_and_phase() -> None:
     model, optimizer = build()
     with vramfit.track(model, optimizer, device="cpu") as tracked:

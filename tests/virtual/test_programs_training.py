@@ -647,3 +647,47 @@ def test_modules_name_what_they_allocate(gpu: VirtualGPU) -> None:
     assert ("Net.body.0", "float32[256, 256]", Category.PARAMETERS) in found
     assert ("Net.body.1", "float32[64, 256]", Category.TEMPORARIES) in found, "ReLU keeps its result alone"
     assert out.shape == (64, 8)
+
+
+def test_passes_of_a_closure_belong_to_the_step_that_calls_it(gpu: VirtualGPU) -> None:
+    model = mlp()
+    optimizers = (
+        torch.optim.LBFGS(model.parameters(), max_iter=3),
+        torch.optim.AdamW(model.parameters(), foreach=False),
+    )
+    calls = []
+
+    def closure(fails: bool = False) -> Tensor:
+        calls.append(gpu.mode.meter.phases.step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss: Tensor = model(torch.randn(4, 32, device="cuda")).square().mean()
+        if fails:
+            raise ValueError
+        loss.backward()
+        return loss
+
+    optimizers[0].step(closure)
+    assert len(calls) > 1
+    optimizers[1].step(closure)
+    with pytest.raises(ValueError):
+        optimizers[1].step(lambda: closure(fails=True))
+    closure()
+    optimizers[1].step()
+    steps = [
+        f"step {step}/{part}"
+        for step, parts in enumerate(
+            [
+                ("optimizer", "forward", "backward"),
+                ("optimizer", "forward", "backward"),
+                ("optimizer", "forward"),
+                ("forward", "backward", "optimizer"),
+            ]
+        )
+        for part in parts
+    ]
+    trace = gpu.trace
+    assert [name for name in trace.phases if name != "setup"] == steps
+    states = (trace.kind == EventKind.ALLOC) & (trace.category == Category.OPTIMIZER_STATE)
+    where = {trace.phases[index] for index in trace.phase[states]}
+    assert where == {"step 0/optimizer", "step 1/optimizer"}, "an optimizer goes on after its closure"

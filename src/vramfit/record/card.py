@@ -254,6 +254,7 @@ class CardRecorder(Recorder):
 
     def end_backward(self) -> None:
         """The engine is done: gradients are noted when an optimizer steps, or at the end."""
+        self._phase.end_backward()
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps: its gradients are there."""

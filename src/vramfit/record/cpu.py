@@ -266,6 +266,7 @@ class CpuRecorder(Recorder):
         """The engine has left gradients."""
         if not self.mode.off:
             self.meter.tag_gradients()
+        self.meter.phases.end_backward()
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps."""

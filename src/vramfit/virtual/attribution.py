@@ -269,11 +269,26 @@ class ModuleStack:
         return stack
 
 
+_STEP = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
+"""Of the function that torch wraps around each optimizer's ``step``, hooks included."""
+
+
+def _optimizers_stepping() -> int:
+    """How many optimizers are at their step on this thread, one called by the other; one that failed is not."""
+    found = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found += frame.f_code is _STEP
+        frame = frame.f_back
+    return found
+
+
 class PhaseTracker:
     """Which step and phase the program is in: ``step 0/forward``, ``step 0/backward``, ``step 0/optimizer``.
 
     A phase lasts until another begins. A step ends with an optimizer step that follows a backward pass: two
     optimizers that step in one iteration (a GAN) therefore count as two steps only if a backward lies between.
+    Passes of a closure that an optimizer calls belong to its step, as many as there are.
     """
 
     def __init__(self, builder: TraceBuilder, on_change: Callable[[int], None]) -> None:
@@ -285,14 +300,15 @@ class PhaseTracker:
         """Called with each phase that is about to begin, the same as now included."""
         self.index = builder.phase(Phase.SETUP.value)
         self._stepped = False
+        self._closed = False  # the step had passes of a closure
 
     def begin(self, phase: Phase) -> None:
         """Enter a phase; entering the current one again changes nothing."""
         if self.before is not None:
             self.before(phase)
-        if phase in (Phase.FORWARD, Phase.BACKWARD) and self._stepped:
+        if self._begins_step(phase):
             self.step += 1
-            self._stepped = False
+            self._stepped = self._closed = False
         elif phase is self.phase:
             return
         if phase is Phase.OPTIMIZER:
@@ -303,6 +319,22 @@ class PhaseTracker:
         """Go back to a phase that another interrupted, as steps inside a backward pass do; no new step begins."""
         if phase is not self.phase:
             self._enter(phase)
+
+    def _begins_step(self, phase: Phase) -> bool:
+        """Whether a phase is the first of another step than the one before."""
+        if not self._stepped:
+            return False
+        inside = _optimizers_stepping()
+        if phase is not Phase.OPTIMIZER:
+            self._closed = self._closed or inside > 0
+            return not inside
+        # After one that had passes of its own; steps inside of another's, or of a backward pass, are parts of it.
+        return self._closed and inside == 1 and torch._C._current_graph_task_id() == -1
+
+    def end_backward(self) -> None:
+        """A backward pass is over: after that of a closure the optimizer goes on."""
+        if self._stepped and self.phase is Phase.BACKWARD and _optimizers_stepping():
+            self._enter(Phase.OPTIMIZER)
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase

@@ -31,6 +31,7 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
             return original(*args, **kwargs)
         finally:
             tag_gradients(mode)
+            mode.meter.phases.end_backward()
 
     patches.set(graph, "_engine_run_backward", run_backward)
     patches.set(torch.autograd, "_engine_run_backward", run_backward)
