@@ -50,6 +50,13 @@ class Clock:
         """Since it began."""
         return self.now() - self._began
 
+    @property
+    def left(self) -> float | None:
+        """Seconds until the limit, less the time of the runs that are spared; None without a limit."""
+        return (
+            None if self.limit is None else max(0.0, self.limit - self.seconds - self._longest * self._spare)
+        )
+
     def check(self) -> None:
         """Go on only if a run as long as the longest so far would end in time.
 

@@ -19,7 +19,9 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
+from vramfit.planner.clock import Clock
 from vramfit.planner.failures import brief
+from vramfit.planner.limiting import TimeOver, limited
 from vramfit.planner.plan import Plan
 from vramfit.planner.trying import Way, room_for_models, ways_to_try
 from vramfit.planner.verifying import GradientCheck, Training, judge_gradients
@@ -44,7 +46,10 @@ _STEPS = 3
 """Of training: what an optimizer does shows in the losses after its first steps."""
 
 _SECONDS = 30.0
-"""That the comparison may take, all in all."""
+"""That the comparison may take by its estimate, all in all."""
+
+_LONGEST = 60.0
+"""Seconds after which one way to compare is given up: machines are slower than its estimate, a stand-in has none."""
 
 _RUNS = 4
 """Trainings that it comes to: plain, and with the techniques of each level."""
@@ -100,9 +105,19 @@ def _held(workload: Workload, plan: Plan, choices: Sequence[Choice]) -> Compared
     for way in _ways(workload, plan, sum(4 * parameter.numel() for parameter in shapes.parameters())):
         comparison = _Comparison(workload, way, paths)
         try:
-            return comparison.of(choices)
+            with limited(Clock(), _LONGEST):
+                found = comparison.of(choices)
+            if isinstance(found, _Broken):  # whose fault it is has to be known, however long that takes
+                with limited(Clock(), math.inf):
+                    return comparison.blamed(found)
+            return found
         except _NothingToCompareError as error:
             why = error.message
+            break
+        except TimeOver:
+            why = "the time was over"
+        except KeyboardInterrupt:
+            why = "that was interrupted"
             break
         except Exception as error:  # whatever the workload's code makes of the CPU, or of smaller sizes
             why = f"that fails with {way.words} ({brief(error)})"
@@ -110,6 +125,15 @@ def _held(workload: Workload, plan: Plan, choices: Sequence[Choice]) -> Compared
         note=f"The plan's gradients were not compared with the plain program's, since {why}: vramfit verify compares "
         "them where there is more room."
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Broken:
+    """Techniques that do not keep the promise of a level together."""
+
+    choices: Sequence[Choice]
+    level: Numerics
+    check: GradientCheck
 
 
 class _NothingToCompareError(UsageError):
@@ -158,7 +182,7 @@ class _Comparison:
         self._own = workload
         self._plain: dict[bool, _Trained] = {}
 
-    def of(self, choices: Sequence[Choice]) -> Compared:
+    def of(self, choices: Sequence[Choice]) -> Compared | _Broken:
         """Hold techniques to their promises, each level with those before it.
 
         Raises:
@@ -171,7 +195,7 @@ class _Comparison:
             held = [choice for choice in choices if choice.promise.numerics <= level]
             found, losses = self._judged(held, level)
             if not (found.passes and losses):
-                return self._blamed(held, level, found)
+                return _Broken(held, level, found)
             check = found
         if check is None or not check.parameters:
             return Compared()
@@ -185,8 +209,13 @@ class _Comparison:
         check = judge_gradients(plain.gradients, planned.gradients, level, plain.dtypes)
         return check, level is not Numerics.BITWISE or plain.losses == planned.losses
 
-    def _blamed(self, choices: Sequence[Choice], level: Numerics, check: GradientCheck) -> Compared:
-        """Which of the techniques does not keep its promise."""
+    def blamed(self, broken: _Broken) -> Compared:
+        """Which of the techniques does not keep its promise.
+
+        Raises:
+            _NothingToCompareError: the plain program is no measure.
+        """
+        choices, level, check = broken.choices, broken.level, broken.check
         self._check_measure()
         fault = self._alone(choices) or self._left_out(choices, level) or choices[-1]
         if fault.technique.redraws and (why := self._drawn()):

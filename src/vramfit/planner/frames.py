@@ -15,7 +15,7 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.planner import activations
 from vramfit.planner.choosing import finer_places, places, window_bytes
-from vramfit.planner.clock import Clock
+from vramfit.planner.clock import Clock, SearchStopped
 from vramfit.planner.coupling import coupling_by_shapes
 from vramfit.planner.decisions import Solution, Terms
 from vramfit.planner.failures import brief
@@ -25,7 +25,7 @@ from vramfit.planner.outlook import Outlook, outlook_of
 from vramfit.planner.pieces import LOOKED_PIECES, fewer_pieces, repeated
 from vramfit.planner.price import Device, Price
 from vramfit.planner.pricing import price_with
-from vramfit.planner.reducing import Cutting, cutting_of
+from vramfit.planner.reducing import Cutting, cutting_of, no_time_to_try
 from vramfit.planner.request import Request
 from vramfit.techniques import (
     Choice,
@@ -348,18 +348,25 @@ class Frames:
             if memory is not None:
                 self.known_cutting = memory.cutting(sizes, by_name=named)
             if self.known_cutting is None:
-                self.clock.check()
-                self.progress("whether batches can be cut")
-                workload = self.request.workload
-                self.known_cutting = cutting_of(
-                    workload,
-                    self.plain.profile,
-                    by_name=named,
-                    probe=lambda: coupling_by_shapes(self.device, workload, sizes),
-                )
-                if memory is not None:
+                try:
+                    self.known_cutting = self._tried_cutting(by_name=named)
+                except SearchStopped:
+                    self.known_cutting = no_time_to_try(by_name=named)
+                    raise
+                if memory is not None and not self.known_cutting.over:
                     memory.add_cutting(sizes, self.known_cutting, by_name=named)
         return self.known_cutting
+
+    def _tried_cutting(self, *, by_name: bool) -> Cutting:
+        workload = self.request.workload
+
+        def probe() -> str:
+            self.clock.check()
+            return coupling_by_shapes(self.device, workload, self.request.sizes)
+
+        self.clock.check()
+        self.progress("whether batches can be cut")
+        return cutting_of(workload, self.plain.profile, by_name=by_name, probe=probe, clock=self.clock)
 
     def notes(self, choices: Iterable[Choice]) -> tuple[str, ...]:
         """What a reader of a plan with these techniques should know."""

@@ -1,0 +1,175 @@
+"""What runs for real is limited in seconds: trials of micro-batches, and the comparison of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.planner.test_comparing import LAYERS, _plan
+from tests.planner.test_memory import JOB
+from tests.planner.test_reducing import _profile, _tall, contrastive
+from tests.planner.test_search_clock import Second, Timed
+from tests.techniques.toys import all_toys
+
+from vramfit.planner import comparing, reducing
+from vramfit.planner.clock import INTERRUPTED, Clock, SearchStopped
+from vramfit.planner.comparing import hold
+from vramfit.planner.evidence import Evidence
+from vramfit.planner.frames import Frames
+from vramfit.planner.limiting import TimeOver, limited
+from vramfit.planner.memory import Memory
+from vramfit.planner.reducing import cutting_of
+from vramfit.planner.request import Request
+from vramfit.workload import Batch
+
+
+class Ticks:
+    """A clock on which each look takes a second."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        self.time += 1
+        return self.time
+
+
+def _chain(second: Second, late: Callable[[], None]) -> tuple[torch.Tensor, list[int]]:
+    """A loss whose backward pass takes no Python, and the layers that it came to."""
+    x = torch.ones(3, requires_grad=True)
+    reached: list[int] = []
+    x.register_hook(lambda _: reached.append(0))
+    out = x
+    for number in range(1, 30):
+        out = out * 1.5
+        if number == 20:
+            out.register_hook(lambda _: late())
+        if number == 25:
+            out.register_hook(lambda _: reached.append(25))
+    return out.sum(), reached
+
+
+def test_a_backward_pass_ends_between_two_operations() -> None:
+    second = Second()
+    clock = Clock(now=second)
+
+    def late() -> None:
+        second.time = 9.0
+
+    loss, reached = _chain(second, late)
+    with pytest.raises(TimeOver), limited(clock, 8.0):
+        loss.backward()
+    assert reached == [25]
+    loss, reached = _chain(second, lambda: None)
+    with limited(clock, 8.0):
+        loss.backward()
+    assert reached == [25, 0]
+    loss, reached = _chain(second, clock.interrupt)
+    with pytest.raises(TimeOver), limited(clock, 8.0):
+        loss.backward()
+    assert reached == [25]
+
+
+def test_half_of_what_a_search_has_left_is_the_limit() -> None:
+    second = Second()
+    clock = Clock(limit=100.0, now=second)
+    with clock.running():
+        second.time = 10.0
+    with clock.sparing(1), limited(clock, 60.0):
+        second.time = 49.0  # of 90 seconds that are left ten are spared
+        torch.ones(2).add(1)
+        second.time = 50.0
+        with pytest.raises(TimeOver):
+            torch.ones(2)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_trial_that_takes_too_long_is_none(by_name: bool) -> None:
+    workload = replace(all_toys()["mlp"], loss=contrastive)
+    found = cutting_of(workload, _profile(workload), by_name=by_name, clock=Clock(now=Ticks()))
+    assert (found.setting is not None, found.known, found.over) == (by_name, False, True)
+    assert "was not tried, since the time was over; it is " in found.note
+    assert ("it is left out unless it is allowed by its name" in found.note) is not by_name
+
+
+def test_what_takes_too_long_is_tried_by_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reducing, "_LONGEST", 1000.0)
+    workload = _tall()
+    found = cutting_of(workload, _profile(workload), clock=Clock(now=Ticks()))
+    assert found.setting is not None and not found.over
+    assert "was tried with a stand-in of the same code with 2 of 12 layers" in found.note
+    monkeypatch.setattr(reducing, "_LONGEST", 1e6)
+    found = cutting_of(workload, _profile(workload), clock=Clock(now=Ticks()))
+    assert "was tried with the model itself" in found.note
+
+
+def test_encoders_that_were_not_tried_in_time_are_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: object, **__: object) -> None:
+        raise TimeOver
+
+    workload = replace(all_toys()["mlp"], loss=contrastive)
+    monkeypatch.setattr(reducing, "try_encoders", late)
+    found = cutting_of(workload, _profile(workload), by_name=True)
+    assert (found.setting, found.encoders, found.known, found.over) == (None, (), True, True)
+    assert "in pieces was not tried, since the time was over" in found.note
+
+
+def test_the_next_search_tries_what_this_one_had_no_time_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = all_toys()["mlp"]
+    request = Request(workload=workload, sizes=workload.sizes, budget_bytes=1 << 33, host_bytes=1 << 30)
+
+    def frames() -> Frames:
+        memory = Memory(tmp_path / "search.jsonl", Evidence(JOB, tmp_path))
+        return Frames(device=Timed(Second()), request=request, memory=memory)
+
+    with monkeypatch.context() as short:
+        short.setattr(reducing, "_LONGEST", 0.0)
+        first = frames()
+        assert first.cutting.setting is None
+        assert any("not tried, since the time was over" in note for note in first.notes(()))
+    second = frames()
+    assert second.cutting.setting is not None
+    assert "was tried with the model itself" in second.cutting.note
+    stopped = frames()
+    stopped.memory = None
+    assert stopped.plain.profile
+    stopped.clock.stopped = INTERRUPTED
+    with pytest.raises(SearchStopped):
+        _ = stopped.cutting
+    assert any("not tried, since the time was over" in note for note in stopped.notes(()))
+    third = frames()
+    assert third.memory is not None
+    assert third.cutting.setting == second.cutting.setting
+    assert third.memory.used == 1
+
+
+def test_a_comparison_that_takes_too_long_is_said_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = all_toys()["language-tied"]
+    plan = _plan(workload, activation_checkpointing=LAYERS)
+    monkeypatch.setattr(comparing, "_LONGEST", 0.0)
+    found = hold(workload, plan)
+    assert found.fault is None
+    assert "were not compared with the plain program's, since the time was over" in found.note
+
+
+def test_an_interrupt_during_the_comparison_leaves_the_plan() -> None:
+    toy = all_toys()["language-tied"]
+    assert toy.loss is not None
+    own = toy.loss
+    calls = []
+
+    def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return own(model, batch)
+
+    workload = replace(toy, loss=loss)
+    found = hold(workload, _plan(workload, activation_checkpointing=LAYERS))
+    assert found.fault is None
+    assert "were not compared with the plain program's, since that was interrupted" in found.note
