@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from torch import nn
 from vramfit.gpus import find_gpu
 from vramfit.planner import comparing, frames, stand_in
 from vramfit.planner.comparing import hold
+from vramfit.planner.frames import key_of
+from vramfit.planner.growing import search_for
 from vramfit.planner.plan import Aim, Figures, Plan, plan_of
+from vramfit.planner.price import Price
 from vramfit.planner.promising import promised_plan
 from vramfit.planner.reducing import Cutting
 from vramfit.planner.request import Request
@@ -132,6 +136,38 @@ def test_a_plain_program_that_is_no_measure_says_nothing_of_a_plan() -> None:
     assert "draws random numbers in training" in found.note
 
 
+class Counting(VirtualDevice):
+    """A card that counts its runs."""
+
+    runs = 0
+
+    def observe(self, *given: Any) -> Any:
+        self.runs += 1
+        return super().observe(*given)
+
+    def price(self, *given: Any) -> Price:
+        self.runs += 1
+        return super().price(*given)
+
+
+def _runs_noted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What tells runs from each other, of all that follow."""
+    ran: list[object] = []
+    watched, priced = frames.Frames._watched, frames.price_with
+
+    def watch(own: frames.Frames, choices: tuple[Choice, ...], fine: bool) -> Any:
+        ran.append(key_of(choices, fine))
+        return watched(own, choices, fine)
+
+    def price(*given: Any, **other: Any) -> Price:
+        ran.append((key_of(given[2]), given[4]))
+        return priced(*given, **other)
+
+    monkeypatch.setattr(frames.Frames, "_watched", watch)
+    monkeypatch.setattr(frames, "price_with", price)
+    return ran
+
+
 def test_a_technique_that_does_not_keep_its_word_is_no_part_of_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -147,7 +183,7 @@ def test_a_technique_that_does_not_keep_its_word_is_no_part_of_the_plan(
         "cutting_of",
         lambda *_args, **_kwargs: Cutting(MicroBatchingSetting(reduction=Reduction.SUM), "tried."),
     )
-    device = VirtualDevice(find_gpu("RTX 4090"), alloc_conf="", host_bytes=1 << 30)
+    device = Counting(find_gpu("RTX 4090"), alloc_conf="", host_bytes=1 << 30)
     plain = device.price(workload, dict(workload.sizes))
     request = Request(
         workload=workload,
@@ -157,7 +193,13 @@ def test_a_technique_that_does_not_keep_its_word_is_no_part_of_the_plan(
         entries=False,
     )
     told: list[str] = []
+    device.runs = 0
+    search_for(device, request, told.append)
+    search_for(device, replace(request, forbidden=frozenset({"micro-batching"})), told.append)
+    alone, device.runs = device.runs, 0
+    ran = _runs_noted(monkeypatch)
     _, plan = promised_plan(device, request, told.append)
+    assert len(ran) == len(set(ran)) == device.runs == plan.solved.runs < alone
     assert [choice.name for choice in plan.choices] == ["activation-checkpointing"]
     left_out, kept = plan.notes[-2:]
     assert left_out.startswith("micro-batching is left out: compared with the model itself, the gradient of")

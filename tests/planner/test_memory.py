@@ -88,6 +88,20 @@ def test_another_budget_sees_the_same_runs(tmp_path: Path, before: Before) -> No
     assert second.runs < before.runs
 
 
+def test_less_that_is_allowed_asks_no_technique_again(tmp_path: Path, before: Before) -> None:
+    (tmp_path / "search.jsonl").write_text(before.text)
+    other, second, memory = searched(tmp_path, forbidden=frozenset({"chunked-loss"}))
+    assert "chunked-loss" not in [choice.name for choice in other.choices]
+    assert memory.used > 0
+    # No model is made for a question that was answered before: only the plain program runs twice.
+    known, found = (
+        [line["key"] for line in map(json.loads, text.splitlines()) if line.get("kind") in ("sight", "price")]
+        for text in (before.text, memory.file.read_text()[len(before.text) :])
+    )
+    assert len(found) == second.runs
+    assert len(set(found) & set(known)) == 1
+
+
 def _head(lines: list[dict[str, Any]]) -> None:
     lines[0]["packages"] = "others"
 

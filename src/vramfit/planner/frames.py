@@ -27,6 +27,7 @@ from vramfit.planner.price import Device, Price
 from vramfit.planner.pricing import price_with
 from vramfit.planner.reducing import Cutting, cutting_of, no_time_to_try
 from vramfit.planner.request import Request
+from vramfit.planner.runs import Runs, Watched
 from vramfit.techniques import (
     Choice,
     Profile,
@@ -103,9 +104,9 @@ class Frames:
         progress: told what is being done.
         clock: says whether another run may begin.
         memory: of earlier searches; None without one.
+        kept: runs of this search, and of others of this process for the same workload, sizes and card.
 
     Attributes:
-        runs: on the device so far.
         solver_seconds: spent in the solver so far.
         known_cutting: what is known of cutting the workload's batches; None where that was not asked yet.
         excess: bytes by which the runs of a frame's plans were above what was predicted, by key.
@@ -116,7 +117,7 @@ class Frames:
     progress: Progress = lambda _text: None
     clock: Clock = field(default_factory=Clock)
     memory: Memory | None = None
-    runs: int = 0
+    kept: Runs = field(default_factory=Runs)
     solver_seconds: float = 0.0
     excess: dict[Key, int] = field(default_factory=dict)
     _frames: dict[Key, Frame | None] = field(default_factory=dict)
@@ -148,6 +149,11 @@ class Frames:
     def failed(self) -> tuple[Key, ...]:
         """Those that could not be applied."""
         return tuple(key for key, frame in self._frames.items() if frame is None)
+
+    @property
+    def runs(self) -> int:
+        """On the device so far."""
+        return self.kept.count
 
     @property
     def plain(self) -> Frame:
@@ -194,14 +200,20 @@ class Frames:
     def _recalled(
         self, choices: tuple[Choice, ...], fine: bool
     ) -> tuple[Profile, Observation] | tuple[None, None] | None:
-        """A combination as an earlier search saw it; None where it did not. The plain program is always run."""
+        """A combination as an earlier search saw it; None where it did not. A process runs the plain program once."""
+        kept = self.kept.watched.get(key_of(choices, fine))
+        if kept is not None and kept.profile is not None and kept.observation is not None:
+            return kept.profile, kept.observation
+        if kept is not None:
+            self._broken.setdefault(_named(choices), kept.failed)
+            return None, None
         if self.memory is None or not (choices or fine):
             return None
         sight = self.memory.sight(choices, fine, self.request.sizes)
         if sight is None:
             return None
         if sight.observation is None:
-            self._broken.setdefault(" with ".join(choice.name for choice in choices), sight.failed or "")
+            self._broken.setdefault(_named(choices), sight.failed or "")
             return None, None
         return profile_from(sight.figures, self.request.sizes, self.request.host_bytes, sight.observation)
 
@@ -216,13 +228,14 @@ class Frames:
         try:
             looked_at, sizes, _ = fewer_pieces(choices, request.sizes, LOOKED_PIECES)
             workload = with_choices(request.workload, looked_at)
-            self.runs += 1
+            self.kept.count += 1
             with self.clock.running():
                 profile, observation = self.device.observe(workload, sizes, looked)
         except Exception as error:  # whatever a technique makes of a model that runs without it
             if not choices:
                 raise
             failed = self._note_broken(choices, error)
+            self.kept.watched[key_of(choices, fine)] = Watched(None, None, failed)
             if memory is not None:
                 memory.add_sight(
                     choices, fine, request.sizes, Sight(observation=None, figures={}, failed=failed)
@@ -233,6 +246,7 @@ class Frames:
             if not (choices or fine) and not memory.agrees((), request.sizes, sight):
                 memory.forget()
             memory.add_sight(choices, fine, request.sizes, sight)
+        self.kept.watched[key_of(choices, fine)] = Watched(profile, observation)
         return profile, observation
 
     def _note_broken(self, choices: Iterable[Choice], error: Exception) -> str:
@@ -241,7 +255,7 @@ class Frames:
             why = f": {error.message}"
         else:
             why = f": the workload fails with it ({brief(error)})"
-        return self._broken.setdefault(" with ".join(choice.name for choice in choices), why)
+        return self._broken.setdefault(_named(choices), why)
 
     def rated(self, frame: Frame) -> Rated:
         """What a frame comes to within the budget."""
@@ -321,8 +335,8 @@ class Frames:
             key=lambda one: one.name == MICRO_BATCHING,
         )
         names, given = [one.name for one in techniques], (frame.choices, frame.fine, self.request.sizes)
-        asked = [names, self.request.host_bytes]
-        known = None if self.memory is None else self.memory.offers(*given, asked)
+        asked = self.request.host_bytes
+        known = None if self.memory is None else self.memory.offers(*given, asked, names)
         if known is not None:
             return known
         profile = frame.profile
@@ -336,7 +350,7 @@ class Frames:
             Choice(technique=one, setting=setting) for one in techniques for setting in one.options(profile)
         )
         if self.memory is not None:
-            self.memory.add_offers(*given, asked, offers)
+            self.memory.add_offers(*given, asked, names, offers)
         return offers
 
     @property
@@ -345,7 +359,8 @@ class Frames:
         if self.known_cutting is None:
             named = MICRO_BATCHING in (self.request.allowed or ())
             sizes, memory = self.request.sizes, self.memory
-            if memory is not None:
+            self.known_cutting = self.kept.cutting
+            if self.known_cutting is None and memory is not None:
                 self.known_cutting = memory.cutting(sizes, by_name=named)
             if self.known_cutting is None:
                 try:
@@ -355,6 +370,8 @@ class Frames:
                     raise
                 if memory is not None and not self.known_cutting.over:
                     memory.add_cutting(sizes, self.known_cutting, by_name=named)
+            if not self.known_cutting.over:
+                self.kept.cutting = self.known_cutting
         return self.known_cutting
 
     def _tried_cutting(self, *, by_name: bool) -> Cutting:
@@ -430,16 +447,24 @@ class Frames:
 
     def _run(self, choices: tuple[Choice, ...], tail: float, budget: int | None) -> Price:
         request, memory = self.request, self.memory
-        known = None if memory is None else memory.price(choices, request.sizes, budget, tail)
+        key = (key_of(choices), budget, tail)
+        known = self.kept.prices.get(key)
+        if known is None and memory is not None:
+            known = memory.price(choices, request.sizes, budget, tail)
         if known is not None:
             return known
         self.clock.check()
-        self.runs += 1
+        self.kept.count += 1
         with self.clock.running():
             price = price_with(self.device, request.workload, choices, request.sizes, budget, tail=tail)
+        self.kept.prices[key] = price
         if memory is not None:
             memory.add_price(choices, request.sizes, budget, tail, price)
         return price
+
+
+def _named(choices: Iterable[Choice]) -> str:
+    return " with ".join(choice.name for choice in choices)
 
 
 def key_of(choices: Iterable[Choice], fine: bool = False) -> Key:

@@ -15,6 +15,7 @@ from vramfit.planner.plan import Plan
 from vramfit.planner.price import Device
 from vramfit.planner.reducing import Cutting
 from vramfit.planner.request import MEMORY, PRICE, THROUGHPUT, NothingFits, Request
+from vramfit.planner.runs import Runs
 from vramfit.planner.search import Search
 from vramfit.techniques import with_choices
 from vramfit.techniques.micro_batching import batch_size_name
@@ -37,6 +38,7 @@ def search_for(
     progress: Progress,
     clock: Clock | None = None,
     memory: Memory | None = None,
+    kept: Runs | None = None,
 ) -> tuple[Search, Plan]:
     """The best plan for a request, with the search that found it.
 
@@ -44,13 +46,29 @@ def search_for(
     the size is doubled and bisected, a run each, and the quickest plan at the largest is taken. Micro-batching has no
     part in it for the size of the batch: with it there is no largest.
 
+    Args:
+        device: where runs are priced.
+        request: what is asked for.
+        progress: told what is being done.
+        clock: of this search, and of others for the same answer.
+        memory: of earlier searches; None without one.
+        kept: what others ran for the same request, or one that allows more; not for sizes that grow, where the plan of
+            the lowest peak decides what is run.
+
     Raises:
         NothingFits: none stays within the budget.
         UsageError: the workload cannot be run, or the objective is none.
     """
     clock = clock or Clock(limit=request.search_seconds)
     if request.objective in (THROUGHPUT, MEMORY):
-        search = Search(device=device, request=request, progress=progress, clock=clock, memory=memory)
+        search = Search(
+            device=device,
+            request=request,
+            progress=progress,
+            clock=clock,
+            memory=memory,
+            kept=kept or Runs(),
+        )
         return search, search.plan()
     name = grown_size(request)
     forbidden = request.forbidden

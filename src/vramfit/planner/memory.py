@@ -139,13 +139,19 @@ class Memory:
         return bool(json.loads(json.dumps(now)) == before)
 
     def offers(
-        self, choices: Iterable[Choice], fine: bool, sizes: Mapping[str, int], asked: object
+        self,
+        choices: Iterable[Choice],
+        fine: bool,
+        sizes: Mapping[str, int],
+        host_bytes: int,
+        names: Iterable[str],
     ) -> tuple[Choice, ...] | None:
-        """What techniques offered for a combination; None where they were not asked."""
-        record = self._known.get(_key("offers", choices, sizes, [fine, asked]))
-        if record is None:
+        """What techniques of these names offered for a combination; None where one of them was not asked."""
+        record = self._known.get(_key("offers", choices, sizes, [fine, host_bytes]))
+        wanted = frozenset(names)
+        if record is None or not wanted <= set(record["asked"]):
             return None
-        known = ((find_technique(name), setting) for name, setting in record["offers"])
+        known = ((find_technique(name), setting) for name, setting in record["offers"] if name in wanted)
         return tuple(
             Choice(technique=one, setting=setting_from_plain(one, setting)) for one, setting in known
         )
@@ -155,12 +161,14 @@ class Memory:
         choices: Iterable[Choice],
         fine: bool,
         sizes: Mapping[str, int],
-        asked: object,
+        host_bytes: int,
+        names: Iterable[str],
         offers: Iterable[Choice],
     ) -> None:
-        """Keep what techniques offer for a combination."""
+        """Keep what techniques offer for a combination: those of these names were asked."""
         plain = [[choice.name, setting_to_plain(choice.setting)] for choice in offers]
-        self._add("offers", _key("offers", choices, sizes, [fine, asked]), {"offers": plain})
+        values = {"asked": list(names), "offers": plain}
+        self._add("offers", _key("offers", choices, sizes, [fine, host_bytes]), values)
 
     def price(
         self, choices: Iterable[Choice], sizes: Mapping[str, int], budget: int | None, tail: float

@@ -12,6 +12,7 @@ from vramfit.planner.memory import Memory
 from vramfit.planner.plan import Plan
 from vramfit.planner.price import Device
 from vramfit.planner.request import NothingFits, Request
+from vramfit.planner.runs import Runs
 from vramfit.planner.search import Search
 from vramfit.planner.virtual_device import VirtualDevice
 from vramfit.techniques import find_technique
@@ -29,7 +30,8 @@ def promised_plan(
 ) -> tuple[Search, Plan]:
     """The best plan for a request, with the search that found it; its notes say what was compared.
 
-    A technique whose gradients are not what it promises is left out, and the search made again without it.
+    A technique whose gradients are not what it promises is left out, and the search made again without it: what was run
+    before is not run again.
 
     Raises:
         NothingFits: none stays within the budget; its plan's notes say what was left out.
@@ -37,6 +39,7 @@ def promised_plan(
     """
     clock = clock or Clock(limit=request.search_seconds)
     notes: tuple[str, ...] = ()
+    kept = Runs()
     if isinstance(device, VirtualDevice) and device.spec.integrated:
         offloads = {technique.name for technique in map(find_technique, _OFFLOADS) if request.may(technique)}
         request = replace(request, forbidden=request.forbidden | offloads)
@@ -46,7 +49,7 @@ def promised_plan(
             )
     while True:
         try:
-            search, found = search_for(device, request, progress, clock, memory)
+            search, found = search_for(device, request, progress, clock, memory, kept)
         except NothingFits as error:
             plan = replace(error.plan, notes=(*error.plan.notes, *notes))
             raise NothingFits(error.message, error.hint, plan) from None

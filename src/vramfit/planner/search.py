@@ -25,6 +25,7 @@ from vramfit.planner.plan import Plan
 from vramfit.planner.price import Device
 from vramfit.planner.reducing import Cutting
 from vramfit.planner.request import MEMORY, THROUGHPUT, Request
+from vramfit.planner.runs import Runs
 from vramfit.planner.settling import Settled, settle, unsettled
 from vramfit.techniques import Choice
 from vramfit.techniques.applied import check_together
@@ -86,6 +87,7 @@ class Search:
         cutting: what another search found out about cutting the workload's batches.
         clock: of this search, and of others for the same answer.
         memory: of earlier searches; None without one.
+        kept: what others of this process ran for the same workload, sizes and card.
     """
 
     device: Device
@@ -95,6 +97,7 @@ class Search:
     cutting: Cutting | None = None
     clock: Clock = field(default_factory=Clock)
     memory: Memory | None = None
+    kept: Runs = field(default_factory=Runs)
     _frames: Frames = field(init=False)
     _choices: dict[Part, Choice] = field(default_factory=dict)
     _effects: dict[Part, Effect] = field(default_factory=dict)
@@ -110,6 +113,7 @@ class Search:
             progress=self.progress,
             clock=self.clock,
             memory=self.memory,
+            kept=self.kept,
             known_cutting=self.cutting,
         )
         self._choices.update((choice_key(choice), choice) for choice in self.start)
