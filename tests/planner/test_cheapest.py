@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
 import pytest
 from tests.planner.test_search import workload
 
 import vramfit
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.planner import cheapest
 from vramfit.planner import search as searching
 from vramfit.planner.cheapest import cheapest_plan, hourly, rented_cards
+from vramfit.planner.clock import Clock
+from vramfit.planner.plan import Aim, Figures, Plan, plan_of
 from vramfit.planner.promising import promised_plan
 from vramfit.planner.request import NothingFits, Request
 from vramfit.planner.search import Search
 from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.techniques import Numerics
+from vramfit.workload import Workload
 
 GIB = 1 << 30
 
@@ -56,7 +64,82 @@ def test_a_card_that_is_too_small_is_passed_over_and_named() -> None:
     )
     _, plan = cheapest_plan(_device, request, _silent, cards=[find_gpu("T4"), find_gpu("A100 80GB SXM")])
     assert plan.aim.device == "A100 SXM 80GB"
-    assert plan.notes[0].endswith("No plan fits T4.")
+    assert plan.notes[0].endswith("No plan fits T4. Searched were 2 of 2.")
+
+
+@dataclass
+class Searched:
+    """Stands in for searches: cards come to what they are said to, in dollars a step, and each is noted."""
+
+    seconds: dict[str, float]
+    names: list[str] = field(default_factory=list)
+
+    def __call__(
+        self, device: VirtualDevice, request: Request, progress: object, clock: Clock
+    ) -> tuple[Search, Plan]:
+        self.names.append(device.name)
+        figures = Figures(
+            peak_allocated_bytes=0,
+            peak_reserved_bytes=0,
+            total_bytes=0,
+            step_seconds=self.seconds[device.name],
+        )
+        aim = Aim(device=device.name, budget_bytes=1)
+        return Search(device=device, request=request), plan_of((), aim, figures, figures)
+
+
+def _plain_costs(asked: Workload, names: Iterable[str]) -> dict[str, float]:
+    return {
+        name: hourly(find_gpu(name)) * _device(find_gpu(name)).price(asked, dict(asked.sizes)).step_seconds
+        for name in names
+    }
+
+
+@pytest.mark.parametrize("factor", [1.0, 100.0])
+def test_cards_are_searched_until_none_that_is_left_can_be_cheaper(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = workload(1024, 1 << 14)
+    names = [find_gpu(name).name for name in ("H200", "T4", "L4", "L40S", "A10G")]
+    costs = _plain_costs(asked, names)
+    order = sorted(names, key=lambda name: costs[name])
+    # Memory makes a step on the first card as dear as this; the others keep their plain seconds.
+    seconds = {name: costs[name] / hourly(find_gpu(name)) for name in names}
+    seconds[order[0]] *= factor
+    searched = Searched(seconds)
+    monkeypatch.setattr(cheapest, "promised_plan", searched)
+    request = Request(
+        workload=asked, sizes=asked.sizes, budget_bytes=0, allowed=frozenset({"tf32"}), entries=False
+    )
+    _, plan = cheapest_plan(_device, request, _silent, cards=[find_gpu(name) for name in names])
+    assert plan.aim.device == order[0 if factor == 1 else 1]
+    assert searched.names == order[: 1 if factor == 1 else 2]
+    count = len(searched.names)
+    told = f"Searched were {count} of 5; a step without any limit of memory costs more on the {5 - count} that were"
+    assert told in plan.notes[0]
+
+
+def test_a_card_that_techniques_make_cheaper_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = workload(4096, 1 << 12)
+    names = [find_gpu(name).name for name in ("T4", "A100 80GB SXM")]
+    costs = _plain_costs(asked, names)
+    seconds = {name: costs[name] / hourly(find_gpu(name)) for name in names}
+    first, other = sorted(names, key=lambda name: costs[name])
+    assert first == "T4", "without TF32, which it does not have"
+    searched = Searched(seconds)
+    monkeypatch.setattr(cheapest, "promised_plan", searched)
+    for numerics, expected in ((Numerics.ROUNDING, [first]), (Numerics.PRECISION, [first, other])):
+        searched.names.clear()
+        request = Request(
+            workload=asked,
+            sizes=asked.sizes,
+            budget_bytes=0,
+            allowed=frozenset({"tf32"}),
+            numerics=numerics,
+            entries=False,
+        )
+        cheapest_plan(_device, request, _silent, cards=[find_gpu(name) for name in names])
+        assert searched.names == expected
 
 
 def test_cards_for_rent_have_the_price_of_an_hour() -> None:
