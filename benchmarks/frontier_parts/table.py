@@ -232,8 +232,7 @@ the same workloads and measured alike. {versions}, float32, without dropout, on 
   workload ran for it: budgets of one workload are asked for in turn and share what was run for others. In these runs
   products of matrices give zeros, which changes no bytes; what is in the tables was run in full afterwards.
 - **Best peer**: of all that stay within the budget, the one with the fewest FLOPs. Where all plain products are kept,
-  nothing can be fewer. The compiler recomputes single pointwise operations, one at a time; a plan recomputes blocks and
-  parts of blocks, and needs room for what one of them makes: there the compiler can be ahead.
+  nothing can be fewer. The compiler and plans both compute single results again, one at a time.
 - SAC: `create_selective_checkpoint_contexts` on all blocks, keeping the results that are named; convolutions count as
   products. *Torch's chunks*: `torch.nn.functional.linear_cross_entropy`. Compiler: the activation memory budget of
   `torch.compile`, graphs cut by its partitioner (`aot_eager_decomp_partition`) and run without C++. Auto-SAC:

@@ -5,16 +5,18 @@ let b be the bytes of its results and c the seconds that it takes.
 
 - ``r`` (0 or 1): the block is recomputed. It then keeps its input and the results of the operations that are saved.
 - ``s_t`` (0 or 1, at most ``r``): the results of operation t are saved and not computed again.
+- ``y_t``: operation t runs again, since its results are needed and not saved; see NOTE [Results] in program.py.
 - ``o`` (0 or 1, not with ``r``): what it keeps goes to the host and comes back.
 
 A stretch of the step (see NOTE [Stretches] in observing.py) peaks at what was observed there, less what the blocks
-whose forward pass is over and whose backward pass has not begun no longer keep. All stretches have to stay within the
-budget. The cost is the seconds of what is computed again, and of transfers beyond what they can hide behind.
+whose forward pass is over and whose backward pass has not begun no longer keep, and less what the block at work does not
+hold yet, or no more. All stretches have to stay within the budget. The cost is the seconds of what is computed again, and of transfers beyond what they can hide behind.
 """
 
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -44,6 +46,10 @@ _NEAR = 2.0
 """Of the gap that is good enough: decisions for equal blocks have it between two bounds, each solved up to that gap."""
 
 
+_LEAST_SHARE = 0.1
+"""Of the solver's time that each of several programs has at least."""
+
+
 def solve(observation: Observation, budget: int, terms: Terms) -> Solution | None:
     """The cheapest decisions with which the step's peak stays within a budget of bytes; None if there are none.
 
@@ -62,6 +68,12 @@ def solve(observation: Observation, budget: int, terms: Terms) -> Solution | Non
     return min(found, key=lambda one: (one.extra_seconds, 1.0 if one.gap is None else one.gap), default=None)
 
 
+def _remaining(terms: Terms, began: float) -> Terms:
+    """The same, with what is left of the solver's time: several programs share it, and none is left without any."""
+    left = terms.time_limit - (time.perf_counter() - began)
+    return replace(terms, time_limit=max(left, _LEAST_SHARE * terms.time_limit))
+
+
 def _near(found: Sequence[Solution], terms: Terms) -> bool:
     """Whether one of these is near enough to the best."""
     return any(one.gap is not None and one.gap <= _NEAR * terms.gap for one in found)
@@ -76,7 +88,7 @@ def _equal_together(
         groups = program.groups_of(observation, cut=cut)
         if all(len(group.blocks) == 1 for group in groups) or _near(found, terms):
             break
-        best = program.Program(observation, groups, terms).cheapest(budget, least=False)
+        best = program.Program(observation, groups, _remaining(terms, began)).cheapest(budget, least=False)
         if best.infeasible:  # though more counts as freed than any decisions free
             return None
         together = _together(observation, budget, terms, groups, best, began)
@@ -112,7 +124,7 @@ def _together(
         return None
     found = best
     if _peak_with(observation, best.decisions, terms) > budget:
-        found = program.Program(observation, groups, terms).cheapest(budget, least=True)
+        found = program.Program(observation, groups, _remaining(terms, began)).cheapest(budget, least=True)
     if found.decisions is None or _peak_with(observation, found.decisions, terms) > budget:
         return None
     # Blocks of a group that save different results may have to compute more again than the program has it.
@@ -126,7 +138,8 @@ def _together(
 
 def _apart(observation: Observation, budget: int, terms: Terms, began: float) -> Solution | None:
     """Decisions for each block by itself."""
-    found = program.Program(observation, program.alone(observation), terms).cheapest(budget, least=True)
+    limited = _remaining(terms, began)
+    found = program.Program(observation, program.alone(observation), limited).cheapest(budget, least=True)
     if found.infeasible:
         return None
     if found.decisions is None:
@@ -214,8 +227,24 @@ def lowest_peak(observation: Observation, terms: Terms) -> int:
     return _peak_with(observation, lowest_decisions(observation, terms), terms)
 
 
+_LOWEST: OrderedDict[tuple[int, Terms], tuple[Observation, Mapping[str, Decision]]] = OrderedDict()
+"""Those of the observations asked about last, which are held so that no other has their identity."""
+
+_LOWEST_KEPT = 64
+
+
 def lowest_decisions(observation: Observation, terms: Terms) -> Mapping[str, Decision]:
-    """The decisions that reach it.
+    """The decisions that reach it; worked out once, since it is asked for often. See `_lowest_decisions`."""
+    key = id(observation), terms
+    if key not in _LOWEST:
+        _LOWEST[key] = observation, _lowest_decisions(observation, terms)
+        while len(_LOWEST) > _LOWEST_KEPT:
+            _LOWEST.popitem(last=False)
+    return _LOWEST[key][1]
+
+
+def _lowest_decisions(observation: Observation, terms: Terms) -> Mapping[str, Decision]:
+    """The decisions with the lowest peak.
 
     Without offload, or where the host can hold all that might go there, each block is best by itself: the least that it
     can keep. Where the host cannot, which blocks go there is a program of its own: the lowest bound that all stretches
