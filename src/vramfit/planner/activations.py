@@ -10,7 +10,8 @@ let b be the bytes of its results and c the seconds that it takes.
 
 A stretch of the step (see NOTE [Stretches] in observing.py) peaks at what was observed there, less what the blocks
 whose forward pass is over and whose backward pass has not begun no longer keep, and less what the block at work does not
-hold yet, or no more. All stretches have to stay within the budget. The cost is the seconds of what is computed again, and of transfers beyond what they can hide behind.
+hold yet, or no more. All stretches have to stay within the budget. The cost is the seconds of what is computed again,
+and of transfers beyond what they can hide behind.
 """
 
 from __future__ import annotations
