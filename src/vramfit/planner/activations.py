@@ -9,9 +9,9 @@ let b be the bytes of its results and c the seconds that it takes.
 - ``o`` (0 or 1, not with ``r``): what it keeps goes to the host and comes back.
 
 A stretch of the step (see NOTE [Stretches] in observing.py) peaks at what was observed there, less what the blocks
-whose forward pass is over and whose backward pass has not begun no longer keep, and less what the block at work does not
-hold yet, or no more. All stretches have to stay within the budget. The cost is the seconds of what is computed again,
-and of transfers beyond what they can hide behind.
+whose forward pass is over and whose backward pass has not begun no longer keep, and less what the block at work does
+not hold yet, or no more. All stretches have to stay within the budget. The cost is the seconds of what is computed
+again, and of transfers beyond what they can hide behind.
 """
 
 from __future__ import annotations
@@ -223,28 +223,33 @@ def _solution(
     )
 
 
-def lowest_peak(observation: Observation, terms: Terms) -> int:
-    """The lowest peak that any decisions reach, in bytes, as predicted."""
+def lowest_peak(observation: Observation, terms: Terms, *, enough: int = 0) -> int:
+    """The lowest peak that any decisions reach, in bytes, as predicted; any at which they do, where that is enough."""
+    quick = _peak_with(observation, lowest_decisions(observation, terms, inside=False), terms)
+    if quick <= enough:
+        return quick
     return _peak_with(observation, lowest_decisions(observation, terms), terms)
 
 
-_LOWEST: OrderedDict[tuple[int, Terms], tuple[Observation, Mapping[str, Decision]]] = OrderedDict()
+_LOWEST: OrderedDict[tuple[int, Terms, bool], tuple[Observation, Mapping[str, Decision]]] = OrderedDict()
 """Those of the observations asked about last, which are held so that no other has their identity."""
 
 _LOWEST_KEPT = 64
 
 
-def lowest_decisions(observation: Observation, terms: Terms) -> Mapping[str, Decision]:
+def lowest_decisions(
+    observation: Observation, terms: Terms, *, inside: bool = True
+) -> Mapping[str, Decision]:
     """The decisions that reach it; worked out once, since it is asked for often. See `_lowest_decisions`."""
-    key = id(observation), terms
+    key = id(observation), terms, inside
     if key not in _LOWEST:
-        _LOWEST[key] = observation, _lowest_decisions(observation, terms)
+        _LOWEST[key] = observation, _lowest_decisions(observation, terms, inside=inside)
         while len(_LOWEST) > _LOWEST_KEPT:
             _LOWEST.popitem(last=False)
     return _LOWEST[key][1]
 
 
-def _lowest_decisions(observation: Observation, terms: Terms) -> Mapping[str, Decision]:
+def _lowest_decisions(observation: Observation, terms: Terms, *, inside: bool) -> Mapping[str, Decision]:
     """The decisions with the lowest peak.
 
     Without offload, or where the host can hold all that might go there, each block is best by itself: the least that it
@@ -264,7 +269,8 @@ def _lowest_decisions(observation: Observation, terms: Terms) -> Mapping[str, De
         known.append(alone | {block.path: Decision(Fate.OFFLOAD) for block in movable})
     elif movable:
         known.append(program.lowest_shared(observation, terms) or {})
-    if terms.recompute and terms.select and any(one.position >= 0 for one in observation.stretches):
+    inside = inside and terms.recompute and terms.select
+    if inside and any(one.position >= 0 for one in observation.stretches):
         known.append(program.lowest_inside(observation, terms) or {})
     return min(known, key=lambda decisions: _peak_with(observation, decisions, terms))
 

@@ -26,7 +26,7 @@ from vramfit.planner.pieces import LOOKED_PIECES, fewer_pieces, repeated
 from vramfit.planner.price import Device, Price
 from vramfit.planner.pricing import price_with
 from vramfit.planner.reducing import Cutting, cutting_of, no_time_to_try
-from vramfit.planner.request import Request
+from vramfit.planner.request import MEMORY, Request
 from vramfit.planner.runs import Runs, Watched
 from vramfit.techniques import (
     Choice,
@@ -267,9 +267,11 @@ class Frames:
         return Rated(frame=frame, solution=solution, lowest=lowest, seconds=seconds)
 
     def lowest(self, frame: Frame) -> int:
-        """The lowest peak of a frame's tensors, in bytes, as predicted."""
+        """The lowest peak of a frame's tensors, in bytes, as predicted; one that is low enough where that is asked."""
         terms = self.terms(frame)
-        return max(activations.lowest_peak(frame.observation, terms), frame.profile.setup_bytes)
+        enough = 0 if self.request.objective == MEMORY else self.request.limit - self.outside(frame)
+        lowest = activations.lowest_peak(frame.observation, terms, enough=enough)
+        return max(lowest, frame.profile.setup_bytes)
 
     def outside(self, frame: Frame) -> int:
         """Bytes beyond what its tensors hold by prediction: context, fragmentation, and what was wrong before."""

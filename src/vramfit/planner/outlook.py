@@ -93,7 +93,8 @@ class Outlook:
 def outlook_of(observation: Observation, terms: Terms, profile: Profile, outside: int) -> Outlook:
     """What an observed step is made of."""
     plain = stretch_peaks(observation, {})
-    reduced = stretch_peaks(observation, activations.lowest_decisions(observation, terms))
+    whole = len(observation.blocks) == 1  # of a model that is one block everything may be there again at once
+    reduced = stretch_peaks(observation, activations.lowest_decisions(observation, terms, inside=whole))
     backward = [number for number, stretch in enumerate(observation.stretches) if stretch.backward]
     end = backward[-1] + 1 if backward else len(observation.stretches)
     weights = observation.weight_bytes

@@ -195,7 +195,7 @@ class Search:
         if rated.solution is None:
             return
         with self.clock.sparing(0):
-            found = settle(self._frames, rated, seen=self._seen_first, tries=_FIRST_TRIES)
+            found = settle(self._frames, rated, seen=self._seen_first, tries=_FIRST_TRIES, quick=True)
         if not found.price.fits:
             self._add_excess(frame, found)
 

@@ -37,7 +37,12 @@ class Settled:
 
 
 def settle(
-    frames: Frames, rated: Rated, *, seen: Callable[[Settled], bool] = lambda _: False, tries: int = _TRIES
+    frames: Frames,
+    rated: Rated,
+    *,
+    seen: Callable[[Settled], bool] = lambda _: False,
+    tries: int = _TRIES,
+    quick: bool = False,
 ) -> Settled:
     """The quickest plan of a frame whose run stays within the budget, or the one that came closest.
 
@@ -46,6 +51,7 @@ def settle(
         rated: the frame.
         seen: told of each run; whether that one is good enough.
         tries: how many runs, at most.
+        quick: whether the first solution is good enough, and the best need not be looked for.
 
     Raises:
         SearchStopped: the time was over; what was run was told.
@@ -59,7 +65,7 @@ def settle(
     closest: Settled | None = None
     failed_at: int | None = None
     for _ in range(tries):
-        solution = frames.solve(frame, target)
+        solution = frames.solve(frame, target, quick=quick)
         if solution is None:
             if target >= low:
                 break

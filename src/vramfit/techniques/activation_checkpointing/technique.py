@@ -94,9 +94,9 @@ class ActivationCheckpointing(Technique[Checkpointing]):
     block that changes its input or its buffers in place. Key-value caches are not filled in training (transformers
     does the same when it checkpoints); what is in them already is attended to.
 
-    With ``lazy`` nothing runs again as a whole: each result that is not kept is computed by its own op when the backward
-    pass reads it, so that a block never holds all its activations, and what nothing needs is not computed. Each op of
-    a forward pass is noted, 10 to 20 us of the host; hooks around it do not see what the block keeps.
+    With ``lazy`` nothing runs again as a whole: each result that is not kept is computed by its own op when the
+    backward pass reads it, so that a block never holds all its activations, and what nothing needs is not computed.
+    Each op of a forward pass is noted, some 10 us of the host; hooks around it do not see what the block keeps.
 
     The other modes are torch's own: ``torch.utils.checkpoint.checkpoint(use_reentrant=False)`` and
     ``create_selective_checkpoint_contexts``; with results kept, only one backward pass can go through a graph.
