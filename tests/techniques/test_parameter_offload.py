@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from vramfit.errors import UsageError
 from vramfit.techniques import Live, Numerics, Profile, live_of
+from vramfit.techniques.activation_checkpointing import ActivationCheckpointing, Checkpointing, Mode
 from vramfit.techniques.activation_compression import (
     ActivationCompression,
     ActivationCompressionSetting,
@@ -308,6 +309,57 @@ def test_with_selective_checkpointing_only_the_block_is_counted() -> None:
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=0.01 * float(gradient.abs().max()))
 
 
+class _Borrowing(Language):
+    """A model that asks a part of its first block for what all blocks get, as DiT asks for its conditioning."""
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embed(words)
+        x = x + self.layers[0].ln_2(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x + self.layers[1].proj(x)))
+
+
+def test_a_part_of_a_block_may_run_outside_of_it() -> None:
+    torch.manual_seed(0)
+    plain = _Borrowing()
+    model = copy.deepcopy(plain)
+    live = _live(model)
+    for _ in range(2):
+        assert _same(_backward(model), _backward(plain))
+    copied = copy.deepcopy(model)  # which has run no block of its own yet
+    assert _same(_backward(copied), _backward(plain))
+    live.undo()
+    assert not any(map(surroundings_of, model.modules()))
+
+
+def test_a_part_outside_of_its_block_sees_what_the_optimizer_did() -> None:
+    torch.manual_seed(0)
+    plain = _Borrowing()
+    model = copy.deepcopy(plain)
+    _live(model)
+    for one in (plain, model):
+        _backward(one)
+        with torch.no_grad():
+            one.layers[0].ln_2.weight.mul_(2.0)
+            one.layers[1].proj.weight.mul_(3.0)
+    assert _same(_backward(model), _backward(plain))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_parts_of_blocks_are_recomputed_apart(kept: bool) -> None:
+    torch.manual_seed(0)
+    plain = _language(dropout=0.1)
+    model = copy.deepcopy(plain)
+    _live(model)
+    parts = tuple(f"layers.{block}.{part}" for block in range(3) for part in ("ln_1", "qkv", "up", "down"))
+    save = {part: ("addmm",) for part in parts if "ln" not in part} if kept else {}
+    setting = Checkpointing(mode=Mode.SELECTIVE if kept else Mode.WHOLE, modules=parts, save=save)
+    ActivationCheckpointing().attach(Live(model, None), setting)
+    for _ in range(2):
+        assert _same(_backward(model), _backward(plain))
+
+
 def test_under_autocast() -> None:
     plain, model = _language(), _language()
     _live(model)
@@ -528,6 +580,22 @@ def test_copies_hide_behind_large_batches(gpu: VirtualGPU) -> None:
             assert seconds[1] - seconds[0] == pytest.approx(2 * crossing, rel=0.25)
         else:
             assert seconds[1] - seconds[0] > 8 * crossing
+
+
+@pytest.mark.parametrize("parts", [(), ("ln_1", "qkv", "proj", "ln_2", "up", "down")])
+def test_parts_that_run_apart_find_their_parameters_on_the_card(
+    parts: tuple[str, ...], gpu: VirtualGPU
+) -> None:
+    plain = replace(TOYS["language-tied"], model=_Borrowing)
+    offloaded = ParameterOffload().apply(plain, ParameterOffloadSetting())
+    if parts:
+        modules = tuple(f"layers.{block}.{part}" for block in range(3) for part in parts)
+        offloaded = ActivationCheckpointing().apply(offloaded, Checkpointing(modules=modules))
+    state = offloaded.start("cuda")
+    for _ in range(2):
+        offloaded.run_step(state, plain.sizes)
+    assert gpu.run.oom is None
+    assert state.model.layers[0].ln_2.weight.device.type == "cpu"
 
 
 def test_a_model_that_is_on_the_card_goes_and_comes_back(gpu: VirtualGPU) -> None:

@@ -131,6 +131,9 @@ class Depot:
         self._device, self._count, self._ahead = device, count, ahead
         self._lane: Lane | None = None
         self._known: dict[int, Visitors] = {}
+        self._apart: dict[tuple[int, str], Visitors] = {}
+        # By block, whose copies are in the parameters' places, and the innermost of the hooks for saved tensors.
+        self.visiting: dict[int, tuple[Visitors, Any]] = {}
         self._sweep = self._last = -1
         self._task = -1
         self.gradients = Gradients(self, keeps_gradients)
@@ -151,6 +154,19 @@ class Depot:
         known = self._known.get(index)
         if known is None or known.module() is not module:
             known = self._known[index] = Visitors(self, index, module, names)
+        return known
+
+    def block_of(self, index: int, path: str, part: nn.Module) -> Visitors | None:
+        """The parameters of the block that a module is a part of; None where the block did not run yet."""
+        known = self._known.get(index)
+        block = None if known is None else known.module()
+        return known if block is not None and block.get_submodule(path) is part else None
+
+    def apart(self, index: int, path: str, part: nn.Module, names: tuple[str, ...]) -> Visitors:
+        """The parameters of a part of a block that runs by itself."""
+        known = self._apart.get((index, path))
+        if known is None or known.module() is not part:
+            known = self._apart[index, path] = Visitors(self, index, part, names)
         return known
 
     def enter(self, visitors: Visitors) -> list[torch.Tensor]:
@@ -185,6 +201,8 @@ class Depot:
         """Copies for the backward pass of a block. See NOTE [Visits]."""
         if in_backward():
             self.expect_end()
+        if any(visitors is part for part in self._apart.values()):  # blocks come and go by themselves
+            return visitors.arrive()
         wanted = self._near(visitors.index, -1)
         for known in self._known.values():
             if known.index not in wanted:
@@ -210,13 +228,12 @@ class Depot:
                 known.call()
 
     def _end_backward(self) -> None:
-        for known in self._known.values():
-            known.leave()
+        self.close()
         self.gradients.finish()
 
     def close(self) -> None:
         """Drop all copies: there may be no card any more when these objects go."""
-        for known in self._known.values():
+        for known in (*self._known.values(), *self._apart.values()):
             known.leave()
 
     def take(self, visitors: Visitors) -> WeightTaker:

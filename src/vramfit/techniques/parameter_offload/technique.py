@@ -23,7 +23,7 @@ from vramfit.techniques.parameter_offload.depot import Depot, Visitors
 from vramfit.techniques.parameter_offload.placing import place, settle_optimizer
 from vramfit.techniques.paying import best_blocks
 from vramfit.techniques.profile import Profile
-from vramfit.techniques.saved import packing, unseen
+from vramfit.techniques.saved import hooks_outside, in_backward, packing, unseen
 from vramfit.techniques.technique import Phase, Setting, Technique
 
 
@@ -122,6 +122,8 @@ class ParameterOffload(Technique[ParameterOffloadSetting]):
         for index, (block, names) in enumerate(blocks):
             live.surround(block, Visited(depot, index, names))
             depot.visitors(index, block, names)
+            for path, part, inside in _parts(block, names):
+                live.surround(part, VisitedApart(depot, index, path, inside))
         live.on_undo(depot.close)
         live.after(Phase.OPTIMIZER, lambda: settle_optimizer(live, away, depot if keeps else None))
 
@@ -140,11 +142,53 @@ class Visited:
         with unseen():
             copies = self._depot.enter(visitors)
         try:
-            with packing(self._depot.take(visitors)), _in_place(visitors, copies):
+            with packing(self._depot.take(visitors)), _in_place(visitors, copies), _visiting(visitors):
                 return forward(*args, **kwargs)
         finally:
             with unseen():
                 self._depot.exit(visitors)
+
+
+class VisitedApart:
+    """Surrounds a part of such a block, which may run while the block does not.
+
+    NOTE [Parts that run apart]: a part is recomputed by itself, or a model asks one block's embedding for what all
+    blocks get. In a backward pass the block's own copies are brought, as for the block. In a forward pass the part's
+    copies are for this call alone, so that the visits of blocks stay as they are. Weights that autograd saves are taken
+    in either run of a part, and in the first one too where it runs inside its block: checkpoints count saved tensors.
+    """
+
+    def __init__(self, depot: Depot, index: int, path: str, names: tuple[str, ...]) -> None:
+        self._depot, self._index, self._path, self._names = depot, index, path, names
+
+    def __call__(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the forward pass with copies in the parameters' places, unless they are there."""
+        visit = self._depot.visiting.get(self._index)
+        if visit is not None:
+            visitors, hook = visit
+            if hook is _innermost_hook():
+                return forward(*args, **kwargs)
+            with packing(self._depot.take(visitors)), _visiting(visitors):
+                return forward(*args, **kwargs)
+        block = self._depot.block_of(self._index, self._path, module) if in_backward() else None
+        if block is not None:
+            with unseen():
+                copies = self._depot.fetch(block)
+            with packing(self._depot.take(block)), _in_place(block, copies), _visiting(block):
+                return forward(*args, **kwargs)
+        visitors = self._depot.apart(self._index, self._path, module, self._names)
+        with unseen():
+            visitors.leave()
+            copies = visitors.arrive()
+        try:
+            with packing(self._depot.take(visitors)), _in_place(visitors, copies), _visiting(visitors):
+                return forward(*args, **kwargs)
+        finally:
+            with unseen():
+                visitors.have_come()
+                visitors.leave()
 
 
 class _Bring(torch.autograd.Function):
@@ -166,6 +210,26 @@ class _Bring(torch.autograd.Function):
         if gradient is not None:
             given = ctx.visitors.depot.gradients.hand_over(ctx.visitors, ctx.number, gradient, node)
         return given, None, None, None
+
+
+@contextmanager
+def _visiting(visitors: Visitors) -> Iterator[None]:
+    """Let the parts of a block know whose copies are in place, and under which hooks autograd saves tensors."""
+    visiting = visitors.depot.visiting
+    before = visiting.get(visitors.index)
+    visiting[visitors.index] = visitors, _innermost_hook()
+    try:
+        yield
+    finally:
+        if before is None:
+            del visiting[visitors.index]
+        else:
+            visiting[visitors.index] = before
+
+
+def _innermost_hook() -> Any:
+    hooks = hooks_outside()
+    return None if hooks is None else hooks[0]
 
 
 @contextmanager
@@ -223,6 +287,14 @@ def _chosen(live: Live, setting: ParameterOffloadSetting) -> list[tuple[nn.Modul
             "parameter-offload: the chosen blocks have no parameters of their own", "Choose others"
         )
     return blocks
+
+
+def _parts(block: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
+    """The modules inside a block with parameters that go: path, module, and the parameters' names in it."""
+    for path, part in block.named_modules():
+        inside = tuple(name.removeprefix(f"{path}.") for name in names if name.startswith(f"{path}."))
+        if path and inside and not isinstance(part, torch.jit.ScriptModule):
+            yield path, part, inside
 
 
 def _uses(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
