@@ -106,6 +106,15 @@ def test_a_pinned_copy_beside_a_product_hides_behind_it(gpu):
     assert _us(gpu, blocking) == pytest.approx(alone + crossing, abs=3)
 
 
+def test_a_pinned_copy_takes_what_the_link_takes_in_both_directions(gpu):
+    host = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
+    card = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    crossing = 1e6 * host.nbytes / gpu.spec.host_link
+    assert _us(gpu, lambda: host.copy_(card, non_blocking=True)) == pytest.approx(crossing)
+    assert _us(gpu, lambda: card.copy_(host, non_blocking=True)) == pytest.approx(crossing)
+    assert _us(gpu, lambda: host.to("cuda", non_blocking=True)) == pytest.approx(crossing)
+
+
 def test_pageable_copies_and_values_that_are_read_stop_the_host(gpu):
     a = torch.empty(4096, 4096, device="cuda")
     host, side = torch.empty(16 << 20, dtype=torch.uint8), torch.cuda.Stream()

@@ -402,7 +402,7 @@ class VirtualMode(TorchDispatchMode):
             out: its results, not placed yet.
             category: what they are for; None tells it from the moment.
             extents: assumed sizes of the results, beside those on which the arguments rest.
-            engine: what does the work.
+            engine: what does the work. Copy engines take no time here: how long the link takes is told apart.
 
         Returns:
             For how many microseconds a card works on it.
@@ -431,9 +431,10 @@ class VirtualMode(TorchDispatchMode):
                 category=category,
                 extents=extents,
             )
-            spec, rates = self.machine.devices[device].spec, self.machine.rates
-            microseconds = 1e6 * roofline.seconds(func, args, kwargs, out, spec, rates)
-            self.machine.advance(microseconds, device, engine)
+            if engine is Engine.COMPUTE:
+                spec, rates = self.machine.devices[device].spec, self.machine.rates
+                microseconds = 1e6 * roofline.seconds(func, args, kwargs, out, spec, rates)
+                self.machine.advance(microseconds, device)
         elif self.meter.phases.phase is Phase.OPTIMIZER:
             # Steps of an offloaded optimizer; other work of the host has no time of its own.
             written = mutated_tensors(info, args, kwargs)
