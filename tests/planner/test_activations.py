@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 from tests.planner.made import MIB, block, inside_observation, observation, op, random_observation
+from torch import nn
 
 from vramfit.planner.activations import greedy, lowest_peak, solve
+from vramfit.planner.choosing import finer_places
 from vramfit.planner.decisions import (
     OVERHEAD_SECONDS,
     Decision,
@@ -315,3 +318,10 @@ def test_a_block_that_cannot_hide_its_copy_pays_for_what_the_window_does_not_hol
     alone = 2 * (crossing - window / link) - forward - backward
     assert found.extra_seconds == pytest.approx(alone + OVERHEAD_SECONDS)
     assert found.peak_bytes <= budget
+
+
+def test_a_model_of_which_a_part_must_not_run_again_is_decided_on_by_parts() -> None:
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(3)))
+    assert list(finer_places(plain)) == [""]
+    torch.nn.utils.parametrizations.spectral_norm(plain[1][0])
+    assert "" not in finer_places(plain)

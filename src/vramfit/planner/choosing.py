@@ -12,6 +12,7 @@ from vramfit.techniques import Choice, find_technique
 from vramfit.techniques.activation_checkpointing import setting_for
 from vramfit.techniques.activation_offload import ActivationOffloadSetting
 from vramfit.techniques.blocks import find_blocks
+from vramfit.techniques.rerunning import reason_against_rerun
 
 _LEAST_WINDOW = 1 << 20
 
@@ -27,7 +28,7 @@ def places(model: nn.Module) -> Sequence[str]:
 def finer_places(model: nn.Module) -> Sequence[str]:
     """The model as a whole, whose results are then decided on one by one; of a large one, the parts of its blocks."""
     layers = sum(1 for module in model.modules() if next(module.children(), None) is None)
-    if layers <= _LAYERS:
+    if layers <= _LAYERS and reason_against_rerun(model) is None:
         return [""]
     found: list[str] = []
     for place in find_blocks(model):
