@@ -10,13 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.techniques.test_activation_checkpointing import assert_equal, attached, backward
-from tests.techniques.toys import numbers
+from tests.techniques.toys import all_toys, numbers
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramfit.errors import UsageError
-from vramfit.techniques.activation_checkpointing import Checkpointing, Mode
+from vramfit.techniques.activation_checkpointing import ActivationCheckpointing, Checkpointing, Mode
+from vramfit.techniques.step_in_backward import StepInBackward, StepInBackwardSetting
+from vramfit.virtual.gpu import VirtualGPU
 
 WIDTH = 256
 
@@ -86,6 +88,13 @@ def random_numbers(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     y = F.dropout((x @ weight).sin(), 0.5)
     z = y + torch.rand_like(y)
     return F.dropout((z @ weight).sin().mul_(torch.rand_like(z)), 0.3).square()
+
+
+def own_generator(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    y = (x @ weight).exp() * torch.rand(x.shape, generator=generator)
+    z = torch.empty_like(y).bernoulli_(0.5, generator=generator)
+    return (y.sin() * z) @ weight
 
 
 def recurrent(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -236,6 +245,42 @@ def test_ops_of_others_run_once() -> None:
     CALLS.clear()
     assert_equal(backward(model, x), expected)
     assert CALLS == ["doubled"]
+
+
+class Draws(TorchDispatchMode):
+    """Counts calls of ``torch.rand``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.rand.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_draws_whose_generator_nothing_tells_before_they_run_are_kept() -> None:
+    for device, times in (("cpu", 2), ("cuda", 1)):
+        model = Calls(lambda x, weight: (x @ weight).exp() * torch.rand(8, 16, device=x.device))
+        with VirtualGPU("RTX 4090"), Draws() as counting:
+            attached(model.to(device), lazy())
+            model(torch.ones(8, 16, device=device)).sum().backward()
+        assert counting.count == times, device
+
+
+def test_parameters_may_step_as_soon_as_they_have_their_gradients() -> None:
+    def trained(*, lazily: bool) -> list[torch.Tensor]:
+        toy = all_toys()["language-tied"]
+        workload = StepInBackward().apply(toy, StepInBackwardSetting())
+        if lazily:
+            workload = ActivationCheckpointing().apply(workload, lazy(all=("mm",)))
+        torch.manual_seed(0)
+        state = workload.start("cpu")
+        for _ in range(2):
+            workload.run_step(state, workload.sizes)
+        return [parameter.detach().clone() for parameter in state.model.parameters()]
+
+    assert_equal(trained(lazily=True), trained(lazily=False))
 
 
 def test_nothing_is_done_without_gradients_or_training() -> None:

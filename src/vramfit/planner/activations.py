@@ -46,7 +46,6 @@ from vramfit.techniques import Block
 _NEAR = 2.0
 """Of the gap that is good enough: decisions for equal blocks have it between two bounds, each solved up to that gap."""
 
-
 _LEAST_SHARE = 0.1
 """Of the solver's time that each of several programs has at least."""
 
@@ -254,7 +253,9 @@ def _lowest_decisions(observation: Observation, terms: Terms, *, inside: bool) -
 
     Without offload, or where the host can hold all that might go there, each block is best by itself: the least that it
     can keep. Where the host cannot, which blocks go there is a program of its own: the lowest bound that all stretches
-    stay within. If that is not solved to its end within the time limit, the best that is known is taken.
+    stay within. So are the results that a block saves where its own pass is the peak, with `inside`: computed again
+    they may be there all at once. If that is not solved to its end within the time limit, the best that is known is
+    taken.
     """
     blocks = [block for block in observation.blocks if choosable(observation, block)]
     least = {block.path: Decision(Fate.RECOMPUTE, least_saved(block)) for block in blocks}

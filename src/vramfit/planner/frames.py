@@ -267,7 +267,7 @@ class Frames:
         return Rated(frame=frame, solution=solution, lowest=lowest, seconds=seconds)
 
     def lowest(self, frame: Frame) -> int:
-        """The lowest peak of a frame's tensors, in bytes, as predicted; one that is low enough where that is asked."""
+        """The lowest predicted peak of a frame's tensors, in bytes; any within the budget, unless memory is the aim."""
         terms = self.terms(frame)
         enough = 0 if self.request.objective == MEMORY else self.request.limit - self.outside(frame)
         lowest = activations.lowest_peak(frame.observation, terms, enough=enough)

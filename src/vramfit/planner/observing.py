@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from vramfit.planner.summing import summed
 from vramfit.techniques import Block, BlockOp
-from vramfit.techniques.activation_checkpointing.op_facts import computes_only
+from vramfit.techniques.activation_checkpointing.op_facts import repeats
 from vramfit.techniques.blocks import find_blocks
 from vramfit.techniques.profile import ALWAYS
 
@@ -377,7 +377,7 @@ class Observer(TorchDispatchMode):
                 parent=parent,
                 part=self._part_at(parent),
                 shape=shape,
-                fixed=not computes_only(func),
+                fixed=not repeats(func, args, kwargs),
                 storages=set(fresh),
                 reads=read,
                 last_read=number,

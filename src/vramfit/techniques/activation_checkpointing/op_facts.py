@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +33,20 @@ class OpFacts:
 _NAMESPACES = ("aten", "prims")
 
 
-def computes_only(op: Any) -> bool:
-    """Whether an op is torch's own, and so does nothing but compute: no collective, and no kernel of others."""
-    return getattr(op, "namespace", None) in _NAMESPACES
+def repeats(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a second call gives the same: torch's own ops do nothing but compute, unlike collectives and others.
+
+    What draws random numbers repeats where it is known from which generator before it runs: the default one of the CPU,
+    or of the device of its arguments.
+    """
+    if getattr(op, "namespace", None) not in _NAMESPACES:
+        return False
+    if not op_facts(op).draws:
+        return True
+    if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+        return False
+    device = torch.device(kwargs.get("device") or "cpu")
+    return device.type == "cpu" or any(True for _ in tensors_in((args, kwargs)))
 
 
 @functools.cache

@@ -11,7 +11,8 @@ has been computed on the way stays if it is to be read too. The same kernels wit
    somebody had, the result is kept from then on.
 2. An op that draws random numbers is preceded by the state that its generator had.
 3. Batch norm updates its running statistics. The second time it is given copies, which its results do not depend on.
-4. What is neither an op of torch's own nor gives plain tensors (collectives, kernels of others, subclasses) is kept.
+4. What is neither an op of torch's own nor gives plain tensors (collectives, kernels of others, subclasses) is kept,
+   and what draws from a generator of the program's own.
 5. A tensor that is kept and that a recipe reads may change in the forward pass: what the recipe makes is computed just
    before, and kept. After the forward pass it must not: its version is compared, as autograd does for what it saves.
 """
@@ -32,8 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from vramfit.techniques.activation_checkpointing.op_facts import (
     alias_of,
     changed_arguments,
-    computes_only,
     op_facts,
+    repeats,
     tensors_in,
 )
 from vramfit.techniques.activation_checkpointing.random_state import RandomState
@@ -554,7 +555,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _repeats(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
     """Whether a second call does the same and nothing else, as far as plain tensors go."""
-    return computes_only(func) and all(map(_is_plain, tensors_in((args, kwargs, out))))
+    return repeats(func, args, kwargs) and all(map(_is_plain, tensors_in((args, kwargs, out))))
 
 
 def _leaves(tree: Any, kind: type[_L]) -> Iterator[_L]:
