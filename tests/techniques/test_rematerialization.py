@@ -121,6 +121,7 @@ FUNCTIONS = (
         views,
         several_results,
         conjugated,
+        own_generator,
         as_bits,
         random_numbers,
     ),
