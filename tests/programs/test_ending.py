@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch._library import simple_registry
 
 from vramfit.patching import PatchStack
 from vramfit.programs import running, stopping
@@ -147,6 +151,27 @@ def test_a_signal_that_was_handled_once_is_not_held_against_it_later(child: Stop
         os.kill(os.getpid(), signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         assert read_status(tmp_path).own_terminate
+
+
+def test_a_signal_waits_while_torch_asks_for_a_rule(child: Stopping) -> None:
+    """An exception there would end the process without a word."""
+    named: dict[str, Any] = {}
+    text = "def ask(act, wait, done):\n    act()\n    wait(0.01)\n    done()"  # the signal is sent again meanwhile
+    exec(compile(text, simple_registry.__file__, "exec"), named)
+    asked: list[bool] = []
+    interrupt = partial(signal.raise_signal, signal.SIGINT)
+    with PatchStack() as patches:
+        child.install(lambda code: None, patches)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, (
+            "what we listen with is not seen"
+        )
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            named["ask"](interrupt, time.sleep, partial(asked.append, True))
+            assert asked
+            time.sleep(10)
+    assert asked
 
 
 def test_an_interrupt_while_threads_are_waited_for_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

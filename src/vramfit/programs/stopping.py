@@ -13,16 +13,23 @@ NOTE [How a program is ended]
    C code); the journal of the trace is the result then.
 
 SIGTERM, where the program has no handler, ends it at once as it would without us, the results saved before. SIGINT is
-left as python has it: a KeyboardInterrupt that the program may catch.
+as python has it: a KeyboardInterrupt that the program may catch.
+
+NOTE [No exception between dispatcher and mode]: before each op under a mode torch's C++ asks a function of Python for
+a rule (see dispatching.py of the virtual GPU), where it can take no exception: the process would abort. Handlers run
+where a function of Python begins, so one that raises may be called there. It then does nothing, and the signal is sent
+once more, a moment later: by the parent where it is an order of its own, else by a thread.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -43,9 +50,12 @@ ORDERS = getattr(signal, "SIGURG", None)
 _OURS = "_vramfit_stop"
 _TIMES = 3
 """How often a program is told to end before the process does."""
+_AGAIN = 1e-3
+"""Seconds after which a signal that came at the wrong moment is sent once more."""
 _DEFAULTS = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
 # What is replaced while a program runs, as it was before.
 _EXIT, _SET_SIGNAL, _GET_SIGNAL = os._exit, signal.signal, signal.getsignal
+_START_THREAD, _SLEEP = _thread.start_new_thread, time.sleep
 
 
 class StepSink(Protocol):
@@ -192,7 +202,7 @@ class Stopping:
     def ended(self, code: int, error: BaseException | None) -> tuple[int, BaseException | None]:
         """The exit code and the error to report for a program that has come to its end."""
         in_main = threading.current_thread() is threading.main_thread()  # others end it by `os._exit`
-        if in_main and _GET_SIGNAL(signal.SIGINT) is signal.default_int_handler:
+        if in_main and _GET_SIGNAL(signal.SIGINT) in (signal.default_int_handler, self._interrupt):
             _SET_SIGNAL(signal.SIGINT, signal.SIG_IGN)  # what is left to do is ours, and short
         if _is_out_of_memory(error):  # it does not fit, whatever else was going to end it
             found = code, error
@@ -241,8 +251,8 @@ class Stopping:
 
     def _obey(self, number: int, frame: FrameType | None) -> None:
         """The parent has an order. It is given again as long as nothing comes of it."""
-        del number, frame
-        if os.getpid() != self._owner or self._busy() or self._state is State.SAVING:
+        del number
+        if os.getpid() != self._owner or self._busy() or self._state is State.SAVING or _asks_for_rule(frame):
             return
         order = read_order(self._folder)
         if order is None:
@@ -252,6 +262,13 @@ class Stopping:
         elif order[0] is Order.LEAVE:
             self._begin_end(order[1])
             self.leave()
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """SIGINT, as python has it. See NOTE [No exception between dispatcher and mode]."""
+        if _asks_for_rule(frame):
+            _START_THREAD(_send_soon, (number,))
+        else:
+            signal.default_int_handler(number, frame)
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         """SIGTERM, of which the program knows nothing; where the figures are just changing the parent will order it."""
@@ -268,26 +285,28 @@ class Stopping:
         return self.lock is not None and self.lock._is_owned()
 
     def _listen(self, patches: PatchStack) -> None:
-        """Handle SIGTERM unseen by the program, and note which signals it handles itself."""
-        ours = self._terminate
-        hidden = _GET_SIGNAL(signal.SIGTERM) is signal.SIG_DFL
-        if hidden:
-            _SET_SIGNAL(signal.SIGTERM, ours)
+        """Handle SIGTERM and SIGINT unseen by the program, and note which signals it handles itself."""
+        pythons: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+        handlers: dict[int, Any] = {signal.SIGTERM: self._terminate, signal.SIGINT: self._interrupt}
+        ours = {number: handlers[number] for number in pythons if _GET_SIGNAL(number) == pythons[number]}
+        for number, handler in ours.items():
+            _SET_SIGNAL(number, handler)
 
         def shown(number: int) -> Any:
             found = _GET_SIGNAL(number)
-            return signal.SIG_DFL if hidden and found == ours else found
+            return pythons[number] if number in ours and found == ours[number] else found
 
         def replaced(number: int, handler: Any) -> Any:
             before = shown(number)
-            ask = hidden and number == signal.SIGTERM and handler == signal.SIG_DFL
-            _SET_SIGNAL(number, ours if ask and os.getpid() == self._owner else handler)
+            ask = number in ours and handler == pythons[number]
+            _SET_SIGNAL(number, ours[number] if ask and os.getpid() == self._owner else handler)
             self._note_handler(number, handler)
             return before
 
         def undo() -> None:
-            if hidden and _GET_SIGNAL(signal.SIGTERM) == ours:
-                _SET_SIGNAL(signal.SIGTERM, signal.SIG_DFL)
+            for number, handler in ours.items():
+                if _GET_SIGNAL(number) == handler:
+                    _SET_SIGNAL(number, pythons[number])
 
         patches.call(undo)
         patches.set(signal, "signal", replaced)
@@ -325,6 +344,21 @@ class Stopping:
             progress=self.progress,
         )
         self._writer.write(status)
+
+
+def _asks_for_rule(frame: FrameType | None) -> bool:
+    """Whether torch is asking whether a mode has a rule: see NOTE [No exception between dispatcher and mode]."""
+    registry = sys.modules.get("torch._library.simple_registry")
+    if registry is None or frame is None:
+        return False
+    ours = registry.find_torch_dispatch_rule.__code__  # it may have been changed
+    return frame.f_code is ours or frame.f_code.co_filename == registry.__file__
+
+
+def _send_soon(number: int) -> None:
+    """Send a signal to the main thread again, from another one."""
+    _SLEEP(_AGAIN)
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 def _is_handled() -> bool:
