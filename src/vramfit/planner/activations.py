@@ -17,7 +17,6 @@ again, and of transfers beyond what they can hide behind.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -32,6 +31,7 @@ from vramfit.planner.decisions import (
     choosable,
     crossing_seconds,
     exposed_seconds,
+    freed_bytes,
     kept_bytes,
     least_saved,
     may_offload,
@@ -39,12 +39,17 @@ from vramfit.planner.decisions import (
     predicted_peak,
     recompute_flops,
     recompute_seconds,
+    stretch_peaks,
 )
 from vramfit.planner.observing import Observation
+from vramfit.planner.recent import remembered
 from vramfit.techniques import Block
 
 _NEAR = 2.0
 """Of the gap that is good enough: decisions for equal blocks have it between two bounds, each solved up to that gap."""
+
+_RUNGS = 64
+"""Sets of saved operations, at most, that the greedy way looks at for one block."""
 
 _LEAST_SHARE = 0.1
 """Of the solver's time that each of several programs has at least."""
@@ -173,11 +178,13 @@ def greedy(observation: Observation, budget: int, terms: Terms) -> Solution | No
             freed = block.kept_bytes - kept_bytes(block, decision)
             if freed > 0:
                 choices.append((freed / recompute_seconds(block, saved), freed, block, decision))
+    peaks = stretch_peaks(observation, decisions)
     for _, freed, block, decision in sorted(choices, key=lambda choice: -choice[0]):
-        if predicted_peak(observation, decisions) <= budget:
+        if peaks.max(initial=0) <= budget:
             break
-        before = decisions.get(block.path)
-        if before is None or freed > block.kept_bytes - kept_bytes(block, before):
+        before = decisions.get(block.path, Decision(Fate.KEEP))
+        if freed > block.kept_bytes - kept_bytes(block, before):
+            peaks += freed_bytes(observation, block, before) - freed_bytes(observation, block, decision)
             decisions[block.path] = decision
     if predicted_peak(observation, decisions) > budget:
         return None
@@ -185,9 +192,9 @@ def greedy(observation: Observation, budget: int, terms: Terms) -> Solution | No
 
 
 def _ladder(block: Block) -> Iterator[frozenset[int]]:
-    """Sets of saved operations, each without the one of the last that costs least per byte."""
+    """Sets of saved operations, each without those of the last that cost least per byte."""
     saved = sorted(candidates(block).items(), key=lambda item: item[1].seconds / item[1].bytes)
-    for count in range(len(saved) + 1):
+    for count in range(0, len(saved) + 1, 1 + len(saved) // _RUNGS):
         yield frozenset(number for number, _ in saved[count:]) | least_saved(block)
 
 
@@ -230,25 +237,10 @@ def lowest_peak(observation: Observation, terms: Terms, *, enough: int = 0) -> i
     return _peak_with(observation, lowest_decisions(observation, terms), terms)
 
 
-_LOWEST: OrderedDict[tuple[int, Terms, bool], tuple[Observation, Mapping[str, Decision]]] = OrderedDict()
-"""Those of the observations asked about last, which are held so that no other has their identity."""
-
-_LOWEST_KEPT = 64
-
-
+@remembered
 def lowest_decisions(
     observation: Observation, terms: Terms, *, inside: bool = True
 ) -> Mapping[str, Decision]:
-    """The decisions that reach it; worked out once, since it is asked for often. See `_lowest_decisions`."""
-    key = id(observation), terms, inside
-    if key not in _LOWEST:
-        _LOWEST[key] = observation, _lowest_decisions(observation, terms, inside=inside)
-        while len(_LOWEST) > _LOWEST_KEPT:
-            _LOWEST.popitem(last=False)
-    return _LOWEST[key][1]
-
-
-def _lowest_decisions(observation: Observation, terms: Terms, *, inside: bool) -> Mapping[str, Decision]:
     """The decisions with the lowest peak.
 
     Without offload, or where the host can hold all that might go there, each block is best by itself: the least that it

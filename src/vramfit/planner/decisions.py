@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeAlias
 
 import numpy as np
 
-from vramfit.planner.observing import BETWEEN, Observation, Stretch
+from vramfit.planner.observing import Observation, Stretch
+from vramfit.planner.recent import remembered
 from vramfit.techniques import Block, BlockOp
 
 OVERHEAD_SECONDS = 30e-6
 """Estimated cost of recomputing one block beyond its operations: the checkpoint's own work on the host."""
+
+
+Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
+Positions: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class Fate(Enum):
@@ -158,19 +165,33 @@ def unmovable_bytes(block: Block) -> int:
     return block.kept_bytes - block.shared_bytes - sum(op.own_bytes for op in block.ops if not given(op))
 
 
-def absent_bytes(block: Block, decision: Decision, stretch: Stretch) -> int:
-    """Bytes that a recomputed block has less than a plain one in a stretch of its own, negative for more."""
-    if decision.fate is not Fate.RECOMPUTE or stretch.position < 0:
-        return 0
-    less = -block.new_input_bytes if stretch.backward else 0
+def absent_bytes(block: Block, decision: Decision, positions: Positions, *, backward: bool) -> Bytes:
+    """Bytes that a recomputed block has less than a plain one at positions of its own pass, negative for more.
+
+    Args:
+        block: at work.
+        decision: for it.
+        positions: as `Stretch` has them, shape [n]; nothing is told of negative ones.
+        backward: which pass.
+
+    Returns:
+        shape [n].
+    """
+    less = np.zeros(len(positions))
+    if decision.fate is not Fate.RECOMPUTE:
+        return less
+    less -= block.new_input_bytes if backward else 0
+    less -= sum(block.ops[number].bytes for number in decision.saved if not block.ops[number].own_bytes)
     again = _computed_at(block, decision.saved)
-    for number, op in enumerate(block.ops):
-        if number in decision.saved:
-            less -= 0 if op.own_bytes else op.bytes
-        elif op.own_bytes and number in again:
-            there = again[number] if stretch.backward else op.last_read
-            less += op.own_bytes if stretch.position > there else 0
-    return less
+    gone = sorted(
+        (position if backward else block.ops[number].last_read, block.ops[number].own_bytes)
+        for number, position in again.items()
+        if number not in decision.saved and block.ops[number].own_bytes
+    )
+    after = np.array([position for position, _ in gone], dtype=np.int64)
+    total = np.cumsum([0, *(size for _, size in gone)])
+    less += total[np.searchsorted(after, positions)]
+    return np.where(positions >= 0, less, 0.0)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -192,35 +213,39 @@ def predicted_peak(observation: Observation, decisions: Mapping[str, Decision]) 
     return int(stretch_peaks(observation, decisions).max(initial=0))
 
 
-def stretch_peaks(
-    observation: Observation, decisions: Mapping[str, Decision]
-) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def stretch_peaks(observation: Observation, decisions: Mapping[str, Decision]) -> Bytes:
     """The peak of each stretch of the step with these decisions, in bytes."""
-    held = held_in(observation)
-    less = np.array(
-        [
-            block.kept_bytes - kept_bytes(block, decisions[block.path]) if block.path in decisions else 0
-            for block in observation.blocks
-        ],
-        dtype=np.float64,
-    )
     peaks = np.array([stretch.peak_bytes for stretch in observation.stretches], dtype=np.float64)
-    own = np.array(
-        [_own_less(observation, decisions, stretch) for stretch in observation.stretches], dtype=np.float64
-    )
-    found: np.ndarray[tuple[int], np.dtype[np.float64]] = peaks - held @ less - own
-    return found
+    for block in observation.blocks:
+        if block.path in decisions:
+            peaks -= freed_bytes(observation, block, decisions[block.path])
+    return peaks
 
 
-def _own_less(observation: Observation, decisions: Mapping[str, Decision], stretch: Stretch) -> int:
-    """What the block that works in a stretch has less there."""
-    if stretch.block == BETWEEN:
-        return 0
-    block = observation.blocks[stretch.block]
-    decision = decisions.get(block.path)
-    return 0 if decision is None else absent_bytes(block, decision, stretch)
+def freed_bytes(observation: Observation, block: Block, decision: Decision) -> Bytes:
+    """Bytes that a decision for a block frees in each stretch of the step."""
+    freed = held_in(observation)[:, block.index] * float(block.kept_bytes - kept_bytes(block, decision))
+    for backward in (False, True):
+        numbers, positions = _own_stretches(observation)[block.index, backward]
+        freed[numbers] += absent_bytes(block, decision, positions, backward=backward)
+    return freed
 
 
+@remembered
+def _own_stretches(observation: Observation) -> Mapping[tuple[int, bool], tuple[Positions, Positions]]:
+    """Of each block and each of its passes, the numbers of the stretches in which it works, and their positions."""
+    found: dict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
+    for number, stretch in enumerate(observation.stretches):
+        found[stretch.block, stretch.backward].append((number, stretch.position))
+    return {
+        (block.index, backward): (table[:, 0], table[:, 1])
+        for block in observation.blocks
+        for backward in (False, True)
+        for table in [np.array(found[block.index, backward], dtype=np.int64).reshape(-1, 2)]
+    }
+
+
+@remembered
 def held_in(observation: Observation) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
     """Matrix of shape [stretches, blocks]: how many calls of a block wait for their backward pass."""
     held = np.zeros((len(observation.stretches), len(observation.blocks)))
@@ -228,11 +253,22 @@ def held_in(observation: Observation) -> np.ndarray[tuple[int, int], np.dtype[np
         waiting = waits(observation, block)
         if waiting is not None:
             held[:, block.index] = waiting
+    held.setflags(write=False)
     return held
 
 
 def waits(observation: Observation, block: Block) -> list[int] | None:
-    """How many calls of a block wait for their backward pass in each stretch; None where it cannot be told.
+    """How many calls of a block wait for their backward pass in each stretch; None where it cannot be told."""
+    return _all_waits(observation)[block.index]
+
+
+@remembered
+def _all_waits(observation: Observation) -> tuple[list[int] | None, ...]:
+    return tuple(_waits(observation, block) for block in observation.blocks)
+
+
+def _waits(observation: Observation, block: Block) -> list[int] | None:
+    """The calls of a block that wait.
 
     With micro-batches a block goes forward and backward in turn. One that several layers share, or a discriminator that
     judges two batches, goes forward more than once before it goes backward: each call then waits by itself. A call that

@@ -52,7 +52,7 @@ ACTIVATIONS = ("activation-checkpointing", "activation-offload")
 _SLACK = 0.02
 """Part of the budget that the allocator is expected to hold beyond its tensors, at most; runs tell the truth."""
 
-_QUICK_GAP, _QUICK_SECONDS = 0.02, 1.0
+_QUICK_GAP, _QUICK_SECONDS = 0.02, 2.0
 """Of solutions that only compare frames."""
 
 

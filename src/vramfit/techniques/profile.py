@@ -94,6 +94,10 @@ class Block:
     shared_bytes: int = 0
     calls: int = 1
 
+    def __hash__(self) -> int:
+        """Of a few of its values: it is asked for often, and there may be thousands of operations."""
+        return hash((self.path, self.index, self.kept_bytes, len(self.ops)))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
