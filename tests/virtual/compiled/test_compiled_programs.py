@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor.graph import GraphLowering
 
 from vramfit.trace import Category, EventKind
 from vramfit.trace.frames import user_frame
@@ -223,3 +224,31 @@ def test_the_host_computes_for_real(gpu: VirtualGPU) -> None:
         return (x + 1).square().sum()
 
     assert total(torch.arange(3.0)).item() == 14.0
+
+
+def test_the_next_card_of_a_process_compiles_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[GraphLowering] = []
+    codegen = GraphLowering.codegen
+
+    def counted(self: GraphLowering) -> Any:
+        written.append(self)
+        return codegen(self)
+
+    def traced(card: str, width: int) -> tuple[Any, ...]:
+        with VirtualGPU(card) as gpu:
+            model = Block(width).cuda()
+            compiled = torch.compile(model)
+            for _ in range(2):
+                compiled(torch.randn(96, width, device="cuda")).sum().backward()
+        run, trace = gpu.run, gpu.trace
+        lines = [user_frame([trace.frames[i] for i in trace.stacks[stack]]) for stack in trace.stack]
+        return run.warnings, list(trace.address), list(trace.size), [trace.ops[op] for op in trace.op], lines
+
+    monkeypatch.setattr(GraphLowering, "codegen", counted)
+    before = traced("RTX 4090", 224)
+    assert len(written) == 2
+    assert traced("RTX 4090", 224) == before and before[0]
+    assert len(written) == 2, "the forward and the backward pass were known"
+    traced("RTX 4090", 192)
+    traced("H100 80GB SXM", 192)
+    assert len(written) == 6, "other sizes and other cards are compiled for by themselves"

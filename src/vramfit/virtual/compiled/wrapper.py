@@ -11,6 +11,7 @@ like are the player's, and before each of its steps the program says which one i
 from __future__ import annotations
 
 import ast
+import copy
 import itertools
 import os
 import re
@@ -48,18 +49,35 @@ class CompiledGraph:
 
     def __init__(self, source: str, lowering: GraphLowering, player: Player) -> None:
         self.filename = os.path.join(_FOLDER, f"{next(_counter)}.py")
-        self._player = player
         self._backward = bool(lowering.is_backward)
         self._steps: dict[int, Step] = {}
-        self._origins = Origins(lowering)
-        namespace = player.namespace()
-        namespace |= {**lowering.constants, **lowering.torchbind_constants}
-        namespace[_STEP] = self._at
+        self._constants = {**lowering.constants, **lowering.torchbind_constants}
+        self._kernels: dict[str, frozenset[int] | None] = {}
         tree = ast.parse(source)
-        tree.body = list(self._kept(tree.body, namespace))
-        exec(compile(ast.fix_missing_locations(tree), self.filename, "exec"), namespace)
+        given = {*player.namespace(), *self._constants, _STEP}
+        tree.body = list(self._kept(tree.body, given, Origins(lowering)))
+        self._code = compile(ast.fix_missing_locations(tree), self.filename, "exec")
+        self._bind(player)
+
+    def _bind(self, player: Player) -> None:
+        """Let a player run it."""
+        self._player = player
+        namespace = {**player.namespace(), **self._constants, _STEP: self._at}
+        namespace |= {name: player.kernel(name, written) for name, written in self._kernels.items()}
+        exec(self._code, namespace)
         self.runner = namespace.get("runner")
         self._call = namespace["call"]
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether other players may run it: it holds no tensors of its own."""
+        return not self._constants
+
+    def on(self, player: Player) -> CompiledGraph:
+        """The same program, run by another player."""
+        other = copy.copy(self)
+        other._bind(player)
+        return other
 
     def call(self, inputs: list[Any]) -> Any:
         """Run it; takes the tensors out of `inputs`, as compiled programs do."""
@@ -69,50 +87,50 @@ class CompiledGraph:
     def _at(self, number: int) -> None:
         self._player.step = self._steps[number]
 
-    def _kept(self, body: list[ast.stmt], namespace: dict[str, Any]) -> Iterator[ast.stmt]:
+    def _kept(self, body: list[ast.stmt], given: set[str], origins: Origins) -> Iterator[ast.stmt]:
         """The statements of the module that say what runs; names that the player provides stay the player's."""
         for statement in body:
             if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
                 if statement.name not in ("get_args", "benchmark_compiled_module"):
-                    self._mark(statement)
+                    self._mark(statement, origins)
                     yield statement
             elif isinstance(statement, (ast.Import, ast.ImportFrom)):
-                yield from _import_kept(statement, namespace)
+                yield from _import_kept(statement, given)
             elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
                 name = statement.targets[0].id
                 if (kernel := _kernel_source(statement.value)) is not None:
-                    namespace[name] = self._player.kernel(name, _written(name, kernel))
-                elif name not in namespace and name not in ("async_compile", "empty_strided_p2p"):
+                    self._kernels[name] = _written(name, kernel)
+                elif name not in given and name not in ("async_compile", "empty_strided_p2p"):
                     yield statement
             elif not isinstance(statement, (ast.If, ast.Delete, ast.Expr)):
                 yield statement
 
-    def _mark(self, scope: ast.FunctionDef | ast.ClassDef) -> None:
+    def _mark(self, scope: ast.FunctionDef | ast.ClassDef, origins: Origins) -> None:
         """Put a note of its step before each statement of a function, or of a class's methods."""
         for node in [scope] if isinstance(scope, ast.FunctionDef) else ast.walk(scope):
             if isinstance(node, ast.FunctionDef):
                 labels = _labels(node)
-                node.body = self._marked(node.body, labels)
+                node.body = self._marked(node.body, labels, origins)
 
-    def _marked(self, body: list[ast.stmt], labels: dict[str, str]) -> list[ast.stmt]:
+    def _marked(self, body: list[ast.stmt], labels: dict[str, str], origins: Origins) -> list[ast.stmt]:
         out: list[ast.stmt] = []
         for statement in body:
             for inner in ("body", "orelse"):
                 if nested := getattr(statement, inner, None):
-                    setattr(statement, inner, self._marked(nested, labels))
+                    setattr(statement, inner, self._marked(nested, labels, origins))
             target, call = _target(statement), _call_of(statement)
             if call is not None and not isinstance(statement, ast.Return):
                 buffer = target or _written_buffer(call)
                 label = labels.get(target or "") if _is_allocation(call) else _label(call)
                 if label:
                     number = len(self._steps)
-                    self._steps[number] = self._origins.step(label, buffer)
+                    self._steps[number] = origins.step(label, buffer)
                     out.append(ast.parse(f"{_STEP}({number})").body[0])
             out.append(statement)
         return out
 
 
-def _import_kept(statement: ast.Import | ast.ImportFrom, namespace: dict[str, Any]) -> Iterator[ast.stmt]:
+def _import_kept(statement: ast.Import | ast.ImportFrom, given: set[str]) -> Iterator[ast.stmt]:
     """Imports without Triton, its helpers, and what the player provides."""
     module = statement.module or "" if isinstance(statement, ast.ImportFrom) else ""
     if module.startswith(("triton", "torch._inductor.runtime", "torch._inductor.async_compile")):
@@ -120,7 +138,7 @@ def _import_kept(statement: ast.Import | ast.ImportFrom, namespace: dict[str, An
     names = [
         alias
         for alias in statement.names
-        if (alias.asname or alias.name) not in namespace and not alias.name.startswith("triton")
+        if (alias.asname or alias.name) not in given and not alias.name.startswith("triton")
     ]
     if names:
         statement.names = names
