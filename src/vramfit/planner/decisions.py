@@ -182,7 +182,7 @@ def absent_bytes(block: Block, decision: Decision, positions: Positions, *, back
         return less
     less -= block.new_input_bytes if backward else 0
     less -= sum(block.ops[number].bytes for number in decision.saved if not block.ops[number].own_bytes)
-    again = _computed_at(block, decision.saved)
+    again = computed_at(block, decision.saved)
     gone = sorted(
         (position if backward else block.ops[number].last_read, block.ops[number].own_bytes)
         for number, position in again.items()
@@ -195,7 +195,7 @@ def absent_bytes(block: Block, decision: Decision, positions: Positions, *, back
 
 
 @functools.lru_cache(maxsize=4096)
-def _computed_at(block: Block, saved: frozenset[int]) -> Mapping[int, int]:
+def computed_at(block: Block, saved: frozenset[int]) -> Mapping[int, int]:
     """For each operation that runs again, the position of the backward pass at which it does.
 
     That is when its results are read, or when something is that is computed from them.

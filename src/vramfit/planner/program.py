@@ -32,11 +32,13 @@ from vramfit.planner.decisions import (
     candidates,
     choosable,
     computed,
+    computed_at,
     crossing_seconds,
     exposed_seconds,
     given,
     held_in,
     kept_bytes,
+    least_saved,
     may_offload,
     passes,
     recompute_seconds,
@@ -177,6 +179,25 @@ class Solved:
     complete: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sizes:
+    """What a recomputed block of a group has less, and more, than a plain one, in MiB.
+
+    Attributes:
+        input: what it keeps of its input.
+        freed: of all its results.
+        results: that only it keeps: of each the operation, the size, and the unknown of saving it, if there is one.
+        others: that may be saved in the place of what is computed from them: of each the size and the unknown.
+        saved: of each unknown of saving, the size.
+    """
+
+    input: float
+    freed: float
+    results: tuple[tuple[int, float, int | None], ...]
+    others: tuple[tuple[float, int], ...]
+    saved: tuple[tuple[int, float], ...]
+
+
 @dataclass(slots=True)
 class Program:
     """The unknowns of all groups, and what they have to obey.
@@ -197,6 +218,7 @@ class Program:
     _offload: dict[int, int] = field(default_factory=dict)
     _window: dict[int, float] = field(default_factory=dict)
     _again: dict[int, dict[int, int]] = field(default_factory=dict)
+    _sizes: dict[int, _Sizes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Make the unknowns."""
@@ -217,6 +239,7 @@ class Program:
             overhead = OVERHEAD_SECONDS * group.mean([block.calls for block in blocks])
             self._recompute[number] = columns.add(overhead, upper=most)
             self._add_results(number, group)
+            self._sizes[number] = self._sizes_of(number, group.first)
         if may_offload(self.observation, first, terms):
             away = [
                 (OVERHEAD_SECONDS + sum(exposed_seconds(block, terms, one) for one in passes(block)))
@@ -231,9 +254,12 @@ class Program:
     def _add_results(self, number: int, group: Group) -> None:
         """What is saved of a recomputed block, and what has to run again for the rest. See NOTE [Results]."""
         columns, rows, most, first = self._columns, self._rows, float(len(group.blocks)), group.first
-        recompute = self._recompute[number]
-        savable = candidates(first) if self.terms.select else {}
-        again = self._again[number] = {}
+        recompute, again = self._recompute[number], self._again.setdefault(number, {})
+        if not self.terms.select:  # all runs again
+            columns.cost[recompute] = group.mean([recompute_seconds(one) * one.calls for one in group.blocks])
+            columns.upper[recompute] = 0.0 if least_saved(first) else most
+            return
+        savable = candidates(first)
         for op in savable:
             self._saves[number, op] = column = columns.add(0.0, upper=most)
             rows.add({column: 1.0, recompute: -1.0}, 0.0)
@@ -247,6 +273,23 @@ class Program:
             for read in first.ops[op].reads:
                 if read in again:
                     rows.add(self._lacking(number, read, column, again[read]), 0.0)
+
+    def _sizes_of(self, number: int, first: Block) -> _Sizes:
+        results, others = [], []
+        for op, known in enumerate(first.ops):
+            column = self._saves.get((number, op))
+            if known.own_bytes and not given(known):
+                results.append((op, known.own_bytes / _MIB, column))
+            elif column is not None:
+                others.append((known.bytes / _MIB, column))
+        saved = [(column, size) for _, size, column in results if column is not None]
+        return _Sizes(
+            input=first.new_input_bytes / _MIB,
+            freed=sum(size for _, size, _ in results),
+            results=tuple(results),
+            others=tuple(others),
+            saved=(*saved, *((column, size) for size, column in others)),
+        )
 
     def _lacking(self, number: int, op: int, needed: int, again: int) -> dict[int, float]:
         """The condition that a result is saved or computed again as often as it is needed."""
@@ -313,7 +356,8 @@ class Program:
             if number in self._recompute:
                 entries |= self._recomputed(number, held, working, least=least)
                 if working is not None and working.backward and (least or len(group.blocks) == 1):
-                    entries |= self._there_again(number, working.position, columns, rows)
+                    for column, size in self._there_again(number, working.position, columns, rows).items():
+                        entries[column] = entries.get(column, 0.0) + size
             if count and number in self._offload:
                 entries[self._offload[number]] = -count * first.kept_bytes / _MIB
         return entries
@@ -321,7 +365,6 @@ class Program:
     def _recomputed(self, number: int, held: Counts, own: Stretch | None, *, least: bool) -> dict[int, float]:
         """What recomputing blocks of a group frees in a stretch, negative, and what saving results takes of that."""
         group = self.groups[number]
-        first = group.first
 
         def times(*, absent: bool) -> float:
             """For how many of the blocks a result is not there, or what is there in its place is."""
@@ -333,17 +376,19 @@ class Program:
 
         more = times(absent=own is not None and own.backward)
         away, there = times(absent=True), times(absent=False)
-        entries = {self._recompute[number]: more * first.new_input_bytes / _MIB}
-        for op, known in enumerate(first.ops):
-            saves = self._saves.get((number, op))
-            if known.own_bytes and not given(known):
-                gone = own is None or known.absent(own.position, backward=own.backward)
-                count = away if gone else there
-                entries[self._recompute[number]] -= count * known.own_bytes / _MIB
-                if saves is not None:
-                    entries[saves] = count * known.own_bytes / _MIB
-            elif saves is not None:
-                entries[saves] = away * known.bytes / _MIB
+        recompute, sizes = self._recompute[number], self._sizes[number]
+        if own is None:  # all the same, as often as blocks wait
+            entries = {column: away * size for column, size in sizes.saved}
+            entries[recompute] = more * sizes.input - away * sizes.freed
+            return entries
+        entries = {recompute: more * sizes.input}
+        for op, size, column in sizes.results:
+            count = away if group.first.ops[op].absent(own.position, backward=own.backward) else there
+            entries[recompute] -= count * size
+            if column is not None:
+                entries[column] = count * size
+        for size, column in sizes.others:
+            entries[column] = away * size
         return entries
 
     def _there_again(self, number: int, position: int, columns: _Columns, rows: _Rows) -> dict[int, float]:
@@ -353,6 +398,13 @@ class Program:
         """
         group, again = self.groups[number], self._again[number]
         first, most = group.first, float(len(group.blocks))
+        if not self.terms.select:
+            size = sum(
+                first.ops[op].own_bytes
+                for op, ran in computed_at(first, frozenset()).items()
+                if position <= ran and first.ops[op].absent(position, backward=True)
+            )
+            return {self._recompute[number]: size / most / _MIB}
         there: dict[int, int] = {}
         entries = {}
         for op in sorted(again):

@@ -59,10 +59,16 @@ def install(overlay: Overlay, patches: PatchStack, *, guarded: bool) -> None:
     patches.call(_watched.clear)
 
 
-def _hook(event: str, args: tuple[Any, ...]) -> None:
-    if event not in _events or not _watched:
+def _hook(
+    event: str,
+    args: tuple[Any, ...],
+    events: frozenset[str] = _events,
+    watched: list[tuple[Overlay, bool]] = _watched,
+) -> None:
+    """Hear of an event: of the interpreter's last ones too, when this module has no names any more."""
+    if event not in events or not watched:
         return
-    overlay, guarded = _watched[-1]
+    overlay, guarded = watched[-1]
     if event == "open":
         path, _, flags = args
         if isinstance(flags, int) and flags & WRITING:

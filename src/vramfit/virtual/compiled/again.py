@@ -72,12 +72,19 @@ def once(compile_graph: Compile, player: Player, cards: Callable[[], Sequence[Gp
         output = compile_graph(gm, inputs, to_check, **kwargs)
         graph = getattr(getattr(output, "current_callable", None), "__self__", None)
         if isinstance(graph, CompiledGraph) and graph.repeatable:
-            _known[whole] = _Known(copy.copy(output), graph)
+            _known[whole] = _Known(_without_runner(output), graph)
             while len(_known) > _KEPT:
                 _known.popitem(last=False)
         return output
 
     return compiled
+
+
+def _without_runner(output: Any) -> Any:
+    """A copy that holds nothing which the original takes apart at its end."""
+    found = copy.copy(output)
+    found.current_callable = found.compiled_fn_runner = found.recursively_apply_fns = None
+    return found
 
 
 def _key(gm: GraphModule, inputs: Sequence[Any], to_check: Sequence[int], kwargs: Any) -> Hashable | None:
