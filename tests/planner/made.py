@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from vramfit.planner.observing import BETWEEN, Observation, Stretch
 from vramfit.techniques import Block, BlockOp
+from vramfit.techniques.profile import Saved
 
 MIB = 1 << 20
 
@@ -34,6 +35,7 @@ def block(index: int, ops: list[BlockOp], *, input_mib: int = 1) -> Block:
         ops=tuple(ops),
         input_bytes=input_mib * MIB,
         new_input_bytes=input_mib * MIB,
+        saves=_saves(ops),
         kept_bytes=sum(one.bytes for one in ops if one.kept),
         forward_seconds=sum(one.seconds for one in ops),
         backward_seconds=2 * sum(one.seconds for one in ops),
@@ -43,6 +45,17 @@ def block(index: int, ops: list[BlockOp], *, input_mib: int = 1) -> Block:
 def chained(ops: list[BlockOp]) -> list[BlockOp]:
     """The same operations, each of which reads the results of the one before."""
     return [replace(one, reads=(number - 1,) if number else ()) for number, one in enumerate(ops)]
+
+
+def _saves(ops: list[BlockOp]) -> tuple[Saved, ...]:
+    """Results are saved as soon as they are there, and needed before what follows them goes backward."""
+    ran, total, found = 0.0, sum(one.seconds for one in ops), []
+    for one, following in zip(ops, (*ops[1:], None), strict=True):
+        ran += one.seconds
+        later = ran + (following.seconds if following is not None else 0.0)
+        if one.kept:
+            found.append(Saved(one.bytes, ran, 2 * (total - later)))
+    return tuple(found)
 
 
 def observation(blocks: list[Block], *, base_mib: int = 100, head_mib: int = 20) -> Observation:

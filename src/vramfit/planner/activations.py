@@ -22,20 +22,16 @@ from dataclasses import replace
 
 from vramfit.planner import program
 from vramfit.planner.decisions import (
-    OVERHEAD_SECONDS,
     Decision,
     Fate,
     Solution,
     Terms,
     candidates,
     choosable,
-    crossing_seconds,
-    exposed_seconds,
     freed_bytes,
     kept_bytes,
     least_saved,
     may_offload,
-    passes,
     predicted_peak,
     recompute_flops,
     recompute_seconds,
@@ -43,6 +39,7 @@ from vramfit.planner.decisions import (
 )
 from vramfit.planner.observing import Observation
 from vramfit.planner.recent import remembered
+from vramfit.planner.transfers import spread, waiting_seconds
 from vramfit.techniques import Block
 
 _NEAR = 2.0
@@ -70,7 +67,11 @@ def solve(observation: Observation, budget: int, terms: Terms) -> Solution | Non
         return None
     if not _near(found, terms):
         found += [one for one in [_apart(observation, budget, terms, began)] if one is not None]
-    return min(found, key=lambda one: (one.extra_seconds, 1.0 if one.gap is None else one.gap), default=None)
+    if not found:
+        return None
+    best = min(found, key=lambda one: (one.extra_seconds, 1.0 if one.gap is None else one.gap))
+    # With its copies followed one by one it is quicker than the others, which may be nearer to the program's best.
+    return replace(best, gap=min((one.gap for one in found if one.gap is not None), default=None))
 
 
 def _remaining(terms: Terms, began: float) -> Terms:
@@ -133,12 +134,26 @@ def _together(
     if found.decisions is None or _peak_with(observation, found.decisions, terms) > budget:
         return None
     # Blocks of a group that save different results may have to compute more again than the program has it.
-    solution = _solution(observation, found.decisions, None, _STOPPED, began, terms)
-    cost = max(found.cost, solution.extra_seconds)
+    again = sum(
+        block.calls * recompute_seconds(block, decision.saved)
+        for block in observation.blocks
+        if (decision := found.decisions.get(block.path)) is not None and decision.fate is Fate.RECOMPUTE
+    )
+    cost = max(found.cost, again + found.waiting)
     gap = max(0.0, cost - best.bound) / cost if cost > 0 else 0.0
     # The program of the upper bound may have been stopped, and the gap be as small as it was to be all the same.
-    finished = found.complete or gap <= terms.gap
-    return replace(solution, gap=gap, status="optimal" if finished else _STOPPED)
+    status = "optimal" if found.complete or gap <= terms.gap else _STOPPED
+    decisions = _spread(observation, found.decisions, budget, terms)
+    return _solution(observation, decisions, gap, status, began, terms)
+
+
+def _spread(
+    observation: Observation, decisions: Mapping[str, Decision], budget: int, terms: Terms
+) -> Mapping[str, Decision]:
+    """The same decisions for other ones of equal blocks, where the step then waits less."""
+    return spread(
+        observation, decisions, terms, lambda changed: _peak_with(observation, changed, terms) <= budget
+    )
 
 
 def _apart(observation: Observation, budget: int, terms: Terms, began: float) -> Solution | None:
@@ -151,7 +166,8 @@ def _apart(observation: Observation, budget: int, terms: Terms, began: float) ->
         return greedy(observation, budget, terms) or _lowest(observation, budget, terms, began)
     gap = max(0.0, found.cost - found.bound) / found.cost if found.cost > 0 else 0.0
     status = "optimal" if found.complete else _STOPPED
-    return _solution(observation, found.decisions, gap, status, began, terms)
+    decisions = _spread(observation, found.decisions, budget, terms)
+    return _solution(observation, decisions, gap, status, began, terms)
 
 
 _STOPPED = "stopped at the time limit"
@@ -220,7 +236,7 @@ def _solution(
         decisions=decisions,
         peak_bytes=predicted_peak(observation, decisions) + (terms.window if offloaded else 0),
         extra_seconds=sum(block.calls * recompute_seconds(block, saved) for block, saved in recomputed)
-        + _waiting(observation, offloaded, terms),
+        + waiting_seconds(observation, decisions, terms),
         extra_flops=sum(block.calls * recompute_flops(block, saved) for block, saved in recomputed),
         host_bytes=sum(block.kept_bytes for block in offloaded),
         gap=gap,
@@ -272,16 +288,3 @@ def _peak_with(observation: Observation, decisions: Mapping[str, Decision], term
     """The peak with the window through which offloaded bytes pass."""
     away = any(decision.fate is Fate.OFFLOAD for decision in decisions.values())
     return predicted_peak(observation, decisions) + (terms.window if away else 0)
-
-
-def _waiting(observation: Observation, offloaded: Sequence[Block], terms: Terms) -> float:
-    """Seconds that a step waits for the link, with the host's part in it."""
-    total = 0.0
-    for backward in (False, True) if offloaded else ():
-        alone = sum(
-            block.calls * exposed_seconds(block, terms, passes(block)[backward]) for block in offloaded
-        )
-        crossing = sum(block.calls * crossing_seconds(block, terms) for block in offloaded)
-        hidden = sum(block.calls * passes(block)[backward] for block in observation.blocks)
-        total += alone + max(0.0, crossing - alone - hidden)
-    return total + OVERHEAD_SECONDS * sum(block.calls for block in offloaded)

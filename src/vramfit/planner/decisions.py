@@ -54,7 +54,8 @@ class Solution:
         extra_seconds: predicted, beyond the plain step.
         extra_flops: predicted.
         host_bytes: that go to the host.
-        gap: how far the cost may be above the best possible, as a part of it; None from the greedy way.
+        gap: how far the cost may be above the best possible, as a part of it and as the program counts it; None where
+            that is not known. Where copies of several blocks wait for each other, a step waits longer than that.
         status: of the solver, in words.
         seconds: that solving took.
     """
@@ -313,13 +314,3 @@ def may_offload(observation: Observation, block: Block, terms: Terms) -> bool:
 def passes(block: Block) -> tuple[float, float]:
     """Seconds of a block's forward and of its backward pass."""
     return block.forward_seconds, block.backward_seconds
-
-
-def crossing_seconds(block: Block, terms: Terms) -> float:
-    """Seconds that what a block keeps takes from the device to the host."""
-    return block.kept_bytes / terms.link_bytes_per_second
-
-
-def exposed_seconds(block: Block, terms: Terms, seconds: float) -> float:
-    """Seconds of a pass that wait for the link: no more than the window may be under way when the pass is over."""
-    return max(0.0, crossing_seconds(block, terms) - seconds - terms.window / terms.link_bytes_per_second)

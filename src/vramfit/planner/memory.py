@@ -32,6 +32,7 @@ from vramfit.techniques import (
     setting_to_plain,
 )
 from vramfit.techniques.micro_batching import MicroBatchingSetting
+from vramfit.techniques.profile import Saved
 
 Plain: TypeAlias = dict[str, Any]
 
@@ -301,9 +302,15 @@ def _values(op: BlockOp) -> list[Any]:
 def _observation(plain: Mapping[str, Any]) -> Observation:
     values = dict(plain)
     tables = [tuple(_op(op) for op in ops) for ops in values.pop("tables")]
-    blocks = tuple(Block(**one | {"ops": tables[one["ops"]]}) for one in values.pop("blocks"))
+    blocks = tuple(
+        Block(**one | {"ops": tables[one["ops"]], "saves": _saves(one)}) for one in values.pop("blocks")
+    )
     stretches = tuple(Stretch(*one) for one in values.pop("stretches"))
     return Observation(blocks=blocks, stretches=stretches, **values)
+
+
+def _saves(plain: Mapping[str, Any]) -> tuple[Saved, ...]:
+    return tuple(Saved(*one) for one in plain["saves"])
 
 
 def _op(values: Sequence[Any]) -> BlockOp:

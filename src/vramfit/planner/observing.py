@@ -26,7 +26,7 @@ from vramfit.planner.summing import summed
 from vramfit.techniques import Block, BlockOp
 from vramfit.techniques.activation_checkpointing.op_facts import repeats
 from vramfit.techniques.blocks import find_blocks
-from vramfit.techniques.profile import ALWAYS
+from vramfit.techniques.profile import ALWAYS, Saved
 
 BETWEEN = -1
 """Index of the stretches that belong to no block."""
@@ -135,6 +135,8 @@ class _Seen:
     ops: list[_Op] = field(default_factory=list)
     kept: dict[StorageWeakRef, int] = field(default_factory=dict)
     inputs: dict[StorageWeakRef, int] = field(default_factory=dict)
+    computed: set[StorageWeakRef] = field(default_factory=set)
+    saves: dict[StorageWeakRef, Saved] = field(default_factory=dict)
     made: dict[StorageWeakRef, int] = field(default_factory=dict)
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
@@ -176,6 +178,7 @@ class Observer(TorchDispatchMode):
         self._estimated = 0.0
         self._logits = 0
         self._packers: dict[StorageWeakRef, set[int]] = {}  # the parts of the model that keep a storage
+        self._savers: dict[StorageWeakRef, _Seen] = {}  # the block that saved it first, until it is needed
         self._began = self._ended = self._backward_ended = 0.0
         self._first = 0
         self._parameters: set[StorageWeakRef] = set()
@@ -198,7 +201,7 @@ class Observer(TorchDispatchMode):
             for seen in self._blocks.values():
                 for handle in self._hook(seen):
                     stack.callback(handle.remove)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
             self._first = self._meter.boundaries
             self._began = self._now()
             self._meter.boundary()
@@ -242,6 +245,8 @@ class Observer(TorchDispatchMode):
         for tensor in _strided(given[1:]) if seen.calls == 1 else ():
             storage = tensor.untyped_storage()
             seen.inputs.setdefault(StorageWeakRef(storage), storage.nbytes())
+            if tensor.grad_fn is not None:
+                seen.computed.add(StorageWeakRef(storage))
         self._running.append(seen)
         self._part(self._order.index(seen))
         seen.forward_seconds -= self._now()
@@ -390,9 +395,14 @@ class Observer(TorchDispatchMode):
         storage = tensor.untyped_storage()
         ref = StorageWeakRef(storage)
         running = self._order.index(self._running[-1]) if self._running else BETWEEN
-        self._packers.setdefault(ref, set()).add(running)
+        packers = self._packers.setdefault(ref, set())
+        first = not packers
+        packers.add(running)
         if self._running and self._running[-1].calls == 1:
             seen = self._running[-1]
+            if first and ref not in self._parameters and (ref not in seen.inputs or ref in seen.computed):
+                seen.saves[ref] = Saved(storage.nbytes(), seen.forward_seconds + self._now(), -1.0)
+                self._savers[ref] = seen
             if ref not in self._parameters and ref not in seen.inputs:
                 seen.kept.setdefault(ref, storage.nbytes())
                 made = seen.made.get(ref)
@@ -402,6 +412,14 @@ class Observer(TorchDispatchMode):
                     # The node that saves it was made last.
                     node = torch._C._autograd._get_sequence_nr() - 1
                     op.last_saved = max(op.last_saved, node - self._starts[-1])
+        return tensor
+
+    def _unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided:
+            return tensor
+        ref = StorageWeakRef(tensor.untyped_storage())
+        if (seen := self._savers.pop(ref, None)) is not None:
+            seen.saves[ref] = seen.saves[ref]._replace(needed_at=seen.backward_seconds)
         return tensor
 
     # -- the result ----------------------------------------------------------------------------------------------
@@ -449,6 +467,7 @@ class Observer(TorchDispatchMode):
                     ops=_block_ops(seen, shared),
                     input_bytes=sum(inputs.values()),
                     new_input_bytes=sum(size for ref, size in inputs.items() if ref not in self._packers),
+                    saves=tuple(seen.saves.values()),
                     kept_bytes=kept,
                     shared_bytes=sum(seen.kept[ref] for ref in shared),
                     forward_seconds=seen.forward_seconds / seen.calls,

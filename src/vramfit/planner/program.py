@@ -33,8 +33,6 @@ from vramfit.planner.decisions import (
     choosable,
     computed,
     computed_at,
-    crossing_seconds,
-    exposed_seconds,
     given,
     held_in,
     kept_bytes,
@@ -45,6 +43,7 @@ from vramfit.planner.decisions import (
 )
 from vramfit.planner.observing import Observation, Stretch
 from vramfit.planner.quiet import quiet_output
+from vramfit.planner.transfers import alone_seconds, crossing_seconds
 from vramfit.techniques import Block
 
 _LOWEST_SECONDS = 1.0
@@ -168,6 +167,7 @@ class Solved:
         decisions: by path; None where it found none in its time.
         infeasible: whether there are none.
         cost: in seconds, as the program has it.
+        waiting: of it, that for the link.
         bound: seconds below which nothing costs.
         complete: whether it came to its end.
     """
@@ -175,6 +175,7 @@ class Solved:
     decisions: dict[str, Decision] | None
     infeasible: bool
     cost: float = 0.0
+    waiting: float = 0.0
     bound: float = 0.0
     complete: bool = False
 
@@ -241,11 +242,7 @@ class Program:
             self._add_results(number, group)
             self._sizes[number] = self._sizes_of(number, group.first)
         if may_offload(self.observation, first, terms):
-            away = [
-                (OVERHEAD_SECONDS + sum(exposed_seconds(block, terms, one) for one in passes(block)))
-                * block.calls
-                for block in blocks
-            ]
+            away = [(OVERHEAD_SECONDS + sum(alone_seconds(block, terms))) * block.calls for block in blocks]
             self._offload[number] = columns.add(group.mean(away), upper=most)
         both = [unknown[number] for unknown in (self._recompute, self._offload) if number in unknown]
         if len(both) > 1:
@@ -424,7 +421,7 @@ class Program:
         if not self._offload:
             return
         self._add_host(rows)
-        terms = self.terms
+        terms, gap = self.terms, self.terms.window / self.terms.link_bytes_per_second
         for backward in (False, True):
             rest = {}
             for number, column in self._offload.items():
@@ -434,14 +431,17 @@ class Program:
                         block.calls
                         * (
                             crossing_seconds(block, terms)
-                            - exposed_seconds(block, terms, passes(block)[backward])
+                            - alone_seconds(block, terms)[backward]
+                            - max(0.0, passes(block)[backward] - gap)
                         )
                         for block in group.blocks
                     ]
                 )
-            hidden = sum(block.calls * passes(block)[backward] for block in self.observation.blocks)
+            # Behind the pass of another block no more is hidden than the window holds, and the last one's window stays.
+            hidden = [block.calls * min(passes(block)[backward], gap) for block in self.observation.blocks]
+            calls = max(block.calls for block in self.observation.blocks)
             exposed = columns.add(1.0, whole=False, upper=np.inf)
-            rows.add({**rest, exposed: -1.0}, hidden)
+            rows.add({**rest, exposed: -1.0}, sum(hidden) + calls * gap)
 
     def _add_host(self, rows: _Rows) -> None:
         """The condition in MiB that the host can hold what goes there."""
@@ -454,6 +454,10 @@ class Program:
         if found.x is None:
             return Solved(decisions=None, infeasible=found.status == 2)
         scale = max(columns.cost) or 1.0
+        again = [
+            *self._recompute.values(),
+            *(column for ops in self._again.values() for column in ops.values()),
+        ]
         decisions: dict[str, Decision] = {}
         for number, group in enumerate(self.groups):
             decisions |= self._apart(number, group, found.x)
@@ -462,6 +466,7 @@ class Program:
             decisions=decisions,
             infeasible=False,
             cost=float(found.fun) * scale,
+            waiting=float(found.fun) * scale - sum(columns.cost[one] * float(found.x[one]) for one in again),
             bound=(float(found.fun) if bound is None else float(bound)) * scale,
             complete=found.status == 0,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +61,20 @@ class BlockOp:
         return position > (self.last_saved if backward else self.last_read)
 
 
+class Saved(NamedTuple):
+    """What autograd saves of a block.
+
+    Attributes:
+        bytes: of the storage.
+        saved_at: seconds from the beginning of the block's forward pass.
+        needed_at: seconds of computation from the beginning of its backward pass; -1 where it is never needed.
+    """
+
+    bytes: int
+    saved_at: float
+    needed_at: float
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
     """A part of the model that can be kept, recomputed or offloaded on its own.
@@ -74,6 +88,8 @@ class Block:
         input_bytes: the tensors that it is called with, once each, without parameters.
         new_input_bytes: those of its inputs that nothing keeps in the plain program.
         kept_bytes: all that autograd keeps for the backward pass of a call, without parameters and without its input.
+        saves: all tensors that a call saves and that something computed, its inputs too, in the order in which it saves
+            them; each storage once, by whoever saves it first.
         shared_bytes: of these, what others hold as well: the next block its input, which a recomputed block holds too,
             and what follows the block its saved tensors. Computing the block again frees none of it.
         forward_seconds: of a call, estimated.
@@ -91,6 +107,7 @@ class Block:
     forward_seconds: float
     backward_seconds: float
     new_input_bytes: int = 0
+    saves: tuple[Saved, ...] = ()
     shared_bytes: int = 0
     calls: int = 1
 
