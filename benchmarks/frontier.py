@@ -6,7 +6,7 @@ The headline is GPT-2 small of transformers, batch 2 x 512, float32, without dro
 checkpointing (all blocks, every k-th), torch's selective checkpointing with several policies, either with the loss in
 chunks, too, torch.compile's activation memory budget from 0 to 1, and torch's auto-SAC. Plans are asked for at fixed
 budgets. All are measured alike: the peak by torch's profiler, above parameters and gradients, which stay allocated
-throughout; multiplications and additions by torch's formulas.
+throughout; multiplications and additions by torch's formulas; the time by what each operation takes on a card.
 
 Each row is worked out in a process of its own and kept under build/frontier at once: a run that was stopped goes on
 where it was.

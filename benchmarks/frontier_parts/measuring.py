@@ -1,4 +1,4 @@
-"""Measures a workload: its peak by torch's profiler, its arithmetic by torch's formulas. The same way for everybody."""
+"""Measures a workload: its peak by torch's profiler, its arithmetic by torch's formulas. Everybody's the same way."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
+from vramfit.gpus import find_gpu
 from vramfit.planner.observing import FlopMode
 from vramfit.techniques import live_of
+from vramfit.virtual import roofline
 from vramfit.workload import State, Workload
+
+CARD = find_gpu("RTX 4090")
+"""Whose seconds are told: its rates are those by which plans are priced for cards (vramfit/virtual/roofline.py)."""
 
 _MEMORY = "[memory]"
 """What the profiler calls an allocation or a free (torch/csrc/profiler/collection.cpp)."""
@@ -30,16 +35,21 @@ _CHUNKED_LOSS = "torch_nn::_linear_cross_entropy_batch_chunked"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arithmetic:
-    """Multiplications and additions of a step.
+    """What a step computes.
 
     Attributes:
-        flops: as torch's counter counts them, and those of torch's chunked loss, an operator in one piece that it does
-            not look into. Attention of the CPU, for which it has no formula, counts for nothing.
+        flops: multiplications and additions, as torch's counter counts them, and those of torch's chunked loss, an
+            operator in one piece that it does not look into. Attention of the CPU, for which it has no formula, counts
+            for nothing.
         attention_flops: those of the CPU's attention, by the formula that torch has for the kernels of cards.
+        seconds: of all operations, one after the other, as `CARD` is taken to work.
+        pointwise_seconds: of them, those of pointwise operations, which a compiler can do along with others.
     """
 
     flops: int
     attention_flops: int
+    seconds: float
+    pointwise_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,15 +66,18 @@ class Measured:
 
 
 class Counting(FlopMode):
-    """Counts both.
+    """Counts all of it.
 
     Attributes:
         attention: multiplications and additions of the CPU's attention.
+        simulated: seconds on a card.
+        pointwise: of them, those of pointwise operations.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.attention = 0
+        self.simulated = self.pointwise = 0.0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -77,12 +90,20 @@ class Counting(FlopMode):
         """Run an operation and count it."""
         out = super().__torch_dispatch__(func, types, args, kwargs)
         aten = torch.ops.aten
+        flops = attention = 0  # that torch's counter does not know
         if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
-            self.attention += sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
+            attention = sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
         elif func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-            self.attention += sdpa_backward_flop_count(*(given.shape for given in args[:4]))
+            attention = sdpa_backward_flop_count(*(given.shape for given in args[:4]))
         elif func._schema.name == _CHUNKED_LOSS:
-            self.total += _chunked_loss_flops(args)
+            flops = _chunked_loss_flops(args)
+        self.total += flops
+        self.attention += attention
+        if not (func.is_view or func.namespace == "prim"):
+            seconds = roofline.seconds(func, args, kwargs or {}, out, CARD)
+            seconds = max(seconds, (flops + attention) / roofline.flops_per_second(CARD, torch.float32))
+            self.simulated += seconds
+            self.pointwise += seconds if torch.Tag.pointwise in func.tags else 0.0
         return out
 
 
@@ -147,7 +168,12 @@ def arithmetic(workload: Workload, *, fake: bool = True) -> Arithmetic:
 def _counted_step(workload: Workload, state: State) -> Arithmetic:
     with Counting() as counting:
         workload.run_step(state, workload.sizes)
-    return Arithmetic(flops=counting.total, attention_flops=counting.attention)
+    return Arithmetic(
+        flops=counting.total,
+        attention_flops=counting.attention,
+        seconds=counting.simulated,
+        pointwise_seconds=counting.pointwise,
+    )
 
 
 @contextmanager

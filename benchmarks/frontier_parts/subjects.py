@@ -190,6 +190,46 @@ def _llama() -> Workload:
     )
 
 
+def small_t5() -> nn.Module:
+    """A T5 of four layers on either side without dropout."""
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=4096,
+        d_model=256,
+        d_kv=32,
+        d_ff=1024,
+        num_layers=4,
+        num_decoder_layers=4,
+        num_heads=8,
+        dropout_rate=0.0,
+        feed_forward_proj="gated-gelu",
+        use_cache=False,
+        decoder_start_token_id=0,
+    )
+    model: nn.Module = transformers.T5ForConditionalGeneration(config)
+    return model.train()
+
+
+def _t5() -> Workload:
+    def pairs(batch_size: int, sequence_length: int) -> tuple[Tensor, Tensor]:
+        ids = torch.randint(4096, (2, batch_size, sequence_length))
+        return ids[0], ids[1]
+
+    def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        source, target = batch
+        found: Tensor = model(input_ids=source, labels=target).loss
+        return found
+
+    return Workload(
+        model=once(small_t5),
+        batch=pairs,
+        sizes={"batch_size": 4, "sequence_length": 256},
+        loss=loss,
+        optimizer=keep,
+    )
+
+
 # -- images ----------------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +356,15 @@ def subjects() -> dict[str, Subject]:
             name="llama",
             title="8 Llama blocks of width 512, batch 4 x 512",
             workload=_llama(),
+            chunked={},
+            budgets=tenths(3, 9),
+            ratios=coarse,
+            every=(1, 2, 3),
+        ),
+        Subject(
+            name="t5",
+            title="T5 of 4 + 4 layers of width 256, batch 4 x 256",
+            workload=_t5(),
             chunked={},
             budgets=tenths(3, 9),
             ratios=coarse,

@@ -27,6 +27,7 @@ class Verdict(Enum):
 
     FEWER = "fewer"
     SAME = "the same"
+    QUICKER = "more, in less time"
     MORE = "MORE"
     ALONE = "no peer fits"
     ABOVE = "ABOVE BUDGET"
@@ -73,7 +74,7 @@ class Judged:
 
     @property
     def falls_short(self) -> bool:
-        """Whether a plan is above its budget, computes more than a peer, or is missing where a peer fits."""
+        """Whether a plan is above its budget, is missing where a peer fits, or computes more in as much time."""
         bad = (Verdict.MORE, Verdict.ABOVE, Verdict.NONE)
         return any(one.verdict in bad for one in self.comparisons)
 
@@ -82,9 +83,24 @@ class Judged:
         assert self.eager is not None
         return _work(found, attention) / _work(self.eager, attention) - 1
 
+    def extra_time(self, found: Found, *, fused: bool = False) -> float:
+        """How much longer a row takes than the plain program, as a part of that; see `_seconds`."""
+        assert self.eager is not None
+        return _seconds(found, fused=fused) / _seconds(self.eager) - 1
+
 
 def _work(found: Found, attention: bool) -> int:
     return found.flops + (found.value["attention_flops"] if attention else 0)
+
+
+def _seconds(found: Found, *, fused: bool = False) -> float:
+    """Of a step on the card.
+
+    Args:
+        found: a row.
+        fused: whether pointwise operations take no time at all, as if a compiler did each along with another one.
+    """
+    return float(found.value["seconds"] - (found.value["pointwise_seconds"] if fused else 0.0))
 
 
 def judge(subject: Subject, rows: Iterable[Found], missing: Iterable[Row] = ()) -> Judged:
@@ -111,11 +127,11 @@ def _compared(plan: Found, peers: Sequence[Found]) -> Comparison:
     budget = plan.row.budget
     assert budget is not None
     within = [found for found in peers if found.peak is not None and found.peak <= budget]
-    best = min(within, key=lambda found: (found.flops, found.peak), default=None)
-    return Comparison(plan=plan, peer=best, verdict=_verdict(plan, best, budget))
+    best = min(within, key=lambda found: (found.flops, _seconds(found), found.peak), default=None)
+    return Comparison(plan=plan, peer=best, verdict=_verdict(plan, within, best, budget))
 
 
-def _verdict(plan: Found, peer: Found | None, budget: int) -> Verdict:
+def _verdict(plan: Found, within: Sequence[Found], peer: Found | None, budget: int) -> Verdict:
     if plan.peak is None or not plan.value.get("fits", True):
         return Verdict.NOBODY if peer is None else Verdict.NONE
     if plan.peak > budget:
@@ -124,19 +140,29 @@ def _verdict(plan: Found, peer: Found | None, budget: int) -> Verdict:
         return Verdict.ALONE
     if plan.flops == peer.flops:
         return Verdict.SAME
-    return Verdict.FEWER if plan.flops < peer.flops else Verdict.MORE
+    if plan.flops < peer.flops:
+        return Verdict.FEWER
+    return Verdict.MORE if any(_is_better(one, plan) for one in within) else Verdict.QUICKER
+
+
+def _is_better(peer: Found, plan: Found) -> bool:
+    """Whether a peer computes less than a plan and takes no longer; a compiler's operations are taken to be fused."""
+    seconds = _seconds(peer, fused=peer.row.kind == COMPILER)
+    return peer.flops < plan.flops and seconds <= _seconds(plan)
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------
 
-PEER_HEADS = ("way", "peak, MiB", "extra FLOPs", "with attention", "solver, s")
+PEER_HEADS = ("way", "peak, MiB", "extra FLOPs", "with attention", "extra time", "fused", "solver, s")
 PLAN_HEADS = (
     "budget, MiB",
     "peak, MiB",
     "extra FLOPs",
+    "extra time",
     "best peer",
     "its peak",
-    "its extra",
+    "its FLOPs",
+    "its time",
     "FLOPs of the plan",
     "solver, s",
     "search, s",
@@ -154,10 +180,12 @@ def peer_cells(judged: Judged) -> Iterator[tuple[str, ...]]:
             _mib(found.peak),
             _percent(judged.extra(found)),
             _percent(judged.extra(found, attention=True)),
+            _percent(judged.extra_time(found)),
+            _percent(judged.extra_time(found, fused=True)) if found.row.kind == COMPILER else "",
             "" if seconds is None else f"{seconds:.1f}",
         )
     for found in judged.failed:
-        yield (found.row.name, found.value["failed"], "", "", "")
+        yield (found.row.name, found.value["failed"], *[""] * (len(PEER_HEADS) - 2))
 
 
 def plan_cells(judged: Judged, *, cut: bool) -> Iterator[tuple[str, ...]]:
@@ -171,9 +199,11 @@ def plan_cells(judged: Judged, *, cut: bool) -> Iterator[tuple[str, ...]]:
             _mib(plan.row.budget),
             _mib(plan.peak) if known else "",
             _percent(judged.extra(plan)) if known else "",
+            _percent(judged.extra_time(plan)) if known else "",
             "" if peer is None else peer.row.name,
             "" if peer is None else _mib(peer.peak),
             "" if peer is None else _percent(judged.extra(peer)),
+            "" if peer is None else _percent(judged.extra_time(peer)),
             one.verdict.value,
             f"{plan.value['solve_seconds']:.1f}" if plan.peak is not None else "",
             f"{plan.value['search_seconds']:.0f}" if plan.peak is not None else "",
@@ -226,13 +256,19 @@ the same workloads and measured alike. {versions}, float32, without dropout, on 
   `torch.utils.flop_counter`, in-place forms and torch's chunked loss included. Torch has no formula for attention on
   the CPU, which therefore counts for nothing, as with its own counter; *with attention* counts it by the formula of the
   kernels of cards.
+- **Extra time**: seconds of a step beyond those of the plain program, all operations that it runs summed up, each taken
+  to be as quick as on an {card} by the rates with which plans for cards are priced. That is an estimate, of operations
+  that run one after the other, the masks among them that transformers leaves out where nothing is masked. The compiler could do pointwise ones along with others; *fused* says what is left if
+  these take no time at all, less than which no compiler comes to.
 - **Plans** are priced for the CPU by their arithmetic, which is what is compared, and know no peers. They may use
   {techniques}; a second table adds `micro-batching`,
   which no peer does. *Solver* is what the mixed-integer programs took, *search* all of it, and *runs* how often the
   workload ran for it: budgets of one workload are asked for in turn and share what was run for others. In these runs
   products of matrices give zeros, which changes no bytes; what is in the tables was run in full afterwards.
 - **Best peer**: of all that stay within the budget, the one with the fewest FLOPs. Where all plain products are kept,
-  nothing can be fewer. The compiler and plans both compute single results again, one at a time.
+  nothing can be fewer. A plan with more FLOPs than a peer is *MORE* where one with fewer takes no longer, by *fused*
+  for the compiler, and *more, in less time* where none does. The compiler and plans both compute single results again,
+  one at a time.
 - SAC: `create_selective_checkpoint_contexts` on all blocks, keeping the results that are named; convolutions count as
   products. *Torch's chunks*: `torch.nn.functional.linear_cross_entropy`. Compiler: the activation memory budget of
   `torch.compile`, graphs cut by its partitioner (`aot_eager_decomp_partition`) and run without C++. Auto-SAC:
@@ -250,11 +286,12 @@ def write(path: Path, judged: Sequence[Judged]) -> None:
 
 def page(path: Path, judged: Sequence[Judged]) -> str:
     """The page as markdown."""
+    from frontier_parts.measuring import CARD
     from frontier_parts.plans import WHOLE
 
     versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in ("torch", "transformers"))
     techniques = ", ".join(f"`{name}`" for name in sorted(WHOLE))
-    text = _INTRODUCTION.format(name=path.name, versions=versions, techniques=techniques)
+    text = _INTRODUCTION.format(name=path.name, versions=versions, techniques=techniques, card=CARD.name)
     for one in judged:
         text += f"\n## {one.subject.title}\n"
         if one.eager is None:

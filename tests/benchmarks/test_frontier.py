@@ -66,7 +66,10 @@ def test_arithmetic_on_fake_tensors_is_that_of_a_run(sample: Subject) -> None:
         Peer(kind="uniform", every=2, chunks=chunks),
     ):
         workload = peer.applied(sample)
-        assert measuring.arithmetic(workload) == measuring.arithmetic(workload, fake=False)
+        fake, real = measuring.arithmetic(workload), measuring.arithmetic(workload, fake=False)
+        assert (fake.flops, fake.attention_flops) == (real.flops, real.attention_flops)
+        # Without values nobody knows that nothing is masked: transformers makes masks then.
+        assert real.seconds < fake.seconds < 1.1 * real.seconds
 
 
 def test_a_model_without_values_is_made_of_any_kind_of_weights() -> None:
@@ -132,12 +135,13 @@ def test_auto_sac_is_asked_where_it_is_installed(sample: Subject) -> None:
 
 
 def found(row: Row, **value: Any) -> Found:
-    return Found(subject="sample", row=row, value={"attention_flops": 0, "solve_seconds": 1.0, **value})
+    value = {"attention_flops": 0, "solve_seconds": 1.0, "seconds": 9.0, "pointwise_seconds": 0.0, **value}
+    return Found(subject="sample", row=row, value=value)
 
 
-PLAIN = found(Row(peer=Peer(kind="eager")), peak_bytes=100 * MIB, flops=1000)
+PLAIN = found(Row(peer=Peer(kind="eager")), peak_bytes=100 * MIB, flops=1000, seconds=8.0)
 WHOLE = found(Row(peer=Peer(kind="uniform", every=1)), peak_bytes=40 * MIB, flops=1200)
-HALF = found(Row(peer=Peer(kind="uniform", every=2)), peak_bytes=70 * MIB, flops=1100)
+HALF = found(Row(peer=Peer(kind="uniform", every=2)), peak_bytes=70 * MIB, flops=1100, seconds=10.0)
 
 
 def planned(budget: int, **value: Any) -> Found:
@@ -177,9 +181,31 @@ def test_a_plan_is_judged_by_the_best_peer_within_its_budget() -> None:
     }
     assert judged.falls_short
     text = page(Path("frontier.md"), [judged])
-    assert "| 80.0 | 75.0 | +5.0 % | every 2 blocks | 70.0 | +10.0 % | fewer | 1.0 | 2 | 3 |" in text
+    told = (
+        "| 80.0 | 75.0 | +5.0 % | +12.5 % | every 2 blocks | 70.0 | +10.0 % | +25.0 % | fewer | 1.0 | 2 | 3 |"
+    )
+    assert told in text
     assert "8 budgets: 1 fewer, 1 the same" in text
     assert not judge(subjects()["sample"], rows[:5]).falls_short
+
+
+@pytest.mark.parametrize(
+    ("pointwise", "seconds", "verdict"),
+    [(0.0, 8.5, Verdict.QUICKER), (0.0, 9.0, Verdict.MORE), (1.0, 8.5, Verdict.MORE)],
+)
+def test_more_flops_are_held_against_a_plan_where_a_peer_takes_no_longer(
+    pointwise: float, seconds: float, verdict: Verdict
+) -> None:
+    """As little as a compiler could take, were all pointwise operations done along with others."""
+    compiler = found(
+        Row(peer=Peer(kind="compiler", ratio=0.5)),
+        peak_bytes=60 * MIB,
+        flops=1010,
+        pointwise_seconds=pointwise,
+    )
+    rows = [PLAIN, HALF, compiler, planned(75, peak_bytes=75 * MIB, flops=1020, seconds=seconds)]
+    (compared,) = judge(subjects()["sample"], rows).comparisons
+    assert (compared.peer, compared.verdict) == (compiler, verdict)
 
 
 def test_rows_are_kept_and_told_apart(tmp_path: Path) -> None:
