@@ -258,8 +258,9 @@ the same workloads and measured alike. {versions}, float32, without dropout, on 
   kernels of cards.
 - **Extra time**: seconds of a step beyond those of the plain program, all operations that it runs summed up, each taken
   to be as quick as on an {card} by the rates with which plans for cards are priced. That is an estimate, of operations
-  that run one after the other, the masks among them that transformers leaves out where nothing is masked. The compiler could do pointwise ones along with others; *fused* says what is left if
-  these take no time at all, less than which no compiler comes to.
+  that run one after the other, the masks among them that transformers leaves out where nothing is masked. The compiler
+  could do pointwise ones along with others; *fused* says what is left if these take no time at all, less than which no
+  compiler comes to.
 - **Plans** are priced for the CPU by their arithmetic, which is what is compared, and know no peers. They may use
   {techniques}; a second table adds `micro-batching`,
   which no peer does. *Solver* is what the mixed-integer programs took, *search* all of it, and *runs* how often the
