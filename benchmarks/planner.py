@@ -1,6 +1,7 @@
 """How long `vramfit plan` takes for models that people train: seconds to the first plan, and to the end.
 
     python benchmarks/planner.py [--only NAME ...] [--source FOLDER] [--json FILE] [--seconds N]
+    python benchmarks/planner.py --before ROWS.json --after ROWS.json --write docs/planner-speed.md
 
 Each case is planned for in a process of its own, one after the other, with nothing remembered of earlier searches.
 `--source` takes vramfit from another folder, for a comparison with another revision. Goals: a first plan within 60 s,
@@ -161,6 +162,66 @@ def table(rows: Sequence[Row]) -> Table:
     return shown
 
 
+_PAGE = """# How long a plan takes
+
+`python benchmarks/planner.py` plans for models that people train, with their published configurations: one after the
+other, in a process of its own each, with nothing remembered of earlier searches. Goals: a first plan within
+{first:.0f} s, the end within {end:.0f} s on two cores. *CPU* is the processor's time; *before* is revision
+{revision}, which told of no first plan, was given {limit:.0f} s a case and is not held to the goals.
+
+- **First plan**: seconds until a plan was known to keep the budget: what a search that is stopped then leaves.
+- **Step**: simulated seconds of a step with the plan, as the revision itself told them. How they are told changed in
+  between: copies over the link are followed one by one now, and were taken to be hidden before.
+
+{rows}"""
+
+
+def page(before: Sequence[Row], after: Sequence[Row], revision: str, limit: float) -> str:
+    """The two beside each other, as markdown."""
+    known = {_name(row): row for row in before}
+    heads = ("model", "card, budget, numerics", "", "first plan", "end", "CPU", "runs", "step", "plan")
+    lines = ["| " + " | ".join(heads) + " |", "|---|---|---|---:|---:|---:|---:|---:|---|"]
+    for row in after:
+        case = row.case
+        told = (case.name, f"{case.gpu}, {case.budget}, {case.numerics}")
+        if (old := known.get(_name(row))) is not None:
+            lines.append("| " + " | ".join((*told, "before", *_figures(old))) + " |")
+            told = ("", "")
+        lines.append("| " + " | ".join((*told, "now", *_figures(row))) + " |")
+    return _PAGE.format(
+        first=FIRST,
+        end=END,
+        revision=revision,
+        limit=limit,
+        rows="\n".join(lines) + "\n",
+    )
+
+
+def _name(row: Row) -> tuple[str, str, str, str]:
+    case = row.case
+    return case.name, case.gpu, case.budget, case.numerics
+
+
+def _figures(row: Row) -> tuple[str, ...]:
+    """The cells of a row that differ from revision to revision."""
+    return (
+        "" if row.first is None else f"{row.first:.0f} s",
+        f"{row.end:.0f} s",
+        f"{row.cpu:.0f} s",
+        str(row.runs or ""),
+        f"{row.step:.2f} s" if row.step else "",
+        row.failed or ", ".join(row.techniques),
+    )
+
+
+def rows_from(file: Path) -> list[Row]:
+    """Rows as `--json` writes them."""
+    told = json.loads(file.read_text(encoding="utf-8"))
+    return [
+        Row(**{**one, "case": Case(**one["case"]), "techniques": tuple(one["techniques"])}) for one in told
+    ]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Plan for what the command line names; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -171,17 +232,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--source", type=Path, metavar="FOLDER", help="vramfit's src of another revision")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     parser.add_argument("--seconds", type=float, default=900.0, help="the longest that a case may take")
+    parser.add_argument("--before", type=Path, metavar="FILE", help="rows of an earlier revision")
+    parser.add_argument("--after", type=Path, metavar="FILE", help="rows to take in place of new ones")
+    parser.add_argument("--revision", default="c3f5cc0", help="the earlier one")
+    parser.add_argument("--write", type=Path, metavar="FILE.md", help="write a page of both")
     options = parser.parse_args(arguments)
     console = Console()
-    rows = []
+    rows = [] if options.after is None else rows_from(options.after)
     for case in CASES:
-        if options.only and case.name not in options.only:
+        if options.after is not None or (options.only and case.name not in options.only):
             continue
         rows.append(planned(case, source=options.source, seconds=options.seconds))
         console.print(table(rows[-1:]))
     console.print(table(rows))
     if options.json is not None:
         write_text(options.json, json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    if options.write is not None:
+        before = [] if options.before is None else rows_from(options.before)
+        write_text(options.write, page(before, rows, options.revision, options.seconds))
     return 0 if all(row.within_goals for row in rows) else 3
 
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
@@ -122,9 +122,9 @@ def measure(workload: Workload, *, compiled: bool = False) -> Measured:
         workload: what is run.
         compiled: whether its operations show only where it runs for real: then a step is counted before the one
             whose peak is taken. Else they are counted on tensors of the CPU that hold no values, which take the same
-            operations in no time.
+            operations in no time, unless the step asks for values.
     """
-    counted = None if compiled else arithmetic(workload)
+    counted = None if compiled else _arithmetic_if_told(workload)
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         state = _started(workload)
@@ -149,6 +149,14 @@ def measure(workload: Workload, *, compiled: bool = False) -> Measured:
         held += size
         peak = max(peak, held if within else 0)
     return Measured(peak_bytes=peak - kept, arithmetic=counted)
+
+
+def _arithmetic_if_told(workload: Workload) -> Arithmetic:
+    """The same on fake tensors, or on others where a batch is cut by what its labels are."""
+    try:
+        return arithmetic(workload)
+    except DataDependentOutputException:
+        return arithmetic(workload, fake=False)
 
 
 def arithmetic(workload: Workload, *, fake: bool = True) -> Arithmetic:

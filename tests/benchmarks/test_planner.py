@@ -64,6 +64,11 @@ def test_a_case_is_planned_for_and_one_that_fails_says_why(
     (row,) = json.loads(out.read_text())
     assert 0 < row["first"] < row["end"]
     assert row["cpu"] > 0
+    assert (
+        planner.main(["--after", str(out), "--before", str(out), "--write", str(tmp_path / "page.md")]) == 0
+    )
+    page = (tmp_path / "page.md").read_text(encoding="utf-8").splitlines()
+    assert [line.split(" | ")[2] for line in page if line.startswith("| ")] == ["", "before", "now"]
     missing = planned(Case(name="other", gpu="RTX 4090", budget="2GiB"))
     assert "has no other" in missing.failed
     assert not missing.within_goals
