@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -132,6 +133,45 @@ def test_a_model_of_transformers_is_made_narrower() -> None:
     model = makers[1][0]()
     assert (model.config.hidden_size, model.config.num_key_value_heads) == (16, 1)
     assert len(model.model.layers) == 2
+    assert (config.hidden_size, len(workload.model().model.layers)) == (64, 6), "the user's is as it was"
+
+
+class Around(nn.Module):
+    """What people put around a model, and into it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.config = model, model.config
+        model.decoder.block[0].layer[0].SelfAttention.q = nn.Sequential(
+            model.decoder.block[0].layer[0].SelfAttention.q, nn.LayerNorm(8)
+        )
+
+
+def test_what_lies_around_a_narrower_model_is_there_too() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        d_model=64,
+        d_kv=8,
+        d_ff=128,
+        num_layers=6,
+        num_heads=8,
+        vocab_size=50,
+        feed_forward_proj="relu",
+        decoder_start_token_id=0,
+    )
+    workload = replace(_tall(), model=lambda: Around(transformers.T5ForConditionalGeneration(config)))
+    (make, words), *_ = list(stand_in.stand_in(workload, 1 << 18))
+    assert words == "a stand-in of the same code with at most 2 layers and widths divided by 8"
+    model: Any = make()
+    assert type(model) is Around
+    assert len(model.model.encoder.block) == len(model.model.decoder.block) == 2
+    assert model.config.d_model == model.model.shared.embedding_dim == 8, (
+        "copies of a config are narrowed once"
+    )
+    assert (config.d_model, config.num_layers, config.num_decoder_layers) == (64, 6, 6)
+    assert not hasattr(config, "_vramfit_narrow")
+    out = model.model(input_ids=torch.ones(2, 4, dtype=torch.long), labels=torch.ones(2, 4, dtype=torch.long))
+    assert out.logits.shape == (2, 4, 50)
 
 
 @pytest.mark.parametrize("loss", [None, contrastive])

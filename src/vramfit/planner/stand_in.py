@@ -1,15 +1,17 @@
 """Smaller models of the same code, for what is tried with values where a workload's own model is too large.
 
 NOTE [Standing in]: the model is made with its large tensors on the meta device, so that making it takes little memory.
-Of layers that are alike and follow each other two are left, and values are drawn for what is left; or, where a model of
-transformers says in its config how wide it is, it is made anew with fewer layers and heads and narrower ones. What
-couples examples (a loss, a normalisation, a router) is code, and that stays the same.
+Of layers that are alike and follow each other two are left, and values are drawn for what is left; or, where models of
+transformers say in a config how wide they are, the workload's own function makes it with fewer layers and heads and
+narrower ones, whatever it puts around it. What couples examples (a loss, a normalisation, a router) is code, and that
+stays the same.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -19,6 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
+from vramfit.patching import PatchStack
 from vramfit.workload import Workload
 
 _LARGE = 1 << 20
@@ -29,6 +32,9 @@ _LAYERS = 2
 
 _STD = 0.02
 """Of values that are drawn, as most models are initialised."""
+
+_NARROW = "_vramfit_narrow"
+"""What says of a config that it is narrow already."""
 
 _DEPTHS = frozenset(
     {
@@ -91,18 +97,15 @@ def stand_in(workload: Workload, most_bytes: int) -> Iterator[tuple[Callable[[],
         return
     if left and _bytes_of(model) <= most_bytes and not _unknown_buffers(model):
         yield partial(_with_values, model), f"a stand-in of the same code with {left} layers"
-    narrow = _narrowed(model)
-    if narrow is None:
-        return
-    config, words = narrow
-    kind: Any = type(model)
-    try:
-        with _LargeOnMeta():
-            fits = _bytes_of(kind(config)) <= most_bytes
-    except Exception:  # it takes more than a config, or not this one
-        return
-    if fits:
-        yield partial(kind, config), f"a stand-in of the same code with {words}"
+    for make, words in _narrowed(workload.model, model):
+        try:
+            with _LargeOnMeta():
+                fits = _bytes_of(make()) <= most_bytes
+        except Exception:  # it reads weights of the full width, or takes more than a config
+            continue
+        if fits:
+            yield make, f"a stand-in of the same code with {words}"
+            return
 
 
 class _LargeOnMeta(TorchFunctionMode):
@@ -184,20 +187,68 @@ def _with_values(model: nn.Module) -> nn.Module:
     return model
 
 
-def _narrowed(model: nn.Module) -> tuple[Any, str] | None:
-    """A smaller config of a model of transformers, and what it is in words; None where there is none."""
+def _narrowed(
+    make: Callable[[], nn.Module], model: nn.Module
+) -> Iterator[tuple[Callable[[], nn.Module], str]]:
+    """Makers of a model of transformers that is narrower, and what it is in words; none where it is no such model.
+
+    Args:
+        make: the workload's, which may put something around it or into it: adapters, a head.
+        model: what it made.
+    """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
-        return None
-    config = copy.deepcopy(config)
-    parts = list(_configs(config))
-    heads = [
-        value for part in parts for name, value in vars(part).items() if name in _HEADS and type(value) is int
-    ]
-    divisor = math.gcd(*heads) if heads else 1
-    for part in parts:
+        return
+    words = f"at most {_LAYERS} layers and widths divided by {_divisor(config)}"
+    yield partial(_made_narrow, make), words
+    config, kind = copy.deepcopy(config), type(model)  # what reads weights may do without
+    _narrow_all(config)
+    yield partial(kind, config), words
+
+
+def _made_narrow(make: Callable[[], nn.Module]) -> nn.Module:
+    """What a function makes where models of transformers are made narrower than it says.
+
+    Configs are the user's: they are changed while models are made from them, which then hold copies.
+    """
+    base: Any = sys.modules["transformers"].PreTrainedModel
+    original = base.__init__
+    wide: list[tuple[Any, dict[str, Any]]] = []
+
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if not hasattr(config, _NARROW):  # of parts of a model it is the model's, or a copy
+            wide.extend((part, dict(vars(part))) for part in _configs(config))
+            _narrow_all(config)
+        original(self, config, *args, **kwargs)
+
+    with PatchStack() as patches:
+        patches.set(base, "__init__", init)
+        try:
+            made = make()
+            copies = {id(config): copy.deepcopy(config) for config, _ in wide}
+        finally:
+            for config, values in reversed(wide):
+                vars(config).clear()
+                vars(config).update(values)
+    for module in made.modules():
+        for name, value in list(vars(module).items()):
+            if id(value) in copies:
+                setattr(module, name, copies[id(value)])
+    return made
+
+
+def _narrow_all(config: Any) -> None:
+    divisor = _divisor(config)
+    for part in list(_configs(config)):
         _narrow(part, divisor)
-    return config, f"at most {_LAYERS} layers and widths divided by {divisor}"
+        setattr(part, _NARROW, True)
+
+
+def _divisor(config: Any) -> int:
+    """By how much widths can be divided: as many heads as all parts have."""
+    values = [item for part in _configs(config) for item in vars(part).items()]
+    heads = [value for name, value in values if name in _HEADS and type(value) is int]
+    return math.gcd(*heads) if heads else 1
 
 
 def _configs(config: Any) -> Iterator[Any]:
