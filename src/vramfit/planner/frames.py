@@ -122,6 +122,7 @@ class Frames:
     excess: dict[Key, int] = field(default_factory=dict)
     _frames: dict[Key, Frame | None] = field(default_factory=dict)
     _prices: dict[Key, Price] = field(default_factory=dict)
+    _solutions: dict[tuple[Key, int, bool], Solution | None] = field(default_factory=dict)
     known_cutting: Cutting | None = None
     _broken: dict[str, str] = field(default_factory=dict)
 
@@ -281,6 +282,12 @@ class Frames:
         """The cheapest decisions with which a frame's tensors stay within a budget of bytes; None without any."""
         if frame.profile.setup_bytes > budget:
             return None
+        key = (key_of(frame.choices, frame.fine), budget, quick)
+        if key not in self._solutions:
+            self._solutions[key] = self._solved(frame, budget, quick=quick)
+        return self._solutions[key]
+
+    def _solved(self, frame: Frame, budget: int, *, quick: bool) -> Solution | None:
         terms = self.terms(frame)
         if quick:
             terms = replace(terms, gap=_QUICK_GAP, time_limit=min(terms.time_limit, _QUICK_SECONDS))
