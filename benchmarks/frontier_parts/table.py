@@ -261,7 +261,8 @@ the same workloads and measured alike. {versions}, float32, without dropout, on 
   that run one after the other, the masks among them that transformers leaves out where nothing is masked. The compiler
   could do pointwise ones along with others; *fused* says what is left if these take no time at all, less than which no
   compiler comes to.
-- **Plans** are priced for the CPU by their arithmetic, which is what is compared, and know no peers. They may use
+- **Plans** are priced for the CPU by their arithmetic, which is what is compared, and know no peers. What they take in
+  time is told, but they are not asked to be quick: a loss in chunks of few rows is not. They may use
   {techniques}; a second table adds `micro-batching`,
   which no peer does. *Solver* is what the mixed-integer programs took, *search* all of it, and *runs* how often the
   workload ran for it: budgets of one workload are asked for in turn and share what was run for others. In these runs
