@@ -140,6 +140,41 @@ def test_gradients_are_the_plain_programs(function: Callable[..., Any], kept: tu
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class Names(TorchDispatchMode):
+    """The ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not there")
+@pytest.mark.parametrize("without", [False, True])
+def test_recurrent_layers_of_onednn_keep_what_gradients_need_the_second_time_too(without: bool) -> None:
+    """Their kernel asks whether gradients are enabled, and makes no workspace where they are not."""
+    torch.manual_seed(0)
+    recurrent = nn.LSTM(16, 16, num_layers=2, batch_first=True)
+
+    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if without:
+            with torch.no_grad():
+                x = recurrent(x)[0]
+            return (x.sin() @ weight).sin()
+        return recurrent((x @ weight).sin())[0].sin()
+
+    model, x = Calls(run), numbers(4, 6, 16)
+    model.recurrent = recurrent
+    with Names() as names:
+        expected = backward(model, x)
+    assert "aten::mkldnn_rnn_layer" in names.seen
+    attached(model, lazy())
+    assert_equal(backward(model, x), expected)
+
+
 def test_second_derivatives_are_the_plain_programs() -> None:
     model, x = Calls(several_results), numbers(8, 16)
 

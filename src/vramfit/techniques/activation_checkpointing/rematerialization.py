@@ -193,7 +193,7 @@ class _Step:
         changes: the result that it changes in place, which holds it.
     """
 
-    __slots__ = ("args", "changes", "func", "kwargs", "state")
+    __slots__ = ("args", "changes", "func", "grad", "kwargs", "state")
 
     def __init__(
         self,
@@ -203,6 +203,7 @@ class _Step:
         state: RandomState | None,
         changes: weakref.ref[_Result] | None = None,
     ) -> None:
+        self.grad = torch.is_grad_enabled()  # by which oneDNN's recurrent layers keep what their gradients need
         self.func = func
         self.args = args
         self.kwargs = kwargs
@@ -212,6 +213,10 @@ class _Step:
     def run(self, values: dict[_Result, torch.Tensor], path: str) -> Any:
         """Call it again."""
         args, kwargs = self._filled(self.args, values, path), self._filled(self.kwargs, values, path)
+        with torch.set_grad_enabled(self.grad), torch._C._AutoDispatchBelowAutograd():
+            return self._called(args, kwargs)
+
+    def _called(self, args: Any, kwargs: Any) -> Any:
         if self.state is None:
             return self.func(*args, **kwargs)
         before = RandomState.now(tensors_in((args, kwargs)))
