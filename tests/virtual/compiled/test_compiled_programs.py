@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor.codecache import CacheBase
 from torch._inductor.graph import GraphLowering
 
 from vramfit.trace import Category, EventKind
@@ -244,6 +245,9 @@ def test_the_next_card_of_a_process_compiles_nothing_again(monkeypatch: pytest.M
         lines = [user_frame([trace.frames[i] for i in trace.stacks[stack]]) for stack in trace.stack]
         return run.warnings, list(trace.address), list(trace.size), [trace.ops[op] for op in trace.op], lines
 
+    CacheBase.get_system.cache_clear()
+    here = CacheBase.get_system()
+    CacheBase.get_system.cache_clear()
     monkeypatch.setattr(GraphLowering, "codegen", counted)
     before = traced("RTX 4090", 224)
     assert len(written) == 2
@@ -252,3 +256,4 @@ def test_the_next_card_of_a_process_compiles_nothing_again(monkeypatch: pytest.M
     traced("RTX 4090", 192)
     traced("H100 80GB SXM", 192)
     assert len(written) == 6, "other sizes and other cards are compiled for by themselves"
+    assert CacheBase.get_system() == here, "torch's own cache knows nothing of cards that are gone"

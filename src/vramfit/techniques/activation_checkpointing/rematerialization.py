@@ -203,7 +203,9 @@ class _Step:
         state: RandomState | None,
         changes: weakref.ref[_Result] | None = None,
     ) -> None:
-        self.grad = torch.is_grad_enabled()  # by which oneDNN's recurrent layers keep what their gradients need
+        self.grad = (
+            torch.is_grad_enabled()
+        )  # by which oneDNN's recurrent layers keep what their gradients need
         self.func = func
         self.args = args
         self.kwargs = kwargs

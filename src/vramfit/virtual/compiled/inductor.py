@@ -14,6 +14,7 @@ import torch._inductor.scheduler
 import torch.utils._triton
 from torch._dynamo import device_interface
 from torch._inductor import async_compile, config, graph, select_algorithm
+from torch._inductor.codecache import CacheBase
 from torch._inductor.fx_passes import joint_graph, pad_mm
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -94,6 +95,8 @@ def _forget_cards() -> None:
     """Forget what Inductor remembers of cards: those of a virtual machine are gone with it."""
     device_interface.caching_worker_device_properties.clear()
     DeviceProperties.create.cache_clear()
+    CacheBase.get_system.cache_clear()  # by which programs on the user's disk are told from each other
+    CacheBase.get_local_cache_path.cache_clear()
     for module in (torch._inductor.utils, pad_mm):
         _clear(module)
 
