@@ -165,9 +165,9 @@ def table(rows: Sequence[Row]) -> Table:
 _PAGE = """# How long a plan takes
 
 `python benchmarks/planner.py` plans for models that people train, with their published configurations: one after the
-other, in a process of its own each, with nothing remembered of earlier searches. Goals: a first plan within
-{first:.0f} s, the end within {end:.0f} s on two cores. *CPU* is the processor's time; *before* is revision
-{revision}, which told of no first plan, was given {limit:.0f} s a case and is not held to the goals.
+other, in a process of its own each, with nothing remembered of earlier searches, and {limit:.0f} s at most. Goals: a
+first plan within {first:.0f} s, the end within {end:.0f} s on two cores. *CPU* is the processor's time. *Before* is
+revision {revision}, which told of no first plan and is not held to the goals. {note}
 
 - **First plan**: seconds until a plan was known to keep the budget: what a search that is stopped then leaves.
 - **Step**: simulated seconds of a step with the plan, as the revision itself told them. How they are told changed in
@@ -176,7 +176,7 @@ other, in a process of its own each, with nothing remembered of earlier searches
 {rows}"""
 
 
-def page(before: Sequence[Row], after: Sequence[Row], revision: str, limit: float) -> str:
+def page(before: Sequence[Row], after: Sequence[Row], *, revision: str, limit: float, note: str = "") -> str:
     """The two beside each other, as markdown."""
     known = {_name(row): row for row in before}
     heads = ("model", "card, budget, numerics", "", "first plan", "end", "CPU", "runs", "step", "plan")
@@ -193,6 +193,7 @@ def page(before: Sequence[Row], after: Sequence[Row], revision: str, limit: floa
         end=END,
         revision=revision,
         limit=limit,
+        note=note,
         rows="\n".join(lines) + "\n",
     )
 
@@ -207,7 +208,7 @@ def _figures(row: Row) -> tuple[str, ...]:
     return (
         "" if row.first is None else f"{row.first:.0f} s",
         f"{row.end:.0f} s",
-        f"{row.cpu:.0f} s",
+        "" if row.failed else f"{row.cpu:.0f} s",
         str(row.runs or ""),
         f"{row.step:.2f} s" if row.step else "",
         row.failed or ", ".join(row.techniques),
@@ -235,6 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--before", type=Path, metavar="FILE", help="rows of an earlier revision")
     parser.add_argument("--after", type=Path, metavar="FILE", help="rows to take in place of new ones")
     parser.add_argument("--revision", default="c3f5cc0", help="the earlier one")
+    parser.add_argument("--note", default="", metavar="TEXT", help="what the page says of the measurement")
     parser.add_argument("--write", type=Path, metavar="FILE.md", help="write a page of both")
     options = parser.parse_args(arguments)
     console = Console()
@@ -249,7 +251,8 @@ def main(arguments: list[str] | None = None) -> int:
         write_text(options.json, json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     if options.write is not None:
         before = [] if options.before is None else rows_from(options.before)
-        write_text(options.write, page(before, rows, options.revision, options.seconds))
+        told = page(before, rows, revision=options.revision, limit=options.seconds, note=options.note)
+        write_text(options.write, told)
     return 0 if all(row.within_goals for row in rows) else 3
 
 
