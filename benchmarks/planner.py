@@ -170,8 +170,8 @@ first plan within {first:.0f} s, the end within {end:.0f} s on two cores. *CPU* 
 revision {revision}, which told of no first plan and is not held to the goals. {note}
 
 - **First plan**: seconds until a plan was known to keep the budget: what a search that is stopped then leaves.
-- **Step**: simulated seconds of a step with the plan, as the revision itself told them. How they are told changed in
-  between: copies over the link are followed one by one now, and were taken to be hidden before.
+- **Step**: simulated seconds of a step with the plan, as the revision itself told them: how copies over the link and
+  repeated work are charged has changed in between.
 
 {rows}"""
 

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from vramfit.gpus import find_gpu
-from vramfit.planner.observing import FlopMode
+from vramfit.planner.flop_counting import FlopMode
 from vramfit.techniques import live_of
 from vramfit.virtual import roofline
 from vramfit.workload import State, Workload

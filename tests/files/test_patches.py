@@ -25,6 +25,7 @@ from tests.files.planted import picture
 
 from vramfit.errors import UsageError
 from vramfit.files import current, make_policy, protect, real
+from vramfit.files.patches import audit
 from vramfit.files.policy import FilePolicy, default_through
 from vramfit.files.protection import recovered, standing
 from vramfit.trace import ChangeKind, FileChanges
@@ -270,3 +271,13 @@ def test_a_process_that_ends_inside_a_block_leaves_nothing(tmp_path: Path) -> No
     )
     assert ended.returncode == 5 and "Error" not in ended.stderr
     assert not [*work.iterdir(), *temporary.glob("vramfit*")]
+
+
+def test_the_last_events_of_an_interpreter_find_no_names_and_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Names of modules are None by then; a hook stays for good."""
+    for name in ("_events", "_watched"):
+        monkeypatch.setattr(audit, name, None)
+    audit._hook("import", ("anything",))
+    audit._hook("open", ("anything", "w", 0))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from vramfit.planner.observing import FlopMode
+from vramfit.planner.flop_counting import FlopMode
 from vramfit.planner.summing import measure_counts
 
 pytestmark = pytest.mark.usefixtures("fit_interpreter")

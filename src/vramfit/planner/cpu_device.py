@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from vramfit.planner.observing import Estimate, FlopMode, Observation, Observer, tensors_of
+from vramfit.planner.flop_counting import Estimate, FlopMode, tensors_of
+from vramfit.planner.observing import Observation, Observer
 from vramfit.planner.price import Price
 from vramfit.planner.profiling import profile_of
 from vramfit.planner.summing import measure_counts

@@ -10,19 +10,18 @@ stretches between its forward and its backward pass.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
-from vramfit.planner.summing import summed
+from vramfit.planner.flop_counting import Estimate, called, flops_of, tensors_of
 from vramfit.techniques import Block, BlockOp
 from vramfit.techniques.activation_checkpointing.op_facts import repeats
 from vramfit.techniques.blocks import find_blocks
@@ -54,9 +53,6 @@ class Meter(Protocol):
     def peaks(self) -> Sequence[int]:
         """The bytes at the peak of each stretch that a boundary ended, in order."""
         ...
-
-
-Estimate: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any], Any, int], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,9 +288,9 @@ class Observer(TorchDispatchMode):
             self._stretch(self._order.index(running), backward=False, position=running.running)
             running.running += 1
         before = self._meter.seconds()
-        out = _called(func, args, kwargs)
+        out = called(func, args, kwargs)
         seconds = self._meter.seconds() - before
-        flops = _flops(func, args, kwargs, out)
+        flops = flops_of(func, args, kwargs, out)
         self._flops += flops
         if self._estimate is not None:
             seconds = self._estimate(func, args, kwargs, out, flops)
@@ -529,27 +525,6 @@ def _absent(block: Block, stretch: Stretch) -> int:
     )
 
 
-def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments or results of an operation, or of a module: in lists, tuples and dicts.
-
-    It is asked several times for every operation, which `torch.utils._pytree` with its registry is slow at.
-    """
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for item in tree:
-            yield from tensors_of(item)
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from tensors_of(item)
-
-
-def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of an operation; of a sum of gradients, in place where it would be without a mode."""
-    total = summed(func, args, kwargs)
-    return func(*args, **kwargs) if total is None else total
-
-
 def _strided(tree: Any) -> Iterator[torch.Tensor]:
     for tensor in tensors_of(tree):
         if tensor.layout is torch.strided:
@@ -561,53 +536,3 @@ def _mutated(func: Any, args: tuple[Any, ...]) -> Iterator[StorageWeakRef]:
         if declared.alias_info is not None and declared.alias_info.is_write:
             for tensor in _strided(value):
                 yield StorageWeakRef(tensor.untyped_storage())
-
-
-class FlopMode(TorchDispatchMode):
-    """Counts what torch's own counter counts, and holds nothing: that one's module hooks keep tensors alive.
-
-    Args:
-        estimate: the seconds of an operation, from itself, its arguments, its results and its FLOPs; None for no time.
-
-    Attributes:
-        total: FLOPs so far.
-        seconds: estimated so far.
-    """
-
-    def __init__(self, estimate: Estimate | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._estimate = estimate
-        self.total = 0
-        self.seconds = 0.0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, so torch need not wrap each call to keep its compiler away."""
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operation and count it."""
-        kwargs = kwargs or {}
-        out = _called(func, args, kwargs)
-        flops = _flops(func, args, kwargs, out)
-        self.total += flops
-        if self._estimate is not None and func.namespace != "prim":
-            self.seconds += self._estimate(func, args, kwargs, out, flops)
-        return out
-
-
-def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Multiplications and additions as torch's own counter counts them, of in-place and ``out=`` forms too."""
-    packet = func._overloadpacket
-    if packet.__name__.endswith("_") and func.namespace == "aten":
-        packet = getattr(torch.ops.aten, packet.__name__[:-1], packet)
-    count: Callable[..., int] | None = flop_registry.get(packet)
-    if count is None:
-        return 0
-    given = {name: value for name, value in kwargs.items() if name != "out"}
-    try:
-        return int(count(*args, **given, out_val=out))
-    except (TypeError, AssertionError, ValueError, IndexError):
-        return 0  # a form of the operation that the counter does not know

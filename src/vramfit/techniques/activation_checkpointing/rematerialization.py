@@ -203,9 +203,8 @@ class _Step:
         state: RandomState | None,
         changes: weakref.ref[_Result] | None = None,
     ) -> None:
-        self.grad = (
-            torch.is_grad_enabled()
-        )  # by which oneDNN's recurrent layers keep what their gradients need
+        # Kernels may ask: oneDNN's recurrent layers keep what their gradients need only where they are enabled.
+        self.grad = torch.is_grad_enabled()
         self.func = func
         self.args = args
         self.kwargs = kwargs

@@ -1,0 +1,40 @@
+"""Answers about observations are worked out once, for each observation by itself."""
+
+from __future__ import annotations
+
+from vramfit.planner import recent
+from vramfit.planner.recent import remembered
+
+
+def test_answers_are_those_of_an_observation_and_of_what_else_is_asked() -> None:
+    asked: list[tuple[int, int, bool]] = []
+
+    @remembered
+    def answer(observation: list[int], other: int, *, twice: bool = False) -> int:
+        asked.append((len(observation), other, twice))
+        return other * (2 if twice else 1)
+
+    first, equal = [1], [1]
+    assert [answer(first, 2), answer(first, 2), answer(first, 2, twice=True), answer(equal, 2)] == [
+        2,
+        2,
+        4,
+        2,
+    ]
+    assert asked == [(1, 2, False), (1, 2, True), (1, 2, False)], (
+        "another one is asked about, though it is equal"
+    )
+
+
+def test_the_answers_asked_for_last_stay() -> None:
+    asked: list[int] = []
+
+    @remembered
+    def answer(observation: list[int]) -> int:
+        asked.append(observation[0])
+        return observation[0]
+
+    kept = [-1]
+    for number in range(2 * recent.KEPT):
+        assert (answer([number]), answer(kept)) == (number, -1)
+    assert asked.count(-1) == 1 and len(asked) == 2 * recent.KEPT + 1
