@@ -159,15 +159,16 @@ def test_a_parameter_at_the_address_of_a_dead_one_does_not_get_its_name(tmp_path
         """
         import gc
         with vramfit.track() as tracked:
-            model, optimizer = build()
-            step(model, optimizer)
+            model = nn.Sequential(*(nn.Linear(64, 64, device="cuda") for _ in range(100)))
+            optimizer = torch.optim.SGD(model.parameters())
+            model[:2](torch.ones(4, 64, device="cuda")).sum().backward()
+            optimizer.step()
             dead = {id(p) for p in model.parameters()}
             del model, optimizer
             gc.collect()
-            made, again = [], []
-            while not again and len(made) < 100_000:  # whose turn it is Python decides
-                made += [nn.Parameter(torch.ones(64, device="cuda")) for _ in range(500)]
-                again = [p for p in made if id(p) in dead]
+            # Whose turn it is Python decides: of two hundred addresses some are given again.
+            made = [nn.Parameter(torch.ones(64, device="cuda")) for _ in range(2_000)]
+            again = [p for p in made if id(p) in dead]
             for p in again:
                 p.grad = torch.ones_like(p)
             recorder = tracked._recorder

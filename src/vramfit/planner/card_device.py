@@ -219,8 +219,20 @@ class CardDevice:
             room = budget - self.outside_bytes
             torch.cuda.set_per_process_memory_fraction(fraction_of(room, self.total_bytes), self.index)
 
+    def _let_backward_go(self) -> None:
+        """Wait until the card's backward thread has let go of what it ran last.
+
+        An error in a backward pass wakes the thread that waits for it before the card's own thread has dropped the
+        node that failed, and with it the graph (torch/csrc/autograd/engine.cpp, thread_main). That thread takes one
+        task after the other: once it has been through another pass, the last is gone. This one has nothing to hold.
+        """
+        with torch.enable_grad():
+            nothing = torch.empty(0, device=self._device, requires_grad=True)
+            nothing.clone().backward(torch.empty(0, device=self._device))
+
     def _clear(self) -> None:
         """Give everything back, and count peaks anew."""
+        self._let_backward_go()
         gc.collect()  # a model is full of cycles
         torch.cuda.synchronize(self.index)
         native: Any = torch._C
