@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -126,6 +128,37 @@ def test_what_does_not_fit_leaves_nothing_behind(card: CardDevice) -> None:
     assert within.fits
     assert within.total_bytes == need
     assert torch.cuda.memory_allocated() == torch.cuda.memory_reserved() == 0
+
+
+class SlowBackward(torch.autograd.Function):
+    """The identity, whose backward takes its time."""
+
+    began = threading.Event()
+    ended = threading.Event()
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        SlowBackward.began.set()
+        time.sleep(0.5)
+        SlowBackward.ended.set()
+        return gradient
+
+
+def test_the_card_is_clear_when_its_backward_thread_is_done(card: CardDevice) -> None:
+    """What that thread still holds when an error has reached the caller cannot be had at will: a pass can."""
+    workload = wide()
+    x = torch.empty(0, device="cuda", requires_grad=True)
+    backward = threading.Thread(target=SlowBackward.apply(x).backward, args=(torch.empty(0, device="cuda"),))
+    backward.start()
+    assert SlowBackward.began.wait(10)
+    price = card.price(workload, dict(workload.sizes), CONTEXT - MIB)  # clears the card, and runs nothing
+    assert SlowBackward.ended.is_set()
+    backward.join()
+    assert price.oom
 
 
 def test_a_budget_binds_as_a_card_of_that_size_does() -> None:

@@ -222,9 +222,9 @@ class CardDevice:
     def _let_backward_go(self) -> None:
         """Wait until the card's backward thread has let go of what it ran last.
 
-        An error in a backward pass wakes the thread that waits for it before the card's own thread has dropped the
-        node that failed, and with it the graph (torch/csrc/autograd/engine.cpp, thread_main). That thread takes one
-        task after the other: once it has been through another pass, the last is gone. This one has nothing to hold.
+        That thread wakes the one that waits for a pass before it drops the pass itself, and with it the graph of one
+        that failed (torch/csrc/autograd/engine.cpp, thread_main). It takes one pass after the other: once it has
+        taken the next, the last is gone. The next, here, has nothing to hold.
         """
         with torch.enable_grad():
             nothing = torch.empty(0, device=self._device, requires_grad=True)
