@@ -189,8 +189,12 @@ def program(folder: Path, body: str) -> Path:
     return path
 
 
-def run(folder: Path, case: Case) -> Ended:
-    """Run a program to its end, sending it what the case says."""
+def run(folder: Path, case: Case, environ: dict[str, str]) -> Ended:
+    """Run a program to its end, sending it what the case says.
+
+    ``environ`` is handed over, because a process that inherits the environment reads it in C while
+    another test may be changing it in the main thread, and then execve finds a bad address.
+    """
     json_file = folder / "report.json"
     command = [sys.executable, "-m", "vramfit", "run", "--gpu", GPU, "--json", str(json_file), *case.options]
     child = 0
@@ -199,6 +203,7 @@ def run(folder: Path, case: Case) -> Ended:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=environ,
         start_new_session=True,
     ) as running:
         assert running.stdout is not None
@@ -249,8 +254,11 @@ def ended(
     before = signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # a background job hands down to ignore it
+    environ = dict(os.environ)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = {name: pool.submit(run, tmp_path_factory.mktemp("case"), CASES[name]) for name in chosen}
+        found = {
+            name: pool.submit(run, tmp_path_factory.mktemp("case"), CASES[name], environ) for name in chosen
+        }
         yield lambda name: found[name].result()
     signal.signal(signal.SIGINT, before)
 
