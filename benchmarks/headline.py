@@ -23,12 +23,10 @@ from rich.table import Table
 
 from vramfit import Plan, Workload
 from vramfit.gpus import find_gpu
-from vramfit.planner.bracketing import bracket
-from vramfit.planner.fitting import largest
-from vramfit.planner.growing import search_for
-from vramfit.planner.pricing import price_with
-from vramfit.planner.request import NothingFits, Request
-from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.largest_size import bracket, largest, search_for
+from vramfit.planner.micro_batch_runs import price_with
+from vramfit.planner.request import NothingFits, PlanRequest
 from vramfit.techniques import Numerics
 from vramfit.units import format_bytes, parse_bytes
 from vramfit.writing import write_text
@@ -90,9 +88,9 @@ class Row:
     techniques: tuple[str, ...]
 
 
-def device() -> VirtualDevice:
+def device() -> VirtualBackend:
     """The card."""
-    return VirtualDevice(find_gpu(GPU), alloc_conf="", host_bytes=HOST)
+    return VirtualBackend(find_gpu(GPU), alloc_conf="", host_bytes=HOST)
 
 
 def by_size(case: Case, say: Say) -> Row:
@@ -100,7 +98,7 @@ def by_size(case: Case, say: Say) -> Row:
     workload, limit = WORKLOADS[case.name], parse_bytes(case.budget)
     sizes = {**workload.sizes, case.grows: case.start}
     plain = largest(device(), workload, sizes, case.grows, limit, say).value
-    request = Request(
+    request = PlanRequest(
         workload=workload,
         sizes={**sizes, case.grows: max(1, plain)},
         budget_bytes=limit,

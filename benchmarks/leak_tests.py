@@ -2,7 +2,7 @@
 
     python benchmarks/leak_tests.py [--times N]
 
-Series are drawn from a seeded generator and put to exactly the rule of `vramfit.analysis.leaks` for one stack:
+Series are drawn from a seeded generator and put to exactly the rule of `vramfit.analysis._leaks` for one stack:
 half of 1 % of significance against both innocent models, and growth that goes on to the end.
 """
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from vramfit.analysis.leaks import ALPHA, goes_on, warmup_of
+from vramfit.analysis._leaks import ALPHA, goes_on, warmup_of
 from vramfit.analysis.trend import growth_p_value, mann_kendall
 
 Series = NDArray[np.int64]

@@ -30,13 +30,13 @@ from rich.table import Table
 
 from vramfit.errors import VramfitError
 from vramfit.gpus import find_gpu
-from vramfit.planner.cpu_device import CpuDevice
+from vramfit.planner.devices.cost import DeviceBackend
+from vramfit.planner.devices.cpu import CpuBackend
+from vramfit.planner.devices.virtual import VirtualBackend
 from vramfit.planner.plan import Plan
-from vramfit.planner.price import Device
-from vramfit.planner.promising import promised_plan
-from vramfit.planner.request import MEMORY, Request
-from vramfit.planner.verifying import compare
-from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.planner.promised_plan_search import promised_plan
+from vramfit.planner.request import MEMORY, PlanRequest
+from vramfit.planner.verify import compare
 from vramfit.techniques import Numerics
 from vramfit.units import format_bytes
 from vramfit.writing import write_text
@@ -195,7 +195,7 @@ def row_of(name: str, level: str, allowed: Iterable[str] | None = None) -> Row:
     began = time.perf_counter()
     subject = SUBJECTS[name]
     workload = subject.make()
-    request = Request(
+    request = PlanRequest(
         workload=workload,
         sizes=workload.sizes,
         budget_bytes=find_gpu(CARD).total_bytes,
@@ -233,10 +233,10 @@ def _wrongly_cut(subject: Subject, plan: Plan) -> bool:
     )
 
 
-def _device(subject: Subject) -> Device:
+def _device(subject: Subject) -> DeviceBackend:
     if subject.on_card:
-        return VirtualDevice(find_gpu(CARD), alloc_conf="", host_bytes=1 << 34)
-    return CpuDevice()
+        return VirtualBackend(find_gpu(CARD), alloc_conf="", host_bytes=1 << 34)
+    return CpuBackend()
 
 
 def _table(rows: Sequence[Row]) -> Table:

@@ -26,9 +26,9 @@ from vramfit import Plan
 from vramfit.errors import VramfitError
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.planner import run
-from vramfit.planner.measuring import CardRun
-from vramfit.planner.plan import Entry
-from vramfit.planner.run import Room, measure_in_child
+from vramfit.planner.plan import PlanStep
+from vramfit.planner.run import MemoryBudget, measure_in_child
+from vramfit.planner.verify import CardRun
 from vramfit.techniques import Choice, find_technique
 from vramfit.techniques.activation_checkpointing import Checkpointing
 from vramfit.units import format_bytes, parse_bytes
@@ -138,7 +138,7 @@ def fully_checkpointed(plan: Plan) -> Plan:
     """The same plan, but every block is recomputed."""
     whole = Choice(technique=find_technique("activation-checkpointing"), setting=Checkpointing())
     others = tuple(entry for entry in plan.entries if entry.choice.name not in ACTIVATIONS)
-    return replace(plan, entries=(*others, Entry(choice=whole)))
+    return replace(plan, entries=(*others, PlanStep(choice=whole)))
 
 
 def measured(case: Case, gpu: GpuSpec, folder: Path) -> Row:
@@ -149,7 +149,7 @@ def measured(case: Case, gpu: GpuSpec, folder: Path) -> Row:
     """
     file = plan_for(case, gpu, folder)
     plan = Plan.load(file)
-    room = Room(gpu=gpu, budget=case.budget)
+    room = MemoryBudget(gpu=gpu, budget=case.budget)
     limit = plan.aim.budget_bytes - plan.aim.margin_bytes
     card, ours = _on_card(case, room, file, plan, limit)
     full_file = folder / f"{case.name}-full-checkpointing.toml"
@@ -178,7 +178,9 @@ def measured(case: Case, gpu: GpuSpec, folder: Path) -> Row:
     )
 
 
-def _on_card(case: Case, room: Room, file: Path, plan: Plan, limit: int | None) -> tuple[str, CardRun]:
+def _on_card(
+    case: Case, room: MemoryBudget, file: Path, plan: Plan, limit: int | None
+) -> tuple[str, CardRun]:
     asked = {"name": case.name, "plan": str(file), "sizes": dict(plan.aim.sizes), "limit": limit}
     card, (ran,), _, _ = measure_in_child(case.target, room, [asked], card=True)
     return card, ran

@@ -12,23 +12,23 @@ import torch
 import vramfit
 from analysis.synthetic import fitting_run, oom_run
 from vramfit.analysis import Tolerance, reconcile, verdict
-from vramfit.planner.fitting import Largest
-from vramfit.planner.plan import Aim, Entry, Figures, Plan
-from vramfit.planner.verifying import Simulated, Verification
+from vramfit.planner.largest_size import LargestSize
+from vramfit.planner.plan import Plan, PlanFigures, PlanStep, PlanTarget
+from vramfit.planner.verify import Simulated, Verification
 from vramfit.techniques import Choice, Numerics, find_technique
 from vramfit.trace import Actual
 
 GIB = 1 << 30
 RUN = replace(fitting_run(), program=("train.py", "--steps", "3"))
 REPORT = vramfit.Report(run=RUN, verdict=verdict(RUN))
-FIGURES = Figures(peak_allocated_bytes=GIB, peak_reserved_bytes=GIB, total_bytes=2 * GIB)
+FIGURES = PlanFigures(peak_allocated_bytes=GIB, peak_reserved_bytes=GIB, total_bytes=2 * GIB)
 
 
 def plan(*names: str) -> Plan:
     choices = [Choice(technique=(one := find_technique(name)), setting=one.setting_type()) for name in names]
     return Plan(
-        entries=tuple(Entry(choice=choice) for choice in choices),
-        aim=Aim(device="RTX 4090", budget_bytes=24 * GIB, margin_bytes=GIB),
+        entries=tuple(PlanStep(choice=choice) for choice in choices),
+        aim=PlanTarget(device="RTX 4090", budget_bytes=24 * GIB, margin_bytes=GIB),
         before=FIGURES,
         after=FIGURES,
     )
@@ -67,7 +67,7 @@ def test_of_what_plans_were_held_to() -> None:
     ) == ("<Verification: simulated pass>")
     nothing = Verification(simulated=None, gradients=None, losses=None, sizes={}, numerics=Numerics.BITWISE)
     assert repr(nothing) == "<Verification: nothing was looked at>"
-    found = Largest(
+    found = LargestSize(
         size="batch_size",
         usual=8,
         value=1024,

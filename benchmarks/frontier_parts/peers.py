@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from frontier_parts.subjects import RECOMPUTED, Subject
-from vramfit.techniques.blocks import find_blocks
+from vramfit.techniques.support.blocks import find_blocks
 from vramfit.workload import Workload
 
 aten = torch.ops.aten

@@ -11,16 +11,16 @@ from torch import nn
 
 from frontier_parts.hollow import Hollow
 from frontier_parts.subjects import Subject
-from vramfit.planner.cpu_device import CpuDevice, arithmetic_seconds_of, rates
-from vramfit.planner.frames import key_of
-from vramfit.planner.observing import Observation
+from vramfit.planner.candidates import key_of
+from vramfit.planner.devices.cost import StepCost
+from vramfit.planner.devices.cpu import CpuBackend, arithmetic_seconds_of, rates
+from vramfit.planner.devices.gradient_sums import measure_counts
 from vramfit.planner.plan import Plan
-from vramfit.planner.price import Price
-from vramfit.planner.request import MEMORY, THROUGHPUT, NothingFits, Request
-from vramfit.planner.search import Search
-from vramfit.planner.summing import measure_counts
+from vramfit.planner.request import MEMORY, THROUGHPUT, NothingFits, PlanRequest
+from vramfit.planner.search import PlanSearch
+from vramfit.planner.step_profiler import StepProfile
 from vramfit.techniques import Profile
-from vramfit.techniques.applied import AppliedWorkload
+from vramfit.techniques.core.applied import AppliedWorkload
 from vramfit.workload import Workload
 
 WHOLE = frozenset({"activation-checkpointing", "chunked-loss", "early-release", "in-place-activations"})
@@ -55,19 +55,19 @@ class Remembering:
         runs: that were made so far.
     """
 
-    name: str = CpuDevice.name
-    device_type: str = CpuDevice.device_type
-    device: CpuDevice = field(default_factory=lambda: CpuDevice(estimate=arithmetic_seconds_of))
+    name: str = CpuBackend.name
+    device_type: str = CpuBackend.device_type
+    device: CpuBackend = field(default_factory=lambda: CpuBackend(estimate=arithmetic_seconds_of))
     runs: int = 0
-    _prices: dict[Any, Price] = field(default_factory=dict)
-    _seen: dict[Any, tuple[Profile, Observation]] = field(default_factory=dict)
+    _prices: dict[Any, StepCost] = field(default_factory=dict)
+    _seen: dict[Any, tuple[Profile, StepProfile]] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
         """Memory of the machine."""
         return self.device.total_bytes
 
-    def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> Price:
+    def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
         """See `Device.price`."""
         key = _key(workload, sizes)
         if key not in self._prices:
@@ -80,7 +80,7 @@ class Remembering:
 
     def observe(
         self, workload: Workload, sizes: dict[str, int], places: Callable[[nn.Module], Sequence[str]]
-    ) -> tuple[Profile, Observation]:
+    ) -> tuple[Profile, StepProfile]:
         """See `Device.observe`. The models that are remembered hold no values: techniques look at their structure."""
         key = (_key(workload, sizes), places.__name__)
         if key not in self._seen:
@@ -122,7 +122,7 @@ def plan_for(
     device = remembering(subject.name)
     rates(), measure_counts()  # in full
     before = device.runs
-    request = Request(
+    request = PlanRequest(
         workload=subject.workload,
         sizes=dict(subject.workload.sizes),
         budget_bytes=device.total_bytes if budget is None else fixed + budget,
@@ -131,7 +131,7 @@ def plan_for(
         entries=False,
     )
     try:
-        plan, fits = Search(device, request, say).plan(), True
+        plan, fits = PlanSearch(device, request, say).plan(), True
     except NothingFits as error:
         plan, fits = error.plan, False
     return Answer(plan=plan, fits=fits, runs=device.runs - before)

@@ -22,12 +22,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import vramfit
 from random_budgets.pairs import Pair
 from vramfit.errors import UsageError
-from vramfit.planner.checking import check_workload
-from vramfit.planner.cpu_device import CpuDevice
-from vramfit.planner.document import plan_to_toml
+from vramfit.planner.devices.cpu import CpuBackend
 from vramfit.planner.plan import Plan
-from vramfit.planner.request import NothingFits, Request
-from vramfit.planner.search import Search
+from vramfit.planner.plan_file import plan_to_toml
+from vramfit.planner.request import NothingFits, PlanRequest
+from vramfit.planner.search import PlanSearch
+from vramfit.planner.workload_check import check_workload
 from vramfit.techniques import Choice, Numerics, find_technique, with_choices
 from vramfit.techniques.activation_checkpointing import Checkpointing
 from vramfit.techniques.micro_batching import MicroBatchingSetting
@@ -52,12 +52,12 @@ def plan(pair: Pair) -> dict[str, Any]:
     recipe itself, there always is a plan to be found.
     """
     _settle(pair.seed + pair.number)
-    workload, sizes, device = pair.workload, dict(pair.sizes), CpuDevice()
+    workload, sizes, device = pair.workload, dict(pair.sizes), CpuBackend()
     check_workload(workload, sizes)
     plain = device.price(workload, sizes).peak_allocated_bytes
     low = min(plain, _recipe_peak(pair))
     budget = pair.budget(low, plain)
-    request = Request(
+    request = PlanRequest(
         workload=workload,
         sizes=sizes,
         budget_bytes=budget,
@@ -66,7 +66,7 @@ def plan(pair: Pair) -> dict[str, Any]:
     )
     began = time.perf_counter()
     try:
-        found, fits = Search(device=device, request=request).plan(), True
+        found, fits = PlanSearch(device=device, request=request).plan(), True
     except NothingFits as error:
         found, fits = error.plan, False
     return {
@@ -99,7 +99,7 @@ def _recipe_peak(pair: Pair) -> int:
 
 def _peak(pair: Pair, *choices: Choice) -> int:
     workload = with_choices(pair.workload, choices)
-    return CpuDevice().price(workload, dict(pair.sizes)).peak_allocated_bytes
+    return CpuBackend().price(workload, dict(pair.sizes)).peak_allocated_bytes
 
 
 def measure(pair: Pair, plan_file: Path | None) -> dict[str, Any]:

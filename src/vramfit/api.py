@@ -44,7 +44,7 @@ from vramfit.report.forms import Material, write_as
 from vramfit.report.notebook import run_summary, summary_lines
 from vramfit.trace import Actual, MemoryTrace, Run, read_actual
 from vramfit.trace.actual import together
-from vramfit.virtual.assume import assumption
+from vramfit.virtual.data_dependent.assume import assumption
 from vramfit.virtual.job import MOST_GPUS
 from vramfit.virtual.runner import run_in_child
 

@@ -21,15 +21,15 @@ from vramfit.arguments import (
     whole_argument,
 )
 from vramfit.gpus import GpuSpec, find_gpu
-from vramfit.planner.run import PRICE, Room, fit_in_child, plan_in_child, priced_room, verify_in_child
+from vramfit.planner.run import PRICE, MemoryBudget, fit_in_child, plan_in_child, priced_room, verify_in_child
 from vramfit.programs.interrupts import signals_kept
 from vramfit.workload import Workload
 
 if TYPE_CHECKING:
-    from vramfit.planner.fitting import Largest
+    from vramfit.planner.devices.cost import DeviceBackend
+    from vramfit.planner.largest_size import LargestSize
     from vramfit.planner.plan import Plan
-    from vramfit.planner.price import Device
-    from vramfit.planner.verifying import Verification
+    from vramfit.planner.verify import Verification
 
 Progress = Callable[[str], None]
 
@@ -132,7 +132,7 @@ def plan(
 
 def _here(
     workload: Workload,
-    room: Room,
+    room: MemoryBudget,
     sizes: Mapping[str, int] | None,
     numerics: str,
     objective: str,
@@ -142,14 +142,14 @@ def _here(
     search_seconds: float | None,
     progress: Progress | None,
 ) -> Plan:
-    from vramfit.planner.checking import check_workload
-    from vramfit.planner.promising import promised_plan
-    from vramfit.planner.request import Request
+    from vramfit.planner.promised_plan_search import promised_plan
+    from vramfit.planner.request import PlanRequest
     from vramfit.planner.tasks import sizes_of
+    from vramfit.planner.workload_check import check_workload
     from vramfit.techniques import Numerics
 
     job = room.job()
-    request = Request(
+    request = PlanRequest(
         workload=workload,
         sizes=sizes_of(workload, dict(sizes or {})),
         budget_bytes=job["budget"],
@@ -164,9 +164,9 @@ def _here(
     )
     check_workload(workload, request.sizes)
     if objective == PRICE:
-        from vramfit.planner.cheapest import cheapest_plan
+        from vramfit.planner.cheapest_card import cheapest_plan
 
-        def device_of(card: GpuSpec) -> Device:
+        def device_of(card: GpuSpec) -> DeviceBackend:
             return _device(replace(room, gpu=card), job["host_bytes"])
 
         return cheapest_plan(device_of, request, progress or _silent)[1]
@@ -174,14 +174,14 @@ def _here(
     return promised_plan(device, request, progress or _silent)[1]
 
 
-def _device(room: Room, host_bytes: int) -> Device:
+def _device(room: MemoryBudget, host_bytes: int) -> DeviceBackend:
     if room.gpu is None:
-        from vramfit.planner.cpu_device import CpuDevice
+        from vramfit.planner.devices.cpu import CpuBackend
 
-        return CpuDevice()
-    from vramfit.planner.virtual_device import VirtualDevice
+        return CpuBackend()
+    from vramfit.planner.devices.virtual import VirtualBackend
 
-    return VirtualDevice(room.gpu, alloc_conf=room.alloc_conf, host_bytes=host_bytes)
+    return VirtualBackend(room.gpu, alloc_conf=room.alloc_conf, host_bytes=host_bytes)
 
 
 def _check_card(card: bool | None, progress: Progress | None) -> None:
@@ -207,7 +207,7 @@ def fit(
     card: bool | None = None,
     alloc_conf: str | None = None,
     progress: Progress | None = None,
-) -> Largest:
+) -> LargestSize:
     """Find the largest batch size, or another size, with which a workload's step fits.
 
     Args:
@@ -296,8 +296,8 @@ def _room(
     margin: str | float | None,
     host_budget: str | float | None,
     alloc_conf: str | None,
-) -> Room:
-    return Room(
+) -> MemoryBudget:
+    return MemoryBudget(
         gpu=None if gpu is None else find_gpu(gpu),
         budget=None if budget is None else size_argument("budget", budget),
         margin=None if margin is None else size_argument("margin", margin, least=0),

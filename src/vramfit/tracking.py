@@ -28,7 +28,7 @@ from vramfit.trace import MemoryTrace, Run
 from vramfit.units import format_bytes
 
 if TYPE_CHECKING:
-    from vramfit.record.recorder import Figures, Models, Optimizers, Recorder
+    from vramfit.record.recorder import AllocatorFigures, Models, Optimizers, Recorder
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -280,13 +280,13 @@ class Track:
             raise UsageError("a mark is set while the recording runs", "Set it inside the `with` block")
         self._recorder.mark(str(tag))
 
-    def _now(self) -> Figures:
-        from vramfit.record.recorder import Figures
+    def _now(self) -> AllocatorFigures:
+        from vramfit.record.recorder import AllocatorFigures
 
         if self._recorder is not None:
             return self._recorder.figures()
         device = self.run.devices[0]
-        return Figures(
+        return AllocatorFigures(
             allocated=device.stats.get("allocated_bytes.all.current", 0),
             reserved=device.stats.get("reserved_bytes.all.current", 0),
             peak_allocated=device.peak_allocated_bytes,
@@ -413,11 +413,11 @@ def _mark(tag: str) -> None:
         virtual._active.mark(tag)
 
 
-def _card_figures(device: int | None, empty_cache: bool) -> tuple[int, Figures] | None:
+def _card_figures(device: int | None, empty_cache: bool) -> tuple[int, AllocatorFigures] | None:
     """Index and figures of a card, None where there is none."""
     import torch
 
-    from vramfit.record.recorder import Figures
+    from vramfit.record.recorder import AllocatorFigures
 
     if not torch.cuda.is_available():
         return None
@@ -427,7 +427,7 @@ def _card_figures(device: int | None, empty_cache: bool) -> tuple[int, Figures] 
     index = cuda.current_device() if device is None else device
     if empty_cache:
         cuda.empty_cache()
-    return index, Figures(
+    return index, AllocatorFigures(
         allocated=cuda.memory_allocated(index),
         reserved=cuda.memory_reserved(index),
         peak_allocated=cuda.max_memory_allocated(index),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vramfit.allocator import AllocatorConfig, AllocatorEventKind, CachingAllocator, Driver, OutOfMemory
-from vramfit.analysis.causes import CauseKind
+from vramfit.analysis._causes import CauseKind
 from vramfit.analysis.remedies import RemedyKind
 from vramfit.trace import Category, Frame, MemoryTrace, TraceBuilder, TraceDevice
 from vramfit.units import GIB, KIB, MIB

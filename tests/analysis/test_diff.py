@@ -19,7 +19,15 @@ from analysis.synthetic import (
     gpt_training,
     oom_run,
 )
-from vramfit.analysis import Change, State, diff, diff_states, state_from_trace, states_from_report, verdict
+from vramfit.analysis import (
+    Change,
+    PeakState,
+    diff,
+    diff_states,
+    state_from_trace,
+    states_from_report,
+    verdict,
+)
 from vramfit.errors import TraceFormatError, UsageError
 from vramfit.report import run_to_json
 from vramfit.trace import Category, EventKind, Frame, MemoryTrace
@@ -222,25 +230,25 @@ class TestReports:
 
 class TestDevices:
     def test_shared_devices_are_compared(self) -> None:
-        before = [State(name="a", device=0, allocated=1), State(name="a", device=1, allocated=5)]
-        after = [State(name="b", device=1, allocated=7), State(name="b", device=2, allocated=9)]
+        before = [PeakState(name="a", device=0, allocated=1), PeakState(name="a", device=1, allocated=5)]
+        after = [PeakState(name="b", device=1, allocated=7), PeakState(name="b", device=2, allocated=9)]
         (found,) = diff_states(before, after)
         assert found.allocated is not None
         assert found.allocated.difference == 2
 
     def test_single_devices_need_not_have_the_same_index(self) -> None:
         (found,) = diff_states(
-            [State(name="a", device=0, reserved=1)], [State(name="b", device=3, reserved=1)]
+            [PeakState(name="a", device=0, reserved=1)], [PeakState(name="b", device=3, reserved=1)]
         )
         assert found.same
 
     def test_no_device_in_common(self) -> None:
-        before = [State(name="a", device=0), State(name="a", device=2)]
+        before = [PeakState(name="a", device=0), PeakState(name="a", device=2)]
         with pytest.raises(UsageError, match="a and b have no device in common") as caught:
-            diff_states(before, [State(name="b", device=5)])
+            diff_states(before, [PeakState(name="b", device=5)])
         assert caught.value.hint == "They have devices 0, 2 and device 5"
         with pytest.raises(UsageError, match="b has no device 2"):
-            diff_states(before, [State(name="b", device=5)], 2)
+            diff_states(before, [PeakState(name="b", device=5)], 2)
 
 
 def test_an_error_that_was_caught_is_not_the_end() -> None:
@@ -255,7 +263,7 @@ def test_an_error_that_was_caught_is_not_the_end() -> None:
 
 
 def test_figures_alone_tell_no_changes() -> None:
-    found = diff(State(name="card.json", device=0, reserved=5), state_from_trace(one()))
+    found = diff(PeakState(name="card.json", device=0, reserved=5), state_from_trace(one()))
     assert not found.detailed
     assert found.changes == ()
     assert found.allocated is None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from vramfit.analysis import Bound, Quantity, State, Tolerance, baseline_gates, budget_gates, card_gates
+from vramfit.analysis import Bound, PeakState, Quantity, Tolerance, baseline_gates, budget_gates, card_gates
 from vramfit.errors import UsageError
 
 
-def state(**figures: object) -> State:
-    return State(**({"name": "now", "device": 0, "allocated": 80, "reserved": 100, "outside": 20} | figures))  # type: ignore[arg-type]
+def state(**figures: object) -> PeakState:
+    return PeakState(
+        **({"name": "now", "device": 0, "allocated": 80, "reserved": 100, "outside": 20} | figures)
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

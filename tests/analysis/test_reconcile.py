@@ -38,7 +38,7 @@ from vramfit.analysis import (
     reconcile,
 )
 from vramfit.errors import UsageError
-from vramfit.trace import Actual, Category, Figures, Frame, Run, TraceBuilder, read_actual, read_any
+from vramfit.trace import Actual, Category, DeviceFigures, Frame, Run, TraceBuilder, read_actual, read_any
 from vramfit.units import MIB
 
 RECORDINGS = sorted((Path(__file__).parents[1] / "data" / "traces").glob("*.json.gz"))
@@ -218,7 +218,7 @@ def test_segments_of_another_size_are_free_memory_in_segments() -> None:
 
 
 def test_more_context_is_outside_pytorch() -> None:
-    figures = Figures(outside=CONTEXT + 25 * MIB, gpu="NVIDIA GeForce RTX 4090")
+    figures = DeviceFigures(outside=CONTEXT + 25 * MIB, gpu="NVIDIA GeForce RTX 4090")
     found = reconcile(predicted(PROGRAM), replace(recorded(PROGRAM), figures=(figures,)))
     device = only(found)
     total = of(device, Quantity.TOTAL)
@@ -345,7 +345,7 @@ def test_the_parts_sum_to_the_difference(
     assert actual.trace is not None
     if share > 0.3:
         actual = late(actual, int((share - 0.3) * len(actual.trace)))
-    found = reconcile(predicted(training(layers=3)), replace(actual, figures=(Figures(outside=seed),)))
+    found = reconcile(predicted(training(layers=3)), replace(actual, figures=(DeviceFigures(outside=seed),)))
     device = only(found)
     assert {comparison.quantity for comparison in device.comparisons} == set(Quantity)
     assert device.requests is None or device.requests.matched <= device.requests.recorded
@@ -366,7 +366,7 @@ def against(**figures: object) -> DeviceReconciliation:
     run = predicted(PROGRAM)
     stats = {**run.devices[0].stats, "requested_bytes.all.peak": 900 * MIB}
     run = replace(run, devices=(replace(run.devices[0], stats=stats),))
-    known = Figures(**figures)  # type: ignore[arg-type]
+    known = DeviceFigures(**figures)  # type: ignore[arg-type]
     return only(reconcile(run, Actual(name="card.json", figures=(known,))))
 
 
@@ -410,7 +410,7 @@ def test_devices_are_compared_by_index() -> None:
     assert not differing(only(single))
     both = reconcile(two_devices(), second)
     assert [(device.device, device.recorded_device) for device in both.devices] == [(1, 1)]
-    figures = tuple(Figures(device=index, peak_reserved=1) for index in (0, 5))
+    figures = tuple(DeviceFigures(device=index, peak_reserved=1) for index in (0, 5))
     several = Actual(name="card.json", figures=figures)
     assert any("also has device 5" in note for note in reconcile(predicted(PROGRAM), several).notes)
     chosen = reconcile(predicted(PROGRAM), several, device=5)
@@ -418,7 +418,9 @@ def test_devices_are_compared_by_index() -> None:
 
 
 def test_nothing_to_compare_is_an_error() -> None:
-    figures = Actual(name="card.json", figures=tuple(Figures(device=i, peak_reserved=1) for i in (4, 5)))
+    figures = Actual(
+        name="card.json", figures=tuple(DeviceFigures(device=i, peak_reserved=1) for i in (4, 5))
+    )
     with pytest.raises(UsageError, match="of devices 4, 5, which the run does not have"):
         reconcile(predicted(PROGRAM), figures)
     with pytest.raises(UsageError, match="knows nothing of device 2"):
@@ -437,7 +439,7 @@ def test_two_programs_that_use_no_card_are_equal() -> None:
 
 
 def test_other_versions_and_cards_are_noted() -> None:
-    figures = Figures(peak_reserved=1, torch="2.6.0+cu124", gpu="NVIDIA A100-SXM4-80GB")
+    figures = DeviceFigures(peak_reserved=1, torch="2.6.0+cu124", gpu="NVIDIA A100-SXM4-80GB")
     found = reconcile(predicted(PROGRAM), Actual(name="card.json", figures=(figures,)))
     assert found.notes == ("recorded with torch 2.6.0+cu124, predicted with 2.13.0",)
     assert found.devices[0].notes[0] == "recorded on NVIDIA A100-SXM4-80GB, predicted for RTX 4090"
@@ -463,7 +465,7 @@ def test_what_is_no_tolerance(text: str) -> None:
 
 
 def test_every_quantity_must_be_within() -> None:
-    figures = Figures(outside=CONTEXT + 100 * MIB)
+    figures = DeviceFigures(outside=CONTEXT + 100 * MIB)
     actual = replace(recorded(PROGRAM), figures=(figures,))
     run = predicted(PROGRAM)
     assert not reconcile(run, actual, tolerance=Tolerance.parse("50MiB")).within

@@ -15,7 +15,7 @@ from tests.planner.test_plan import _plan
 from torch import nn
 
 from vramfit import Plan, Workload
-from vramfit.planner.request import Request
+from vramfit.planner.request import PlanRequest
 from vramfit.techniques import Numerics
 from vramfit.units import parse_bytes
 
@@ -43,9 +43,9 @@ def test_batches_grow_from_the_largest_that_runs_plain(monkeypatch: pytest.Monke
     monkeypatch.setitem(headline.WORKLOADS, "toy", TOY)
     found = _plan(tf32={})
     found = replace(found, aim=replace(found.aim, sizes={"batch_size": 9000}))
-    asked: list[Request] = []
+    asked: list[PlanRequest] = []
 
-    def search(_device: object, request: Request, _say: object) -> tuple[None, Plan]:
+    def search(_device: object, request: PlanRequest, _say: object) -> tuple[None, Plan]:
         asked.append(request)
         return None, found
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from tests.virtual.conftest import fit_interpreter
 
-from vramfit.planner.plan import Aim, Figures, plan_of
-from vramfit.planner.reducing import Cutting, cutting_of
-from vramfit.planner.verifying import GradientCheck, compare
+from vramfit.planner.micro_batch_trial.trial import MicroBatchVerdict, cutting_of
+from vramfit.planner.plan import PlanFigures, PlanTarget, plan_of
+from vramfit.planner.verify import GradientCheck, compare
 from vramfit.techniques import Choice, Numerics, Profile, Setting, find_technique
 from vramfit.techniques.gradient_caching import GradientCachingSetting
 from vramfit.techniques.micro_batching import (
@@ -59,7 +59,7 @@ def _small(name: str) -> Workload:
     return replace(workload, sizes={"batch_size": EXAMPLES})
 
 
-def _cutting(workload: Workload) -> Cutting:
+def _cutting(workload: Workload) -> MicroBatchVerdict:
     return cutting_of(
         workload, Profile(model=workload.model(), optimizer=None, sizes=workload.sizes, trains=True)
     )
@@ -68,8 +68,10 @@ def _cutting(workload: Workload) -> Cutting:
 def _compared(workload: Workload, technique: str, setting: Setting) -> GradientCheck:
     choice = Choice(technique=find_technique(technique), setting=setting)
     assert choice.promise.numerics is Numerics.ROUNDING
-    figures = Figures(peak_allocated_bytes=0, peak_reserved_bytes=0, total_bytes=0)
-    plan = plan_of((choice,), Aim(device="CPU", budget_bytes=1, sizes=workload.sizes), figures, figures)
+    figures = PlanFigures(peak_allocated_bytes=0, peak_reserved_bytes=0, total_bytes=0)
+    plan = plan_of(
+        (choice,), PlanTarget(device="CPU", budget_bytes=1, sizes=workload.sizes), figures, figures
+    )
     return compare(workload, plan, workload.sizes, steps=1)[0]
 
 
@@ -118,8 +120,8 @@ def test_a_plan_of_the_benchmark_keeps_its_word_and_is_shown() -> None:
 def test_a_batch_that_was_cut_wrongly_is_told() -> None:
     def cut(name: str, **setting: Any) -> bool:
         choice = Choice(technique=MicroBatching(), setting=MicroBatchingSetting(**setting))
-        figures = Figures(peak_allocated_bytes=0, peak_reserved_bytes=0, total_bytes=0)
-        plan = plan_of((choice,), Aim(device="CPU", budget_bytes=1), figures, figures)
+        figures = PlanFigures(peak_allocated_bytes=0, peak_reserved_bytes=0, total_bytes=0)
+        plan = plan_of((choice,), PlanTarget(device="CPU", budget_bytes=1), figures, figures)
         return plan_gradients._wrongly_cut(SUBJECTS[name], plan)
 
     assert cut("CLIP, 1 + 1 layers")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vramfit.calibrate.calibration import Calibration
-from vramfit.calibrate.compare import Verdict, compare_case, disagreements
+from vramfit.calibrate.compare import OpVerdict, compare_case, disagreements
 from vramfit.calibrate.journal import Failure
 from vramfit.calibrate.records import CaseRecord, OpRecord, from_text
 from vramfit.gpus.profile import MeasuredCall, MeasuredOp
@@ -15,7 +15,7 @@ from vramfit.gpus.profile import MeasuredCall, MeasuredOp
 from .support import ABOUT, op, record
 
 
-def verdict(measured: OpRecord, predicted: OpRecord) -> Verdict:
+def verdict(measured: OpRecord, predicted: OpRecord) -> OpVerdict:
     (found,) = compare_case(record("a/b", measured), record("a/b", predicted))
     return found.verdict
 
@@ -23,18 +23,18 @@ def verdict(measured: OpRecord, predicted: OpRecord) -> Verdict:
 @pytest.mark.parametrize(
     ("measured", "predicted", "expected"),
     [
-        (op("o32@0 t64"), op("o32@0 t64"), Verdict.EXACT),
-        (op("t64 o32@0"), op("o32@0 t64"), Verdict.SAME_BYTES),
-        (op("o32@0 t64 -2 t600"), op("o32@0 t64 t600"), Verdict.DIFFERENT),  # the peak is another
-        (op("o32@0 t640"), op("o32@0 t64"), Verdict.DIFFERENT),
-        (op("o32@0 t640"), op("o32@0 t64", above=512), Verdict.WITHIN_BAR),
-        (op("o32@0 t2000"), op("o32@0 t64", above=512), Verdict.DIFFERENT),
-        (op("o32@0"), op("o32@0 t64", below=512), Verdict.WITHIN_BAR),
-        (op("o32@0", first=from_text("t9 o32@0")), op("o32@0"), Verdict.DIFFERENT),
-        (op("o32@0", first=from_text("t9 o32@0")), op("o32@0", first=from_text("t9 o32@0")), Verdict.EXACT),
+        (op("o32@0 t64"), op("o32@0 t64"), OpVerdict.EXACT),
+        (op("t64 o32@0"), op("o32@0 t64"), OpVerdict.SAME_BYTES),
+        (op("o32@0 t64 -2 t600"), op("o32@0 t64 t600"), OpVerdict.DIFFERENT),  # the peak is another
+        (op("o32@0 t640"), op("o32@0 t64"), OpVerdict.DIFFERENT),
+        (op("o32@0 t640"), op("o32@0 t64", above=512), OpVerdict.WITHIN_BAR),
+        (op("o32@0 t2000"), op("o32@0 t64", above=512), OpVerdict.DIFFERENT),
+        (op("o32@0"), op("o32@0 t64", below=512), OpVerdict.WITHIN_BAR),
+        (op("o32@0", first=from_text("t9 o32@0")), op("o32@0"), OpVerdict.DIFFERENT),
+        (op("o32@0", first=from_text("t9 o32@0")), op("o32@0", first=from_text("t9 o32@0")), OpVerdict.EXACT),
     ],
 )
-def test_verdicts(measured: OpRecord, predicted: OpRecord, expected: Verdict) -> None:
+def test_verdicts(measured: OpRecord, predicted: OpRecord, expected: OpVerdict) -> None:
     assert verdict(measured, predicted) is expected
 
 
@@ -43,10 +43,10 @@ def test_op_that_one_side_lacks_stands_alone() -> None:
     same = op("o4@0")
     found = compare_case(record("a/b", same, cudnn, same), record("a/b", same, flash, same))
     assert [comparison.verdict for comparison in found] == [
-        Verdict.EXACT,
-        Verdict.ONLY_MEASURED,
-        Verdict.ONLY_PREDICTED,
-        Verdict.EXACT,
+        OpVerdict.EXACT,
+        OpVerdict.ONLY_MEASURED,
+        OpVerdict.ONLY_PREDICTED,
+        OpVerdict.EXACT,
     ]
     assert [comparison.op for comparison in found[1:3]] == ["aten.cudnn.default", "aten.flash.default"]
     assert found[1].difference == 1024

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from vramfit.calibrate.journal import Failure, Journal
+from vramfit.calibrate.journal import CalibrationJournal, Failure
 from vramfit.errors import UsageError, WriteError
 
 from .support import ABOUT, op, record
 
 
-def filled(path: Path) -> Journal:
-    journal = Journal(path, ABOUT)
+def filled(path: Path) -> CalibrationJournal:
+    journal = CalibrationJournal(path, ABOUT)
     journal.add(record("sorting/a", op("o32@0 t5"), seconds=0.5))
     journal.fail(Failure(case="sorting/b", kind="died", text="signal"))
     journal.note("rates", {"bandwidth": 3.0})
@@ -22,7 +22,7 @@ def filled(path: Path) -> Journal:
 def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "x.measured.jsonl"
     before = filled(path)
-    again = Journal(path, ABOUT)
+    again = CalibrationJournal(path, ABOUT)
     assert again.records == before.records
     assert again.failures == before.failures
     assert again.facts == {"rates": {"bandwidth": 3.0}}
@@ -37,8 +37,8 @@ def test_line_that_was_cut_off_is_dropped_and_not_continued(tmp_path: Path) -> N
     filled(path)
     content = path.read_bytes()
     path.write_bytes(content[:-7])
-    Journal(path, ABOUT).add(record("sorting/c", op("o32@0")))
-    again = Journal(path, ABOUT)
+    CalibrationJournal(path, ABOUT).add(record("sorting/c", op("o32@0")))
+    again = CalibrationJournal(path, ABOUT)
     assert set(again.records) == {"sorting/a", "sorting/c"}
     assert again.facts == {}
 
@@ -46,22 +46,22 @@ def test_line_that_was_cut_off_is_dropped_and_not_continued(tmp_path: Path) -> N
 def test_another_torch_begins_afresh(tmp_path: Path) -> None:
     path = tmp_path / "x.measured.jsonl"
     filled(path)
-    other = Journal(path, replace(ABOUT, torch="2.12.0"))
+    other = CalibrationJournal(path, replace(ABOUT, torch="2.12.0"))
     assert other.set_aside
     assert not other.records
-    assert not Journal(path, replace(ABOUT, torch="2.12.0")).set_aside
+    assert not CalibrationJournal(path, replace(ABOUT, torch="2.12.0")).set_aside
 
 
 def test_fresh_forgets(tmp_path: Path) -> None:
     path = tmp_path / "x.measured.jsonl"
     filled(path)
-    assert not Journal(path, ABOUT, fresh=True).records
+    assert not CalibrationJournal(path, ABOUT, fresh=True).records
 
 
 def test_it_can_be_read_without_the_card(tmp_path: Path) -> None:
     path = tmp_path / "x.measured.jsonl"
     before = filled(path)
-    read = Journal.read(path)
+    read = CalibrationJournal.read(path)
     assert read.about == ABOUT
     assert read.records == before.records
 
@@ -71,15 +71,15 @@ def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "x"
     path.write_text(content)
     with pytest.raises(UsageError, match="does not hold measurements"):
-        Journal.read(path)
+        CalibrationJournal.read(path)
     with pytest.raises(UsageError, match=r"cannot read the measurements .*no such file"):
-        Journal.read(tmp_path / "missing")
+        CalibrationJournal.read(tmp_path / "missing")
 
 
 def test_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(WriteError, match="cannot write"):
-        Journal(tmp_path / "file" / "x.measured.jsonl", ABOUT)
+        CalibrationJournal(tmp_path / "file" / "x.measured.jsonl", ABOUT)
 
 
 @pytest.mark.parametrize(
@@ -99,15 +99,15 @@ def test_damaged_lines_are_told(tmp_path: Path, line: str) -> None:
     filled(path)
     with path.open("a") as stream:
         stream.write(line + "\n")
-    for read in (Journal.read, lambda path: Journal(path, ABOUT)):
+    for read in (CalibrationJournal.read, lambda path: CalibrationJournal(path, ABOUT)):
         with pytest.raises(UsageError, match="holds damaged measurements") as caught:
             read(path)
         assert "--fresh" in caught.value.hint
-    assert not Journal(path, ABOUT, fresh=True).records
+    assert not CalibrationJournal(path, ABOUT, fresh=True).records
 
 
 def test_a_file_nested_without_end_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.measured.jsonl"
     path.write_text("[" * 100_000 + "]" * 100_000)
     with pytest.raises(UsageError, match="does not hold measurements"):
-        Journal.read(path)
+        CalibrationJournal.read(path)

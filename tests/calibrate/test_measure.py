@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from vramfit.calibrate.cases import Case, Family, Flag, grid
-from vramfit.calibrate.measure import Meter
+from vramfit.calibrate.cases import Case, Flag, OpFamily, grid
+from vramfit.calibrate.measure import CaseMeter
 from vramfit.calibrate.predict import PredictingGPU
-from vramfit.calibrate.records import Kind, Take
+from vramfit.calibrate.records import BlockKind, Take
 from vramfit.gpus.profile import MeasuredOp
 from vramfit.virtual import kernels
 from vramfit.virtual.gpu import VirtualGPU
@@ -56,7 +56,7 @@ def test_measured_temporaries_are_those_of_the_rule(name: str) -> None:
         context = gpu.mode.workspaces.context(0)
         results = func(*arguments)
         rule = kernels.extras(func, arguments, {}, results, context)
-        records = Meter(0).watch(lambda: func(*arguments))
+        records = CaseMeter(0).watch(lambda: func(*arguments))
     assert rule is not None
     assert [record.op for record in records] == [str(func)]
     found = records[0].measured
@@ -89,7 +89,7 @@ def test_sample_of_the_grid_agrees_with_the_predictions_in_every_block() -> None
     with PredictingGPU("H200", alloc_conf="", profile="none") as gpu:
         predicted = [gpu.predict(case) for case in cases]
     with VirtualGPU("H200", alloc_conf="", profile="none"):
-        meter = Meter(0)
+        meter = CaseMeter(0)
         measured = [meter.measure(case, timed=False) for case in cases]
     assert len(cases) > 20
     for found, told in zip(measured, predicted, strict=True):
@@ -100,20 +100,20 @@ def test_sample_of_the_grid_agrees_with_the_predictions_in_every_block() -> None
 
 
 def test_time_is_that_of_the_roofline_and_two_events() -> None:
-    case = next(case for case in grid([Family.MATMUL]) if case.name == "matmul/mm/4096x4096x4096/fp32")
+    case = next(case for case in grid([OpFamily.MATMUL]) if case.name == "matmul/mm/4096x4096x4096/fp32")
     with PredictingGPU("H200", alloc_conf="", profile="none") as gpu:
         told = gpu.predict(case).seconds
     with VirtualGPU("H200", alloc_conf="", profile="none"):
-        found = Meter(0).measure(case).seconds
+        found = CaseMeter(0).measure(case).seconds
     assert found == pytest.approx(told, abs=2.1e-6)
 
 
 def test_first_run_is_recorded_where_a_library_searches() -> None:
     case = next(
-        case for case in grid([Family.CONVOLUTION]) if Flag.SEARCHES in case.flags and "bf16" in case.name
+        case for case in grid([OpFamily.CONVOLUTION]) if Flag.SEARCHES in case.flags and "bf16" in case.name
     )
     with VirtualGPU("RTX 4090", alloc_conf="", profile="none"):
-        record = Meter(0).measure(case, timed=False)
+        record = CaseMeter(0).measure(case, timed=False)
     convolution = record.ops[0]
     assert convolution.op == "aten.convolution.default"
     assert convolution.first is not None
@@ -123,9 +123,9 @@ def test_first_run_is_recorded_where_a_library_searches() -> None:
 def test_workspace_of_the_first_product_is_kept_and_no_temporary() -> None:
     with VirtualGPU("H200", alloc_conf="", profile="none"):
         left = _rand(64, 64)
-        (record,) = Meter(0).watch(lambda: left @ left)
+        (record,) = CaseMeter(0).watch(lambda: left @ left)
     takes = [step for step in record.steps if isinstance(step, Take)]
-    assert [take.kind for take in takes] == [Kind.RESULT, Kind.KEPT]
+    assert [take.kind for take in takes] == [BlockKind.RESULT, BlockKind.KEPT]
     assert takes[0].nbytes == 64 * 64 * 4
     assert record.measured == MeasuredOp()
 
@@ -138,7 +138,7 @@ def test_ops_of_the_backward_thread_are_seen_in_order() -> None:
             return torch.autograd.grad(F.log_softmax(source, 1).sum(), source)
 
         run()
-        ops = [record.op for record in Meter(0).watch(run)]
+        ops = [record.op for record in CaseMeter(0).watch(run)]
     assert ops == [
         "aten._log_softmax.default",
         "aten.sum.default",

@@ -3,9 +3,9 @@
 import pytest
 
 from vramfit.calibrate.records import (
+    BlockKind,
     CaseRecord,
     Give,
-    Kind,
     OpRecord,
     Take,
     as_measured,
@@ -22,7 +22,7 @@ from vramfit.gpus.profile import MeasuredOp
 def test_text_is_read_back() -> None:
     text = "t512 o1024@0 -1 k8519680 o7@2 o9"
     assert to_text(from_text(text)) == text
-    assert from_text("t512 -1") == (Take(Kind.TEMPORARY, 512), Give(1))
+    assert from_text("t512 -1") == (Take(BlockKind.TEMPORARY, 512), Give(1))
     with pytest.raises(ValueError, match="x12"):
         from_text("t512 x12")
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from vramfit.calibrate.calibration import Calibration
-from vramfit.calibrate.cases import Family, find_case, grid
+from vramfit.calibrate.cases import OpFamily, find_case, grid
 from vramfit.calibrate.children import Child, CommandFailed
-from vramfit.calibrate.compare import Verdict
-from vramfit.calibrate.journal import About, Journal
+from vramfit.calibrate.compare import OpVerdict
+from vramfit.calibrate.journal import About, CalibrationJournal
 from vramfit.calibrate.predict import PredictingGPU
 from vramfit.calibrate.records import CaseRecord, record_to_plain
-from vramfit.calibrate.run import Options, _cases, _Found, _outcome, calibrate, compare_again, spec_of
+from vramfit.calibrate.run import Options, _cases, _MeasuredCase, _outcome, calibrate, compare_again, spec_of
 from vramfit.calibrate.worker import Role, WorkerConfig
 from vramfit.gpus import find_gpu
 from vramfit.gpus.profile import MeasuredCall, MeasuredOp, MeasuredProfile, load_profile, save_profile
@@ -30,10 +30,12 @@ from .support import ABOUT, op, record
 
 H200 = find_gpu("H200")
 SORT = next(
-    case.name for case in grid([Family.SORTING]) if case.name.startswith("sorting/sort/100x50000/fp32")
+    case.name for case in grid([OpFamily.SORTING]) if case.name.startswith("sorting/sort/100x50000/fp32")
 )
-CONVOLUTION = next(case.name for case in grid([Family.CONVOLUTION]) if case.name.endswith("bf16/inference"))
-SOFTMAX = next(case.name for case in grid([Family.LOSS]) if case.name.startswith("loss/softmax/64x1000/fp32"))
+CONVOLUTION = next(case.name for case in grid([OpFamily.CONVOLUTION]) if case.name.endswith("bf16/inference"))
+SOFTMAX = next(
+    case.name for case in grid([OpFamily.LOSS]) if case.name.startswith("loss/softmax/64x1000/fp32")
+)
 
 
 class Silent:
@@ -42,7 +44,7 @@ class Silent:
     def __init__(self) -> None:
         self.notes: dict[str, str] = {}
 
-    def about(self, about: About, journal: Journal) -> None:
+    def about(self, about: About, journal: CalibrationJournal) -> None:
         self.known = len(journal.records)
 
     def doing(self, what: str) -> None:
@@ -93,7 +95,7 @@ def test_planted_disagreement_is_named(planted: tuple[Path, Calibration]) -> Non
     assert {comparison.case for comparison in found.disagreements} == {SORT, CONVOLUTION}
     by_case = {comparison.case: comparison for comparison in found.disagreements}
     assert by_case[SORT].op == "aten.sort.default"
-    assert by_case[SORT].verdict is Verdict.DIFFERENT
+    assert by_case[SORT].verdict is OpVerdict.DIFFERENT
     assert by_case[SORT].measured is not None
     assert by_case[SORT].measured.measured == MeasuredOp(before=(111,), after=(222, -1, 333))
     assert found.total.exact == found.total.calls - 2
@@ -139,7 +141,7 @@ def test_profile_of_it_is_then_preferred(planted: tuple[Path, Calibration]) -> N
 
 def test_it_is_compared_again_without_measuring(planted: tuple[Path, Calibration]) -> None:
     folder, found = planted
-    again = compare_again(Journal.read(folder / "m.measured.jsonl"), [SORT, SOFTMAX], Silent())
+    again = compare_again(CalibrationJournal.read(folder / "m.measured.jsonl"), [SORT, SOFTMAX], Silent())
     assert [c.case for c in again.disagreements] == [SORT]
     assert again.growths == found.growths
     assert again.expected_growths == found.expected_growths
@@ -170,9 +172,9 @@ def go_through(
     folder: Path, names: Sequence[str], card: Told, *, seconds: float = 60.0, limit: int = 1 << 30
 ) -> tuple[Calibration, Silent]:
     """The loop over the cases, between workers that are not there."""
-    journal = Journal(folder / "m.measured.jsonl", ABOUT)
+    journal = CalibrationJournal(folder / "m.measured.jsonl", ABOUT)
     predictions = {name: replace(record(name, op("o32@0")), peak_bytes=1 << 20) for name in names}
-    found, observer = _Found(), Silent()
+    found, observer = _MeasuredCase(), Silent()
     _cases(
         Options(cases=names, journal=journal.path),
         journal,

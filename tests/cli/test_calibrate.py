@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vramfit.calibrate.calibration import Calibration
-from vramfit.calibrate.journal import About, Journal
+from vramfit.calibrate.journal import About, CalibrationJournal
 from vramfit.calibrate.records import CaseRecord, OpRecord, from_text
 from vramfit.cli import main
 from vramfit.gpus.profile import load_profile, profile_folder
@@ -72,7 +72,7 @@ def test_list_names_the_cases_of_the_families(capsys: pytest.CaptureFixture[str]
     assert len(names) == len(set(names)) > 30
 
 
-def _outcome(profiled: Journal) -> Calibration:
+def _outcome(profiled: CalibrationJournal) -> Calibration:
     told = OpRecord(op="aten.sort.default", signature="int64[7]", steps=from_text("o56@0"))
     return Calibration(
         about=profiled.about,
@@ -87,7 +87,7 @@ def test_profile_and_json_come_of_what_was_measured_elsewhere(
 ) -> None:
     path = tmp_path / "h200.measured.jsonl"
     found = OpRecord(op="aten.sort.default", signature="int64[7]", steps=from_text("o56@0 t512"))
-    Journal(path, ABOUT).add(CaseRecord(case="sorting/x", ops=(found,)))
+    CalibrationJournal(path, ABOUT).add(CaseRecord(case="sorting/x", ops=(found,)))
     monkeypatch.setattr(
         "vramfit.calibrate.run.compare_again", lambda journal, names, observer: _outcome(journal)
     )
@@ -106,7 +106,7 @@ def test_measurements_from_elsewhere_write_no_profile_unasked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "h200.measured.jsonl"
-    Journal(path, ABOUT)
+    CalibrationJournal(path, ABOUT)
     monkeypatch.setattr(
         "vramfit.calibrate.run.compare_again", lambda journal, names, observer: _outcome(journal)
     )

@@ -16,10 +16,9 @@ from tests.planner.test_plan import _plan
 
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
-from vramfit.planner.measuring import CardRun, Measured
-from vramfit.planner.plan import Aim, Figures
-from vramfit.planner.run import Room, measure_in_child
-from vramfit.planner.verifying import Verification
+from vramfit.planner.plan import PlanFigures, PlanTarget
+from vramfit.planner.run import MemoryBudget, measure_in_child
+from vramfit.planner.verify import CardRun, Measured, Verification
 from vramfit.report.verification import print_verification
 from vramfit.techniques import Numerics
 
@@ -99,10 +98,10 @@ def test_a_plan_is_measured_beside_its_simulation(file: Path, tmp_path: Path) ->
     plan, out = tmp_path / "plan.toml", tmp_path / "verify.json"
     whole = {"modules": [str(number) for number in range(6)]}
     found = _plan(activation_checkpointing=whole)
-    aim = Aim(
+    aim = PlanTarget(
         device="RTX 4090", budget_bytes=600 << 20, sizes={"batch_size": 4096}, target=f"{file}:hoarding"
     )
-    figures = Figures(
+    figures = PlanFigures(
         peak_allocated_bytes=100 << 20,
         peak_reserved_bytes=150 << 20,
         total_bytes=550 << 20,
@@ -134,7 +133,7 @@ def test_a_plan_is_measured_beside_its_simulation(file: Path, tmp_path: Path) ->
 def test_what_does_not_fit_or_is_of_another_card_is_told(file: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     _plan(activation_checkpointing={"modules": ["0"]}).save(plan)
-    room = Room(gpu=find_gpu("RTX 3090"))
+    room = MemoryBudget(gpu=find_gpu("RTX 3090"))
     runs = [{"name": "planned", "plan": str(plan), "sizes": {}, "limit": 500 << 20}]
     name, made, left, skipped = measure_in_child(f"{file}:training", room, runs)
     assert (made, left) == ((), 0)
@@ -153,11 +152,11 @@ def test_what_does_not_fit_or_is_of_another_card_is_told(file: Path, tmp_path: P
 def test_a_card_that_is_not_there_is_told(file: Path) -> None:
     runs = [{"name": "plain", "plan": None, "sizes": {}, "limit": None}]
     with pytest.raises(UsageError, match=r"torch finds no CUDA card here\. Leave --card out"):
-        measure_in_child(f"{file}:training", Room(gpu=find_gpu("RTX 4090")), runs)
+        measure_in_child(f"{file}:training", MemoryBudget(gpu=find_gpu("RTX 4090")), runs)
 
 
 def test_a_run_that_never_ended_is_shown_as_that() -> None:
-    small = Figures(peak_allocated_bytes=1 << 20, peak_reserved_bytes=1 << 20, total_bytes=400 << 20)
+    small = PlanFigures(peak_allocated_bytes=1 << 20, peak_reserved_bytes=1 << 20, total_bytes=400 << 20)
     planned = replace(small, step_seconds=0.1)
     failed = CardRun(figures=small, fits=False, oom="CUDA out of memory.")
     measured = Measured(card="a card", before=failed, after=failed, planned=planned, limit_bytes=500 << 20)

@@ -5,11 +5,11 @@ from dataclasses import replace
 from vramfit.doctor.facts import (
     Card,
     Container,
-    Driver,
     Facts,
+    FolderFacts,
     Host,
     MigInstance,
-    Place,
+    NvidiaDriver,
     Process,
     Tool,
     Torch,
@@ -22,8 +22,10 @@ HOST = Host(
     available_bytes=200 * GIB,
     swap_bytes=8 * GIB,
     overcommit=0,
-    shared_memory=Place(path="/dev/shm", filesystem="tmpfs", total_bytes=128 * GIB, free_bytes=128 * GIB),
-    scratch=Place(path="/tmp", filesystem="ext4", total_bytes=900 * GIB, free_bytes=400 * GIB),
+    shared_memory=FolderFacts(
+        path="/dev/shm", filesystem="tmpfs", total_bytes=128 * GIB, free_bytes=128 * GIB
+    ),
+    scratch=FolderFacts(path="/tmp", filesystem="ext4", total_bytes=900 * GIB, free_bytes=400 * GIB),
     kernel_module="580.95.05",
     device_nodes=True,
 )
@@ -44,7 +46,7 @@ CARD = Card(
     persistence=True,
     compute_mode="default",
 )
-DRIVER = Driver(tool=Tool.NVML, version="580.95.05", cuda_version=(13, 0), cards=(CARD,))
+DRIVER = NvidiaDriver(tool=Tool.NVML, version="580.95.05", cuda_version=(13, 0), cards=(CARD,))
 DEVICE = TorchDevice(
     index=0,
     name=CARD.name,
@@ -82,7 +84,9 @@ CONTAINER = replace(
     QUIET_BOX,
     host=replace(
         HOST,
-        shared_memory=Place(path="/dev/shm", filesystem="tmpfs", total_bytes=64 * MIB, free_bytes=64 * MIB),
+        shared_memory=FolderFacts(
+            path="/dev/shm", filesystem="tmpfs", total_bytes=64 * MIB, free_bytes=64 * MIB
+        ),
     ),
     container=Container(
         kind="docker", version=2, memory_max_bytes=16 * GIB, memory_used_bytes=15 * GIB, swap_max_bytes=0

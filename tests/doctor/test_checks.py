@@ -21,7 +21,7 @@ from tests.doctor.machines import (
 
 from vramfit.doctor import Facts, Finding, Severity, diagnose
 from vramfit.doctor.checks.build import runs_on
-from vramfit.doctor.facts import Container, Place
+from vramfit.doctor.facts import Container, FolderFacts
 from vramfit.units import GIB, MIB
 
 
@@ -96,7 +96,7 @@ def test_kubernetes_has_another_way_to_more_shared_memory() -> None:
 
 
 def test_shared_memory_that_is_full() -> None:
-    full = Place(path="/dev/shm", filesystem="tmpfs", total_bytes=8 * GIB, free_bytes=MIB)
+    full = FolderFacts(path="/dev/shm", filesystem="tmpfs", total_bytes=8 * GIB, free_bytes=MIB)
     facts = replace(QUIET_BOX, host=replace(HOST, shared_memory=full))
     assert "ls -la /dev/shm" in one(facts, "shared-memory").fix
 
@@ -344,7 +344,7 @@ def test_limits_of_the_host() -> None:
         locked_limit_bytes=64 * 1024,
         swap_bytes=0,
         available_bytes=GIB,
-        scratch=Place(path="/tmp", filesystem="tmpfs", total_bytes=GIB, free_bytes=GIB),
+        scratch=FolderFacts(path="/tmp", filesystem="tmpfs", total_bytes=GIB, free_bytes=GIB),
     )
     facts = replace(QUIET_BOX, host=host)
     assert one(facts, "address-space").severity is Severity.ERROR
@@ -357,7 +357,7 @@ def test_limits_of_the_host() -> None:
 
 
 def test_a_full_disk() -> None:
-    full = Place(path="/tmp", filesystem="ext4", total_bytes=100 * GIB, free_bytes=GIB)
+    full = FolderFacts(path="/tmp", filesystem="ext4", total_bytes=100 * GIB, free_bytes=GIB)
     assert one(replace(QUIET_BOX, host=replace(HOST, scratch=full)), "scratch").severity is Severity.WARNING
 
 

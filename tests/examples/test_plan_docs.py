@@ -109,10 +109,10 @@ def test_the_calls_are_those_of_the_package(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "vramfit", module)
     exec(PYTHON, {"vramfit": module})
     assert called == ["plan", "fit", "verify"]
-    from vramfit.planner.fitting import Largest
-    from vramfit.planner.verifying import Verification
+    from vramfit.planner.largest_size import LargestSize
+    from vramfit.planner.verify import Verification
 
-    assert "value" in {field.name for field in Largest.__dataclass_fields__.values()}
+    assert "value" in {field.name for field in LargestSize.__dataclass_fields__.values()}
     assert isinstance(inspect.getattr_static(Verification, "passes"), property)
 
 

@@ -11,9 +11,9 @@ from tests.virtual.conftest import fit_interpreter
 
 from vramfit import Workload
 from vramfit.gpus import find_gpu
+from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.micro_batch_runs import price_with
 from vramfit.planner.plan import Plan
-from vramfit.planner.pricing import price_with
-from vramfit.planner.virtual_device import VirtualDevice
 from vramfit.report.plan import render_plan
 
 __all__ = ["fit_interpreter"]
@@ -54,7 +54,7 @@ def test_a_plan_keeps_its_word(name: str) -> None:
     assert plan.aim.budget_bytes == BUDGETS[name]
     assert plan.before.total_bytes > plan.aim.budget_bytes
     assert plan.numerics <= plan.aim.numerics
-    device = VirtualDevice(find_gpu(plan.aim.device), alloc_conf="", host_bytes=plan.aim.host_budget_bytes)
+    device = VirtualBackend(find_gpu(plan.aim.device), alloc_conf="", host_bytes=plan.aim.host_budget_bytes)
     price = price_with(device, workload, plan.choices, plan.aim.sizes, BUDGETS[name])
     assert price.fits
     assert price.peak_allocated_bytes == plan.after.peak_allocated_bytes

@@ -23,7 +23,7 @@ from vramfit.files import FilePolicy, Writes
 from vramfit.files.namespace import attended, settle
 from vramfit.files.namespace.attending import LISTING
 from vramfit.files.namespace.manifest import PLACE, Manifest
-from vramfit.files.namespace.tree import Overlay
+from vramfit.files.namespace.tree import MountedOverlay
 
 INSIDE = Path(__file__).with_name("namespace_inside.py")
 ROOT = Path(__file__).parents[2]
@@ -458,7 +458,7 @@ def test_what_cannot_be_put_in_its_place_is_told(tmp_path: Path) -> None:
     (kept / "cache").write_text("x", encoding="utf-8")
     (tmp_path / "blocked").touch()
     point = str(tmp_path / "blocked")
-    overlay = Overlay(point=point, upper=str(kept), in_memory=False, device="0:0")
+    overlay = MountedOverlay(point=point, upper=str(kept), in_memory=False, device="0:0")
     missing = (f"{point}/cache",)
     Manifest(folder=str(kept.parent), overlays=(overlay,), missing=missing).write()
     policy = FilePolicy(writes=Writes.DISCARD, folder=str(tmp_path / "files"), temporary=str(tmp_path))

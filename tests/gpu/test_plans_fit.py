@@ -40,7 +40,7 @@ def test_a_plan_holds_on_the_card(name: str, tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_leaves_the_card_as_it_was() -> None:
-    from vramfit.planner.card_device import CardDevice
+    from vramfit.planner.devices.card import CardBackend
     from vramfit.workload import Workload
 
     workload = Workload(
@@ -50,7 +50,7 @@ def test_what_does_not_fit_leaves_the_card_as_it_was() -> None:
         loss=lambda model, batch: model(batch).square().mean(),
         optimizer=torch.optim.AdamW,
     )
-    card = CardDevice()
+    card = CardBackend()
     assert find_gpu(card.name).total_bytes == pytest.approx(card.total_bytes, rel=0.1)
     plain = card.price(workload, dict(workload.sizes))
     assert plain.fits

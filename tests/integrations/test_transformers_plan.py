@@ -15,7 +15,7 @@ from tests.virtual.conftest import fit_interpreter  # noqa: F401
 
 from vramfit import Plan
 from vramfit.errors import UsageError
-from vramfit.techniques import Live
+from vramfit.techniques import AttachedProgram
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 from vramfit.workloads import own_loss
@@ -221,7 +221,7 @@ def test_float16_scales_clips_and_leaves_steps_out_as_a_loop_of_ones_own(tmp_pat
     found.train()
     other = trainer_for(classifier(), tmp_path, **options)
     schedule = transformers.get_linear_schedule_with_warmup(other.create_optimizer(), 1, 6)
-    live = Live(other.model.train(), other.optimizer)
+    live = AttachedProgram(other.model.train(), other.optimizer)
     live.attach(plan.choices)
     assert live.scaler is not None
     left_out = 0

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from vramfit.planner.plan import Aim, Figures, Plan, plan_of
+from vramfit.planner.plan import Plan, PlanFigures, PlanTarget, plan_of
 from vramfit.techniques import Choice
-from vramfit.techniques.registry import find_technique
-from vramfit.techniques.technique import setting_from_plain
+from vramfit.techniques.core.registry import find_technique
+from vramfit.techniques.core.technique import setting_from_plain
 
-NOTHING = Figures(peak_allocated_bytes=0, peak_reserved_bytes=0, total_bytes=0)
+NOTHING = PlanFigures(peak_allocated_bytes=0, peak_reserved_bytes=0, total_bytes=0)
 TOLERANCE = 2e-5
 """Of parameters after some steps in float32, relative and absolute: sums in another order, through Adam's division."""
 
@@ -23,7 +23,7 @@ def plan_with(**techniques: Mapping[str, Any]) -> Plan:
     for name, setting in techniques.items():
         technique = find_technique(name.replace("_", "-"))
         choices.append(Choice(technique=technique, setting=setting_from_plain(technique, setting)))
-    return plan_of(choices, Aim(device="CPU", budget_bytes=0), NOTHING, NOTHING)
+    return plan_of(choices, PlanTarget(device="CPU", budget_bytes=0), NOTHING, NOTHING)
 
 
 def check_same(

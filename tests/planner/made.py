@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from vramfit.planner.observing import BETWEEN, Observation, Stretch
-from vramfit.techniques import Block, BlockOp
-from vramfit.techniques.profile import Saved
+from vramfit.planner.step_profiler import BETWEEN, StepInterval, StepProfile
+from vramfit.techniques import BlockOp, ModelBlock
+from vramfit.techniques.core.profile import Saved
 
 MIB = 1 << 20
 
@@ -25,9 +25,9 @@ def op(mib: int, ms: float, *, kept: bool = True, flops: int = 0, mutated: bool 
     )
 
 
-def block(index: int, ops: list[BlockOp], *, input_mib: int = 1) -> Block:
+def block(index: int, ops: list[BlockOp], *, input_mib: int = 1) -> ModelBlock:
     """A block of these operations."""
-    return Block(
+    return ModelBlock(
         path=f"layers.{index}",
         kind="Layer",
         index=index,
@@ -58,24 +58,24 @@ def _saves(ops: list[BlockOp]) -> tuple[Saved, ...]:
     return tuple(found)
 
 
-def observation(blocks: list[Block], *, base_mib: int = 100, head_mib: int = 20) -> Observation:
+def observation(blocks: list[ModelBlock], *, base_mib: int = 100, head_mib: int = 20) -> StepProfile:
     """A step in which the blocks run one after another, with a head between forward and backward pass."""
     held, stretches = base_mib * MIB, []
     for one in blocks:
         held += one.kept_bytes
-        stretches.append(Stretch(one.index, False, held))
-    stretches.append(Stretch(BETWEEN, False, held + head_mib * MIB))
+        stretches.append(StepInterval(one.index, False, held))
+    stretches.append(StepInterval(BETWEEN, False, held + head_mib * MIB))
     for one in reversed(blocks):
-        stretches.append(Stretch(one.index, True, held + 5 * MIB))
+        stretches.append(StepInterval(one.index, True, held + 5 * MIB))
         held -= one.kept_bytes
-    stretches.append(Stretch(BETWEEN, True, held))
+    stretches.append(StepInterval(BETWEEN, True, held))
     seconds = sum(one.forward_seconds + one.backward_seconds for one in blocks)
-    return Observation(
+    return StepProfile(
         blocks=tuple(blocks), stretches=tuple(stretches), seconds=seconds, flops=0, logits_bytes=0
     )
 
 
-def inside_observation(seed: int, *, blocks: int = 2, ops: int = 4) -> Observation:
+def inside_observation(seed: int, *, blocks: int = 2, ops: int = 4) -> StepProfile:
     """A step of random blocks whose operations read one another's results, looked at within their passes too."""
     draw = random.Random(seed)
     made = []
@@ -96,20 +96,22 @@ def inside_observation(seed: int, *, blocks: int = 2, ops: int = 4) -> Observati
     for one in made:
         for number, operation in enumerate(one.ops):
             held += operation.own_bytes
-            stretches.append(Stretch(one.index, False, held + draw.randint(0, 20) * MIB, one.index, number))
-    stretches.append(Stretch(BETWEEN, False, held + 10 * MIB))
+            stretches.append(
+                StepInterval(one.index, False, held + draw.randint(0, 20) * MIB, one.index, number)
+            )
+    stretches.append(StepInterval(BETWEEN, False, held + 10 * MIB))
     for one in reversed(made):
         for position in reversed(range(ops + 1)):
             peak = held + draw.randint(0, 20) * MIB
-            stretches.append(Stretch(one.index, True, peak, one.index, position))
+            stretches.append(StepInterval(one.index, True, peak, one.index, position))
             held -= one.ops[position].own_bytes if position < ops else 0
     seconds = sum(one.forward_seconds + one.backward_seconds for one in made)
-    return Observation(
+    return StepProfile(
         blocks=tuple(made), stretches=tuple(stretches), seconds=seconds, flops=0, logits_bytes=0
     )
 
 
-def random_observation(seed: int, *, blocks: int = 3, ops: int = 3) -> Observation:
+def random_observation(seed: int, *, blocks: int = 3, ops: int = 3) -> StepProfile:
     """A step of random blocks."""
     draw = random.Random(seed)
     made = [

@@ -11,13 +11,12 @@ import torch
 from tests.planner.made import MIB, block, inside_observation, observation, op, random_observation
 from torch import nn
 
-from vramfit.planner.activations import greedy, lowest_peak, solve
-from vramfit.planner.choosing import finer_places
-from vramfit.planner.decisions import (
+from vramfit.planner.activation_ilp.choices import finer_places
+from vramfit.planner.activation_ilp.decisions import (
     OVERHEAD_SECONDS,
     Decision,
-    Fate,
-    Terms,
+    DecisionKind,
+    IlpOptions,
     candidates,
     choosable,
     computed,
@@ -28,21 +27,22 @@ from vramfit.planner.decisions import (
     recompute_seconds,
     stretch_peaks,
 )
-from vramfit.planner.observing import BETWEEN, Observation, Stretch
-from vramfit.techniques import Block
+from vramfit.planner.activation_ilp.solver import greedy, lowest_peak, solve
+from vramfit.planner.step_profiler import BETWEEN, StepInterval, StepProfile
+from vramfit.techniques import ModelBlock
 
 
-def _all_decisions(one: Block) -> Iterator[Decision | None]:
+def _all_decisions(one: ModelBlock) -> Iterator[Decision | None]:
     yield None
     numbers = list(candidates(one))
     for count in range(len(numbers) + 1):
         for saved in itertools.combinations(numbers, count):
             if least_saved(one) & computed(one, frozenset(saved)):
                 continue  # what cannot run again
-            yield Decision(Fate.RECOMPUTE, frozenset(saved))
+            yield Decision(DecisionKind.RECOMPUTE, frozenset(saved))
 
 
-def _best(observed: Observation, budget: int) -> float | None:
+def _best(observed: StepProfile, budget: int) -> float | None:
     best = None
     for chosen in itertools.product(*(list(_all_decisions(one)) for one in observed.blocks)):
         decisions = {
@@ -83,15 +83,15 @@ def test_the_lowest_peak_within_blocks_is_that_of_the_best_of_all_choices(seed: 
         )
         for chosen in itertools.product(*(list(_all_decisions(one)) for one in observed.blocks))
     )
-    assert lowest_peak(observed, Terms()) == best
+    assert lowest_peak(observed, IlpOptions()) == best
 
 
-def assert_as_cheap_as_the_best(observed: Observation) -> None:
+def assert_as_cheap_as_the_best(observed: StepProfile) -> None:
     plain = predicted_peak(observed, {})
-    lowest = lowest_peak(observed, Terms())
+    lowest = lowest_peak(observed, IlpOptions())
     for share in (0.0, 0.2, 0.5, 0.8, 1.0):
         budget = round(lowest + share * (plain - lowest))
-        found, best = solve(observed, budget, Terms(gap=0.0)), _best(observed, budget)
+        found, best = solve(observed, budget, IlpOptions(gap=0.0)), _best(observed, budget)
         if best is None:
             assert found is None
             continue
@@ -108,9 +108,9 @@ def assert_as_cheap_as_the_best(observed: Observation) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_the_greedy_way_stays_within_the_budget_and_is_never_cheaper(seed: int) -> None:
     observed = random_observation(seed, blocks=5, ops=4)
-    plain, lowest = predicted_peak(observed, {}), lowest_peak(observed, Terms())
+    plain, lowest = predicted_peak(observed, {}), lowest_peak(observed, IlpOptions())
     budget = (plain + lowest) // 2
-    exact, quick = solve(observed, budget, Terms(gap=0.0)), greedy(observed, budget, Terms())
+    exact, quick = solve(observed, budget, IlpOptions(gap=0.0)), greedy(observed, budget, IlpOptions())
     assert exact is not None
     assert quick is not None
     assert quick.peak_bytes <= budget
@@ -120,7 +120,7 @@ def test_the_greedy_way_stays_within_the_budget_and_is_never_cheaper(seed: int) 
 
 def test_nothing_is_done_where_it_fits() -> None:
     observed = random_observation(1)
-    found = solve(observed, predicted_peak(observed, {}), Terms())
+    found = solve(observed, predicted_peak(observed, {}), IlpOptions())
     assert found is not None
     assert found.decisions == {}
     assert found.extra_seconds == 0
@@ -128,16 +128,16 @@ def test_nothing_is_done_where_it_fits() -> None:
 
 def test_a_budget_below_the_lowest_peak_has_no_solution() -> None:
     observed = random_observation(2)
-    lowest = lowest_peak(observed, Terms())
-    assert solve(observed, lowest - MIB, Terms()) is None
-    assert greedy(observed, lowest - MIB, Terms()) is None
-    assert solve(observed, lowest, Terms()) is not None
+    lowest = lowest_peak(observed, IlpOptions())
+    assert solve(observed, lowest - MIB, IlpOptions()) is None
+    assert greedy(observed, lowest - MIB, IlpOptions()) is None
+    assert solve(observed, lowest, IlpOptions()) is not None
 
 
-def _eight(host_gib: float) -> tuple[Observation, Terms]:
+def _eight(host_gib: float) -> tuple[StepProfile, IlpOptions]:
     """Blocks that keep 2 GiB each, half of it for their input where they are computed again."""
     blocks = [block(index, [op(2048, 50.0)], input_mib=1024) for index in range(8)]
-    terms = Terms(
+    terms = IlpOptions(
         offload=True,
         host_bytes=round(host_gib * 1024 * MIB),
         link_bytes_per_second=25e9,
@@ -163,22 +163,26 @@ def test_the_lowest_peak_is_that_of_the_best_of_all_choices(seed: int) -> None:
     observed = random_observation(seed, blocks=4)
     kept = sum(one.kept_bytes for one in observed.blocks)
     for share in (0.0, 0.3, 0.7, 1.0):
-        terms = Terms(
+        terms = IlpOptions(
             offload=True, host_bytes=round(share * kept), link_bytes_per_second=1e9, window=MIB, gap=0.0
         )
         best = min(
             _peak(observed, fates, terms)
-            for fates in itertools.product((None, Fate.RECOMPUTE, Fate.OFFLOAD), repeat=len(observed.blocks))
+            for fates in itertools.product(
+                (None, DecisionKind.RECOMPUTE, DecisionKind.OFFLOAD), repeat=len(observed.blocks)
+            )
         )
         assert lowest_peak(observed, terms) == best
 
 
-def _peak(observed: Observation, fates: tuple[Fate | None, ...], terms: Terms) -> float:
+def _peak(observed: StepProfile, fates: tuple[DecisionKind | None, ...], terms: IlpOptions) -> float:
     chosen = {
         one.path: Decision(fate) for one, fate in zip(observed.blocks, fates, strict=True) if fate is not None
     }
     away = sum(
-        one.kept_bytes for one, fate in zip(observed.blocks, fates, strict=True) if fate is Fate.OFFLOAD
+        one.kept_bytes
+        for one, fate in zip(observed.blocks, fates, strict=True)
+        if fate is DecisionKind.OFFLOAD
     )
     if away > terms.host_bytes:
         return float("inf")
@@ -189,7 +193,7 @@ def test_cheap_results_are_computed_again_and_dear_ones_saved() -> None:
     observed = observation(
         [block(0, [op(10, 50.0, flops=7), op(10, 0.1)]), block(1, [op(10, 50.0, flops=7), op(10, 0.1)])]
     )
-    found = solve(observed, predicted_peak(observed, {}) - 10 * MIB, Terms())
+    found = solve(observed, predicted_peak(observed, {}) - 10 * MIB, IlpOptions())
     assert found is not None
     assert found.extra_flops == 0
     assert all(decision.saved == {0} for decision in found.decisions.values())
@@ -211,7 +215,7 @@ def test_what_nothing_needs_is_not_computed_again() -> None:
 def test_what_cannot_run_again_is_saved_where_something_needs_it() -> None:
     one = block(0, [replace(op(10, 5.0, kept=False), fixed=True), replace(op(10, 5.0), reads=(0,))])
     observed = observation([one])
-    found = solve(observed, lowest_peak(observed, Terms()), Terms())
+    found = solve(observed, lowest_peak(observed, IlpOptions()), IlpOptions())
     assert found is not None
     assert not any(0 not in decision.saved for decision in found.decisions.values())
 
@@ -227,17 +231,17 @@ def test_what_goes_to_the_host_is_limited_and_costs_what_it_cannot_hide() -> Non
     observed = observation([block(i, [op(50, 1.0)]) for i in range(4)])
     budget = predicted_peak(observed, {}) - 60 * MIB
     link = 10e9
-    terms = Terms(recompute=False, offload=True, host_bytes=1 << 40, link_bytes_per_second=link)
+    terms = IlpOptions(recompute=False, offload=True, host_bytes=1 << 40, link_bytes_per_second=link)
     found = solve(observed, budget, terms)
     assert found is not None
-    assert {decision.fate for decision in found.decisions.values()} == {Fate.OFFLOAD}
+    assert {decision.fate for decision in found.decisions.values()} == {DecisionKind.OFFLOAD}
     assert found.host_bytes == 100 * MIB
-    assert kept_bytes(observed.blocks[0], Decision(Fate.OFFLOAD)) == 0
+    assert kept_bytes(observed.blocks[0], Decision(DecisionKind.OFFLOAD)) == 0
     assert (
         solve(
             observed,
             budget,
-            Terms(recompute=False, offload=True, host_bytes=90 * MIB, link_bytes_per_second=link),
+            IlpOptions(recompute=False, offload=True, host_bytes=90 * MIB, link_bytes_per_second=link),
         )
         is None
     )
@@ -246,8 +250,8 @@ def test_what_goes_to_the_host_is_limited_and_costs_what_it_cannot_hide() -> Non
 def test_the_solver_writes_nothing_to_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
     for seed in range(20):
         observed = random_observation(seed, blocks=8, ops=6)
-        budget = (predicted_peak(observed, {}) + lowest_peak(observed, Terms())) // 2
-        solve(observed, budget, Terms())
+        budget = (predicted_peak(observed, {}) + lowest_peak(observed, IlpOptions())) // 2
+        solve(observed, budget, IlpOptions())
     assert capfd.readouterr().out == ""
 
 
@@ -256,7 +260,7 @@ def test_micro_batches_choose_for_each_turn_and_pay_for_each() -> None:
     blocks = tuple(replace(one, calls=2) for one in once.blocks)
     twice = replace(once, blocks=blocks, stretches=once.stretches * 2)
     budget = predicted_peak(once, {}) - 9 * MIB
-    first, second = solve(once, budget, Terms()), solve(twice, budget, Terms())
+    first, second = solve(once, budget, IlpOptions()), solve(twice, budget, IlpOptions())
     assert first is not None
     assert second is not None
     assert second.peak_bytes == first.peak_bytes <= budget
@@ -285,20 +289,20 @@ def test_each_call_of_a_block_that_layers_share_frees_what_it_keeps() -> None:
             first,
             second,
             replace(first, peak_bytes=140 * MIB),
-            Stretch(BETWEEN, False, 150 * MIB),
-            Stretch(0, True, 135 * MIB, call=7),
-            Stretch(BETWEEN, True, 130 * MIB),
-            Stretch(0, True, 130 * MIB, call=7),  # still the same backward pass
-            Stretch(1, True, 125 * MIB, call=6),
-            Stretch(0, True, 115 * MIB, call=5),
+            StepInterval(BETWEEN, False, 150 * MIB),
+            StepInterval(0, True, 135 * MIB, call=7),
+            StepInterval(BETWEEN, True, 130 * MIB),
+            StepInterval(0, True, 130 * MIB, call=7),  # still the same backward pass
+            StepInterval(1, True, 125 * MIB, call=6),
+            StepInterval(0, True, 115 * MIB, call=5),
         ),
     )
     assert all(choosable(shared, one) for one in shared.blocks)
-    recomputed = {"layers.0": Decision(Fate.RECOMPUTE)}
+    recomputed = {"layers.0": Decision(DecisionKind.RECOMPUTE)}
     # Its input of 1 MiB stays in place of 10 MiB, once or twice.
     plain, less = stretch_peaks(shared, {}) / MIB, stretch_peaks(shared, recomputed) / MIB
     assert (plain - less).tolist() == [0, 9, 9, 18, 9, 9, 9, 9, 0]
-    found = solve(shared, 132 * MIB, Terms(select=False))
+    found = solve(shared, 132 * MIB, IlpOptions(select=False))
     assert found is not None
     assert found.decisions == recomputed
     assert found.peak_bytes == 132 * MIB
@@ -308,7 +312,7 @@ def test_a_block_that_cannot_hide_its_copy_pays_for_what_the_window_does_not_hol
     observed = observation([block(i, [op(50, 0.5), op(50, 0.5)]) for i in range(4)])
     budget = predicted_peak(observed, {}) - 10 * MIB
     link, window = 5e9, 10 * MIB
-    terms = Terms(
+    terms = IlpOptions(
         recompute=False, offload=True, host_bytes=1 << 40, link_bytes_per_second=link, window=window
     )
     found = solve(observed, budget, terms)

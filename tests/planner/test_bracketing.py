@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vramfit.planner.bracketing import CEILING, bracket
+from vramfit.planner.largest_size import CEILING, bracket
 
 
 @given(limit=st.integers(0, 5000), start=st.integers(0, 5000))

@@ -15,9 +15,9 @@ from torch import nn
 
 from vramfit.errors import UsageError, VramfitError
 from vramfit.gpus import find_gpu
-from vramfit.planner.card_device import CardDevice, card_of_this_process, fraction_of
-from vramfit.planner.choosing import places
-from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.planner.activation_ilp.choices import places
+from vramfit.planner.devices.card import CardBackend, card_of_this_process, fraction_of
+from vramfit.planner.devices.virtual import VirtualBackend
 from vramfit.techniques.optimizer_offload import OptimizerOffloadSetting
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
@@ -28,9 +28,9 @@ CONTEXT = CARD.typical_context_bytes
 
 
 @pytest.fixture
-def card() -> Iterator[CardDevice]:
+def card() -> Iterator[CardBackend]:
     with VirtualGPU(CARD, alloc_conf="", context_bytes=CONTEXT):
-        yield CardDevice()
+        yield CardBackend()
 
 
 def wide() -> Workload:
@@ -47,7 +47,7 @@ def wide() -> Workload:
 
 
 def virtual(workload: Workload, budget: int | None = None):
-    return VirtualDevice(CARD, alloc_conf="").price(workload, dict(workload.sizes), budget)
+    return VirtualBackend(CARD, alloc_conf="").price(workload, dict(workload.sizes), budget)
 
 
 @pytest.mark.parametrize("name", ["mlp", "language-tied", "batch-norm"])
@@ -56,7 +56,7 @@ def test_peaks_are_those_that_were_predicted(name: str) -> None:
     workload = all_toys()[name]
     predicted = virtual(workload)
     with VirtualGPU(CARD, alloc_conf="", context_bytes=CONTEXT):
-        card = CardDevice()
+        card = CardBackend()
         measured = card.price(workload, dict(workload.sizes))
         again = card.price(workload, dict(workload.sizes))
     assert measured.fits
@@ -68,7 +68,7 @@ def test_peaks_are_those_that_were_predicted(name: str) -> None:
     assert card.left_bytes == 0
 
 
-def test_a_plan_takes_on_the_card_what_it_says_and_undoes_what_it_changed(card: CardDevice) -> None:
+def test_a_plan_takes_on_the_card_what_it_says_and_undoes_what_it_changed(card: CardBackend) -> None:
     workload = wide()
     plan = _plan(activation_checkpointing={"modules": [str(number) for number in range(4)]}, tf32={})
     plain = card.price(workload, dict(workload.sizes))
@@ -83,7 +83,7 @@ def test_pinned_memory_is_counted_and_given_back() -> None:
     workload = _plan(activation_offload={"modules": ["0", "1", "2"], "window": 64 * MIB}).apply(wide())
     predicted = virtual(workload)
     with VirtualGPU(CARD, alloc_conf="", context_bytes=CONTEXT):
-        card = CardDevice()
+        card = CardBackend()
         measured = card.price(workload, dict(workload.sizes))
         after = torch.cuda.host_memory_stats()["allocated_bytes.current"]
     assert predicted.host_bytes > 64 * MIB
@@ -97,7 +97,7 @@ def test_states_and_masters_on_the_host_are_counted_beside_pinned_memory() -> No
     workload = _plan(low_precision_training={}, optimizer_offload={}).apply(wide())
     predicted = virtual(workload)
     with VirtualGPU(CARD, alloc_conf="", context_bytes=CONTEXT):
-        measured = CardDevice().price(workload, dict(workload.sizes))
+        measured = CardBackend().price(workload, dict(workload.sizes))
     moved = [p for p in wide().model().parameters() if p.numel() >= OptimizerOffloadSetting().minimal_size]
     # Pinned in blocks of powers of two: the parameter and the gradient in bfloat16. Beside them the master and the two
     # averages in float32, and a counter.
@@ -106,7 +106,7 @@ def test_states_and_masters_on_the_host_are_counted_beside_pinned_memory() -> No
     assert measured.host_bytes == predicted.host_bytes
 
 
-def test_what_does_not_fit_leaves_nothing_behind(card: CardDevice) -> None:
+def test_what_does_not_fit_leaves_nothing_behind(card: CardBackend) -> None:
     workload = wide()
     plain = card.price(workload, dict(workload.sizes))
     need = plain.total_bytes
@@ -148,7 +148,7 @@ class SlowBackward(torch.autograd.Function):
         return gradient
 
 
-def test_the_card_is_clear_when_its_backward_thread_is_done(card: CardDevice) -> None:
+def test_the_card_is_clear_when_its_backward_thread_is_done(card: CardBackend) -> None:
     """What that thread still holds when an error has reached the caller cannot be had at will: a pass can."""
     workload = wide()
     x = torch.empty(0, device="cuda", requires_grad=True)
@@ -167,7 +167,7 @@ def test_a_budget_binds_as_a_card_of_that_size_does() -> None:
     budgets = [least + MIB * more for more in (-2, 2, 64)]
     predicted = [virtual(workload, budget) for budget in budgets]
     with VirtualGPU(CARD, alloc_conf="", context_bytes=CONTEXT):
-        card = CardDevice()
+        card = CardBackend()
         measured = [card.price(workload, dict(workload.sizes), budget) for budget in budgets]
     assert {price.fits for price in predicted} == {True, False}
     for ours, theirs in zip(measured, predicted, strict=True):
@@ -175,15 +175,15 @@ def test_a_budget_binds_as_a_card_of_that_size_does() -> None:
         assert ours.peak_allocated_bytes == theirs.peak_allocated_bytes
 
 
-def test_a_plan_that_sets_the_allocator_stays_within_the_budget(card: CardDevice) -> None:
+def test_a_plan_that_sets_the_allocator_stays_within_the_budget(card: CardBackend) -> None:
     workload = _plan(allocator_settings={"conf": "max_split_size_mb:128"}).apply(wide())
     room = CONTEXT + card.price(workload, dict(workload.sizes)).peak_allocated_bytes
     assert not card.price(workload, dict(workload.sizes), room - 2 * MIB).fits
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
 
 
-def test_libraries_that_grow_during_the_run_count(card: CardDevice) -> None:
-    from vramfit.virtual.facade.base import installed_machine
+def test_libraries_that_grow_during_the_run_count(card: CardBackend) -> None:
+    from vramfit.virtual.torch_cuda.base import installed_machine
 
     device = installed_machine().devices[0]
     plain = card.price(wide(), dict(wide().sizes))
@@ -205,7 +205,7 @@ def test_libraries_that_grow_during_the_run_count(card: CardDevice) -> None:
     assert card.price(workload, dict(workload.sizes), plain.total_bytes + growth).fits
 
 
-def test_a_failure_of_the_workload_is_its_own_and_clears_the_card(card: CardDevice) -> None:
+def test_a_failure_of_the_workload_is_its_own_and_clears_the_card(card: CardBackend) -> None:
     workload = replace(wide(), loss=lambda model, batch: model(batch))
     with pytest.raises(UsageError, match="the loss is no scalar"):
         card.price(workload, dict(workload.sizes), 1 << 33)
@@ -214,7 +214,7 @@ def test_a_failure_of_the_workload_is_its_own_and_clears_the_card(card: CardDevi
     assert torch.cuda.memory_allocated() == 0
 
 
-def test_tensors_that_outlive_their_run_are_told(card: CardDevice) -> None:
+def test_tensors_that_outlive_their_run_are_told(card: CardBackend) -> None:
     kept: list[torch.Tensor] = []
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -225,7 +225,7 @@ def test_tensors_that_outlive_their_run_are_told(card: CardDevice) -> None:
     assert card.left_bytes == 4 * MIB
 
 
-def test_a_batch_that_moves_itself_is_made_anew_for_each_step(card: CardDevice) -> None:
+def test_a_batch_that_moves_itself_is_made_anew_for_each_step(card: CardBackend) -> None:
     class Moving:
         def __init__(self, values: torch.Tensor) -> None:
             self.values = values
@@ -243,7 +243,7 @@ def test_a_batch_that_moves_itself_is_made_anew_for_each_step(card: CardDevice) 
     assert card.left_bytes == 0
 
 
-def test_a_step_is_looked_at_on_the_card(card: CardDevice) -> None:
+def test_a_step_is_looked_at_on_the_card(card: CardBackend) -> None:
     workload = all_toys()["language-tied"]
     profile, observation = card.observe(workload, dict(workload.sizes), places)
     assert [block.path for block in observation.blocks] == ["layers.0", "layers.1", "layers.2"]
@@ -257,7 +257,7 @@ def test_what_others_hold_is_no_part_of_the_workload(monkeypatch: pytest.MonkeyP
         uuid = str(torch.cuda.get_device_properties(0).uuid)
         monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
         monkeypatch.setattr(
-            "vramfit.planner.card_device._used_before", lambda: {uuid: 100 * MIB, "another": 1 << 40}
+            "vramfit.planner.devices.card._used_before", lambda: {uuid: 100 * MIB, "another": 1 << 40}
         )
         assert card_of_this_process().outside_bytes == CONTEXT - 100 * MIB
 

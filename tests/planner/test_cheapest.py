@@ -11,23 +11,23 @@ from tests.planner.test_search import workload
 import vramfit
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec, find_gpu
-from vramfit.planner import cheapest
+from vramfit.planner import cheapest_card
 from vramfit.planner import search as searching
-from vramfit.planner.cheapest import cheapest_plan, hourly, rented_cards
-from vramfit.planner.clock import Clock
-from vramfit.planner.plan import Aim, Figures, Plan, plan_of
-from vramfit.planner.promising import promised_plan
-from vramfit.planner.request import NothingFits, Request
-from vramfit.planner.search import Search
-from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.planner.cheapest_card import cheapest_plan, hourly, rented_cards
+from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.plan import Plan, PlanFigures, PlanTarget, plan_of
+from vramfit.planner.promised_plan_search import promised_plan
+from vramfit.planner.request import NothingFits, PlanRequest
+from vramfit.planner.search import PlanSearch
+from vramfit.planner.search_clock import SearchClock
 from vramfit.techniques import Numerics
 from vramfit.workload import Workload
 
 GIB = 1 << 30
 
 
-def _device(card: GpuSpec) -> VirtualDevice:
-    return VirtualDevice(card, alloc_conf="", host_bytes=1 << 34)
+def _device(card: GpuSpec) -> VirtualBackend:
+    return VirtualBackend(card, alloc_conf="", host_bytes=1 << 34)
 
 
 def _silent(_text: str) -> None:
@@ -37,7 +37,7 @@ def _silent(_text: str) -> None:
 def test_the_card_is_taken_on_which_a_step_costs_least() -> None:
     asked = workload(1024, 1 << 14)
     cards = [find_gpu(name) for name in ("H200", "T4", "L4", "L40S")]
-    request = Request(
+    request = PlanRequest(
         workload=asked,
         sizes=asked.sizes,
         budget_bytes=0,
@@ -59,7 +59,7 @@ def test_the_card_is_taken_on_which_a_step_costs_least() -> None:
 
 def test_a_card_that_is_too_small_is_passed_over_and_named() -> None:
     asked = workload(256, 1 << 21)  # 16 GiB of activations
-    request = Request(
+    request = PlanRequest(
         workload=asked, sizes=asked.sizes, budget_bytes=0, allowed=frozenset({"tf32"}), entries=False
     )
     _, plan = cheapest_plan(_device, request, _silent, cards=[find_gpu("T4"), find_gpu("A100 80GB SXM")])
@@ -75,17 +75,17 @@ class Searched:
     names: list[str] = field(default_factory=list)
 
     def __call__(
-        self, device: VirtualDevice, request: Request, progress: object, clock: Clock
-    ) -> tuple[Search, Plan]:
+        self, device: VirtualBackend, request: PlanRequest, progress: object, clock: SearchClock
+    ) -> tuple[PlanSearch, Plan]:
         self.names.append(device.name)
-        figures = Figures(
+        figures = PlanFigures(
             peak_allocated_bytes=0,
             peak_reserved_bytes=0,
             total_bytes=0,
             step_seconds=self.seconds[device.name],
         )
-        aim = Aim(device=device.name, budget_bytes=1)
-        return Search(device=device, request=request), plan_of((), aim, figures, figures)
+        aim = PlanTarget(device=device.name, budget_bytes=1)
+        return PlanSearch(device=device, request=request), plan_of((), aim, figures, figures)
 
 
 def _plain_costs(asked: Workload, names: Iterable[str]) -> dict[str, float]:
@@ -107,8 +107,8 @@ def test_cards_are_searched_until_none_that_is_left_can_be_cheaper(
     seconds = {name: costs[name] / hourly(find_gpu(name)) for name in names}
     seconds[order[0]] *= factor
     searched = Searched(seconds)
-    monkeypatch.setattr(cheapest, "promised_plan", searched)
-    request = Request(
+    monkeypatch.setattr(cheapest_card, "promised_plan", searched)
+    request = PlanRequest(
         workload=asked, sizes=asked.sizes, budget_bytes=0, allowed=frozenset({"tf32"}), entries=False
     )
     _, plan = cheapest_plan(_device, request, _silent, cards=[find_gpu(name) for name in names])
@@ -127,10 +127,10 @@ def test_a_card_that_techniques_make_cheaper_is_searched(monkeypatch: pytest.Mon
     first, other = sorted(names, key=lambda name: costs[name])
     assert first == "T4", "without TF32, which it does not have"
     searched = Searched(seconds)
-    monkeypatch.setattr(cheapest, "promised_plan", searched)
+    monkeypatch.setattr(cheapest_card, "promised_plan", searched)
     for numerics, expected in ((Numerics.ROUNDING, [first]), (Numerics.PRECISION, [first, other])):
         searched.names.clear()
-        request = Request(
+        request = PlanRequest(
             workload=asked,
             sizes=asked.sizes,
             budget_bytes=0,
@@ -160,7 +160,7 @@ def test_nothing_is_offloaded_where_the_host_has_the_same_memory() -> None:
     device = _device(find_gpu("Jetson Orin Nano"))
     least = device.price(asked, dict(asked.sizes)).total_bytes
     # States of Adam could wait on the host: on another card of this budget they do.
-    request = Request(
+    request = PlanRequest(
         workload=asked,
         sizes=asked.sizes,
         budget_bytes=least - (24 << 20),
@@ -176,13 +176,13 @@ def test_nothing_is_offloaded_where_the_host_has_the_same_memory() -> None:
     )
     assert not raised.value.plan.choices
     context = find_gpu("RTX 4090").typical_context_bytes - device.spec.typical_context_bytes
-    elsewhere = Request(**_parts(request) | {"budget_bytes": request.budget_bytes + context})
+    elsewhere = PlanRequest(**_parts(request) | {"budget_bytes": request.budget_bytes + context})
     _, plan = promised_plan(_device(find_gpu("RTX 4090")), elsewhere, _silent)
     assert [choice.name for choice in plan.choices] == ["optimizer-offload"]
 
 
-def _parts(request: Request) -> dict[str, object]:
-    return {name: getattr(request, name) for name in Request.__slots__}  # type: ignore[attr-defined]
+def _parts(request: PlanRequest) -> dict[str, object]:
+    return {name: getattr(request, name) for name in PlanRequest.__slots__}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -200,16 +200,16 @@ def _parts(request: Request) -> dict[str, object]:
 def test_what_no_technique_changes_is_known_before_the_search(
     budget: int, allowed: frozenset[str] | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def never(_self: Search) -> None:
+    def never(_self: PlanSearch) -> None:
         raise AssertionError("a search began")
 
-    monkeypatch.setattr(searching.Search, "_climb", never)
+    monkeypatch.setattr(searching.PlanSearch, "_climb", never)
     asked = workload(1024, 64)
     card = find_gpu("RTX 4090")
     if budget == 1:
         budget = card.typical_context_bytes + (16 << 20)
-    request = Request(workload=asked, sizes=asked.sizes, budget_bytes=budget, allowed=allowed)
+    request = PlanRequest(workload=asked, sizes=asked.sizes, budget_bytes=budget, allowed=allowed)
     with pytest.raises(NothingFits) as raised:
-        Search(device=_device(card), request=request).plan()
+        PlanSearch(device=_device(card), request=request).plan()
     assert message in raised.value.message
     assert raised.value.plan.before.total_bytes > budget

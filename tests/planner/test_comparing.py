@@ -12,16 +12,17 @@ from tests.techniques.toys import all_toys
 from torch import nn
 
 from vramfit.gpus import find_gpu
-from vramfit.planner import comparing, frames, stand_in
-from vramfit.planner.comparing import hold
-from vramfit.planner.frames import key_of
-from vramfit.planner.growing import search_for
-from vramfit.planner.plan import Aim, Figures, Plan, plan_of
-from vramfit.planner.price import Price
-from vramfit.planner.promising import promised_plan
-from vramfit.planner.reducing import Cutting
-from vramfit.planner.request import Request
-from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.planner import candidates, gradient_check
+from vramfit.planner.candidates import key_of
+from vramfit.planner.devices.cost import StepCost
+from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.gradient_check import hold
+from vramfit.planner.largest_size import search_for
+from vramfit.planner.micro_batch_trial import stand_in
+from vramfit.planner.micro_batch_trial.trial import MicroBatchVerdict
+from vramfit.planner.plan import Plan, PlanFigures, PlanTarget, plan_of
+from vramfit.planner.promised_plan_search import promised_plan
+from vramfit.planner.request import PlanRequest
 from vramfit.techniques import Choice, Numerics, find_technique, setting_from_plain
 from vramfit.techniques.micro_batching import MicroBatchingSetting, Reduction
 from vramfit.workload import Workload
@@ -32,8 +33,8 @@ def _plan(workload: Workload, flops: int = 0, **settings: dict[str, object]) -> 
     for name, plain in settings.items():
         technique = find_technique(name.replace("_", "-"))
         choices.append(Choice(technique=technique, setting=setting_from_plain(technique, plain)))
-    figures = Figures(peak_allocated_bytes=0, peak_reserved_bytes=0, total_bytes=0, step_flops=flops)
-    return plan_of(choices, Aim(device="CPU", budget_bytes=1, sizes=workload.sizes), figures, figures)
+    figures = PlanFigures(peak_allocated_bytes=0, peak_reserved_bytes=0, total_bytes=0, step_flops=flops)
+    return plan_of(choices, PlanTarget(device="CPU", budget_bytes=1, sizes=workload.sizes), figures, figures)
 
 
 class Layer(nn.Module):
@@ -98,7 +99,7 @@ def test_a_model_that_is_too_large_is_compared_by_a_stand_in(monkeypatch: pytest
         _tall(), sizes={"batch_size": 16, "length": 16}, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
     )
     large = sum(parameter.numel() * 4 for parameter in workload.model().parameters())
-    monkeypatch.setattr(comparing, "_MOST", large // 2)
+    monkeypatch.setattr(gradient_check, "_MOST", large // 2)
     monkeypatch.setattr(stand_in, "_LARGE", 500)
     seen: list[list[str]] = []
     attach = type(find_technique("activation-checkpointing")).attach
@@ -111,7 +112,7 @@ def test_a_model_that_is_too_large_is_compared_by_a_stand_in(monkeypatch: pytest
     found = hold(workload, _plan(workload, activation_checkpointing={"modules": ["layers.7", "layers.10"]}))
     assert "with a stand-in of the same code with 2 of 12 layers: the gradients of all" in found.note
     assert seen == [["layers.1", "layers.0"]]
-    monkeypatch.setattr(comparing, "_MOST", 0)
+    monkeypatch.setattr(gradient_check, "_MOST", 0)
     found = hold(workload, _plan(workload, activation_checkpointing={"modules": ["layers.7"]}))
     assert found.fault is None
     assert (
@@ -136,7 +137,7 @@ def test_a_plain_program_that_is_no_measure_says_nothing_of_a_plan() -> None:
     assert "draws random numbers in training" in found.note
 
 
-class Counting(VirtualDevice):
+class Counting(VirtualBackend):
     """A card that counts its runs."""
 
     runs = 0
@@ -145,7 +146,7 @@ class Counting(VirtualDevice):
         self.runs += 1
         return super().observe(*given)
 
-    def price(self, *given: Any) -> Price:
+    def price(self, *given: Any) -> StepCost:
         self.runs += 1
         return super().price(*given)
 
@@ -153,18 +154,18 @@ class Counting(VirtualDevice):
 def _runs_noted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What tells runs from each other, of all that follow."""
     ran: list[object] = []
-    watched, priced = frames.Frames._watched, frames.price_with
+    watched, priced = candidates.Candidates._watched, candidates.price_with
 
-    def watch(own: frames.Frames, choices: tuple[Choice, ...], fine: bool) -> Any:
+    def watch(own: candidates.Candidates, choices: tuple[Choice, ...], fine: bool) -> Any:
         ran.append(key_of(choices, fine))
         return watched(own, choices, fine)
 
-    def price(*given: Any, **other: Any) -> Price:
+    def price(*given: Any, **other: Any) -> StepCost:
         ran.append((key_of(given[2]), given[4]))
         return priced(*given, **other)
 
-    monkeypatch.setattr(frames.Frames, "_watched", watch)
-    monkeypatch.setattr(frames, "price_with", price)
+    monkeypatch.setattr(candidates.Candidates, "_watched", watch)
+    monkeypatch.setattr(candidates, "price_with", price)
     return ran
 
 
@@ -179,13 +180,13 @@ def test_a_technique_that_does_not_keep_its_word_is_no_part_of_the_plan(
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
     monkeypatch.setattr(
-        frames,
+        candidates,
         "cutting_of",
-        lambda *_args, **_kwargs: Cutting(MicroBatchingSetting(reduction=Reduction.SUM), "tried."),
+        lambda *_args, **_kwargs: MicroBatchVerdict(MicroBatchingSetting(reduction=Reduction.SUM), "tried."),
     )
     device = Counting(find_gpu("RTX 4090"), alloc_conf="", host_bytes=1 << 30)
     plain = device.price(workload, dict(workload.sizes))
-    request = Request(
+    request = PlanRequest(
         workload=workload,
         sizes=workload.sizes,
         budget_bytes=plain.total_bytes - plain.peak_allocated_bytes // 3,

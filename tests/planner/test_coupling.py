@@ -13,15 +13,15 @@ from tests.techniques.test_trial import CoupledInTraining, Mixture, squares, two
 from torch import nn
 
 from vramfit.gpus import find_gpu
-from vramfit.planner import reducing
-from vramfit.planner.coupling import coupling_by_shapes
-from vramfit.planner.frames import Frames
-from vramfit.planner.request import Request
-from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.planner.candidates import Candidates
+from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.micro_batch_trial import trial
+from vramfit.planner.micro_batch_trial.coupling import coupling_by_shapes
+from vramfit.planner.request import PlanRequest
 
 
-def _device() -> VirtualDevice:
-    return VirtualDevice(find_gpu("RTX 4090"), alloc_conf="", host_bytes=1 << 30)
+def _device() -> VirtualBackend:
+    return VirtualBackend(find_gpu("RTX 4090"), alloc_conf="", host_bytes=1 << 30)
 
 
 def balanced(model: Any, batch: Any) -> torch.Tensor:
@@ -73,21 +73,21 @@ def test_nothing_is_said_against_losses_that_are_sums_over_examples(loss: Any) -
 
 @pytest.mark.parametrize("coupled", [True, False])
 def test_what_cannot_be_tried_is_probed(coupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reducing, "_MOST", 0)
+    monkeypatch.setattr(trial, "_MOST", 0)
     asked = workload(contrastive if coupled else squares)
-    named = Request(
+    named = PlanRequest(
         workload=asked,
         sizes=asked.sizes,
         budget_bytes=1 << 33,
         host_bytes=1 << 30,
         allowed=frozenset({"micro-batching"}),
     )
-    found = Frames(device=_device(), request=named).cutting
+    found = Candidates(device=_device(), request=named).cutting
     if coupled:  # also where it is allowed by its name
         assert found.setting is None
         assert "with two dimensions of the batch. By shapes alone, since the model is too large" in found.note
     else:
         assert (found.setting is not None, found.known) == (True, False)
         assert "it is used since it was allowed by its name" in found.note
-    unnamed = reducing.cutting_of(asked, _profile(asked))
+    unnamed = trial.cutting_of(asked, _profile(asked))
     assert (unnamed.setting, unnamed.known) == (None, False)

@@ -15,9 +15,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from vramfit import Workload
-from vramfit.planner.choosing import activation_choices, places
-from vramfit.planner.cpu_device import CpuDevice, arithmetic_seconds_of, rates
-from vramfit.planner.decisions import Decision, Fate, predicted_peak
+from vramfit.planner.activation_ilp.choices import activation_choices, places
+from vramfit.planner.activation_ilp.decisions import Decision, DecisionKind, predicted_peak
+from vramfit.planner.devices.cpu import CpuBackend, arithmetic_seconds_of, rates
 from vramfit.techniques import Choice, find_technique, with_choices
 
 MIB = 1 << 20
@@ -48,7 +48,7 @@ SIZES = {"batch_size": 4096}
 
 
 def test_stretches_hold_what_blocks_keep() -> None:
-    _, observation = CpuDevice().observe(chain(), SIZES, places)
+    _, observation = CpuBackend().observe(chain(), SIZES, places)
     assert [block.path for block in observation.blocks] == ["0", "1", "2"]
     between = [stretch.peak_bytes for stretch in observation.stretches if stretch.block == -1]
     # Between blocks: the batch, and two activations of each block that is over: what it gave, and its ReLU's.
@@ -61,7 +61,7 @@ def test_stretches_hold_what_blocks_keep() -> None:
 
 
 def test_the_seconds_of_a_run_are_those_that_were_observed() -> None:
-    device = CpuDevice()
+    device = CpuBackend()
     profile, observation = device.observe(chain(), SIZES, places)
     price = device.price(chain(), SIZES)
     assert price.step_seconds == pytest.approx(observation.seconds, rel=1e-9)
@@ -71,7 +71,7 @@ def test_the_seconds_of_a_run_are_those_that_were_observed() -> None:
 
 
 def test_arithmetic_can_be_all_that_counts() -> None:
-    device = CpuDevice(estimate=arithmetic_seconds_of)
+    device = CpuBackend(estimate=arithmetic_seconds_of)
     _, observation = device.observe(chain(), SIZES, places)
     products = [op for block in observation.blocks for op in block.ops if op.flops]
     others = [op for block in observation.blocks for op in block.ops if op.bytes and not op.flops]
@@ -83,9 +83,9 @@ def test_arithmetic_can_be_all_that_counts() -> None:
 def test_measuring_the_machine_is_no_part_of_a_run() -> None:
     code = (
         "from tests.planner.test_cpu_device import chain\n"
-        "from vramfit.planner.cpu_device import CpuDevice\n"
-        "from vramfit.planner.choosing import places\n"
-        "looks = [CpuDevice().observe(chain(8, 2), {'batch_size': 8}, places)[1] for _ in range(2)]\n"
+        "from vramfit.planner.devices.cpu import CpuBackend\n"
+        "from vramfit.planner.activation_ilp.choices import places\n"
+        "looks = [CpuBackend().observe(chain(8, 2), {'batch_size': 8}, places)[1] for _ in range(2)]\n"
         "assert looks[0].stretches == looks[1].stretches, looks\n"
         "assert max(s.peak_bytes for s in looks[0].stretches) < 1 << 16, looks\n"
     )
@@ -112,11 +112,11 @@ def test_recomputing_frees_nothing_that_others_hold(last: Callable[[], nn.Module
         sizes=SIZES,
         loss=lambda model, batch: model(batch).sum(),
     )
-    device = CpuDevice()
+    device = CpuBackend()
     _, plain = device.observe(workload, SIZES, places)
     kept = [(round(block.kept_bytes / MIB), round(block.shared_bytes / MIB)) for block in plain.blocks]
     assert kept == [(2, 1)] * 3 + [(2, 0 if last is nn.Identity else 1)]
-    decisions = {block.path: Decision(Fate.RECOMPUTE) for block in plain.blocks}
+    decisions = {block.path: Decision(DecisionKind.RECOMPUTE) for block in plain.blocks}
     _, planned = device.observe(with_choices(workload, activation_choices(plain, decisions)), SIZES, places)
     # Of the random numbers: one for each block, and the present one while a block runs again.
     states = (len(decisions) + 1) * torch.get_rng_state().nbytes
@@ -141,7 +141,7 @@ def test_bytes_are_those_of_a_program_that_nobody_watches() -> None:
         sizes={"batch_size": 2},
         loss=lambda model, batch: model(batch),
     )
-    price = CpuDevice().price(workload, {"batch_size": 2})
+    price = CpuBackend().price(workload, {"batch_size": 2})
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         state = workload.start("cpu")
         for _ in range(2):
@@ -171,7 +171,7 @@ def test_what_earlier_runs_left_in_cycles_is_not_missing() -> None:
         sizes={"batch_size": 4096},
         loss=lambda model, batch: model(batch).sum(),
     )
-    device = CpuDevice()
+    device = CpuBackend()
     alone = device.price(workload, {"batch_size": 4096})
     gc.disable()  # but for where it is asked for
     try:
@@ -190,5 +190,5 @@ def test_what_a_technique_switched_on_is_off_again_after_a_failure() -> None:
     tf32 = find_technique("tf32")
     workload = with_choices(toy, (Choice(technique=tf32, setting=tf32.setting_type()),))
     with pytest.raises(RuntimeError, match="invalid for input"):
-        CpuDevice().price(workload, dict(toy.sizes))
+        CpuBackend().price(workload, dict(toy.sizes))
     assert torch.backends.cuda.matmul.fp32_precision == before != "tf32"

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from vramfit.planner import cpu_speed, run, trying
-from vramfit.planner.document import write_plan
-from vramfit.planner.plan import Aim, Figures, Plan
+from vramfit.planner import run
+from vramfit.planner.devices import cpu_speed
+from vramfit.planner.micro_batch_trial import attempts
+from vramfit.planner.plan import Plan, PlanFigures, PlanTarget
+from vramfit.planner.plan_file import write_plan
 from vramfit.workload import Workload
 
 _STEP = 6_000_000_000
@@ -28,7 +30,9 @@ def test_a_trial_is_as_small_as_the_speed_asks_for(monkeypatch: pytest.MonkeyPat
     )
 
     def length() -> int:
-        ways = trying.ways_to_try(workload, sizes, flops=flops, seconds=seconds, model_bytes=1, room=1 << 30)
+        ways = attempts.ways_to_try(
+            workload, sizes, flops=flops, seconds=seconds, model_bytes=1, room=1 << 30
+        )
         return next(ways).sizes["sequence_length"]
 
     assert length() == 32
@@ -37,8 +41,8 @@ def test_a_trial_is_as_small_as_the_speed_asks_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_verification_reckons_with_the_same_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    figures = Figures(peak_allocated_bytes=1, peak_reserved_bytes=1, total_bytes=1, step_flops=_STEP)
-    plan = Plan(entries=(), aim=Aim(device="CPU", budget_bytes=1 << 30), before=figures, after=figures)
+    figures = PlanFigures(peak_allocated_bytes=1, peak_reserved_bytes=1, total_bytes=1, step_flops=_STEP)
+    plan = Plan(entries=(), aim=PlanTarget(device="CPU", budget_bytes=1 << 30), before=figures, after=figures)
     write_plan(tmp_path / "plan.toml", plan)
     (tmp_path / "work.py").write_text("")
     jobs = []

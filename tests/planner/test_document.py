@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from vramfit.errors import UsageError
-from vramfit.planner.document import SCHEMA, plan_from_toml, plan_to_toml
-from vramfit.planner.plan import Aim, Entry, Figures, Plan, Solved
+from vramfit.planner.plan import Plan, PlanFigures, PlanStep, PlanTarget, SolverStats
+from vramfit.planner.plan_file import SCHEMA, plan_from_toml, plan_to_toml
 from vramfit.planner.run import verify_in_child
 from vramfit.techniques import Choice, Numerics, find_technique, setting_from_plain
 
@@ -22,14 +22,14 @@ def made() -> Plan:
     checkpointing, precision = find_technique("activation-checkpointing"), find_technique("mixed-precision")
     return Plan(
         entries=(
-            Entry(
+            PlanStep(
                 choice=Choice(
                     technique=precision, setting=setting_from_plain(precision, {"dtype": "bfloat16"})
                 ),
                 saves_bytes=3 * GIB,
                 costs_seconds=-0.25,
             ),
-            Entry(
+            PlanStep(
                 choice=Choice(
                     technique=checkpointing,
                     setting=setting_from_plain(
@@ -45,7 +45,7 @@ def made() -> Plan:
                 costs_seconds=0.125,
             ),
         ),
-        aim=Aim(
+        aim=PlanTarget(
             device="RTX 4090",
             budget_bytes=16 * GIB,
             margin_bytes=GIB,
@@ -54,19 +54,19 @@ def made() -> Plan:
             target="work.py:gpt2",
             torch="2.13.0",
         ),
-        before=Figures(
+        before=PlanFigures(
             peak_allocated_bytes=20 * GIB,
             peak_reserved_bytes=21 * GIB,
             total_bytes=22 * GIB,
             step_seconds=1.5,
         ),
-        after=Figures(
+        after=PlanFigures(
             peak_allocated_bytes=11 * GIB,
             peak_reserved_bytes=12 * GIB,
             total_bytes=13 * GIB,
             step_seconds=1.375,
         ),
-        solved=Solved(status="optimal", gap=0.0, seconds=0.5, runs=9, search_seconds=12.5),
+        solved=SolverStats(status="optimal", gap=0.0, seconds=0.5, runs=9, search_seconds=12.5),
         notes=("the pins of a window are counted",),
     )
 

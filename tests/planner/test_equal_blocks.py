@@ -9,13 +9,13 @@ import pytest
 from tests.planner.made import MIB, block, observation, op
 from tests.planner.test_activations import _best
 
-from vramfit.planner.activations import lowest_peak, solve
-from vramfit.planner.decisions import Terms, predicted_peak, recompute_seconds
-from vramfit.planner.observing import Observation
-from vramfit.planner.program import groups_of
+from vramfit.planner.activation_ilp.decisions import IlpOptions, predicted_peak, recompute_seconds
+from vramfit.planner.activation_ilp.program import groups_of
+from vramfit.planner.activation_ilp.solver import lowest_peak, solve
+from vramfit.planner.step_profiler import StepProfile
 
 
-def layers(seed: int, *, count: int, ops: int, kinds: int = 1, growth: int = 0) -> Observation:
+def layers(seed: int, *, count: int, ops: int, kinds: int = 1, growth: int = 0) -> StepProfile:
     """A step of blocks of some kinds in turn, whose gradients grow by so many MiB from one to the next."""
     draw = random.Random(seed)
     made = [
@@ -33,7 +33,7 @@ def layers(seed: int, *, count: int, ops: int, kinds: int = 1, growth: int = 0) 
     return replace(once, stretches=tuple(grown))
 
 
-def _cost(observed: Observation, found: object) -> float:
+def _cost(observed: StepProfile, found: object) -> float:
     decisions = found.decisions  # type: ignore[attr-defined]
     return sum(
         recompute_seconds(one, decisions[one.path].saved) for one in observed.blocks if one.path in decisions
@@ -45,10 +45,10 @@ def _cost(observed: Observation, found: object) -> float:
 def test_equal_blocks_are_as_cheap_as_the_best_of_all_choices(seed: int, growth: int) -> None:
     observed = layers(seed, count=4, ops=2, kinds=1 + seed % 2, growth=growth)
     assert max(len(group.blocks) for group in groups_of(observed)) > 1
-    plain, lowest = predicted_peak(observed, {}), lowest_peak(observed, Terms())
+    plain, lowest = predicted_peak(observed, {}), lowest_peak(observed, IlpOptions())
     for share in (0.0, 0.3, 0.6, 0.9):
         budget = round(lowest + share * (plain - lowest))
-        found, best = solve(observed, budget, Terms(gap=0.0)), _best(observed, budget)
+        found, best = solve(observed, budget, IlpOptions(gap=0.0)), _best(observed, budget)
         assert found is not None
         assert best is not None
         assert found.gap is not None
@@ -60,7 +60,7 @@ def test_equal_blocks_are_as_cheap_as_the_best_of_all_choices(seed: int, growth:
 
 def test_many_equal_blocks_are_solved_to_the_end_within_a_second() -> None:
     observed = layers(4, count=48, ops=24, growth=3)
-    terms = Terms(
+    terms = IlpOptions(
         time_limit=1.0, offload=True, host_bytes=1 << 40, link_bytes_per_second=2e9, window=64 * MIB
     )
     plain, lowest = predicted_peak(observed, {}), lowest_peak(observed, terms)
@@ -85,7 +85,7 @@ def test_blocks_that_do_not_wait_for_one_another_are_no_group() -> None:
 def test_equal_blocks_share_the_host() -> None:
     observed = layers(5, count=12, ops=3)
     kept = observed.blocks[0].kept_bytes
-    terms = Terms(
+    terms = IlpOptions(
         recompute=False, offload=True, host_bytes=5 * kept, link_bytes_per_second=1e9, window=MIB, gap=0.0
     )
     plain = predicted_peak(observed, {})

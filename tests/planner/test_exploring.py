@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from tests.planner.test_search import CONTEXT, GPU, MIB, workload
 
-from vramfit.planner.request import Request
-from vramfit.planner.search import Search
-from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.request import PlanRequest
+from vramfit.planner.search import PlanSearch
 from vramfit.workload import Workload
 
 
-class Listing(VirtualDevice):
+class Listing(VirtualBackend):
     """A card that notes what is run on it."""
 
     def __init__(self) -> None:
@@ -29,12 +29,12 @@ class Listing(VirtualDevice):
 def test_settings_of_the_allocator_are_tried_only_where_they_could_help(budget: int, tried: bool) -> None:
     # Each result is of 64 MiB: at 800 MiB one less is recomputed with the 24 MiB that the allocator holds beside them.
     asked, device = workload(256, 1 << 16), Listing()
-    Search(device=device, request=_request(asked, budget * MIB)).best()
+    PlanSearch(device=device, request=_request(asked, budget * MIB)).best()
     assert any("allocator-settings" in names for names in device.ran) == tried
 
 
-def _request(asked: Workload, budget: int) -> Request:
-    return Request(
+def _request(asked: Workload, budget: int) -> PlanRequest:
+    return PlanRequest(
         workload=asked,
         sizes=asked.sizes,
         budget_bytes=CONTEXT + budget,
@@ -47,7 +47,7 @@ def _request(asked: Workload, budget: int) -> Request:
 def test_a_trial_of_micro_batches_waits_until_there_is_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = workload(256, 1 << 16)
     order: list[str] = []
-    request = Request(
+    request = PlanRequest(
         workload=asked,
         sizes=asked.sizes,
         budget_bytes=CONTEXT + 800 * MIB,
@@ -55,7 +55,7 @@ def test_a_trial_of_micro_batches_waits_until_there_is_a_plan(monkeypatch: pytes
         allowed=frozenset({"activation-checkpointing", "micro-batching", "optimizer-kernel"}),
         entries=False,
     )
-    search = Search(device=Listing(), request=request, progress=order.append)
+    search = PlanSearch(device=Listing(), request=request, progress=order.append)
     search.plan()
     assert "whether batches can be cut" in order
     tried = order.index("whether batches can be cut")

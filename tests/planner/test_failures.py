@@ -15,8 +15,8 @@ from torch import nn
 
 from vramfit.gpus import find_gpu
 from vramfit.planner import tasks
+from vramfit.planner.devices.virtual import VirtualBackend
 from vramfit.planner.failures import own_failure, told
-from vramfit.planner.virtual_device import VirtualDevice
 from vramfit.workload import Workload
 
 CARD = find_gpu("RTX 4090")
@@ -88,7 +88,7 @@ def _job(tmp_path: Path, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def _asked(task: Callable[..., Any], workload: Workload, job: dict[str, Any]) -> dict[str, Any]:
-    device = VirtualDevice(CARD, alloc_conf="", host_bytes=1 << 33)
+    device = VirtualBackend(CARD, alloc_conf="", host_bytes=1 << 33)
     try:
         task(workload, device, job, lambda _text: None)
     except Exception as error:
@@ -164,7 +164,7 @@ def test_a_plan_with_an_unknown_technique_or_size_is_told(tmp_path: Path) -> Non
 def test_what_no_batch_fits_says_what_one_takes(tmp_path: Path) -> None:
     found = tasks.fit(
         MLP,
-        VirtualDevice(CARD, alloc_conf="", host_bytes=0),
+        VirtualBackend(CARD, alloc_conf="", host_bytes=0),
         _job(tmp_path, {}) | {"budget": CARD.typical_context_bytes + 1},
         lambda _text: None,
     )

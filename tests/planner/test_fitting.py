@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from vramfit.planner.bracketing import CEILING
-from vramfit.planner.fitting import CardCheck, Largest, largest, largest_up_to, with_card
-from vramfit.planner.price import Price
+from vramfit.planner.devices.cost import StepCost
+from vramfit.planner.largest_size import CEILING, CardCheck, LargestSize, largest, largest_up_to, with_card
 from vramfit.workload import Workload
 
 WORKLOAD = Workload(
@@ -32,12 +31,12 @@ class Formula:
         self.need = need
         self.asked: list[dict[str, int]] = []
 
-    def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> Price:
+    def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
         assert workload is WORKLOAD
         self.asked.append(sizes)
         need = self.need(sizes["batch_size"], sizes["length"])
         fits = budget is None or need <= budget
-        return Price(
+        return StepCost(
             fits=fits,
             peak_allocated_bytes=need,
             peak_reserved_bytes=need,
@@ -48,7 +47,7 @@ class Formula:
         raise AssertionError("nothing is observed here")
 
 
-def search(device: Formula, limit: int, *, start: int = 8, name: str = "batch_size") -> Largest:
+def search(device: Formula, limit: int, *, start: int = 8, name: str = "batch_size") -> LargestSize:
     return largest(device, WORKLOAD, {**WORKLOAD.sizes, name: start}, name, limit)  # type: ignore[arg-type]
 
 
@@ -145,7 +144,7 @@ def test_a_value_at_which_the_workload_fails_does_not_fit_and_is_told() -> None:
 
 def test_what_techniques_take_of_the_host_is_held_to_its_budget() -> None:
     class Offloading(Formula):
-        def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> Price:
+        def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
             return replace(super().price(workload, sizes, budget), host_bytes=10 * sizes["batch_size"])
 
     device = Offloading(lambda batch, _: batch)

@@ -14,15 +14,16 @@ from tests.planner.test_reducing import _profile, _tall, contrastive
 from tests.planner.test_search_clock import Second, Timed
 from tests.techniques.toys import all_toys
 
-from vramfit.planner import comparing, reducing
-from vramfit.planner.clock import INTERRUPTED, Clock, SearchStopped
-from vramfit.planner.comparing import hold
-from vramfit.planner.evidence import Evidence
-from vramfit.planner.frames import Frames
-from vramfit.planner.limiting import TimeOver, limited
-from vramfit.planner.memory import Memory
-from vramfit.planner.reducing import cutting_of
-from vramfit.planner.request import Request
+from vramfit.planner import gradient_check
+from vramfit.planner.candidates import Candidates
+from vramfit.planner.gradient_check import hold
+from vramfit.planner.micro_batch_trial import trial
+from vramfit.planner.micro_batch_trial.trial import cutting_of
+from vramfit.planner.request import PlanRequest
+from vramfit.planner.search_cache.cache import SearchCache
+from vramfit.planner.search_cache.evidence import Evidence
+from vramfit.planner.search_clock import INTERRUPTED, SearchClock, SearchStopped
+from vramfit.planner.time_limit import TimeOver, limited
 from vramfit.workload import Batch
 
 
@@ -54,7 +55,7 @@ def _chain(second: Second, late: Callable[[], None]) -> tuple[torch.Tensor, list
 
 def test_a_backward_pass_ends_between_two_operations() -> None:
     second = Second()
-    clock = Clock(now=second)
+    clock = SearchClock(now=second)
 
     def late() -> None:
         second.time = 9.0
@@ -75,7 +76,7 @@ def test_a_backward_pass_ends_between_two_operations() -> None:
 
 def test_half_of_what_a_search_has_left_is_the_limit() -> None:
     second = Second()
-    clock = Clock(limit=100.0, now=second)
+    clock = SearchClock(limit=100.0, now=second)
     with clock.running():
         second.time = 10.0
     with clock.sparing(1), limited(clock, 60.0):
@@ -89,20 +90,20 @@ def test_half_of_what_a_search_has_left_is_the_limit() -> None:
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_trial_that_takes_too_long_is_none(by_name: bool) -> None:
     workload = replace(all_toys()["mlp"], loss=contrastive)
-    found = cutting_of(workload, _profile(workload), by_name=by_name, clock=Clock(now=Ticks()))
+    found = cutting_of(workload, _profile(workload), by_name=by_name, clock=SearchClock(now=Ticks()))
     assert (found.setting is not None, found.known, found.over) == (by_name, False, True)
     assert "was not tried, since the time was over; it is " in found.note
     assert ("it is left out unless it is allowed by its name" in found.note) is not by_name
 
 
 def test_what_takes_too_long_is_tried_by_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reducing, "_LONGEST", 1000.0)
+    monkeypatch.setattr(trial, "_LONGEST", 1000.0)
     workload = _tall()
-    found = cutting_of(workload, _profile(workload), clock=Clock(now=Ticks()))
+    found = cutting_of(workload, _profile(workload), clock=SearchClock(now=Ticks()))
     assert found.setting is not None and not found.over
     assert "was tried with a stand-in of the same code with 2 of 12 layers" in found.note
-    monkeypatch.setattr(reducing, "_LONGEST", 1e6)
-    found = cutting_of(workload, _profile(workload), clock=Clock(now=Ticks()))
+    monkeypatch.setattr(trial, "_LONGEST", 1e6)
+    found = cutting_of(workload, _profile(workload), clock=SearchClock(now=Ticks()))
     assert "was tried with the model itself" in found.note
 
 
@@ -111,7 +112,7 @@ def test_encoders_that_were_not_tried_in_time_are_not_offered(monkeypatch: pytes
         raise TimeOver
 
     workload = replace(all_toys()["mlp"], loss=contrastive)
-    monkeypatch.setattr(reducing, "try_encoders", late)
+    monkeypatch.setattr(trial, "try_encoders", late)
     found = cutting_of(workload, _profile(workload), by_name=True)
     assert (found.setting, found.encoders, found.known, found.over) == (None, (), True, True)
     assert "in pieces was not tried, since the time was over" in found.note
@@ -121,14 +122,14 @@ def test_the_next_search_tries_what_this_one_had_no_time_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workload = all_toys()["mlp"]
-    request = Request(workload=workload, sizes=workload.sizes, budget_bytes=1 << 33, host_bytes=1 << 30)
+    request = PlanRequest(workload=workload, sizes=workload.sizes, budget_bytes=1 << 33, host_bytes=1 << 30)
 
-    def frames() -> Frames:
-        memory = Memory(tmp_path / "search.jsonl", Evidence(JOB, tmp_path))
-        return Frames(device=Timed(Second()), request=request, memory=memory)
+    def frames() -> Candidates:
+        memory = SearchCache(tmp_path / "search.jsonl", Evidence(JOB, tmp_path))
+        return Candidates(device=Timed(Second()), request=request, memory=memory)
 
     with monkeypatch.context() as short:
-        short.setattr(reducing, "_LONGEST", 0.0)
+        short.setattr(trial, "_LONGEST", 0.0)
         first = frames()
         assert first.cutting.setting is None
         assert any("not tried, since the time was over" in note for note in first.notes(()))
@@ -151,7 +152,7 @@ def test_the_next_search_tries_what_this_one_had_no_time_for(
 def test_a_comparison_that_takes_too_long_is_said_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = all_toys()["language-tied"]
     plan = _plan(workload, activation_checkpointing=LAYERS)
-    monkeypatch.setattr(comparing, "_LONGEST", 0.0)
+    monkeypatch.setattr(gradient_check, "_LONGEST", 0.0)
     found = hold(workload, plan)
     assert found.fault is None
     assert "were not compared with the plain program's, since the time was over" in found.note

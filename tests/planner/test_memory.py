@@ -12,25 +12,25 @@ import pytest
 from tests.planner.test_search import CONTEXT, GPU, MIB
 from tests.planner.test_search_clock import Second, Timed, request
 
-from vramfit.planner.clock import TIME_OVER, Clock
-from vramfit.planner.evidence import Evidence, digest_of
-from vramfit.planner.memory import Memory
 from vramfit.planner.plan import Plan
-from vramfit.planner.run import Room, plan_in_child
-from vramfit.planner.search import Search
-from vramfit.planner.storing import NAME, remembered
+from vramfit.planner.run import MemoryBudget, plan_in_child
+from vramfit.planner.search import PlanSearch
+from vramfit.planner.search_cache.cache import SearchCache
+from vramfit.planner.search_cache.evidence import Evidence, digest_of
+from vramfit.planner.search_cache.storage import NAME, remembered
+from vramfit.planner.search_clock import TIME_OVER, SearchClock
 from vramfit.virtual.job import plain_spec
 
 JOB: dict[str, Any] = {"target": "work.py:training", "gpu": plain_spec(GPU), "alloc_conf": None}
 
 
-def searched(folder: Path, *, limit: float | None = None, **other: Any) -> tuple[Plan, Timed, Memory]:
+def searched(folder: Path, *, limit: float | None = None, **other: Any) -> tuple[Plan, Timed, SearchCache]:
     """A search with what is remembered in a folder."""
     second = Second()
     device = Timed(second)
-    memory = Memory(folder / "search.jsonl", Evidence(JOB, folder))
-    search = Search(
-        device=device, request=request(**other), clock=Clock(limit=limit, now=second), memory=memory
+    memory = SearchCache(folder / "search.jsonl", Evidence(JOB, folder))
+    search = PlanSearch(
+        device=device, request=request(**other), clock=SearchClock(limit=limit, now=second), memory=memory
     )
     return search.plan(), device, memory
 
@@ -178,7 +178,7 @@ def test_calls_go_on_from_one_another_until_a_file_is_another(tmp_path: Path) ->
     layers.write_text("4")
 
     def planned(*, fresh: bool = False) -> Plan:
-        room = Room(gpu=GPU, budget=CONTEXT + 80 * MIB, host_bytes=1 << 34)
+        room = MemoryBudget(gpu=GPU, budget=CONTEXT + 80 * MIB, host_bytes=1 << 34)
         chosen = ["activation-checkpointing", "step-in-backward"]
         return plan_in_child(f"{tmp_path}/work.py:training", room, allow=chosen, fresh=fresh).plan
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from vramfit.planner.outlook import Effect, Outlook, Part, Parts, guesses
+from vramfit.planner.memory_estimate import Effect, MemoryEstimate, Part, Parts, guesses
 
-PLAIN = Outlook(
+PLAIN = MemoryEstimate(
     weights=25.0,
     states=50.0,
     gradients=25.0,
@@ -32,8 +32,8 @@ EFFECTS = {
 }
 
 
-def _within(limit: float) -> Callable[[Outlook], tuple[float, float]]:
-    def score(outlook: Outlook) -> tuple[float, float]:
+def _within(limit: float) -> Callable[[MemoryEstimate], tuple[float, float]]:
+    def score(outlook: MemoryEstimate) -> tuple[float, float]:
         if outlook.lowest > limit:
             return (1.0, outlook.lowest)
         return (0.0, outlook.seconds_within(limit))
@@ -41,7 +41,7 @@ def _within(limit: float) -> Callable[[Outlook], tuple[float, float]]:
     return score
 
 
-def _best(limit: float, seen: dict[Parts, Outlook] | None = None) -> Parts:
+def _best(limit: float, seen: dict[Parts, MemoryEstimate] | None = None) -> Parts:
     found = guesses(seen or {frozenset(): PLAIN}, EFFECTS, lambda _: True, _within(limit))
     return next(iter(found)).parts
 

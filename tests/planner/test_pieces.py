@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.planner.made import block, observation, op
 
-from vramfit.planner.pieces import LOOKED_PIECES, fewer_pieces, repeated
+from vramfit.planner.micro_batch_runs import LOOKED_PIECES, fewer_pieces, repeated
 from vramfit.techniques import Choice, find_technique
 from vramfit.techniques.micro_batching import MicroBatchingSetting
 

@@ -14,10 +14,10 @@ from tests.techniques.toys import all_toys, gradients, language_loss
 from torch.optim.swa_utils import AveragedModel
 
 from vramfit.errors import UsageError
-from vramfit.planner.plan import Aim, Figures, Plan, plan_of
+from vramfit.planner.plan import Plan, PlanFigures, PlanTarget, plan_of
 from vramfit.techniques import Choice, find_technique, setting_from_plain
 
-_NONE = Figures(peak_allocated_bytes=0, peak_reserved_bytes=0, total_bytes=0)
+_NONE = PlanFigures(peak_allocated_bytes=0, peak_reserved_bytes=0, total_bytes=0)
 
 
 def _plan(**settings: dict[str, object]) -> Plan:
@@ -25,7 +25,7 @@ def _plan(**settings: dict[str, object]) -> Plan:
     for name, plain in settings.items():
         technique = find_technique(name.replace("_", "-"))
         choices.append(Choice(technique=technique, setting=setting_from_plain(technique, plain)))
-    return plan_of(choices, Aim(device="CPU", budget_bytes=1), _NONE, _NONE)
+    return plan_of(choices, PlanTarget(device="CPU", budget_bytes=1), _NONE, _NONE)
 
 
 def _layers() -> dict[str, object]:

@@ -13,11 +13,11 @@ from tests.techniques.toys import all_toys
 from torch import nn
 
 from vramfit.gpus import find_gpu
-from vramfit.planner import reducing, stand_in
-from vramfit.planner.frames import Frames
-from vramfit.planner.reducing import cutting_of
-from vramfit.planner.request import Request
-from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.planner.candidates import Candidates
+from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.micro_batch_trial import stand_in, trial
+from vramfit.planner.micro_batch_trial.trial import cutting_of
+from vramfit.planner.request import PlanRequest
 from vramfit.techniques import Profile
 from vramfit.techniques.micro_batching import Reduction
 from vramfit.workload import Batch, Workload
@@ -94,7 +94,7 @@ def test_a_model_that_is_too_large_is_tried_by_a_stand_in(
 ) -> None:
     workload = _tall(contrastive if coupled else None)
     large = sum(parameter.numel() * 4 for parameter in workload.model().parameters())
-    monkeypatch.setattr(reducing, "_MOST", large // 2)
+    monkeypatch.setattr(trial, "_MOST", large // 2)
     monkeypatch.setattr(stand_in, "_LARGE", 500)  # so that weights are made without values
     found = cutting_of(workload, _profile(workload))
     assert (found.setting is None) is coupled
@@ -104,7 +104,7 @@ def test_a_model_that_is_too_large_is_tried_by_a_stand_in(
 
 def test_what_was_not_tried_is_left_out_unless_it_is_allowed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = replace(all_toys()["mlp"], loss=contrastive)
-    monkeypatch.setattr(reducing, "_MOST", 0)
+    monkeypatch.setattr(trial, "_MOST", 0)
     found = cutting_of(workload, _profile(workload))
     assert (found.setting, found.known) == (None, False)
     assert "was not tried, since the model is too large for it here; it is left out" in found.note
@@ -181,10 +181,10 @@ def test_only_what_can_be_cut_is_offered_in_pieces(loss: object) -> None:
         toy if loss is None else replace(toy, loss=loss),  # type: ignore[arg-type]
         optimizer=lambda parameters: torch.optim.SGD(_list(parameters), lr=0.1),
     )
-    request = Request(
+    request = PlanRequest(
         workload=workload, sizes=workload.sizes, budget_bytes=1 << 33, allowed=frozenset({"micro-batching"})
     )
-    frames = Frames(device=VirtualDevice(find_gpu("RTX 4090"), alloc_conf=""), request=request)
+    frames = Candidates(device=VirtualBackend(find_gpu("RTX 4090"), alloc_conf=""), request=request)
     offered = list(frames.options(frames.plain))
     assert bool(offered) == (loss is None)
     assert all("micro-batching" in note for note in frames.notes(offered))

@@ -12,14 +12,14 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
-from vramfit.planner.frames import Frames
-from vramfit.planner.growing import grown_size, search_for
-from vramfit.planner.price import Price
-from vramfit.planner.request import MEMORY, NothingFits, Request
-from vramfit.planner.search import Search
-from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.planner.candidates import Candidates
+from vramfit.planner.devices.cost import StepCost
+from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.largest_size import grown_size, search_for
+from vramfit.planner.request import MEMORY, NothingFits, PlanRequest
+from vramfit.planner.search import PlanSearch
 from vramfit.techniques import Choice, Numerics, find_technique
-from vramfit.techniques.applied import AppliedWorkload
+from vramfit.techniques.core.applied import AppliedWorkload
 from vramfit.techniques.low_precision_training import LowPrecisionTrainingSetting
 from vramfit.workload import Workload
 
@@ -57,8 +57,8 @@ def workload(width: int, batch_size: int) -> Workload:
     )
 
 
-def _request(asked: Workload, budget: int, **other: object) -> Request:
-    return Request(
+def _request(asked: Workload, budget: int, **other: object) -> PlanRequest:
+    return PlanRequest(
         workload=asked,
         sizes=asked.sizes,
         budget_bytes=CONTEXT + budget,
@@ -67,8 +67,8 @@ def _request(asked: Workload, budget: int, **other: object) -> Request:
     )
 
 
-def _device() -> VirtualDevice:
-    return VirtualDevice(GPU, alloc_conf="", host_bytes=1 << 34)
+def _device() -> VirtualBackend:
+    return VirtualBackend(GPU, alloc_conf="", host_bytes=1 << 34)
 
 
 def test_techniques_that_fit_only_together_are_found() -> None:
@@ -77,7 +77,7 @@ def test_techniques_that_fit_only_together_are_found() -> None:
     budget = 70 * MIB
     allowed = frozenset({"low-precision-training", "optimizer-offload", "optimizer-kernel"})
     request = _request(asked, budget, numerics=Numerics.PRECISION, allowed=allowed)
-    search = Search(device=_device(), request=request)
+    search = PlanSearch(device=_device(), request=request)
     plan = search.plan()
     assert {"low-precision-training", "optimizer-offload"} == {choice.name for choice in plan.choices}
     alone = [frame.profile.peak_reserved_bytes for frame in search.seen() if len(frame.choices) == 1]
@@ -97,7 +97,7 @@ def test_a_search_goes_on_from_techniques_that_it_begins_with() -> None:
         numerics=Numerics.PRECISION,
         allowed=frozenset({"low-precision-training", "optimizer-kernel"}),
     )
-    search = Search(device=_device(), request=request, start=(start,))
+    search = PlanSearch(device=_device(), request=request, start=(start,))
     best = search.best()
     assert "low-precision-training" in {choice.name for choice in best.frame.choices}
     assert any(len(frame.choices) > 1 and start in frame.choices for frame in search.seen())
@@ -137,7 +137,7 @@ def test_the_lowest_peak_is_that_of_a_run() -> None:
     request = _request(
         asked, 1 << 30, objective=MEMORY, allowed=frozenset({"activation-checkpointing", "micro-batching"})
     )
-    plan = Search(device=_device(), request=request).plan()
+    plan = PlanSearch(device=_device(), request=request).plan()
     assert plan.after.peak_allocated_bytes < plan.before.peak_allocated_bytes / 3
     # Priced by eight of the pieces, run with all of them.
     full = _device().price(plan.apply(asked), dict(asked.sizes), None)
@@ -168,7 +168,7 @@ def test_a_technique_that_breaks_the_model_is_left_out_and_told() -> None:
         optimizer=adamw,
     )
     request = _request(asked, 1 << 30, allowed=frozenset({"channels-last", "tf32"}), entries=False)
-    plan = Search(device=_device(), request=request).plan()
+    plan = PlanSearch(device=_device(), request=request).plan()
     assert "channels-last" not in {choice.name for choice in plan.choices}
     (note,) = plan.notes
     assert note.startswith("channels-last is left out: the workload fails with it (RuntimeError: ")
@@ -181,7 +181,7 @@ def test_what_is_offloaded_stays_within_the_hosts_budget(host: int) -> None:
         _request(asked, 1 << 30, objective=MEMORY, allowed=frozenset({"activation-offload"}), entries=False),
         host_bytes=host * MIB,
     )
-    plan = Search(device=_device(), request=request).plan()
+    plan = PlanSearch(device=_device(), request=request).plan()
     assert plan.fits
     assert plan.after.host_bytes <= host * MIB
     assert not replace(plan, aim=replace(plan.aim, host_budget_bytes=1)).fits or not plan.entries
@@ -219,14 +219,14 @@ def test_a_size_ends_where_the_model_does() -> None:
 
 
 def test_a_combination_that_fails_or_is_refused_is_told() -> None:
-    class Failing(VirtualDevice):
+    class Failing(VirtualBackend):
         error: Exception = RuntimeError("two hooks on one tensor")
 
         def observe(self, *_: object) -> Any:
             raise self.error
 
     device = Failing(GPU, alloc_conf="")
-    frames = Frames(device=device, request=_request(workload(32, 4), 1 << 30))
+    frames = Candidates(device=device, request=_request(workload(32, 4), 1 << 30))
     tf32, kernel, release = (
         Choice(technique=find_technique(name), setting=find_technique(name).setting_type())
         for name in ("tf32", "optimizer-kernel", "early-release")
@@ -241,8 +241,8 @@ def test_a_combination_that_fails_or_is_refused_is_told() -> None:
 
 
 def test_a_plan_that_cannot_be_run_is_none_and_says_why() -> None:
-    class Breaking(VirtualDevice):
-        def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> Price:
+    class Breaking(VirtualBackend):
+        def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
             if isinstance(workload, AppliedWorkload):
                 raise RuntimeError("these two do not go together")
             return super().price(workload, sizes, budget)
@@ -250,7 +250,7 @@ def test_a_plan_that_cannot_be_run_is_none_and_says_why() -> None:
     device = Breaking(GPU, alloc_conf="", host_bytes=1 << 34)
     asked, allowed = workload(256, 1 << 16), frozenset({"activation-checkpointing"})
     with pytest.raises(NothingFits) as error:
-        Search(device=device, request=_request(asked, 700 * MIB, allowed=allowed, entries=False)).plan()
+        PlanSearch(device=device, request=_request(asked, 700 * MIB, allowed=allowed, entries=False)).plan()
     assert not error.value.plan.fits
     assert error.value.plan.notes[0] == (
         "activation-checkpointing is left out: the workload fails with it "

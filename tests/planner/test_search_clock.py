@@ -15,13 +15,13 @@ import torch
 from tests.planner.test_search import CONTEXT, GPU, MIB, workload
 
 from vramfit.errors import UsageError
-from vramfit.planner.clock import INTERRUPTED, TIME_OVER, Clock, SearchStopped
-from vramfit.planner.document import plan_from_toml, plan_to_toml
-from vramfit.planner.growing import search_for
-from vramfit.planner.price import Price
-from vramfit.planner.request import NothingFits, Request
-from vramfit.planner.search import Search
-from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.planner.devices.cost import StepCost
+from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.largest_size import search_for
+from vramfit.planner.plan_file import plan_from_toml, plan_to_toml
+from vramfit.planner.request import NothingFits, PlanRequest
+from vramfit.planner.search import PlanSearch
+from vramfit.planner.search_clock import INTERRUPTED, TIME_OVER, SearchClock, SearchStopped
 from vramfit.planning import plan as plan_for
 from vramfit.workload import Workload
 
@@ -38,7 +38,7 @@ class Second:
         return self.time
 
 
-class Timed(VirtualDevice):
+class Timed(VirtualBackend):
     """A card that takes a second for each run, and may be interrupted at one of them."""
 
     def __init__(self, second: Second, interrupt_at: int = 0) -> None:
@@ -57,21 +57,23 @@ class Timed(VirtualDevice):
         self._begin()
         return super().observe(*given)
 
-    def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> Price:
+    def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
         self._begin()
         return super().price(workload, sizes, budget)
 
 
-def request(**other: Any) -> Request:
+def request(**other: Any) -> PlanRequest:
     asked = workload(256, 1 << 16)
     given: dict[str, Any] = {"budget_bytes": CONTEXT + 800 * MIB, "host_bytes": 1 << 34, "allowed": ALLOWED}
-    return Request(workload=asked, sizes=asked.sizes, **(given | other))
+    return PlanRequest(workload=asked, sizes=asked.sizes, **(given | other))
 
 
-def searched(limit: float | None, interrupt_at: int = 0, **other: Any) -> tuple[Search, Timed]:
+def searched(limit: float | None, interrupt_at: int = 0, **other: Any) -> tuple[PlanSearch, Timed]:
     second = Second()
     device = Timed(second, interrupt_at)
-    return Search(device=device, request=request(**other), clock=Clock(limit=limit, now=second)), device
+    return PlanSearch(
+        device=device, request=request(**other), clock=SearchClock(limit=limit, now=second)
+    ), device
 
 
 @pytest.mark.parametrize("limit", [4.5, 5.5, 6.5])
@@ -85,7 +87,9 @@ def test_a_limited_search_ends_in_time_with_the_best_so_far(limit: float) -> Non
     assert plan.solved.first_plan_seconds <= 5
     assert plan.notes[0].startswith("The best so far: the search had no more time after ")
     assert plan_from_toml(plan_to_toml(plan)).solved == plan.solved
-    assert VirtualDevice.price(device, plan.apply(workload(256, 1 << 16)), dict(plan.aim.sizes), 1 << 40).fits
+    assert VirtualBackend.price(
+        device, plan.apply(workload(256, 1 << 16)), dict(plan.aim.sizes), 1 << 40
+    ).fits
 
 
 def test_a_search_with_time_enough_says_nothing_of_it() -> None:
@@ -138,7 +142,7 @@ def test_a_size_that_grows_is_the_largest_so_far(interrupted: bool) -> None:
 
 def test_time_is_left_for_what_comes_behind() -> None:
     second = Second()
-    clock = Clock(limit=10, now=second)
+    clock = SearchClock(limit=10, now=second)
     with clock.running():
         second.time = 3
     with clock.sparing(1):

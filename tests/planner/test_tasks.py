@@ -13,25 +13,25 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
-from vramfit.planner.checking import check_workload
-from vramfit.planner.request import NothingFits, Request
-from vramfit.planner.search import Search
+from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.request import NothingFits, PlanRequest
+from vramfit.planner.search import PlanSearch
 from vramfit.planner.tasks import fit, sizes_of, verify_values
-from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.planner.workload_check import check_workload
 from vramfit.workload import Workload
 
 MIB = 1 << 20
 
 
-def _device() -> VirtualDevice:
-    return VirtualDevice(find_gpu("RTX 4090"), alloc_conf="", host_bytes=1 << 34)
+def _device() -> VirtualBackend:
+    return VirtualBackend(find_gpu("RTX 4090"), alloc_conf="", host_bytes=1 << 34)
 
 
 def _plan(workload: Workload, budget: int, *allowed: str) -> None:
-    request = Request(
+    request = PlanRequest(
         workload=workload, sizes=workload.sizes, budget_bytes=budget, allowed=frozenset(allowed)
     )
-    Search(device=_device(), request=request).plan()
+    PlanSearch(device=_device(), request=request).plan()
 
 
 @pytest.mark.parametrize(

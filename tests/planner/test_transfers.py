@@ -11,15 +11,15 @@ from tests.planner.made import MIB, block, observation, op
 from torch import nn
 
 from vramfit.gpus import find_gpu
-from vramfit.planner.choosing import activation_choices, places, window_bytes
-from vramfit.planner.decisions import OVERHEAD_SECONDS, Decision, Fate, Terms
-from vramfit.planner.observing import Observation
-from vramfit.planner.transfers import spread, waiting_seconds
-from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.planner.activation_ilp.choices import activation_choices, places, window_bytes
+from vramfit.planner.activation_ilp.decisions import OVERHEAD_SECONDS, Decision, DecisionKind, IlpOptions
+from vramfit.planner.activation_ilp.transfers import spread, waiting_seconds
+from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.step_profiler import StepProfile
 from vramfit.techniques import with_choices
 from vramfit.workload import Workload
 
-AWAY = Decision(Fate.OFFLOAD)
+AWAY = Decision(DecisionKind.OFFLOAD)
 
 
 class _Layer(nn.Module):
@@ -55,10 +55,10 @@ _WORKLOAD = Workload(
 
 
 @pytest.fixture(scope="module")
-def seen() -> tuple[VirtualDevice, Observation, Terms]:
-    device = VirtualDevice(find_gpu("RTX 4090"), host_bytes=1 << 40)
+def seen() -> tuple[VirtualBackend, StepProfile, IlpOptions]:
+    device = VirtualBackend(find_gpu("RTX 4090"), host_bytes=1 << 40)
     profile, observed = device.observe(_WORKLOAD, dict(_WORKLOAD.sizes), places)
-    terms = Terms(
+    terms = IlpOptions(
         offload=True,
         host_bytes=1 << 40,
         link_bytes_per_second=profile.link_bytes_per_second,
@@ -69,7 +69,7 @@ def seen() -> tuple[VirtualDevice, Observation, Terms]:
 
 @pytest.mark.parametrize("chosen", [(0, 1, 2, 3, 4, 5), (0, 1, 2), (0, 2, 4)])
 def test_a_run_waits_as_long_as_predicted(
-    chosen: tuple[int, ...], seen: tuple[VirtualDevice, Observation, Terms]
+    chosen: tuple[int, ...], seen: tuple[VirtualBackend, StepProfile, IlpOptions]
 ) -> None:
     device, observed, terms = seen
     decisions = {observed.blocks[index].path: AWAY for index in chosen}
@@ -81,10 +81,10 @@ def test_a_run_waits_as_long_as_predicted(
     assert predicted == pytest.approx(waited, rel=0.02)
 
 
-def _row() -> tuple[Observation, Terms]:
+def _row() -> tuple[StepProfile, IlpOptions]:
     """Blocks that take 2 ms forward and 4 back, and 5 ms to cross; the window holds 2 ms."""
     observed = observation([block(index, [op(10, 1.0), op(10, 1.0)]) for index in range(6)])
-    return observed, Terms(
+    return observed, IlpOptions(
         offload=True, host_bytes=1 << 40, link_bytes_per_second=4 * 1024 * MIB, window=8 * MIB
     )
 

@@ -12,7 +12,7 @@ from tests.planner.test_plan import _layers, _plan
 from tests.techniques.toys import all_toys
 from torch import nn
 
-from vramfit.planner.verifying import (
+from vramfit.planner.verify import (
     LOSS_SHARE,
     ROUNDING_ERROR,
     Verification,
@@ -24,7 +24,7 @@ from vramfit.planner.verifying import (
 )
 from vramfit.report.verification import print_verification
 from vramfit.techniques import Numerics
-from vramfit.techniques.silencing import silence_dropout
+from vramfit.techniques.support.silencing import silence_dropout
 
 
 def test_a_bitwise_plan_is_equal_in_every_gradient_and_loss() -> None:

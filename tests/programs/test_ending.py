@@ -18,7 +18,7 @@ from torch._library import simple_registry
 from vramfit.patching import PatchStack
 from vramfit.programs import running, stopping
 from vramfit.programs.limits import NO_LIMITS
-from vramfit.programs.status import State, read_status
+from vramfit.programs.status import ChildState, read_status
 from vramfit.programs.stopping import Stopping
 from vramfit.trace.progress import End, Unit
 
@@ -105,14 +105,14 @@ def test_a_program_may_be_ended_by_a_thread_of_it(child: Stopping) -> None:
 def test_threads_are_told_after_the_main_one_has_ended(child: Stopping, tmp_path: Path) -> None:
     child.over()
     child.stop(End.TIME)  # by an order, that the main thread hears while it waits for the others
-    assert read_status(tmp_path).state is State.STOPPING
+    assert read_status(tmp_path).state is ChildState.STOPPING
     assert isinstance(in_a_thread(child.check), SystemExit)
 
 
 def test_what_is_told_while_results_are_saved_changes_nothing(child: Stopping, tmp_path: Path) -> None:
     child.ended(7, OWN)
     assert in_a_thread(lambda: child.stop(End.STEPS)) is None
-    assert read_status(tmp_path).state is State.SAVING and child.progress.end is End.PROGRAM
+    assert read_status(tmp_path).state is ChildState.SAVING and child.progress.end is End.PROGRAM
 
 
 def test_counting_does_not_take_back_an_end(child: Stopping, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_counting_does_not_take_back_an_end(child: Stopping, tmp_path: Path) -> 
         child.stop(End.TIME)
     child.note(steps=2, unit=Unit.OPTIMIZER, steady=1)
     told = read_status(tmp_path)
-    assert (told.state, told.progress.end, told.progress.steps) == (State.STOPPING, End.TIME, 2)
+    assert (told.state, told.progress.end, told.progress.steps) == (ChildState.STOPPING, End.TIME, 2)
 
 
 class Unwritable:

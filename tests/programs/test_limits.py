@@ -9,8 +9,8 @@ import pytest
 from vramfit.errors import UsageError
 from vramfit.programs.limits import Limits, limits_from
 from vramfit.programs.status import (
+    ChildState,
     Order,
-    State,
     Status,
     StatusWriter,
     read_order,
@@ -51,7 +51,7 @@ def test_times_that_are_none(time: str) -> None:
 def test_a_status_is_read_as_it_was_told(tmp_path: Path) -> None:
     assert read_status(tmp_path) == Status()
     progress = Progress(end=End.TIME, steps=1 << 40, unit=Unit.FORWARD, steady=7, module="GPTModel")
-    told = Status(state=State.STOPPING, own_terminate=True, progress=progress)
+    told = Status(state=ChildState.STOPPING, own_terminate=True, progress=progress)
     StatusWriter(tmp_path).write(told)
     assert read_status(tmp_path) == told
     assert progress_from_plain(progress.to_plain()) == progress

@@ -24,7 +24,7 @@ from analysis.synthetic import TRAIN, virtual_run
 from report.golden_files import check_golden
 from vramfit.analysis import Reconciliation, reconcile
 from vramfit.report import against_to_json, print_against, render_against
-from vramfit.trace import Actual, Category, Figures, Frame
+from vramfit.trace import Actual, Category, DeviceFigures, Frame
 from vramfit.units import MIB
 
 ROOT = Path("/home/ada/project")
@@ -47,7 +47,7 @@ def equal() -> Reconciliation:
 
 
 def differs() -> Reconciliation:
-    figures = Figures(outside=CONTEXT + 25 * MIB, gpu="NVIDIA A100-SXM4-80GB", torch="2.6.0")
+    figures = DeviceFigures(outside=CONTEXT + 25 * MIB, gpu="NVIDIA A100-SXM4-80GB", torch="2.6.0")
     return reconcile(predicted(changed()), replace(recorded(PROGRAM), figures=(figures,)))
 
 
@@ -66,14 +66,14 @@ def no_history() -> Reconciliation:
 
 
 def figures_alone() -> Reconciliation:
-    figures = Figures(peak_reserved=600 * MIB, peak_allocated=450 * MIB, outside=CONTEXT)
+    figures = DeviceFigures(peak_reserved=600 * MIB, peak_allocated=450 * MIB, outside=CONTEXT)
     return reconcile(predicted(PROGRAM), Actual(name="card.json", figures=(figures,)))
 
 
 def two_devices() -> Reconciliation:
     trace = serve(PROGRAM)
     run = virtual_run(trace, devices=(outcome_of(trace), outcome_of(trace, device=1)))
-    devices = tuple(Figures(device=index, peak_reserved=550 * MIB) for index in (0, 1))
+    devices = tuple(DeviceFigures(device=index, peak_reserved=550 * MIB) for index in (0, 1))
     return reconcile(run, Actual(name="card.json", figures=devices))
 
 

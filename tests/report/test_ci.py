@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from analysis.synthetic import TRAIN, Recorder, gpt_training, oom_run
 from report.golden_files import check_golden
 from vramfit.analysis import (
-    State,
+    PeakState,
     Tolerance,
     baseline_gates,
     budget_gates,
@@ -22,7 +22,7 @@ from vramfit.analysis import (
     state_from_trace,
     used_gates,
 )
-from vramfit.analysis.states import Holding
+from vramfit.analysis._states import Holding
 from vramfit.report import Check
 from vramfit.report.ci.annotations import Annotation, Level, annotations_of, failure_annotation
 from vramfit.report.ci.junit import render_junit, render_junit_failure
@@ -130,7 +130,7 @@ class TestAnnotations:
 
         other = Frame("other.py", 1, "f")
         holdings = (held(1 << 30, other), held(1 << 30, frame), held(3 << 29, frame))
-        states = [State(name="train.py", device=0, reserved=3 << 30, outside=0, holdings=holdings)]
+        states = [PeakState(name="train.py", device=0, reserved=3 << 30, outside=0, holdings=holdings)]
         return Check(target="train.py", gates=budget_gates(states, 2 << 30), states=states)
 
     def test_above_a_baseline_the_line_that_grew_most_is_named(self, grown: Check) -> None:
@@ -148,7 +148,7 @@ class TestAnnotations:
 
     def test_a_baseline_that_could_be_lower_is_a_notice(self) -> None:
         now, before = (
-            [State(name=name, device=0, reserved=size, allocated=size)]
+            [PeakState(name=name, device=0, reserved=size, allocated=size)]
             for name, size in (("train.py", 1 << 30), ("baseline.json", 2 << 30))
         )
         check = Check(target="train.py", gates=baseline_gates(now, before, Tolerance.parse("1%")), states=now)
@@ -179,7 +179,7 @@ class TestSummary:
         assert render_summary(check).count("\n") == 6
 
     def test_nothing_breaks_out_of_it(self) -> None:
-        states = [State(name="x", device=0, gpu="a|b<script>", reserved=2, outside=0)]
+        states = [PeakState(name="x", device=0, gpu="a|b<script>", reserved=2, outside=0)]
         check = Check(target="*x*|`y`\n# <img>", gates=budget_gates(states, 1), states=states)
         text = render_summary(check)
         assert r"\*x\*\|\`y\` \# \<img\>" in text
@@ -189,7 +189,7 @@ class TestSummary:
         assert "\\<b\\>" in render_failure_summary("t", "<b>")
 
     def test_a_card_that_was_not_used(self) -> None:
-        states = [State(name="x", device=0, reserved=0, allocated=0, outside=0)]
+        states = [PeakState(name="x", device=0, reserved=0, allocated=0, outside=0)]
         assert "| ✗ | 0 |  | not used |  |  |" in render_summary(
             Check(target="t", gates=used_gates(states), states=states)
         )
@@ -229,7 +229,7 @@ class TestJunit:
 
     def test_running_out_and_never_using_the_card_are_failures(self, ran_out: Check) -> None:
         assert '"train.py: fits GPU 0"' in render_junit(ran_out)
-        states = [State(name="x", device=0, reserved=0, allocated=0, outside=0)]
+        states = [PeakState(name="x", device=0, reserved=0, allocated=0, outside=0)]
         text = render_junit(Check(target="t", gates=used_gates(states), states=states))
         assert '"t: uses the card"' in text and 'failures="1"' in text
 

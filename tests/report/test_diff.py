@@ -14,7 +14,7 @@ from analysis.synthetic import MODEL, TRAIN, Recorder, fitting_run, gpt_training
 from report.golden_files import check_golden
 from vramfit.analysis import (
     Pair,
-    State,
+    PeakState,
     Tolerance,
     TraceDiff,
     baseline_gates,
@@ -25,7 +25,7 @@ from vramfit.analysis import (
     state_from_trace,
     verdict,
 )
-from vramfit.analysis.states import Holding, states_from_report
+from vramfit.analysis._states import Holding, states_from_report
 from vramfit.report import (
     Check,
     Explanation,
@@ -84,7 +84,7 @@ def test_two_devices_and_a_run_that_ran_out() -> None:
     same = state_from_trace(fitting_run().trace, name="a")
     failed = state_from_trace(oom_run().trace, name="b")
     figures = diff(
-        State(name="card.json", device=1, reserved=MIB), State(name="b", device=1, reserved=3 * MIB)
+        PeakState(name="card.json", device=1, reserved=MIB), PeakState(name="b", device=1, reserved=3 * MIB)
     )
     check_golden("diff-devices.txt", render_diff([diff(same, failed), figures], root=ROOT))
 
@@ -172,7 +172,7 @@ def test_several_are_told_beside_their_sum(
 ) -> None:
     known = holding(1, MIB, MIB), holding(1, 64, 64)
     sides = [
-        State(name=name, device=0, holdings=(replace(known[0], op="aten.add.Tensor"), *of))
+        PeakState(name=name, device=0, holdings=(replace(known[0], op="aten.add.Tensor"), *of))
         for name, of in (
             ("a", [holding(*before)] if before else []),
             ("b", [holding(*after)] if after else []),

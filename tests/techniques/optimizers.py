@@ -10,7 +10,7 @@ import torch
 from tests.techniques.toys import Language, class_loss, classes, language_loss, numbers
 from torch import nn
 
-from vramfit.techniques import Live, Profile
+from vramfit.techniques import AttachedProgram, Profile
 from vramfit.trace import Category, EventKind
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
@@ -52,7 +52,7 @@ def profile_of(workload: Workload, **changed: Any) -> Profile:
     return Profile(model=state.model, optimizer=state.optimizer, sizes=workload.sizes, **{**usual, **changed})
 
 
-def train(live: Live, *, steps: int, seed: int = 0) -> list[float]:
+def train(live: AttachedProgram, *, steps: int, seed: int = 0) -> list[float]:
     """Train a live program of `wide` on the CPU for some steps; the losses."""
     plain, found = wide(), []
     assert plain.loss is not None

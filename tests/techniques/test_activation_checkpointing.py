@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from vramfit.errors import UsageError
 from vramfit.techniques import (
-    Block,
+    AttachedProgram,
     BlockOp,
-    Live,
+    ModelBlock,
     Numerics,
     Profile,
     find_technique,
@@ -70,8 +70,8 @@ def assert_same(workload: Workload, setting: Checkpointing, *, steps: int = 1) -
         assert torch.equal(found[name], gradient), f"{name} with {setting}"
 
 
-def attached(model: nn.Module, setting: Checkpointing = WHOLE) -> Live:
-    live = Live(model, None)
+def attached(model: nn.Module, setting: Checkpointing = WHOLE) -> AttachedProgram:
+    live = AttachedProgram(model, None)
     TECHNIQUE.attach(live, setting)
     return live
 
@@ -728,9 +728,9 @@ def profiled(model: nn.Module) -> Profile:
         )
     )
     blocks = tuple(
-        Block(
+        ModelBlock(
             path=f"layers.{index}",
-            kind="Block",
+            kind="ModelBlock",
             index=index,
             like=0,
             ops=ops,

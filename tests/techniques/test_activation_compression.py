@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Live, Numerics, Profile, activation_offload
+from vramfit.techniques import AttachedProgram, Numerics, Profile, activation_offload
 from vramfit.techniques.activation_compression import (
     ActivationCompression,
     ActivationCompressionSetting,
@@ -24,9 +24,16 @@ from vramfit.techniques.activation_compression import (
     Method,
 )
 from vramfit.techniques.activation_offload import ActivationOffload, ActivationOffloadSetting
-from vramfit.techniques.compressed import Bits, Groups, Largest, Signs, pack_small, unpack_small
-from vramfit.techniques.host_lane import CopyLane
-from vramfit.techniques.profile import Block, BlockOp
+from vramfit.techniques.core.profile import BlockOp, ModelBlock
+from vramfit.techniques.support.compressed import (
+    Bits,
+    Groups,
+    LargestOfGroup,
+    Signs,
+    pack_small,
+    unpack_small,
+)
+from vramfit.techniques.support.host_lane import CopyLane
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 
@@ -34,8 +41,8 @@ TOYS = all_toys()
 MASKS = ActivationCompressionSetting(min_bytes=0)
 
 
-def _compressed(model: nn.Module, setting: ActivationCompressionSetting = MASKS) -> Live:
-    live = Live(model, None)
+def _compressed(model: nn.Module, setting: ActivationCompressionSetting = MASKS) -> AttachedProgram:
+    live = AttachedProgram(model, None)
     ActivationCompression().attach(live, setting)
     return live
 
@@ -248,7 +255,7 @@ def test_quantized_numbers_are_at_most_half_a_step_off(bits: int, dtype: torch.d
 @pytest.mark.parametrize("group", [64, 512])
 def test_top_k_keeps_the_largest(group: int) -> None:
     flat = numbers(3 * group + 5)
-    back = Largest(flat, 0.25, group).restore()
+    back = LargestOfGroup(flat, 0.25, group).restore()
     for row, kept in zip(flat[:-5].view(3, group), back[:-5].view(3, group), strict=True):
         chosen = row.abs().topk(group // 4).indices
         expected = torch.zeros(group).index_put((chosen,), row[chosen])
@@ -258,10 +265,10 @@ def test_top_k_keeps_the_largest(group: int) -> None:
 
 def test_work_goes_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     flat = numbers(1000)
-    whole = Groups(flat, 4, 8).restore(), Largest(flat, 0.5, 8).restore()
-    monkeypatch.setattr("vramfit.techniques.compressed._PART", 40)
+    whole = Groups(flat, 4, 8).restore(), LargestOfGroup(flat, 0.5, 8).restore()
+    monkeypatch.setattr("vramfit.techniques.support.compressed._PART", 40)
     assert torch.equal(Groups(flat, 4, 8).restore(), whole[0])
-    assert torch.equal(Largest(flat, 0.5, 8).restore(), whole[1])
+    assert torch.equal(LargestOfGroup(flat, 0.5, 8).restore(), whole[1])
 
 
 # -- loss curves -------------------------------------------------------------------------------------------------------
@@ -341,7 +348,7 @@ def test_promises_and_options() -> None:
         assert technique.promise(setting).numerics is Numerics.APPROXIMATE
         assert technique.promise(setting).note
     op = BlockOp(name="native_dropout", bytes=0, seconds=0, flops=0, kept=True)
-    block = Block(
+    block = ModelBlock(
         path="0",
         kind="Linear",
         index=0,

@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Live, Numerics, Profile, activation_offload
+from vramfit.techniques import AttachedProgram, Numerics, Profile, activation_offload
 from vramfit.techniques.activation_offload import ActivationOffload, ActivationOffloadSetting
-from vramfit.techniques.host_lane import CopyLane
-from vramfit.techniques.profile import Block
-from vramfit.techniques.surround import plain_class, surroundings_of
+from vramfit.techniques.core.profile import ModelBlock
+from vramfit.techniques.support.host_lane import CopyLane
+from vramfit.techniques.support.surround import plain_class, surroundings_of
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 
@@ -100,8 +100,8 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> LateLane:
     return late
 
 
-def _offloaded(model: nn.Module, setting: ActivationOffloadSetting = ALL) -> Live:
-    live = Live(model, None)
+def _offloaded(model: nn.Module, setting: ActivationOffloadSetting = ALL) -> AttachedProgram:
+    live = AttachedProgram(model, None)
     ActivationOffload().attach(live, setting)
     return live
 
@@ -329,7 +329,7 @@ def test_with_checkpointing_the_inputs_of_blocks_go(lane: LateLane, reentrant: b
 
 def test_inside_of_a_checkpoint_it_agrees_with_the_recomputation(lane: LateLane) -> None:
     plain, treated, x = _chain(), _chain(), torch.randn(3, 16)
-    live = Live(treated, None)
+    live = AttachedProgram(treated, None)
     ActivationOffload().attach(live, ActivationOffloadSetting(modules=("1.1",), min_bytes=0, window=0))
     for model in (plain, treated):
         y = checkpoint(model[1], model[0](x), use_reentrant=False)
@@ -389,9 +389,9 @@ def test_bad_settings_are_refused() -> None:
 
 def _profile(seconds: list[float], kept: int, **others: Any) -> Profile:
     blocks = tuple(
-        Block(
+        ModelBlock(
             path=f"layers.{index}",
-            kind="Block",
+            kind="ModelBlock",
             index=index,
             like=seconds.index(time),
             ops=(),

@@ -10,7 +10,7 @@ from tests.techniques.toys import all_toys, gradients
 from torch import nn
 
 from vramfit.errors import ConfigError, UsageError
-from vramfit.techniques import Live, Numerics, Profile, setting_from_plain, setting_to_plain
+from vramfit.techniques import AttachedProgram, Numerics, Profile, setting_from_plain, setting_to_plain
 from vramfit.techniques.allocator_settings import AllocatorSetting, AllocatorSettings
 from vramfit.units import MIB
 from vramfit.virtual.gpu import VirtualGPU
@@ -60,7 +60,7 @@ def test_undo_gives_the_former_settings_back(gpu: VirtualGPU, monkeypatch: pytes
     native = torch._C
     native._accelerator_setAllocatorSettings("max_split_size_mb:64")  # type: ignore[attr-defined]
     monkeypatch.setenv(VARIABLE, "max_split_size_mb:64")
-    live = Live(nn.Linear(2, 2), None, torch.device("cuda"))
+    live = AttachedProgram(nn.Linear(2, 2), None, torch.device("cuda"))
     AllocatorSettings().attach(live, EXPANDABLE)
     assert native._accelerator_getAllocatorSettings() == "expandable_segments:True"  # type: ignore[attr-defined]
     assert os.environ[VARIABLE] == "expandable_segments:True"
@@ -70,7 +70,7 @@ def test_undo_gives_the_former_settings_back(gpu: VirtualGPU, monkeypatch: pytes
 
 
 def test_another_backend_has_to_be_exported(gpu: VirtualGPU) -> None:
-    live = Live(nn.Linear(2, 2), None, torch.device("cuda"))
+    live = AttachedProgram(nn.Linear(2, 2), None, torch.device("cuda"))
     with pytest.raises(UsageError, match=rf"export {VARIABLE}=backend:cudaMallocAsync$"):
         AllocatorSettings().attach(live, AllocatorSetting(conf="backend:cudaMallocAsync"))
     assert VARIABLE not in os.environ
@@ -78,7 +78,9 @@ def test_another_backend_has_to_be_exported(gpu: VirtualGPU) -> None:
 
 def test_settings_that_torch_does_not_read_are_refused() -> None:
     with pytest.raises(ConfigError, match="Unrecognized key 'expandable'"):
-        AllocatorSettings().attach(Live(nn.Linear(2, 2), None), AllocatorSetting(conf="expandable:True"))
+        AllocatorSettings().attach(
+            AttachedProgram(nn.Linear(2, 2), None), AllocatorSetting(conf="expandable:True")
+        )
 
 
 def test_nothing_changes_on_the_cpu() -> None:

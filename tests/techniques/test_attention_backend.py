@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Live, Numerics, Profile, setting_from_plain, setting_to_plain
+from vramfit.techniques import AttachedProgram, Numerics, Profile, setting_from_plain, setting_to_plain
 from vramfit.techniques.attention_backend import AttentionBackend, AttentionSetting, SdpaName
 from vramfit.techniques.attention_backend.unread import unread_weights
 from vramfit.virtual.gpu import VirtualGPU
@@ -96,8 +96,8 @@ def heads(dropout: float = 0.0, length: int = 8) -> Workload:
     )
 
 
-def attached(model: nn.Module, **setting: Any) -> Live:
-    live = Live(model, None)
+def attached(model: nn.Module, **setting: Any) -> AttachedProgram:
+    live = AttachedProgram(model, None)
     AttentionBackend().attach(live, AttentionSetting(**setting))
     return live
 
@@ -207,7 +207,7 @@ def test_dropout_has_to_be_allowed_to_draw_otherwise() -> None:
         found = options(model)
         assert [setting.redraws for setting in found] == [True]
         assert technique.promise(found[0]).numerics is Numerics.APPROXIMATE
-        technique.attach(Live(model, None), found[0])
+        technique.attach(AttachedProgram(model, None), found[0])
     attached(gpt2(dropout=0.1).eval(), eager=True)
     assert technique.promise(AttentionSetting(eager=True)).numerics is Numerics.ROUNDING
 
@@ -263,7 +263,7 @@ def test_backends_that_were_switched_off_are_taken_on_the_card(gpu: VirtualGPU) 
         assert step(model, x) > usual
         found = options(model)
         assert [setting.backends for setting in found] == [(*FUSED, SdpaName.CUDNN)]
-        AttentionBackend().attach(Live(model, None), found[0])
+        AttentionBackend().attach(AttachedProgram(model, None), found[0])
         assert step(model, x) == usual
     finally:
         torch.backends.cuda.enable_flash_sdp(flags[0])

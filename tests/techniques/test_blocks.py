@@ -13,7 +13,7 @@ from tests.techniques.toys import all_toys
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.blocks import checked_module, find_blocks, refused_blocks
+from vramfit.techniques.support.blocks import checked_module, find_blocks, refused_blocks
 
 
 def paths(model: nn.Module) -> list[str]:

@@ -12,7 +12,7 @@ from tests.techniques.toys import all_toys, gradients, numbers, sgd
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Live, Numerics, Profile
+from vramfit.techniques import AttachedProgram, Numerics, Profile
 from vramfit.techniques.channels_last import ChannelsLast, ChannelsLastSetting
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
@@ -32,8 +32,10 @@ class Net(nn.Module):
         return self.b(self.a(pair["image"]).relu()) * pair["scale"]
 
 
-def attached(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **setting: bool) -> Live:
-    live = Live(model, optimizer)
+def attached(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **setting: bool
+) -> AttachedProgram:
+    live = AttachedProgram(model, optimizer)
     ChannelsLast().attach(live, ChannelsLastSetting(**setting))
     return live
 

@@ -16,11 +16,11 @@ from tests.techniques.toys import Language, all_toys, gradients, language_loss, 
 from torch import nn
 
 from vramfit.errors import UsageError, VramfitError
-from vramfit.techniques import Choice, Live, Numerics, Profile
+from vramfit.techniques import AttachedProgram, Choice, Numerics, Profile
 from vramfit.techniques.chunked_loss import ChunkedLoss, ChunkedLossSetting, find_head
 from vramfit.techniques.chunked_loss.deferred import Chunking, DeferredLogits, defer
 from vramfit.techniques.chunked_loss.technique import DeferHead
-from vramfit.techniques.surround import release, surround
+from vramfit.techniques.support.surround import release, surround
 from vramfit.virtual.gpu import VirtualGPU
 
 ROWS, LENGTH, WIDTH, WORDS = 4, 5, 8, 33
@@ -386,8 +386,8 @@ class Head(nn.Module):
         return self.head(hidden)
 
 
-def attached(model: nn.Module, setting: ChunkedLossSetting | None = None) -> Live:
-    live = Live(model, None)
+def attached(model: nn.Module, setting: ChunkedLossSetting | None = None) -> AttachedProgram:
+    live = AttachedProgram(model, None)
     live.attach((Choice(technique=ChunkedLoss(), setting=setting or ChunkedLossSetting()),))
     return live
 

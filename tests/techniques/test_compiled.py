@@ -19,13 +19,12 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.techniques import (
-    Block,
+    AttachedProgram,
     BlockOp,
     Choice,
-    Live,
+    ModelBlock,
     Numerics,
     Profile,
-    compiled_draws,
     setting_from_plain,
     setting_to_plain,
     with_choices,
@@ -34,6 +33,7 @@ from vramfit.techniques.compiled import Compile, CompileMode, CompileSetting
 from vramfit.techniques.early_release import EarlyRelease, EarlyReleaseSetting
 from vramfit.techniques.fused_norms import FusedNorms, FusedNormSetting
 from vramfit.techniques.in_place_activations import InPlaceActivations, InPlaceSetting
+from vramfit.techniques.support import compiled_draws
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 
@@ -51,8 +51,8 @@ def compiler() -> None:
             importlib.import_module(name)
 
 
-def attached(model: nn.Module, **setting: Any) -> Live:
-    live = Live(model, None)
+def attached(model: nn.Module, **setting: Any) -> AttachedProgram:
+    live = AttachedProgram(model, None)
     Compile().attach(live, CompileSetting(**setting))
     return live
 
@@ -253,9 +253,9 @@ def test_options_are_budgets_on_a_card() -> None:
     assert [setting.memory_budget for setting in options(mlp())] == budgets
     assert [setting.redraws for setting in options(nn.Dropout(0.1))] == [False] * 4 + [True] * 4
     op = BlockOp(name="native_dropout", bytes=8, seconds=0.0, flops=0, kept=True, random=True)
-    block = Block(
+    block = ModelBlock(
         path="",
-        kind="Block",
+        kind="ModelBlock",
         index=0,
         like=0,
         ops=(op,),

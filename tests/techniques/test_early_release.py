@@ -15,7 +15,7 @@ import torch
 from tests.techniques.toys import all_toys, gradients, losses
 from torch import nn
 
-from vramfit.techniques import Live, Numerics, Profile
+from vramfit.techniques import AttachedProgram, Numerics, Profile
 from vramfit.techniques.early_release import EarlyRelease, EarlyReleaseSetting
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
@@ -61,8 +61,8 @@ def language() -> Workload:
     )
 
 
-def attached(model: nn.Module, **setting: Any) -> Live:
-    live = Live(model, None)
+def attached(model: nn.Module, **setting: Any) -> AttachedProgram:
+    live = AttachedProgram(model, None)
     EarlyRelease().attach(live, EarlyReleaseSetting(**setting))
     return live
 

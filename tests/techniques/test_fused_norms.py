@@ -13,9 +13,9 @@ from tests.techniques.toys import gradients, numbers
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Live, Numerics, Profile
+from vramfit.techniques import AttachedProgram, Numerics, Profile
 from vramfit.techniques.fused_norms import FusedNorms, FusedNormSetting
-from vramfit.techniques.surround import plain_class, surroundings_of
+from vramfit.techniques.support.surround import plain_class, surroundings_of
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 
@@ -105,8 +105,8 @@ def workload(norm: Callable[[int], nn.Module], width: int = 16, rows: int = 8) -
     )
 
 
-def attached(model: nn.Module, *modules: str) -> Live:
-    live = Live(model, None)
+def attached(model: nn.Module, *modules: str) -> AttachedProgram:
+    live = AttachedProgram(model, None)
     FusedNorms().attach(live, FusedNormSetting(modules=modules))
     return live
 

@@ -14,13 +14,13 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
-from vramfit.planner.promising import promised_plan
-from vramfit.planner.request import Request
-from vramfit.planner.virtual_device import VirtualDevice
-from vramfit.techniques import Live, gradient_caching, with_choices
+from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.promised_plan_search import promised_plan
+from vramfit.planner.request import PlanRequest
+from vramfit.techniques import AttachedProgram, gradient_caching, with_choices
+from vramfit.techniques.core.technique import Choice
 from vramfit.techniques.gradient_caching import GradientCaching, GradientCachingSetting, InPieces
-from vramfit.techniques.technique import Choice
-from vramfit.techniques.trial import NoPiecesError, try_encoders, try_pieces
+from vramfit.techniques.support.trial import NoPiecesError, try_encoders, try_pieces
 from vramfit.workload import Batch, Workload
 
 
@@ -160,7 +160,7 @@ def test_an_encoder_that_couples_examples_is_none(model: Callable[[], nn.Module]
 
 
 def test_what_cannot_be_put_together_is_refused() -> None:
-    live = Live(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), None)
+    live = AttachedProgram(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), None)
     choice = Choice(technique=GradientCaching(), setting=GradientCachingSetting())
     with pytest.raises(UsageError, match="the model has batch norm"):
         live.attach((choice,))
@@ -199,9 +199,9 @@ def test_a_plan_caches_gradients_where_the_loss_has_no_pieces() -> None:
         loss=info_nce,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
-    device = VirtualDevice(find_gpu("RTX 4090"), alloc_conf="", host_bytes=1 << 30)
+    device = VirtualBackend(find_gpu("RTX 4090"), alloc_conf="", host_bytes=1 << 30)
     plain = device.price(asked, dict(asked.sizes))
-    request = Request(
+    request = PlanRequest(
         workload=asked,
         sizes=asked.sizes,
         budget_bytes=plain.total_bytes - plain.peak_allocated_bytes * 2 // 3,

@@ -13,18 +13,18 @@ from tests.techniques.toys import all_toys, losses
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Choice, Live, Numerics
+from vramfit.techniques import AttachedProgram, Choice, Numerics
 from vramfit.techniques.gradient_projection import GradientProjection, GradientProjectionSetting
-from vramfit.techniques.gradient_projection_adam import ProjectedAdam
 from vramfit.techniques.step_in_backward import StepInBackward, StepInBackwardSetting
+from vramfit.techniques.support.gradient_projection_adam import ProjectedAdam
 from vramfit.virtual.gpu import VirtualGPU
 
 SMALL = GradientProjectionSetting(rank=16, update_interval=10, scale=1.0)
 
 
-def _live(kind: type[torch.optim.Adam] = torch.optim.AdamW, **values: object) -> Live:
+def _live(kind: type[torch.optim.Adam] = torch.optim.AdamW, **values: object) -> AttachedProgram:
     model = wide().model()
-    return Live(model, kind(model.parameters(), **values))  # type: ignore[arg-type]
+    return AttachedProgram(model, kind(model.parameters(), **values))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12)])
@@ -83,7 +83,7 @@ def test_the_loss_falls_nearly_as_far_as_with_adamw(toy: str) -> None:
 
 def test_embeddings_and_what_is_no_large_matrix_are_left_alone() -> None:
     model = all_toys()["language-tied"].model()
-    live = Live(model, torch.optim.AdamW(model.parameters()))
+    live = AttachedProgram(model, torch.optim.AdamW(model.parameters()))
     GradientProjection().attach(live, SMALL)
     assert live.optimizer is not None
     names = [name for name, _ in model.named_parameters()]

@@ -13,7 +13,7 @@ from tests.techniques.toys import all_toys, classes, gradients, losses, numbers
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Live, Numerics, Profile
+from vramfit.techniques import AttachedProgram, Numerics, Profile
 from vramfit.techniques.in_place_activations import InPlaceActivations, InPlaceSetting
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
@@ -130,7 +130,7 @@ def test_toys_train_the_same_bit_for_bit(toy: str) -> None:
 
 
 def test_all_that_can_run_in_place_do() -> None:
-    live, x = Live(Critic(nn.LeakyReLU), None), numbers(2, 3, 8, 8)
+    live, x = AttachedProgram(Critic(nn.LeakyReLU), None), numbers(2, 3, 8, 8)
     assert count_in_place(live.model, x) == 0
     InPlaceActivations().attach(live, InPlaceSetting())
     assert count_in_place(live.model, x) == 4, "all but the one that is given its chain's input"
@@ -152,14 +152,14 @@ def test_a_chain_that_is_run_layer_by_layer_keeps_its_taps() -> None:
         return seen
 
     expected = [tap.detach().clone() for tap in taps()]
-    InPlaceActivations().attach(Live(layers, None), InPlaceSetting())
+    InPlaceActivations().attach(AttachedProgram(layers, None), InPlaceSetting())
     assert all(torch.equal(a, b) for a, b in zip(taps(), expected, strict=True))
 
 
 @pytest.mark.parametrize("where", ["0", "1", "2"])
 def test_what_a_hook_saw_is_not_overwritten(where: str) -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Dropout(0.5), nn.LeakyReLU()).eval()
-    InPlaceActivations().attach(Live(model, None), InPlaceSetting())
+    InPlaceActivations().attach(AttachedProgram(model, None), InPlaceSetting())
     seen: list[torch.Tensor] = []
     inner = model[0][0] if where == "0" else model.get_submodule(where)  # type: ignore[index]
     if where == "2":
@@ -178,19 +178,19 @@ def test_layers_whose_output_another_needs_come_before_nothing_in_place() -> Non
 
     model = nn.Sequential(Own(4, 4), nn.LeakyReLU(), nn.Sigmoid(), nn.ReLU())
     with pytest.raises(UsageError, match="no activation can run in place"):
-        InPlaceActivations().attach(Live(model, None), InPlaceSetting())
+        InPlaceActivations().attach(AttachedProgram(model, None), InPlaceSetting())
 
 
 def test_an_activation_that_falls_is_left_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(-0.1))
     with pytest.raises(UsageError, match="no activation"):
-        InPlaceActivations().attach(Live(model, None), InPlaceSetting())
+        InPlaceActivations().attach(AttachedProgram(model, None), InPlaceSetting())
 
 
 def test_names_copies_and_pickles_stay() -> None:
     model, x = Critic(nn.LeakyReLU).eval(), numbers(2, 3, 8, 8)
     keys = list(model.state_dict())
-    live = Live(model, None)
+    live = AttachedProgram(model, None)
     InPlaceActivations().attach(live, InPlaceSetting())
     assert list(model.state_dict()) == keys
     file = io.BytesIO()

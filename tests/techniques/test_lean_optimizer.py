@@ -14,20 +14,20 @@ from tests.techniques.toys import all_toys, losses
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Choice, Live, Numerics
-from vramfit.techniques.lean_optimizer import Kind, LeanOptimizer, LeanOptimizerSetting
+from vramfit.techniques import AttachedProgram, Choice, Numerics
+from vramfit.techniques.lean_optimizer import LeanKind, LeanOptimizer, LeanOptimizerSetting
 from vramfit.techniques.step_in_backward import StepInBackward, StepInBackwardSetting
 from vramfit.trace import Category
 from vramfit.virtual.gpu import VirtualGPU
 
 ADAFACTOR = LeanOptimizerSetting()
-SGD = LeanOptimizerSetting(kind=Kind.SGD)
+SGD = LeanOptimizerSetting(kind=LeanKind.SGD)
 ANNEALED = replace(SGD, steps=10, warm_up=2, final=0.1)
 
 
-def _live(**values: object) -> Live:
+def _live(**values: object) -> AttachedProgram:
     model = wide().model()
-    return Live(model, torch.optim.AdamW(model.parameters(), **values))  # type: ignore[arg-type]
+    return AttachedProgram(model, torch.optim.AdamW(model.parameters(), **values))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("toy", ["language-untied", "batch-norm", "two-losses", "unet-3d"])
@@ -44,7 +44,7 @@ def test_the_loss_falls_at_least_nearly_as_far_as_with_adamw(toy: str, setting: 
 def test_rates_and_decay_are_carried_over_in_proportion() -> None:
     model = wide().model()
     groups = [{"params": model[0].parameters(), "lr": 2e-3}, {"params": model[2].parameters()}]
-    live = Live(model, torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1))
+    live = AttachedProgram(model, torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1))
     LeanOptimizer().attach(live, replace(SGD, lr=0.2))
     new = live.optimizer
     assert isinstance(new, torch.optim.SGD)
@@ -158,20 +158,20 @@ def test_impossible_settings_are_refused(setting: LeanOptimizerSetting, message:
 def test_the_same_optimizer_and_a_rate_of_zero_are_refused() -> None:
     model = nn.Linear(3, 3)
     with pytest.raises(UsageError, match="the program has SGD already"):
-        LeanOptimizer().attach(Live(model, torch.optim.SGD(model.parameters())), SGD)
+        LeanOptimizer().attach(AttachedProgram(model, torch.optim.SGD(model.parameters())), SGD)
     with pytest.raises(UsageError, match="the learning rate of AdamW is 0"):
         LeanOptimizer().attach(_live(lr=0.0), ADAFACTOR)
 
 
 def test_options_offer_sgd_where_it_trains_well() -> None:
-    def kinds(toy: str) -> list[Kind]:
+    def kinds(toy: str) -> list[LeanKind]:
         workload = replace(all_toys()[toy], optimizer=torch.optim.AdamW)
         return [setting.kind for setting in LeanOptimizer().options(profile_of(workload))]
 
-    assert kinds("batch-norm") == [Kind.ADAFACTOR, Kind.SGD]
-    assert kinds("language-tied") == kinds("unet-3d") == [Kind.ADAFACTOR]  # no batch norm
+    assert kinds("batch-norm") == [LeanKind.ADAFACTOR, LeanKind.SGD]
+    assert kinds("language-tied") == kinds("unet-3d") == [LeanKind.ADAFACTOR]  # no batch norm
     own = replace(profile_of(replace(all_toys()["batch-norm"], optimizer=torch.optim.AdamW)), own_step=True)
-    assert [setting.kind for setting in LeanOptimizer().options(own)] == [Kind.ADAFACTOR]
+    assert [setting.kind for setting in LeanOptimizer().options(own)] == [LeanKind.ADAFACTOR]
     profile = profile_of(all_toys()["batch-norm"])  # with SGD
     assert list(LeanOptimizer().options(profile)) == []
 
@@ -182,7 +182,7 @@ def test_options_offer_sgd_where_it_trains_well() -> None:
 def test_bytes_of_the_states(gpu: VirtualGPU, setting: LeanOptimizerSetting) -> None:
     workload = transformer()
     parameters = list(workload.model().parameters())
-    if setting.kind is Kind.ADAFACTOR:
+    if setting.kind is LeanKind.ADAFACTOR:
         sizes = [sum(p.shape) if p.ndim == 2 else p.numel() for p in parameters]
         expected = 4 * sum(sizes)
     else:
@@ -193,7 +193,7 @@ def test_bytes_of_the_states(gpu: VirtualGPU, setting: LeanOptimizerSetting) -> 
 def test_old_states_leave_the_card_until_the_undo(gpu: VirtualGPU) -> None:
     workload = transformer()
     model = workload.model().cuda()
-    live = Live(model, torch.optim.AdamW(model.parameters()))
+    live = AttachedProgram(model, torch.optim.AdamW(model.parameters()))
     size = sum(parameter.nbytes for parameter in model.parameters())
 
     def step() -> None:

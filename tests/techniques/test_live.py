@@ -15,10 +15,10 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.techniques import (
+    AttachedProgram,
+    AttachStage,
     Choice,
-    Live,
     Numerics,
-    Phase,
     Piece,
     Profile,
     Setting,
@@ -44,13 +44,13 @@ class Split(Technique[Halves]):
     name: ClassVar[str] = "split"
     summary: ClassVar[str] = "cuts batches"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
-    phase: ClassVar[Phase] = Phase.STEP
+    phase: ClassVar[AttachStage] = AttachStage.STEP
     setting_type = Halves
 
     def options(self, profile: Profile) -> Iterable[Halves]:
         yield Halves()
 
-    def attach(self, live: Live, setting: Halves) -> None:
+    def attach(self, live: AttachedProgram, setting: Halves) -> None:
         def cut(batch: object) -> list[Piece]:
             assert isinstance(batch, tuple)
             parts = list(zip(*(tensor.chunk(setting.pieces) for tensor in batch), strict=True))
@@ -71,14 +71,14 @@ class Refuses(Technique[Nothing]):
     name: ClassVar[str] = "refuses"
     summary: ClassVar[str] = "never works"
     numerics: ClassVar[Numerics] = Numerics.BITWISE
-    phase: ClassVar[Phase] = Phase.STEP
+    phase: ClassVar[AttachStage] = AttachStage.STEP
     setting_type = Nothing
     excludes: ClassVar[dict[str, str]] = {}
 
     def options(self, profile: Profile) -> Iterable[Nothing]:
         return ()
 
-    def attach(self, live: Live, setting: Nothing) -> None:
+    def attach(self, live: AttachedProgram, setting: Nothing) -> None:
         raise UsageError("this does not work", "Leave it out")
 
 
@@ -99,7 +99,7 @@ def test_without_techniques_a_step_is_the_plain_one() -> None:
     plain = all_toys()["language-tied"]
     state = plain.start("cpu")
     assert live_of(state) is None
-    live = Live(plain.model(), plain.optimizer, torch.device("cpu"))
+    live = AttachedProgram(plain.model(), plain.optimizer, torch.device("cpu"))
     live.attach(())
     torch.manual_seed(5)
     loss = live.train_step(plain.loss, plain.batch(**plain.sizes), lambda batch: batch)  # type: ignore[arg-type]
@@ -110,13 +110,13 @@ def test_without_techniques_a_step_is_the_plain_one() -> None:
 
 
 def test_a_loss_that_is_no_scalar_is_refused() -> None:
-    live = Live(_frozen(), None)
+    live = AttachedProgram(_frozen(), None)
     with pytest.raises(UsageError, match=r"the loss is no scalar but \[4\]"):
         live.backward(torch.ones(4, requires_grad=True))
 
 
 def test_what_one_cannot_attach_leaves_nothing_of_the_others() -> None:
-    live = Live(_frozen(), None)
+    live = AttachedProgram(_frozen(), None)
     with pytest.raises(UsageError, match="does not work"):
         live.attach(
             (Choice(technique=Split(), setting=Halves()), Choice(technique=Refuses(), setting=Nothing()))
@@ -138,7 +138,7 @@ def test_techniques_that_exclude_each_other_are_refused(monkeypatch: pytest.Monk
 
 
 def test_a_batch_goes_after_its_forward_pass_when_it_may() -> None:
-    live = Live(nn.Linear(3, 1), None)
+    live = AttachedProgram(nn.Linear(3, 1), None)
     live.frees_input = True
     gone: list[bool] = []
     seen: list[weakref.ref[torch.Tensor]] = []
@@ -166,7 +166,7 @@ def test_a_batch_goes_after_its_forward_pass_when_it_may() -> None:
 def test_gradients_are_clipped_together() -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    live = Live(model, optimizer)
+    live = AttachedProgram(model, optimizer)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     live.backward(100 * model(torch.ones(2, 3)).sum())
     assert float(live.step(clip_norm=1.0)) == pytest.approx(400.0)  # type: ignore[arg-type]
@@ -200,18 +200,18 @@ class Early(Refuses):
     """Is attached to the model and comes back when the optimizer is there."""
 
     name: ClassVar[str] = "early"
-    phase: ClassVar[Phase] = Phase.MODEL
+    phase: ClassVar[AttachStage] = AttachStage.MODEL
     found: ClassVar[list[object]] = []
 
-    def attach(self, live: Live, setting: Nothing) -> None:
+    def attach(self, live: AttachedProgram, setting: Nothing) -> None:
         self.found.append(live.optimizer)
-        live.after(Phase.OPTIMIZER, lambda: self.found.append(live.optimizer))
-        live.after(Phase.MODEL, lambda: self.found.append("model"))
+        live.after(AttachStage.OPTIMIZER, lambda: self.found.append(live.optimizer))
+        live.after(AttachStage.MODEL, lambda: self.found.append("model"))
 
 
 def test_an_early_technique_comes_back_after_later_phases() -> None:
     Early.found.clear()
-    live = Live(_frozen(), torch.optim.AdamW, torch.device("cpu"))
+    live = AttachedProgram(_frozen(), torch.optim.AdamW, torch.device("cpu"))
     live.attach((Choice(technique=Early(), setting=Nothing()),))
     assert live.optimizer is not None
     assert Early.found == [None, "model", live.optimizer]
@@ -226,7 +226,7 @@ class Marks(Refuses):
     name: ClassVar[str] = "marks"
     seen: ClassVar[list[str]] = []
 
-    def attach(self, live: Live, setting: Nothing) -> None:
+    def attach(self, live: AttachedProgram, setting: Nothing) -> None:
         def around(compute: Callable[[], object]) -> object:
             self.seen.append("in")
             result = compute()
@@ -249,7 +249,7 @@ def test_without_a_loss_the_forward_pass_is_surrounded() -> None:
 
 
 def test_all_is_undone_where_something_cannot_be() -> None:
-    live, undone = Live(nn.Linear(2, 2), None), []
+    live, undone = AttachedProgram(nn.Linear(2, 2), None), []
 
     def fail() -> None:
         raise torch.OutOfMemoryError("no room to come back to")

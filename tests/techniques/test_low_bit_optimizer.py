@@ -24,20 +24,20 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Choice, Live, Numerics, with_choices
-from vramfit.techniques.low_bit_optimizer import Bits, LowBitOptimizer, LowBitOptimizerSetting
+from vramfit.techniques import AttachedProgram, Choice, Numerics, with_choices
+from vramfit.techniques.low_bit_optimizer import LowBitOptimizer, LowBitOptimizerSetting, StateBits
 from vramfit.techniques.step_in_backward import StepInBackward, StepInBackwardSetting
 from vramfit.trace import Category
 from vramfit.virtual.gpu import VirtualGPU
 
 EIGHT = LowBitOptimizerSetting()
-FP8 = LowBitOptimizerSetting(bits=Bits.FP8)
-FOUR = LowBitOptimizerSetting(bits=Bits.FOUR)
+FP8 = LowBitOptimizerSetting(bits=StateBits.FP8)
+FOUR = LowBitOptimizerSetting(bits=StateBits.FOUR)
 
 
-def _live(kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **values: object) -> Live:
+def _live(kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **values: object) -> AttachedProgram:
     model = wide().model()
-    return Live(model, kind(model.parameters(), **values))  # type: ignore[call-arg]
+    return AttachedProgram(model, kind(model.parameters(), **values))  # type: ignore[call-arg]
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -67,7 +67,7 @@ def test_hyperparameters_and_groups_are_carried_over(kind: type[torch.optim.Adam
     model = wide().model()
     groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}]
     old = kind(groups, lr=0.25, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.125, amsgrad=True)
-    live = Live(model, old)
+    live = AttachedProgram(model, old)
     LowBitOptimizer().attach(live, replace(EIGHT, block_size=128))
     new = live.optimizer
     assert new is not None and type(new).__name__ == f"{kind.__name__}8bit"
@@ -148,7 +148,7 @@ def test_steps_in_the_backward_pass_are_the_same() -> None:
 
 
 def test_what_it_cannot_take_over_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(live: Live, message: str, setting: LowBitOptimizerSetting = EIGHT) -> None:
+    def refused(live: AttachedProgram, message: str, setting: LowBitOptimizerSetting = EIGHT) -> None:
         old = live.optimizer
         with pytest.raises(UsageError, match=message):
             LowBitOptimizer().attach(live, setting)
@@ -157,7 +157,7 @@ def test_what_it_cannot_take_over_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     refused(_live(torch.optim.SGD), "takes the place of Adam or AdamW, and the program has SGD")
     refused(_live(maximize=True), "cannot take over maximize=True of AdamW")
     refused(_live(), "a block of 127 elements is not possible", replace(FOUR, block_size=127))
-    refused(Live(nn.Linear(3, 3), None), "low-bit-optimizer needs an optimizer")
+    refused(AttachedProgram(nn.Linear(3, 3), None), "low-bit-optimizer needs an optimizer")
     hooked = _live()
     assert hooked.optimizer is not None
     hooked.optimizer.register_step_pre_hook(lambda *_: None)
@@ -178,12 +178,12 @@ def test_two_optimizers_cannot_have_one_place() -> None:
 
 
 def test_options_depend_on_the_card_and_the_optimizer() -> None:
-    def bits(**changed: object) -> list[Bits]:
+    def bits(**changed: object) -> list[StateBits]:
         return [s.bits for s in LowBitOptimizer().options(replace(profile, **changed))]  # type: ignore[arg-type]
 
     profile = profile_of(wide(), capability=(8, 9))
-    assert bits() == [Bits.EIGHT, Bits.FP8, Bits.FOUR]
-    assert bits(capability=(8, 6)) == [Bits.EIGHT, Bits.FOUR]
+    assert bits() == [StateBits.EIGHT, StateBits.FP8, StateBits.FOUR]
+    assert bits(capability=(8, 6)) == [StateBits.EIGHT, StateBits.FOUR]
     assert bits(optimizer=torch.optim.SGD(profile.model.parameters())) == []
     small = nn.Linear(3, 3)
     assert bits(model=small, optimizer=torch.optim.AdamW(small.parameters())) == []
@@ -214,7 +214,7 @@ def test_states_have_the_bytes_that_torchao_has_on_the_cpu(
 
 def test_it_compiles_on_the_virtual_gpu(gpu: VirtualGPU) -> None:
     model = nn.Linear(128, 128, bias=False).cuda()
-    live = Live(model, torch.optim.AdamW(model.parameters()))
+    live = AttachedProgram(model, torch.optim.AdamW(model.parameters()))
     LowBitOptimizer().attach(live, EIGHT)
     live.backward(model(torch.ones(1, 128, device="cuda")).sum())
     live.step()
@@ -226,6 +226,6 @@ def test_it_compiles_on_the_virtual_gpu(gpu: VirtualGPU) -> None:
 def test_float8_needs_a_card_that_has_it() -> None:
     with VirtualGPU("RTX 3090", alloc_conf=""):
         model = wide().model().cuda()
-        live = Live(model, torch.optim.AdamW(model.parameters()))
+        live = AttachedProgram(model, torch.optim.AdamW(model.parameters()))
         with pytest.raises(UsageError, match=r"compute capability 8\.9, and the card has 8\.6"):
             LowBitOptimizer().attach(live, FP8)

@@ -16,7 +16,7 @@ from tests.techniques.toys import Language, all_toys, class_loss, classes, langu
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Live, Profile, setting_from_plain, setting_to_plain
+from vramfit.techniques import AttachedProgram, Profile, setting_from_plain, setting_to_plain
 from vramfit.techniques.low_precision_training import (
     LowPrecisionTraining,
     LowPrecisionTrainingSetting,
@@ -148,7 +148,7 @@ def test_float32_weights_are_those_of_the_recipe(
 ) -> None:
     monkeypatch.setattr(slices, "_SMALLEST_CHUNK", limit)  # 50 elements cut a weight into pieces
     model = _mlp()
-    live = Live(model, OPTIMIZERS[name](model.parameters()))
+    live = AttachedProgram(model, OPTIMIZERS[name](model.parameters()))
     LowPrecisionTraining().attach(live, FLOAT32)
     for _ in range(4):
         live.backward(class_loss(model, (numbers(4, 16), classes(3, 4))))
@@ -166,7 +166,7 @@ def test_states_have_the_dtype_of_the_setting(
     monkeypatch.setattr(slices, "_SMALLEST_CHUNK", limit)
     model = _mlp()
     optimizer = torch.optim.AdamW(model.parameters())
-    live = Live(model, optimizer)
+    live = AttachedProgram(model, optimizer)
     LowPrecisionTraining().attach(live, setting)
     for _ in range(3):
         live.backward(class_loss(model, (numbers(4, 16), classes(3, 4))))
@@ -201,7 +201,7 @@ def _after_tiny_updates(setting: LowPrecisionTrainingSetting) -> torch.Tensor:
     torch.manual_seed(0)
     model = nn.Linear(1000, 1, bias=False)
     nn.init.ones_(model.weight)
-    live = Live(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+    live = AttachedProgram(model, torch.optim.SGD(model.parameters(), lr=1e-4))
     LowPrecisionTraining().attach(live, setting)
     for _ in range(300):
         live.backward(model(torch.ones(1, 1000)).sum())
@@ -223,7 +223,7 @@ def test_the_step_is_one_for_schedules_hooks_and_closures() -> None:
     model = _mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    live = Live(model, optimizer)
+    live = AttachedProgram(model, optimizer)
     LowPrecisionTraining().attach(live, FLOAT32)
     after = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     called: list[str] = []
@@ -268,7 +268,7 @@ def test_an_unknown_optimizer_sees_all_parameters_at_once_and_keeps_what_it_coun
     optimizer = Counting(
         [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.2}], lr=0.1
     )
-    live = Live(model, optimizer)
+    live = AttachedProgram(model, optimizer)
     LowPrecisionTraining().attach(live, replace(FLOAT32, islands=islands))
     kept = copy.deepcopy([group["params"] for group in optimizer.param_groups])
     for _ in range(2):
@@ -295,7 +295,7 @@ class RoundsItself(torch.optim.SGD):
 def test_an_optimizer_that_rounds_by_itself_is_told_to() -> None:
     model = _mlp()
     optimizer = RoundsItself(model.parameters(), lr=0.1)
-    live = Live(model, optimizer)
+    live = AttachedProgram(model, optimizer)
     LowPrecisionTraining().attach(live, AT_RANDOM)
     assert optimizer.bf16_stochastic_round
     assert not optimizer._optimizer_step_pre_hooks
@@ -305,7 +305,7 @@ def test_an_optimizer_that_rounds_by_itself_is_told_to() -> None:
 
 def test_sparse_gradients_are_taken() -> None:
     model = nn.Embedding(10, 4, sparse=True)
-    live = Live(model, torch.optim.SparseAdam(model.parameters(), lr=0.1))
+    live = AttachedProgram(model, torch.optim.SparseAdam(model.parameters(), lr=0.1))
     LowPrecisionTraining().attach(live, FLOAT32)
     before = model.weight.detach().clone()
     live.backward(model(torch.tensor([3])).sum())
@@ -320,7 +320,7 @@ def test_sparse_gradients_are_taken() -> None:
 def test_objects_ties_names_and_frozen_parts_stay() -> None:
     model = Language(dropout=0.0)
     objects, names = [id(p) for p in model.parameters()], list(model.state_dict())
-    live = Live(model, torch.optim.AdamW(model.parameters()))
+    live = AttachedProgram(model, torch.optim.AdamW(model.parameters()))
     LowPrecisionTraining().attach(live, FLOAT32)
     assert [id(p) for p in model.parameters()] == objects
     assert list(model.state_dict()) == names
@@ -334,7 +334,7 @@ def test_undo_gives_the_float32_values_back(toy: str) -> None:
     plain = all_toys()[toy]
     model = plain.model()
     assert plain.optimizer is not None
-    live = Live(model, plain.optimizer(model.parameters()))
+    live = AttachedProgram(model, plain.optimizer(model.parameters()))
     batch = plain.batch(**plain.sizes)
     assert plain.loss is not None and live.optimizer is not None
     live.backward(plain.loss(model, batch))
@@ -377,7 +377,7 @@ def test_norms_in_float32_are_islands() -> None:
     assert model(numbers(2, 16)).dtype is torch.float32 and inner == [torch.bfloat16]
     language = Language(dropout=0.0)  # norms inside an island compute with it
     both = replace(FLOAT32, float32_norms=True, islands=("layers.1",))
-    LowPrecisionTraining().attach(Live(language, None), both)
+    LowPrecisionTraining().attach(AttachedProgram(language, None), both)
     language_loss(language, torch.zeros(1, 4, dtype=torch.long)).backward()
     assert language.norm.weight.dtype is language.layers[1].up.weight.dtype is torch.float32
 
@@ -397,7 +397,7 @@ class Scaled(nn.Module):
 def test_a_scalar_is_a_parameter_too(setting: LowPrecisionTrainingSetting) -> None:
     model = Scaled()
     optimizer = torch.optim.NAdam(model.parameters())  # counts in scalars, the shape of this parameter
-    live = Live(model, optimizer)
+    live = AttachedProgram(model, optimizer)
     LowPrecisionTraining().attach(live, setting)
     for _ in range(2):
         live.backward(class_loss(model, (numbers(4, 16), classes(3, 4))))
@@ -426,7 +426,7 @@ class Rotary(nn.Module):
 
 def test_buffers_are_cast_but_for_rotary_frequencies() -> None:
     model = Rotary()
-    live = Live(model, None)
+    live = AttachedProgram(model, None)
     LowPrecisionTraining().attach(live, replace(FLOAT32, float32_outputs=False))
     assert model.get_buffer("inv_freq").dtype is torch.float32
     assert model.get_buffer("table").dtype is torch.bfloat16
@@ -440,7 +440,7 @@ def test_buffers_are_cast_but_for_rotary_frequencies() -> None:
 
 def test_copies_and_files_of_the_model_compute_alike() -> None:
     model, x = _mlp().eval(), numbers(3, 16)
-    LowPrecisionTraining().attach(Live(model, None), FLOAT32)
+    LowPrecisionTraining().attach(AttachedProgram(model, None), FLOAT32)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -455,13 +455,13 @@ def test_copies_and_files_of_the_model_compute_alike() -> None:
 @pytest.mark.parametrize("trained", [0, 2])
 @pytest.mark.parametrize("setting", KEPT)
 def test_training_goes_on_from_files(setting: LowPrecisionTrainingSetting, trained: int) -> None:
-    def start() -> Live:
+    def start() -> AttachedProgram:
         model = _mlp()
-        live = Live(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        live = AttachedProgram(model, torch.optim.AdamW(model.parameters(), lr=0.01))
         LowPrecisionTraining().attach(live, setting)
         return live
 
-    def train(live: Live, steps: int) -> None:
+    def train(live: AttachedProgram, steps: int) -> None:
         for step in range(steps):
             torch.manual_seed(step)
             live.backward(class_loss(live.model, (numbers(4, 16), classes(3, 4))))
@@ -487,7 +487,7 @@ def test_training_goes_on_from_files(setting: LowPrecisionTrainingSetting, train
 
 def test_weights_that_the_program_clamps_stay_clamped() -> None:
     model = nn.Linear(64, 64)
-    live = Live(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+    live = AttachedProgram(model, torch.optim.SGD(model.parameters(), lr=1e-6))
     LowPrecisionTraining().attach(live, FLOAT32)
     for parameter in model.parameters():
         parameter.data.clamp_(-0.01, 0.01)
@@ -502,15 +502,15 @@ def test_weights_that_the_program_clamps_stay_clamped() -> None:
 def test_what_cannot_be_cast_is_refused_and_left_as_it_was() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(UsageError, match="LBFGS computes the loss several times"):
-        LowPrecisionTraining().attach(Live(model, torch.optim.LBFGS(model.parameters())), FLOAT32)
+        LowPrecisionTraining().attach(AttachedProgram(model, torch.optim.LBFGS(model.parameters())), FLOAT32)
     tied = Language()
     with pytest.raises(UsageError, match=r"embed\.weight is shared with an island"):
-        LowPrecisionTraining().attach(Live(tied, None), replace(FLOAT32, islands=("head",)))
+        LowPrecisionTraining().attach(AttachedProgram(tied, None), replace(FLOAT32, islands=("head",)))
     with pytest.raises(UsageError, match="no module 'heads'"):
-        LowPrecisionTraining().attach(Live(tied, None), replace(FLOAT32, islands=("heads",)))
+        LowPrecisionTraining().attach(AttachedProgram(tied, None), replace(FLOAT32, islands=("heads",)))
     assert {p.dtype for p in (*tied.parameters(), *model.parameters())} == {torch.float32}
     with pytest.raises(UsageError, match="no float32 parameter"):
-        LowPrecisionTraining().attach(Live(nn.Linear(2, 2, dtype=torch.bfloat16), None), FLOAT32)
+        LowPrecisionTraining().attach(AttachedProgram(nn.Linear(2, 2, dtype=torch.bfloat16), None), FLOAT32)
     plain = replace(all_toys()["mlp"], optimizer=torch.optim.LBFGS)
     with pytest.raises(UsageError, match="LBFGS"):
         LowPrecisionTraining().apply(plain, FLOAT32).start("cpu")

@@ -27,8 +27,7 @@ from tests.techniques.toys import (
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Choice, Live, Numerics, Profile, live_of
-from vramfit.techniques.batch_cutting import find_cut
+from vramfit.techniques import AttachedProgram, Choice, Numerics, Profile, live_of
 from vramfit.techniques.micro_batching import (
     BatchNormalisation,
     MicroBatching,
@@ -37,7 +36,8 @@ from vramfit.techniques.micro_batching import (
     Splitter,
     spans_of,
 )
-from vramfit.techniques.trial import try_pieces
+from vramfit.techniques.support.batch_cutting import find_cut
+from vramfit.techniques.support.trial import try_pieces
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 
@@ -350,12 +350,12 @@ def test_batch_norm_has_to_be_allowed() -> None:
     for module in frozen.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
-    Live(frozen, None).attach((Choice(technique=MicroBatching(), setting=MicroBatchingSetting()),))
+    AttachedProgram(frozen, None).attach((Choice(technique=MicroBatching(), setting=MicroBatchingSetting()),))
 
 
 def test_running_statistics_move_as_far_as_with_the_whole_batch() -> None:
     norm = nn.BatchNorm1d(3)
-    live = Live(norm, None)
+    live = AttachedProgram(norm, None)
     setting = MicroBatchingSetting(count=4, batch_norm=BatchNormalisation.PER_PIECE)
     live.attach((Choice(technique=MicroBatching(), setting=setting),))
     x = 5 + torch.randn(2, 3).repeat(4, 1)  # each piece has the same mean
@@ -407,7 +407,7 @@ def test_a_loop_of_ones_own_and_one_exchange_of_gradients() -> None:
     optimizer.step()
     inner, optimizer = make()
     model = Exchanging(inner)
-    live = Live(model, optimizer)
+    live = AttachedProgram(model, optimizer)
     live.attach((Choice(technique=MicroBatching(), setting=MicroBatchingSetting(count=3)),))
     for micro in live.split((x, y)):
         live.backward(class_loss(model, micro))

@@ -27,9 +27,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Live, Profile, live_of, setting_from_plain, setting_to_plain
+from vramfit.techniques import AttachedProgram, Profile, live_of, setting_from_plain, setting_to_plain
 from vramfit.techniques.mixed_precision import HalfType, MixedPrecision, MixedPrecisionSetting
-from vramfit.techniques.surround import surroundings_of
+from vramfit.techniques.support.surround import surroundings_of
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Batch, State, Workload
 
@@ -131,7 +131,7 @@ class Scores(nn.Module):
 )
 def test_islands_compute_in_float32(setting: MixedPrecisionSetting) -> None:
     model = Scores()
-    live = Live(model, None)
+    live = AttachedProgram(model, None)
     MixedPrecision().attach(live, setting)
     model(torch.randn(2, 8))
     assert model.seen == [torch.bfloat16 if setting.islands else torch.float32, torch.float32]
@@ -145,7 +145,7 @@ def test_islands_compute_in_float32(setting: MixedPrecisionSetting) -> None:
 def test_an_island_may_have_several_names(islands: tuple[str, ...]) -> None:
     model = Scores()
     model.again = model.score
-    MixedPrecision().attach(Live(model, None), MixedPrecisionSetting(islands=islands))
+    MixedPrecision().attach(AttachedProgram(model, None), MixedPrecisionSetting(islands=islands))
     model(torch.randn(2, 8))
     assert model.seen == [torch.bfloat16, torch.float32]
     assert len(surroundings_of(model.score)) == 1
@@ -153,7 +153,7 @@ def test_an_island_may_have_several_names(islands: tuple[str, ...]) -> None:
 
 def test_an_island_has_the_value_of_float32_products() -> None:
     model, x = Scores(), torch.randn(2, 8)
-    live = Live(model, None)
+    live = AttachedProgram(model, None)
     MixedPrecision().attach(live, MixedPrecisionSetting(islands=("score",)))
     with torch.autocast("cpu", torch.bfloat16):
         body = F.linear(x, model.body.weight, model.body.bias)
@@ -176,7 +176,7 @@ def test_an_island_has_the_value_of_float32_products() -> None:
 def test_islands_that_are_not_there_are_refused(setting: MixedPrecisionSetting, message: str) -> None:
     model = Scores()
     with pytest.raises(UsageError) as raised:
-        MixedPrecision().attach(Live(model, None), setting)
+        MixedPrecision().attach(AttachedProgram(model, None), setting)
     assert str(raised.value) == message
     assert type(model) is Scores
 
@@ -206,7 +206,7 @@ class Containers(nn.Module):
 
 def test_a_loop_of_ones_own_gets_outputs_in_float32() -> None:
     model = Containers()
-    MixedPrecision().attach(Live(model, None), BFLOAT16)
+    MixedPrecision().attach(AttachedProgram(model, None), BFLOAT16)
     x = torch.randn(2, 4)
     output = model(x)
     assert type(output) is Output and type(output["pair"]) is Pair
@@ -218,10 +218,10 @@ def test_a_loop_of_ones_own_gets_outputs_in_float32() -> None:
 
 def test_outputs_stay_in_half_precision_where_the_loop_wants_them() -> None:
     model = Containers()
-    MixedPrecision().attach(Live(model, None), MixedPrecisionSetting(float32_outputs=False))
+    MixedPrecision().attach(AttachedProgram(model, None), MixedPrecisionSetting(float32_outputs=False))
     assert model(torch.randn(2, 4))["pair"].first.dtype is torch.bfloat16
     other = Containers()
-    MixedPrecision().attach(Live(other, None), BFLOAT16)
+    MixedPrecision().attach(AttachedProgram(other, None), BFLOAT16)
     with torch.autocast("cpu", torch.bfloat16):
         assert other(torch.randn(2, 4))["pair"].first.dtype is torch.bfloat16
     with torch.no_grad():
@@ -231,7 +231,7 @@ def test_outputs_stay_in_half_precision_where_the_loop_wants_them() -> None:
 def test_copies_and_files_compute_alike_and_undo_leaves_float32() -> None:
     model, x = all_toys()["mlp"].model().eval(), numbers(3, 16)
     plain, keys = model(x), list(model.state_dict())
-    live = Live(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    live = AttachedProgram(model, torch.optim.SGD(model.parameters(), lr=0.1))
     MixedPrecision().attach(live, replace(FLOAT16, islands=("5",)))
     assert isinstance(live.scaler, torch.amp.GradScaler)
     half, file = model(x), io.BytesIO()
@@ -249,7 +249,7 @@ def test_copies_and_files_compute_alike_and_undo_leaves_float32() -> None:
 
 def test_the_last_scale_is_used_and_steps_that_overflow_are_left_out() -> None:
     model = nn.Linear(4, 2)
-    live = Live(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    live = AttachedProgram(model, torch.optim.SGD(model.parameters(), lr=0.1))
     MixedPrecision().attach(live, replace(FLOAT16, initial_scale=2.0**40))
     before = model.weight.detach().clone()
     live.backward(1e4 * model(torch.ones(2, 4)).sum())
@@ -296,12 +296,12 @@ def test_float16_needs_a_step_that_scales() -> None:
     with pytest.raises(UsageError, match="float16 needs scaled losses"):
         MixedPrecision().apply(own, FLOAT16)
     model = nn.Linear(2, 2)
-    live = Live(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    live = AttachedProgram(model, torch.optim.SGD(model.parameters(), lr=0.1))
     live.steps_in_backward = True
     with pytest.raises(UsageError, match="float16 scales gradients before the step"):
         MixedPrecision().attach(live, FLOAT16)
     with pytest.raises(UsageError, match="no such parameter"):
-        MixedPrecision().attach(Live(nn.Linear(2, 2, dtype=torch.bfloat16), None), BFLOAT16)
+        MixedPrecision().attach(AttachedProgram(nn.Linear(2, 2, dtype=torch.bfloat16), None), BFLOAT16)
 
 
 def test_options_follow_the_card() -> None:

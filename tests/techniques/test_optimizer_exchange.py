@@ -6,23 +6,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.techniques import Choice, Live
+from vramfit.techniques import AttachedProgram, Choice
 from vramfit.techniques.lean_optimizer import LeanOptimizer, LeanOptimizerSetting
 from vramfit.techniques.low_precision_training import LowPrecisionTraining, LowPrecisionTrainingSetting
 
 
-def started() -> tuple[Live, Any]:
+def started() -> tuple[AttachedProgram, Any]:
     """A program whose optimizer is exchanged after its schedule was made."""
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    live = Live(model, optimizer)
+    live = AttachedProgram(model, optimizer)
     live.attach([Choice(technique=LeanOptimizer(), setting=LeanOptimizerSetting(lr=0.5))])
     return live, schedule
 
 
-def train(live: Live, schedule: Any, steps: int) -> list[float]:
+def train(live: AttachedProgram, schedule: Any, steps: int) -> list[float]:
     """Train; the learning rate of each step."""
     rates = []
     for _ in range(steps):
@@ -65,7 +65,7 @@ def test_loading_states_of_a_plain_optimizer_keeps_the_float32_weights() -> None
     plain = torch.optim.AdamW(model.parameters(), lr=0.0)
     plain.step()
     saved = copy.deepcopy(plain.state_dict())
-    live = Live(model, optimizer)
+    live = AttachedProgram(model, optimizer)
     live.attach([Choice(technique=LowPrecisionTraining(), setting=LowPrecisionTrainingSetting())])
     optimizer.load_state_dict(saved)
     live.undo()

@@ -14,7 +14,7 @@ from tests.techniques.toys import all_toys
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Live, Numerics
+from vramfit.techniques import AttachedProgram, Numerics
 from vramfit.techniques.optimizer_kernel import Implementation, OptimizerKernel, OptimizerKernelSetting
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
@@ -70,9 +70,9 @@ def test_loop_and_foreach_of_every_optimizer(name: str) -> None:
 def test_an_optimizer_with_states_goes_on_with_them() -> None:
     model = wide().model()
     optimizer = torch.optim.AdamW(model.parameters())
-    live = Live(model, optimizer)
+    live = AttachedProgram(model, optimizer)
     train(live, steps=2)
-    plain = Live(copy.deepcopy(model), None)
+    plain = AttachedProgram(copy.deepcopy(model), None)
     plain.optimizer = torch.optim.AdamW(plain.model.parameters())
     plain.optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     OptimizerKernel().attach(live, FUSED)
@@ -87,7 +87,7 @@ def test_the_choice_outlasts_a_loaded_checkpoint_and_ends_with_the_undo() -> Non
     model = wide().model()
     optimizer = torch.optim.AdamW(model.parameters())
     saved = copy.deepcopy(optimizer.state_dict())
-    live = Live(model, optimizer)
+    live = AttachedProgram(model, optimizer)
     OptimizerKernel().attach(live, FUSED)
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["fused"] is True
@@ -113,20 +113,20 @@ def test_what_is_not_there_is_refused(
     made = optimizer(nn.Linear(3, 3).parameters())
     before = copy.deepcopy(made.state_dict())
     with pytest.raises(UsageError, match=message):
-        OptimizerKernel().attach(Live(nn.Linear(3, 3), made), setting)
+        OptimizerKernel().attach(AttachedProgram(nn.Linear(3, 3), made), setting)
     assert made.state_dict() == before
 
 
 def test_a_fused_kernel_of_torch_that_is_wrong_is_refused() -> None:
     model = nn.Linear(3, 3).bfloat16()
     with pytest.raises(UsageError, match=r"fused SGD on the CPU is wrong for torch\.bfloat16"):
-        OptimizerKernel().attach(Live(model, torch.optim.SGD(model.parameters(), lr=0.1)), FUSED)
-    OptimizerKernel().attach(Live(model, torch.optim.AdamW(model.parameters())), FUSED)
+        OptimizerKernel().attach(AttachedProgram(model, torch.optim.SGD(model.parameters(), lr=0.1)), FUSED)
+    OptimizerKernel().attach(AttachedProgram(model, torch.optim.AdamW(model.parameters())), FUSED)
 
 
 def test_without_an_optimizer_there_is_nothing_to_choose() -> None:
     with pytest.raises(UsageError, match="optimizer-kernel needs an optimizer"):
-        OptimizerKernel().attach(Live(nn.Linear(3, 3), None), LOOP)
+        OptimizerKernel().attach(AttachedProgram(nn.Linear(3, 3), None), LOOP)
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from tests.techniques.toys import classes, numbers
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Choice, Live, Piece, live_of
+from vramfit.techniques import AttachedProgram, Choice, Piece, live_of
 from vramfit.techniques.low_precision_training import LowPrecisionTraining, LowPrecisionTrainingSetting
 from vramfit.techniques.optimizer_offload import OptimizerOffload, OptimizerOffloadSetting
-from vramfit.techniques.optimizer_offload_host import HostOptimizer
 from vramfit.techniques.step_in_backward import StepInBackward, StepInBackwardSetting
+from vramfit.techniques.support.optimizer_offload_host import HostOptimizer
 from vramfit.trace import Category
 from vramfit.virtual.gpu import VirtualGPU
 
@@ -36,12 +36,14 @@ def _model(device: str) -> nn.Module:
     )
 
 
-def _live(device: str, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **values: object) -> Live:
+def _live(
+    device: str, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **values: object
+) -> AttachedProgram:
     model = _model(device)
-    return Live(model, kind(model.parameters(), **{"lr": 0.01, **values}))  # type: ignore[call-arg]
+    return AttachedProgram(model, kind(model.parameters(), **{"lr": 0.01, **values}))  # type: ignore[call-arg]
 
 
-def _train(live: Live, *, steps: int, clip_norm: float | None = None, seed: int = 0) -> None:
+def _train(live: AttachedProgram, *, steps: int, clip_norm: float | None = None, seed: int = 0) -> None:
     for step in range(seed, seed + steps):
         x = (numbers(4, 16) + step).to(live.device)
         loss = nn.functional.cross_entropy(live.model(x), classes(3, 4).to(live.device))
@@ -49,7 +51,7 @@ def _train(live: Live, *, steps: int, clip_norm: float | None = None, seed: int 
         live.step(clip_norm=clip_norm)
 
 
-def _assert_same(ours: Live, plain: Live) -> None:
+def _assert_same(ours: AttachedProgram, plain: AttachedProgram) -> None:
     for one, other in zip(values(ours.model), values(plain.model), strict=True):
         torch.testing.assert_close(one.cpu(), other.cpu(), rtol=1e-5, atol=1e-6)
 
@@ -78,10 +80,10 @@ def test_gradients_are_clipped_together(gpu: VirtualGPU, setting: OptimizerOfflo
 
 @EACH
 def test_groups_and_schedules_act(gpu: VirtualGPU, setting: OptimizerOffloadSetting) -> None:
-    def made(device: str) -> Live:
+    def made(device: str) -> AttachedProgram:
         model = _model(device)
         groups = [{"params": model[0].parameters(), "weight_decay": 0.5}, {"params": model[2].parameters()}]
-        return Live(model, torch.optim.AdamW(groups, lr=0.05))
+        return AttachedProgram(model, torch.optim.AdamW(groups, lr=0.05))
 
     plain, ours = made("cpu"), made("cuda")
     OptimizerOffload().attach(ours, setting)
@@ -178,7 +180,7 @@ def test_what_would_go_wrong_is_refused(gpu: VirtualGPU) -> None:
         OptimizerOffload().attach(torn, SOME)
     model = _model("cuda")
     with pytest.raises(UsageError, match="LBFGS cannot be offloaded"):
-        OptimizerOffload().attach(Live(model, torch.optim.LBFGS(model.parameters())), SOME)
+        OptimizerOffload().attach(AttachedProgram(model, torch.optim.LBFGS(model.parameters())), SOME)
     ours = _live("cuda")
     OptimizerOffload().attach(ours, MOST)
     ours.backward(ours.model(torch.ones(1, 16, device="cuda")).sum())
@@ -270,7 +272,7 @@ def test_the_step_takes_the_time_of_the_host(gpu: VirtualGPU) -> None:
     assert taken[1] - taken[0] > 5 * size / 51.2e9
 
 
-def _half(live: Live, *more: Choice) -> Live:
+def _half(live: AttachedProgram, *more: Choice) -> AttachedProgram:
     half = Choice(technique=LowPrecisionTraining(), setting=LowPrecisionTrainingSetting())
     live.attach((half, *more))
     return live

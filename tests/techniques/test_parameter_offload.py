@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Live, Numerics, Profile, live_of
+from vramfit.techniques import AttachedProgram, Numerics, Profile, live_of
 from vramfit.techniques.activation_checkpointing import ActivationCheckpointing, Checkpointing, Mode
 from vramfit.techniques.activation_compression import (
     ActivationCompression,
@@ -26,11 +26,11 @@ from vramfit.techniques.activation_compression import (
     Method,
 )
 from vramfit.techniques.activation_offload import ActivationOffload, ActivationOffloadSetting
-from vramfit.techniques.host_lane import CopyLane
+from vramfit.techniques.core.profile import ModelBlock
 from vramfit.techniques.parameter_offload import GradientPlace, ParameterOffload, ParameterOffloadSetting
 from vramfit.techniques.parameter_offload import depot as depots
-from vramfit.techniques.profile import Block
-from vramfit.techniques.surround import surroundings_of
+from vramfit.techniques.support.host_lane import CopyLane
+from vramfit.techniques.support.surround import surroundings_of
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 
@@ -78,8 +78,8 @@ def _language(**options: Any) -> nn.Module:
     return Language(**options)
 
 
-def _live(model: nn.Module, optimizer: Any = None, **options: Any) -> Live:
-    live = Live(model, optimizer)
+def _live(model: nn.Module, optimizer: Any = None, **options: Any) -> AttachedProgram:
+    live = AttachedProgram(model, optimizer)
     ParameterOffload().attach(live, ParameterOffloadSetting(**options))
     return live
 
@@ -211,7 +211,7 @@ def test_gradients_of_micro_batches_add_up(place: GradientPlace) -> None:
     for treated in (False, True):
         model = _language(dropout=0.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        live = _live(model, optimizer, gradients=place) if treated else Live(model, optimizer)
+        live = _live(model, optimizer, gradients=place) if treated else AttachedProgram(model, optimizer)
         for seed in range(3):
             live.backward(language_loss(model, (tokens(2) + seed) % 97))
         live.step(clip_norm=0.5)
@@ -355,7 +355,7 @@ def test_parts_of_blocks_are_recomputed_apart(kept: bool) -> None:
     parts = tuple(f"layers.{block}.{part}" for block in range(3) for part in ("ln_1", "qkv", "up", "down"))
     save = {part: ("addmm",) for part in parts if "ln" not in part} if kept else {}
     setting = Checkpointing(mode=Mode.SELECTIVE if kept else Mode.WHOLE, modules=parts, save=save)
-    ActivationCheckpointing().attach(Live(model, None), setting)
+    ActivationCheckpointing().attach(AttachedProgram(model, None), setting)
     for _ in range(2):
         assert _same(_backward(model), _backward(plain))
 
@@ -395,7 +395,7 @@ def test_the_state_of_an_optimizer_goes_along() -> None:
     for treated in (False, True):
         model = _language(dropout=0.0)
         optimizer = torch.optim.AdamW(model.parameters())
-        live = Live(model, optimizer)
+        live = AttachedProgram(model, optimizer)
         for step in range(4):
             if treated and step == 1:
                 ParameterOffload().attach(live, ParameterOffloadSetting())
@@ -437,7 +437,7 @@ def test_a_capturable_optimizer_and_a_model_without_blocks_are_refused() -> None
 def test_options_want_room_on_the_host_and_promise_rounding() -> None:
     technique, model = ParameterOffload(), _language(layers=4)
     blocks = tuple(
-        Block(
+        ModelBlock(
             path=f"layers.{index}",
             kind="Block",
             index=index,
@@ -605,7 +605,7 @@ def test_a_model_that_is_on_the_card_goes_and_comes_back(gpu: VirtualGPU) -> Non
     gc.collect()
     before = torch.cuda.memory_allocated()
     block = 4096 * 4096 * 4
-    live = Live(state.model, state.optimizer)
+    live = AttachedProgram(state.model, state.optimizer)
     ParameterOffload().attach(live, ParameterOffloadSetting(modules=tuple(map(str, range(4)))))
     gc.collect()
     assert before - torch.cuda.memory_allocated() == 3 * 4 * block  # parameters and both moments

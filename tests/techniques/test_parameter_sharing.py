@@ -12,7 +12,7 @@ from tests.techniques.toys import classes, gradients, losses, numbers
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Live, Numerics, Profile, live_of
+from vramfit.techniques import AttachedProgram, Numerics, Profile, live_of
 from vramfit.techniques.parameter_sharing import ParameterSharing, SharingSetting
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
@@ -70,8 +70,8 @@ def workload() -> Workload:
     )
 
 
-def attached(model: nn.Module, **shared: str) -> Live:
-    live = Live(model, None)
+def attached(model: nn.Module, **shared: str) -> AttachedProgram:
+    live = AttachedProgram(model, None)
     names = {name.replace("__", "."): first for name, first in shared.items()}
     ParameterSharing().attach(live, SharingSetting(shared=names))
     return live

@@ -16,7 +16,7 @@ from tests.techniques.toys import all_toys, gradients
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Choice, Live, with_choices
+from vramfit.techniques import AttachedProgram, Choice, with_choices
 from vramfit.techniques.optimizer_kernel import OptimizerKernel, OptimizerKernelSetting
 from vramfit.techniques.step_in_backward import StepInBackward, StepInBackwardSetting
 from vramfit.trace import Category
@@ -40,14 +40,14 @@ OPTIMIZERS = (
 )
 
 
-def _live(workload: Workload | None = None) -> tuple[Live, Live]:
+def _live(workload: Workload | None = None) -> tuple[AttachedProgram, AttachedProgram]:
     """The same program twice: with the steps in the backward pass, and plain."""
     workload = workload or wide()
     assert workload.optimizer is not None
     both = []
     for _ in range(2):
         model = workload.model()
-        both.append(Live(model, workload.optimizer(model.parameters())))
+        both.append(AttachedProgram(model, workload.optimizer(model.parameters())))
     StepInBackward().attach(both[0], PLAIN)
     return both[0], both[1]
 
@@ -114,7 +114,7 @@ def test_copies_and_saved_models_have_no_steps_in_them() -> None:
 def test_what_is_unfrozen_later_steps_at_the_end() -> None:
     plain = all_toys()["frozen-trunk"]
     model = plain.model()
-    live = Live(model, torch.optim.AdamW(model.parameters()))
+    live = AttachedProgram(model, torch.optim.AdamW(model.parameters()))
     StepInBackward().attach(live, PLAIN)
     frozen = model.trunk[0].weight
     frozen.requires_grad_(True)
@@ -154,7 +154,7 @@ def test_gradients_cannot_be_clipped() -> None:
 def test_loss_scaling_is_refused_whenever_it_comes() -> None:
     plain = wide()
     model = plain.model()
-    live = Live(model, torch.optim.AdamW(model.parameters()))
+    live = AttachedProgram(model, torch.optim.AdamW(model.parameters()))
     live.scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(UsageError, match="cannot go with loss scaling"):
         StepInBackward().attach(live, PLAIN)
@@ -173,20 +173,20 @@ class Coupled(torch.optim.SGD):
 
 def test_an_unknown_optimizer_needs_a_word() -> None:
     model = wide().model()
-    live = Live(model, Coupled(model.parameters(), lr=0.1))
+    live = AttachedProgram(model, Coupled(model.parameters(), lr=0.1))
     with pytest.raises(UsageError, match="Coupled is not known to treat each parameter on its own"):
         StepInBackward().attach(live, PLAIN)
     StepInBackward().attach(live, StepInBackwardSetting(separable=True))
     train(live, steps=1)
     with pytest.raises(UsageError, match="LBFGS is not known"):
-        StepInBackward().attach(Live(model, torch.optim.LBFGS(model.parameters())), PLAIN)
+        StepInBackward().attach(AttachedProgram(model, torch.optim.LBFGS(model.parameters())), PLAIN)
 
 
 def test_gradients_that_other_processes_add_to_are_waited_for() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
-        live = Live(model, torch.optim.AdamW(model.parameters()))
+        live = AttachedProgram(model, torch.optim.AdamW(model.parameters()))
         with pytest.raises(UsageError, match="cannot wait for the gradients of other processes"):
             StepInBackward().attach(live, PLAIN)
     finally:
@@ -209,7 +209,7 @@ def test_after_the_undo_gradients_stay_until_the_step() -> None:
 
 def test_nothing_holds_a_program_that_is_over() -> None:
     model = wide().model()
-    live = Live(model, torch.optim.AdamW(model.parameters()))
+    live = AttachedProgram(model, torch.optim.AdamW(model.parameters()))
     StepInBackward().attach(live, PLAIN)
     train(live, steps=1)
     gone = weakref.ref(model[2].weight)  # type: ignore[index]

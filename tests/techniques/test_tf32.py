@@ -10,7 +10,7 @@ from tests.techniques.toys import all_toys, gradients
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Live, Profile
+from vramfit.techniques import AttachedProgram, Profile
 from vramfit.techniques.tf32 import Tf32, Tf32Setting, _Switches
 from vramfit.virtual.gpu import VirtualGPU
 
@@ -37,7 +37,7 @@ def _profile(model: nn.Module, *, device: str = "cuda", capability: tuple[int, i
 
 def test_both_names_of_the_switches_say_so_and_are_put_back() -> None:
     before = _Switches.read()
-    live = Live(nn.Linear(2, 2), None)
+    live = AttachedProgram(nn.Linear(2, 2), None)
     Tf32().attach(live, Tf32Setting())
     assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     assert torch.backends.cudnn.conv.fp32_precision == "tf32"
@@ -54,7 +54,7 @@ def test_switches_that_a_program_set_by_their_new_names_alone_are_put_back() -> 
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     before = _Switches.read()
     assert before.old_matmul is None and before.old_cudnn is None
-    live = Live(nn.Linear(2, 2), None)
+    live = AttachedProgram(nn.Linear(2, 2), None)
     Tf32().attach(live, Tf32Setting())
     assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     assert torch.backends.cudnn.conv.fp32_precision == "tf32"
@@ -64,7 +64,7 @@ def test_switches_that_a_program_set_by_their_new_names_alone_are_put_back() -> 
 
 def test_convolutions_alone_leave_products_as_they_are() -> None:
     torch.backends.cudnn.allow_tf32 = False
-    live = Live(nn.Conv2d(3, 3, 3), None)
+    live = AttachedProgram(nn.Conv2d(3, 3, 3), None)
     Tf32().attach(live, Tf32Setting(matmul=False))
     assert torch.backends.cudnn.allow_tf32 and torch.backends.cudnn.rnn.fp32_precision == "tf32"
     assert torch.get_float32_matmul_precision() == "highest"
@@ -73,7 +73,7 @@ def test_convolutions_alone_leave_products_as_they_are() -> None:
 
 
 def test_nothing_at_all_is_refused() -> None:
-    live = Live(nn.Linear(2, 2), None)
+    live = AttachedProgram(nn.Linear(2, 2), None)
     with pytest.raises(UsageError, match="allowed for nothing"):
         Tf32().attach(live, Tf32Setting(matmul=False, convolution=False))
     assert torch.get_float32_matmul_precision() == "highest"
@@ -112,7 +112,7 @@ def test_products_take_less_time_on_the_virtual_gpu() -> None:
     with VirtualGPU("A100 80GB", alloc_conf=""):  # a 4090's rate for TF32 is that for float32
         model = nn.Linear(4096, 4096).cuda()
         plain = seconds()
-        live = Live(model, None)
+        live = AttachedProgram(model, None)
         Tf32().attach(live, Tf32Setting())
         fast = seconds()
         live.undo()

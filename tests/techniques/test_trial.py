@@ -12,7 +12,7 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.techniques.micro_batching import MicroBatchingSetting, Reduction, Splitter
-from vramfit.techniques.trial import NoPiecesError, NotComparableError, try_pieces
+from vramfit.techniques.support.trial import NoPiecesError, NotComparableError, try_pieces
 from vramfit.workload import Workload
 
 WIDTH, LENGTH = 8, 6

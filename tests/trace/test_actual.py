@@ -12,7 +12,7 @@ import pytest
 from tests.trace.programs import Recorder
 
 from vramfit.errors import TraceFormatError, UsageError
-from vramfit.trace import Actual, Figures, MemoryTrace, read_actual, snapshot_from_trace, write_snapshot
+from vramfit.trace import Actual, DeviceFigures, MemoryTrace, read_actual, snapshot_from_trace, write_snapshot
 
 STATS = {
     "allocated_bytes.all.peak": 700,
@@ -37,7 +37,7 @@ def read(folder: Path, value: Any) -> Actual:
     return read_actual(file)
 
 
-def figures(folder: Path, value: Any) -> Figures:
+def figures(folder: Path, value: Any) -> DeviceFigures:
     (found,) = read(folder, value).figures
     return found
 
@@ -72,14 +72,14 @@ def test_segments_alone_are_a_snapshot(trace: MemoryTrace, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (STATS, Figures(peak_allocated=700, peak_reserved=1000, peak_requested=650)),
+        (STATS, DeviceFigures(peak_allocated=700, peak_reserved=1000, peak_requested=650)),
         (
             {**STATS, "device_used_bytes": 1300},
-            Figures(peak_allocated=700, peak_reserved=1000, peak_requested=650, outside=400),
+            DeviceFigures(peak_allocated=700, peak_reserved=1000, peak_requested=650, outside=400),
         ),
         (
             {"memory_stats": STATS, "nvidia_smi_bytes": 950, "gpu": "A100", "torch": "2.6.0"},
-            Figures(
+            DeviceFigures(
                 peak_allocated=700,
                 peak_reserved=1000,
                 peak_requested=650,
@@ -90,15 +90,15 @@ def test_segments_alone_are_a_snapshot(trace: MemoryTrace, tmp_path: Path) -> No
         ),
         (
             {"allocated_bytes": {"all": {"peak": 7, "current": 1}}, "reserved_bytes": {"all": {"peak": 9}}},
-            Figures(peak_allocated=7, peak_reserved=9),
+            DeviceFigures(peak_allocated=7, peak_reserved=9),
         ),
         (
             {"max_memory_allocated": "1 GiB", "max_memory_reserved": "1536MiB", "nvidia_smi_bytes": "2GiB"},
-            Figures(peak_allocated=1 << 30, peak_reserved=3 << 29, outside=1 << 29),
+            DeviceFigures(peak_allocated=1 << 30, peak_reserved=3 << 29, outside=1 << 29),
         ),
         (
             {"peak_allocated_bytes": 5, "peak_reserved_bytes": 6, "outside_pytorch_bytes": 7, "device": 3},
-            Figures(device=3, peak_allocated=5, peak_reserved=6, outside=7, whole_run=True),
+            DeviceFigures(device=3, peak_allocated=5, peak_reserved=6, outside=7, whole_run=True),
         ),
         (
             {
@@ -106,7 +106,7 @@ def test_segments_alone_are_a_snapshot(trace: MemoryTrace, tmp_path: Path) -> No
                 "outside_bytes": {"context": 1, "end": 44},
                 "device": {"name": "H100", "torch": "2.9"},
             },
-            Figures(
+            DeviceFigures(
                 peak_allocated=700,
                 peak_reserved=1000,
                 peak_requested=650,
@@ -117,7 +117,7 @@ def test_segments_alone_are_a_snapshot(trace: MemoryTrace, tmp_path: Path) -> No
         ),
     ],
 )
-def test_figures_by_all_their_names(value: dict[str, Any], expected: Figures, tmp_path: Path) -> None:
+def test_figures_by_all_their_names(value: dict[str, Any], expected: DeviceFigures, tmp_path: Path) -> None:
     assert figures(tmp_path, value) == expected
 
 
@@ -131,7 +131,7 @@ def test_our_own_report_tells_slack_and_workspaces_where_it_is_of_the_peak(tmp_p
         "fragmentation": {"slack_bytes": 3},
     }
     report = {"schema": "vramfit.run/1", "torch": "2.13.0", "gpu": {"name": "?"}, "devices": [device]}
-    assert figures(tmp_path, report) == Figures(
+    assert figures(tmp_path, report) == DeviceFigures(
         device=2,
         peak_allocated=100,
         peak_reserved=200,
@@ -153,7 +153,7 @@ def test_several_devices(tmp_path: Path) -> None:
         assert found.devices == (0, 1)
         assert [found.figures_of(index).peak_reserved for index in (0, 1)] == [1, 2]
     assert found.figures_of(0).torch == "2.6.0"
-    assert found.figures_of(7) == Figures()
+    assert found.figures_of(7) == DeviceFigures()
 
 
 def test_a_recording_and_figures_go_together(trace: MemoryTrace, tmp_path: Path) -> None:

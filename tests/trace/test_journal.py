@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from vramfit.errors import TraceFormatError, WriteError
 from vramfit.trace import Category, EventKind, Frame, TraceBuilder, TraceDevice, read_any
-from vramfit.trace.journal import Journal, parse_journal
+from vramfit.trace.journal import TraceJournal, parse_journal
 from vramfit.trace.model import COLUMNS
 
 DEVICE = TraceDevice(index=0, name="a card", total_bytes=1 << 34, context_bytes=7)
@@ -23,7 +23,7 @@ DEVICE = TraceDevice(index=0, name="a card", total_bytes=1 << 34, context_bytes=
 
 def write(path: Path) -> TraceBuilder:
     """A journal with events, names long and short, stacks and corrections."""
-    builder = TraceBuilder(devices=(DEVICE,), meta={"source": "cpu"}, journal=Journal(path))
+    builder = TraceBuilder(devices=(DEVICE,), meta={"source": "cpu"}, journal=TraceJournal(path))
     assert builder.journal is not None
     builder.journal.facts(builder.meta, builder.devices)
     for number in range(30):
@@ -130,8 +130,8 @@ def test_a_killed_process_leaves_every_event(tmp_path: Path) -> None:
 import os, signal
 from pathlib import Path
 from vramfit.trace import EventKind, TraceBuilder
-from vramfit.trace.journal import Journal
-builder = TraceBuilder(journal=Journal(Path({str(tmp_path / "run.journal")!r})))
+from vramfit.trace.journal import TraceJournal
+builder = TraceBuilder(journal=TraceJournal(Path({str(tmp_path / "run.journal")!r})))
 for number in range(70_000):  # more than the file holds before it grows
     builder.append(EventKind.ALLOC, device=0, address=number, size=number)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -145,7 +145,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
-    builder = TraceBuilder(journal=Journal(tmp_path / "run.journal"))
+    builder = TraceBuilder(journal=TraceJournal(tmp_path / "run.journal"))
     child = os.fork()
     if child == 0:
         builder.append(EventKind.ALLOC, device=0)
@@ -158,7 +158,7 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_journal_and_not_the_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    builder = TraceBuilder(journal=Journal(tmp_path / "run.journal"))
+    builder = TraceBuilder(journal=TraceJournal(tmp_path / "run.journal"))
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
@@ -173,4 +173,4 @@ def test_a_full_disk_ends_the_journal_and_not_the_program(
 
 def test_a_journal_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WriteError, match="missing"):
-        Journal(tmp_path / "missing" / "run.journal")
+        TraceJournal(tmp_path / "missing" / "run.journal")

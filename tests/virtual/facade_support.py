@@ -8,7 +8,7 @@ from typing import Any
 
 from vramfit.gpus import find_gpu
 from vramfit.patching import PatchStack
-from vramfit.virtual import facade
+from vramfit.virtual import torch_cuda
 from vramfit.virtual.machine import Machine
 
 
@@ -19,5 +19,5 @@ def virtual_cuda(gpu: str = "RTX 4090", count: int = 1, **options: Any) -> Itera
     options.setdefault("visible", ",".join(map(str, range(count))))
     machine = Machine([find_gpu(gpu)] * count, **options)
     with PatchStack() as patches:
-        facade.install(machine, patches)
+        torch_cuda.install(machine, patches)
         yield machine

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vramfit.errors import UsageError
-from vramfit.virtual.assume import Assume
+from vramfit.virtual.data_dependent.assume import Assume
+from vramfit.virtual.data_dependent.shadow import MAX_KNOWN
 from vramfit.virtual.gpu import VirtualGPU
-from vramfit.virtual.shadow import MAX_KNOWN
 
 TOKENS, WIDTH, EXPERTS = 8192, 64, 8
 

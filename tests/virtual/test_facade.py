@@ -13,8 +13,8 @@ import torch.distributed
 from facade_support import virtual_cuda
 
 from vramfit.gpus import catalogue, find_gpu
-from vramfit.virtual import facade
-from vramfit.virtual.facade.releases import release_for
+from vramfit.virtual import torch_cuda
+from vramfit.virtual.torch_cuda.releases import release_for
 
 # The fingerprint covers these modules with all their children, and these classes.
 WATCHED = ("torch._C", "torch.cuda", "torch.backends", "torch.version", "torch.random", "torch.accelerator")
@@ -71,7 +71,7 @@ def test_it_can_be_installed_again():
         with virtual_cuda(gpu):
             assert torch.cuda.get_device_name() == find_gpu(gpu).vendor_name
     with pytest.raises(RuntimeError, match="is gone"):
-        facade.installed_machine()
+        torch_cuda.installed_machine()
 
 
 def test_modules_that_imported_names_before_see_the_facade():

@@ -8,7 +8,7 @@ import torch
 from facade_support import virtual_cuda
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vramfit.virtual.facade import VirtualGenerator, default_generator, virtual_generator
+from vramfit.virtual.torch_cuda import VirtualGenerator, default_generator, virtual_generator
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import torch
 from torch.distributions import Categorical
 from torch.nn import functional as F
 
+from vramfit.virtual.data_dependent.guesses import PATIENCE
 from vramfit.virtual.gpu import VirtualGPU
-from vramfit.virtual.guesses import PATIENCE
 
 
 def unknown(*shape: int) -> torch.Tensor:

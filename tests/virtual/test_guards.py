@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributions import Bernoulli, Categorical, Normal
 
-from vramfit.virtual.assume import Assume
+from vramfit.virtual.data_dependent.assume import Assume
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.virtual.guards import guard
 
@@ -203,7 +203,7 @@ def test_distributions_take_unknown_arguments_without_end(
 ) -> None:
     """`torch.distributions` asks for its constraints on lines of torch: more often than a loop of ours has patience."""
     for name in ("PATIENCE", "INDIRECT_PATIENCE", "COUNTED_PATIENCE"):
-        monkeypatch.setattr(f"vramfit.virtual.guesses.{name}", 20)
+        monkeypatch.setattr(f"vramfit.virtual.data_dependent.guesses.{name}", 20)
     model = nn.Linear(64, 4)
     draws = 0
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vramfit.virtual.data_dependent.shadow import MAX_ELEMENTS, MAX_KNOWN
 from vramfit.virtual.gpu import VirtualGPU
-from vramfit.virtual.shadow import MAX_ELEMENTS, MAX_KNOWN
 
 
 def codes(gpu: VirtualGPU) -> set[str]:

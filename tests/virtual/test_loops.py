@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from vramfit.virtual.assume import Assume
+from vramfit.virtual.data_dependent.assume import Assume
+from vramfit.virtual.data_dependent.guesses import PATIENCE
+from vramfit.virtual.data_dependent.loops import Stake, guards, stake
 from vramfit.virtual.gpu import VirtualGPU
-from vramfit.virtual.guesses import PATIENCE
-from vramfit.virtual.loops import Stake, guards, stake
 
 PROGRAM = """\
 import itertools
@@ -210,7 +210,7 @@ def told_from_a_helper() -> int:
 def test_a_loop_that_waits_for_data_ends(
     loop: Callable[[], int], assume: Assume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vramfit.virtual.guesses.SIZE_PATIENCE", PATIENCE)
+    monkeypatch.setattr("vramfit.virtual.data_dependent.guesses.SIZE_PATIENCE", PATIENCE)
     rounds, codes = run(loop, assume)
     assert rounds < PATIENCE + 100
     assert ("guess-flipped" in codes) is (rounds >= PATIENCE - 1)
@@ -324,14 +324,14 @@ def test_a_for_without_an_end_that_shows_ends_too(monkeypatch: pytest.MonkeyPatc
                 break
         return rounds
 
-    monkeypatch.setattr("vramfit.virtual.guesses.COUNTED_PATIENCE", LIMIT)
+    monkeypatch.setattr("vramfit.virtual.data_dependent.guesses.COUNTED_PATIENCE", LIMIT)
     rounds, codes = run(stream, Assume.UPPER)
     assert LIMIT - 1 <= rounds < LIMIT + 10
     assert "guess-flipped" in codes
 
 
 def test_a_loop_that_no_answer_ends_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vramfit.virtual.guesses.LAST", 50)
+    monkeypatch.setattr("vramfit.virtual.data_dependent.guesses.LAST", 50)
     x = torch.rand(500, 500)
 
     def forever() -> int:

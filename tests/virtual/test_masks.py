@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from vramfit.virtual.assume import Assume
+from vramfit.virtual.data_dependent.assume import Assume
+from vramfit.virtual.data_dependent.shadow import MAX_ELEMENTS
+from vramfit.virtual.fake_impls.host import LONGEST_LIST
 from vramfit.virtual.gpu import VirtualGPU
-from vramfit.virtual.rules.host import LONGEST_LIST
-from vramfit.virtual.shadow import MAX_ELEMENTS
 
 BOTH = pytest.mark.parametrize("assume", list(Assume))
 MASKS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vramfit.virtual.assume import Extent, bounds, merged
-from vramfit.virtual.resting import Numbers, Resting, concatenated, moved
+from vramfit.virtual.data_dependent.assume import Extent, bounds, merged
+from vramfit.virtual.data_dependent.resting import Numbers, Resting, concatenated, moved
 
 ROWS = Extent(1000, 0, 2000)
 

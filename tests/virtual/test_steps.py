@@ -14,7 +14,7 @@ from vramfit.programs.limits import Limits
 from vramfit.programs.stopping import Stopping
 from vramfit.trace import Category, EventKind, TraceBuilder
 from vramfit.trace.progress import End, Unit
-from vramfit.virtual.attribution import ModuleStack, Phase, PhaseTracker
+from vramfit.virtual.attribution import ModuleStack, PhaseTracker, ProgramPhase
 from vramfit.virtual.steps import StepCounter
 
 Loop = Callable[["Watched"], None]
@@ -46,16 +46,16 @@ class Watched:
     def forward(self, module: nn.Module) -> None:
         self.modules.enter(module)
         try:
-            self.phases.begin(Phase.FORWARD)
+            self.phases.begin(ProgramPhase.FORWARD)
         finally:
             self.modules.leave()
         self.done += 1
 
     def train(self, module: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         self.forward(module)
-        self.phases.begin(Phase.BACKWARD)
+        self.phases.begin(ProgramPhase.BACKWARD)
         for optimizer in optimizers:
-            self.phases.begin(Phase.OPTIMIZER)
+            self.phases.begin(ProgramPhase.OPTIMIZER)
             optimizer.step()
 
 

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from vramfit.errors import EnvironmentUnfitError, UnknownGpuError
-from vramfit.trace.journal import Journal
-from vramfit.virtual import build_shim, facade, ranks
+from vramfit.trace.journal import TraceJournal
+from vramfit.virtual import build_shim, ranks, torch_cuda
 from vramfit.virtual import gpu as gpu_module
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.virtual.mode import VirtualMode
@@ -194,10 +194,10 @@ def fail(*_: object, **__: object) -> None:
     [
         (build_shim, "self_check"),
         (gpu_module, "exclusive_counts"),
-        (facade, "install"),
+        (torch_cuda, "install"),
         (ranks, "install"),
         (VirtualMode, "__enter__"),
-        (Journal, "facts"),
+        (TraceJournal, "facts"),
     ],
 )
 def test_a_failed_start_leaves_nothing(

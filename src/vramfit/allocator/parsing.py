@@ -46,7 +46,7 @@ def _is_power_of_two(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
 
 
-class _Reader:
+class _SettingsReader:
     """Walks over the tokens of one settings string."""
 
     def __init__(self, text: str) -> None:
@@ -132,7 +132,7 @@ def parse_settings(
     Raises:
         ConfigError: torch would refuse the string; the reason is torch's.
     """
-    return _parse(_Reader(text), torch_version, large_segment_size)
+    return _parse(_SettingsReader(text), torch_version, large_segment_size)
 
 
 def misread_numbers(text: str, torch_version: TorchVersion = REFERENCE_VERSION) -> tuple[str, ...]:
@@ -141,12 +141,12 @@ def misread_numbers(text: str, torch_version: TorchVersion = REFERENCE_VERSION) 
     Raises:
         ConfigError: torch would refuse the string.
     """
-    reader = _Reader(text)
+    reader = _SettingsReader(text)
     _parse(reader, torch_version, 20 * MIB)
     return tuple(reader.misread)
 
 
-def _parse(reader: _Reader, torch_version: TorchVersion, large_segment_size: int) -> dict[str, Any]:
+def _parse(reader: _SettingsReader, torch_version: TorchVersion, large_segment_size: int) -> dict[str, Any]:
     large = _segment_size_first(reader, torch_version) or large_segment_size
     found: dict[str, Any] = {"max_non_split_rounding": large}  # follows the segment size unless it is named
     while not reader.done:
@@ -157,7 +157,7 @@ def _parse(reader: _Reader, torch_version: TorchVersion, large_segment_size: int
     return found
 
 
-def _segment_size_first(reader: _Reader, version: TorchVersion) -> int:
+def _segment_size_first(reader: _SettingsReader, version: TorchVersion) -> int:
     """The segment size that a string sets, which torch reads before all others; 0 if it sets none."""
     size = 0
     for index, key in enumerate(reader.tokens, start=1):
@@ -168,7 +168,7 @@ def _segment_size_first(reader: _Reader, version: TorchVersion) -> int:
     return size
 
 
-def _read_segment_size(reader: _Reader, key: str) -> int:
+def _read_segment_size(reader: _SettingsReader, key: str) -> int:
     size = reader.megabytes(key)
     if size <= 10 * MIB:
         raise reader.fail("CachingAllocator option large_segment_size_mb must be > 10 MB")
@@ -176,7 +176,7 @@ def _read_segment_size(reader: _Reader, key: str) -> int:
 
 
 def _read_setting(
-    reader: _Reader, key: str, found: dict[str, Any], version: TorchVersion, large_segment_size: int
+    reader: _SettingsReader, key: str, found: dict[str, Any], version: TorchVersion, large_segment_size: int
 ) -> None:
     rules = rules_for(version)
     # ROCm builds spell two settings with "hip"; both spellings are accepted by either build.
@@ -236,7 +236,7 @@ _BOOLEANS = frozenset(
 )
 
 
-def _read_backend(reader: _Reader, key: str) -> str:
+def _read_backend(reader: _SettingsReader, key: str) -> str:
     name = reader.value(key)
     if name not in ("native", "cudaMallocAsync", "hipMallocAsync"):
         raise reader.fail(
@@ -245,7 +245,7 @@ def _read_backend(reader: _Reader, key: str) -> str:
     return "native" if name == "native" else "cudaMallocAsync"
 
 
-def _read_threads(reader: _Reader, key: str) -> int:
+def _read_threads(reader: _SettingsReader, key: str) -> int:
     threads = reader.number(key)
     if not _is_power_of_two(threads):
         raise reader.fail(f"Number of register threads has to be power of 2, got {threads}")
@@ -256,7 +256,7 @@ def _read_threads(reader: _Reader, key: str) -> int:
     return threads
 
 
-def _read_divisions(reader: _Reader, key: str, before: tuple[int, ...]) -> tuple[int, ...]:
+def _read_divisions(reader: _SettingsReader, key: str, before: tuple[int, ...]) -> tuple[int, ...]:
     """One division for all sizes, or a list of ``size:divisions`` with sizes in MiB, ``>`` for the rest."""
     word = reader.value(key)
     if word != "[":

@@ -1,36 +1,50 @@
 """What a trace means: pure functions from a MemoryTrace or a run to a value. No torch, no printing."""
 
-from vramfit.analysis.alignment import Alignment, Ends, align
-from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
-from vramfit.analysis.causes import (
+from vramfit.analysis._causes import (
     CauseKind,
     FragmentationCause,
     FragmentationCauses,
     LargestRequest,
     causes,
 )
-from vramfit.analysis.curves import Curves, Measure, Timeline, curves, timeline
-from vramfit.analysis.diff import Change, HoldingChange, Pair, TraceDiff, diff, diff_states
-from vramfit.analysis.fragmentation import Fragmentation, fragmentation
+from vramfit.analysis._curves import Curves, Measure, Timeline, curves, timeline
+from vramfit.analysis._diff import Change, HoldingChange, Pair, TraceDiff, diff, diff_states
+from vramfit.analysis._fragmentation import Fragmentation, fragmentation
+from vramfit.analysis._leaks import leaks
+from vramfit.analysis._lifetimes import Lifetimes, lifetimes
+from vramfit.analysis._peaks import LocalPeak, Removal, peaks
+from vramfit.analysis._phases import Growth, Phase, PhaseSummary, growth, phases, summarise
+from vramfit.analysis._reconcile import check_device, reconcile
+from vramfit.analysis._segment_spans import SegmentSpans, segment_spans
+from vramfit.analysis._stability import (
+    Limit,
+    LimitReason,
+    Round,
+    RoundOutcome,
+    Stability,
+    StressReport,
+    Trend,
+    stability,
+)
+from vramfit.analysis._states import Holding, PeakState, no_card, state_from_trace, states, states_from_report
+from vramfit.analysis._steps import LEAST_STEPS, Steps, StepSource, steps
+from vramfit.analysis._verdict import NO_CARD, VARIES, DeviceVerdict, Outcome, Verdict, verdict
+from vramfit.analysis.alignment import Alignment, Ends, align
+from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
 from vramfit.analysis.gates import Bound, Gate, baseline_gates, budget_gates, card_gates, used_gates
 from vramfit.analysis.groups import TensorGroup
 from vramfit.analysis.leak_report import (
     GrowingStack,
+    LeakPlace,
     LeakReport,
     LeakVerdict,
-    Place,
     Release,
     Sawtooth,
     SettledStack,
 )
-from vramfit.analysis.leaks import leaks
-from vramfit.analysis.lifetimes import Lifetimes, lifetimes
 from vramfit.analysis.modules import ModuleNode, fold_layers, fold_path, module_tree
-from vramfit.analysis.oom import Answer, Fit, OomExplanation, OomVerdict, WhatIf
-from vramfit.analysis.peaks import LocalPeak, Removal, peaks
-from vramfit.analysis.phases import Growth, Phase, PhaseSummary, growth, phases, summarise
+from vramfit.analysis.oom import Fit, OomExplanation, OomVerdict, WhatIf, WhatIfAnswer
 from vramfit.analysis.pinning import Holder, PinGroup, PinnedSegment
-from vramfit.analysis.reconcile import check_device, reconcile
 from vramfit.analysis.reconciliation import (
     Cause,
     Comparison,
@@ -47,24 +61,10 @@ from vramfit.analysis.reconciliation import (
 )
 from vramfit.analysis.recorded_run import run_from_trace
 from vramfit.analysis.remedies import Remedy, RemedyKind
-from vramfit.analysis.requests import Label
-from vramfit.analysis.segment_spans import SegmentSpans, segment_spans
+from vramfit.analysis.requests import RequestLabel
 from vramfit.analysis.shortage import NAMES
-from vramfit.analysis.stability import (
-    Limit,
-    LimitReason,
-    Round,
-    RoundOutcome,
-    Stability,
-    StressReport,
-    Trend,
-    stability,
-)
-from vramfit.analysis.states import Holding, State, no_card, state_from_trace, states, states_from_report
-from vramfit.analysis.steps import LEAST_STEPS, Steps, StepSource, steps
 from vramfit.analysis.tolerance import DEFAULT_TOLERANCE, Tolerance
 from vramfit.analysis.tuning import DeviceRecording, Trap, TrapKind, Trial, Tuning, tune
-from vramfit.analysis.verdict import NO_CARD, VARIES, DeviceVerdict, Outcome, Verdict, verdict
 from vramfit.trace.frames import Origin, origin, short_location, user_frame
 
 __all__ = [
@@ -74,7 +74,6 @@ __all__ = [
     "NO_CARD",
     "VARIES",
     "Alignment",
-    "Answer",
     "Bound",
     "Breakdown",
     "Cause",
@@ -98,8 +97,8 @@ __all__ = [
     "Holder",
     "Holding",
     "HoldingChange",
-    "Label",
     "LargestRequest",
+    "LeakPlace",
     "LeakReport",
     "LeakVerdict",
     "Lifetimes",
@@ -116,24 +115,24 @@ __all__ = [
     "Pair",
     "Part",
     "PartDifference",
+    "PeakState",
     "Phase",
     "PhaseSummary",
     "PinGroup",
     "PinnedSegment",
-    "Place",
     "Quantity",
     "Reconciliation",
     "Release",
     "Remedy",
     "RemedyKind",
     "Removal",
+    "RequestLabel",
     "Round",
     "RoundOutcome",
     "Sawtooth",
     "SegmentSpans",
     "SettledStack",
     "Stability",
-    "State",
     "StepSource",
     "Steps",
     "StreamComparison",
@@ -150,6 +149,7 @@ __all__ = [
     "Tuning",
     "Verdict",
     "WhatIf",
+    "WhatIfAnswer",
     "When",
     "align",
     "at",

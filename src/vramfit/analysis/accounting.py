@@ -9,7 +9,7 @@ import numpy as np
 
 from vramfit.allocator import AllocatorConfig
 from vramfit.allocator.rounding import SMALL_REQUEST, Rounding
-from vramfit.analysis.lifetimes import Lifetimes
+from vramfit.analysis._lifetimes import Lifetimes
 from vramfit.analysis.occupancy import COMMON_POOL, Gap, HeldSegment, Occupancy
 from vramfit.analysis.oom import OomExplanation
 from vramfit.analysis.pinning import Pins

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from vramfit.analysis.reconcile import bare_name
+from vramfit.analysis._reconcile import bare_name
+from vramfit.analysis._states import PeakState
 from vramfit.analysis.reconciliation import Quantity
-from vramfit.analysis.states import State
 from vramfit.analysis.tolerance import Tolerance
 from vramfit.errors import UsageError
 
@@ -54,7 +54,7 @@ class Gate:
         return max(0, self.actual - self.limit) if not self.passed else 0
 
 
-def measure(state: State, quantity: Quantity) -> int | None:
+def measure(state: PeakState, quantity: Quantity) -> int | None:
     """A figure of a run; None where its source does not say."""
     return {
         Quantity.TOTAL: state.used,
@@ -63,7 +63,7 @@ def measure(state: State, quantity: Quantity) -> int | None:
     }[quantity]
 
 
-def card_gates(run: Sequence[State]) -> tuple[Gate, ...]:
+def card_gates(run: Sequence[PeakState]) -> tuple[Gate, ...]:
     """One failed gate for each device that ran out of memory at the end."""
     return tuple(
         Gate(
@@ -80,7 +80,7 @@ def card_gates(run: Sequence[State]) -> tuple[Gate, ...]:
     )
 
 
-def used_gates(run: Sequence[State]) -> tuple[Gate, ...]:
+def used_gates(run: Sequence[PeakState]) -> tuple[Gate, ...]:
     """A failed gate for a run that held nothing on any device: it says nothing of what the program takes."""
     if any(state.is_used for state in run):
         return ()
@@ -98,7 +98,9 @@ def used_gates(run: Sequence[State]) -> tuple[Gate, ...]:
     )
 
 
-def budget_gates(run: Sequence[State], budget: int, quantity: Quantity = Quantity.TOTAL) -> tuple[Gate, ...]:
+def budget_gates(
+    run: Sequence[PeakState], budget: int, quantity: Quantity = Quantity.TOTAL
+) -> tuple[Gate, ...]:
     """Hold each device to a budget.
 
     A device that ran out within it is left out: what it held then says nothing of what it needs.
@@ -126,7 +128,9 @@ def budget_gates(run: Sequence[State], budget: int, quantity: Quantity = Quantit
     )
 
 
-def baseline_gates(run: Sequence[State], baseline: Sequence[State], tolerance: Tolerance) -> tuple[Gate, ...]:
+def baseline_gates(
+    run: Sequence[PeakState], baseline: Sequence[PeakState], tolerance: Tolerance
+) -> tuple[Gate, ...]:
     """Hold each device to what it took before, reserved and allocated alike. Less than before is never too much.
 
     Args:
@@ -153,7 +157,7 @@ def baseline_gates(run: Sequence[State], baseline: Sequence[State], tolerance: T
     return tuple(gates)
 
 
-def _against(state: State, known: State, tolerance: Tolerance) -> list[Gate]:
+def _against(state: PeakState, known: PeakState, tolerance: Tolerance) -> list[Gate]:
     found: list[Gate] = []
     differs = _differs(state, known)
     for quantity in (Quantity.RESERVED, Quantity.ALLOCATED):
@@ -185,7 +189,7 @@ def _against(state: State, known: State, tolerance: Tolerance) -> list[Gate]:
     return found
 
 
-def _differs(state: State, known: State) -> str:
+def _differs(state: PeakState, known: PeakState) -> str:
     """What makes a baseline that of something else: another card, or another version of torch."""
     parts = []
     if state.gpu and known.gpu and bare_name(state.gpu) != bare_name(known.gpu):
@@ -200,7 +204,7 @@ def _release(version: str) -> str:
     return version.partition("+")[0]
 
 
-def _known(state: State, quantity: Quantity) -> int:
+def _known(state: PeakState, quantity: Quantity) -> int:
     actual = measure(state, quantity)
     if actual is None:
         raise UsageError(
@@ -210,7 +214,7 @@ def _known(state: State, quantity: Quantity) -> int:
     return actual
 
 
-def _outside_unknown(state: State, quantity: Quantity) -> str:
+def _outside_unknown(state: PeakState, quantity: Quantity) -> str:
     if quantity is Quantity.TOTAL and state.outside is None:
         return "what lies outside PyTorch (the CUDA context) is not known here and not counted"
     return ""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vramfit.analysis.curves import block_categories
-from vramfit.analysis.lifetimes import Flags, Ints, Lifetimes
+from vramfit.analysis._curves import block_categories
+from vramfit.analysis._lifetimes import Flags, Ints, Lifetimes
 from vramfit.analysis.modules import fold_path
 from vramfit.trace import Category, Frame, MemoryTrace
 from vramfit.trace.frames import Origin, innermost, user_frame

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from vramfit.analysis.steps import LEAST_STEPS, Steps
+from vramfit.analysis._steps import LEAST_STEPS, Steps
 from vramfit.trace import Category, Frame
 from vramfit.units import counted, format_bytes
 
@@ -39,7 +39,7 @@ class Release(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class LeakPlace:
     """What allocates: a stack, and what most of its bytes are.
 
     Attributes:
@@ -84,7 +84,7 @@ class GrowingStack:
         owners: who holds samples of it, where a live process could be asked.
     """
 
-    place: Place
+    place: LeakPlace
     bytes_per_step: float
     requested_per_step: float
     grown_bytes: int
@@ -108,7 +108,7 @@ class SettledStack:
         last_step: number of the last step in which it grew.
     """
 
-    place: Place
+    place: LeakPlace
     grown_bytes: int
     last_step: int
 
@@ -126,7 +126,7 @@ class Sawtooth:
         steps: most steps that one blow freed the blocks of.
     """
 
-    place: Place
+    place: LeakPlace
     most_bytes: int
     times: int
     steps: int

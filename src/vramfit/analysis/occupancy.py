@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from vramfit.allocator.rounding import SMALL_SEGMENT
-from vramfit.analysis.lifetimes import Ints, Lifetimes
-from vramfit.analysis.segment_spans import SegmentSpans, segment_spans
+from vramfit.analysis._lifetimes import Ints, Lifetimes
+from vramfit.analysis._segment_spans import SegmentSpans, segment_spans
 from vramfit.trace import MemoryTrace, Segment
 from vramfit.trace.device_events import DeviceEvents
-from vramfit.trace.rewind import StartSegment, start_segments
+from vramfit.trace.replay.rewind import StartSegment, start_segments
 from vramfit.trace.settings import recorded_config
 
 PoolId = tuple[int, int]

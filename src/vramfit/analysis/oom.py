@@ -9,9 +9,9 @@ import numpy as np
 
 from vramfit.allocator import AllocatorConfig, CachingAllocator, OutOfMemory
 from vramfit.allocator.rounding import MIN_BLOCK
-from vramfit.analysis.lifetimes import Lifetimes
+from vramfit.analysis._lifetimes import Lifetimes
 from vramfit.trace import Capacity, EventKind, MemoryTrace, Rehearsal
-from vramfit.trace.players import OomPlayer
+from vramfit.trace.replay.players import OomPlayer
 
 _LARGER_CARD = 16
 """How many times the card's memory and the failed request it is tried with, to see what it lacked."""
@@ -54,7 +54,7 @@ class OomVerdict(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class WhatIfAnswer:
     """One what-if.
 
     Attributes:
@@ -90,12 +90,12 @@ class OomExplanation:
     requested: int
     stream: int
     capacity: Capacity
-    answers: tuple[Answer, ...]
+    answers: tuple[WhatIfAnswer, ...]
     largest_request: int
     reproduced: bool
     verdict: OomVerdict
 
-    def answer(self, what: WhatIf) -> Answer | None:
+    def answer(self, what: WhatIf) -> WhatIfAnswer | None:
         """The answer to one what-if; None if it was not asked."""
         return next((found for found in self.answers if found.what is what), None)
 
@@ -125,7 +125,7 @@ def explain_oom(trace: MemoryTrace, lives: Lifetimes, row: int) -> OomExplanatio
     packed = _packed(lives, row)
     margin = rehearsal.capacity.bytes - packed - _rounded(size)
     answers.append(
-        Answer(
+        WhatIfAnswer(
             what=WhatIf.DEFRAGMENTED,
             fit=Fit.FITS if margin >= 0 else Fit.MISSES,
             margin=margin,
@@ -165,12 +165,12 @@ def _rounded(size: int) -> int:
     return -(-size // MIN_BLOCK) * MIN_BLOCK
 
 
-def _try(player: OomPlayer, before: int, what: WhatIf, alloc_conf: str | None) -> Answer:
+def _try(player: OomPlayer, before: int, what: WhatIf, alloc_conf: str | None) -> WhatIfAnswer:
     """Serve the request that failed, or find out what it lacks."""
     allocator, driver, failed = player.allocator, player.allocator.driver, player.failed
     assert failed is not None  # the trace has the event
     if player.ooms > before:
-        return Answer(what=what, fit=Fit.MISSES_EARLIER, margin=0, alloc_conf=alloc_conf)
+        return WhatIfAnswer(what=what, fit=Fit.MISSES_EARLIER, margin=0, alloc_conf=alloc_conf)
     try:
         address = allocator.malloc(failed.size, failed.stream)
     except OutOfMemory:
@@ -181,9 +181,9 @@ def _try(player: OomPlayer, before: int, what: WhatIf, alloc_conf: str | None) -
         margin = card - driver.mapped_bytes
         _undo(allocator, address)
         driver.total_bytes = card
-        return Answer(what=what, fit=Fit.MISSES, margin=margin, alloc_conf=alloc_conf)
+        return WhatIfAnswer(what=what, fit=Fit.MISSES, margin=margin, alloc_conf=alloc_conf)
     allocator.empty_cache()
-    return Answer(what=what, fit=Fit.FITS, margin=driver.free_bytes, alloc_conf=alloc_conf)
+    return WhatIfAnswer(what=what, fit=Fit.FITS, margin=driver.free_bytes, alloc_conf=alloc_conf)
 
 
 def _undo(allocator: CachingAllocator, address: int) -> None:
@@ -206,7 +206,7 @@ def _largest(player: OomPlayer) -> int:
     return low * MIN_BLOCK
 
 
-def _verdict(answers: list[Answer]) -> OomVerdict:
+def _verdict(answers: list[WhatIfAnswer]) -> OomVerdict:
     fits = {answer.what for answer in answers if answer.fit is Fit.FITS}
     for what, verdict in (
         (WhatIf.EMPTY_CACHE, OomVerdict.EMPTY_CACHE),

@@ -8,11 +8,11 @@ from functools import cached_property
 
 import numpy as np
 
+from vramfit.analysis._curves import block_categories
+from vramfit.analysis._lifetimes import Flags, Ints
 from vramfit.analysis.alignment import Alignment
-from vramfit.analysis.curves import block_categories
-from vramfit.analysis.lifetimes import Flags, Ints
 from vramfit.analysis.reconciliation import Cause, Difference, StreamComparison, StreamDifference
-from vramfit.analysis.requests import Label, Requests
+from vramfit.analysis.requests import RequestLabel, Requests
 from vramfit.trace import Category
 
 WORKSPACE_BYTES = frozenset({8_519_680, 32 << 20})
@@ -126,7 +126,7 @@ class Pairing:
         only_there, only_here = self._without_alike(
             there[~is_here[self.of_predicted[there]]].tolist(), here[~common].tolist()
         )
-        found: Counter[tuple[Cause, Label, bool, bool, int]] = Counter()
+        found: Counter[tuple[Cause, RequestLabel, bool, bool, int]] = Counter()
         for block in only_there:
             cause = Cause.EXTRA if self.of_predicted[block] == _UNPAIRED else Cause.LONGER
             key = (self.predicted.label(block), False, bool(self.predicted_workspaces[block]))
@@ -174,8 +174,8 @@ class Pairing:
     def _rounded(self, here: Ints, there: Ints) -> list[Difference]:
         """Blocks that both hold, where they are not of the same size."""
         excess = self.predicted.lives.block[there] - self.recorded.lives.block[here]
-        counts: Counter[tuple[Label, bool, int]] = Counter()
-        totals: Counter[tuple[Label, bool, int]] = Counter()
+        counts: Counter[tuple[RequestLabel, bool, int]] = Counter()
+        totals: Counter[tuple[RequestLabel, bool, int]] = Counter()
         for block, amount in zip(there[excess != 0].tolist(), excess[excess != 0].tolist(), strict=True):
             workspace = bool(self.predicted_workspaces[block])
             key = (self.predicted.label(block), workspace, int(self.predicted.lives.size[block]))
@@ -195,7 +195,7 @@ class Pairing:
             if total
         ]
 
-    def label_of_recorded(self, block: int) -> tuple[Label, bool]:
+    def label_of_recorded(self, block: int) -> tuple[RequestLabel, bool]:
         """Who asked for a block of the recording: by its counterpart, else by itself, else who asked before it."""
         partner = int(self.of_recorded[block])
         if partner != _UNPAIRED:
@@ -225,7 +225,7 @@ class Pairing:
         inside = np.arange(alignment.start, alignment.stop)
         extra = np.setdiff1d(inside, alignment.second, assume_unique=True)
         missing = np.setdiff1d(np.arange(len(one)), alignment.first, assume_unique=True)
-        found: Counter[tuple[Cause, Label, bool, int]] = Counter()
+        found: Counter[tuple[Cause, RequestLabel, bool, int]] = Counter()
         for index in extra[two.takes[extra]].tolist():
             block = int(two.block[index])
             found[Cause.EXTRA, two.label(block), False, int(two.lives.size[block])] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from vramfit.analysis.requests import Label
+from vramfit.analysis.requests import RequestLabel
 from vramfit.analysis.tolerance import Tolerance
 
 
@@ -100,7 +100,7 @@ class Difference:
     """
 
     cause: Cause
-    label: Label
+    label: RequestLabel
     is_near: bool
     is_workspace: bool
     size: int
@@ -151,7 +151,7 @@ class StreamDifference:
     """
 
     cause: Cause
-    label: Label
+    label: RequestLabel
     is_near: bool
     size: int
     count: int

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from vramfit.analysis._curves import Curves, Measure, curves
+from vramfit.analysis._lifetimes import lifetimes, trace_device
 from vramfit.analysis.breakdown import last_oom_row, oom_row
-from vramfit.analysis.curves import Curves, Measure, curves
 from vramfit.analysis.groups import stack_frames
-from vramfit.analysis.lifetimes import lifetimes, trace_device
 from vramfit.trace import DeviceOutcome, MemoryTrace, OomReport, Run
 from vramfit.trace.frames import user_frame
 from vramfit.trace.partial import run_of_trace

@@ -10,10 +10,10 @@ from zlib import crc32
 
 import numpy as np
 
+from vramfit.analysis._curves import Curves, Measure, curves
+from vramfit.analysis._lifetimes import Flags, Ints, Lifetimes, lifetimes
 from vramfit.analysis.alignment import Alignment, Ends, align
-from vramfit.analysis.curves import Curves, Measure, curves
 from vramfit.analysis.groups import stack_frames
-from vramfit.analysis.lifetimes import Flags, Ints, Lifetimes, lifetimes
 from vramfit.trace import Category, EventKind, Frame, MemoryTrace
 from vramfit.trace.frames import user_frame
 
@@ -24,7 +24,7 @@ _TELLING = 0.5
 """Share of requests that must have the same line in both traces for lines to say which are the same."""
 
 
-class Label(NamedTuple):
+class RequestLabel(NamedTuple):
     """Who asked for a block, as far as a trace says it.
 
     Attributes:
@@ -104,16 +104,16 @@ class Requests:
             return row + int(completes and trace.address[row + 1] == trace.address[row])
         return row
 
-    def label(self, block: int) -> Label:
+    def label(self, block: int) -> RequestLabel:
         """Who asked for a block."""
         row = int(self.lives.born[block])
-        return Label() if row < 0 else self.label_of_row(row)
+        return RequestLabel() if row < 0 else self.label_of_row(row)
 
-    def label_of_row(self, row: int) -> Label:
+    def label_of_row(self, row: int) -> RequestLabel:
         """Who asked, at an event of the trace."""
         trace = self.trace
         stack, op, tensor = int(trace.stack[row]), int(trace.op[row]), int(trace.tensor[row])
-        return Label(
+        return RequestLabel(
             op=trace.ops[op] if op >= 0 else "",
             line=self._lines[stack] if stack >= 0 else None,
             tensor=trace.tensors[tensor] if tensor >= 0 else "",

@@ -11,7 +11,7 @@ from vramfit.allocator import AllocatorConfig
 from vramfit.allocator.parsing import misread_numbers
 from vramfit.allocator.rounding import Rounding
 from vramfit.allocator.versions import TorchVersion
-from vramfit.analysis.trials import Search, Trial, rank
+from vramfit.analysis.trials import Trial, TrialSearch, rank
 from vramfit.errors import ConfigError
 from vramfit.trace import MemoryTrace
 from vramfit.units import MIB, counted, format_bytes
@@ -51,7 +51,9 @@ _TRAP_FACTOR = 1.2
 """The pair is a trap from so many times the memory of either setting alone."""
 
 
-def find_traps(search: Search, baseline: Trial, trace: MemoryTrace, given: Sequence[str] = ()) -> list[Trap]:
+def find_traps(
+    search: TrialSearch, baseline: Trial, trace: MemoryTrace, given: Sequence[str] = ()
+) -> list[Trap]:
     """The traps that some trials show; those of the recorded and the ``given`` settings are always told."""
     concerned = {baseline.alloc_conf: baseline}
     concerned.update({conf: trial for conf, trial in search.trials.items() if trial.family == "given"})
@@ -100,7 +102,7 @@ def _and_others(failing: Sequence[Trial]) -> str:
     )
 
 
-def _growing(search: Search) -> list[Trap]:
+def _growing(search: TrialSearch) -> list[Trap]:
     """Settings with both a limit to splitting and expandable segments that need far more than either alone."""
     found = []
     for conf, trial in list(search.trials.items()):
@@ -131,7 +133,7 @@ def _mib(size: int) -> str:
     return f"{size / MIB:,.0f} MiB"
 
 
-def _roundup(search: Search, trial: Trial) -> list[Trap]:
+def _roundup(search: TrialSearch, trial: Trial) -> list[Trap]:
     """Whether rounding up can do anything for these sizes, and what it costs."""
     share = search.sizes.power_of_two_share()
     plain = search.try_("given", replace(trial.config, roundup_power2_divisions=(0,) * 16))

@@ -52,7 +52,7 @@ Progress = Callable[[float, str], None]
 """Called with the share that is done (a guess that never falls) and the settings being tried."""
 
 
-class Search:
+class TrialSearch:
     """Trials by their settings, each served once."""
 
     def __init__(self, rehearsals: Sequence[Rehearsal], progress: Progress | None) -> None:

@@ -12,7 +12,7 @@ from vramfit.allocator import AllocatorConfig
 from vramfit.allocator.versions import TorchVersion, rules_for
 from vramfit.analysis.candidates import finer_candidates, first_candidates
 from vramfit.analysis.traps import TRAP_CONF, Trap, TrapKind, find_traps
-from vramfit.analysis.trials import Progress, Search, Trial, rank
+from vramfit.analysis.trials import Progress, Trial, TrialSearch, rank
 from vramfit.errors import UsageError
 from vramfit.trace import Capacity, CapacitySource, EventKind, MemoryTrace, Peaks, Rehearsal
 from vramfit.units import MIB
@@ -144,7 +144,7 @@ def tune(
     version = rehearsals[0].version
     given = [AllocatorConfig.parse(text, torch_version=version) for text in settings]
     recordings = tuple(_recording(rehearsal) for rehearsal in rehearsals)
-    search = Search(rehearsals, progress)
+    search = TrialSearch(rehearsals, progress)
     baseline = search.try_("recorded", rehearsals[0].config)
     search.limit = int(_STOP_AT * baseline.peak_reserved)
     if given:
@@ -204,7 +204,7 @@ def _recording(rehearsal: Rehearsal) -> DeviceRecording:
 
 
 def _search_all(
-    search: Search, recordings: Sequence[DeviceRecording], version: TorchVersion, *, known: bool
+    search: TrialSearch, recordings: Sequence[DeviceRecording], version: TorchVersion, *, known: bool
 ) -> None:
     """Coarse settings of each family, then finer ones around the best.
 

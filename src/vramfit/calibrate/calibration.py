@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vramfit.calibrate.compare import Comparison, Tally, Verdict, compare_case, disagreements, tally
+from vramfit.calibrate.compare import OpComparison, OpVerdict, Tally, compare_case, disagreements, tally
 from vramfit.calibrate.journal import About, Failure
 from vramfit.calibrate.records import CaseRecord, OpRecord, as_measured
 from vramfit.gpus.profile import MeasuredCall, MeasuredProfile, Rates
@@ -46,7 +46,7 @@ class Calibration:
     journal: Path | None = None
 
     @cached_property
-    def comparisons(self) -> tuple[Comparison, ...]:
+    def comparisons(self) -> tuple[OpComparison, ...]:
         """Every op of every case that was measured and predicted."""
         return tuple(
             comparison
@@ -67,7 +67,7 @@ class Calibration:
         return tuple(self._tally(name, name) for name in names)
 
     @cached_property
-    def disagreements(self) -> list[Comparison]:
+    def disagreements(self) -> list[OpComparison]:
         """What is not exact in bytes, the worst first."""
         return disagreements(self.comparisons)
 
@@ -132,7 +132,7 @@ class Calibration:
             record, told = comparison.measured, comparison.predicted
             if record is None or told is None:
                 continue
-            if comparison.verdict is not Verdict.EXACT or told.above or told.below:
+            if comparison.verdict is not OpVerdict.EXACT or told.above or told.below:
                 found.setdefault(record.op, {})[record.signature] = _call(record)
         return found
 

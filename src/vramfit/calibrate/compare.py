@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from enum import Enum
 
-from vramfit.calibrate.records import CaseRecord, Kind, OpRecord, Step, Take, peak_bytes
+from vramfit.calibrate.records import BlockKind, CaseRecord, OpRecord, Step, Take, peak_bytes
 
 
-class Verdict(Enum):
+class OpVerdict(Enum):
     """How a measured op compares with its prediction, from best to worst."""
 
     EXACT = "exact"
@@ -26,13 +26,13 @@ class Verdict(Enum):
     ONLY_PREDICTED = "only predicted"
 
 
-_RANK = {verdict: rank for rank, verdict in enumerate(Verdict)}
-IN_BYTES = frozenset({Verdict.EXACT, Verdict.SAME_BYTES})
+_RANK = {verdict: rank for rank, verdict in enumerate(OpVerdict)}
+IN_BYTES = frozenset({OpVerdict.EXACT, OpVerdict.SAME_BYTES})
 """The verdicts that count as exact in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class OpComparison:
     """One op of one case, measured and predicted.
 
     Attributes:
@@ -43,7 +43,7 @@ class Comparison:
     """
 
     case: str
-    verdict: Verdict
+    verdict: OpVerdict
     measured: OpRecord | None
     predicted: OpRecord | None
 
@@ -77,7 +77,7 @@ class Comparison:
     def has_temporaries(self) -> bool:
         """Whether the op takes anything but its results, on the card or as predicted."""
         return any(
-            isinstance(step, Take) and step.kind is not Kind.RESULT
+            isinstance(step, Take) and step.kind is not BlockKind.RESULT
             for record in (self.measured, self.predicted)
             if record is not None
             for step in record.steps
@@ -88,47 +88,49 @@ def _peak(record: OpRecord | None) -> int:
     return 0 if record is None else peak_bytes(record.steps)
 
 
-def compare_case(measured: CaseRecord, predicted: CaseRecord) -> list[Comparison]:
+def compare_case(measured: CaseRecord, predicted: CaseRecord) -> list[OpComparison]:
     """Pair the ops of a case in their order; an op that only one side has stands alone."""
     here, there = ([(op.op, op.signature) for op in record.ops] for record in (measured, predicted))
     if here == there:
         return [_pair(measured.case, a, b) for a, b in zip(measured.ops, predicted.ops, strict=True)]
-    found: list[Comparison] = []
+    found: list[OpComparison] = []
     for tag, low, high, low2, high2 in SequenceMatcher(None, here, there, autojunk=False).get_opcodes():
         if tag == "equal":
             pairs = zip(measured.ops[low:high], predicted.ops[low2:high2], strict=True)
             found += [_pair(measured.case, a, b) for a, b in pairs]
             continue
         found += [
-            Comparison(case=measured.case, verdict=Verdict.ONLY_MEASURED, measured=op, predicted=None)
+            OpComparison(case=measured.case, verdict=OpVerdict.ONLY_MEASURED, measured=op, predicted=None)
             for op in measured.ops[low:high]
         ]
         found += [
-            Comparison(case=measured.case, verdict=Verdict.ONLY_PREDICTED, measured=None, predicted=op)
+            OpComparison(case=measured.case, verdict=OpVerdict.ONLY_PREDICTED, measured=None, predicted=op)
             for op in predicted.ops[low2:high2]
         ]
     return found
 
 
-def _pair(case: str, measured: OpRecord, predicted: OpRecord) -> Comparison:
+def _pair(case: str, measured: OpRecord, predicted: OpRecord) -> OpComparison:
     verdict = _verdict(measured.steps, predicted)
     if measured.first is not None or predicted.first is not None:
         first = measured.first or measured.steps
         cold = _verdict(first, predicted, predicted.first or predicted.steps)
         verdict = max(verdict, cold, key=_RANK.__getitem__)
-    return Comparison(case=case, verdict=verdict, measured=measured, predicted=predicted)
+    return OpComparison(case=case, verdict=verdict, measured=measured, predicted=predicted)
 
 
-def _verdict(measured: Sequence[Step], record: OpRecord, predicted: Sequence[Step] | None = None) -> Verdict:
+def _verdict(
+    measured: Sequence[Step], record: OpRecord, predicted: Sequence[Step] | None = None
+) -> OpVerdict:
     predicted = record.steps if predicted is None else predicted
     if tuple(measured) == tuple(predicted):
-        return Verdict.EXACT
+        return OpVerdict.EXACT
     difference = peak_bytes(measured) - peak_bytes(predicted)
     if not difference and _blocks(measured) == _blocks(predicted):
-        return Verdict.SAME_BYTES
+        return OpVerdict.SAME_BYTES
     if (record.below or record.above) and -record.below <= difference <= record.above:
-        return Verdict.WITHIN_BAR
-    return Verdict.DIFFERENT
+        return OpVerdict.WITHIN_BAR
+    return OpVerdict.DIFFERENT
 
 
 def _blocks(steps: Iterable[Step]) -> list[tuple[str, int]]:
@@ -155,7 +157,7 @@ class Tally:
     name: str
     cases: int
     failed: int
-    verdicts: Mapping[Verdict, int]
+    verdicts: Mapping[OpVerdict, int]
     with_temporaries: int
     temporaries_exact: int
     time_ratio: float | None
@@ -177,10 +179,10 @@ class Tally:
 
 
 def tally(
-    name: str, comparisons: Iterable[Comparison], *, cases: int, failed: int, ratios: Sequence[float]
+    name: str, comparisons: Iterable[OpComparison], *, cases: int, failed: int, ratios: Sequence[float]
 ) -> Tally:
     """Count different calls by verdict."""
-    worst: dict[tuple[str, str], Comparison] = {}
+    worst: dict[tuple[str, str], OpComparison] = {}
     for comparison in comparisons:
         key = (comparison.op, comparison.signature)
         known = worst.get(key)
@@ -194,7 +196,7 @@ def tally(
         failed=failed,
         verdicts={
             verdict: count
-            for verdict in Verdict
+            for verdict in OpVerdict
             if (count := sum(comparison.verdict is verdict for comparison in found))
         },
         with_temporaries=len(taking),
@@ -203,9 +205,9 @@ def tally(
     )
 
 
-def disagreements(comparisons: Iterable[Comparison]) -> list[Comparison]:
+def disagreements(comparisons: Iterable[OpComparison]) -> list[OpComparison]:
     """What is not exact in bytes, each call once, the largest differences first."""
-    worst: dict[tuple[str, str], Comparison] = {}
+    worst: dict[tuple[str, str], OpComparison] = {}
     for comparison in comparisons:
         if comparison.verdict not in IN_BYTES:
             key = (comparison.op, comparison.signature)

@@ -60,7 +60,7 @@ class Failure:
     text: str
 
 
-class Journal:
+class CalibrationJournal:
     """Measurements of one card with one torch, as they come.
 
     Args:
@@ -92,7 +92,7 @@ class Journal:
             ) from None
 
     @classmethod
-    def read(cls, path: Path) -> Journal:
+    def read(cls, path: Path) -> CalibrationJournal:
         """Open what was measured elsewhere.
 
         Raises:

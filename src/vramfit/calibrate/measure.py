@@ -15,7 +15,7 @@ import torch
 
 from vramfit.calibrate.cases import Case, Flag
 from vramfit.calibrate.records import CaseRecord, OpRecord
-from vramfit.calibrate.watching import Call, Event, Given, OpWatch, Taken, op_record
+from vramfit.calibrate.watching import Event, Given, OpWatch, Taken, WatchedCall, op_record
 
 _HISTORY = 1_000_000  # events that torch keeps of one case
 _GIVEN = frozenset({"free_requested", "free"})
@@ -40,20 +40,20 @@ class _History:
     """A listener that marks the history around each op."""
 
     def __init__(self, marks: _Marks) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[WatchedCall] = []
         self._marks = marks
 
     def begin(self) -> None:
         """Mark the begin of an op."""
         self._marks.set()
 
-    def end(self, call: Call) -> None:
+    def end(self, call: WatchedCall) -> None:
         """Mark its end."""
         self._marks.set()
         self.calls.append(call)
 
 
-class Meter:
+class CaseMeter:
     """Measures one case after the other on a device of this process.
 
     Args:

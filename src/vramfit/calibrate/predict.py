@@ -8,7 +8,7 @@ from typing import Any
 from vramfit.calibrate.cases import Case, Flag
 from vramfit.calibrate.measure import with_first
 from vramfit.calibrate.records import CaseRecord, OpRecord
-from vramfit.calibrate.watching import Call, Event, Given, OpWatch, Taken, op_record
+from vramfit.calibrate.watching import Event, Given, OpWatch, Taken, WatchedCall, op_record
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.virtual.meter import Meter
 
@@ -58,7 +58,7 @@ class _Sight:
         """Start to note."""
         self._meter.start()
 
-    def end(self, call: Call) -> None:
+    def end(self, call: WatchedCall) -> None:
         """Keep what was noted."""
         meter = self._meter
         self.ops.append(op_record(call, meter.events, below=meter.below, above=meter.above))

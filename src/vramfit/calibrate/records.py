@@ -14,7 +14,7 @@ from vramfit.gpus.profile import MeasuredOp
 _ROUNDING = 512  # the caching allocator's blocks are multiples of this (kMinBlockSize)
 
 
-class Kind(Enum):
+class BlockKind(Enum):
     """What a block is for; the value is its letter in a record."""
 
     RESULT = "o"
@@ -33,7 +33,7 @@ class Take:
         result: position of the result that lies in it, -1 for none.
     """
 
-    kind: Kind
+    kind: BlockKind
     nbytes: int
     result: int = -1
 
@@ -76,7 +76,7 @@ def from_text(text: str) -> tuple[Step, ...]:
         if number:
             steps.append(Give(int(number)))
         else:
-            steps.append(Take(Kind(letter), int(size), int(place) if place else -1))
+            steps.append(Take(BlockKind(letter), int(size), int(place) if place else -1))
     return tuple(steps)
 
 
@@ -119,11 +119,11 @@ def as_measured(steps: Sequence[Step], results: int, *, reserve_at: int | None =
         reserve_at: position of the result whose size a library decides, None without one.
     """
     takes = [step for step in steps if isinstance(step, Take)]
-    places = [index for index, take in enumerate(takes) if take.kind is Kind.RESULT]
-    reserve = next((t.nbytes for t in takes if t.kind is Kind.RESULT and t.result == reserve_at), None)
+    places = [index for index, take in enumerate(takes) if take.kind is BlockKind.RESULT]
+    reserve = next((t.nbytes for t in takes if t.kind is BlockKind.RESULT and t.result == reserve_at), None)
     bounds = [-1, *places, len(takes)]
     parts = [  # numbers of the temporaries before, between and after the results
-        [index + 1 for index in range(low + 1, high) if takes[index].kind is Kind.TEMPORARY]
+        [index + 1 for index in range(low + 1, high) if takes[index].kind is BlockKind.TEMPORARY]
         for low, high in pairwise(bounds)
     ]
     if len(parts) == 1:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from vramfit.calibrate.calibration import Calibration
 from vramfit.calibrate.children import Child, CommandFailed, as_usage_error
-from vramfit.calibrate.journal import About, Failure, Journal
+from vramfit.calibrate.journal import About, CalibrationJournal, Failure
 from vramfit.calibrate.records import CaseRecord, record_from_plain
 from vramfit.calibrate.worker import Role, WorkerConfig
 from vramfit.errors import UnknownGpuError
@@ -27,10 +27,10 @@ _STEP_SECONDS = 120.0
 _SHARE_OF_FREE = 0.5
 
 
-class Observer(Protocol):
+class CalibrationObserver(Protocol):
     """Hears how a calibration goes on."""
 
-    def about(self, about: About, journal: Journal) -> None:
+    def about(self, about: About, journal: CalibrationJournal) -> None:
         """The card is known; ``journal`` holds what was measured before."""
 
     def doing(self, what: str) -> None:
@@ -68,14 +68,14 @@ class Options:
 
 
 @dataclass(slots=True)
-class _Found:
+class _MeasuredCase:
     predicted: dict[str, CaseRecord] = field(default_factory=dict)
     unpredicted: dict[str, str] = field(default_factory=dict)
     expected_growths: tuple[dict[str, Any], ...] = ()
     left: int = 0
 
 
-def calibrate(options: Options, observer: Observer) -> Calibration:
+def calibrate(options: Options, observer: CalibrationObserver) -> Calibration:
     """Measure, predict, and compare.
 
     Raises:
@@ -87,10 +87,10 @@ def calibrate(options: Options, observer: Observer) -> Calibration:
         card.start()
         about = _about(card, options)
         path = options.journal if isinstance(options.journal, Path) else options.journal(about)
-        journal = Journal(path, about, fresh=options.fresh)
+        journal = CalibrationJournal(path, about, fresh=options.fresh)
         observer.about(about, journal)
         limit = _limit(card, options)
-        found = _Found()
+        found = _MeasuredCase()
         with Child(_predictor_config(about, options.gpu)) as predictor:
             if options.surroundings:
                 _surroundings(options, journal, card, observer)
@@ -99,9 +99,11 @@ def calibrate(options: Options, observer: Observer) -> Calibration:
     return _outcome(journal, found)
 
 
-def compare_again(journal: Journal, cases: Sequence[str], observer: Observer) -> Calibration:
+def compare_again(
+    journal: CalibrationJournal, cases: Sequence[str], observer: CalibrationObserver
+) -> Calibration:
     """Compare what was measured earlier, perhaps elsewhere, with what the virtual GPU says now."""
-    found = _Found()
+    found = _MeasuredCase()
     names = [name for name in cases if name in journal.records]
     with Child(_predictor_config(journal.about, None)) as predictor:
         if "growths" in journal.facts:
@@ -113,7 +115,7 @@ def compare_again(journal: Journal, cases: Sequence[str], observer: Observer) ->
     return _outcome(journal, found)
 
 
-def _outcome(journal: Journal, found: _Found) -> Calibration:
+def _outcome(journal: CalibrationJournal, found: _MeasuredCase) -> Calibration:
     rates: Rates | None = None
     if "rates" in journal.facts:
         rates = rates_from_plain(journal.facts["rates"])
@@ -197,7 +199,9 @@ def _limit(card: Child, options: Options) -> int:
 # -- surroundings --------------------------------------------------------------------------------------------
 
 
-def _surroundings(options: Options, journal: Journal, card: Child, observer: Observer) -> None:
+def _surroundings(
+    options: Options, journal: CalibrationJournal, card: Child, observer: CalibrationObserver
+) -> None:
     if "growths" not in journal.facts:
         observer.doing("context and libraries")
         witness = card if options.gpu is None else None
@@ -236,11 +240,11 @@ def _first_uses(fresh: Child, witness: Child | None) -> tuple[dict[str, Any], ..
 
 def _cases(
     options: Options,
-    journal: Journal,
+    journal: CalibrationJournal,
     card: Child,
     predictor: Child,
-    found: _Found,
-    observer: Observer,
+    found: _MeasuredCase,
+    observer: CalibrationObserver,
     *,
     deadline: float,
     limit: int,
@@ -265,14 +269,14 @@ def _cases(
         observer.case(number + 1, len(names), name, note)
 
 
-def _receive_prediction(predictor: Child, name: str, found: _Found) -> None:
+def _receive_prediction(predictor: Child, name: str, found: _MeasuredCase) -> None:
     try:
         found.predicted[name] = record_from_plain(name, predictor.receive(CASE_SECONDS))
     except CommandFailed as error:
         found.unpredicted[name] = str(error)
 
 
-def _measure(card: Child, journal: Journal, name: str, found: _Found, limit: int) -> str:
+def _measure(card: Child, journal: CalibrationJournal, name: str, found: _MeasuredCase, limit: int) -> str:
     """Measure a case; gives a note where that was not possible."""
     predicted = found.predicted.get(name)
     if predicted is not None and predicted.peak_bytes > limit:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vramfit.calibrate.measure import Meter
-from vramfit.calibrate.records import Kind, OpRecord, Take
+from vramfit.calibrate.measure import CaseMeter
+from vramfit.calibrate.records import BlockKind, OpRecord, Take
 from vramfit.gpus.profile import Rates
 
 _RATE_BYTES = 256 << 20
@@ -30,7 +30,7 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Growth:
+class FirstUse:
     """What the first use of something takes and keeps. Sizes are bytes.
 
     Attributes:
@@ -44,15 +44,15 @@ class Growth:
     kept: int
 
 
-def make_context(device: int) -> Growth:
+def make_context(device: int) -> FirstUse:
     """Use the card for the first time in this process."""
     torch.empty(1, device=f"cuda:{device}")
-    return Growth(name="context", outside=_outside(device), kept=torch.cuda.memory_reserved(device))
+    return FirstUse(name="context", outside=_outside(device), kept=torch.cuda.memory_reserved(device))
 
 
-def first_uses(device: int) -> Iterator[Growth]:
+def first_uses(device: int) -> Iterator[FirstUse]:
     """Use one library after the other for the first time in this process, which has a context already."""
-    meter = Meter(device)
+    meter = CaseMeter(device)
     outside = _outside(device)
     for name, use in _steps():
         requested = _requested(device)
@@ -60,7 +60,7 @@ def first_uses(device: int) -> Iterator[Growth]:
         # Dropout's states are a tensor that torch holds; what other libraries keep belongs to no tensor.
         kept = _requested(device) - requested if name == "cudnn_dropout" else _kept(records)
         now = _outside(device)
-        yield Growth(name=name, outside=max(0, now - outside), kept=kept)
+        yield FirstUse(name=name, outside=max(0, now - outside), kept=kept)
         outside = now
 
 
@@ -73,7 +73,7 @@ def _outside(device: int) -> int:
 def _kept(records: list[OpRecord]) -> int:
     """Bytes of the blocks that ops took and did not give back, without their results."""
     takes = (step for record in records for step in record.steps if isinstance(step, Take))
-    return sum(take.nbytes for take in takes if take.kind is Kind.KEPT)
+    return sum(take.nbytes for take in takes if take.kind is BlockKind.KEPT)
 
 
 def _requested(device: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vramfit.calibrate.records import Give, Kind, OpRecord, Step, Take, canonical
+from vramfit.calibrate.records import BlockKind, Give, OpRecord, Step, Take, canonical
 from vramfit.virtual.kernels.measured import Switches, signature
 from vramfit.virtual.ops import OpInfo, tensors_in
 from vramfit.virtual.placing import strided_parts
@@ -41,7 +41,7 @@ Event = Taken | Given
 
 
 @dataclass(slots=True)
-class Call:
+class WatchedCall:
     """One call of an op, and where its results lie.
 
     Attributes:
@@ -65,7 +65,7 @@ class Listener(Protocol):
     def begin(self) -> None:
         """An op is about to run."""
 
-    def end(self, call: Call) -> None:
+    def end(self, call: WatchedCall) -> None:
         """It has run."""
 
 
@@ -91,7 +91,7 @@ class OpWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_view(func) or _sums_gradients(func):
             return func(*args, **kwargs)
-        call = Call(str(func), signature(func, args, kwargs, self._switches))
+        call = WatchedCall(str(func), signature(func, args, kwargs, self._switches))
         self._listener.begin()
         out = func(*args, **kwargs)
         _place(call, out)
@@ -112,7 +112,7 @@ def _sums_gradients(func: Any) -> bool:
     return func is _ADD and torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
-def _place(call: Call, out: Any) -> None:
+def _place(call: WatchedCall, out: Any) -> None:
     """Note where the results of a call lie."""
     results = list(out) if isinstance(out, (list, tuple)) else [out]
     call.results = len(results)
@@ -125,7 +125,7 @@ def _place(call: Call, out: Any) -> None:
                 call.reserve_at = position
 
 
-def op_record(call: Call, events: Iterable[Event], *, below: int = 0, above: int = 0) -> OpRecord:
+def op_record(call: WatchedCall, events: Iterable[Event], *, below: int = 0, above: int = 0) -> OpRecord:
     """What an op did with memory, from the events between its begin and its end.
 
     Blocks that were there before and are given back meanwhile are not the op's.
@@ -156,11 +156,11 @@ def _steps(events: Sequence[Event], places: dict[int, int]) -> list[Step]:
         if isinstance(event, Taken):
             numbers[index] = len(numbers) + 1
             if index in given_at:
-                steps.append(Take(Kind.TEMPORARY, event.nbytes))
+                steps.append(Take(BlockKind.TEMPORARY, event.nbytes))
             elif event.address in places:
-                steps.append(Take(Kind.RESULT, event.nbytes, places[event.address]))
+                steps.append(Take(BlockKind.RESULT, event.nbytes, places[event.address]))
             else:
-                steps.append(Take(Kind.KEPT, event.nbytes))
+                steps.append(Take(BlockKind.KEPT, event.nbytes))
         elif index in giving:
             steps.append(Give(numbers[giving[index]]))
     return steps

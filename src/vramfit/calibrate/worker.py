@@ -19,7 +19,7 @@ from vramfit.errors import VramfitError
 from vramfit.virtual.job import spec_from_plain
 
 if TYPE_CHECKING:
-    from vramfit.calibrate.measure import Meter
+    from vramfit.calibrate.measure import CaseMeter
 
 _FRESH_AFTER = 25  # cases on one virtual GPU, whose trace grows with each
 
@@ -84,7 +84,7 @@ class _Server:
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
-        self.meter: Meter | None = None
+        self.meter: CaseMeter | None = None
 
     def answer(self, command: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         """The reply to a command, and whether this process can go on."""
@@ -160,14 +160,14 @@ class _Server:
         import torch
 
         from vramfit.calibrate.cases import find_case
-        from vramfit.calibrate.measure import Meter
+        from vramfit.calibrate.measure import CaseMeter
         from vramfit.calibrate.records import record_to_plain
 
         self.prepare()
         gc.collect()
         torch.cuda.empty_cache()
         if self.meter is None:
-            self.meter = Meter(self.config.device)
+            self.meter = CaseMeter(self.config.device)
         return record_to_plain(self.meter.measure(find_case(name), timed=timed))
 
 

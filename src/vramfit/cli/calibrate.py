@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from vramfit.calibrate.calibration import Calibration
-    from vramfit.calibrate.journal import About, Journal
+    from vramfit.calibrate.journal import About, CalibrationJournal
 
 _JOURNAL_SUFFIX = ".measured.jsonl"
 
@@ -131,10 +131,10 @@ def _measure(console: Console, **options: Any) -> Calibration:
 
 
 def _again(measured: Path, names: Sequence[str], console: Console) -> Calibration:
-    from vramfit.calibrate.journal import Journal
+    from vramfit.calibrate.journal import CalibrationJournal
     from vramfit.calibrate.run import compare_again
 
-    journal = Journal.read(measured)
+    journal = CalibrationJournal.read(measured)
     with _Progress(console) as progress:
         return compare_again(journal, names, progress)
 
@@ -164,7 +164,7 @@ class _Progress:
     def __exit__(self, *error: Any) -> None:
         self._bar.__exit__(*error)
 
-    def about(self, about: About, journal: Journal) -> None:
+    def about(self, about: About, journal: CalibrationJournal) -> None:
         """Say what is measured, and what is known already."""
         if journal.set_aside:
             self._console.print(
@@ -192,9 +192,9 @@ def _cases(families: Sequence[str]) -> list[str]:
     Raises:
         UsageError: there is no such family.
     """
-    from vramfit.calibrate.cases import Family, grid
+    from vramfit.calibrate.cases import OpFamily, grid
 
-    known = {family.value: family for family in Family}
+    known = {family.value: family for family in OpFamily}
     for name in families:
         if name not in known:
             raise UsageError(f"there is no family of ops called {name!r}", f"There are {', '.join(known)}")

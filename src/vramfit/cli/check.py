@@ -29,14 +29,14 @@ from vramfit.cli.options import (
 from vramfit.cli.program import check_source, program_command
 from vramfit.cli.run import apart_from_json, check_alloc_conf, check_outputs
 from vramfit.cli.verbs import Verb
-from vramfit.cli.where import Where, chosen
+from vramfit.cli.where import ProgramTarget, chosen
 from vramfit.errors import UsageError, VramfitError
 from vramfit.files.policy import Writes
 from vramfit.programs.limits import limits_from
-from vramfit.virtual.assume import Assume
+from vramfit.virtual.data_dependent.assume import Assume
 
 if TYPE_CHECKING:
-    from vramfit.analysis import Gate, State, Tolerance, Verdict
+    from vramfit.analysis import Gate, PeakState, Tolerance, Verdict
     from vramfit.programs.limits import Limits
     from vramfit.report import Check
     from vramfit.trace import Actual, Run
@@ -155,11 +155,11 @@ def check_command(
                 found = _of_program(subject, where, alloc_conf, limits)
             _check_end(found)
             gates = _gates(asked, found.states)
-    _end(asked, found, gates, _Outputs(json=json, junit=junit, report=report))
+    _end(asked, found, gates, _CheckOutputs(json=json, junit=junit, report=report))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
+class _CheckOptions:
     """What the options ask for."""
 
     budget: int | None
@@ -170,7 +170,7 @@ class _Asked:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Outputs:
+class _CheckOutputs:
     """Files that were asked for; None for those that were not."""
 
     json: Path | None
@@ -179,11 +179,11 @@ class _Outputs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Found:
+class _CheckedTarget:
     """What the target came to; without a run where it is a report."""
 
     name: str
-    states: Sequence[State]
+    states: Sequence[PeakState]
     report: dict[str, Any]
     run: Run | None = None
     verdict: Verdict | None = None
@@ -192,7 +192,7 @@ class _Found:
 
 def _asked(
     budget: str | None, of: str, baseline: Path | None, tolerance: str | None, write: Path | None
-) -> _Asked:
+) -> _CheckOptions:
     """Read the options, before anything is run."""
     from vramfit.analysis import DEFAULT_TOLERANCE, Quantity, Tolerance
     from vramfit.trace import read_actual
@@ -216,7 +216,7 @@ def _asked(
             raise UsageError("--budget is no memory at all", "An example: --budget 20GiB")
     if baseline is not None and not baseline.exists():
         raise UsageError(f"there is no baseline {baseline}", f"{_NO_BASELINE} {baseline}")
-    return _Asked(
+    return _CheckOptions(
         budget=size,
         of=of,
         baseline=None if baseline is None else read_actual(baseline),
@@ -242,7 +242,7 @@ def _subject(module: str | None, target: list[str]) -> Path | list[str]:
 
 
 def _where(
-    asked: _Asked,
+    asked: _CheckOptions,
     gpu: str | None,
     gpus: int,
     device: str | None,
@@ -250,7 +250,7 @@ def _where(
     profile: str,
     writes: Writes | None,
     through: Sequence[Path],
-) -> Where:
+) -> ProgramTarget:
     """Where to run: as the options say, else as the baseline ran, else on a virtual card of the budget's size."""
     if gpu is None and device is None:
         before = {} if asked.baseline is None else asked.baseline.report or {}
@@ -271,7 +271,7 @@ def _where(
     )
 
 
-def _card_of(asked: _Asked) -> str:
+def _card_of(asked: _CheckOptions) -> str:
     """The card to run on where none is named: the baseline's, else one of the budget's size."""
     if asked.baseline is not None:
         from vramfit.analysis import states
@@ -301,22 +301,24 @@ def _total_for(budget: int, of: str) -> int:
     return budget + context
 
 
-def _of_file(file: Path) -> _Found:
+def _of_file(file: Path) -> _CheckedTarget:
     from vramfit.analysis import run_from_trace, states, verdict
     from vramfit.report import run_to_json
     from vramfit.trace import read_actual
 
     actual = read_actual(file)
     if actual.trace is None:
-        return _Found(name=file.name, states=states(actual), report=dict(actual.report or {}))
+        return _CheckedTarget(name=file.name, states=states(actual), report=dict(actual.report or {}))
     run = run_from_trace(actual.trace, name=file.name)
     judged = verdict(run)
-    return _Found(
+    return _CheckedTarget(
         name=file.name, states=states(actual), report=run_to_json(run, judged), run=run, verdict=judged
     )
 
 
-def _of_program(command: list[str], where: Where, alloc_conf: str | None, limits: Limits) -> _Found:
+def _of_program(
+    command: list[str], where: ProgramTarget, alloc_conf: str | None, limits: Limits
+) -> _CheckedTarget:
     from vramfit.analysis import no_card, verdict
     from vramfit.report import run_to_json
 
@@ -326,7 +328,7 @@ def _of_program(command: list[str], where: Where, alloc_conf: str | None, limits
         raise typer.Exit(130) from None
     judged = verdict(run)
     name = " ".join(run.program)
-    return _Found(
+    return _CheckedTarget(
         name=name,
         states=tuple(_states_of_run(run, judged, name)) or (no_card(name),),
         report=run_to_json(run, judged),
@@ -336,7 +338,7 @@ def _of_program(command: list[str], where: Where, alloc_conf: str | None, limits
     )
 
 
-def _states_of_run(run: Run, judged: Verdict, name: str) -> Iterator[State]:
+def _states_of_run(run: Run, judged: Verdict, name: str) -> Iterator[PeakState]:
     from dataclasses import replace
 
     from vramfit.analysis import state_from_trace
@@ -347,7 +349,7 @@ def _states_of_run(run: Run, judged: Verdict, name: str) -> Iterator[State]:
         yield replace(state, gpu=device.gpu, ran_out=ran_out)
 
 
-def _check_end(found: _Found) -> None:
+def _check_end(found: _CheckedTarget) -> None:
     """Make sure that a program came so far that it can be judged.
 
     Raises:
@@ -375,7 +377,7 @@ def _check_end(found: _Found) -> None:
         raise error
 
 
-def _end(asked: _Asked, found: _Found, gates: Sequence[Gate], outputs: _Outputs) -> None:
+def _end(asked: _CheckOptions, found: _CheckedTarget, gates: Sequence[Gate], outputs: _CheckOutputs) -> None:
     """Write, tell, and leave with the code that says how it went."""
     passed = all(gate.passed for gate in gates)
     try:
@@ -393,7 +395,7 @@ def _end(asked: _Asked, found: _Found, gates: Sequence[Gate], outputs: _Outputs)
     raise typer.Exit(0 if passed else GATE_FAILED)
 
 
-def _gates(asked: _Asked, found: Sequence[State]) -> tuple[Gate, ...]:
+def _gates(asked: _CheckOptions, found: Sequence[PeakState]) -> tuple[Gate, ...]:
     from vramfit.analysis import Quantity, baseline_gates, budget_gates, card_gates, states, used_gates
 
     if unused := used_gates(found):
@@ -406,7 +408,7 @@ def _gates(asked: _Asked, found: Sequence[State]) -> tuple[Gate, ...]:
     return gates
 
 
-def _check(asked: _Asked, found: _Found, gates: Sequence[Gate]) -> Check:
+def _check(asked: _CheckOptions, found: _CheckedTarget, gates: Sequence[Gate]) -> Check:
     from vramfit.analysis import diff_states, states
     from vramfit.report import Check
     from vramfit.trace.progress import UNTOLD
@@ -422,7 +424,7 @@ def _check(asked: _Asked, found: _Found, gates: Sequence[Gate]) -> Check:
     )
 
 
-def _tell(check: Check, found: _Found, json: Path | None) -> None:
+def _tell(check: Check, found: _CheckedTarget, json: Path | None) -> None:
     """Print what was found; where a budget is not kept, also where the bytes are."""
 
     from vramfit.analysis import Bound
@@ -446,7 +448,7 @@ def _tell(check: Check, found: _Found, json: Path | None) -> None:
             print_explanation(explained, console, root=Path.cwd())
 
 
-def _write_baseline(path: Path, found: _Found) -> None:
+def _write_baseline(path: Path, found: _CheckedTarget) -> None:
     """Write what the target came to in the form of ``vramfit run --json``."""
     if not found.report:
         raise UsageError(
@@ -457,7 +459,7 @@ def _write_baseline(path: Path, found: _Found) -> None:
     typer.echo(f"Wrote the baseline {path}", err=True)
 
 
-def _write_report(path: Path, found: _Found) -> None:
+def _write_report(path: Path, found: _CheckedTarget) -> None:
     """Write the page of the run."""
     if found.run is None:
         raise UsageError(

@@ -9,7 +9,7 @@ import typer
 
 from vramfit.arguments import LONGEST
 from vramfit.files.policy import Writes
-from vramfit.virtual.assume import Assume
+from vramfit.virtual.data_dependent.assume import Assume
 
 _MOST_GPUS = 8
 

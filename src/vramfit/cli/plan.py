@@ -23,10 +23,10 @@ from vramfit.cli.planning import (
     sizes_of,
 )
 from vramfit.errors import UsageError
-from vramfit.planner.clock import INTERRUPTED
+from vramfit.planner.search_clock import INTERRUPTED
 
 if TYPE_CHECKING:
-    from vramfit.planner.run import Planned, Room
+    from vramfit.planner.run import MemoryBudget, Planned
 
 DOES_NOT_FIT = 3
 INTERRUPTED_CODE = 130
@@ -123,8 +123,8 @@ def plan_command(
         raise typer.Exit(INTERRUPTED_CODE)
 
 
-def _room_for_price(given: str | None, host_budget: str | None, alloc_conf: str | None) -> Room:
-    from vramfit.planner.run import Room, priced_room
+def _room_for_price(given: str | None, host_budget: str | None, alloc_conf: str | None) -> MemoryBudget:
+    from vramfit.planner.run import MemoryBudget, priced_room
 
     if given is not None:
         raise UsageError(
@@ -132,11 +132,11 @@ def _room_for_price(given: str | None, host_budget: str | None, alloc_conf: str 
             "Leave --gpu, --device, --budget and --margin out, or take another objective",
         )
     host_bytes = size_of("--host-budget", host_budget, least=0)
-    return priced_room(Room(gpu=None, host_bytes=host_bytes, alloc_conf=alloc_conf))
+    return priced_room(MemoryBudget(gpu=None, host_bytes=host_bytes, alloc_conf=alloc_conf))
 
 
 def _check(output: Path | None, json: Path | None, frontier: Path | None, numerics: str) -> None:
-    from vramfit.techniques.numerics import Numerics
+    from vramfit.techniques.core.numerics import Numerics
     from vramfit.writing import check_writable
 
     Numerics.parse(numerics)

@@ -13,7 +13,7 @@ from vramfit.cli.completion import gpu_names
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from vramfit.planner.run import Room
+    from vramfit.planner.run import MemoryBudget
 
 WorkloadName = Annotated[
     str, typer.Argument(metavar="FILE.py:WORKLOAD", help="The file and the Workload in it.")
@@ -73,14 +73,14 @@ def room_of(
     margin: str | None,
     host_budget: str | None,
     alloc_conf: str | None,
-) -> Room:
+) -> MemoryBudget:
     """What the options leave to the workload.
 
     Raises:
         UsageError: an option makes no sense.
         UnknownGpuError: there is no such card.
     """
-    from vramfit.planner.run import Room
+    from vramfit.planner.run import MemoryBudget
 
     if device not in (None, "cpu"):
         raise UsageError(f"{device!r} is no device to plan for", "Give --gpu NAME, or --device cpu")
@@ -95,7 +95,7 @@ def room_of(
         from vramfit.allocator import AllocatorConfig
 
         AllocatorConfig.parse(alloc_conf)
-    return Room(
+    return MemoryBudget(
         gpu=spec,
         budget=size_of("--budget", budget),
         margin=size_of("--margin", margin, least=0),

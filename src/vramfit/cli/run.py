@@ -33,7 +33,7 @@ from vramfit.cli.program import check_source, program_command
 from vramfit.cli.where import chosen
 from vramfit.errors import UsageError
 from vramfit.programs.limits import limits_from
-from vramfit.virtual.assume import Assume
+from vramfit.virtual.data_dependent.assume import Assume
 from vramfit.virtual.foreign.registry import KERNELS_VARIABLE
 
 if TYPE_CHECKING:

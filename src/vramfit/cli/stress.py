@@ -12,7 +12,7 @@ from vramfit.cli.options import AllocConf
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from vramfit.analysis.stability import StressReport
+    from vramfit.analysis._stability import StressReport
 
 DOES_NOT_FIT = 3
 FAILED = 1
@@ -79,7 +79,7 @@ def stress_command(
     if plot is not None:
         write_text(plot, render_stress_svg(report))
     if not report.fits:
-        from vramfit.analysis.stability import RoundOutcome
+        from vramfit.analysis._stability import RoundOutcome
 
         raise typer.Exit(DOES_NOT_FIT if report.baseline.outcome is RoundOutcome.OUT_OF_MEMORY else FAILED)
 

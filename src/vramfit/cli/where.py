@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from vramfit.errors import UsageError
 from vramfit.files.policy import Writes
 from vramfit.units import parse_bytes
-from vramfit.virtual.assume import Assume
+from vramfit.virtual.data_dependent.assume import Assume
 
 if TYPE_CHECKING:
     from vramfit.gpus import GpuSpec
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _DEVICES = "Write --device cuda, --device cuda:1 or --device cpu"
 
 
-class Where(Protocol):
+class ProgramTarget(Protocol):
     """Runs a program."""
 
     def run(
@@ -113,7 +113,7 @@ def chosen(
     profile: str,
     writes: Writes | None = None,
     through: Sequence[Path] = (),
-) -> Where:
+) -> ProgramTarget:
     """What the options choose.
 
     Raises:

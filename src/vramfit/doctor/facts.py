@@ -77,7 +77,7 @@ class Card:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Driver:
+class NvidiaDriver:
     """The NVIDIA driver and its cards.
 
     Attributes:
@@ -155,7 +155,7 @@ class Torch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class FolderFacts:
     """A folder and the file system below it."""
 
     path: str
@@ -215,8 +215,8 @@ class Host:
     locked_limit_bytes: int | None = None
     address_space_limit_bytes: int | None = None
     infiniband: bool = False
-    shared_memory: Place | None = None
-    scratch: Place | None = None
+    shared_memory: FolderFacts | None = None
+    scratch: FolderFacts | None = None
     kernel_module: str = ""
     device_nodes: bool = False
 
@@ -237,7 +237,7 @@ class Facts:
     host: Host = field(default_factory=Host)
     container: Container = field(default_factory=Container)
     environ: Mapping[str, str] = field(default_factory=dict)
-    driver: Driver | None = None
+    driver: NvidiaDriver | None = None
     driver_error: str = ""
     torch: Torch | None = None
     torch_error: str = ""
@@ -283,9 +283,9 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def driver_from_plain(value: Mapping[str, Any]) -> Driver:
+def driver_from_plain(value: Mapping[str, Any]) -> NvidiaDriver:
     """The driver that `to_plain` wrote."""
-    return Driver(
+    return NvidiaDriver(
         tool=Tool(value["tool"]),
         version=value["version"],
         cuda_version=_pair(value["cuda_version"]),

@@ -27,7 +27,7 @@ class Severity(Enum):
         return list(Severity).index(self)
 
 
-class Area(Enum):
+class FindingArea(Enum):
     """What a finding is about; the order of the report."""
 
     TORCH = "torch"
@@ -53,7 +53,7 @@ class Finding:
     """
 
     check: str
-    area: Area
+    area: FindingArea
     severity: Severity
     finding: str
     why: str = ""
@@ -91,6 +91,6 @@ def diagnose(facts: Facts) -> Diagnosis:
     from vramfit.doctor.checks import CHECKS
 
     found = [finding for check in CHECKS for finding in check(facts)]
-    areas = list(Area)
+    areas = list(FindingArea)
     found.sort(key=lambda finding: (-finding.severity.rank, areas.index(finding.area)))
     return Diagnosis(facts=facts, findings=tuple(found))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vramfit.allocator.versions import REFERENCE_VERSION, alloc_conf_from_env, parse_torch_version
-from vramfit.doctor.facts import RELEVANT, Driver, Facts, Torch, driver_from_plain, torch_from_plain
+from vramfit.doctor.facts import RELEVANT, Facts, NvidiaDriver, Torch, driver_from_plain, torch_from_plain
 from vramfit.doctor.host import read_container, read_host
 from vramfit.doctor.probe import MARK
 
@@ -55,7 +55,7 @@ def gather(
     )
 
 
-def _driver(timeout: float) -> tuple[Driver | None, str]:
+def _driver(timeout: float) -> tuple[NvidiaDriver | None, str]:
     told, failure = _probe("driver", timeout)
     if failure:
         return None, failure

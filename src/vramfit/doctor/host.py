@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from vramfit.doctor.facts import Container, Host, Place
+from vramfit.doctor.facts import Container, FolderFacts, Host
 
 _NO_LIMIT = 1 << 60
 """Control groups of version 1 write the largest page-aligned int64 for no limit."""
@@ -108,12 +108,12 @@ def _container_kind(root: Path, environ: Mapping[str, str], lines: list[str]) ->
     return "slurm" if "SLURM_JOB_ID" in environ else ""
 
 
-def _place(path: Path, root: Path) -> Place | None:
+def _place(path: Path, root: Path) -> FolderFacts | None:
     try:
         found = os.statvfs(path)
     except (OSError, AttributeError):  # no such folder, or no such question (Windows)
         return None
-    return Place(
+    return FolderFacts(
         path=str(path),
         filesystem=_filesystem(path, root),
         total_bytes=found.f_frsize * found.f_blocks,

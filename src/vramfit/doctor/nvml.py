@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vramfit.doctor.facts import Card, Driver, MigInstance, Process, Tool
+from vramfit.doctor.facts import Card, MigInstance, NvidiaDriver, Process, Tool
 
 _COMPUTE_MODES = {0: "default", 1: "exclusive_process", 2: "prohibited", 3: "exclusive_process"}
 """nvml.h: nvmlComputeMode_t; 1 is the withdrawn mode of exclusive threads."""
 
 
-def query_nvml(nvml: Any) -> Driver:
+def query_nvml(nvml: Any) -> NvidiaDriver:
     """Everything about the driver and its cards.
 
     Args:
@@ -26,7 +26,7 @@ def query_nvml(nvml: Any) -> Driver:
     nvml.nvmlInit()
     try:
         cuda = _ask(nvml, nvml.nvmlSystemGetCudaDriverVersion)
-        return Driver(
+        return NvidiaDriver(
             tool=Tool.NVML,
             version=_text(nvml.nvmlSystemGetDriverVersion()),
             cuda_version=None if cuda is None else (cuda // 1000, cuda % 1000 // 10),

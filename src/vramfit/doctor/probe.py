@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from vramfit.doctor.accounting import match_card
-from vramfit.doctor.facts import Driver, Torch, TorchDevice, to_plain
+from vramfit.doctor.facts import NvidiaDriver, Torch, TorchDevice, to_plain
 
 MARK = "\x1evramfit-doctor\x1e"
 """Stands before and after the answer: drivers and libraries print to the same stream."""
 
 
-def query_driver() -> tuple[Driver | None, str]:
+def query_driver() -> tuple[NvidiaDriver | None, str]:
     """The driver by NVML, else by nvidia-smi; or why neither answers."""
     reason = ""
     try:

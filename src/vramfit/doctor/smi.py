@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from vramfit.doctor.facts import Card, Driver, MigInstance, Process, Tool
+from vramfit.doctor.facts import Card, MigInstance, NvidiaDriver, Process, Tool
 from vramfit.units import GIB, MIB
 
 _FIELDS = (
@@ -59,7 +59,7 @@ def run_smi(arguments: Sequence[str]) -> str:
     return done.stdout
 
 
-def query_smi(run: Run = run_smi) -> Driver:
+def query_smi(run: Run = run_smi) -> NvidiaDriver:
     """Everything about the driver and its cards.
 
     Raises:
@@ -78,7 +78,7 @@ def query_smi(run: Run = run_smi) -> Driver:
     processes = _processes(run)
     slices = _slices(run) if any(row.get("mig.mode.current") == "Enabled" for row in rows) else {}
     cuda = re.search(r"CUDA Version:\s*(\d+)\.(\d+)", run([]))
-    return Driver(
+    return NvidiaDriver(
         tool=Tool.NVIDIA_SMI,
         version=rows[0]["driver_version"] if rows else "",
         cuda_version=None if cuda is None else (int(cuda.group(1)), int(cuda.group(2))),

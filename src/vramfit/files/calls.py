@@ -165,10 +165,10 @@ class Calls:
         if named and self._plain(view):
             found = real.scandir(path)
             # Only a link may lead to what was changed.
-            made = (Entry(self, view, path, one.name) if one.is_symlink() else one for one in found)
-            return Entries(made, found.close)
+            made = (DirEntry(self, view, path, one.name) if one.is_symlink() else one for one in found)
+            return DirEntries(made, found.close)
         names = real.listdir(view.path) if view.through else self.overlay.names(view)
-        return Entries(Entry(self, view, path, name) for name in names)
+        return DirEntries(DirEntry(self, view, path, name) for name in names)
 
     def _call_read(self, call: Any, path: Any, *args: Any, **options: Any) -> Any:
         follow = options.get("follow_symlinks", True)
@@ -564,14 +564,14 @@ class Calls:
         return self._call_read(call, path, *args, **options)
 
 
-class Entries:
+class DirEntries:
     """What `os.scandir` gives, once anything was changed."""
 
     def __init__(self, made: Iterator[Any], close: Callable[[], object] = lambda: None) -> None:
         self._made = made
         self._close = close
 
-    def __iter__(self) -> Entries:
+    def __iter__(self) -> DirEntries:
         """Each name in the folder."""
         return self
 
@@ -579,7 +579,7 @@ class Entries:
         """The next entry."""
         return next(self._made)
 
-    def __enter__(self) -> Entries:
+    def __enter__(self) -> DirEntries:
         """As `os.scandir` does."""
         return self
 
@@ -593,7 +593,7 @@ class Entries:
         self._close()
 
 
-class Entry:
+class DirEntry:
     """What `os.DirEntry` is."""
 
     __slots__ = ("_calls", "_full", "name", "path")

@@ -23,9 +23,9 @@ import torch
 from vramfit.errors import UsageError
 from vramfit.integrations.plans import Settings, check, end_gradients, pieces_of, plan_from, put, weighted
 from vramfit.planner.plan import Plan
-from vramfit.techniques import Live
-from vramfit.techniques.live import Piece
-from vramfit.techniques.optimizer_exchange import catch_up
+from vramfit.techniques import AttachedProgram
+from vramfit.techniques.core.live import Piece
+from vramfit.techniques.support.optimizer_exchange import catch_up
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -56,13 +56,13 @@ class PlanCallback(Callback):
 
     def __init__(self, plan: Plan | str | os.PathLike[str]) -> None:
         self.plan = plan_from(plan)
-        self._training: _Training | None = None
+        self._training: _LightningTraining | None = None
         self._saved: dict[str, Any] = {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Apply the plan: the module is on its device, and the optimizer and its schedules are made."""
         _check_training(trainer, pl_module, self.plan)
-        training = _Training(trainer, pl_module, self.plan)
+        training = _LightningTraining(trainer, pl_module, self.plan)
         self._training = training
         scaler: Any = training.live.scaler
         if scaler is not None and "scaler" in self._saved:
@@ -79,7 +79,7 @@ class PlanCallback(Callback):
         self._saved = dict(state_dict)
 
 
-class _Training:
+class _LightningTraining:
     """One fit with a plan. See NOTE [A plan in Lightning].
 
     Attributes:
@@ -89,7 +89,7 @@ class _Training:
     def __init__(self, trainer: Trainer, module: LightningModule, plan: Plan) -> None:
         self._trainer, self._module = trainer, module
         self._strategy: Any = trainer.strategy
-        self.live = Live(module, trainer.optimizers[0])
+        self.live = AttachedProgram(module, trainer.optimizers[0])
         self.live.attach(plan.choices)
         assert self.live.optimizer is not None
         if self.live.optimizer is not trainer.optimizers[0]:

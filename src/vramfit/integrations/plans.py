@@ -11,8 +11,8 @@ import torch
 
 from vramfit.errors import UsageError
 from vramfit.planner.plan import Plan
-from vramfit.techniques import Choice, Live
-from vramfit.techniques.live import Piece
+from vramfit.techniques import AttachedProgram, Choice
+from vramfit.techniques.core.live import Piece
 from vramfit.workload import Batch, check_loss
 
 _CASTING = ("mixed-precision", "low-precision-training")
@@ -97,7 +97,7 @@ def put(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return back
 
 
-def pieces_of(live: Live, batch: Batch) -> list[Piece]:
+def pieces_of(live: AttachedProgram, batch: Batch) -> list[Piece]:
     """The pieces of a batch, each with the weight of its loss; one with all of it where the plan leaves it whole.
 
     Raises:
@@ -121,7 +121,7 @@ def weighted(loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
     return loss if isinstance(weight, float) and weight == 1.0 else loss * weight
 
 
-def end_gradients(live: Live) -> None:
+def end_gradients(live: AttachedProgram) -> None:
     """Bring the gradients of a step to where they are clipped and used: to the parameters, and without a scale."""
     for action in live.gathering:
         action()

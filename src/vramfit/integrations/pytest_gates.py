@@ -44,7 +44,7 @@ class BadMarker(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limit:
+class VramLimit:
     """``@pytest.mark.limit_vram``.
 
     Attributes:
@@ -80,7 +80,7 @@ class Gates:
             that nothing comes near would hold for ever.
     """
 
-    limits: tuple[Limit, ...] = ()
+    limits: tuple[VramLimit, ...] = ()
     no_leak: NoLeak | None = None
     must_use: bool = False
 
@@ -102,7 +102,7 @@ def gates_of(item: pytest.Item) -> Gates | None:
     Raises:
         BadMarker: a marker's arguments cannot be used.
     """
-    limits: dict[tuple[str, int | None], Limit] = {}
+    limits: dict[tuple[str, int | None], VramLimit] = {}
     for marker in item.iter_markers(LIMIT):  # the nearest first
         limit = _limit(marker)
         limits.setdefault((limit.of, limit.device), limit)
@@ -116,7 +116,7 @@ def gates_of(item: pytest.Item) -> Gates | None:
     return None
 
 
-def _limit(marker: pytest.Mark) -> Limit:
+def _limit(marker: pytest.Mark) -> VramLimit:
     example = f'write @pytest.mark.{LIMIT}("2 GiB") or @pytest.mark.{LIMIT}("2 GiB", of="allocated")'
     unknown = sorted(set(marker.kwargs) - {"of", "device"})
     if unknown:
@@ -138,7 +138,7 @@ def _limit(marker: pytest.Mark) -> Limit:
         raise BadMarker(f"{LIMIT}: of={of!r} is neither 'reserved' nor 'allocated'")
     if device is not None and (isinstance(device, bool) or not isinstance(device, int) or device < 0):
         raise BadMarker(f"{LIMIT}: device={device!r} is not the index of a device")
-    return Limit(limit=size, of=of, device=device)
+    return VramLimit(limit=size, of=of, device=device)
 
 
 def _no_leak(marker: pytest.Mark) -> NoLeak:
@@ -265,7 +265,7 @@ def unused(run: Run) -> str:
     )
 
 
-def over_limits(run: Run, limits: tuple[Limit, ...], root: Path) -> Iterator[str]:
+def over_limits(run: Run, limits: tuple[VramLimit, ...], root: Path) -> Iterator[str]:
     """Why a run is over its limits, one text for each that it passed."""
     from vramfit.report.metered import peak_bytes, render_over_limit
 

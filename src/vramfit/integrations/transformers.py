@@ -25,7 +25,7 @@ import torch
 from vramfit.errors import UsageError
 from vramfit.integrations.plans import Settings, check, end_gradients, pieces_of, plan_from, put, weighted
 from vramfit.planner.plan import Plan
-from vramfit.techniques import Live
+from vramfit.techniques import AttachedProgram
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -58,7 +58,7 @@ class PlanCallback(TrainerCallback):
     def __init__(self, plan: Plan | str | os.PathLike[str], trainer: Trainer) -> None:
         self.plan = plan_from(plan)
         self._trainer: Any = trainer
-        self._training: _Training | None = None
+        self._training: _TrainerTraining | None = None
         self._plain_schedule: Callable[..., Any] = self._trainer.create_scheduler
         put(trainer, "create_scheduler", self._create_scheduler)
 
@@ -69,7 +69,7 @@ class PlanCallback(TrainerCallback):
         if self in self._trainer.callback_handler.callbacks:
             self.undo()
             _check_trainer(self._trainer, self.plan)
-            self._training = _Training(self._trainer, self.plan)
+            self._training = _TrainerTraining(self._trainer, self.plan)
             optimizer = None  # the trainer's, as it is now
         return self._plain_schedule(num_training_steps, optimizer=optimizer, **kwargs)
 
@@ -99,7 +99,7 @@ class PlanCallback(TrainerCallback):
             training.undo()
 
 
-class _Training:
+class _TrainerTraining:
     """One training with a plan. See NOTE [A plan in the Trainer].
 
     Attributes:
@@ -110,7 +110,7 @@ class _Training:
         self._trainer = trainer
         self._accelerator: Any = trainer.accelerator
         self._optimizer = _inner(trainer.optimizer)
-        self.live = Live(trainer.model, self._optimizer)
+        self.live = AttachedProgram(trainer.model, self._optimizer)
         self.live.attach(plan.choices)
         self._plain_step: Callable[..., torch.Tensor] = trainer.training_step
         self._plain_loss: Callable[..., Any] = trainer.compute_loss

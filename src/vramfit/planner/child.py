@@ -17,9 +17,9 @@ from typing import Any
 from vramfit.files import Writes, make_policy, protect
 from vramfit.files.protection import stand
 from vramfit.planner import tasks
-from vramfit.planner.evidence import Evidence
+from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.failures import told
-from vramfit.planner.price import Device
+from vramfit.planner.search_cache.evidence import Evidence
 from vramfit.programs.interrupts import note_interrupts
 from vramfit.programs.running import leave_after
 from vramfit.programs.telling import tell
@@ -32,7 +32,9 @@ _REAL = ("cpu", "card")
 _TALKATIVE = ("torchao", "torch.utils._pytree")
 """Loggers of libraries that warn when torchao is imported, of compiled extensions and of its own enumerations."""
 
-TASKS: dict[str, Callable[[Workload, Device, dict[str, Any], Callable[[str], None]], dict[str, Any]]] = {
+TASKS: dict[
+    str, Callable[[Workload, DeviceBackend, dict[str, Any], Callable[[str], None]], dict[str, Any]]
+] = {
     "plan": tasks.plan,
     "fit": tasks.fit,
     "confirm": tasks.confirm,
@@ -87,17 +89,17 @@ def _card_here() -> bool:
     return torch.cuda.is_available()
 
 
-def _device(job: dict[str, Any]) -> tuple[Device, Callable[[str], Workload]]:
+def _device(job: dict[str, Any]) -> tuple[DeviceBackend, Callable[[str], Workload]]:
     """Where runs are priced, and what reads the workload's file there."""
     if job["device"] == "cpu":
-        from vramfit.planner.cpu_device import CpuDevice
+        from vramfit.planner.devices.cpu import CpuBackend
 
-        return CpuDevice(), load_workload
+        return CpuBackend(), load_workload
     if job["device"] == "card":
-        from vramfit.planner.card_device import card_of_this_process
+        from vramfit.planner.devices.card import card_of_this_process
 
         return card_of_this_process(job["host_bytes"]), load_workload
-    from vramfit.planner.virtual_device import VirtualDevice
+    from vramfit.planner.devices.virtual import VirtualBackend
     from vramfit.virtual.gpu import VirtualGPU
     from vramfit.virtual.job import spec_from_plain
 
@@ -107,7 +109,9 @@ def _device(job: dict[str, Any]) -> tuple[Device, Callable[[str], Workload]]:
         with VirtualGPU(spec):  # a file may ask for the card while it is read
             return load_workload(target)
 
-    device = VirtualDevice(spec, alloc_conf=job["alloc_conf"], host_bytes=job["host_bytes"], own_process=True)
+    device = VirtualBackend(
+        spec, alloc_conf=job["alloc_conf"], host_bytes=job["host_bytes"], own_process=True
+    )
     return device, load
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 from vramfit.errors import UsageError
-from vramfit.techniques import Choice, Live, Numerics, with_choices
+from vramfit.techniques import AttachedProgram, Choice, Numerics, with_choices
 from vramfit.units import format_bytes
 from vramfit.workload import Batch, Workload, check_optimizer
 
@@ -21,7 +21,7 @@ _PLANNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Figures:
+class PlanFigures:
     """What a step needs.
 
     Attributes:
@@ -42,7 +42,7 @@ class Figures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class PlanStep:
     """One technique of a plan.
 
     Attributes:
@@ -57,7 +57,7 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Aim:
+class PlanTarget:
     """What a plan was made for.
 
     Attributes:
@@ -84,7 +84,7 @@ class Aim:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Solved:
+class SolverStats:
     """How the plan was found.
 
     Attributes:
@@ -130,13 +130,13 @@ class Plan:
         notes: what a reader should know, a sentence each.
     """
 
-    entries: tuple[Entry, ...]
-    aim: Aim
-    before: Figures
-    after: Figures
-    solved: Solved = field(default_factory=Solved)
+    entries: tuple[PlanStep, ...]
+    aim: PlanTarget
+    before: PlanFigures
+    after: PlanFigures
+    solved: SolverStats = field(default_factory=SolverStats)
     notes: tuple[str, ...] = ()
-    _lives: list[Live] = field(default_factory=list, repr=False, compare=False)
+    _lives: list[AttachedProgram] = field(default_factory=list, repr=False, compare=False)
 
     def __repr__(self) -> str:
         names = ", ".join(choice.name for choice in self.choices) or "nothing to change"
@@ -199,7 +199,7 @@ class Plan:
             )
         if optimizer is not None:
             check_optimizer(optimizer)
-        live = Live(program, optimizer)
+        live = AttachedProgram(program, optimizer)
         live.attach(self.choices)
         self._lives.append(live)
         _PLANNED.add(program)
@@ -245,7 +245,7 @@ class Plan:
         self._lives.clear()
         return live.optimizer
 
-    def _live(self) -> Live:
+    def _live(self) -> AttachedProgram:
         if not self._lives:
             raise UsageError(
                 "the plan is not applied yet", "Call model, optimizer = plan.apply(model, optimizer) first"
@@ -260,7 +260,7 @@ class Plan:
         Raises:
             WriteError: the file cannot be written.
         """
-        from vramfit.planner.document import write_plan
+        from vramfit.planner.plan_file import write_plan
 
         write_plan(path, self)
 
@@ -271,13 +271,13 @@ class Plan:
         Raises:
             UsageError: there is no such file, or it is no plan; the message says where.
         """
-        from vramfit.planner.document import read_plan
+        from vramfit.planner.plan_file import read_plan
 
         return read_plan(path)
 
 
-def plan_of(choices: Iterable[Choice], aim: Aim, before: Figures, after: Figures) -> Plan:
+def plan_of(choices: Iterable[Choice], aim: PlanTarget, before: PlanFigures, after: PlanFigures) -> Plan:
     """A plan whose entries were not priced one by one."""
     return Plan(
-        entries=tuple(Entry(choice=choice) for choice in choices), aim=aim, before=before, after=after
+        entries=tuple(PlanStep(choice=choice) for choice in choices), aim=aim, before=before, after=after
     )

@@ -16,7 +16,7 @@ THROUGHPUT, MEMORY = "throughput", "memory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class PlanRequest:
     """What is asked for.
 
     Attributes:

@@ -17,19 +17,18 @@ from vramfit.errors import UsageError, VramfitError, error_from_plain
 from vramfit.files import Writes, make_policy
 from vramfit.files.namespace import attended
 from vramfit.gpus import GpuSpec
-from vramfit.planner.cpu_speed import cpu_seconds
-from vramfit.planner.storing import remembered
+from vramfit.planner.devices.cpu_speed import cpu_seconds
+from vramfit.planner.search_cache.storage import remembered
 from vramfit.programs.interrupts import passed_on, run_child
 from vramfit.programs.telling import listening
 from vramfit.virtual.job import plain_spec
 from vramfit.workload import split_target
 
 if TYPE_CHECKING:
-    from vramfit.planner.fitting import Largest
-    from vramfit.planner.measuring import CardRun, Measured
+    from vramfit.planner.largest_size import LargestSize
     from vramfit.planner.plan import Plan
     from vramfit.planner.search import FrontierPoint
-    from vramfit.planner.verifying import Verification
+    from vramfit.planner.verify import CardRun, Measured, Verification
 
 Progress = Callable[[str], object]
 
@@ -47,7 +46,7 @@ MARGIN = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class MemoryBudget:
     """What a workload may take.
 
     Attributes:
@@ -90,7 +89,7 @@ class Room:
         }
 
 
-def priced_room(room: Room) -> Room:
+def priced_room(room: MemoryBudget) -> MemoryBudget:
     """The room of a search for the cheapest card: each card's own.
 
     Raises:
@@ -124,7 +123,7 @@ class Planned:
 
 def plan_in_child(
     target: str,
-    room: Room,
+    room: MemoryBudget,
     *,
     sizes: Mapping[str, int] | None = None,
     numerics: str = "rounding",
@@ -146,7 +145,7 @@ def plan_in_child(
         UsageError: the workload, a technique or a size is not there, or the workload cannot be planned for.
         VramfitError: the workload itself fails.
     """
-    from vramfit.planner.document import plan_from_toml
+    from vramfit.planner.plan_file import plan_from_toml
     from vramfit.planner.search import FrontierPoint
 
     job = room.job() | {
@@ -174,14 +173,14 @@ def plan_in_child(
 
 def fit_in_child(
     target: str,
-    room: Room,
+    room: MemoryBudget,
     *,
     size: str | None = None,
     sizes: Mapping[str, int] | None = None,
     plan: Path | None = None,
     card: bool | None = None,
     progress: Progress | None = None,
-) -> Largest:
+) -> LargestSize:
     """The largest value of a size of ``FILE.py:NAME`` that fits, in a process of its own.
 
     Args:
@@ -197,7 +196,7 @@ def fit_in_child(
         UsageError: the workload or the size is not there, or a card was asked for and there is none.
         VramfitError: the workload itself fails.
     """
-    from vramfit.planner.fitting import CardCheck, Largest, Try, with_card
+    from vramfit.planner.largest_size import CardCheck, LargestSize, Try, with_card
 
     _check_card(card, room.gpu)
 
@@ -209,7 +208,7 @@ def fit_in_child(
     }
     found = _found(run_task(target, job, progress))
     here = found.pop("card_here")
-    largest = Largest(**found | {"tries": tuple(Try(**one) for one in found["tries"])})
+    largest = LargestSize(**found | {"tries": tuple(Try(**one) for one in found["tries"])})
     if room.gpu is None or not largest.value or not (here if card is None else card):
         return largest
     asked = {"task": "confirm", "size": largest.size, "value": largest.value}
@@ -221,7 +220,7 @@ def fit_in_child(
 
 def measure_in_child(
     target: str,
-    room: Room,
+    room: MemoryBudget,
     runs: Sequence[Mapping[str, Any]],
     *,
     card: bool | None = None,
@@ -243,12 +242,12 @@ def measure_in_child(
         UsageError: there is no card, no such workload or no such plan.
         VramfitError: the workload itself fails.
     """
-    from vramfit.planner.measuring import CardRun
-    from vramfit.planner.plan import Figures
+    from vramfit.planner.plan import PlanFigures
+    from vramfit.planner.verify import CardRun
 
     job = room.job() | {"task": "measure", "runs": [dict(run) for run in runs]}
     found = _found(run_task(target, job | _on_card(card), progress))
-    made = (CardRun(**run | {"figures": Figures(**run["figures"])}) for run in found["runs"])
+    made = (CardRun(**run | {"figures": PlanFigures(**run["figures"])}) for run in found["runs"])
     return found["card"], tuple(made), found["left_bytes"], found["skipped"]
 
 
@@ -298,8 +297,8 @@ def verify_in_child(
         VramfitError: the workload itself fails.
     """
     from vramfit.gpus import find_gpu
-    from vramfit.planner.plan import Figures, Plan
-    from vramfit.planner.verifying import GradientCheck, LossCheck, Simulated, Verification
+    from vramfit.planner.plan import Plan, PlanFigures
+    from vramfit.planner.verify import GradientCheck, LossCheck, Simulated, Verification
 
     plan = Plan.load(file)
     target = target or plan.aim.target
@@ -313,7 +312,7 @@ def verify_in_child(
     if gpu is None and plan.aim.device != "CPU":
         gpu = find_gpu(plan.aim.device)
     _check_card(card, gpu)
-    space = Room(gpu=gpu, budget=plan.aim.budget_bytes, margin=plan.aim.margin_bytes)
+    space = MemoryBudget(gpu=gpu, budget=plan.aim.budget_bytes, margin=plan.aim.margin_bytes)
     room = space.job()
     job = {"plan": os.path.abspath(file), "sizes": dict(sizes or {}), "steps": steps, "seconds": seconds}
     simulated, measured = None, None
@@ -321,9 +320,9 @@ def verify_in_child(
     if memory:
         found = _found(run_task(target, room | job | {"task": "verify-memory"}, progress))
         simulated = Simulated(
-            before=Figures(**found["before"]),
-            after=Figures(**found["after"]),
-            planned=Figures(**found["planned"]),
+            before=PlanFigures(**found["before"]),
+            after=PlanFigures(**found["after"]),
+            planned=PlanFigures(**found["planned"]),
             limit_bytes=found["limit_bytes"],
         )
         if gpu is not None and (found["card_here"] if card is None else card):
@@ -331,7 +330,7 @@ def verify_in_child(
     told: dict[str, Any] = {"sizes": plan.aim.sizes, "skipped": "not asked for"}
     if values:
         estimate = {"step_seconds": cpu_seconds(plan.before.step_flops)}
-        cpu = Room(gpu=None, budget=plan.aim.budget_bytes).job()
+        cpu = MemoryBudget(gpu=None, budget=plan.aim.budget_bytes).job()
         told = _found(run_task(target, cpu | job | estimate | {"task": "verify-values"}, progress))
     gradients, losses = told.get("gradients"), told.get("losses")
     if losses is not None:
@@ -349,10 +348,10 @@ def verify_in_child(
 
 
 def _measured(
-    target: str, room: Room, plan: Plan, file: str, card: bool | None, progress: Progress | None
+    target: str, room: MemoryBudget, plan: Plan, file: str, card: bool | None, progress: Progress | None
 ) -> tuple[Measured | None, tuple[str, ...]]:
     """A plan on this machine's card, or a note that says why it was not run there."""
-    from vramfit.planner.measuring import Measured
+    from vramfit.planner.verify import Measured
 
     sizes, limit = dict(plan.aim.sizes), plan.aim.budget_bytes - plan.aim.margin_bytes
     runs: list[dict[str, Any]] = [

@@ -14,21 +14,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vramfit.errors import UsageError
-from vramfit.planner.answering import Answer, answered
-from vramfit.planner.choosing import activation_choices
-from vramfit.planner.clock import INTERRUPTED, Clock, SearchStopped
-from vramfit.planner.frames import Frame, Frames, Rated, choice_key, key_of
-from vramfit.planner.hopeless import check_hope
-from vramfit.planner.memory import Memory
-from vramfit.planner.outlook import Effect, Outlook, Part, Parts, guesses
+from vramfit.planner.activation_ilp.choices import activation_choices
+from vramfit.planner.budget_fit import FittedCandidate, fit_to_budget, unsettled
+from vramfit.planner.candidates import Candidate, Candidates, ScoredCandidate, choice_key, key_of
+from vramfit.planner.devices.cost import DeviceBackend
+from vramfit.planner.memory_estimate import Effect, MemoryEstimate, Part, Parts, guesses
+from vramfit.planner.micro_batch_trial.trial import MicroBatchVerdict
 from vramfit.planner.plan import Plan
-from vramfit.planner.price import Device
-from vramfit.planner.reducing import Cutting
-from vramfit.planner.request import MEMORY, THROUGHPUT, Request
-from vramfit.planner.runs import Runs
-from vramfit.planner.settling import Settled, settle, unsettled
+from vramfit.planner.plan_builder import SearchResult, build_plan
+from vramfit.planner.request import MEMORY, THROUGHPUT, PlanRequest
+from vramfit.planner.search_cache.cache import SearchCache
+from vramfit.planner.search_cache.runs import Runs
+from vramfit.planner.search_clock import INTERRUPTED, SearchClock, SearchStopped
+from vramfit.planner.workload_check import check_hope
 from vramfit.techniques import Choice
-from vramfit.techniques.applied import check_together
+from vramfit.techniques.core.applied import check_together
 
 Progress = Callable[[str], None]
 
@@ -76,7 +76,7 @@ class FrontierPoint:
 
 
 @dataclass(slots=True)
-class Search:
+class PlanSearch:
     """One search for a plan.
 
     Args:
@@ -90,24 +90,24 @@ class Search:
         kept: what others of this process ran for the same workload, sizes and card.
     """
 
-    device: Device
-    request: Request
+    device: DeviceBackend
+    request: PlanRequest
     progress: Progress = lambda _text: None
     start: tuple[Choice, ...] = ()
-    cutting: Cutting | None = None
-    clock: Clock = field(default_factory=Clock)
-    memory: Memory | None = None
+    cutting: MicroBatchVerdict | None = None
+    clock: SearchClock = field(default_factory=SearchClock)
+    memory: SearchCache | None = None
     kept: Runs = field(default_factory=Runs)
-    _frames: Frames = field(init=False)
+    _frames: Candidates = field(init=False)
     _choices: dict[Part, Choice] = field(default_factory=dict)
     _effects: dict[Part, Effect] = field(default_factory=dict)
     _tried: set[Any] = field(default_factory=set)
-    _rated: dict[Any, Rated] = field(default_factory=dict)
-    _settled: list[Settled] = field(default_factory=list)
+    _rated: dict[Any, ScoredCandidate] = field(default_factory=dict)
+    _settled: list[FittedCandidate] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Nothing was run yet."""
-        self._frames = Frames(
+        self._frames = Candidates(
             device=self.device,
             request=self.request,
             progress=self.progress,
@@ -141,8 +141,8 @@ class Search:
         best = min(self._settled, key=_settled_score, default=None)
         if best is None:  # there was no time for a run of any plan
             best = unsettled(self._frames, self._rate(plain))
-        answer = Answer(settled=best, plain=plain, seconds=self.clock.seconds - began)
-        return answered(self._frames, answer)
+        answer = SearchResult(settled=best, plain=plain, seconds=self.clock.seconds - began)
+        return build_plan(self._frames, answer)
 
     def _fitting(self) -> bool:
         """Whether a plan was run that fits."""
@@ -162,7 +162,7 @@ class Search:
                         best = self.best()
                 except SearchStopped:
                     short, best = True, self._best()
-                found = settle(self._frames, best, seen=self._seen)
+                found = fit_to_budget(self._frames, best, seen=self._seen)
                 if found.price.fits or best.lowest > self.request.limit:
                     break
                 self._add_excess(best.frame, found)
@@ -170,24 +170,24 @@ class Search:
             if short:
                 self.clock.run_out()
 
-    def _seen(self, settled: Settled) -> bool:
+    def _seen(self, settled: FittedCandidate) -> bool:
         """Keep what was run; it is never good enough."""
         self._settled.append(settled)
         if settled.price.fits:
             self.clock.found()
         return False
 
-    def _seen_first(self, settled: Settled) -> bool:
+    def _seen_first(self, settled: FittedCandidate) -> bool:
         """Keep what was run; a first plan only has to fit."""
         return self._seen(settled) or settled.price.fits
 
-    def _add_excess(self, frame: Frame, found: Settled) -> None:
+    def _add_excess(self, frame: Candidate, found: FittedCandidate) -> None:
         """A frame's plans need more than was predicted."""
         key = key_of(frame.choices, frame.fine)
         excess = found.price.total_bytes - max(self._rate(frame).lowest, self.request.limit)
         self._frames.excess[key] = self._frames.excess.get(key, 0) + max(excess, 1)
 
-    def _secure(self, frame: Frame) -> None:
+    def _secure(self, frame: Candidate) -> None:
         """Where there is no plan yet and a frame promises one, run it until it fits: the search may be stopped."""
         if self.request.objective != THROUGHPUT or self._fitting():
             return
@@ -195,20 +195,20 @@ class Search:
         if rated.solution is None:
             return
         with self.clock.sparing(0):
-            found = settle(self._frames, rated, seen=self._seen_first, tries=_FIRST_TRIES, quick=True)
+            found = fit_to_budget(self._frames, rated, seen=self._seen_first, tries=_FIRST_TRIES, quick=True)
         if not found.price.fits:
             self._add_excess(frame, found)
 
     @property
-    def known_cutting(self) -> Cutting | None:
+    def known_cutting(self) -> MicroBatchVerdict | None:
         """What is known by now of cutting the workload's batches, for another search."""
         return self._frames.known_cutting
 
-    def seen(self) -> tuple[Frame, ...]:
+    def seen(self) -> tuple[Candidate, ...]:
         """All combinations that were run so far."""
         return self._frames.seen()
 
-    def best(self) -> Rated:
+    def best(self) -> ScoredCandidate:
         """The techniques around the program that the search leads to, as predicted.
 
         Raises:
@@ -218,7 +218,7 @@ class Search:
 
     # -- climbing ------------------------------------------------------------------------------------------------
 
-    def _climb(self) -> Rated:
+    def _climb(self) -> ScoredCandidate:
         """The best frame that the guesses lead to."""
         self._secure(self._frames.plain)
         if self.start and (begun := self._frames.look(self.start)) is not None:
@@ -240,17 +240,17 @@ class Search:
                 patience -= 1
         return best
 
-    def _best(self) -> Rated:
+    def _best(self) -> ScoredCandidate:
         return min(map(self._rate, self._frames.seen()), key=self._score)
 
-    def _rate(self, frame: Frame) -> Rated:
+    def _rate(self, frame: Candidate) -> ScoredCandidate:
         key = key_of(frame.choices, frame.fine)
         known = (key, self._frames.excess.get(key, 0))
         if known not in self._rated:
             self._rated[known] = self._frames.rated(frame)
         return self._rated[known]
 
-    def _explore(self, frame: Frame) -> None:
+    def _explore(self, frame: Candidate) -> None:
         """Run a frame with each technique whose effect is not known yet."""
         rated = self._rate(frame)
         # Where the budget costs next to nothing, more memory would win next to nothing.
@@ -274,7 +274,7 @@ class Search:
             if self._possible(_parts(frame) | {part}):
                 self._learn(part, frame, self._frames.look((*frame.choices, choice), fine=frame.fine))
 
-    def _fragmented(self, rated: Rated) -> bool:
+    def _fragmented(self, rated: ScoredCandidate) -> bool:
         """Whether what the allocator holds beyond tensors decides anything: settings of it win no more than that."""
         frame = rated.frame
         loose = frame.outside - frame.profile.outside_bytes
@@ -287,12 +287,12 @@ class Search:
         assert without is not None
         return without.extra_seconds < rated.solution.extra_seconds - _WORTH * rated.seconds
 
-    def _learn(self, part: Part, before: Frame, after: Frame | None) -> None:
+    def _learn(self, part: Part, before: Candidate, after: Candidate | None) -> None:
         if after is not None:
             self._effects[part] = Effect(before.outlook, after.outlook)
             self._secure(after)
 
-    def _promising(self, best: Rated) -> Parts | None:
+    def _promising(self, best: ScoredCandidate) -> Parts | None:
         """The combination of the best guess that was not run yet; None if no guess is better than the best."""
         seen = {_parts(frame): self._with_excess(frame) for frame in self._frames.seen()}
         for guess in guesses(seen, self._effects, self._possible, self._guessed(best)):
@@ -303,18 +303,18 @@ class Search:
             return guess.parts if better else None
         return None
 
-    def _with_excess(self, frame: Frame) -> Outlook:
+    def _with_excess(self, frame: Candidate) -> MemoryEstimate:
         excess = self._frames.excess.get(key_of(frame.choices, frame.fine), 0)
         return replace(frame.outlook, outside=frame.outlook.outside + excess)
 
-    def _guessed(self, best: Rated) -> Callable[[Outlook], tuple[float, float]]:
+    def _guessed(self, best: ScoredCandidate) -> Callable[[MemoryEstimate], tuple[float, float]]:
         """What scores guesses, with the cost of recomputing as it was seen in the best frame."""
         limit = self.request.limit
         outlook, scale = best.frame.outlook, 1.0
         if best.solution is not None and outlook.seconds_within(limit) > outlook.seconds:
             scale = best.solution.extra_seconds / (outlook.seconds_within(limit) - outlook.seconds)
 
-        def score(guess: Outlook) -> tuple[float, float]:
+        def score(guess: MemoryEstimate) -> tuple[float, float]:
             if self.request.objective == MEMORY:
                 return (guess.lowest, guess.seconds)
             if guess.lowest > limit:
@@ -335,11 +335,11 @@ class Search:
     def _key(self, parts: Parts) -> tuple[frozenset[Part], bool]:
         return (parts - {_FINE}, _FINE in parts)
 
-    def _look(self, parts: Parts) -> Frame | None:
+    def _look(self, parts: Parts) -> Candidate | None:
         choices = tuple(choice for part, choice in self._choices.items() if part in parts)
         return self._frames.look(choices, fine=_FINE in parts)
 
-    def _score(self, rated: Rated) -> tuple[float, float]:
+    def _score(self, rated: ScoredCandidate) -> tuple[float, float]:
         """The smaller, the better."""
         if self.request.objective == MEMORY:
             return (float(rated.lowest), rated.seconds)
@@ -347,14 +347,14 @@ class Search:
             return (1.0, float(rated.lowest))
         return (0.0, rated.seconds)
 
-    def _better(self, other: Rated, best: Rated) -> bool:
+    def _better(self, other: ScoredCandidate, best: ScoredCandidate) -> bool:
         """Whether a change is worth making: where both fit, only for a step that is quicker by a noticeable part."""
         mine, theirs = self._score(other), self._score(best)
         if mine[0] == theirs[0]:
             return mine[1] < theirs[1] * (1 - _WORTH)
         return mine < theirs
 
-    def _pruned(self, best: Rated) -> Rated:
+    def _pruned(self, best: ScoredCandidate) -> ScoredCandidate:
         """Without the techniques that others made superfluous."""
         for choice in best.frame.choices:
             rest = tuple(known for known in best.frame.choices if known is not choice)
@@ -384,7 +384,7 @@ class Search:
                 found.append(best)
         return tuple(found)
 
-    def _point(self, frame: Frame, budget: int) -> FrontierPoint | None:
+    def _point(self, frame: Candidate, budget: int) -> FrontierPoint | None:
         solution = self._frames.solve(frame, budget - frame.outside, quick=True)
         if solution is None:
             return None
@@ -396,12 +396,12 @@ class Search:
         )
 
 
-def _settled_score(settled: Settled) -> tuple[bool, float]:
+def _settled_score(settled: FittedCandidate) -> tuple[bool, float]:
     """The smaller, the better."""
     price = settled.price
     return (not price.fits, price.step_seconds if price.fits else float(price.total_bytes))
 
 
-def _parts(frame: Frame) -> Parts:
+def _parts(frame: Candidate) -> Parts:
     found = frozenset(map(choice_key, frame.choices))
     return found | {_FINE} if frame.fine else found

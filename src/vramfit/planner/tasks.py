@@ -9,21 +9,20 @@ from typing import Any
 
 from vramfit.errors import UnknownGpuError, UsageError
 from vramfit.gpus import GpuSpec, find_gpu
-from vramfit.planner.card_device import CardDevice
-from vramfit.planner.cheapest import cheapest_plan
-from vramfit.planner.checking import check_workload
-from vramfit.planner.clock import Clock, interruptible
-from vramfit.planner.document import plan_to_toml
-from vramfit.planner.fitting import CardCheck, largest, largest_up_to
-from vramfit.planner.measuring import run_on
-from vramfit.planner.memory import Memory
+from vramfit.planner.cheapest_card import cheapest_plan
+from vramfit.planner.devices.card import CardBackend
+from vramfit.planner.devices.cost import DeviceBackend
+from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.largest_size import CardCheck, largest, largest_up_to
 from vramfit.planner.plan import Plan
-from vramfit.planner.price import Device
-from vramfit.planner.promising import promised_plan
-from vramfit.planner.request import PRICE, NothingFits, Request
-from vramfit.planner.storing import NAME
-from vramfit.planner.verifying import compare, simulate, smaller_sizes, too_large
-from vramfit.planner.virtual_device import VirtualDevice
+from vramfit.planner.plan_file import plan_to_toml
+from vramfit.planner.promised_plan_search import promised_plan
+from vramfit.planner.request import PRICE, NothingFits, PlanRequest
+from vramfit.planner.search_cache.cache import SearchCache
+from vramfit.planner.search_cache.storage import NAME
+from vramfit.planner.search_clock import SearchClock, interruptible
+from vramfit.planner.verify import compare, run_on, simulate, smaller_sizes, too_large
+from vramfit.planner.workload_check import check_workload
 from vramfit.techniques import Numerics, with_choices
 from vramfit.workload import Workload
 
@@ -44,11 +43,13 @@ class PlanFailed(UsageError):
         self.found = {"plan": plan_to_toml(error.plan)}
 
 
-def plan(workload: Workload, device: Device, job: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def plan(
+    workload: Workload, device: DeviceBackend, job: dict[str, Any], progress: Progress
+) -> dict[str, Any]:
     """The best plan for a budget, and the frontier if it was asked for."""
     request = _request(workload, job)
     check_workload(workload, request.sizes, progress)
-    clock = Clock(limit=request.search_seconds)
+    clock = SearchClock(limit=request.search_seconds)
     try:
         with interruptible(clock):
             if request.objective == PRICE:
@@ -63,21 +64,21 @@ def plan(workload: Workload, device: Device, job: dict[str, Any], progress: Prog
     }
 
 
-def _card_maker(job: dict[str, Any]) -> Callable[[GpuSpec], Device]:
-    def make(card: GpuSpec) -> Device:
-        return VirtualDevice(card, alloc_conf=job["alloc_conf"], host_bytes=job["host_bytes"])
+def _card_maker(job: dict[str, Any]) -> Callable[[GpuSpec], DeviceBackend]:
+    def make(card: GpuSpec) -> DeviceBackend:
+        return VirtualBackend(card, alloc_conf=job["alloc_conf"], host_bytes=job["host_bytes"])
 
     return make
 
 
-def _memory(job: dict[str, Any]) -> Memory | None:
+def _memory(job: dict[str, Any]) -> SearchCache | None:
     """Of earlier searches on a virtual card. Other devices measure, and nothing is twice the same there."""
     evidence = job.get("evidence")
-    return None if evidence is None else Memory(evidence.beside / NAME, evidence)
+    return None if evidence is None else SearchCache(evidence.beside / NAME, evidence)
 
 
-def _request(workload: Workload, job: dict[str, Any]) -> Request:
-    return Request(
+def _request(workload: Workload, job: dict[str, Any]) -> PlanRequest:
+    return PlanRequest(
         workload=workload,
         sizes=sizes_of(workload, job["sizes"]),
         budget_bytes=job["budget"],
@@ -93,7 +94,7 @@ def _request(workload: Workload, job: dict[str, Any]) -> Request:
     )
 
 
-def fit(workload: Workload, device: Device, job: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def fit(workload: Workload, device: DeviceBackend, job: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """The largest value of a size that fits."""
     sizes = sizes_of(workload, job["sizes"])
     name = job["size"] or next(iter(workload.sizes))
@@ -109,7 +110,9 @@ def fit(workload: Workload, device: Device, job: dict[str, Any], progress: Progr
     return asdict(largest(device, workload, sizes, name, limit, progress, host_limit=host_limit))
 
 
-def confirm(workload: Workload, device: Device, job: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def confirm(
+    workload: Workload, device: DeviceBackend, job: dict[str, Any], progress: Progress
+) -> dict[str, Any]:
     """The largest value that fits this card, of those up to the one that was predicted."""
     card = card_of(device)
     if why := another_card(card, job):
@@ -124,7 +127,9 @@ def confirm(workload: Workload, device: Device, job: dict[str, Any], progress: P
     )
 
 
-def measure(workload: Workload, device: Device, job: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def measure(
+    workload: Workload, device: DeviceBackend, job: dict[str, Any], progress: Progress
+) -> dict[str, Any]:
     """What a workload takes on this card, plain or with plans: a run for each that was asked for."""
     card = card_of(device)
     if why := another_card(card, job):
@@ -139,14 +144,14 @@ def measure(workload: Workload, device: Device, job: dict[str, Any], progress: P
     return {"card": card.name, "skipped": "", "runs": runs, "left_bytes": card.left_bytes}
 
 
-def card_of(device: Device) -> CardDevice:
+def card_of(device: DeviceBackend) -> CardBackend:
     """The card, which these tasks are for."""
-    if not isinstance(device, CardDevice):
+    if not isinstance(device, CardBackend):
         raise TypeError(f"{device.name} is no card")
     return device
 
 
-def another_card(card: CardDevice, job: dict[str, Any]) -> str:
+def another_card(card: CardBackend, job: dict[str, Any]) -> str:
     """Why this machine's card says nothing of the one that is asked about; empty where it does."""
     wanted = job["gpu"]["name"]
     if job["any_card"]:
@@ -159,7 +164,7 @@ def another_card(card: CardDevice, job: dict[str, Any]) -> str:
 
 
 def verify_memory(
-    workload: Workload, device: Device, job: dict[str, Any], progress: Progress
+    workload: Workload, device: DeviceBackend, job: dict[str, Any], progress: Progress
 ) -> dict[str, Any]:
     """Whether a plan's memory is what it says."""
     found = Plan.load(job["plan"])
@@ -170,7 +175,7 @@ def verify_memory(
 
 def verify_values(
     workload: Workload,
-    device: Device,  # noqa: ARG001  # the CPU that this process is on
+    device: DeviceBackend,  # noqa: ARG001  # the CPU that this process is on
     job: dict[str, Any],
     progress: Progress,
 ) -> dict[str, Any]:

@@ -20,7 +20,7 @@ _FORM = struct.Struct("<BBBBBQQ64s")
 _ENDS, _UNITS = tuple(End), (None, *Unit)
 
 
-class State(IntEnum):
+class ChildState(IntEnum):
     """What a child is doing."""
 
     STARTING = 0
@@ -51,7 +51,7 @@ class Status:
         progress: how far it has come.
     """
 
-    state: State = State.STARTING
+    state: ChildState = ChildState.STARTING
     own_interrupt: bool = False
     own_terminate: bool = False
     progress: Progress = UNTOLD
@@ -99,7 +99,7 @@ def read_status(folder: Path) -> Status:
         return Status()
     state, interrupt, terminate, end, unit, steps, steady, module = _FORM.unpack(data)
     return Status(
-        state=State(state),
+        state=ChildState(state),
         own_interrupt=bool(interrupt),
         own_terminate=bool(terminate),
         progress=Progress(

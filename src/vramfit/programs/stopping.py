@@ -40,7 +40,7 @@ from typing import Any, Protocol
 from vramfit.patching import PatchStack
 from vramfit.programs.interrupts import INTERRUPTED, signals_noted
 from vramfit.programs.limits import Limits
-from vramfit.programs.status import Order, State, Status, StatusWriter, read_order
+from vramfit.programs.status import ChildState, Order, Status, StatusWriter, read_order
 from vramfit.trace import Run
 from vramfit.trace.progress import STEADY, UNTOLD, End, Progress, Unit
 
@@ -99,7 +99,7 @@ class Stopping:
         self._folder = folder
         self._writer = StatusWriter(folder)
         # Apart from each other: threads count steps while the main one is told to end.
-        self._state, self._end, self._seen = State.STARTING, End.PROGRAM, UNTOLD
+        self._state, self._end, self._seen = ChildState.STARTING, End.PROGRAM, UNTOLD
         self._own_interrupt = self._own_terminate = False
         self._owner = os.getpid()
         self._told = 0
@@ -138,7 +138,7 @@ class Stopping:
         Raises:
             SystemExit: see NOTE [How a program is ended].
         """
-        if os.getpid() != self._owner or self._state is State.SAVING:
+        if os.getpid() != self._owner or self._state is ChildState.SAVING:
             return
         self._begin_end(end)
         in_main = threading.current_thread() is threading.main_thread()
@@ -179,7 +179,7 @@ class Stopping:
         self._listen(patches)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
-        self._tell(State.RUNNING)
+        self._tell(ChildState.RUNNING)
 
     def over(self) -> None:
         """The main thread has come to its end: nothing is raised in it any longer, though others may work on."""
@@ -213,7 +213,7 @@ class Stopping:
             found = INTERRUPTED, None
         else:
             found = code, error
-        self._tell(State.SAVING)
+        self._tell(ChildState.SAVING)
         return found
 
     def _is_interrupted(self, code: int, error: BaseException | None) -> bool:
@@ -230,10 +230,10 @@ class Stopping:
 
     def leave(self) -> None:
         """Save the results and end the process, whatever the program is doing, with nothing left behind."""
-        if self._state is State.SAVING:
+        if self._state is ChildState.SAVING:
             return
         self._over = True
-        self._tell(State.SAVING)
+        self._tell(ChildState.SAVING)
         terminated = self._end is End.TERMINATED
         code = INTERRUPTED if self._end is End.INTERRUPTED else 0
         try:
@@ -252,7 +252,12 @@ class Stopping:
     def _obey(self, number: int, frame: FrameType | None) -> None:
         """The parent has an order. It is given again as long as nothing comes of it."""
         del number
-        if os.getpid() != self._owner or self._busy() or self._state is State.SAVING or _asks_for_rule(frame):
+        if (
+            os.getpid() != self._owner
+            or self._busy()
+            or self._state is ChildState.SAVING
+            or _asks_for_rule(frame)
+        ):
             return
         order = read_order(self._folder)
         if order is None:
@@ -276,7 +281,7 @@ class Stopping:
         if os.getpid() != self._owner:
             _SET_SIGNAL(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        elif not self._busy() and self._state is not State.SAVING:
+        elif not self._busy() and self._state is not ChildState.SAVING:
             self._end = End.TERMINATED
             self.leave()
 
@@ -333,9 +338,9 @@ class Stopping:
         """Note that the program is told to end; what did so first counts."""
         if not self.asked:
             self._end = end
-        self._tell(State.STOPPING)
+        self._tell(ChildState.STOPPING)
 
-    def _tell(self, state: State | None = None) -> None:
+    def _tell(self, state: ChildState | None = None) -> None:
         self._state = self._state if state is None else state
         status = Status(
             state=self._state,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vramfit.programs.interrupts import INTERRUPTED, Signals, signals_noted
 from vramfit.programs.limits import Limits
-from vramfit.programs.status import Order, State, Status, read_status, write_order
+from vramfit.programs.status import ChildState, Order, Status, read_status, write_order
 from vramfit.programs.stopping import ORDERS
 from vramfit.trace.progress import End, Progress
 
@@ -62,7 +62,7 @@ class Supervisor:
     def watch(self, child: subprocess.Popen[bytes]) -> None:
         """Look at a child, some times a second."""
         status, now = read_status(self._folder), time.monotonic()
-        if status.state is State.STARTING:
+        if status.state is ChildState.STARTING:
             return
         self._began = self._began or now
         due = self._due(status, now)
@@ -86,7 +86,7 @@ class Supervisor:
             return Order.LEAVE, End.INTERRUPTED
         if not status.own_terminate and signals_noted(self._folder, signal.SIGTERM):
             return Order.LEAVE, End.TERMINATED
-        if status.state is State.STOPPING and now - self._since.setdefault("stopping", now) > _GRACE:
+        if status.state is ChildState.STOPPING and now - self._since.setdefault("stopping", now) > _GRACE:
             return Order.LEAVE, end
         if self._order is None and self._limits.seconds is not None and self._began is not None:
             return (Order.STOP, End.TIME) if now - self._began >= self._limits.seconds else None
@@ -94,12 +94,16 @@ class Supervisor:
 
     def _is_heard(self, status: Status) -> bool:
         """Whether the child has begun to do what was ordered."""
-        done = State.STOPPING if self._order is not None and self._order[0] is Order.STOP else State.SAVING
+        done = (
+            ChildState.STOPPING
+            if self._order is not None and self._order[0] is Order.STOP
+            else ChildState.SAVING
+        )
         return status.state >= done
 
     def _is_late(self, status: Status, now: float) -> bool:
         """Whether the child had its time."""
-        if status.state is State.SAVING:
+        if status.state is ChildState.SAVING:
             return now - self._since.setdefault("saving", now) > _SAVING
         since = self._since.setdefault("order", now)
         return not self._is_heard(status) and now - since > _DEAF

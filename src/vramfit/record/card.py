@@ -31,14 +31,14 @@ from vramfit.record.notes import (
     MODULE_PREFIX,
     MarkNote,
     Moment,
+    NotedInterval,
     Notes,
     PhaseNote,
-    Stretch,
     TensorNotes,
     annotate,
 )
 from vramfit.record.recorder import (
-    Figures,
+    AllocatorFigures,
     Recorder,
     Subjects,
     error_line,
@@ -60,7 +60,7 @@ from vramfit.trace import (
 )
 from vramfit.trace.frames import user_frame
 from vramfit.trace.partial import peaks_of
-from vramfit.virtual.attribution import ModuleStack, Phase, PhaseTracker, StackInterner
+from vramfit.virtual.attribution import ModuleStack, PhaseTracker, ProgramPhase, StackInterner
 from vramfit.virtual.steps import StepCounter
 from vramfit.virtual.versions import platform_text
 
@@ -209,13 +209,13 @@ class CardRecorder(Recorder):
         """Give back the segments that hold nothing."""
         torch.cuda.empty_cache()
 
-    def figures(self, device: int | None = None) -> Figures:
+    def figures(self, device: int | None = None) -> AllocatorFigures:
         """What the allocator holds now."""
         if self._began is None:
-            return Figures(allocated=0, reserved=0, peak_allocated=0, peak_reserved=0)
+            return AllocatorFigures(allocated=0, reserved=0, peak_allocated=0, peak_reserved=0)
         index = self._index() if device is None else device
         cuda = torch.cuda
-        return Figures(
+        return AllocatorFigures(
             allocated=cuda.memory_allocated(index),
             reserved=cuda.memory_reserved(index),
             peak_allocated=cuda.max_memory_allocated(index),
@@ -237,7 +237,7 @@ class CardRecorder(Recorder):
             self._metadata_before = memory._cuda_getMemoryMetadata()
             if memory._current_graph_task_id() == -1:
                 with self._one_moment():
-                    self._phase.begin(Phase.FORWARD)
+                    self._phase.begin(ProgramPhase.FORWARD)
                     self._meet_root(module, args, kwargs)
         memory._cuda_setMemoryMetadata(MODULE_PREFIX + self._modules.current_path())
 
@@ -250,7 +250,7 @@ class CardRecorder(Recorder):
 
     def begin_backward(self) -> None:
         """The engine starts."""
-        self._phase.begin(Phase.BACKWARD)
+        self._phase.begin(ProgramPhase.BACKWARD)
 
     def end_backward(self) -> None:
         """The engine is done: gradients are noted when an optimizer steps, or at the end."""
@@ -259,13 +259,13 @@ class CardRecorder(Recorder):
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps: its gradients are there."""
         if self._began is None:
-            self._phase.begin(Phase.OPTIMIZER)
+            self._phase.begin(ProgramPhase.OPTIMIZER)
             return
         with self._one_moment():
             if self._steps.get(optimizer, 0) + 1 in _STATES_AT:
                 self._note_parameters(optimizer)
             self._note_gradients(optimizer)
-            self._phase.begin(Phase.OPTIMIZER)
+            self._phase.begin(ProgramPhase.OPTIMIZER)
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """It has left its state; what comes now is data until a module is called."""
@@ -278,7 +278,7 @@ class CardRecorder(Recorder):
                 self._note_states(optimizer)
             if self._phases:
                 name = self._phases[-1].name
-                self._phases.append(PhaseNote(moment=self._moment(), name=name, stretch=Stretch.OTHER))
+                self._phases.append(PhaseNote(moment=self._moment(), name=name, stretch=NotedInterval.OTHER))
             self._devices = {device for device, events in self._moment().items() if events}
         if self._partial is not None and time.perf_counter() >= self._save_at:
             self._save(self._partial)
@@ -291,9 +291,9 @@ class CardRecorder(Recorder):
         if self._began is None:
             return
         phase = self._phase.phase
-        stretch = Stretch.BUSY
-        if phase is Phase.FORWARD:
-            stretch = Stretch.FORWARD if torch.is_grad_enabled() else Stretch.INFERENCE
+        stretch = NotedInterval.BUSY
+        if phase is ProgramPhase.FORWARD:
+            stretch = NotedInterval.FORWARD if torch.is_grad_enabled() else NotedInterval.INFERENCE
         name = f"step {self._phase.step}/{phase.value}"
         self._phases.append(PhaseNote(moment=self._moment(), name=name, stretch=stretch))
 

@@ -19,7 +19,7 @@ from vramfit.programs import threads
 from vramfit.programs.stopping import StepSink
 from vramfit.record.metering import NO_LIMIT, CpuMeter, MeterMode, holders, tensors_of
 from vramfit.record.recorder import (
-    Figures,
+    AllocatorFigures,
     Recorder,
     Subjects,
     error_line,
@@ -28,9 +28,9 @@ from vramfit.record.recorder import (
 )
 from vramfit.record.watching import watch
 from vramfit.trace import Category, DeviceOutcome, Run, Source, TraceBuilder, TraceDevice
-from vramfit.trace.journal import Journal
+from vramfit.trace.journal import TraceJournal
 from vramfit.units import format_bytes
-from vramfit.virtual.attribution import Phase
+from vramfit.virtual.attribution import ProgramPhase
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.steps import StepCounter, count_steps
 from vramfit.virtual.subclasses import is_wrapper
@@ -120,7 +120,7 @@ class CpuRecorder(Recorder):
             "torch_version": torch.__version__,
             "alloc_conf": machine.config.to_string(),
         }
-        self._builder = TraceBuilder((device,), meta, None if journal is None else Journal(journal))
+        self._builder = TraceBuilder((device,), meta, None if journal is None else TraceJournal(journal))
         if self._builder.journal is not None:
             self._builder.journal.facts({**meta, "platform": platform_text()}, (device,))
         self.meter = CpuMeter(machine, self._builder)
@@ -182,13 +182,13 @@ class CpuRecorder(Recorder):
         self.mode.tick()
         self.meter.mark(tag)
 
-    def figures(self, device: int = 0) -> Figures:
+    def figures(self, device: int = 0) -> AllocatorFigures:
         """What the allocator holds now."""
         if device:
             raise UsageError(f"there is no device {device}", "The metered CPU is one device, 0")
         self.meter.collect()
         allocator, peaks = self.meter.machine.devices[0].allocator, self.meter.peaks()
-        return Figures(
+        return AllocatorFigures(
             allocated=allocator.allocated_bytes,
             reserved=allocator.reserved_bytes,
             peak_allocated=peaks.allocated,
@@ -235,7 +235,7 @@ class CpuRecorder(Recorder):
         if not meter.modules.enter(module) or torch._C._current_graph_task_id() != -1 or self.mode.off:
             return
         self.mode.tick()
-        meter.phases.begin(Phase.FORWARD)
+        meter.phases.begin(ProgramPhase.FORWARD)
         if module not in self._seen or self._moved(module):
             self._meet_module(module)
         for tensor in (*tensors_of(args), *tensors_of(kwargs)):
@@ -260,7 +260,7 @@ class CpuRecorder(Recorder):
         """The engine starts."""
         self.mode.tick()
         self.meter.remember_backward()
-        self.meter.phases.begin(Phase.BACKWARD)
+        self.meter.phases.begin(ProgramPhase.BACKWARD)
 
     def end_backward(self) -> None:
         """The engine has left gradients."""
@@ -276,7 +276,7 @@ class CpuRecorder(Recorder):
                 if id(parameter) not in self.meter._parameters:
                     self.meter.tag_tensor(parameter, Category.PARAMETERS)
         self.meter.tag_gradients()
-        self.meter.phases.begin(Phase.OPTIMIZER)
+        self.meter.phases.begin(ProgramPhase.OPTIMIZER)
         self.meter.stepping = True
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:

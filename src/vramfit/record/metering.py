@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vramfit.allocator import OutOfMemory
 from vramfit.trace import Category, EventKind, TraceBuilder
 from vramfit.units import format_bytes
-from vramfit.virtual.attribution import Phase
+from vramfit.virtual.attribution import ProgramPhase
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.ops import OpInfo, OpTable
-from vramfit.virtual.storages import Peaks, StorageMeter, StorageRecord, describe
+from vramfit.virtual.storages import LifetimePeaks, StorageMeter, StorageRecord, describe
 from vramfit.virtual.subclasses import is_wrapper
 
 NO_LIMIT = 1 << 46
@@ -187,15 +187,15 @@ class CpuMeter(StorageMeter[StorageRecord]):
             for kind in (EventKind.FREE_REQUESTED, EventKind.FREE_COMPLETED):
                 append(kind, device=0, address=address, size=nbytes, time_us=time_us, phase=phase)
 
-    def lifetime_peaks(self, device: int) -> Peaks:
+    def lifetime_peaks(self, device: int) -> LifetimePeaks:
         """Highest figures of the one device since the start."""
         del device
         return self.peaks()
 
-    def peaks(self) -> Peaks:
+    def peaks(self) -> LifetimePeaks:
         """Highest figures since the start."""
         stats = self._allocator.memory_stats_flat()
-        return Peaks(
+        return LifetimePeaks(
             allocated=stats["allocated_bytes.all.peak"],
             reserved=stats["reserved_bytes.all.peak"],
             active=stats["active_bytes.all.peak"],
@@ -246,7 +246,7 @@ class CpuMeter(StorageMeter[StorageRecord]):
                     self.tag_tensor(value, Category.OPTIMIZER_STATE, module)
 
     def _category_now(self) -> int:
-        if self.phases.phase is Phase.OPTIMIZER and not self.stepping:
+        if self.phases.phase is ProgramPhase.OPTIMIZER and not self.stepping:
             return Category.OTHER
         return super()._category_now()
 
@@ -353,8 +353,8 @@ class MeterMode(TorchDispatchMode):
         """Follow the phase, and look at the arguments of an op outside every module; what its results are for."""
         meter = self.meter
         if torch._C._current_graph_task_id() != -1:
-            if meter.phases.phase is not Phase.BACKWARD:
-                meter.phases.begin(Phase.BACKWARD)
+            if meter.phases.phase is not ProgramPhase.BACKWARD:
+                meter.phases.begin(ProgramPhase.BACKWARD)
             return None
         if meter.modules.running() or meter.stepping:
             return None
@@ -366,7 +366,7 @@ class MeterMode(TorchDispatchMode):
         found = [meter.adopt(tensor, "") for tensor in _strided(args)]
         if kwargs:
             found += [meter.adopt(tensor, "") for tensor in _strided(tuple(kwargs.values()))]
-        if meter.phases.phase is not Phase.FORWARD:
+        if meter.phases.phase is not ProgramPhase.FORWARD:
             return None
         if not any(record.category in (Category.ACTIVATIONS, Category.PARAMETERS) for record in found):
             return Category.OTHER

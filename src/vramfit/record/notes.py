@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from vramfit.trace import Category, EventKind, MemoryTrace
 from vramfit.trace.device_events import DeviceEvents
 from vramfit.trace.model import COLUMNS
-from vramfit.trace.rewind import StartBlock, StartSegment, start_blocks, start_segments
+from vramfit.trace.replay.rewind import StartBlock, StartSegment, start_blocks, start_segments
 from vramfit.trace.segments import PENDING
 
 MODULE_PREFIX = "vramfit/module:"
@@ -38,7 +38,7 @@ Moment = Mapping[int, int]
 """Events by device index; see NOTE [Moments of a card's history]."""
 
 
-class Stretch(Enum):
+class NotedInterval(Enum):
     """What a program does in a stretch of time, for the categories of what it allocates then."""
 
     OTHER = Category.OTHER
@@ -63,7 +63,7 @@ class PhaseNote:
 
     moment: Moment
     name: str
-    stretch: Stretch
+    stretch: NotedInterval
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +117,7 @@ def annotate(trace: MemoryTrace, snapshot: Mapping[str, Any], notes: Notes) -> M
         snapshot: the snapshot, for the metadata of its events.
         notes: what was noted meanwhile.
     """
-    page = _Page(trace, notes)
+    page = _TraceColumns(trace, notes)
     page.add_metadata(snapshot.get("device_traces", ()))
     for device in page.devices:
         page.add_phases(device)
@@ -127,7 +127,7 @@ def annotate(trace: MemoryTrace, snapshot: Mapping[str, Any], notes: Notes) -> M
     return page.finish()
 
 
-class _Page:
+class _TraceColumns:
     """The columns of the trace while they are being filled, and rows that will be put in between."""
 
     def __init__(self, trace: MemoryTrace, notes: Notes) -> None:
@@ -178,7 +178,7 @@ class _Page:
         notes = self.notes
         starts = [0, *(self.row_of(note.moment, device) for note in notes.phases)]
         names = [notes.first_phase, *(note.name for note in notes.phases)]
-        stretches = [Stretch.OTHER, *(note.stretch for note in notes.phases)]
+        stretches = [NotedInterval.OTHER, *(note.stretch for note in notes.phases)]
         ids = np.array([self.intern(self.phases, name) for name in names], dtype=np.int32)
         mine = np.flatnonzero(self.trace.device == device)
         # The last note of a row counts: several may fall between the same two events.
@@ -187,7 +187,9 @@ class _Page:
         first = np.array([_FIRST[stretch] for stretch in stretches], dtype=np.uint8)
         allocs = self.trace.kind[mine] == EventKind.ALLOC
         self.columns["category"][mine[allocs]] = first[visit[allocs]]
-        self._demote(device, mine, visit, np.array([stretch is Stretch.FORWARD for stretch in stretches]))
+        self._demote(
+            device, mine, visit, np.array([stretch is NotedInterval.FORWARD for stretch in stretches])
+        )
         time = self.trace.time_us
         last_name = None
         for start, name, index in zip(starts, names, ids.tolist(), strict=True):
@@ -254,7 +256,7 @@ class _Page:
 
     def add_tensors(self) -> None:
         """Categories and modules of the tensors that were looked at."""
-        finders = {device: _Finder(self.trace, device) for device in self.devices}
+        finders = {device: _AllocationFinder(self.trace, device) for device in self.devices}
         for note in self.notes.tensors:
             modules = np.array(
                 [self.intern(self.modules, name) if name else -1 for name in note.modules], dtype=np.int32
@@ -311,10 +313,10 @@ class _Page:
 
 
 _FIRST = {
-    Stretch.OTHER: Category.OTHER,
-    Stretch.FORWARD: Category.ACTIVATIONS,
-    Stretch.INFERENCE: Category.ACTIVATIONS,
-    Stretch.BUSY: Category.TEMPORARIES,
+    NotedInterval.OTHER: Category.OTHER,
+    NotedInterval.FORWARD: Category.ACTIVATIONS,
+    NotedInterval.INFERENCE: Category.ACTIVATIONS,
+    NotedInterval.BUSY: Category.TEMPORARIES,
 }
 
 
@@ -324,7 +326,7 @@ def _row_of_block(block: StartBlock, segments: Sequence[StartSegment]) -> dict[s
     return {"address": block.address, "size": size, "block": block.size or size, "stream": stream}
 
 
-class _Finder:
+class _AllocationFinder:
     """Finds the allocation that lay at an address at a row of the trace."""
 
     def __init__(self, trace: MemoryTrace, device: int) -> None:

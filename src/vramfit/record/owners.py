@@ -52,7 +52,7 @@ def owner_chains(
     """
     _check(limit)
     with Heap.now(seconds) as heap:
-        search = Search(heap, limit)
+        search = OwnerSearch(heap, limit)
         if is_a(tensor, STORAGES):
             search.add_storage(storage_of(tensor))
         else:
@@ -70,7 +70,7 @@ def storage_owners(storage: int, *, limit: int = 5, seconds: float = 5.0) -> tup
 def owners_in(heap: Heap, storage: int, *, limit: int = 5) -> tuple[OwnerChain, ...]:
     """The same in a heap that several searches share."""
     _check(limit)
-    search = Search(heap, limit)
+    search = OwnerSearch(heap, limit)
     search.add_storage(storage)
     return search.run()
 
@@ -80,7 +80,7 @@ def _check(limit: int) -> None:
         raise ValueError(f"limit {limit} is not positive")
 
 
-class Search:
+class OwnerSearch:
     """One search for the owners of one storage."""
 
     def __init__(self, heap: Heap, limit: int) -> None:
@@ -197,7 +197,7 @@ class Search:
     def _is_held_by_python(self, number: int) -> bool:
         """Whether an object has more references than this search and C++ have to it."""
         nodes = self.graph.nodes
-        if number in nodes:  # this, `Graph.nodes` and `Search.objects`, beyond what every node has
+        if number in nodes:  # this, `Graph.nodes` and `OwnerSearch.objects`, beyond what every node has
             return bool(sys.getrefcount(nodes[number]) - 1 > self.graph.least_references)
         value = self.objects[number]
         if not issubclass(type(value), torch.Tensor):
@@ -207,7 +207,7 @@ class Search:
                 shared = _USE_COUNT(value) > 1  # C++ has a reference for all of its own
         except Exception:
             return True
-        # Ours are: `value`, the argument, `Search.objects`, `Heap.tensors`, and the graph's list of results.
+        # Ours are: `value`, the argument, `OwnerSearch.objects`, `Heap.tensors`, and the graph's list of results.
         return bool(sys.getrefcount(value) - shared > 5)
 
     def _by_graph(self, number: int) -> None:

@@ -25,7 +25,7 @@ Optimizers: TypeAlias = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Figures:
+class AllocatorFigures:
     """What torch's allocator holds at a moment, in bytes.
 
     Attributes:
@@ -134,7 +134,7 @@ class Recorder(ABC):
         return 0
 
     @abstractmethod
-    def figures(self, device: int = 0) -> Figures:
+    def figures(self, device: int = 0) -> AllocatorFigures:
         """What the allocator holds now."""
 
 

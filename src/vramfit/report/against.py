@@ -24,7 +24,7 @@ from vramfit.analysis.reconciliation import (
     StreamDifference,
     When,
 )
-from vramfit.analysis.requests import Label
+from vramfit.analysis.requests import RequestLabel
 from vramfit.console import SafeConsole
 from vramfit.report.folding import NARROW, broken
 from vramfit.report.text import each, elide_left, print_lines, relative, short_op
@@ -51,7 +51,7 @@ def print_against(reconciliation: Reconciliation, console: Console, *, root: Pat
         root: the user's folder; file names below it are shown relative to it.
     """
     width = min(console.width, _WIDEST)
-    print_lines(console, _Page(width, root).lines(reconciliation), width)
+    print_lines(console, _ReconciliationReport(width, root).lines(reconciliation), width)
 
 
 def render_against(reconciliation: Reconciliation, *, width: int = 80, root: Path | None = None) -> str:
@@ -62,7 +62,7 @@ def render_against(reconciliation: Reconciliation, *, width: int = 80, root: Pat
     return stream.getvalue()
 
 
-class _Page:
+class _ReconciliationReport:
     def __init__(self, width: int, root: Path | None) -> None:
         self.width = width
         self.root = root
@@ -352,7 +352,7 @@ def _both(found: PartDifference | Comparison) -> dict[str, int]:
     }
 
 
-def _label_json(label: Label, near: bool) -> dict[str, Any]:
+def _label_json(label: RequestLabel, near: bool) -> dict[str, Any]:
     return {
         "op": label.op or None,
         "line": _frame_json(label.line),

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vramfit.calibrate.calibration import Calibration
-from vramfit.calibrate.compare import Comparison, Tally, Verdict
+from vramfit.calibrate.compare import OpComparison, OpVerdict, Tally
 from vramfit.calibrate.records import OpRecord, to_text
 from vramfit.gpus.profile import Rates
 from vramfit.report.folding import table
@@ -20,10 +20,10 @@ from vramfit.units import format_bytes
 SCHEMA = "vramfit.calibrate/1"
 _SHOWN = 30
 _VERDICT_STYLES = {
-    Verdict.WITHIN_BAR: "yellow",
-    Verdict.DIFFERENT: "red",
-    Verdict.ONLY_MEASURED: "magenta",
-    Verdict.ONLY_PREDICTED: "magenta",
+    OpVerdict.WITHIN_BAR: "yellow",
+    OpVerdict.DIFFERENT: "red",
+    OpVerdict.ONLY_MEASURED: "magenta",
+    OpVerdict.ONLY_PREDICTED: "magenta",
 }
 
 
@@ -76,16 +76,16 @@ _FAMILIES = (
 def _family(tally: Tally, found: Calibration) -> list[Text]:
     """How the ops of a family compare, or of all."""
     count = tally.verdicts.get
-    one_sided = count(Verdict.ONLY_MEASURED, 0) + count(Verdict.ONLY_PREDICTED, 0)
+    one_sided = count(OpVerdict.ONLY_MEASURED, 0) + count(OpVerdict.ONLY_PREDICTED, 0)
     cells = (
         tally.name,
         str(tally.cases),
         _or_blank(tally.failed),
         str(tally.calls),
-        str(count(Verdict.EXACT, 0)),
-        _or_blank(count(Verdict.SAME_BYTES, 0)),
-        _or_blank(count(Verdict.WITHIN_BAR, 0)),
-        _or_blank(count(Verdict.DIFFERENT, 0)),
+        str(count(OpVerdict.EXACT, 0)),
+        _or_blank(count(OpVerdict.SAME_BYTES, 0)),
+        _or_blank(count(OpVerdict.WITHIN_BAR, 0)),
+        _or_blank(count(OpVerdict.DIFFERENT, 0)),
         _or_blank(one_sided),
         "" if tally.time_ratio is None else f"{tally.time_ratio:.2f}x",
     )
@@ -127,7 +127,7 @@ def _speeds(rates: Rates) -> Iterator[list[Text]]:
             yield [Text(f"copy {way}, {kind}"), Text(f"{rate / 1e9:.1f} GB/s")]
 
 
-def _disagreements(found: list[Comparison]) -> Iterator[Text]:
+def _disagreements(found: list[OpComparison]) -> Iterator[Text]:
     if not found:
         return
     yield Text(f"Disagreements ({len(found)}; the card's bytes less the predicted ones)", style="bold")
@@ -273,7 +273,7 @@ def _rates(rates: Rates) -> dict[str, Any]:
     }
 
 
-def _comparison(comparison: Comparison) -> dict[str, Any]:
+def _comparison(comparison: OpComparison) -> dict[str, Any]:
     return {
         "op": comparison.op,
         "signature": comparison.signature,

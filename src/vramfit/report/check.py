@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from vramfit.analysis import Bound, Gate, Quantity, State, TraceDiff
+from vramfit.analysis import Bound, Gate, PeakState, Quantity, TraceDiff
 from vramfit.console import SafeConsole
 from vramfit.report.diff import DiffLines, diff_to_json
 from vramfit.report.ending import ending_words
@@ -49,7 +49,7 @@ class Check:
     gates: Sequence[Gate]
     diffs: Sequence[TraceDiff] = ()
     progress: Progress = UNTOLD
-    states: Sequence[State] = ()
+    states: Sequence[PeakState] = ()
     oom: OomReport | None = None
 
     @property
@@ -66,7 +66,7 @@ def print_check(check: Check, console: Console, *, root: Path | None = None) -> 
         console: where to; its width, colour and encoding are respected.
         root: the user's folder; file names below it are shown relative to it.
     """
-    page = _Page(console.width, root)
+    page = _CheckReport(console.width, root)
     print_lines(console, page.lines(check), page.width)
 
 
@@ -78,7 +78,7 @@ def render_check(check: Check, *, width: int = 80, root: Path | None = None) -> 
     return stream.getvalue()
 
 
-class _Page(Sections):
+class _CheckReport(Sections):
     def lines(self, check: Check) -> Iterator[Text]:
         """The verdict, each gate, and the difference from the baseline if that is what failed."""
         if check.gates:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from vramfit.analysis import NAMES, Change, HoldingChange, Pair, State, TraceDiff, short_location
+from vramfit.analysis import NAMES, Change, HoldingChange, Pair, PeakState, TraceDiff, short_location
 from vramfit.console import SafeConsole
 from vramfit.report.folding import NARROW, broken
 from vramfit.report.json_report import frame_to_json
@@ -302,7 +302,7 @@ def _device(one: TraceDiff) -> dict[str, Any]:
     }
 
 
-def _state(state: State) -> dict[str, Any]:
+def _state(state: PeakState) -> dict[str, Any]:
     return {
         "name": state.name,
         "device": state.device,

@@ -53,7 +53,7 @@ def print_explanation(found: Explanation, console: Console, *, root: Path | None
         console: where to; its width, colour and encoding are respected.
         root: the user's folder; file names below it are shown relative to it.
     """
-    page = _Page(console.width, root)
+    page = _ExplainReport(console.width, root)
     print_lines(console, page.lines(found), page.width)
 
 
@@ -65,7 +65,7 @@ def render_explanation(found: Explanation, *, width: int = 80, root: Path | None
     return stream.getvalue()
 
 
-class _Page(Sections):
+class _ExplainReport(Sections):
     """The parts of an explanation."""
 
     def lines(self, found: Explanation) -> Iterator[Text]:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from vramfit.planner.fitting import CardCheck, Largest, Try
+from vramfit.planner.largest_size import CardCheck, LargestSize, Try
 from vramfit.report.folding import broken, table
 from vramfit.report.text import print_lines, seconds
 from vramfit.units import format_bytes
@@ -19,7 +19,7 @@ FIT_SCHEMA = "vramfit.fit/1"
 _WIDEST = 120
 
 
-def print_fit(found: Largest, device: str, console: Console, *, at_least: int | None = None) -> None:
+def print_fit(found: LargestSize, device: str, console: Console, *, at_least: int | None = None) -> None:
     """Print the largest size that fits, whether it is enough, and the runs that showed it.
 
     Args:
@@ -32,7 +32,7 @@ def print_fit(found: Largest, device: str, console: Console, *, at_least: int | 
     print_lines(console, _lines(found, device, at_least, width), width)
 
 
-def _lines(found: Largest, device: str, at_least: int | None, width: int) -> Iterator[Text]:
+def _lines(found: LargestSize, device: str, at_least: int | None, width: int) -> Iterator[Text]:
     limit = format_bytes(found.limit_bytes)
     if found.value:
         enough = at_least is None or found.value >= at_least
@@ -67,7 +67,7 @@ def _lines(found: Largest, device: str, at_least: int | None, width: int) -> Ite
         yield from _runs(found.size, found.card.tries, "step", width)
 
 
-def _card(found: Largest, card: CardCheck) -> Text:
+def _card(found: LargestSize, card: CardCheck) -> Text:
     if card.skipped:
         return Text(f"  not confirmed on a card: {card.skipped}", style="dim")
     if card.value == found.predicted:
@@ -99,7 +99,7 @@ def _runs(size: str, tries: Sequence[Try], step: str, width: int) -> Iterator[Te
     yield from table((size, "", "total", step, f"{size} a second"), rows, width)
 
 
-def fit_to_json(found: Largest, device: str, *, at_least: int | None = None) -> dict[str, Any]:
+def fit_to_json(found: LargestSize, device: str, *, at_least: int | None = None) -> dict[str, Any]:
     """What fits as plain values; docs/json.md describes them."""
     return {
         "schema": FIT_SCHEMA,
@@ -110,6 +110,6 @@ def fit_to_json(found: Largest, device: str, *, at_least: int | None = None) -> 
     }
 
 
-def render_fit_json(found: Largest, device: str, *, at_least: int | None = None) -> str:
+def render_fit_json(found: LargestSize, device: str, *, at_least: int | None = None) -> str:
     """The same as text."""
     return json.dumps(fit_to_json(found, device, at_least=at_least), indent=2) + "\n"

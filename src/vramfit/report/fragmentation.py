@@ -12,7 +12,6 @@ from rich.text import Text
 
 from vramfit.analysis import (
     NAMES,
-    Answer,
     Fit,
     FragmentationCause,
     FragmentationCauses,
@@ -22,6 +21,7 @@ from vramfit.analysis import (
     PinGroup,
     PinnedSegment,
     Remedy,
+    WhatIfAnswer,
 )
 from vramfit.console import SafeConsole
 from vramfit.report.json_report import frame_to_json, group_to_json, moment_to_json
@@ -43,7 +43,7 @@ def print_fragmentation(found: FragmentationCauses, console: Console, *, root: P
         console: where to; its width, colour and encoding are respected.
         root: the user's folder; file names below it are shown relative to it.
     """
-    page = _Page(console.width, root)
+    page = _FragmentationReport(console.width, root)
     print_lines(console, page.lines(found), page.width)
 
 
@@ -55,7 +55,7 @@ def render_fragmentation(found: FragmentationCauses, *, width: int = 100, root: 
     return stream.getvalue()
 
 
-class _Page(Sections):
+class _FragmentationReport(Sections):
     """The parts, for one width."""
 
     def lines(self, found: FragmentationCauses) -> Iterator[Text]:
@@ -227,7 +227,7 @@ def _failures(remedy: Remedy) -> str:
     return f", and {fail}" if after == before else f", and {fail} instead of {before:,}"
 
 
-def answer_text(answer: Answer) -> str:
+def answer_text(answer: WhatIfAnswer) -> str:
     """Whether it fits, and by how much not."""
     if answer.fit is Fit.FITS:
         return f"fits, {format_bytes(answer.margin)} to spare"

@@ -13,9 +13,9 @@ from rich.text import Text
 from vramfit.analysis import (
     NAMES,
     GrowingStack,
+    LeakPlace,
     LeakReport,
     LeakVerdict,
-    Place,
     Release,
     StepSource,
     short_location,
@@ -178,12 +178,12 @@ class LeakLines(Sections):
             )
             yield Text(text, style="bright_black")
 
-    def where(self, place: Place) -> str:
+    def where(self, place: LeakPlace) -> str:
         """The user's line, else a library's, else the module."""
         line = short_location(place.line or place.library_line, root=self.root)
         return line or place.module or "no stack recorded"
 
-    def what(self, place: Place) -> str:
+    def what(self, place: LeakPlace) -> str:
         """Tensor, operator, category and module."""
         parts = [
             place.tensor.replace(", ", ","),

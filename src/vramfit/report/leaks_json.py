@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vramfit.analysis import GrowingStack, LeakReport, Place
+from vramfit.analysis import GrowingStack, LeakPlace, LeakReport
 from vramfit.report.json_report import frame_to_json
 
 
@@ -61,7 +61,7 @@ def _growing(stack: GrowingStack) -> dict[str, Any]:
     }
 
 
-def _place(place: Place) -> dict[str, Any]:
+def _place(place: LeakPlace) -> dict[str, Any]:
     return {
         "line": frame_to_json(place.line),
         "library_line": frame_to_json(place.library_line),

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vramfit.console import SafeConsole
-from vramfit.planner.plan import Figures, Plan
+from vramfit.planner.plan import Plan, PlanFigures
 from vramfit.planner.search import FrontierPoint
 from vramfit.report.folding import broken, table
 from vramfit.report.text import print_lines, seconds
@@ -100,7 +100,7 @@ def _figures(plan: Plan) -> list[list[Text]]:
     return [_row("before", plan.before), _row("after", plan.after)]
 
 
-def _row(name: str, figures: Figures) -> list[Text]:
+def _row(name: str, figures: PlanFigures) -> list[Text]:
     return [
         Text(name),
         Text(format_bytes(figures.total_bytes)),

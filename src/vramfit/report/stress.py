@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 from rich.console import Console
 from rich.text import Text
 
-from vramfit.analysis.stability import Limit, LimitReason, Round, RoundOutcome, StressReport, Trend
+from vramfit.analysis._stability import Limit, LimitReason, Round, RoundOutcome, StressReport, Trend
 from vramfit.console import SafeConsole
 from vramfit.report.folding import broken, table
 from vramfit.report.text import print_lines, seconds

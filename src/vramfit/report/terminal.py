@@ -48,7 +48,7 @@ def print_terminal(run: Run, verdict: Verdict, console: Console, *, root: Path |
         console: where to; its width, colour and encoding are respected.
         root: the user's folder; file names below it are shown relative to it.
     """
-    page = _Page(console.width, root)
+    page = _RunReport(console.width, root)
     print_lines(console, page.lines(run, verdict), page.width)
 
 
@@ -62,14 +62,14 @@ def render_terminal(run: Run, verdict: Verdict, *, width: int = 80, root: Path |
 
 def headline(run: Run, verdict: Verdict, *, root: Path | None = None) -> list[str]:
     """The first lines of the report, which answer whether it fits and why not, each whole and without style."""
-    page = _Page(_UNBROKEN, root)
+    page = _RunReport(_UNBROKEN, root)
     page.width = _UNBROKEN
     if _never_used_a_card(verdict):
         return [line.plain.strip() for line in page.unused_headline(run, verdict)]
     return [line.plain.strip() for line in page.headline(run, verdict)]
 
 
-class _Page(Sections):
+class _RunReport(Sections):
     """The parts of the report of a run."""
 
     def lines(self, run: Run, verdict: Verdict) -> Iterator[Text]:

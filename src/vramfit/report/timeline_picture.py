@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from vramfit.analysis import NAMES, Lifetimes, Timeline, curves, lifetimes, timeline
-from vramfit.analysis.curves import Measure
-from vramfit.analysis.lifetimes import Ints, trace_device
+from vramfit.analysis._curves import Measure
+from vramfit.analysis._lifetimes import Ints, trace_device
 from vramfit.report.drawing import Area, Drawing, Label, Line, Point, Shape
 from vramfit.trace import Category, MemoryTrace
 from vramfit.units import GIB, KIB, MIB, TIB, counted, format_bytes

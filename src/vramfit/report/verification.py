@@ -9,8 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from vramfit.planner.measuring import Measured
-from vramfit.planner.verifying import GradientCheck, Simulated, Verification, plain_values
+from vramfit.planner.verify import GradientCheck, Measured, Simulated, Verification, plain_values
 from vramfit.report.folding import broken, table
 from vramfit.report.text import print_lines, seconds
 from vramfit.units import format_bytes

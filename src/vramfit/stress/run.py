@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vramfit.analysis.stability import Limit, LimitReason, Round, RoundOutcome, StressReport, stability
+from vramfit.analysis._stability import Limit, LimitReason, Round, RoundOutcome, StressReport, stability
 from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError, error_from_plain
 from vramfit.gpus import GpuSpec
 from vramfit.programs.interrupts import starting

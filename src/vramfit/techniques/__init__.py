@@ -4,14 +4,14 @@ Each says where it could be applied to a workload, what it promises of the resul
 a live model and optimizer, in place, with its undo. Applied to a `Workload` it gives a new one.
 """
 
-from vramfit.techniques.applied import AppliedWorkload, live_of, with_choices
-from vramfit.techniques.live import Live, Piece
-from vramfit.techniques.numerics import Numerics, Promise
-from vramfit.techniques.profile import Block, BlockOp, Profile
-from vramfit.techniques.registry import all_techniques, find_technique
-from vramfit.techniques.technique import (
+from vramfit.techniques.core.applied import AppliedWorkload, live_of, with_choices
+from vramfit.techniques.core.live import AttachedProgram, Piece
+from vramfit.techniques.core.numerics import Numerics, Promise
+from vramfit.techniques.core.profile import BlockOp, ModelBlock, Profile
+from vramfit.techniques.core.registry import all_techniques, find_technique
+from vramfit.techniques.core.technique import (
+    AttachStage,
     Choice,
-    Phase,
     Setting,
     Technique,
     setting_from_plain,
@@ -20,12 +20,12 @@ from vramfit.techniques.technique import (
 
 __all__ = [
     "AppliedWorkload",
-    "Block",
+    "AttachStage",
+    "AttachedProgram",
     "BlockOp",
     "Choice",
-    "Live",
+    "ModelBlock",
     "Numerics",
-    "Phase",
     "Piece",
     "Profile",
     "Promise",

@@ -13,17 +13,18 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.techniques.activation_offload import chosen_modules
-from vramfit.techniques.compressed import Bits, Compressed, Groups, Largest, Signs
-from vramfit.techniques.live import Live
-from vramfit.techniques.numerics import Numerics, Promise
-from vramfit.techniques.pool_indices import POOLS, ShortIndices
-from vramfit.techniques.profile import Profile
-from vramfit.techniques.saved import (
+from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.numerics import Numerics, Promise
+from vramfit.techniques.core.profile import Profile
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.support.compressed import Bits, Compressed, Groups, LargestOfGroup, Signs
+from vramfit.techniques.support.pool_indices import POOLS, ShortIndices
+from vramfit.techniques.support.saved import (
     Found,
     Kept,
     Packed,
-    Place,
-    Stretch,
+    StoragePlace,
+    StorageSpan,
     held_storages,
     hooks_outside,
     in_backward,
@@ -33,7 +34,6 @@ from vramfit.techniques.saved import (
     span,
     storage_key,
 )
-from vramfit.techniques.technique import Phase, Setting, Technique
 
 _KIB = 1 << 10
 # Operations that save a mask, the sign of their result, or indices.
@@ -108,7 +108,7 @@ class ActivationCompression(Technique[ActivationCompressionSetting]):
     name: ClassVar[str] = "activation-compression"
     summary: ClassVar[str] = "saved tensors take fewer bytes until the backward pass"
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
-    phase: ClassVar[Phase] = Phase.CONTEXT
+    phase: ClassVar[AttachStage] = AttachStage.CONTEXT
     setting_type = ActivationCompressionSetting
 
     def options(self, profile: Profile) -> Iterable[ActivationCompressionSetting]:
@@ -135,7 +135,7 @@ class ActivationCompression(Technique[ActivationCompressionSetting]):
             note = f"gradients of weights are computed from the largest {setting.keep:.0%} of the activations"
         return Promise(Numerics.APPROXIMATE, note)
 
-    def attach(self, live: Live, setting: ActivationCompressionSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: ActivationCompressionSetting) -> None:
         """See `Technique.attach`."""
         _check(setting)
         modules = chosen_modules(live.model, setting.modules, self.name)
@@ -164,7 +164,7 @@ class Stored:
 
     __slots__ = ("__weakref__", "_form", "start", "stop")
 
-    def __init__(self, stretch: Stretch, form: Compressed) -> None:
+    def __init__(self, stretch: StorageSpan, form: Compressed) -> None:
         self.start, self.stop, self._form = stretch.start, stretch.stop, form
 
     def restore(self) -> torch.Tensor:
@@ -177,7 +177,7 @@ class Small:
 
     __slots__ = ("_place", "_stored")
 
-    def __init__(self, stored: Stored, place: Place) -> None:
+    def __init__(self, stored: Stored, place: StoragePlace) -> None:
         self._stored, self._place = stored, place
 
     def unpack(self) -> torch.Tensor:
@@ -190,7 +190,7 @@ class Shared:
 
     __slots__ = ("_kept", "_place")
 
-    def __init__(self, tensor: torch.Tensor, place: Place) -> None:
+    def __init__(self, tensor: torch.Tensor, place: StoragePlace) -> None:
         self._kept, self._place = Kept(tensor), place
 
     def unpack(self) -> torch.Tensor:
@@ -204,7 +204,7 @@ class Sign:
 
     __slots__ = ("__weakref__", "_held", "_place", "number")
 
-    def __init__(self, stored: Stored, place: Place, number: int) -> None:
+    def __init__(self, stored: Stored, place: StoragePlace, number: int) -> None:
         self._held: Packed = Small(stored, place)
         self._place = place
         self.number = number
@@ -270,10 +270,10 @@ class Compressing:
             return Kept(tensor)
         stored = self._found.of(tensor, lambda known: known.start <= first and last <= known.stop)
         if stored is None:
-            stretch = Stretch(tensor)
+            stretch = StorageSpan(tensor)
             stored = Stored(stretch, form(stretch.flat))
             self._found.add(tensor, stored)
-        return Small(stored, Place(tensor))
+        return Small(stored, StoragePlace(tensor))
 
     def _form(self, tensor: torch.Tensor) -> Callable[[torch.Tensor], Compressed] | None:
         setting = self._setting
@@ -283,7 +283,7 @@ class Compressing:
             return None  # with a last dimension of 1: statistics of a norm
         if setting.method is Method.QUANTIZED:
             return partial(Groups, bits=setting.bits, group=setting.group)
-        return partial(Largest, keep=setting.keep, group=setting.group)
+        return partial(LargestOfGroup, keep=setting.keep, group=setting.group)
 
     def _take_signs(self, tensor: torch.Tensor, recomputing: bool) -> Packed | None:
         number = self._relus
@@ -292,8 +292,8 @@ class Compressing:
             return None
         if recomputing:
             return Kept(tensor)
-        stretch = Stretch(tensor)
-        sign = Sign(Stored(stretch, Signs(stretch.flat)), Place(tensor), number)
+        stretch = StorageSpan(tensor)
+        sign = Sign(Stored(stretch, Signs(stretch.flat)), StoragePlace(tensor), number)
         self._signs.add(tensor, sign)
         return sign
 

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.host_lane import PINNED_ROUNDING, CudaLane, Lane
-from vramfit.techniques.live import Live
-from vramfit.techniques.numerics import Numerics
-from vramfit.techniques.offload_ledger import Ledger
-from vramfit.techniques.paying import best_blocks
-from vramfit.techniques.profile import Profile
-from vramfit.techniques.saved import (
+from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.numerics import Numerics
+from vramfit.techniques.core.profile import Profile
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.support.host_lane import PINNED_ROUNDING, CudaLane, Lane
+from vramfit.techniques.support.offload_ledger import Ledger
+from vramfit.techniques.support.paying import best_blocks
+from vramfit.techniques.support.saved import (
     Kept,
     Packed,
     held_storages,
@@ -28,7 +29,6 @@ from vramfit.techniques.saved import (
     span,
     storage_key,
 )
-from vramfit.techniques.technique import Phase, Setting, Technique
 from vramfit.units import format_bytes
 
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -72,7 +72,7 @@ class ActivationOffload(Technique[ActivationOffloadSetting]):
     name: ClassVar[str] = "activation-offload"
     summary: ClassVar[str] = "saved tensors wait for the backward pass in pinned host memory"
     numerics: ClassVar[Numerics] = Numerics.BITWISE
-    phase: ClassVar[Phase] = Phase.CONTEXT
+    phase: ClassVar[AttachStage] = AttachStage.CONTEXT
     setting_type = ActivationOffloadSetting
 
     def describe(self, setting: ActivationOffloadSetting) -> str:
@@ -99,7 +99,7 @@ class ActivationOffload(Technique[ActivationOffloadSetting]):
                 window=max(block.kept_bytes for block in chosen),
             )
 
-    def attach(self, live: Live, setting: ActivationOffloadSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: ActivationOffloadSetting) -> None:
         """See `Technique.attach`."""
         if setting.window < 0 or setting.min_bytes < 0:
             raise UsageError("window and min_bytes of activation-offload are bytes", "Give 0 or more")

@@ -12,10 +12,10 @@ import torch
 from vramfit.allocator import AllocatorConfig
 from vramfit.allocator.versions import parse_torch_version, rules_for
 from vramfit.errors import ConfigError, UsageError
-from vramfit.techniques.live import Live
-from vramfit.techniques.numerics import Numerics
-from vramfit.techniques.profile import Profile
-from vramfit.techniques.technique import Phase, Setting, Technique
+from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.numerics import Numerics
+from vramfit.techniques.core.profile import Profile
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
 from vramfit.units import MIB
 
 # Given anew, settings that are not named keep their value, but for four (c10/core/AllocatorConfig.cpp, parseArgs).
@@ -62,7 +62,7 @@ class AllocatorSettings(Technique[AllocatorSetting]):
     name: ClassVar[str] = "allocator-settings"
     summary: ClassVar[str] = "other settings of torch's caching allocator, against fragmentation"
     numerics: ClassVar[Numerics] = Numerics.BITWISE
-    phase: ClassVar[Phase] = Phase.MODEL
+    phase: ClassVar[AttachStage] = AttachStage.MODEL
     setting_type = AllocatorSetting
 
     def options(self, profile: Profile) -> Iterable[AllocatorSetting]:
@@ -76,7 +76,7 @@ class AllocatorSettings(Technique[AllocatorSetting]):
         yield AllocatorSetting(conf="max_split_size_mb:128")
         yield AllocatorSetting(conf="roundup_power2_divisions:8")
 
-    def attach(self, live: Live, setting: AllocatorSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: AllocatorSetting) -> None:
         """Give them to the allocator; nothing happens for a model on the CPU.
 
         Raises:
@@ -104,7 +104,7 @@ class AllocatorSettings(Technique[AllocatorSetting]):
         _export(live, variable, setting.conf)
 
 
-def _export(live: Live, variable: str, conf: str) -> None:
+def _export(live: AttachedProgram, variable: str, conf: str) -> None:
     """Set a variable of the environment until the undo."""
     before = os.environ.get(variable)
     os.environ[variable] = conf

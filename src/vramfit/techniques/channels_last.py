@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from vramfit.errors import UsageError
-from vramfit.techniques.live import Live
-from vramfit.techniques.numerics import Numerics, Promise
-from vramfit.techniques.profile import Profile
-from vramfit.techniques.technique import Phase, Setting, Technique
+from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.numerics import Numerics, Promise
+from vramfit.techniques.core.profile import Profile
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FIRST_TENSOR_CORES = (7, 0)
@@ -48,7 +48,7 @@ class ChannelsLast(Technique[ChannelsLastSetting]):
     name: ClassVar[str] = "channels-last"
     summary: ClassVar[str] = "channels innermost, for convolutions on tensor cores"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
-    phase: ClassVar[Phase] = Phase.MODEL
+    phase: ClassVar[AttachStage] = AttachStage.MODEL
     setting_type = ChannelsLastSetting
     quickens: ClassVar[bool] = True
 
@@ -62,7 +62,7 @@ class ChannelsLast(Technique[ChannelsLastSetting]):
         """Other kernels."""
         return Promise(Numerics.ROUNDING, "convolutions run in other kernels, which sum in another order")
 
-    def attach(self, live: Live, setting: ChannelsLastSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: ChannelsLastSetting) -> None:
         """Convert the filters, with their gradients and the optimizer's states, and surround the model.
 
         Raises:
@@ -121,7 +121,7 @@ def _filters(model: nn.Module) -> Iterator[nn.Parameter]:
                     yield weight
 
 
-def _lay_out(live: Live, weight: nn.Parameter, order: torch.memory_format) -> None:
+def _lay_out(live: AttachedProgram, weight: nn.Parameter, order: torch.memory_format) -> None:
     """Bring a filter into an order, with all that has its shape: strides that differ slow optimizers down."""
     with torch.no_grad():
         weight.data = weight.data.contiguous(memory_format=order)

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.compiled_draws import kept_draws
-from vramfit.techniques.live import Live
-from vramfit.techniques.numerics import Numerics, Promise
-from vramfit.techniques.profile import Profile
-from vramfit.techniques.technique import Phase, Setting, Technique
+from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.numerics import Numerics, Promise
+from vramfit.techniques.core.profile import Profile
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.support.compiled_draws import kept_draws
 
 _BUDGETS = (1.0, 0.5, 0.25, 0.0)
 _RECOMPILE_LIMIT = 64
@@ -70,7 +70,7 @@ class Compile(Technique[CompileSetting]):
     name: ClassVar[str] = "compile"
     summary: ClassVar[str] = "torch.compile, with a budget for what the backward pass keeps"
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
-    phase: ClassVar[Phase] = Phase.STEP
+    phase: ClassVar[AttachStage] = AttachStage.STEP
     setting_type = CompileSetting
     quickens: ClassVar[bool] = True
     on_request: ClassVar[bool] = True  # a minute for each of the runs that a plan is made of
@@ -96,7 +96,7 @@ class Compile(Technique[CompileSetting]):
             Numerics.ROUNDING, "fused operations round less often, and sums are taken in another order"
         )
 
-    def attach(self, live: Live, setting: CompileSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: CompileSetting) -> None:
         """Compile in place; the work is done at the first call.
 
         Raises:

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from vramfit.techniques.live import Live
-from vramfit.techniques.numerics import Numerics, Promise
-from vramfit.techniques.profile import Profile
-from vramfit.techniques.surround import plain_class
-from vramfit.techniques.technique import Phase, Setting, Technique
+from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.numerics import Numerics, Promise
+from vramfit.techniques.core.profile import Profile
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.support.surround import plain_class
 from vramfit.units import MIB
 
 
@@ -56,7 +56,7 @@ class EarlyRelease(Technique[EarlyReleaseSetting]):
     name: ClassVar[str] = "early-release"
     summary: ClassVar[str] = "batch, caches and unused outputs go before the backward pass"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
-    phase: ClassVar[Phase] = Phase.CONTEXT
+    phase: ClassVar[AttachStage] = AttachStage.CONTEXT
     setting_type = EarlyReleaseSetting
 
     def options(self, profile: Profile) -> Iterable[EarlyReleaseSetting]:
@@ -78,7 +78,7 @@ class EarlyRelease(Technique[EarlyReleaseSetting]):
             Numerics.ROUNDING, "attention without a cache of keys and values may sum in another order"
         )
 
-    def attach(self, live: Live, setting: EarlyReleaseSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: EarlyReleaseSetting) -> None:
         """Let the step free its batch, and surround the models that hold more than they need."""
         if setting.batch:
             live.set(live, "frees_input", True)

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.live import Live
-from vramfit.techniques.numerics import Numerics, Promise
-from vramfit.techniques.profile import Profile
-from vramfit.techniques.surround import plain_class, surroundings_of
-from vramfit.techniques.technique import Phase, Setting, Technique
+from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.numerics import Numerics, Promise
+from vramfit.techniques.core.profile import Profile
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.support.surround import plain_class, surroundings_of
 
 _PROBE_WIDTH = 8
 _LARGEST_EPS = 1e-2
@@ -68,7 +68,7 @@ class FusedNorms(Technique[FusedNormSetting]):
     name: ClassVar[str] = "fused-norms"
     summary: ClassVar[str] = "hand-written norms are computed by torch's fused kernels"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
-    phase: ClassVar[Phase] = Phase.MODEL
+    phase: ClassVar[AttachStage] = AttachStage.MODEL
     setting_type = FusedNormSetting
     quickens: ClassVar[bool] = True
 
@@ -81,7 +81,7 @@ class FusedNorms(Technique[FusedNormSetting]):
         """Rounding alone."""
         return Promise(Numerics.ROUNDING, "norms round once, at the end, and sum in another order")
 
-    def attach(self, live: Live, setting: FusedNormSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: FusedNormSetting) -> None:
         """Surround the norms.
 
         Raises:

@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from vramfit.errors import UsageError
-from vramfit.techniques.blocks import checked_module, find_blocks
-from vramfit.techniques.live import Live
+from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.numerics import Numerics, Promise
+from vramfit.techniques.core.profile import Profile
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
 from vramfit.techniques.micro_batching import batch_norms, batch_size_name, spans_of
-from vramfit.techniques.numerics import Numerics, Promise
-from vramfit.techniques.profile import Profile
-from vramfit.techniques.rerunning import reason_against_rerun
-from vramfit.techniques.technique import Phase, Setting, Technique
+from vramfit.techniques.support.blocks import checked_module, find_blocks
+from vramfit.techniques.support.rerunning import reason_against_rerun
 
 _MOST = 16
 """Pieces, at most: each is run twice, and smaller ones fill no card."""
@@ -60,7 +60,7 @@ class GradientCaching(Technique[GradientCachingSetting]):
     name: ClassVar[str] = "gradient-caching"
     summary: ClassVar[str] = "runs encoders in pieces of the batch, twice, under a loss of the whole"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
-    phase: ClassVar[Phase] = Phase.FORWARD
+    phase: ClassVar[AttachStage] = AttachStage.FORWARD
     setting_type = GradientCachingSetting
     redraws: ClassVar[bool] = True
     excludes: ClassVar[Mapping[str, str]] = MappingProxyType(
@@ -78,7 +78,7 @@ class GradientCaching(Technique[GradientCachingSetting]):
             yield GradientCachingSetting(count=count)
             count *= 2
 
-    def attach(self, live: Live, setting: GradientCachingSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: GradientCachingSetting) -> None:
         """Surround the encoders."""
         if setting.count < 1:
             raise UsageError(

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.gradient_projection_adam import ProjectedAdam
-from vramfit.techniques.live import Live
-from vramfit.techniques.numerics import Numerics, Promise
-from vramfit.techniques.optimizer_exchange import (
+from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.numerics import Numerics, Promise
+from vramfit.techniques.core.profile import Profile
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.support.gradient_projection_adam import ProjectedAdam
+from vramfit.techniques.support.optimizer_exchange import (
     States,
     adam_of,
     carried_groups,
@@ -22,8 +24,6 @@ from vramfit.techniques.optimizer_exchange import (
     others_excluded,
     parameters_of,
 )
-from vramfit.techniques.profile import Profile
-from vramfit.techniques.technique import Phase, Setting, Technique
 
 _SMALLEST_RANK = 8
 
@@ -63,7 +63,7 @@ class GradientProjection(Technique[GradientProjectionSetting]):
     name: ClassVar[str] = "gradient-projection"
     summary: ClassVar[str] = "keep Adam's states in a low-rank subspace of the gradient"
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
-    phase: ClassVar[Phase] = Phase.OPTIMIZER
+    phase: ClassVar[AttachStage] = AttachStage.OPTIMIZER
     setting_type = GradientProjectionSetting
     excludes: ClassVar[dict[str, str]] = others_excluded("gradient-projection")
 
@@ -88,7 +88,7 @@ class GradientProjection(Technique[GradientProjectionSetting]):
         """Other mathematics."""
         return Promise(self.numerics, f"matrices are updated in {setting.rank} directions of their gradients")
 
-    def attach(self, live: Live, setting: GradientProjectionSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: GradientProjectionSetting) -> None:
         """Exchange the optimizer."""
         old = adam_of(live, self.name)
         _check(setting)

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.modules import module as hooks
 
 from vramfit.errors import UsageError
-from vramfit.techniques.live import Live
-from vramfit.techniques.numerics import Numerics, Promise
-from vramfit.techniques.profile import Profile
-from vramfit.techniques.surround import plain_class, surroundings_of
-from vramfit.techniques.technique import Phase, Setting, Technique
+from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.numerics import Numerics, Promise
+from vramfit.techniques.core.profile import Profile
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.support.surround import plain_class, surroundings_of
 
 # Their backward passes read the input, or statistics of it, and never the output (tools/autograd/derivatives.yaml).
 _PRODUCERS: tuple[type[nn.Module], ...] = (
@@ -66,7 +66,7 @@ class InPlaceActivations(Technique[InPlaceSetting]):
     name: ClassVar[str] = "in-place-activations"
     summary: ClassVar[str] = "activations overwrite their input inside chains of layers"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
-    phase: ClassVar[Phase] = Phase.MODEL
+    phase: ClassVar[AttachStage] = AttachStage.MODEL
     setting_type = InPlaceSetting
 
     def options(self, profile: Profile) -> Iterable[InPlaceSetting]:
@@ -86,7 +86,7 @@ class InPlaceActivations(Technique[InPlaceSetting]):
             return Promise(Numerics.BITWISE)
         return Promise(Numerics.ROUNDING, "gradients of ELU, CELU and SELU are computed from their outputs")
 
-    def attach(self, live: Live, setting: InPlaceSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: InPlaceSetting) -> None:
         """Surround the chains that hold such activations.
 
         Raises:

@@ -12,9 +12,12 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.live import Live
-from vramfit.techniques.numerics import Numerics, Promise
-from vramfit.techniques.optimizer_exchange import (
+from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.numerics import Numerics, Promise
+from vramfit.techniques.core.profile import Profile
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.optimizer_kernel import fused_refused
+from vramfit.techniques.support.optimizer_exchange import (
     Optimizer,
     base_rate,
     carried_groups,
@@ -25,9 +28,6 @@ from vramfit.techniques.optimizer_exchange import (
     parameters_of,
     set_value,
 )
-from vramfit.techniques.optimizer_kernel import fused_refused
-from vramfit.techniques.profile import Profile
-from vramfit.techniques.technique import Phase, Setting, Technique
 
 _ADAFACTOR_RATE = 1e-2  # torch.optim.Adafactor's default
 _SGD_RATIO = 100.0  # 0.1 for AdamW's 1e-3, the customary pair for convolutional networks
@@ -40,7 +40,7 @@ _ADAM_COUNTRY = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.Mul
 _SGD_COUNTRY = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class Kind(Enum):
+class LeanKind(Enum):
     """Which optimizer.
 
     Attributes:
@@ -67,7 +67,7 @@ class LeanOptimizerSetting(Setting):
         final: what is left of the learning rate in the end.
     """
 
-    kind: Kind = Kind.ADAFACTOR
+    kind: LeanKind = LeanKind.ADAFACTOR
     lr: float | None = None
     momentum: float = 0.9
     steps: int = 0
@@ -93,7 +93,7 @@ class LeanOptimizer(Technique[LeanOptimizerSetting]):
     name: ClassVar[str] = "lean-optimizer"
     summary: ClassVar[str] = "train with Adafactor, or with SGD and a cosine schedule"
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
-    phase: ClassVar[Phase] = Phase.OPTIMIZER
+    phase: ClassVar[AttachStage] = AttachStage.OPTIMIZER
     setting_type = LeanOptimizerSetting
     excludes: ClassVar[dict[str, str]] = others_excluded("lean-optimizer")
 
@@ -101,18 +101,18 @@ class LeanOptimizer(Technique[LeanOptimizerSetting]):
         """Adafactor for Adam's and AdamW's place; SGD where the model is one that it trains well: with batch norm."""
         if not is_adam(profile.optimizer):
             return
-        yield LeanOptimizerSetting(kind=Kind.ADAFACTOR)
+        yield LeanOptimizerSetting(kind=LeanKind.ADAFACTOR)
         modules = tuple(profile.model.modules())
         normalised = any(isinstance(module, _SGD_COUNTRY) for module in modules) and not profile.own_step
         if normalised and not any(isinstance(module, _ADAM_COUNTRY) for module in modules):
-            yield LeanOptimizerSetting(kind=Kind.SGD)
+            yield LeanOptimizerSetting(kind=LeanKind.SGD)
 
     def promise(self, setting: LeanOptimizerSetting) -> Promise:
         """Another optimizer."""
-        name = "Adafactor" if setting.kind is Kind.ADAFACTOR else "SGD"
+        name = "Adafactor" if setting.kind is LeanKind.ADAFACTOR else "SGD"
         return Promise(self.numerics, f"{name} trains instead, along another curve")
 
-    def attach(self, live: Live, setting: LeanOptimizerSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: LeanOptimizerSetting) -> None:
         """Exchange the optimizer."""
         old = exchangeable(live, self.name)
         _check(setting, old)
@@ -120,12 +120,12 @@ class LeanOptimizer(Technique[LeanOptimizerSetting]):
         if setting.lr is not None:
             wanted = setting.lr
         else:
-            wanted = _ADAFACTOR_RATE if setting.kind is Kind.ADAFACTOR else rate * _SGD_RATIO
+            wanted = _ADAFACTOR_RATE if setting.kind is LeanKind.ADAFACTOR else rate * _SGD_RATIO
         ratio = wanted / rate
         groups = carried_groups(old, (), ratio=ratio)
         for new, group in zip(groups, old.param_groups, strict=True):
             decay = float(group.get("weight_decay", 0.0)) / ratio
-            new["weight_decay"] = decay * (1 - setting.momentum) if setting.kind is Kind.SGD else decay
+            new["weight_decay"] = decay * (1 - setting.momentum) if setting.kind is LeanKind.SGD else decay
         made = _made(setting, groups, wanted)
         exchange(live, made, ratio=ratio)
         if setting.steps or setting.warm_up:
@@ -166,7 +166,7 @@ class Schedule:
 
 
 def _made(setting: LeanOptimizerSetting, groups: list[dict[str, Any]], rate: float) -> Optimizer:
-    if setting.kind is Kind.ADAFACTOR:
+    if setting.kind is LeanKind.ADAFACTOR:
         return torch.optim.Adafactor(groups, lr=rate)
     parameters = [parameter for group in groups for parameter in group["params"]]
     # The kernel without temporaries: foreach copies all gradients where there is weight decay.
@@ -175,7 +175,7 @@ def _made(setting: LeanOptimizerSetting, groups: list[dict[str, Any]], rate: flo
 
 
 def _check(setting: LeanOptimizerSetting, old: Optimizer) -> None:
-    wanted = torch.optim.Adafactor if setting.kind is Kind.ADAFACTOR else torch.optim.SGD
+    wanted = torch.optim.Adafactor if setting.kind is LeanKind.ADAFACTOR else torch.optim.SGD
     if isinstance(old, wanted):
         raise UsageError(f"the program has {wanted.__name__} already", "Leave lean-optimizer out")
     if setting.lr is not None and setting.lr <= 0:
@@ -187,5 +187,5 @@ def _check(setting: LeanOptimizerSetting, old: Optimizer) -> None:
             f"a schedule of {setting.steps} steps with {setting.warm_up} of warm-up is not possible",
             "Give fewer steps of warm-up than steps in all",
         )
-    if setting.kind is Kind.ADAFACTOR and any(p.is_complex() for p in parameters_of(old)):
+    if setting.kind is LeanKind.ADAFACTOR and any(p.is_complex() for p in parameters_of(old)):
         raise UsageError("Adafactor is for real parameters", "Leave lean-optimizer out")

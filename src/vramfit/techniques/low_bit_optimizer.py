@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.live import Live
-from vramfit.techniques.numerics import Numerics, Promise
-from vramfit.techniques.optimizer_exchange import (
+from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.numerics import Numerics, Promise
+from vramfit.techniques.core.profile import Profile
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.support.optimizer_exchange import (
     States,
     adam_of,
     carried_groups,
@@ -24,15 +26,13 @@ from vramfit.techniques.optimizer_exchange import (
     others_excluded,
     parameters_of,
 )
-from vramfit.techniques.profile import Profile
-from vramfit.techniques.technique import Phase, Setting, Technique
 
 _FP8_FROM = (8, 9)  # Triton compiles float8_e4m3fn for Ada, Hopper and later alone
 _SMALLEST = 4096  # torchao/optim/adam.py, _AdamBase._new_buffer: smaller tensors keep their precision
 _AVERAGES = (("exp_avg", True), ("exp_avg_sq", False), ("max_exp_avg_sq", False))
 
 
-class Bits(Enum):
+class StateBits(Enum):
     """The form of the states.
 
     Attributes:
@@ -46,8 +46,12 @@ class Bits(Enum):
     FOUR = "4"
 
 
-_SUFFIX = {Bits.EIGHT: "8bit", Bits.FP8: "Fp8", Bits.FOUR: "4bit"}
-_BLOCK = {Bits.EIGHT: 256, Bits.FP8: 256, Bits.FOUR: 128}  # torchao/optim/adam.py, the defaults
+_SUFFIX = {StateBits.EIGHT: "8bit", StateBits.FP8: "Fp8", StateBits.FOUR: "4bit"}
+_BLOCK = {
+    StateBits.EIGHT: 256,
+    StateBits.FP8: 256,
+    StateBits.FOUR: 128,
+}  # torchao/optim/adam.py, the defaults
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +64,7 @@ class LowBitOptimizerSetting(Setting):
         bf16_stochastic_round: whether bfloat16 parameters are rounded at random, so that small updates count.
     """
 
-    bits: Bits = Bits.EIGHT
+    bits: StateBits = StateBits.EIGHT
     block_size: int = 0
     bf16_stochastic_round: bool = False
 
@@ -86,7 +90,7 @@ class LowBitOptimizer(Technique[LowBitOptimizerSetting]):
     name: ClassVar[str] = "low-bit-optimizer"
     summary: ClassVar[str] = "keep Adam's states in 8 or 4 bits"
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
-    phase: ClassVar[Phase] = Phase.OPTIMIZER
+    phase: ClassVar[AttachStage] = AttachStage.OPTIMIZER
     setting_type = LowBitOptimizerSetting
     excludes: ClassVar[dict[str, str]] = others_excluded("low-bit-optimizer")
 
@@ -94,19 +98,19 @@ class LowBitOptimizer(Technique[LowBitOptimizerSetting]):
         """Eight bits, float8 where the card has it, four bits; for Adam and AdamW with torchao installed."""
         if not is_adam(profile.optimizer) or importlib.util.find_spec("torchao") is None:
             return
-        for bits in (Bits.EIGHT, Bits.FP8, Bits.FOUR):
-            if bits is Bits.FP8 and profile.device_type == "cuda" and profile.capability < _FP8_FROM:
+        for bits in (StateBits.EIGHT, StateBits.FP8, StateBits.FOUR):
+            if bits is StateBits.FP8 and profile.device_type == "cuda" and profile.capability < _FP8_FROM:
                 continue
             if any(_fits(p, _BLOCK[bits]) for p in parameters_of(profile.optimizer)):
                 yield LowBitOptimizerSetting(bits=bits)
 
     def promise(self, setting: LowBitOptimizerSetting) -> Promise:
         """Less precision in eight bits, an approximation in float8 and in four."""
-        level = Numerics.PRECISION if setting.bits is Bits.EIGHT else Numerics.APPROXIMATE
-        kept = "float8" if setting.bits is Bits.FP8 else f"{setting.bits.value} bits"
+        level = Numerics.PRECISION if setting.bits is StateBits.EIGHT else Numerics.APPROXIMATE
+        kept = "float8" if setting.bits is StateBits.FP8 else f"{setting.bits.value} bits"
         return Promise(level, f"Adam's averages are kept in {kept} with a scale for each block")
 
-    def attach(self, live: Live, setting: LowBitOptimizerSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: LowBitOptimizerSetting) -> None:
         """Exchange the optimizer; hyperparameters, groups and states are taken over."""
         old = adam_of(live, self.name)
         if any(p.dtype not in (torch.float32, torch.bfloat16, torch.float16) for p in parameters_of(old)):
@@ -137,8 +141,8 @@ def _fits(parameter: nn.Parameter, block: int) -> bool:
     return parameter.requires_grad and parameter.numel() >= _SMALLEST and parameter.numel() % block == 0
 
 
-def _check_card(bits: Bits, device: torch.device) -> None:
-    if bits is Bits.FP8 and device.type == "cuda":
+def _check_card(bits: StateBits, device: torch.device) -> None:
+    if bits is StateBits.FP8 and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < _FP8_FROM:
             found = ".".join(map(str, capability))
@@ -148,11 +152,11 @@ def _check_card(bits: Bits, device: torch.device) -> None:
 
 
 def _check_block(setting: LowBitOptimizerSetting) -> None:
-    if setting.block_size < 0 or (setting.bits is Bits.FOUR and setting.block_size % 2):
+    if setting.block_size < 0 or (setting.bits is StateBits.FOUR and setting.block_size % 2):
         raise UsageError(f"a block of {setting.block_size} elements is not possible", "Give 128 or 256")
 
 
-def _kind(bits: Bits, *, decoupled: bool) -> Any:
+def _kind(bits: StateBits, *, decoupled: bool) -> Any:
     try:
         from torchao import optim  # type: ignore[import-untyped]
     except ImportError as error:

@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vramfit.errors import UsageError
-from vramfit.techniques.batch_cutting import Cut, entry, find_cut
-from vramfit.techniques.live import Live, Piece
-from vramfit.techniques.numerics import Numerics, Promise
-from vramfit.techniques.profile import Profile
-from vramfit.techniques.technique import Phase, Setting, Technique
+from vramfit.techniques.core.live import AttachedProgram, Piece
+from vramfit.techniques.core.numerics import Numerics, Promise
+from vramfit.techniques.core.profile import Profile
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.support.batch_cutting import Cut, entry, find_cut
 from vramfit.workload import Batch
 
 
@@ -100,7 +100,7 @@ class MicroBatching(Technique[MicroBatchingSetting]):
     name: ClassVar[str] = "micro-batching"
     summary: ClassVar[str] = "runs a batch in pieces, with the gradients of the whole"
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
-    phase: ClassVar[Phase] = Phase.STEP
+    phase: ClassVar[AttachStage] = AttachStage.STEP
     setting_type = MicroBatchingSetting
     redraws: ClassVar[bool] = True
     excludes: ClassVar[Mapping[str, str]] = MappingProxyType(
@@ -124,7 +124,7 @@ class MicroBatching(Technique[MicroBatchingSetting]):
             known = piece
             count *= 2
 
-    def attach(self, live: Live, setting: MicroBatchingSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: MicroBatchingSetting) -> None:
         """Cut batches, and let running statistics move as slowly as there are pieces."""
         if setting.count < 1:
             raise UsageError(

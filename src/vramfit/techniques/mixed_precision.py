@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.casting import (
+from vramfit.techniques.core.numerics import Numerics, Promise
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.support.casting import (
     HALVES,
     cast_tensors,
     device_type_of,
@@ -19,12 +21,10 @@ from vramfit.techniques.casting import (
     router_kinds,
     surround_loss,
 )
-from vramfit.techniques.numerics import Numerics, Promise
-from vramfit.techniques.technique import Phase, Setting, Technique
 
 if TYPE_CHECKING:
-    from vramfit.techniques.live import Live
-    from vramfit.techniques.profile import Profile
+    from vramfit.techniques.core.live import AttachedProgram
+    from vramfit.techniques.core.profile import Profile
     from vramfit.workload import Workload
 
 # CUDA C++ Programming Guide, arithmetic instructions: bfloat16 from 8.0 on, float16 from 5.3 on.
@@ -90,7 +90,7 @@ class MixedPrecision(Technique[MixedPrecisionSetting]):
     name: ClassVar[str] = "mixed-precision"
     summary: ClassVar[str] = "products and their activations in 16 bits, parameters in 32"
     numerics: ClassVar[Numerics] = Numerics.PRECISION
-    phase: ClassVar[Phase] = Phase.CONTEXT
+    phase: ClassVar[AttachStage] = AttachStage.CONTEXT
     setting_type = MixedPrecisionSetting
     quickens: ClassVar[bool] = True
 
@@ -125,7 +125,7 @@ class MixedPrecision(Technique[MixedPrecisionSetting]):
             )
         return super().apply(workload, setting)
 
-    def attach(self, live: Live, setting: MixedPrecisionSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: MixedPrecisionSetting) -> None:
         """Surround the model, its islands and the loss; make a scaler for float16."""
         islands = find_islands(live.model, setting.islands, setting.island_kinds)
         if not _has_float32(live.model):

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 
 from vramfit.errors import UsageError
-from vramfit.techniques.live import Live
-from vramfit.techniques.numerics import Numerics, Promise
-from vramfit.techniques.optimizer_exchange import Optimizer, optimizer_of, parameters_of
-from vramfit.techniques.profile import Profile
-from vramfit.techniques.technique import Phase, Setting, Technique
+from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.numerics import Numerics, Promise
+from vramfit.techniques.core.profile import Profile
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.support.optimizer_exchange import Optimizer, optimizer_of, parameters_of
 
 # torch.optim.Adafactor takes the loop unless it is told otherwise (torch/optim/_adafactor.py).
 _LOOPS_BY_DEFAULT = (torch.optim.Adafactor,)
@@ -66,7 +66,7 @@ class OptimizerKernel(Technique[OptimizerKernelSetting]):
     name: ClassVar[str] = "optimizer-kernel"
     summary: ClassVar[str] = "step with the fused kernel, in a loop or with foreach"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
-    phase: ClassVar[Phase] = Phase.OPTIMIZER
+    phase: ClassVar[AttachStage] = AttachStage.OPTIMIZER
     setting_type = OptimizerKernelSetting
     quickens: ClassVar[bool] = True
 
@@ -86,7 +86,7 @@ class OptimizerKernel(Technique[OptimizerKernelSetting]):
         """Rounding: not every pair of implementations gives the same bits."""
         return Promise(self.numerics, "the optimizer's step may round differently in the last bits")
 
-    def attach(self, live: Live, setting: OptimizerKernelSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: OptimizerKernelSetting) -> None:
         """Set the flags of the optimizer's groups, now and whenever a checkpoint is loaded into it."""
         optimizer, wanted = optimizer_of(live, self.name), setting.implementation
         why = implementation_refused(optimizer, wanted)

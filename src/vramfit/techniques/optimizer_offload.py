@@ -11,9 +11,17 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.live import Live
-from vramfit.techniques.numerics import Numerics, Promise
-from vramfit.techniques.optimizer_exchange import (
+from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.numerics import Numerics, Promise
+from vramfit.techniques.core.profile import Profile
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.optimizer_kernel import (
+    Implementation,
+    OptimizerKernel,
+    OptimizerKernelSetting,
+    implementation_refused,
+)
+from vramfit.techniques.support.optimizer_exchange import (
     Optimizer,
     exchange,
     exchangeable,
@@ -22,15 +30,7 @@ from vramfit.techniques.optimizer_exchange import (
     parameters_of,
     state_tensors,
 )
-from vramfit.techniques.optimizer_kernel import (
-    Implementation,
-    OptimizerKernel,
-    OptimizerKernelSetting,
-    implementation_refused,
-)
-from vramfit.techniques.optimizer_offload_host import HostOptimizer
-from vramfit.techniques.profile import Profile
-from vramfit.techniques.technique import Phase, Setting, Technique
+from vramfit.techniques.support.optimizer_offload_host import HostOptimizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class OptimizerOffload(Technique[OptimizerOffloadSetting]):
     name: ClassVar[str] = "optimizer-offload"
     summary: ClassVar[str] = "keep the optimizer's states on the host and step there"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
-    phase: ClassVar[Phase] = Phase.OPTIMIZER
+    phase: ClassVar[AttachStage] = AttachStage.OPTIMIZER
     setting_type = OptimizerOffloadSetting
     excludes: ClassVar[dict[str, str]] = others_excluded("optimizer-offload") | {
         "step-in-backward": "the step needs the CPU, and waits for the end of the backward pass",
@@ -95,7 +95,7 @@ class OptimizerOffload(Technique[OptimizerOffloadSetting]):
         """The CPU rounds otherwise than the card."""
         return Promise(self.numerics, "the optimizer's step may round differently in the last bits")
 
-    def attach(self, live: Live, setting: OptimizerOffloadSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: OptimizerOffloadSetting) -> None:
         """Exchange the optimizer; its states move to the host, and come back with the undo."""
         old = exchangeable(live, self.name)
         _check(live, old)
@@ -120,7 +120,7 @@ class OptimizerOffload(Technique[OptimizerOffloadSetting]):
         exchange(live, host)
         live.on_undo(lambda: host.give_back(old))
         live.keep_pageable(host.pageable)
-        live.after(Phase.STEP, check)
+        live.after(AttachStage.STEP, check)
         live.before_step.append(check)
         live.on_undo(lambda: live.before_step.remove(check))
         live.set(live, "clip", host.clip)
@@ -131,7 +131,7 @@ def _offloadable(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.") and is_separable(optimizer)
 
 
-def _check(live: Live, old: Optimizer) -> None:
+def _check(live: AttachedProgram, old: Optimizer) -> None:
     if live.scaler is not None:
         raise _scaled()
     if not _offloadable(old):

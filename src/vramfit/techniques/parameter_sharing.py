@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from vramfit.errors import UsageError
-from vramfit.techniques.live import Live
-from vramfit.techniques.numerics import Numerics
-from vramfit.techniques.profile import Profile
-from vramfit.techniques.technique import Phase, Setting, Technique
+from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.numerics import Numerics
+from vramfit.techniques.core.profile import Profile
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
 
 _LEAST_BYTES = 64 * 1024
 
@@ -51,7 +51,7 @@ class ParameterSharing(Technique[SharingSetting]):
     name: ClassVar[str] = "parameter-sharing"
     summary: ClassVar[str] = "equal buffers and frozen parameters are stored once"
     numerics: ClassVar[Numerics] = Numerics.BITWISE
-    phase: ClassVar[Phase] = Phase.MODEL
+    phase: ClassVar[AttachStage] = AttachStage.MODEL
     setting_type = SharingSetting
 
     def options(self, profile: Profile) -> Iterable[SharingSetting]:
@@ -59,7 +59,7 @@ class ParameterSharing(Technique[SharingSetting]):
         if _equal(profile.model, unknown=True):
             yield SharingSetting()
 
-    def attach(self, live: Live, setting: SharingSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: SharingSetting) -> None:
         """Share memory as soon as the model is where it stays.
 
         Raises:
@@ -73,10 +73,10 @@ class ParameterSharing(Technique[SharingSetting]):
         for name, first in setting.shared.items():
             _check(live.model, name, first)
         # Moving a model to its device would give each tensor memory of its own again.
-        live.after(Phase.OPTIMIZER, lambda: _share(live, shared))
+        live.after(AttachStage.OPTIMIZER, lambda: _share(live, shared))
 
 
-def _share(live: Live, shared: Mapping[str, str]) -> None:
+def _share(live: AttachedProgram, shared: Mapping[str, str]) -> None:
     """Give each tensor the memory of its first, and watch that none is written to."""
     model = live.model
     for name, first in shared.items():

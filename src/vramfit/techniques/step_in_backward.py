@@ -13,17 +13,17 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.live import Live
-from vramfit.techniques.numerics import Numerics, Promise
-from vramfit.techniques.optimizer_exchange import (
+from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.numerics import Numerics, Promise
+from vramfit.techniques.core.profile import Profile
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.support.optimizer_exchange import (
     Optimizer,
     catch_up,
     is_separable,
     optimizer_of,
     parameters_of,
 )
-from vramfit.techniques.profile import Profile
-from vramfit.techniques.technique import Phase, Setting, Technique
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ class StepInBackward(Technique[StepInBackwardSetting]):
     summary: ClassVar[str] = "step each parameter in the backward pass and drop its gradient"
     numerics: ClassVar[Numerics] = Numerics.BITWISE
     # The optimizer has to be the final one, and the scaler be there.
-    phase: ClassVar[Phase] = Phase.STEP
+    phase: ClassVar[AttachStage] = AttachStage.STEP
     setting_type = StepInBackwardSetting
     excludes: ClassVar[dict[str, str]] = {
         "micro-batching": "gradients are gone before the next micro-batch could add to them",
@@ -80,7 +80,7 @@ class StepInBackward(Technique[StepInBackwardSetting]):
             )
         return Promise(self.numerics)
 
-    def attach(self, live: Live, setting: StepInBackwardSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: StepInBackwardSetting) -> None:
         """Hook every parameter that is trained now; others step at the end, as before."""
         optimizer = optimizer_of(live, self.name)
         _check(live, optimizer, setting)
@@ -92,10 +92,10 @@ class StepInBackward(Technique[StepInBackwardSetting]):
                     live.on_undo(parameter.register_post_accumulate_grad_hook(hook).remove)
         live.on_undo(optimizer.register_step_post_hook(stepper.end).remove)
         live.set(live, "steps_in_backward", True)
-        live.after(Phase.STEP, lambda: _refuse_scaling(live))
+        live.after(AttachStage.STEP, lambda: _refuse_scaling(live))
 
 
-def _check(live: Live, optimizer: Optimizer, setting: StepInBackwardSetting) -> None:
+def _check(live: AttachedProgram, optimizer: Optimizer, setting: StepInBackwardSetting) -> None:
     kind = type(optimizer).__name__
     _refuse_scaling(live)
     if not (setting.separable or is_separable(optimizer)):
@@ -111,7 +111,7 @@ def _check(live: Live, optimizer: Optimizer, setting: StepInBackwardSetting) -> 
         raise UsageError("no parameter of the optimizer is trained", "Leave step-in-backward out")
 
 
-def _refuse_scaling(live: Live) -> None:
+def _refuse_scaling(live: AttachedProgram) -> None:
     if live.scaler is not None:
         raise UsageError(
             "step-in-backward cannot go with loss scaling: gradients would be used before they are divided again",
@@ -126,7 +126,7 @@ class _Stepper:
     would keep the program for ever.
     """
 
-    def __init__(self, live: Live, optimizer: Optimizer) -> None:
+    def __init__(self, live: AttachedProgram, optimizer: Optimizer) -> None:
         self._live, self._optimizer = weakref.ref(live), weakref.ref(optimizer)
         self._stepped: set[tuple[int, int]] = set()
         # Autograd has a thread for each device, and parameters may lie on two (parameter-offload); hooks of an

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.numerics import Numerics, Promise
-from vramfit.techniques.technique import Phase, Setting, Technique
+from vramfit.techniques.core.numerics import Numerics, Promise
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
 
 if TYPE_CHECKING:
-    from vramfit.techniques.live import Live
-    from vramfit.techniques.profile import Profile
+    from vramfit.techniques.core.live import AttachedProgram
+    from vramfit.techniques.core.profile import Profile
 
 # CUDA C++ Programming Guide, compute capabilities: tensor cores take TF32 from 8.0 on.
 _FIRST_CAPABILITY = (8, 0)
@@ -58,7 +58,7 @@ class Tf32(Technique[Tf32Setting]):
     name: ClassVar[str] = "tf32"
     summary: ClassVar[str] = "rounds the inputs of float32 products to 10 bits, for tensor cores"
     numerics: ClassVar[Numerics] = Numerics.PRECISION
-    phase: ClassVar[Phase] = Phase.MODEL
+    phase: ClassVar[AttachStage] = AttachStage.MODEL
     setting_type = Tf32Setting
     quickens: ClassVar[bool] = True
 
@@ -93,7 +93,7 @@ class Tf32(Technique[Tf32Setting]):
             Numerics.PRECISION, f"inputs of float32 {whose} are rounded to TF32, about 3 decimal digits"
         )
 
-    def attach(self, live: Live, setting: Tf32Setting) -> None:
+    def attach(self, live: AttachedProgram, setting: Tf32Setting) -> None:
         """Allow it, in the whole process."""
         if not (setting.matmul or setting.convolution):
             raise UsageError("tf32 is to be allowed for nothing", "Set matmul or convolution to true")

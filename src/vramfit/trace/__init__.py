@@ -1,6 +1,6 @@
 """The record that everything else reads: MemoryTrace, its files, torch snapshots, and replay."""
 
-from vramfit.trace.actual import Actual, Figures, read_actual
+from vramfit.trace.actual import Actual, DeviceFigures, read_actual
 from vramfit.trace.builder import TraceBuilder
 from vramfit.trace.changes import ChangeKind, FileChange, FileChanges
 from vramfit.trace.estimates import NO_BAR, Estimate, ReservedBar, reserved_bar
@@ -18,10 +18,10 @@ from vramfit.trace.outcome import (
     Source,
     StillToCome,
 )
-from vramfit.trace.pressure import Capacity, CapacitySource
-from vramfit.trace.rehearsal import Played, Rehearsal
-from vramfit.trace.replaying import replay
-from vramfit.trace.report import DeviceReplay, Peaks, ReplayReport
+from vramfit.trace.replay.pressure import Capacity, CapacitySource
+from vramfit.trace.replay.rehearsal import Played, Rehearsal
+from vramfit.trace.replay.replaying import replay
+from vramfit.trace.replay.report import DeviceReplay, Peaks, ReplayReport
 from vramfit.trace.snapshot import load_snapshot, read_any, trace_from_snapshot
 
 __all__ = [
@@ -32,11 +32,11 @@ __all__ = [
     "CapacitySource",
     "Category",
     "ChangeKind",
+    "DeviceFigures",
     "DeviceOutcome",
     "DeviceReplay",
     "Estimate",
     "EventKind",
-    "Figures",
     "FileChange",
     "FileChanges",
     "Frame",

@@ -57,7 +57,7 @@ _UNNAMED = frozenset({"memory_stats", "statistics"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Figures:
+class DeviceFigures:
     """What is known of one device without a trace. Bytes; None where the file does not say.
 
     Attributes:
@@ -99,7 +99,7 @@ class Actual:
 
     name: str
     trace: MemoryTrace | None = None
-    figures: tuple[Figures, ...] = ()
+    figures: tuple[DeviceFigures, ...] = ()
     report: Mapping[str, Any] | None = None
 
     @property
@@ -108,9 +108,11 @@ class Actual:
         found = {figures.device or 0 for figures in self.figures}
         return tuple(sorted(found if self.trace is None else found.union(self.trace.known_devices)))
 
-    def figures_of(self, device: int) -> Figures:
+    def figures_of(self, device: int) -> DeviceFigures:
         """What is known of a device beside the trace; what the trace itself tells of card and context is in it."""
-        known = next((figures for figures in self.figures if (figures.device or 0) == device), Figures())
+        known = next(
+            (figures for figures in self.figures if (figures.device or 0) == device), DeviceFigures()
+        )
         if self.trace is None:
             return known
         described = next((found for found in self.trace.devices if found.index == device), None)
@@ -149,7 +151,7 @@ def read_actual(*paths: StrPath) -> Actual:
     )
 
 
-def _with_outside(figures: Figures, trace: MemoryTrace | None) -> Figures:
+def _with_outside(figures: DeviceFigures, trace: MemoryTrace | None) -> DeviceFigures:
     """Figures whose bytes outside torch follow from what the recording held at its end, when it was written."""
     if figures.used is None:
         return figures
@@ -195,7 +197,7 @@ def _is_snapshot(value: Any) -> bool:
     return isinstance(value, dict) and bool({"segments", "device_traces"} & set(value))
 
 
-def figures_from(value: Any, name: str) -> tuple[Figures, ...]:
+def figures_from(value: Any, name: str) -> tuple[DeviceFigures, ...]:
     """The figures in a JSON document; ``name`` is for messages.
 
     Raises:
@@ -213,7 +215,7 @@ def figures_from(value: Any, name: str) -> tuple[Figures, ...]:
     return found
 
 
-def _each_device(value: Any, name: str) -> Iterator[Figures]:
+def _each_device(value: Any, name: str) -> Iterator[DeviceFigures]:
     if isinstance(value, dict) and isinstance(value.get("devices"), list):
         shared = {key: value[key] for key in ("gpu", "torch") if key in value}
         entries: list[Any] = [{**shared, **entry} for entry in value["devices"] if isinstance(entry, dict)]
@@ -229,7 +231,7 @@ def _each_device(value: Any, name: str) -> Iterator[Figures]:
                 yield figures
 
 
-def _figures(entry: Mapping[str, Any], position: int | None, name: str) -> Figures | None:
+def _figures(entry: Mapping[str, Any], position: int | None, name: str) -> DeviceFigures | None:
     sizes: dict[str, int] = {}
     names: dict[str, str] = {}
     index = position
@@ -250,7 +252,7 @@ def _figures(entry: Mapping[str, Any], position: int | None, name: str) -> Figur
         else:
             sizes["outside"] = _outside(used, held)
     sizes.update(_at_peak(entry, sizes))
-    return Figures(
+    return DeviceFigures(
         device=index,
         whole_run="peak_allocated_bytes" in entry or "peak" in entry,
         gpu=names.get("gpu", ""),

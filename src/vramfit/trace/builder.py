@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vramfit.trace.events import Category, EventKind, Frame, TraceDevice
-from vramfit.trace.journal import Journal
+from vramfit.trace.journal import TraceJournal
 from vramfit.trace.model import COLUMNS, MemoryTrace
 
 # Events lie one after the other, all columns of one in 64 bytes: packing them takes a quarter of the time that an
@@ -33,7 +33,7 @@ class _Table:
 
     __slots__ = ("entries", "ids", "journal", "name")
 
-    def __init__(self, name: str, journal: Journal | None) -> None:
+    def __init__(self, name: str, journal: TraceJournal | None) -> None:
         self.ids: dict[str, int] = {}
         self.entries: list[str] = []
         self.name = name
@@ -62,7 +62,7 @@ class TraceBuilder:
         self,
         devices: Iterable[TraceDevice] = (),
         meta: Mapping[str, str | int | float] | None = None,
-        journal: Journal | None = None,
+        journal: TraceJournal | None = None,
     ) -> None:
         """Start without events."""
         self.devices = tuple(devices)

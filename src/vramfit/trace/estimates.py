@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from vramfit.allocator import OutOfMemory
 from vramfit.trace.events import EventKind
 from vramfit.trace.model import COLUMNS, MemoryTrace
-from vramfit.trace.plan import FREE, Plan
-from vramfit.trace.players import WhatIfPlayer
-from vramfit.trace.rehearsal import UNKNOWN_TOTAL, Rehearsal
+from vramfit.trace.replay.players import WhatIfPlayer
+from vramfit.trace.replay.rehearsal import UNKNOWN_TOTAL, Rehearsal
+from vramfit.trace.replay.steps import FREE, ReplaySteps
 
 _TOGETHER = (-1.0, 1.0, -0.5, 0.5)
 """Levels that all estimates take in common: -1 is the least that each may be, 0 what was told, 1 the most."""
@@ -189,7 +189,7 @@ class _Variants:
         draws: how many replays have a level of its own for each kind of estimate.
     """
 
-    def __init__(self, plan: Plan, ordinals: NDArray[np.intp], estimates: Sequence[Estimate]) -> None:
+    def __init__(self, plan: ReplaySteps, ordinals: NDArray[np.intp], estimates: Sequence[Estimate]) -> None:
         self._plan = plan
         self._estimates = estimates
         steps, specials = _requests(plan)
@@ -220,7 +220,7 @@ class _Variants:
         for _ in range(self.draws):
             yield chance.choice(_LEVELS, self._count)
 
-    def plan(self, levels: NDArray[np.float64]) -> tuple[Plan, frozenset[int]]:
+    def plan(self, levels: NDArray[np.float64]) -> tuple[ReplaySteps, frozenset[int]]:
         """The steps at these levels, and those whose requests are done without where they do not fit."""
         sizes, specials = list(self._plan.sizes), list(self._plan.specials)
         for index, (estimate, level) in enumerate(
@@ -236,7 +236,7 @@ class _Variants:
         return replace(self._plan, sizes=sizes, specials=specials), self._spare
 
 
-def _requests(plan: Plan) -> tuple[list[int], Mapping[int, int]]:
+def _requests(plan: ReplaySteps) -> tuple[list[int], Mapping[int, int]]:
     """The steps that are requests, in order, and for those that are special steps which of them."""
     steps, special_of, special = [], {}, -1
     for step, size in enumerate(plan.sizes):
@@ -250,7 +250,9 @@ def _requests(plan: Plan) -> tuple[list[int], Mapping[int, int]]:
     return steps, special_of
 
 
-def _played(rehearsal: Rehearsal, plan: Plan, spare: frozenset[int], capacity: int | None) -> _SparingPlayer:
+def _played(
+    rehearsal: Rehearsal, plan: ReplaySteps, spare: frozenset[int], capacity: int | None
+) -> _SparingPlayer:
     total = UNKNOWN_TOTAL if capacity is None else max(1, capacity)
     player = _SparingPlayer(plan, rehearsal.config, rehearsal.version, total)
     player.spare = spare

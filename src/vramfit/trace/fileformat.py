@@ -170,7 +170,7 @@ def parse_trace(data: bytes, name: str) -> MemoryTrace:
         TraceFormatError: as for `load_trace`.
     """
     try:
-        return _Reader(data, name).trace()
+        return _TraceReader(data, name).trace()
     except (
         KeyError,
         TypeError,
@@ -186,7 +186,7 @@ def parse_trace(data: bytes, name: str) -> MemoryTrace:
         ) from error
 
 
-class _Reader:
+class _TraceReader:
     def __init__(self, data: bytes, name: str) -> None:
         self.data = memoryview(data)
         self.name = name

@@ -67,7 +67,7 @@ _CHANGED = ("category", "module", "tensor")
 _GROWTH = 4 << 20  # bytes by which the file grows
 
 
-class Journal:
+class TraceJournal:
     """Writes a trace to a file as it happens.
 
     A disk that is full ends the journal, not the program. Forked children do not write.
@@ -206,7 +206,7 @@ class Journal:
         self._size = self._at
 
 
-_open: weakref.WeakSet[Journal] = weakref.WeakSet()
+_open: weakref.WeakSet[TraceJournal] = weakref.WeakSet()
 
 
 def _leave_to_the_parent() -> None:
@@ -245,10 +245,10 @@ def parse_journal(data: bytes, name: str) -> MemoryTrace:
     tags = slots[:, -1]
     strange = np.flatnonzero((tags == 0) | (tags > _IS_HEADER))
     end = int(strange[0]) if len(strange) else len(tags)
-    return _Reader(slots[:end], tags[:end]).trace()
+    return _JournalReader(slots[:end], tags[:end]).trace()
 
 
-class _Reader:
+class _JournalReader:
     def __init__(self, slots: NDArray[np.uint8], tags: NDArray[np.uint8]) -> None:
         self.slots, self.tags = slots, tags
         self.texts: dict[str, list[str]] = {name: [] for name in _TABLES if name != "stack"}

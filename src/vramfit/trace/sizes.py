@@ -19,7 +19,7 @@ from vramfit.allocator.rounding import SMALL_REQUEST, Rounding
 from vramfit.trace.device_events import DeviceEvents
 from vramfit.trace.events import EventKind
 from vramfit.trace.model import MemoryTrace
-from vramfit.trace.rewind import StartBlock, StartSegment, start_blocks, start_segments
+from vramfit.trace.replay.rewind import StartBlock, StartSegment, start_blocks, start_segments
 from vramfit.trace.settings import recorded_config
 
 _FAR = 1 << 62

@@ -35,7 +35,7 @@ _MAX_FRAMES = 64
 _identity = object.__hash__
 
 
-class Phase(Enum):
+class ProgramPhase(Enum):
     """What the program is doing, as far as torch's own hooks can tell."""
 
     SETUP = "setup"
@@ -294,15 +294,15 @@ class PhaseTracker:
     def __init__(self, builder: TraceBuilder, on_change: Callable[[int], None]) -> None:
         self._builder = builder
         self._on_change = on_change
-        self.phase = Phase.SETUP
+        self.phase = ProgramPhase.SETUP
         self.step = 0
-        self.before: Callable[[Phase], object] | None = None
+        self.before: Callable[[ProgramPhase], object] | None = None
         """Called with each phase that is about to begin, the same as now included."""
-        self.index = builder.phase(Phase.SETUP.value)
+        self.index = builder.phase(ProgramPhase.SETUP.value)
         self._stepped = False
         self._closed = False  # the step had passes of a closure
 
-    def begin(self, phase: Phase) -> None:
+    def begin(self, phase: ProgramPhase) -> None:
         """Enter a phase; entering the current one again changes nothing."""
         if self.before is not None:
             self.before(phase)
@@ -311,21 +311,21 @@ class PhaseTracker:
             self._stepped = self._closed = False
         elif phase is self.phase:
             return
-        if phase is Phase.OPTIMIZER:
+        if phase is ProgramPhase.OPTIMIZER:
             self._stepped = True
         self._enter(phase)
 
-    def resume(self, phase: Phase) -> None:
+    def resume(self, phase: ProgramPhase) -> None:
         """Go back to a phase that another interrupted, as steps inside a backward pass do; no new step begins."""
         if phase is not self.phase:
             self._enter(phase)
 
-    def _begins_step(self, phase: Phase) -> bool:
+    def _begins_step(self, phase: ProgramPhase) -> bool:
         """Whether a phase is the first of another step than the one before."""
         if not self._stepped:
             return False
         inside = _optimizers_stepping()
-        if phase is not Phase.OPTIMIZER:
+        if phase is not ProgramPhase.OPTIMIZER:
             self._closed = self._closed or inside > 0
             return not inside
         # After one that had passes of its own; steps inside of another's, or of a backward pass, are parts of it.
@@ -333,10 +333,10 @@ class PhaseTracker:
 
     def end_backward(self) -> None:
         """A backward pass is over: after that of a closure the optimizer goes on."""
-        if self._stepped and self.phase is Phase.BACKWARD and _optimizers_stepping():
-            self._enter(Phase.OPTIMIZER)
+        if self._stepped and self.phase is ProgramPhase.BACKWARD and _optimizers_stepping():
+            self._enter(ProgramPhase.OPTIMIZER)
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: ProgramPhase) -> None:
         self.phase = phase
         self.index = self._builder.phase(f"step {self.step}/{phase.value}")
         self._on_change(self.index)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vramfit.virtual.facade import virtual_generator
+from vramfit.virtual.torch_cuda import virtual_generator
 
 _aten = torch.ops.aten
 _NAMES = {

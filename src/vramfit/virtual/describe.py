@@ -15,8 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from vramfit.virtual import direct
-from vramfit.virtual.rules.compressed import is_product
-from vramfit.virtual.rules.sparse import MISDESCRIBED, SparseOperation, has_sparse
+from vramfit.virtual.fake_impls.compressed import is_product
+from vramfit.virtual.fake_impls.sparse import MISDESCRIBED, SparseOperation, has_sparse
 
 _META = torch.device("meta")
 _STRIDED = torch.strided

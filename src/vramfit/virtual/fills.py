@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from vramfit.virtual.data_dependent.shadow import map_tensors
 from vramfit.virtual.noted import Noted
 from vramfit.virtual.ops import OpInfo, mutated_tensors
-from vramfit.virtual.shadow import map_tensors
 
 _aten = torch.ops.aten
 

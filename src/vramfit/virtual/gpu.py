@@ -42,11 +42,11 @@ from vramfit.trace import (
     TraceDevice,
     snapshot_from_trace,
 )
-from vramfit.trace.journal import Journal
+from vramfit.trace.journal import TraceJournal
 from vramfit.units import format_bytes
-from vramfit.virtual import build_shim, facade, foreign, program, ranks
-from vramfit.virtual.assume import Assume, assumption, may_come_from
+from vramfit.virtual import build_shim, foreign, ranks, torch_cuda, torch_patches
 from vramfit.virtual.calibration import exclusive_counts
+from vramfit.virtual.data_dependent.assume import Assume, assumption, may_come_from
 from vramfit.virtual.job import MOST_GPUS
 from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.machine import Machine, VirtualDevice
@@ -125,7 +125,7 @@ class VirtualGPU:
         self._machine.config  # noqa: B018  # unreadable settings are refused here, not in the middle of the program
         self._builder = TraceBuilder(
             meta={"source": "virtual", "torch_version": torch.__version__},
-            journal=None if journal is None else Journal(Path(journal)),
+            journal=None if journal is None else TraceJournal(Path(journal)),
         )
         self._patches = PatchStack()
         self._writes = writes_of(writes)
@@ -185,8 +185,8 @@ class VirtualGPU:
         """Patch torch and what meets it, and let the machine's questions come here."""
         with together():
             self._protect()
-            facade.install(self._machine, self._patches)
-            program.install(self.mode, self._patches)
+            torch_cuda.install(self._machine, self._patches)
+            torch_patches.install(self.mode, self._patches)
             ranks.install(self.mode, self._patches)
             foreign.install(self.mode, self._patches)
         hooks = self._machine.hooks

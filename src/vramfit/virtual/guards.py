@@ -82,7 +82,7 @@ class _Header:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _GuardedSource:
     questions: dict[Place, Guard]
     headers: tuple[_Header, ...]
     tests: tuple[Place, ...]  # whose outcome may make the program fail
@@ -102,7 +102,7 @@ def guard(frame: FrameType) -> Guard | None:
     return Guard(None, raises=True) if within else None
 
 
-def _of_jump(source: _Source, frame: FrameType) -> Guard | None:
+def _of_jump(source: _GuardedSource, frame: FrameType) -> Guard | None:
     """What hangs on the question of a jump. Where it lies says Python 3.11 only by the line."""
     line = frame.f_lineno
     headers = [header for header in source.headers if header.first <= line <= header.last]
@@ -153,11 +153,11 @@ def _evaluated(frame: FrameType) -> Place:
 
 
 @lru_cache(maxsize=1024)
-def _read(filename: str) -> _Source:
+def _read(filename: str) -> _GuardedSource:
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError):
-        return _Source({}, (), ())
+        return _GuardedSource({}, (), ())
     questions: dict[Place, Guard] = {}
     tests = [test for node in ast.walk(tree) for test in _tests(node)]
     for test in tests:
@@ -166,7 +166,9 @@ def _read(filename: str) -> _Source:
                 place = _place(asked)
                 questions[place] = _agreed(questions.get(place), Guard(wanted, test.raises))
     headers = sorted(_headers(tests), key=lambda header: header.first)
-    return _Source(questions, tuple(headers), tuple(_place(test.asked) for test in tests if test.raises))
+    return _GuardedSource(
+        questions, tuple(headers), tuple(_place(test.asked) for test in tests if test.raises)
+    )
 
 
 def _headers(tests: list[_Test]) -> Iterator[_Header]:

@@ -1,6 +1,6 @@
 """The virtual machine: its GPUs, and what the CUDA runtime keeps per process and per thread.
 
-Nothing here patches torch. `vramfit.virtual.facade` answers ``torch.cuda`` from it, and the meter places
+Nothing here patches torch. `vramfit.virtual.torch_cuda` answers ``torch.cuda`` from it, and the meter places
 storages in the allocators of its devices.
 """
 
@@ -26,8 +26,8 @@ from vramfit.allocator import (
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
 from vramfit.gpus.profile import Rates
-from vramfit.virtual.assume import Assume
 from vramfit.virtual.clock import Clock, Engine
+from vramfit.virtual.data_dependent.assume import Assume
 from vramfit.virtual.pinned import PinnedMemory
 from vramfit.virtual.streams import StreamTable
 

@@ -12,13 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from vramfit.allocator import OutOfMemory
 from vramfit.allocator.rounding import MIN_BLOCK
 from vramfit.trace import Category, Estimate, EventKind, TraceBuilder
-from vramfit.virtual.assume import Extent, bounds
-from vramfit.virtual.expectations import NOTHING, Expectation, is_whole
+from vramfit.virtual.data_dependent.assume import Extent, bounds
+from vramfit.virtual.data_dependent.expectations import NOTHING, Expectation, is_whole
+from vramfit.virtual.data_dependent.resting import Numbers, Resting
 from vramfit.virtual.kernels.context import EMPTY_CACHE, Spare
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.noted import Noted
-from vramfit.virtual.resting import Numbers, Resting
-from vramfit.virtual.storages import Peaks, StorageMeter, StorageRecord
+from vramfit.virtual.storages import LifetimePeaks, StorageMeter, StorageRecord
 from vramfit.virtual.subclasses import parts
 
 _ALLOC = int(EventKind.ALLOC)
@@ -39,7 +39,7 @@ class VirtualRecord(StorageRecord):
 
 
 @dataclass(slots=True)
-class DoubtedPeaks(Peaks):
+class DoubtedPeaks(LifetimePeaks):
     """Highest figures of a device since the start, and how far they are in doubt.
 
     Attributes:

@@ -31,26 +31,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vramfit.patching import PatchStack
 from vramfit.trace import Category
 from vramfit.virtual import kernels, roofline
-from vramfit.virtual.assume import Extent
-from vramfit.virtual.attribution import Phase
+from vramfit.virtual.attribution import ProgramPhase
 from vramfit.virtual.checks import check_arguments
 from vramfit.virtual.clock import Engine
+from vramfit.virtual.data_dependent.assume import Extent
+from vramfit.virtual.data_dependent.expectations import WATCHED, expectation, is_whole, rewritten
+from vramfit.virtual.data_dependent.guesses import Guesses
+from vramfit.virtual.data_dependent.shading import Shading
+from vramfit.virtual.data_dependent.shadow import ShadowStore, map_tensors, may_be_known
 from vramfit.virtual.describe import Describer, key_of, recipe_of
-from vramfit.virtual.expectations import WATCHED, expectation, is_whole, rewritten
-from vramfit.virtual.facade import invalid_device
+from vramfit.virtual.fake_impls import LATE, RULES, compressed, custom, sparse
 from vramfit.virtual.fake_mode import VirtualFakeMode
 from vramfit.virtual.fills import Concern
 from vramfit.virtual.foreign.operators import advice, handler_of
-from vramfit.virtual.guesses import Guesses
 from vramfit.virtual.noted import Noted
 from vramfit.virtual.ops import OpInfo, OpTable, identity, mutated_tensors, tensors_in
 from vramfit.virtual.page_locked import PageLocked
 from vramfit.virtual.placing import Placing
-from vramfit.virtual.remembering import MAX_PLANS, Plan, Shades, plan_of, plan_of_view
-from vramfit.virtual.rules import LATE, RULES, compressed, custom, sparse
-from vramfit.virtual.shading import Shading
-from vramfit.virtual.shadow import ShadowStore, map_tensors, may_be_known
+from vramfit.virtual.remembering import MAX_PLANS, RememberedCall, Shades, plan_of, plan_of_view
 from vramfit.virtual.subclasses import Twins
+from vramfit.virtual.torch_cuda import invalid_device
 
 if TYPE_CHECKING:
     from vramfit.virtual.machine import Machine
@@ -240,7 +240,7 @@ class VirtualMode(TorchDispatchMode):
 
     # -- what was done before (see remembering.py) ---------------------------------------------------------------
 
-    def _holds(self, plan: Plan, tensors: list[FakeTensor]) -> bool:
+    def _holds(self, plan: RememberedCall, tensors: list[FakeTensor]) -> bool:
         """Whether a call with these tensors does what the plan says."""
         if plan.view:
             return True
@@ -251,7 +251,7 @@ class VirtualMode(TorchDispatchMode):
             return False
         return not self.meter.assuming or self._is_certain(plan, tensors)
 
-    def _is_certain(self, plan: Plan, tensors: list[FakeTensor]) -> bool:
+    def _is_certain(self, plan: RememberedCall, tensors: list[FakeTensor]) -> bool:
         """Whether nothing that a call makes rests on assumed sizes."""
         return not plan.named and not any(self.meter.extents_of(t) for t in tensors)
 
@@ -270,7 +270,7 @@ class VirtualMode(TorchDispatchMode):
         if recipe is None:
             return
         if info.view:
-            plan: Plan | None = plan_of_view(recipe)
+            plan: RememberedCall | None = plan_of_view(recipe)
         else:
             device = _device_of(out, args, kwargs)
             if device is None:
@@ -298,7 +298,7 @@ class VirtualMode(TorchDispatchMode):
 
     def _repeat(
         self,
-        plan: Plan,
+        plan: RememberedCall,
         func: torch._ops.OpOverload,
         info: OpInfo,
         args: tuple[Any, ...],
@@ -435,7 +435,7 @@ class VirtualMode(TorchDispatchMode):
                 spec, rates = self.machine.devices[device].spec, self.machine.rates
                 microseconds = 1e6 * roofline.seconds(func, args, kwargs, out, spec, rates)
                 self.machine.advance(microseconds, device)
-        elif self.meter.phases.phase is Phase.OPTIMIZER:
+        elif self.meter.phases.phase is ProgramPhase.OPTIMIZER:
             # Steps of an offloaded optimizer; other work of the host has no time of its own.
             written = mutated_tensors(info, args, kwargs)
             self.machine.clock.work_host(1e6 * roofline.host_seconds((args, kwargs, out, written)))

@@ -10,14 +10,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.trace import Category
 from vramfit.virtual import kernels
-from vramfit.virtual.assume import Extent, bounds, merged
+from vramfit.virtual.data_dependent.assume import Extent, bounds, merged
+from vramfit.virtual.data_dependent.resting import Resting, concatenated
 from vramfit.virtual.kernels import Blas, Extras, KernelContext
 from vramfit.virtual.ops import OpInfo, tensors_in
-from vramfit.virtual.resting import Resting, concatenated
 
 if TYPE_CHECKING:
     from vramfit.virtual.meter import Held, Meter
-    from vramfit.virtual.remembering import Plan
+    from vramfit.virtual.remembering import RememberedCall
     from vramfit.virtual.workspaces import Workspaces
 
 NO_EXTRAS = Extras()
@@ -84,7 +84,7 @@ class Placing:
 
         self.take(name, extras, libraries, results, device=device, context=context, scale=scale)
 
-    def place_again(self, plan: Plan, name: str, out: Any, category: Category | None) -> None:
+    def place_again(self, plan: RememberedCall, name: str, out: Any, category: Category | None) -> None:
         """`place` for a call of which a plan says what it takes.
 
         Args:
@@ -113,7 +113,7 @@ class Placing:
         else:
             results()
 
-    def _results_again(self, plan: Plan, name: str, out: Any, category: Category | None) -> None:
+    def _results_again(self, plan: RememberedCall, name: str, out: Any, category: Category | None) -> None:
         single, place = plan.recipe[0] is None, self._meter.place
         for position, nbytes, described in plan.fresh:
             tensor = out if single else out[position]
@@ -123,7 +123,7 @@ class Placing:
 
     def _results_again_in_turn(
         self,
-        plan: Plan,
+        plan: RememberedCall,
         name: str,
         out: tuple[Any, ...],
         category: Category | None,

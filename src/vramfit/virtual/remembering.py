@@ -4,8 +4,9 @@ NOTE [What is remembered]
 A program runs the same ops on the same shapes again and again. What such an op returns, which blocks it takes and how
 long it works follows from the op and from what a key (`describe.key_of`) holds: shape, strides, offset, dtype and
 device of each tensor, and the other arguments with their types. Where a kernel's rule has a say it follows from the
-kernels' context too, which is made anew when a switch of torch changes. All of that is a `Plan`. What changes from call
-to call is worked out each time: addresses, stacks, modules, phases and categories, cuBLAS's workspaces, true values,
+kernels' context too, which is made anew when a switch of torch changes. All of that is a `RememberedCall`. What changes
+from call to call is worked out each time: addresses, stacks, modules, phases and categories, cuBLAS's workspaces, true
+    values,
 gradients that the engine sums in place.
 
 Nothing is remembered of ops that ask for more: whose results do not fit a `Recipe`, that run on the host, whose
@@ -23,16 +24,16 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from vramfit.virtual import kernels
+from vramfit.virtual.data_dependent.expectations import WATCHED, may_be_expected
+from vramfit.virtual.data_dependent.resting import TELLING
+from vramfit.virtual.data_dependent.shading import is_quiet
+from vramfit.virtual.data_dependent.shadow import follows, most_known
 from vramfit.virtual.describe import Output, Recipe
-from vramfit.virtual.expectations import WATCHED, may_be_expected
 from vramfit.virtual.fills import Concern, concern
 from vramfit.virtual.kernels import Blas, Extras, KernelContext
 from vramfit.virtual.masks import is_counting
 from vramfit.virtual.ops import OpInfo, mutated_tensors, tensors_in
 from vramfit.virtual.placing import named_sizes, placed
-from vramfit.virtual.resting import TELLING
-from vramfit.virtual.shading import is_quiet
-from vramfit.virtual.shadow import follows, most_known
 from vramfit.virtual.storages import describe
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Shades(IntEnum):
     """In another way: see `Shading.follow`."""
 
 
-class Plan:
+class RememberedCall:
     """All that a call did that the next one like it does too.
 
     Attributes:
@@ -112,9 +113,9 @@ class Plan:
     fills: Concern
 
 
-def plan_of_view(recipe: Recipe) -> Plan:
+def plan_of_view(recipe: Recipe) -> RememberedCall:
     """What making a view does: nothing but the view."""
-    plan = Plan()
+    plan = RememberedCall()
     plan.recipe, plan.view, plan.named = recipe, True, ()
     return plan
 
@@ -132,7 +133,7 @@ def plan_of(
     context: KernelContext,
     microseconds: float,
     builder: TraceBuilder,
-) -> Plan | None:
+) -> RememberedCall | None:
     """What a call did; None where the next one like it may do otherwise.
 
     Args:
@@ -153,7 +154,7 @@ def plan_of(
     if ruled and context.cudnn_benchmark:
         return None
     extras = kernels.extras(func, args, kwargs, out, context) if ruled else None
-    plan = Plan()
+    plan = RememberedCall()
     plan.recipe, plan.view, plan.device, plan.microseconds = recipe, False, device, microseconds
     plan.extras = extras
     plan.libraries = kernels.blas_libraries(func, args, kwargs, context)

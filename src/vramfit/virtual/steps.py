@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from vramfit.patching import PatchStack
 from vramfit.programs.stopping import StepSink
 from vramfit.trace.progress import End, Unit
-from vramfit.virtual.attribution import ModuleStack, Phase, PhaseTracker
+from vramfit.virtual.attribution import ModuleStack, PhaseTracker, ProgramPhase
 from vramfit.virtual.storages import StorageMeter
 
 _PATIENCE = 10
@@ -96,16 +96,16 @@ class StepCounter:
         patches.call(register_optimizer_step_post_hook(self._stepped).remove)
         patches.set(phases, "before", self.begin)
 
-    def begin(self, phase: Phase) -> None:
+    def begin(self, phase: ProgramPhase) -> None:
         """A phase is about to begin.
 
         Raises:
             SystemExit: there were enough steps; see NOTE [How a program is ended] in programs/stopping.py.
         """
         self._stopping.check()
-        if phase is Phase.OPTIMIZER:
+        if phase is ProgramPhase.OPTIMIZER:
             return
-        if phase is Phase.FORWARD and not self._optimizers:
+        if phase is ProgramPhase.FORWARD and not self._optimizers:
             self._forward()
         if self._due:
             self._due = False

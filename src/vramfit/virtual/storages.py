@@ -23,7 +23,7 @@ import torch
 from vramfit.allocator import AllocatorEventKind, OutOfMemory
 from vramfit.trace import Category, EventKind, Frame, OomReport, StillToCome, TraceBuilder
 from vramfit.trace.frames import user_frame
-from vramfit.virtual.attribution import ModuleStack, Phase, PhaseTracker, StackInterner
+from vramfit.virtual.attribution import ModuleStack, PhaseTracker, ProgramPhase, StackInterner
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.still_to_come import still_to_come
 
@@ -50,7 +50,7 @@ RecordT = TypeVar("RecordT", bound=StorageRecord)
 
 
 @dataclass(slots=True)
-class Peaks:
+class LifetimePeaks:
     """Highest figures of a device since the start, in bytes, whatever the program resets: as torch counts them."""
 
     allocated: int = 0
@@ -84,7 +84,7 @@ class StorageMeter(Generic[RecordT]):
         self._records: dict[int, RecordT] = {}
         self._dead: deque[RecordT] = deque()
         self._backward_stack: tuple[int, ...] | None = None
-        self._lifetime: defaultdict[int, Peaks] = defaultdict(Peaks)
+        self._lifetime: defaultdict[int, LifetimePeaks] = defaultdict(LifetimePeaks)
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
         machine.on_event = self._on_event
         machine.on_freed = self._on_freed
@@ -134,7 +134,7 @@ class StorageMeter(Generic[RecordT]):
             record.category == Category.ACTIVATIONS
             and record.graph
             and record.phase == self.phases.index
-            and self.phases.phase is Phase.FORWARD
+            and self.phases.phase is ProgramPhase.FORWARD
         ):
             self.builder.set_category(record.row, Category.TEMPORARIES)
 
@@ -190,7 +190,7 @@ class StorageMeter(Generic[RecordT]):
         with self.lock:
             self.machine.devices[device].allocator.free(address)
 
-    def lifetime_peaks(self, device: int) -> Peaks:
+    def lifetime_peaks(self, device: int) -> LifetimePeaks:
         """Highest figures of a device since the start."""
         return self._lifetime[device]
 
@@ -248,12 +248,12 @@ class StorageMeter(Generic[RecordT]):
         if self.category is not None:
             return self.category
         phase = self.phases.phase
-        if phase is Phase.FORWARD:
+        if phase is ProgramPhase.FORWARD:
             return Category.ACTIVATIONS
-        if phase is Phase.BACKWARD:
+        if phase is ProgramPhase.BACKWARD:
             # A recomputed forward inside the backward pass (checkpointing) records a graph again.
             return Category.ACTIVATIONS if torch.is_grad_enabled() else Category.TEMPORARIES
-        if phase is Phase.OPTIMIZER:
+        if phase is ProgramPhase.OPTIMIZER:
             return Category.TEMPORARIES
         return Category.OTHER
 

@@ -12,14 +12,14 @@ from functools import cache
 from tests.techniques.gradients.architectures import all_architectures
 
 from vramfit.errors import UsageError
-from vramfit.planner.choosing import finer_places, places
-from vramfit.planner.cpu_device import CpuDevice
-from vramfit.planner.decisions import candidates
+from vramfit.planner.activation_ilp.choices import finer_places, places
+from vramfit.planner.activation_ilp.decisions import candidates
+from vramfit.planner.devices.cpu import CpuBackend
 from vramfit.techniques import Choice, Numerics, Profile, Setting, Technique, all_techniques
 from vramfit.techniques.activation_checkpointing import Checkpointing, setting_for
 from vramfit.techniques.activation_offload import ActivationOffloadSetting
 from vramfit.techniques.gradient_caching import GradientCachingSetting
-from vramfit.techniques.trial import try_encoders, try_pieces
+from vramfit.techniques.support.trial import try_encoders, try_pieces
 
 _WIDER = 1 << 16
 """How many times the bytes of a test a model would have for which techniques are chosen."""
@@ -35,7 +35,7 @@ _SMALLEST = ("min_bytes", "minimal_size")
 def profiles(name: str) -> tuple[Profile, Profile]:
     """An architecture's profile on the CPU, and what one of the same model, far wider, would be on a card."""
     workload = all_architectures()[name].workload()
-    plain, _ = CpuDevice().observe(workload, dict(workload.sizes), places)
+    plain, _ = CpuBackend().observe(workload, dict(workload.sizes), places)
     blocks = tuple(
         replace(
             block,

@@ -13,7 +13,7 @@ from tests.techniques.gradients.settings import choices
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from vramfit.techniques import Choice, Live, Numerics, live_of, with_choices
+from vramfit.techniques import AttachedProgram, Choice, Numerics, live_of, with_choices
 from vramfit.workload import State, Workload
 
 NAMES = ("gpt2", "resnet", "adversaries", "recurrent", "encoder", "repeated")
@@ -109,7 +109,7 @@ def test_the_undo_leaves_a_plain_program_that_trains_on(name: str) -> None:
         assert all(p.grad is None for p in state.model.parameters()), choice.words
 
 
-def check_plain(choice: Choice, live: Live, like: nn.Module) -> None:
+def check_plain(choice: Choice, live: AttachedProgram, like: nn.Module) -> None:
     """Nothing of a technique is left on a model or its optimizer."""
     for (path, module), other in zip(live.model.named_modules(), like.modules(), strict=True):
         assert type(module) is type(other), f"{choice.words}: {path}"

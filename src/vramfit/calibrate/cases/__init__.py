@@ -24,9 +24,9 @@ from vramfit.calibrate.cases import (
     rnn,
     sorting,
 )
-from vramfit.calibrate.cases.case import Case, Family, Flag, Grid, Run
+from vramfit.calibrate.cases.case import Case, Flag, Grid, OpFamily, Run
 
-__all__ = ["Case", "Family", "Flag", "Grid", "Run", "find_case", "grid"]
+__all__ = ["Case", "Flag", "Grid", "OpFamily", "Run", "find_case", "grid"]
 
 _MODULES = (
     convolution,
@@ -59,9 +59,9 @@ def _every() -> tuple[Case, ...]:
     return tuple(found)
 
 
-def grid(families: Iterable[Family] = ()) -> tuple[Case, ...]:
+def grid(families: Iterable[OpFamily] = ()) -> tuple[Case, ...]:
     """The cases of some families, of all if none is named, in the order of measurement."""
-    wanted = frozenset(families) or frozenset(Family)
+    wanted = frozenset(families) or frozenset(OpFamily)
     return tuple(case for case in _every() if case.family in wanted)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vramfit.calibrate.cases.case import Case, Family, Grid, Run, rand, short
+from vramfit.calibrate.cases.case import Case, Grid, OpFamily, Run, rand, short
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH, _EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
@@ -18,7 +18,7 @@ _NAMES = {_FLASH: "flash", _EFFICIENT: "efficient", _CUDNN: "cudnn", _MATH: "mat
 
 def cases() -> list[Case]:
     """The grid of this family."""
-    grid = Grid(Family.ATTENTION)
+    grid = Grid(OpFamily.ATTENTION)
     for backend in (None, _FLASH, _EFFICIENT, _CUDNN, _MATH):
         for dtype in _HALVES:
             for length, head in (

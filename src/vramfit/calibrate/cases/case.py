@@ -13,7 +13,7 @@ import torch
 Run = Callable[[], object]
 
 
-class Family(Enum):
+class OpFamily(Enum):
     """Families of ops; the value is the name on the command line."""
 
     MATMUL = "matmul"
@@ -58,7 +58,7 @@ class Case:
     """
 
     name: str
-    family: Family
+    family: OpFamily
     build: Callable[[], Run]
     flags: frozenset[Flag] = field(default=frozenset())
     priority: int = 1
@@ -90,7 +90,7 @@ class Grid:
         family: the family.
     """
 
-    def __init__(self, family: Family) -> None:
+    def __init__(self, family: OpFamily) -> None:
         self.family = family
         self.cases: list[Case] = []
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from vramfit.calibrate.cases.case import Case, Family, Flag, Grid, Run, module, rand, short
+from vramfit.calibrate.cases.case import Case, Flag, Grid, OpFamily, Run, module, rand, short
 
 _HALVES = (torch.float16, torch.bfloat16)
 _ALL = (torch.float32, *_HALVES)
@@ -89,7 +89,7 @@ def _layouts(conv: _Conv) -> Iterator[_Conv]:
 
 def cases() -> list[Case]:
     """The grid of this family."""
-    grid = Grid(Family.CONVOLUTION)
+    grid = Grid(OpFamily.CONVOLUTION)
     for number, base in enumerate((*_RESNET, *_SMALL, *_OTHER)):
         for conv in _layouts(base):
             for dtype in _ALL:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from vramfit.calibrate.cases.case import Case, Family, Flag, Grid, Run, integers, rand, short
+from vramfit.calibrate.cases.case import Case, Flag, Grid, OpFamily, Run, integers, rand, short
 
 _COUNTS = (3072, 3073, 4096, 32_768, 200_000)
 
 
 def cases() -> list[Case]:
     """The grid of this family."""
-    grid = Grid(Family.EMBEDDING)
+    grid = Grid(OpFamily.EMBEDDING)
     for dtype in (torch.float32, torch.bfloat16):
         for count in _COUNTS:
             for rows, width in ((50_257, 768), (32, 64), (1000, 100)):

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from vramfit.calibrate.cases.case import Case, Family, Grid, Run, both, forward, rand
+from vramfit.calibrate.cases.case import Case, Grid, OpFamily, Run, both, forward, rand
 
 _LENGTHS = (512, 1000, 1009, 4096, 65_536, 65_537)
 
 
 def cases() -> list[Case]:
     """The grid of this family."""
-    grid = Grid(Family.FFT)
+    grid = Grid(OpFamily.FFT)
     for length in _LENGTHS:
         for name, function in (("fft", torch.fft.fft), ("rfft", torch.fft.rfft)):
             grid.add(f"{name}/64x{length}", partial(_plain, function, 64, length))

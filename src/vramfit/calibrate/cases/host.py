@@ -6,12 +6,12 @@ from functools import partial
 
 import torch
 
-from vramfit.calibrate.cases.case import Case, Family, Flag, Grid, Run, forward, rand
+from vramfit.calibrate.cases.case import Case, Flag, Grid, OpFamily, Run, forward, rand
 
 
 def cases() -> list[Case]:
     """The grid of this family."""
-    grid = Grid(Family.HOST)
+    grid = Grid(OpFamily.HOST)
     for pinned in (True, False):
         for dtype in (torch.float32, torch.uint8):
             name = f"{'pinned' if pinned else 'pageable'}/{str(dtype)[6:]}"

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from vramfit.calibrate.cases.case import Case, Family, Flag, Grid, Run, both, forward, integers, rand
+from vramfit.calibrate.cases.case import Case, Flag, Grid, OpFamily, Run, both, forward, integers, rand
 
 _DETERMINISTIC = ("index_put", "index_put accumulate", "index_add", "scatter_add", "scatter", "index_copy")
 
 
 def cases() -> list[Case]:
     """The grid of this family."""
-    grid = Grid(Family.INDEXING)
+    grid = Grid(OpFamily.INDEXING)
     for count in (100, 100_000):
         for name, make in _OPS.items():
             grid.add(f"{name}/{count}", partial(make, count))

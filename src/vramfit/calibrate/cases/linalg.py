@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from vramfit.calibrate.cases.case import Case, Family, Flag, Grid, Run, both, forward, rand
+from vramfit.calibrate.cases.case import Case, Flag, Grid, OpFamily, Run, both, forward, rand
 
 _SIZES = ((1, 64), (1, 1024), (32, 16))
 
 
 def cases() -> list[Case]:
     """The grid of this family."""
-    grid = Grid(Family.LINALG)
+    grid = Grid(OpFamily.LINALG)
     for batch, size in _SIZES:
         for name, (function, definite) in _OPS.items():
             grid.add(

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from vramfit.calibrate.cases.case import Case, Family, Flag, Grid, Run, both, integers, rand, short
+from vramfit.calibrate.cases.case import Case, Flag, Grid, OpFamily, Run, both, integers, rand, short
 
 _REDUCTIONS = ("mean", "sum", "none")
 
 
 def cases() -> list[Case]:
     """The grid of this family."""
-    grid = Grid(Family.LOSS)
+    grid = Grid(OpFamily.LOSS)
     for dtype in (torch.float32, torch.bfloat16):
         for shape in ((64, 1000), (512, 50_257), (8, 12, 512, 512)):
             name = "x".join(map(str, shape))

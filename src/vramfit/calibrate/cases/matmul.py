@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from vramfit.calibrate.cases.case import Case, Family, Flag, Grid, Run, both, forward, rand, short
+from vramfit.calibrate.cases.case import Case, Flag, Grid, OpFamily, Run, both, forward, rand, short
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (torch.float32, *_HALVES)
@@ -23,7 +23,7 @@ _SHAPES = (
 
 def cases() -> list[Case]:
     """The grid of this family."""
-    grid = Grid(Family.MATMUL)
+    grid = Grid(OpFamily.MATMUL)
     for m, n, k in _SHAPES:
         for dtype in _FLOATS:
             name = f"{m}x{n}x{k}/{short(dtype)}"

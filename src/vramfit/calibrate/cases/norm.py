@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from vramfit.calibrate.cases.case import Case, Family, Flag, Grid, Run, module, rand, short
+from vramfit.calibrate.cases.case import Case, Flag, Grid, OpFamily, Run, module, rand, short
 
 _BATCHED: tuple[tuple[int, ...], ...] = ((32, 64, 56, 56), (8, 512, 7, 7), (2, 32, 16, 16, 16), (256, 128))
 _GROUPED: tuple[tuple[tuple[int, ...], int], ...] = (
@@ -20,7 +20,7 @@ _GROUPED: tuple[tuple[tuple[int, ...], int], ...] = (
 
 def cases() -> list[Case]:
     """The grid of this family."""
-    grid = Grid(Family.NORM)
+    grid = Grid(OpFamily.NORM)
     for dtype in (torch.float32, torch.bfloat16):
         for rows, width in (
             (64, 768),

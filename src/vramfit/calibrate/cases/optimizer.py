@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vramfit.calibrate.cases.case import Case, Family, Grid, Run, forward, rand, short
+from vramfit.calibrate.cases.case import Case, Grid, OpFamily, Run, forward, rand, short
 
 _SIZES = ((1000, 768), (768,), (3072, 768), (64, 64, 3, 3), (1,))
 _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -32,7 +32,7 @@ _FOREACH_ONLY: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 def cases() -> list[Case]:
     """The grid of this family."""
-    grid = Grid(Family.OPTIMIZER)
+    grid = Grid(OpFamily.OPTIMIZER)
     for name, (kind, options) in (_OPTIMIZERS | _FOREACH_ONLY).items():
         for way in ("loop", "foreach", "fused"):
             if way == "fused" and name not in _OPTIMIZERS:

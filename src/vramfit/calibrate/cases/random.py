@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from vramfit.calibrate.cases.case import Case, Family, Grid, Run, both, forward, rand, short
+from vramfit.calibrate.cases.case import Case, Grid, OpFamily, Run, both, forward, rand, short
 
 
 def cases() -> list[Case]:
     """The grid of this family."""
-    grid = Grid(Family.RANDOM)
+    grid = Grid(OpFamily.RANDOM)
     for dtype in (torch.float32, torch.bfloat16):
         grid.add(f"dropout/4096x1024/{short(dtype)}", partial(_dropout, F.dropout, dtype))
         grid.add(f"alpha_dropout/4096x1024/{short(dtype)}", partial(_dropout, F.alpha_dropout, dtype))

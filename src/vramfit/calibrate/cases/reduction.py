@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vramfit.calibrate.cases.case import Case, Family, Grid, Run, forward, rand, short
+from vramfit.calibrate.cases.case import Case, Grid, OpFamily, Run, forward, rand, short
 
 _SHAPES = (
     (1000,),
@@ -30,7 +30,7 @@ _OPS: dict[str, Callable[..., Any]] = {
 
 def cases() -> list[Case]:
     """The grid of this family."""
-    grid = Grid(Family.REDUCTION)
+    grid = Grid(OpFamily.REDUCTION)
     for shape in _SHAPES:
         name = "x".join(map(str, shape))
         for op, function in _OPS.items():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from vramfit.calibrate.cases.case import Case, Family, Grid, Run, both, rand, short
+from vramfit.calibrate.cases.case import Case, Grid, OpFamily, Run, both, rand, short
 
 _MODES = {
     "nearest": 4,
@@ -24,7 +24,7 @@ _SHAPES = {3: (8, 32, 500), 4: (8, 32, 48, 48), 5: (2, 16, 24, 24, 24)}
 
 def cases() -> list[Case]:
     """The grid of this family."""
-    grid = Grid(Family.RESAMPLING)
+    grid = Grid(OpFamily.RESAMPLING)
     for mode, rank in _MODES.items():
         for factor in (2.0, 0.5):
             for dtype in (torch.float32, torch.bfloat16) if mode == "bilinear" else (torch.float32,):

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from vramfit.calibrate.cases.case import Case, Family, Flag, Grid, Run, module, rand, short
+from vramfit.calibrate.cases.case import Case, Flag, Grid, OpFamily, Run, module, rand, short
 
 _SIZES = ((35, 20, 200, 200, 2), (128, 32, 256, 512, 1), (50, 8, 64, 100, 3), (512, 64, 512, 1024, 2))
 
@@ -17,7 +17,7 @@ _KINDS: tuple[type[nn.RNNBase], ...] = (nn.LSTM, nn.GRU, nn.RNN)
 
 def cases() -> list[Case]:
     """The grid of this family."""
-    grid = Grid(Family.RNN)
+    grid = Grid(OpFamily.RNN)
     for kind in _KINDS:
         for steps, batch, inputs, hidden, layers in _SIZES:
             for dtype in (torch.float32, torch.float16):

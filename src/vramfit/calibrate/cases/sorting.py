@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from vramfit.calibrate.cases.case import Case, Family, Grid, Run, forward, integers, rand, short
+from vramfit.calibrate.cases.case import Case, Grid, OpFamily, Run, forward, integers, rand, short
 
 _SORTED = (
     (1, 1000),
@@ -23,7 +23,7 @@ _TOP = ((1, 50_257, 50), (8, 128_256, 50), (64, 50_257, 5), (512, 2000, 10), (1,
 
 def cases() -> list[Case]:
     """The grid of this family."""
-    grid = Grid(Family.SORTING)
+    grid = Grid(OpFamily.SORTING)
     for rows, length in _SORTED:
         for dtype in (torch.float32, torch.int64, torch.bfloat16):
             if dtype is torch.bfloat16 and length > 100_000:

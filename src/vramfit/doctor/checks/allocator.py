@@ -9,7 +9,7 @@ from vramfit.allocator import AllocatorConfig
 from vramfit.allocator.parsing import misread_numbers
 from vramfit.allocator.versions import REFERENCE_VERSION, TorchVersion, alloc_conf_from_env, rules_for
 from vramfit.doctor.facts import Facts
-from vramfit.doctor.findings import Area, Check, Finding, Severity
+from vramfit.doctor.findings import Check, Finding, FindingArea, Severity
 from vramfit.errors import ConfigError
 from vramfit.units import KIB, MIB, format_bytes
 
@@ -29,7 +29,7 @@ def check_settings(facts: Facts) -> Iterator[Finding]:
     if not names:
         yield Finding(
             check="alloc-conf",
-            area=Area.ALLOCATOR,
+            area=FindingArea.ALLOCATOR,
             severity=Severity.OK,
             finding="no settings: the allocator's defaults",
         )
@@ -41,7 +41,7 @@ def check_settings(facts: Facts) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding(
             check="alloc-conf",
-            area=Area.ALLOCATOR,
+            area=FindingArea.ALLOCATOR,
             severity=Severity.ERROR,
             finding=f"{names[0]}: {error.message.removeprefix('allocator settings ')}",
             why=f"torch {version[0]}.{version[1]} refuses the whole string when CUDA starts, and the program fails",
@@ -51,7 +51,7 @@ def check_settings(facts: Facts) -> Iterator[Finding]:
     if facts.torch is not None and facts.torch.settings_error:
         yield Finding(
             check="alloc-conf",
-            area=Area.ALLOCATOR,
+            area=FindingArea.ALLOCATOR,
             severity=Severity.ERROR,
             finding=f"torch refuses {names[0]}={text!r}: {facts.torch.settings_error}",
             why="the program fails when CUDA starts",
@@ -61,7 +61,7 @@ def check_settings(facts: Facts) -> Iterator[Finding]:
     for note in misread_numbers(text, version):
         yield Finding(
             check="alloc-conf-sense",
-            area=Area.ALLOCATOR,
+            area=FindingArea.ALLOCATOR,
             severity=Severity.WARNING,
             finding=note,
             why="torch does not complain: the setting is another than the one that is written",
@@ -70,7 +70,7 @@ def check_settings(facts: Facts) -> Iterator[Finding]:
     yield from _contradictions(config, facts)
     yield Finding(
         check="alloc-conf",
-        area=Area.ALLOCATOR,
+        area=FindingArea.ALLOCATOR,
         severity=Severity.OK,
         finding=f"{names[0]}={text}" if text else f"{names[0]} is empty: the allocator's defaults",
     )
@@ -82,7 +82,7 @@ def _several(facts: Facts, names: list[str], version: TorchVersion) -> Iterator[
         ignored = " and ".join(f"{name}={facts.environ[name]}" for name in others)
         yield Finding(
             check="alloc-conf-variables",
-            area=Area.ALLOCATOR,
+            area=FindingArea.ALLOCATOR,
             severity=Severity.WARNING,
             finding=f"{names[0]} wins in torch {version[0]}.{version[1]}; {ignored} is ignored",
             why="the first variable that is set decides alone, even when it is empty: settings are not merged, and "
@@ -95,7 +95,7 @@ def _contradictions(config: AllocatorConfig, facts: Facts) -> Iterator[Finding]:
     def finding(text: str, why: str, fix: str, severity: Severity = Severity.WARNING) -> Finding:
         return Finding(
             check="alloc-conf-sense",
-            area=Area.ALLOCATOR,
+            area=FindingArea.ALLOCATOR,
             severity=severity,
             finding=text,
             why=why,
@@ -159,7 +159,7 @@ def check_caching(facts: Facts) -> Iterator[Finding]:
     if value is not None:
         yield Finding(
             check="caching",
-            area=Area.ALLOCATOR,
+            area=FindingArea.ALLOCATOR,
             severity=Severity.WARNING,
             finding=f"PYTORCH_NO_CUDA_MEMORY_CACHING={value}",
             why="whatever its value, even 0: each tensor is a cudaMalloc and a cudaFree of its own, programs are "
@@ -178,7 +178,7 @@ def check_cublas(facts: Facts) -> Iterator[Finding]:
     if not pairs:
         yield Finding(
             check="cublas-workspace",
-            area=Area.ALLOCATOR,
+            area=FindingArea.ALLOCATOR,
             severity=Severity.WARNING,
             finding=f"CUBLAS_WORKSPACE_CONFIG={text!r} cannot be read",
             why="torch warns and takes its default; deterministic algorithms of cuBLAS are not ensured",
@@ -188,7 +188,7 @@ def check_cublas(facts: Facts) -> Iterator[Finding]:
     size = sum(int(size) * KIB * int(count) for size, count in pairs)
     yield Finding(
         check="cublas-workspace",
-        area=Area.ALLOCATOR,
+        area=FindingArea.ALLOCATOR,
         severity=Severity.INFO,
         finding=f"CUBLAS_WORKSPACE_CONFIG={text}: {format_bytes(size)} for each handle and stream",
         why="torch holds that much for cuBLAS, usually twice in training (autograd's thread has a handle of its own)",
@@ -201,7 +201,7 @@ def check_launching(facts: Facts) -> Iterator[Finding]:
     if facts.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         yield Finding(
             check="launch-blocking",
-            area=Area.ALLOCATOR,
+            area=FindingArea.ALLOCATOR,
             severity=Severity.WARNING,
             finding="CUDA_LAUNCH_BLOCKING is on",
             why="each kernel is waited for: programs are slower; memory stays nearly the same",
@@ -210,7 +210,7 @@ def check_launching(facts: Facts) -> Iterator[Finding]:
     if facts.environ.get("CUDA_MODULE_LOADING", "").upper() == "EAGER":
         yield Finding(
             check="module-loading",
-            area=Area.ALLOCATOR,
+            area=FindingArea.ALLOCATOR,
             severity=Severity.WARNING,
             finding="CUDA_MODULE_LOADING=EAGER",
             why="all kernels of all libraries are loaded at the start, hundreds of MiB of the card outside torch",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from vramfit.doctor.facts import Facts, TorchDevice
-from vramfit.doctor.findings import Area, Check, Finding, Severity
+from vramfit.doctor.findings import Check, Finding, FindingArea, Severity
 
 _OLDEST_TORCH = (2, 11)
 _PYTHONS = ((3, 11), (3, 13))
@@ -19,7 +19,7 @@ def check_python(facts: Facts) -> Iterator[Finding]:
         return
     yield Finding(
         check="python",
-        area=Area.TORCH,
+        area=FindingArea.TORCH,
         severity=Severity.WARNING,
         finding=f"Python {version}",
         why="vramfit is made for Python 3.11 to 3.13; torch's wheels and the virtual GPU are not tested on others",
@@ -33,7 +33,7 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
     if torch is None:
         yield Finding(
             check="torch-import",
-            area=Area.TORCH,
+            area=FindingArea.TORCH,
             severity=Severity.ERROR,
             finding=f"importing torch and asking it for cards {facts.torch_error or 'failed'}",
             why="nothing that uses torch can run in this interpreter",
@@ -46,7 +46,7 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
     if torch.version_pair < _OLDEST_TORCH:
         yield Finding(
             check="torch-version",
-            area=Area.TORCH,
+            area=FindingArea.TORCH,
             severity=Severity.ERROR,
             finding=described,
             why="vramfit reads torch's own interfaces as they are from 2.11 on",
@@ -56,7 +56,7 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
     if torch.cuda is None and torch.hip is None and facts.cards:
         yield Finding(
             check="torch-build",
-            area=Area.TORCH,
+            area=FindingArea.TORCH,
             severity=Severity.ERROR,
             finding=f"{described}, but there is a card: {facts.cards[0].name}",
             why="this build has no CUDA code: torch.cuda.is_available() is False, and programs fall back to the CPU "
@@ -67,14 +67,14 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
     elif torch.hip is not None:
         yield Finding(
             check="torch-build",
-            area=Area.TORCH,
+            area=FindingArea.TORCH,
             severity=Severity.WARNING,
             finding=described,
             why="the caching allocator is the same, but workspaces and contexts are modelled for NVIDIA cards only",
             fix="Take reserved bytes of the virtual GPU as an estimate here",
         )
     else:
-        yield Finding(check="torch-build", area=Area.TORCH, severity=Severity.OK, finding=described)
+        yield Finding(check="torch-build", area=FindingArea.TORCH, severity=Severity.OK, finding=described)
 
 
 def check_driver(facts: Facts) -> Iterator[Finding]:
@@ -84,7 +84,7 @@ def check_driver(facts: Facts) -> Iterator[Finding]:
         cuda = f", up to CUDA {_dotted(driver.cuda_version)}" if driver.cuda_version else ""
         yield Finding(
             check="driver",
-            area=Area.DRIVER,
+            area=FindingArea.DRIVER,
             severity=Severity.OK,
             finding=f"NVIDIA driver {driver.version}{cuda}",
         )
@@ -93,7 +93,7 @@ def check_driver(facts: Facts) -> Iterator[Finding]:
     if facts.driver_error and (present or "not found" not in facts.driver_error.lower()):
         yield Finding(
             check="driver",
-            area=Area.DRIVER,
+            area=FindingArea.DRIVER,
             severity=Severity.ERROR,
             finding=f"the driver cannot be asked: {facts.driver_error}",
             why="cards, processes and their memory stay unknown, and CUDA will most likely fail as well",
@@ -102,7 +102,7 @@ def check_driver(facts: Facts) -> Iterator[Finding]:
     elif facts.host.kernel_module and not facts.host.device_nodes:
         yield Finding(
             check="driver",
-            area=Area.DRIVER,
+            area=FindingArea.DRIVER,
             severity=Severity.WARNING,
             finding=f"the kernel has the NVIDIA driver {facts.host.kernel_module}, but this container sees no card",
             why="its device files are not passed in, so torch finds no card",
@@ -112,7 +112,7 @@ def check_driver(facts: Facts) -> Iterator[Finding]:
     else:
         yield Finding(
             check="driver",
-            area=Area.DRIVER,
+            area=FindingArea.DRIVER,
             severity=Severity.INFO,
             finding="no NVIDIA driver and no card here",
             why="programs that ask for CUDA fail here, but vramfit still measures them",
@@ -130,7 +130,7 @@ def check_init(facts: Facts) -> Iterator[Finding]:
         if driver.cuda_version[0] < built[0]:
             yield Finding(
                 check="driver-age",
-                area=Area.DRIVER,
+                area=FindingArea.DRIVER,
                 severity=Severity.ERROR,
                 finding=f"torch was built with CUDA {torch.cuda}, the driver {driver.version} serves up to "
                 f"{_dotted(driver.cuda_version)}",
@@ -142,7 +142,7 @@ def check_init(facts: Facts) -> Iterator[Finding]:
     if torch.error and (facts.cards or facts.host.device_nodes):
         yield Finding(
             check="cuda-start",
-            area=Area.DRIVER,
+            area=FindingArea.DRIVER,
             severity=Severity.ERROR,
             finding=f"CUDA does not start in torch: {torch.error}",
             why="torch sees no card, whatever the program asks for",
@@ -153,7 +153,7 @@ def check_init(facts: Facts) -> Iterator[Finding]:
         if device.error:
             yield Finding(
                 check="card-start",
-                area=Area.CARDS,
+                area=FindingArea.CARDS,
                 severity=Severity.ERROR,
                 finding=f"cuda:{device.index} cannot be used: {device.error}",
                 why="a tensor of one element could not be made on it",
@@ -199,7 +199,7 @@ def _unsupported(device: TorchDevice, architectures: Sequence[str], cuda: str) -
     wanted = "{}.{}".format(*(device.capability or (0, 0)))
     return Finding(
         check="architecture",
-        area=Area.CARDS,
+        area=FindingArea.CARDS,
         severity=Severity.ERROR,
         finding=f"cuda:{device.index} ({device.name}) has compute capability {wanted}; this torch (CUDA {cuda}) has "
         f"kernels for {', '.join(architectures)}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vramfit.doctor.facts import Card, Facts
-from vramfit.doctor.findings import Area, Check, Finding, Severity
+from vramfit.doctor.findings import Check, Finding, FindingArea, Severity
 from vramfit.units import format_bytes
 
 _ECC_SHARE = 0.0625
@@ -18,7 +18,7 @@ def check_cards(facts: Facts) -> Iterator[Finding]:
         total = f"{format_bytes(card.total_bytes)}" if card.total_bytes else "memory shared with the host"
         yield Finding(
             check="card",
-            area=Area.CARDS,
+            area=FindingArea.CARDS,
             severity=Severity.OK,
             finding=f"GPU {card.index}: {card.name}, {total}",
         )
@@ -32,7 +32,7 @@ def check_mig(facts: Facts) -> Iterator[Finding]:
         if not card.mig:
             yield Finding(
                 check="mig",
-                area=Area.CARDS,
+                area=FindingArea.CARDS,
                 severity=Severity.ERROR,
                 finding=f"GPU {card.index} is in MIG mode, but no slice of it is visible here",
                 why="in MIG mode only slices can be used: CUDA finds no card",
@@ -43,7 +43,7 @@ def check_mig(facts: Facts) -> Iterator[Finding]:
         listed = ", ".join(_slice(name, total) for name, total in ((m.name, m.total_bytes) for m in card.mig))
         yield Finding(
             check="mig",
-            area=Area.CARDS,
+            area=FindingArea.CARDS,
             severity=Severity.INFO,
             finding=f"GPU {card.index} is in MIG mode: {listed}",
             why="a process can use one slice, and no more than its memory; the card's own name and size mislead",
@@ -62,7 +62,7 @@ def check_modes(facts: Facts) -> Iterator[Finding]:
         if card.persistence is False and facts.host.system == "Linux" and not facts.host.wsl:
             yield Finding(
                 check="persistence",
-                area=Area.CARDS,
+                area=FindingArea.CARDS,
                 severity=Severity.INFO,
                 finding=f"GPU {card.index}: persistence mode is off",
                 why="the driver unloads when the last process leaves, so each start of CUDA takes seconds; "
@@ -73,7 +73,7 @@ def check_modes(facts: Facts) -> Iterator[Finding]:
             change = "on" if card.ecc_pending else "off"
             yield Finding(
                 check="ecc",
-                area=Area.CARDS,
+                area=FindingArea.CARDS,
                 severity=Severity.WARNING,
                 finding=f"GPU {card.index}: error correction goes {change} at the next restart",
                 why="where the check bits lie in the card's own memory (GDDR), that changes its size by about "
@@ -84,7 +84,7 @@ def check_modes(facts: Facts) -> Iterator[Finding]:
             state = "on" if card.ecc else "off"
             yield Finding(
                 check="ecc",
-                area=Area.CARDS,
+                area=FindingArea.CARDS,
                 severity=Severity.OK,
                 finding=f"GPU {card.index}: error correction is {state}; the total above counts it",
             )
@@ -96,7 +96,7 @@ def check_unified(facts: Facts) -> Iterator[Finding]:
         if device.integrated:
             yield Finding(
                 check="unified-memory",
-                area=Area.CARDS,
+                area=FindingArea.CARDS,
                 severity=Severity.WARNING,
                 finding=f"cuda:{device.index} ({device.name}) shares the host's memory",
                 why="the host's programs and page cache take from the same memory: free bytes of the card change on "
@@ -106,7 +106,7 @@ def check_unified(facts: Facts) -> Iterator[Finding]:
     if facts.host.wsl or facts.host.system == "Windows":
         yield Finding(
             check="system-memory-fallback",
-            area=Area.CARDS,
+            area=FindingArea.CARDS,
             severity=Severity.WARNING,
             finding="Windows' driver manages the card's memory" + (" (WSL)" if facts.host.wsl else ""),
             why="past the card's memory it may move to the host's memory instead of failing: programs get many times "
@@ -119,7 +119,7 @@ def _compute_mode(card: Card) -> Finding:
     prohibited = card.compute_mode == "prohibited"
     return Finding(
         check="compute-mode",
-        area=Area.CARDS,
+        area=FindingArea.CARDS,
         severity=Severity.ERROR if prohibited else Severity.WARNING,
         finding=f"GPU {card.index}: compute mode is {'Prohibited' if prohibited else 'Exclusive_Process'}",
         why="no process can use it"

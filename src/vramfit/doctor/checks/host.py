@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vramfit.doctor.facts import Facts
-from vramfit.doctor.findings import Area, Check, Finding, Severity
+from vramfit.doctor.findings import Check, Finding, FindingArea, Severity
 from vramfit.units import GIB, MIB, format_bytes
 
 _SMALL_SHARED = GIB
@@ -28,7 +28,7 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
         tight = used > limit * (1 - _LOW_AVAILABLE)
         yield Finding(
             check="container-memory",
-            area=Area.HOST,
+            area=FindingArea.HOST,
             severity=Severity.WARNING if tight else Severity.INFO,
             finding=f"{_who(container.kind)} allows {format_bytes(limit)} of the host's "
             f"{format_bytes(host.memory_bytes)}; {format_bytes(used)} are in use",
@@ -40,7 +40,7 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
     elif host.available_bytes and host.available_bytes < host.memory_bytes * _LOW_AVAILABLE:
         yield Finding(
             check="host-memory",
-            area=Area.HOST,
+            area=FindingArea.HOST,
             severity=Severity.WARNING,
             finding=f"{format_bytes(host.available_bytes)} of {format_bytes(host.memory_bytes)} of host memory are "
             "available",
@@ -50,14 +50,14 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
     else:
         yield Finding(
             check="host-memory",
-            area=Area.HOST,
+            area=FindingArea.HOST,
             severity=Severity.OK,
             finding=f"{format_bytes(host.memory_bytes)} of host memory, {format_bytes(host.available_bytes)} available",
         )
     if largest > usable:
         yield Finding(
             check="host-smaller",
-            area=Area.HOST,
+            area=FindingArea.HOST,
             severity=Severity.WARNING,
             finding=f"the host's {format_bytes(usable)} are less than the card's {format_bytes(largest)}",
             why="a model that fills the card cannot pass through host memory when it is loaded, and little can be "
@@ -73,7 +73,7 @@ def check_shared_memory(facts: Facts) -> Iterator[Finding]:
         return
     size = f"/dev/shm has {format_bytes(place.total_bytes)}, {format_bytes(place.free_bytes)} free"
     if place.total_bytes >= _SMALL_SHARED and place.free_bytes >= _SMALL_SHARED // 4:
-        yield Finding(check="shared-memory", area=Area.HOST, severity=Severity.OK, finding=size)
+        yield Finding(check="shared-memory", area=FindingArea.HOST, severity=Severity.OK, finding=size)
         return
     small = place.total_bytes < _SMALL_SHARED
     fixes = {
@@ -83,7 +83,7 @@ def check_shared_memory(facts: Facts) -> Iterator[Finding]:
     }
     yield Finding(
         check="shared-memory",
-        area=Area.HOST,
+        area=FindingArea.HOST,
         severity=Severity.WARNING,
         finding=size,
         why="batches of DataLoader(num_workers > 0) and NCCL's buffers pass through it: beyond it workers die with "
@@ -100,7 +100,7 @@ def check_locked_memory(facts: Facts) -> Iterator[Finding]:
     if host.wsl:
         yield Finding(
             check="pinned-memory",
-            area=Area.HOST,
+            area=FindingArea.HOST,
             severity=Severity.WARNING,
             finding="WSL limits page-locked memory",
             why="pin_memory=True, offloading and non_blocking copies may fail with 'out of memory' long before the "
@@ -111,7 +111,7 @@ def check_locked_memory(facts: Facts) -> Iterator[Finding]:
     if host.infiniband and limit is not None and limit < _SMALL_LOCKED:
         yield Finding(
             check="locked-memory",
-            area=Area.HOST,
+            area=FindingArea.HOST,
             severity=Severity.WARNING,
             finding=f"ulimit -l is {format_bytes(limit)}, and there is an InfiniBand adapter",
             why="NCCL registers its buffers with the adapter, which counts against this limit: 'Cannot allocate "
@@ -122,7 +122,7 @@ def check_locked_memory(facts: Facts) -> Iterator[Finding]:
         size = "unlimited" if limit is None else format_bytes(limit)
         yield Finding(
             check="locked-memory",
-            area=Area.HOST,
+            area=FindingArea.HOST,
             severity=Severity.OK,
             finding=f"ulimit -l is {size}; what torch pins for the card does not count against it",
         )
@@ -135,7 +135,7 @@ def check_address_space(facts: Facts) -> Iterator[Finding]:
     if limit is not None:
         yield Finding(
             check="address-space",
-            area=Area.HOST,
+            area=FindingArea.HOST,
             severity=Severity.ERROR if facts.cards else Severity.WARNING,
             finding=f"ulimit -v is {format_bytes(limit)}",
             why="CUDA reserves addresses for the memory of the host and of all cards at once, and expandable segments "
@@ -146,7 +146,7 @@ def check_address_space(facts: Facts) -> Iterator[Finding]:
         room = (host.commit_limit_bytes or 0) - (host.committed_bytes or 0)
         yield Finding(
             check="overcommit",
-            area=Area.HOST,
+            area=FindingArea.HOST,
             severity=Severity.WARNING,
             finding=f"vm.overcommit_memory is 2: {format_bytes(max(0, room))} may still be promised",
             why="addresses that are only reserved count as memory: forked DataLoader workers and CUDA fail while "
@@ -161,7 +161,7 @@ def check_swap(facts: Facts) -> Iterator[Finding]:
     if not host.swap_bytes and host.memory_bytes:
         yield Finding(
             check="swap",
-            area=Area.HOST,
+            area=FindingArea.HOST,
             severity=Severity.INFO,
             finding="no swap",
             why="what does not fit host memory is killed at once; pinned memory could not be swapped anyway",
@@ -178,7 +178,7 @@ def check_scratch(facts: Facts) -> Iterator[Finding]:
     if place.filesystem in _IN_MEMORY:
         yield Finding(
             check="scratch",
-            area=Area.HOST,
+            area=FindingArea.HOST,
             severity=Severity.WARNING,
             finding=size,
             why="it lies in host memory: offloading tensors there frees nothing",
@@ -187,14 +187,14 @@ def check_scratch(facts: Facts) -> Iterator[Finding]:
     elif place.free_bytes < _SMALL_SCRATCH:
         yield Finding(
             check="scratch",
-            area=Area.HOST,
+            area=FindingArea.HOST,
             severity=Severity.WARNING,
             finding=size,
             why="little room for offloading to disk, for checkpoints and for traces",
             fix="Free some space, or point TMPDIR to another disk",
         )
     else:
-        yield Finding(check="scratch", area=Area.HOST, severity=Severity.OK, finding=size)
+        yield Finding(check="scratch", area=FindingArea.HOST, severity=Severity.OK, finding=size)
 
 
 def _who(kind: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from vramfit.doctor.accounting import accounts
 from vramfit.doctor.facts import Facts, Process, Tool
-from vramfit.doctor.findings import Area, Check, Finding, Severity
+from vramfit.doctor.findings import Check, Finding, FindingArea, Severity
 from vramfit.units import MIB, format_bytes
 
 _NOTABLE = 0.02
@@ -29,7 +29,7 @@ def check_processes(facts: Facts) -> Iterator[Finding]:
         listed = ", ".join(_describe(process) for process in order[:_LISTED])
         yield Finding(
             check="processes",
-            area=Area.CARDS,
+            area=FindingArea.CARDS,
             severity=Severity.WARNING if heavy or not known else Severity.INFO,
             finding=f"GPU {card.index}: other processes hold {format_bytes(held) if known else 'memory'}: {listed}"
             + (f" and {more} more" if more > 0 else ""),
@@ -49,7 +49,7 @@ def check_unaccounted(facts: Facts) -> Iterator[Finding]:
         inside = bool(facts.container.kind)
         yield Finding(
             check="unaccounted",
-            area=Area.CARDS,
+            area=FindingArea.CARDS,
             severity=Severity.WARNING,
             finding=f"GPU {account.index}: {format_bytes(account.unaccounted)} are in use by no process that is "
             "visible here",
@@ -81,14 +81,14 @@ def check_agreement(facts: Facts) -> Iterator[Finding]:
         if account.driver_reserved and abs(apart) > max(_UNACCOUNTED, account.total * 0.01):
             yield Finding(
                 check="agreement",
-                area=Area.CARDS,
+                area=FindingArea.CARDS,
                 severity=Severity.WARNING,
                 finding=f"{plain}; the driver says {format_bytes(usable)}",
                 why="a virtual machine, a slice or MPS gives this process another share than the card's whole",
                 fix=f"Plan with torch's figure: --gpu {account.torch_total}B",
             )
         else:
-            yield Finding(check="agreement", area=Area.CARDS, severity=Severity.OK, finding=plain)
+            yield Finding(check="agreement", area=FindingArea.CARDS, severity=Severity.OK, finding=plain)
 
 
 def check_tool(facts: Facts) -> Iterator[Finding]:
@@ -96,7 +96,7 @@ def check_tool(facts: Facts) -> Iterator[Finding]:
     if facts.driver is not None and facts.driver.tool is Tool.NVIDIA_SMI:
         yield Finding(
             check="nvml",
-            area=Area.DRIVER,
+            area=FindingArea.DRIVER,
             severity=Severity.INFO,
             finding="nvidia-ml-py is not installed, so nvidia-smi was asked",
             why="figures are rounded to MiB, and processes that draw are left out",
@@ -110,7 +110,7 @@ def check_mps(facts: Facts) -> Iterator[Finding]:
     if limit:
         yield Finding(
             check="mps",
-            area=Area.CARDS,
+            area=FindingArea.CARDS,
             severity=Severity.WARNING,
             finding=f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={limit}",
             why="under MPS this process may take no more than that, though the card has more",

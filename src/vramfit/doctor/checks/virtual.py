@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vramfit.doctor.facts import Facts
-from vramfit.doctor.findings import Area, Check, Finding, Severity
+from vramfit.doctor.findings import Check, Finding, FindingArea, Severity
 
 _TESTED = ("Linux", "x86_64")
 
@@ -17,7 +17,7 @@ def check_virtual(facts: Facts) -> Iterator[Finding]:
     if facts.virtual_error:
         yield Finding(
             check="virtual-gpu",
-            area=Area.VIRTUAL,
+            area=FindingArea.VIRTUAL,
             severity=Severity.ERROR,
             finding=f"its self-check failed: {facts.virtual_error}",
             why="vramfit run --gpu, the planner and the tests on virtual cards cannot run in this interpreter",
@@ -26,7 +26,7 @@ def check_virtual(facts: Facts) -> Iterator[Finding]:
     elif (facts.host.system, facts.host.machine) != _TESTED:
         yield Finding(
             check="virtual-gpu",
-            area=Area.VIRTUAL,
+            area=FindingArea.VIRTUAL,
             severity=Severity.INFO,
             finding=f"its self-check passed on {facts.host.system} {facts.host.machine}",
             why="its developers have not run it on this platform",
@@ -34,7 +34,10 @@ def check_virtual(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield Finding(
-            check="virtual-gpu", area=Area.VIRTUAL, severity=Severity.OK, finding="its self-check passed"
+            check="virtual-gpu",
+            area=FindingArea.VIRTUAL,
+            severity=Severity.OK,
+            finding="its self-check passed",
         )
 
 

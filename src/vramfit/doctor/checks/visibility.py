@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from vramfit.doctor.accounting import match_card
 from vramfit.doctor.facts import Card, Facts
-from vramfit.doctor.findings import Area, Check, Finding, Severity
+from vramfit.doctor.findings import Check, Finding, FindingArea, Severity
 from vramfit.doctor.visible import Trouble, Visible, read_visible
 
 _SAID: dict[Trouble, tuple[Severity, str, str]] = {
@@ -66,7 +66,7 @@ def check_visible(facts: Facts) -> Iterator[Finding]:
     if not facts.cards:
         yield Finding(
             check="visible-devices",
-            area=Area.VISIBILITY,
+            area=FindingArea.VISIBILITY,
             severity=Severity.INFO,
             finding=f"CUDA_VISIBLE_DEVICES={text!r}, and no card is known here",
             why="the virtual GPU obeys it as a card would: an empty value or -1 hides the virtual cards too",
@@ -79,7 +79,7 @@ def check_visible(facts: Facts) -> Iterator[Finding]:
     if len(visible.slices) > 1:
         yield Finding(
             check="visible-devices",
-            area=Area.VISIBILITY,
+            area=FindingArea.VISIBILITY,
             severity=Severity.WARNING,
             finding=f"CUDA_VISIBLE_DEVICES names {len(visible.slices)} MIG slices",
             why="a process uses one slice, the first",
@@ -89,7 +89,7 @@ def check_visible(facts: Facts) -> Iterator[Finding]:
         names = ", ".join(f"cuda:{n} is GPU {index}" for n, index in enumerate(visible.cards))
         yield Finding(
             check="visible-devices",
-            area=Area.VISIBILITY,
+            area=FindingArea.VISIBILITY,
             severity=Severity.OK,
             finding=f"CUDA_VISIBLE_DEVICES={text}: {names}",
         )
@@ -107,7 +107,7 @@ def check_order(facts: Facts) -> Iterator[Finding]:
         listed = ", ".join(f"cuda:{n} is GPU {index}" for n, index in enumerate(seen))
         yield Finding(
             check="device-order",
-            area=Area.VISIBILITY,
+            area=FindingArea.VISIBILITY,
             severity=Severity.WARNING,
             finding=f"torch counts the cards otherwise than nvidia-smi: {listed}",
             why="CUDA puts the fastest first unless told otherwise: watching or choosing a card by nvidia-smi's number "
@@ -117,7 +117,7 @@ def check_order(facts: Facts) -> Iterator[Finding]:
     elif order != "PCI_BUS_ID" and len({card.name for card in facts.cards}) > 1:
         yield Finding(
             check="device-order",
-            area=Area.VISIBILITY,
+            area=FindingArea.VISIBILITY,
             severity=Severity.WARNING,
             finding=f"cards of several kinds, and CUDA_DEVICE_ORDER is {order or 'not set'}",
             why="CUDA then counts the fastest first, nvidia-smi by PCI bus: the same number may mean two cards",
@@ -126,7 +126,7 @@ def check_order(facts: Facts) -> Iterator[Finding]:
     if order not in ("", "PCI_BUS_ID", "FASTEST_FIRST"):
         yield Finding(
             check="device-order",
-            area=Area.VISIBILITY,
+            area=FindingArea.VISIBILITY,
             severity=Severity.WARNING,
             finding=f"CUDA_DEVICE_ORDER={order!r} means nothing to CUDA",
             why="it is ignored, and the fastest card comes first",
@@ -141,7 +141,7 @@ def _trouble(text: str, trouble: Trouble, entry: str, visible: Visible, cards: S
     filled = {"entry": entry, "last": len(cards) - 1}
     return Finding(
         check="visible-devices",
-        area=Area.VISIBILITY,
+        area=FindingArea.VISIBILITY,
         severity=severity,
         finding=f"CUDA_VISIBLE_DEVICES={text!r}: {shown} visible of {len(cards)}",
         why=why.format(**filled),

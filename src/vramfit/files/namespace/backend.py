@@ -13,7 +13,7 @@ from vramfit.files.changes import FileChanges, summarise
 from vramfit.files.namespace import entry
 from vramfit.files.namespace.contents import changes_in
 from vramfit.files.namespace.copying import copy_upper, keep_holes
-from vramfit.files.namespace.entry import Entry, Inside
+from vramfit.files.namespace.entry import Inside, NamespaceEntry
 from vramfit.files.namespace.manifest import Manifest, read_manifest
 from vramfit.files.namespace.mounts import is_under
 from vramfit.files.namespace.renames import install
@@ -30,12 +30,12 @@ def why_not(policy: FilePolicy | None = None) -> str | None:
     """
     with contextlib.ExitStack() as stack:
         found = entry.find_entry(policy or stack.enter_context(entry.any_policy()))
-    if policy is not None and isinstance(found, Entry):
+    if policy is not None and isinstance(found, NamespaceEntry):
         _found[policy.folder] = found
     return found if isinstance(found, str) else None
 
 
-_found: dict[str, Entry] = {}
+_found: dict[str, NamespaceEntry] = {}
 _UNTOLD = "what was written cannot be told: the program closed all descriptors of its process"
 
 

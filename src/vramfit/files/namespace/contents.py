@@ -36,12 +36,14 @@ def changes_in(
         if overlay.in_memory:
             upper = (uppers or {}).get(overlay.point, "")
         if upper and os.path.isdir(upper):
-            reader = _Reader(outside=outside, point=overlay.point, leave=(*manifest.missing, manifest.folder))
+            reader = _ContentsReader(
+                outside=outside, point=overlay.point, leave=(*manifest.missing, manifest.folder)
+            )
             yield from reader.folder(upper + "/.", reader.real(overlay.point), overlay.point)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Reader:
+class _ContentsReader:
     outside: str
     point: str
     leave: tuple[str, ...]

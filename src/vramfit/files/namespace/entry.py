@@ -30,7 +30,7 @@ _SETTINGS = Path("/proc/sys")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class NamespaceEntry:
     """How a namespace is entered: the way, and where overlays keep what is written."""
 
     way: Way
@@ -56,14 +56,14 @@ class Inside:
     mounts: list[mounts.Mount]
 
 
-def find_entry(policy: FilePolicy) -> Entry | str:
+def find_entry(policy: FilePolicy) -> NamespaceEntry | str:
     """The best entry that this machine allows, or why there is none."""
     if not sys.platform.startswith("linux"):
         return f"namespaces are Linux's, this is {sys.platform}"
     if (release := _release()) < _OLDEST:
         return f"overlays need Linux {_OLDEST[0]}.{_OLDEST[1]}, this is {release[0]}.{release[1]}"
     reason = ""
-    entries = [Entry(way=way, medium=medium) for medium in Medium for way in ways.possible_ways()]
+    entries = [NamespaceEntry(way=way, medium=medium) for medium in Medium for way in ways.possible_ways()]
     for number, entry in enumerate(entries):
         refusal = _try(policy, entry, os.path.join(policy.folder, f"{PLACE}-{number}"))
         if refusal is None and (others := len(os.listdir("/proc/self/task")) - 1):
@@ -75,7 +75,7 @@ def find_entry(policy: FilePolicy) -> Entry | str:
     return reason
 
 
-def enter(policy: FilePolicy, entry: Entry, trial: str | None = None) -> Inside:
+def enter(policy: FilePolicy, entry: NamespaceEntry, trial: str | None = None) -> Inside:
     """Take this process into a namespace in which the policy holds. It cannot be left.
 
     Args:
@@ -127,7 +127,7 @@ def enter(policy: FilePolicy, entry: Entry, trial: str | None = None) -> Inside:
     return Inside(manifest=manifest, outside=outside, real=real, uppers=uppers, mounts=seen)
 
 
-def _notes(entry: Entry, policy: FilePolicy) -> tuple[str, ...]:
+def _notes(entry: NamespaceEntry, policy: FilePolicy) -> tuple[str, ...]:
     if entry.medium is Medium.FOLDER:
         return ()
     return (
@@ -150,7 +150,7 @@ def any_policy() -> Iterator[FilePolicy]:
         )
 
 
-def _try(policy: FilePolicy, entry: Entry, folder: str) -> str | None:
+def _try(policy: FilePolicy, entry: NamespaceEntry, folder: str) -> str | None:
     """Enter in a child that ends at once; returns what it was refused. Its mounts end with it, its files are left."""
     with _termination_waits():
         return _try_apart(policy, entry, folder)
@@ -166,7 +166,7 @@ def _termination_waits() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _try_apart(policy: FilePolicy, entry: Entry, folder: str) -> str | None:
+def _try_apart(policy: FilePolicy, entry: NamespaceEntry, folder: str) -> str | None:
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         # Python 3.12 warns of threads. The child calls nothing that waits for one, and libraries of linear algebra
@@ -184,7 +184,7 @@ def _try_apart(policy: FilePolicy, entry: Entry, folder: str) -> str | None:
     return told or "a process that tried it was killed"
 
 
-def _report_entry(policy: FilePolicy, entry: Entry, folder: str, pipe: int) -> None:
+def _report_entry(policy: FilePolicy, entry: NamespaceEntry, folder: str, pipe: int) -> None:
     told = ""
     try:
         enter(policy, entry, folder)
@@ -196,7 +196,7 @@ def _report_entry(policy: FilePolicy, entry: Entry, folder: str, pipe: int) -> N
         os._exit(0)
 
 
-def _explain(error: OSError, entry: Entry) -> str:
+def _explain(error: OSError, entry: NamespaceEntry) -> str:
     if isinstance(error, tree.UncoverableError):
         return str(error.strerror)
     if error.filename == "unshare":

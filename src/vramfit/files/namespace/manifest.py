@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import dataclass
 
-from vramfit.files.namespace.tree import Overlay
+from vramfit.files.namespace.tree import MountedOverlay
 
 PLACE = ".namespace"
 """In a policy's folder: where the overlays keep what is written; with a suffix: where entering was tried."""
@@ -28,7 +28,7 @@ class Manifest:
     """
 
     folder: str
-    overlays: tuple[Overlay, ...]
+    overlays: tuple[MountedOverlay, ...]
     missing: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
@@ -64,7 +64,7 @@ def read_manifest(place: str) -> Manifest | None:
         return None
     return Manifest(
         folder=values["folder"],
-        overlays=tuple(Overlay(**overlay) for overlay in values["overlays"]),
+        overlays=tuple(MountedOverlay(**overlay) for overlay in values["overlays"]),
         missing=tuple(values["missing"]),
         notes=tuple(values["notes"]),
     )

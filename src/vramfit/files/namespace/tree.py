@@ -39,7 +39,7 @@ _SOCKET = re.compile(r"(?:\S+ +){6}\d+ (/.*)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Overlay:
+class MountedOverlay:
     """One overlay.
 
     Attributes:
@@ -79,7 +79,7 @@ class Tree:
     beside: frozenset[str]
     through: Iterable[str]
     hidden: Iterable[str]
-    overlays: list[Overlay] = field(default_factory=list)
+    overlays: list[MountedOverlay] = field(default_factory=list)
     copied_bytes: int = 0
     tried: int = 0
 
@@ -176,7 +176,7 @@ class Tree:
         flags = sum(_FLAGS[flag] for flag in flags_of(mount))
         upper = storage.overlay(number, lower, self._inside(point), flags)
         self.overlays.append(
-            Overlay(
+            MountedOverlay(
                 point=point,
                 upper=upper,
                 in_memory=storage.medium is Medium.MEMORY,

@@ -99,7 +99,7 @@ def install(calls: Calls, patches: PatchStack, *, guarded: bool) -> None:
         module = sys.modules.get(name)
         if module is not None:
             treat(name, module)
-    finder = _Finder(names, treat)
+    finder = _ImportWatcher(names, treat)
     sys.meta_path.insert(0, finder)
     patches.call(lambda: sys.meta_path.remove(finder))
     databases.install(calls, patches, guarded=guarded)
@@ -184,7 +184,7 @@ def _like(path: Any, where: str) -> Any:
     return os.fsencode(where) if isinstance(path, bytes) else where
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _ImportWatcher(importlib.abc.MetaPathFinder):
     """Sees modules being imported; finds none itself."""
 
     def __init__(self, names: set[str], treat: Callable[[str, ModuleType], None]) -> None:

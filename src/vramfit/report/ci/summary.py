@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from vramfit.analysis import NAMES, Bound, Change, Gate, State, TraceDiff, short_location
+from vramfit.analysis import NAMES, Bound, Change, Gate, PeakState, TraceDiff, short_location
 from vramfit.report.check import QUANTITY_WORDS, Check
 from vramfit.report.ending import ending_words
 from vramfit.report.text import percent
@@ -102,7 +102,7 @@ def _holdings(check: Check, root: Path | None) -> Iterator[str]:
         yield ""
 
 
-def _by_line(state: State, root: Path | None) -> list[tuple[tuple[str, str], int]]:
+def _by_line(state: PeakState, root: Path | None) -> list[tuple[tuple[str, str], int]]:
     """What each line of the program holds, most first, with what it mostly is."""
     sums: dict[Frame, dict[str, int]] = {}
     for holding in state.holdings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vramfit.analysis import Bound, Change, Gate, State, TraceDiff
+from vramfit.analysis import Bound, Change, Gate, PeakState, TraceDiff
 from vramfit.report.check import Check, gate_words
 from vramfit.trace import Frame
 from vramfit.units import format_bytes
@@ -19,7 +19,7 @@ _TITLES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class AnnotationPlace:
     """A line of the program, and what it has to do with a gate."""
 
     frame: Frame
@@ -37,7 +37,7 @@ def sentence_of(check: Check, gate: Gate) -> str:
     return f"{check.target}: {f'GPU {gate.device}: ' if several else ''}{gate_words(gate)}"
 
 
-def place_of(check: Check, gate: Gate) -> Place | None:
+def place_of(check: Check, gate: Gate) -> AnnotationPlace | None:
     """Where a reader should look first; None where no line is known.
 
     A run that ran out asked for memory there; more than a baseline comes from the line that grew most, and more than a
@@ -47,13 +47,15 @@ def place_of(check: Check, gate: Gate) -> Place | None:
         oom = check.oom
         if oom is None or oom.device != gate.device or oom.user_line is None:
             return _largest(check.states, gate.device)
-        return Place(frame=oom.user_line, reason=f"{format_bytes(oom.requested_bytes)} were asked for here")
+        return AnnotationPlace(
+            frame=oom.user_line, reason=f"{format_bytes(oom.requested_bytes)} were asked for here"
+        )
     if gate.bound is Bound.BASELINE and (grown := _grown(check.diffs, gate.device)) is not None:
         return grown
     return _largest(check.states, gate.device)
 
 
-def _grown(diffs: Sequence[TraceDiff], device: int) -> Place | None:
+def _grown(diffs: Sequence[TraceDiff], device: int) -> AnnotationPlace | None:
     sums: dict[Frame, int] = {}
     for one in diffs:
         if one.after.device != device:
@@ -64,10 +66,12 @@ def _grown(diffs: Sequence[TraceDiff], device: int) -> Place | None:
     if not sums:
         return None
     line = max(sums, key=lambda frame: sums[frame])
-    return Place(frame=line, reason=f"what this line makes grew most, by {format_bytes(sums[line])}")
+    return AnnotationPlace(
+        frame=line, reason=f"what this line makes grew most, by {format_bytes(sums[line])}"
+    )
 
 
-def _largest(states: Sequence[State], device: int) -> Place | None:
+def _largest(states: Sequence[PeakState], device: int) -> AnnotationPlace | None:
     sums: dict[Frame, int] = {}
     for state in states:
         if state.device == device:
@@ -77,6 +81,6 @@ def _largest(states: Sequence[State], device: int) -> Place | None:
     if not sums:
         return None
     line = max(sums, key=lambda frame: sums[frame])
-    return Place(
+    return AnnotationPlace(
         frame=line, reason=f"what this line makes holds most at the peak, {format_bytes(sums[line])}"
     )

@@ -4,10 +4,10 @@ NOTE [Segments without their parent]: in a model whose forward pass calls its bl
 be put around several blocks. Instead each block of a segment is checkpointed by itself, but only the first keeps
 its input. The others keep a `Recipe`: where their input came from.
 
-A block that gives its output on ends with a `_Mark`, an autograd function that does nothing but save the output for
-the backward pass. Saved inside the checkpoint it costs no memory; to read it is to run the block again, up to its end.
-When the backward pass reaches the last block of a segment, that block asks its recipe for its input, which runs the
-block before it again, which asks its own recipe, and so on up to the first. Each block runs once, and what each
+A block that gives its output on ends with a `_SavedMark`, an autograd function that does nothing but save the output
+for the backward pass. Saved inside the checkpoint it costs no memory; to read it is to run the block again, up to its
+end. When the backward pass reaches the last block of a segment, that block asks its recipe for its input, which runs
+the block before it again, which asks its own recipe, and so on up to the first. Each block runs once, and what each
 kept for its backward pass is there afterwards: the same work and memory as for a checkpoint around the whole segment.
 
 That a block's input is what the block before it gave is not assumed but seen in each forward pass: the same tensor
@@ -28,7 +28,7 @@ class Recipe:
     """How to find a block's output again.
 
     Args:
-        node: the `_Mark` at the block's end.
+        node: the `_SavedMark` at the block's end.
         segment: name of the segment that the block belongs to.
         version: how often the output was changed in place when it was given.
     """
@@ -70,12 +70,12 @@ def take(value: torch.Tensor, segment: str) -> Recipe | None:
 def _marked(output: torch.Tensor, segment: str) -> torch.Tensor:
     if not output.requires_grad:
         return output
-    marked: torch.Tensor = _Mark.apply(output)  # type: ignore[no-untyped-call]
+    marked: torch.Tensor = _SavedMark.apply(output)  # type: ignore[no-untyped-call]
     setattr(marked, _RECIPE, Recipe(marked.grad_fn, segment, marked._version))
     return marked
 
 
-class _Mark(torch.autograd.Function):
+class _SavedMark(torch.autograd.Function):
     """Hands a tensor on and saves it."""
 
     @staticmethod

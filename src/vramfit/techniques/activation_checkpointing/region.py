@@ -55,7 +55,7 @@ class Recomputed:
         """The block's forward pass."""
         if not (module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        call = _Call(self, module, forward)
+        call = _BlockCall(self, module, forward)
         inputs = call.prepare(args, kwargs)
         del args, kwargs
         watched = [tensor for tensor in inputs if not tensor.is_inference()]
@@ -74,7 +74,7 @@ class Recomputed:
         return out
 
 
-class _Call:
+class _BlockCall:
     """One call of a block: the function that runs twice, and what surrounds its runs.
 
     It holds no tensors between the runs but what `checkpoint` keeps of them: that way a checkpoint around this one, or
@@ -171,7 +171,7 @@ class _Call:
 class _Again:
     """The surroundings of second runs: there is one for each backward pass through a graph that is retained."""
 
-    def __init__(self, call: _Call) -> None:
+    def __init__(self, call: _BlockCall) -> None:
         self._call = call
         self._entered: list[contextlib.AbstractContextManager[Any]] = []
 

@@ -14,12 +14,12 @@ from vramfit.errors import UsageError
 from vramfit.techniques.activation_checkpointing.region import Recomputed
 from vramfit.techniques.activation_checkpointing.rematerialization import Apart, Rematerialized
 from vramfit.techniques.activation_checkpointing.specs import PRESETS, check_specs, keeps, op_specs
-from vramfit.techniques.blocks import checked_module, find_blocks, refused_blocks
-from vramfit.techniques.live import Live
-from vramfit.techniques.numerics import Numerics
-from vramfit.techniques.profile import Block, Profile
-from vramfit.techniques.surround import Around
-from vramfit.techniques.technique import Phase, Setting, Technique
+from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.numerics import Numerics
+from vramfit.techniques.core.profile import ModelBlock, Profile
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.support.blocks import checked_module, find_blocks, refused_blocks
+from vramfit.techniques.support.surround import Around
 
 EVERYWHERE = "*"
 
@@ -105,7 +105,7 @@ class ActivationCheckpointing(Technique[Checkpointing]):
     name: ClassVar[str] = "activation-checkpointing"
     summary: ClassVar[str] = "blocks keep their input and run again in the backward pass"
     numerics: ClassVar[Numerics] = Numerics.BITWISE
-    phase: ClassVar[Phase] = Phase.FORWARD
+    phase: ClassVar[AttachStage] = AttachStage.FORWARD
     setting_type = Checkpointing
 
     def options(self, profile: Profile) -> Iterable[Checkpointing]:
@@ -134,7 +134,7 @@ class ActivationCheckpointing(Technique[Checkpointing]):
             told.append(f"{kept} results kept")
         return ", ".join(told)
 
-    def attach(self, live: Live, setting: Checkpointing) -> None:
+    def attach(self, live: AttachedProgram, setting: Checkpointing) -> None:
         """Surround the blocks.
 
         Raises:
@@ -145,7 +145,9 @@ class ActivationCheckpointing(Technique[Checkpointing]):
             live.surround(live.model.get_submodule(path), around)
 
 
-def setting_for(decisions: Mapping[str, Iterable[int] | None], blocks: Sequence[Block] = ()) -> Checkpointing:
+def setting_for(
+    decisions: Mapping[str, Iterable[int] | None], blocks: Sequence[ModelBlock] = ()
+) -> Checkpointing:
     """The setting in which each block has a decision of its own.
 
     Args:
@@ -166,7 +168,7 @@ def setting_for(decisions: Mapping[str, Iterable[int] | None], blocks: Sequence[
     return Checkpointing(mode=Mode.LAZY, modules=tuple(modules), save=save)
 
 
-def _specs_by_part(block: Block, kept: Sequence[int]) -> dict[str, tuple[str, ...]]:
+def _specs_by_part(block: ModelBlock, kept: Sequence[int]) -> dict[str, tuple[str, ...]]:
     """The operations of a block whose results are kept, under the names of the parts that are counted apart."""
     parts: dict[str, list[int]] = {}
     for number, op in enumerate(block.ops):
@@ -274,7 +276,7 @@ def _segments(paths: tuple[str, ...], setting: Checkpointing) -> Iterator[tuple[
 # -- what could pay ------------------------------------------------------------------------------------------------
 
 
-def _uniform(blocks: tuple[Block, ...], count: int) -> Iterator[Checkpointing]:
+def _uniform(blocks: tuple[ModelBlock, ...], count: int) -> Iterator[Checkpointing]:
     names = {op.name for block in blocks for op in block.ops}
     told: set[frozenset[str]] = set()
     for preset in ("expensive", "matmuls", "convolutions", "attention"):
@@ -292,7 +294,7 @@ def _uniform(blocks: tuple[Block, ...], count: int) -> Iterator[Checkpointing]:
         yield Checkpointing(mode=Mode.SEGMENTS, nested=True)
 
 
-def _cost(setting: Checkpointing, blocks: tuple[Block, ...]) -> tuple[float, int]:
+def _cost(setting: Checkpointing, blocks: tuple[ModelBlock, ...]) -> tuple[float, int]:
     """Seconds that a setting for all blocks adds to a step; where nothing is known, its place among the modes."""
     modes = (Mode.SELECTIVE, Mode.EVERY, Mode.WHOLE, Mode.SEGMENTS)
     place = 2 * modes.index(setting.mode) + setting.nested

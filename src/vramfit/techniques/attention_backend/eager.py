@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.live import Live
+from vramfit.techniques.core.live import AttachedProgram
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
@@ -31,7 +31,7 @@ def drops_weights(model: nn.Module) -> bool:
     return any((getattr(config, name, 0.0) or 0.0) > 0 for config in configs for name in _DROPOUTS)
 
 
-def make_fused(live: Live, path: str, module: Any) -> None:
+def make_fused(live: AttachedProgram, path: str, module: Any) -> None:
     """Let a model of transformers call ``scaled_dot_product_attention`` until the undo.
 
     Raises:

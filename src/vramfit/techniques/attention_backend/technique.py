@@ -15,11 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vramfit.errors import UsageError
 from vramfit.techniques.attention_backend.eager import drops_weights, eager_models, make_fused
 from vramfit.techniques.attention_backend.unread import BEFORE_NEED_WEIGHTS, unread_weights
-from vramfit.techniques.live import Live
-from vramfit.techniques.numerics import Numerics, Promise
-from vramfit.techniques.profile import Profile
-from vramfit.techniques.surround import plain_class
-from vramfit.techniques.technique import Phase, Setting, Technique
+from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.numerics import Numerics, Promise
+from vramfit.techniques.core.profile import Profile
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.support.surround import plain_class
 
 # What a forward pass names that attends: torch's functions, and the table of transformers.
 _CALLS = frozenset(
@@ -81,7 +81,7 @@ class AttentionBackend(Technique[AttentionSetting]):
     name: ClassVar[str] = "attention-backend"
     summary: ClassVar[str] = "attention in fused kernels, which keep no weights"
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
-    phase: ClassVar[Phase] = Phase.MODEL
+    phase: ClassVar[AttachStage] = AttachStage.MODEL
     setting_type = AttentionSetting
     quickens: ClassVar[bool] = True
 
@@ -104,7 +104,7 @@ class AttentionBackend(Technique[AttentionSetting]):
             )
         return Promise(Numerics.ROUNDING, "attention sums in another order")
 
-    def attach(self, live: Live, setting: AttentionSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: AttentionSetting) -> None:
         """Change what the setting names.
 
         Raises:

@@ -64,7 +64,7 @@ class Casting:
 
 
 @dataclass(slots=True, eq=False)
-class Family:
+class LogitsFamily:
     """The logits that one call of a head would have given, and all that was derived from them.
 
     Attributes:
@@ -123,7 +123,7 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class DeferredCall:
     """An operation that derived one tensor from another, to be called again."""
 
     func: Callable[..., Any]
@@ -139,7 +139,7 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Recipe:
+class LogitsRecipe:
     """How a tensor comes about: which rows of hidden states, and what happens to their logits.
 
     Attributes:
@@ -160,7 +160,7 @@ class Recipe:
     steps: tuple[Step, ...] = ()
     normalised: bool = False
     attached: bool = True
-    calls: tuple[Call, ...] = ()
+    calls: tuple[DeferredCall, ...] = ()
 
     @property
     def plain_rows(self) -> bool:
@@ -168,7 +168,7 @@ class Recipe:
         return self.class_dim == len(self.shape) - 1
 
     def value(
-        self, family: Family, *inputs: torch.Tensor, parent: DeferredLogits | None = None
+        self, family: LogitsFamily, *inputs: torch.Tensor, parent: DeferredLogits | None = None
     ) -> torch.Tensor:
         """The tensor itself: from its parent where that exists, else from the head on."""
         with torch.set_grad_enabled(True):
@@ -184,13 +184,13 @@ class Recipe:
 class DeferredLogits(torch.Tensor):
     """Logits to be. See NOTE [Deferred logits]."""
 
-    family: Family
-    recipe: Recipe
+    family: LogitsFamily
+    recipe: LogitsRecipe
     parent: DeferredLogits | None
     full: torch.Tensor | None
 
     @staticmethod
-    def make(family: Family, recipe: Recipe, parent: DeferredLogits | None) -> DeferredLogits:
+    def make(family: LogitsFamily, recipe: LogitsRecipe, parent: DeferredLogits | None) -> DeferredLogits:
         """A tensor that stands for what `recipe` says."""
         if recipe.attached:
             made: DeferredLogits = _Node.apply(family, recipe, *family.inputs)  # type: ignore[no-untyped-call]
@@ -204,7 +204,7 @@ class DeferredLogits(torch.Tensor):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **changes: Any
     ) -> DeferredLogits:
         """What an operation makes of it, deferred too."""
-        call = Call(func, args, kwargs, Casting.now(self.family.hidden.device.type))
+        call = DeferredCall(func, args, kwargs, Casting.now(self.family.hidden.device.type))
         recipe = replace(self.recipe, calls=(*self.recipe.calls, call), **changes)
         return DeferredLogits.make(self.family, recipe, self)
 
@@ -248,10 +248,10 @@ def defer(
 ) -> DeferredLogits:
     """What ``F.linear(hidden, weight, bias)`` would give, deferred."""
     casting = Casting.now(hidden.device.type)
-    family = Family(hidden=hidden, weight=weight, bias=bias, casting=casting, chunking=chunking)
+    family = LogitsFamily(hidden=hidden, weight=weight, bias=bias, casting=casting, chunking=chunking)
     family.versions = tuple(tensor._version for tensor in family.inputs)
     shape = (*hidden.shape[:-1], weight.shape[0])
-    recipe = Recipe(rows=hidden, shape=shape, dtype=casting.of(weight.dtype), class_dim=len(shape) - 1)
+    recipe = LogitsRecipe(rows=hidden, shape=shape, dtype=casting.of(weight.dtype), class_dim=len(shape) - 1)
     return DeferredLogits.make(family, recipe, None)
 
 
@@ -293,7 +293,7 @@ def _real(deferred: DeferredLogits) -> torch.Tensor:
     return deferred.full
 
 
-def _empty(family: Family, recipe: Recipe) -> DeferredLogits:
+def _empty(family: LogitsFamily, recipe: LogitsRecipe) -> DeferredLogits:
     made: DeferredLogits = torch.Tensor._make_wrapper_subclass(
         DeferredLogits, recipe.shape, dtype=recipe.dtype, device=family.hidden.device
     )
@@ -304,7 +304,7 @@ class _Node(torch.autograd.Function):
     """The autograd node of deferred logits, for those who need one: computes them and goes back through that."""
 
     @staticmethod
-    def forward(ctx: Any, family: Family, recipe: Recipe, *_: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, family: LogitsFamily, recipe: LogitsRecipe, *_: torch.Tensor) -> torch.Tensor:
         # Not by save_for_backward: whoever packs saved tensors, to offload them, would pack these once more.
         ctx.made_of = (family, replace(recipe, rows=family.hidden))
         return _empty(family, recipe)

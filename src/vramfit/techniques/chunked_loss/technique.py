@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from vramfit.errors import UsageError
 from vramfit.techniques.chunked_loss.deferred import Chunking, DeferredLogits, default_rows, defer
 from vramfit.techniques.chunked_loss.finding import find_head
-from vramfit.techniques.live import Live
-from vramfit.techniques.numerics import Numerics, Promise
-from vramfit.techniques.profile import Profile
-from vramfit.techniques.surround import has_own_forward, plain_class, surroundings_of
-from vramfit.techniques.technique import Phase, Setting, Technique
+from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.numerics import Numerics, Promise
+from vramfit.techniques.core.profile import Profile
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.support.surround import has_own_forward, plain_class, surroundings_of
 
 # Below this share of the peak the logits are not worth the trouble.
 _NOTABLE = 0.03
@@ -75,7 +75,7 @@ class ChunkedLoss(Technique[ChunkedLossSetting]):
     name: ClassVar[str] = "chunked-loss"
     summary: ClassVar[str] = "computes cross-entropy without the full logits"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
-    phase: ClassVar[Phase] = Phase.LOSS
+    phase: ClassVar[AttachStage] = AttachStage.LOSS
     setting_type = ChunkedLossSetting
     quickens: ClassVar[bool] = True
 
@@ -100,7 +100,7 @@ class ChunkedLoss(Technique[ChunkedLossSetting]):
         yield ChunkedLossSetting(chunk_rows=few, into_grad=True)
         yield ChunkedLossSetting(chunk_rows=few, recompute=True, into_grad=True)
 
-    def attach(self, live: Live, setting: ChunkedLossSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: ChunkedLossSetting) -> None:
         """Surround the heads."""
         if setting.chunk_rows < 0:
             raise UsageError(

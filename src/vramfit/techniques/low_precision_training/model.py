@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vramfit.techniques.casting import HALVES, cast_tensors, device_type_of
 from vramfit.techniques.low_precision_training.rounding import join_, split
-from vramfit.techniques.surround import plain_class
+from vramfit.techniques.support.casting import HALVES, cast_tensors, device_type_of
+from vramfit.techniques.support.surround import plain_class
 
 _WIDER = frozenset({torch.float16, torch.float32, torch.float64})
 _FLOAT32 = frozenset({torch.float32})
@@ -46,7 +46,7 @@ class HalfModel:
         return cast_tensors(outputs, HALVES, torch.float32) if self.float32_outputs else outputs
 
 
-class Island:
+class MasterIsland:
     """Runs a module of float32 parameters on float32 inputs; its outputs are in bfloat16 again."""
 
     def __call__(

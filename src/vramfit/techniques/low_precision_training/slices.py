@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from vramfit.techniques.optimizer_exchange import is_separable
+from vramfit.techniques.support.optimizer_exchange import is_separable
 
 # Beside the parameters a chunk holds about 28 bytes an element: weights, gradients and states in float32, random bits,
 # and what the optimizer's foreach kernels need. A 128th of the parameters keeps that below a quarter of a byte for each

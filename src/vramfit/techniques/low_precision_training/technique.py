@@ -12,17 +12,17 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from vramfit.errors import UsageError
-from vramfit.techniques.casting import find_islands, surround_loss
-from vramfit.techniques.low_precision_training.model import Casts, HalfModel, Island, is_norm
+from vramfit.techniques.core.numerics import Numerics, Promise
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.low_precision_training.model import Casts, HalfModel, MasterIsland, is_norm
 from vramfit.techniques.low_precision_training.slices import is_elementwise, resting_dtype
 from vramfit.techniques.low_precision_training.steps import Float32Steps
-from vramfit.techniques.numerics import Numerics, Promise
-from vramfit.techniques.technique import Phase, Setting, Technique
+from vramfit.techniques.support.casting import find_islands, surround_loss
 
 if TYPE_CHECKING:
-    from vramfit.techniques.live import Live
-    from vramfit.techniques.optimizer_offload_host import HostOptimizer
-    from vramfit.techniques.profile import Profile
+    from vramfit.techniques.core.live import AttachedProgram
+    from vramfit.techniques.core.profile import Profile
+    from vramfit.techniques.support.optimizer_offload_host import HostOptimizer
 
 _BFLOAT16_FROM = (8, 0)  # CUDA C++ Programming Guide, arithmetic instructions
 _AO_ROUNDING = "bf16_stochastic_round"  # torchao/optim/adam.py: its optimizers round by themselves
@@ -102,7 +102,7 @@ class LowPrecisionTraining(Technique[LowPrecisionTrainingSetting]):
     name: ClassVar[str] = "low-precision-training"
     summary: ClassVar[str] = "weights, gradients and activations in bfloat16, steps in float32"
     numerics: ClassVar[Numerics] = Numerics.PRECISION
-    phase: ClassVar[Phase] = Phase.MODEL
+    phase: ClassVar[AttachStage] = AttachStage.MODEL
     setting_type = LowPrecisionTrainingSetting
     quickens: ClassVar[bool] = True
     excludes: ClassVar[dict[str, str]] = {
@@ -138,7 +138,7 @@ class LowPrecisionTraining(Technique[LowPrecisionTrainingSetting]):
             note += ", the optimizer's states are in bfloat16"
         return Promise(Numerics.PRECISION, note)
 
-    def attach(self, live: Live, setting: LowPrecisionTrainingSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: LowPrecisionTrainingSetting) -> None:
         """Cast the model, surround it and its islands, and hook the optimizer once it is there."""
         islands = find_islands(live.model, setting.islands, ())
         if setting.float32_norms:
@@ -149,13 +149,13 @@ class LowPrecisionTraining(Technique[LowPrecisionTrainingSetting]):
         live.on_undo(lambda: casts.undo(live.model))
         casts.cast(live.model, islands)
         for module in islands:
-            live.surround(module, Island())
+            live.surround(module, MasterIsland())
         live.surround(live.model, HalfModel(float32_outputs=setting.float32_outputs))
         surround_loss(live, torch.bfloat16)
-        live.after(Phase.OPTIMIZER, lambda: _take_over(live, setting, casts))
+        live.after(AttachStage.OPTIMIZER, lambda: _take_over(live, setting, casts))
 
 
-def _check(live: Live, islands: list[nn.Module]) -> None:
+def _check(live: AttachedProgram, islands: list[nn.Module]) -> None:
     """Make sure that the model can be cast.
 
     Raises:
@@ -192,9 +192,9 @@ def _unsteppable(optimizer: torch.optim.Optimizer) -> UsageError:
     )
 
 
-def _take_over(live: Live, setting: LowPrecisionTrainingSetting, casts: Casts) -> None:
+def _take_over(live: AttachedProgram, setting: LowPrecisionTrainingSetting, casts: Casts) -> None:
     """Hook the optimizer, which is the final one now, and bring its states into their dtype."""
-    from vramfit.techniques.optimizer_offload_host import HostOptimizer  # it imports this package
+    from vramfit.techniques.support.optimizer_offload_host import HostOptimizer  # it imports this package
 
     optimizer = live.optimizer
     if optimizer is None:
@@ -235,7 +235,7 @@ def _take_over(live: Live, setting: LowPrecisionTrainingSetting, casts: Casts) -
 
 
 def _take_over_host(
-    live: Live, optimizer: HostOptimizer, setting: LowPrecisionTrainingSetting, casts: Casts
+    live: AttachedProgram, optimizer: HostOptimizer, setting: LowPrecisionTrainingSetting, casts: Casts
 ) -> None:
     """Let an optimizer on the host keep float32 weights there, where they cost nothing of the card."""
     if setting.bfloat16_states or setting.master is not Master.FLOAT32:

@@ -16,9 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.techniques.host_lane import CopyLane, CudaLane, Lane
 from vramfit.techniques.parameter_offload.gradients import Gradients
-from vramfit.techniques.saved import Packed, Place, in_backward, is_plain, storage_key, written_in_place
+from vramfit.techniques.support.host_lane import CopyLane, CudaLane, Lane
+from vramfit.techniques.support.saved import (
+    Packed,
+    StoragePlace,
+    in_backward,
+    is_plain,
+    storage_key,
+    written_in_place,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +107,7 @@ class Visit:
 
     __slots__ = ("_number", "_place", "_version", "_visitors")
 
-    def __init__(self, visitors: Visitors, number: int, place: Place) -> None:
+    def __init__(self, visitors: Visitors, number: int, place: StoragePlace) -> None:
         self._visitors, self._number, self._place = visitors, number, place
         self._version = visitors.parameters[number]._version
 
@@ -248,6 +255,6 @@ class WeightTaker:
         self._visitors, self._keys = visitors, visitors.keys()
 
     def __call__(self, tensor: torch.Tensor) -> Packed | None:
-        """See `vramfit.techniques.saved.packing`."""
+        """See `vramfit.techniques.support.saved.packing`."""
         number = self._keys.get(storage_key(tensor)) if is_plain(tensor) else None
-        return None if number is None else Visit(self._visitors, number, Place(tensor))
+        return None if number is None else Visit(self._visitors, number, StoragePlace(tensor))

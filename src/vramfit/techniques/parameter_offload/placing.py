@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.live import Live
-from vramfit.techniques.optimizer_exchange import state_tensors
+from vramfit.techniques.core.live import AttachedProgram
 from vramfit.techniques.parameter_offload.depot import Depot
+from vramfit.techniques.support.optimizer_exchange import state_tensors
 
 
-def place(live: Live, away: dict[int, nn.Parameter]) -> None:
+def place(live: AttachedProgram, away: dict[int, nn.Parameter]) -> None:
     """Put the chosen parameters onto the host, and all else onto the device."""
     if live.placed:
         _move(live.model, torch.device("cpu"), lambda p: id(p) in away)
@@ -44,7 +44,7 @@ def _move(model: nn.Module, device: torch.device, goes: Callable[[torch.Tensor],
             held[name] = tensor
 
 
-def settle_optimizer(live: Live, away: dict[int, nn.Parameter], keeping: Depot | None) -> None:
+def settle_optimizer(live: AttachedProgram, away: dict[int, nn.Parameter], keeping: Depot | None) -> None:
     """Let the optimizer's state be where the parameters are, and gradients come before it steps."""
     optimizer = live.optimizer
     if optimizer is not None:

@@ -15,16 +15,16 @@ from torch.nn.parameter import is_lazy
 
 from vramfit.errors import UsageError
 from vramfit.techniques.activation_offload import chosen_modules
-from vramfit.techniques.blocks import find_blocks
-from vramfit.techniques.host_lane import PINNED_ROUNDING
-from vramfit.techniques.live import Live
-from vramfit.techniques.numerics import Numerics, Promise
+from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.numerics import Numerics, Promise
+from vramfit.techniques.core.profile import Profile
+from vramfit.techniques.core.technique import AttachStage, Setting, Technique
 from vramfit.techniques.parameter_offload.depot import Depot, Visitors
 from vramfit.techniques.parameter_offload.placing import place, settle_optimizer
-from vramfit.techniques.paying import best_blocks
-from vramfit.techniques.profile import Profile
-from vramfit.techniques.saved import hooks_outside, in_backward, packing, unseen
-from vramfit.techniques.technique import Phase, Setting, Technique
+from vramfit.techniques.support.blocks import find_blocks
+from vramfit.techniques.support.host_lane import PINNED_ROUNDING
+from vramfit.techniques.support.paying import best_blocks
+from vramfit.techniques.support.saved import hooks_outside, in_backward, packing, unseen
 
 
 class GradientPlace(Enum):
@@ -81,7 +81,7 @@ class ParameterOffload(Technique[ParameterOffloadSetting]):
     name: ClassVar[str] = "parameter-offload"
     summary: ClassVar[str] = "parameters live on the host and visit the card block by block"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
-    phase: ClassVar[Phase] = Phase.PLACEMENT
+    phase: ClassVar[AttachStage] = AttachStage.PLACEMENT
     setting_type = ParameterOffloadSetting
     excludes: ClassVar[dict[str, str]] = {
         "optimizer-offload": "that wants the parameters on the card; here states are on the host anyway",
@@ -112,7 +112,7 @@ class ParameterOffload(Technique[ParameterOffloadSetting]):
             "gradients are the same; the optimizer's kernels of the CPU may round otherwise",
         )
 
-    def attach(self, live: Live, setting: ParameterOffloadSetting) -> None:
+    def attach(self, live: AttachedProgram, setting: ParameterOffloadSetting) -> None:
         """See `Technique.attach`."""
         blocks = _chosen(live, setting)
         keeps = setting.gradients is GradientPlace.DEVICE
@@ -125,7 +125,7 @@ class ParameterOffload(Technique[ParameterOffloadSetting]):
             for path, part, inside in _parts(block, names):
                 live.surround(part, VisitedApart(depot, index, path, inside))
         live.on_undo(depot.close)
-        live.after(Phase.OPTIMIZER, lambda: settle_optimizer(live, away, depot if keeps else None))
+        live.after(AttachStage.OPTIMIZER, lambda: settle_optimizer(live, away, depot if keeps else None))
 
 
 class Visited:
@@ -250,7 +250,9 @@ def _in_place(visitors: Visitors, copies: list[torch.Tensor]) -> Iterator[None]:
             slot.owner._parameters[slot.name] = visitors.parameters[slot.number]
 
 
-def _chosen(live: Live, setting: ParameterOffloadSetting) -> list[tuple[nn.Module, tuple[str, ...]]]:
+def _chosen(
+    live: AttachedProgram, setting: ParameterOffloadSetting
+) -> list[tuple[nn.Module, tuple[str, ...]]]:
     """The blocks, each with the names of its parameters that go.
 
     Raises:

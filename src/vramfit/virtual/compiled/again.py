@@ -16,7 +16,7 @@ from vramfit.virtual.compiled.wrapper import CompiledGraph
 
 if TYPE_CHECKING:
     from vramfit.gpus import GpuSpec
-    from vramfit.virtual.compiled.player import Player
+    from vramfit.virtual.compiled.player import GraphPlayer
 
 _KEPT = 256
 """Graphs that are remembered."""
@@ -36,7 +36,7 @@ class _Known:
     output: Any
     graph: CompiledGraph
 
-    def on(self, player: Player) -> Any:
+    def on(self, player: GraphPlayer) -> Any:
         """The same, run by another player."""
         graph, output = self.graph.on(player), copy.copy(self.output)
         output.current_callable, output.compiled_fn_runner = graph.call, graph.runner
@@ -47,7 +47,7 @@ class _Known:
 _known: OrderedDict[Hashable, _Known] = OrderedDict()
 
 
-def once(compile_graph: Compile, player: Player, cards: Callable[[], Sequence[GpuSpec]]) -> Compile:
+def once(compile_graph: Compile, player: GraphPlayer, cards: Callable[[], Sequence[GpuSpec]]) -> Compile:
     """Inductor's ``fx_codegen_and_compile``, that does not write the same program twice.
 
     What is the same is told by the key of Inductor's own cache, which is not used itself: it lies on the user's disk,

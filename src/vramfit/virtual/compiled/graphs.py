@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vramfit.virtual.facade.graphs import PoolId, new_pool_id
+from vramfit.virtual.torch_cuda.graphs import PoolId, new_pool_id
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode

@@ -25,7 +25,7 @@ from vramfit.patching import PatchStack
 from vramfit.virtual.compiled.again import once
 from vramfit.virtual.compiled.graphs import GraphPools
 from vramfit.virtual.compiled.outside import Outside
-from vramfit.virtual.compiled.player import Player
+from vramfit.virtual.compiled.player import GraphPlayer
 from vramfit.virtual.compiled.wrapper import CompiledGraph
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _on_host(method: Callable[..., Any]) -> Callable[..., Any]:
 def _patch_compile(mode: VirtualMode, outside: Outside, patches: PatchStack) -> None:
     compile_fx = torch._inductor.compile_fx
     whole, inner = compile_fx.compile_fx, compile_fx._compile_fx_inner
-    player = Player(mode)
+    player = GraphPlayer(mode)
 
     def compile_whole(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(model, GraphModule) and not _on_card(model, inputs):

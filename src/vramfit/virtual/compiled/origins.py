@@ -28,7 +28,7 @@ class Step:
     frames: tuple[Frame, ...] = ()
 
 
-class Origins:
+class BufferOrigins:
     """The lines of the program behind the buffers of a graph."""
 
     def __init__(self, lowering: GraphLowering) -> None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from vramfit.patching import PatchStack
 
-# What `vramfit.virtual.program` replaces and a compiler may meet in a program.
+# What `vramfit.virtual.torch_patches` replaces and a compiler may meet in a program.
 _PATCHED: tuple[tuple[Any, str], ...] = (
     (nn.Module, "__call__"),
     (nn.functional, "one_hot"),

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.trace import Category, Frame
 from vramfit.virtual import roofline
-from vramfit.virtual.attribution import Phase
+from vramfit.virtual.attribution import ProgramPhase
 from vramfit.virtual.compiled.origins import Step
 from vramfit.virtual.ops import tensors_in
 
@@ -22,7 +22,7 @@ _ALIGNMENT = 16  # torch/_inductor/utils.py: GPU_ALIGN_BYTES, in bytes
 _NO_STEP = Step(label="inductor")
 
 
-class Player:
+class GraphPlayer:
     """Runs compiled graphs on a virtual card.
 
     Attributes:
@@ -55,7 +55,7 @@ class Player:
         """
         with self._attributed(backward=backward):
             results = run(inputs)
-        if not backward and self.mode.meter.phases.phase in (Phase.FORWARD, Phase.BACKWARD):
+        if not backward and self.mode.meter.phases.phase in (ProgramPhase.FORWARD, ProgramPhase.BACKWARD):
             for tensor in tensors_in(tuple(results)):
                 record = self.mode.meter.record_of(tensor) if type(tensor) is FakeTensor else None
                 if record is not None and record.category == Category.TEMPORARIES:
@@ -68,7 +68,7 @@ class Player:
         before = meter.category
         # Autograd's threads show the frames of torch that run the graph, and none of the program.
         self._caller = meter.backward_frames if backward else ()
-        if meter.phases.phase is not Phase.SETUP:
+        if meter.phases.phase is not ProgramPhase.SETUP:
             meter.category = Category.TEMPORARIES
         try:
             yield
@@ -160,7 +160,7 @@ class Player:
 class Kernel:
     """Stands for a fused kernel: it runs in no memory of its own."""
 
-    def __init__(self, player: Player, name: str, written: frozenset[int] | None) -> None:
+    def __init__(self, player: GraphPlayer, name: str, written: frozenset[int] | None) -> None:
         self._player = player
         self.name = name
         self.written = written

@@ -18,12 +18,12 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vramfit.virtual.compiled.origins import Origins, Step
+from vramfit.virtual.compiled.origins import BufferOrigins, Step
 
 if TYPE_CHECKING:
     from torch._inductor.graph import GraphLowering
 
-    from vramfit.virtual.compiled.player import Player
+    from vramfit.virtual.compiled.player import GraphPlayer
 
 # Below our own package, so that stacks leave its frames out.
 _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "graphs")
@@ -47,7 +47,7 @@ class CompiledGraph:
         runner: the object with which CUDA graphs reach its partitions; None without one.
     """
 
-    def __init__(self, source: str, lowering: GraphLowering, player: Player) -> None:
+    def __init__(self, source: str, lowering: GraphLowering, player: GraphPlayer) -> None:
         self.filename = os.path.join(_FOLDER, f"{next(_counter)}.py")
         self._backward = bool(lowering.is_backward)
         self._steps: dict[int, Step] = {}
@@ -55,11 +55,11 @@ class CompiledGraph:
         self._kernels: dict[str, frozenset[int] | None] = {}
         tree = ast.parse(source)
         given = {*player.namespace(), *self._constants, _STEP}
-        tree.body = list(self._kept(tree.body, given, Origins(lowering)))
+        tree.body = list(self._kept(tree.body, given, BufferOrigins(lowering)))
         self._code = compile(ast.fix_missing_locations(tree), self.filename, "exec")
         self._bind(player)
 
-    def _bind(self, player: Player) -> None:
+    def _bind(self, player: GraphPlayer) -> None:
         """Let a player run it."""
         self._player = player
         namespace = {**player.namespace(), **self._constants, _STEP: self._at}
@@ -73,7 +73,7 @@ class CompiledGraph:
         """Whether other players may run it: it holds no tensors of its own."""
         return not self._constants
 
-    def on(self, player: Player) -> CompiledGraph:
+    def on(self, player: GraphPlayer) -> CompiledGraph:
         """The same program, run by another player."""
         other = copy.copy(self)
         other._bind(player)
@@ -87,7 +87,7 @@ class CompiledGraph:
     def _at(self, number: int) -> None:
         self._player.step = self._steps[number]
 
-    def _kept(self, body: list[ast.stmt], given: set[str], origins: Origins) -> Iterator[ast.stmt]:
+    def _kept(self, body: list[ast.stmt], given: set[str], origins: BufferOrigins) -> Iterator[ast.stmt]:
         """The statements of the module that say what runs; names that the player provides stay the player's."""
         for statement in body:
             if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
@@ -105,14 +105,14 @@ class CompiledGraph:
             elif not isinstance(statement, (ast.If, ast.Delete, ast.Expr)):
                 yield statement
 
-    def _mark(self, scope: ast.FunctionDef | ast.ClassDef, origins: Origins) -> None:
+    def _mark(self, scope: ast.FunctionDef | ast.ClassDef, origins: BufferOrigins) -> None:
         """Put a note of its step before each statement of a function, or of a class's methods."""
         for node in [scope] if isinstance(scope, ast.FunctionDef) else ast.walk(scope):
             if isinstance(node, ast.FunctionDef):
                 labels = _labels(node)
                 node.body = self._marked(node.body, labels, origins)
 
-    def _marked(self, body: list[ast.stmt], labels: dict[str, str], origins: Origins) -> list[ast.stmt]:
+    def _marked(self, body: list[ast.stmt], labels: dict[str, str], origins: BufferOrigins) -> list[ast.stmt]:
         out: list[ast.stmt] = []
         for statement in body:
             for inner in ("body", "orelse"):

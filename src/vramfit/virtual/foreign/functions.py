@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vramfit.patching import PatchStack
 from vramfit.virtual.foreign.effects import note_launch, virtual_tensors
 from vramfit.virtual.foreign.registry import KERNELS, LISTENERS, FakeKernel
-from vramfit.virtual.program.libraries import change_after
+from vramfit.virtual.torch_patches.libraries import change_after
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -43,7 +43,7 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
         hear(kernel)
     LISTENERS.append(hear)
     patches.call(lambda: LISTENERS.remove(hear))
-    finder = _Finder(change)
+    finder = _StandInFinder(change)
     sys.meta_path.insert(0, finder)
 
     def forget() -> None:
@@ -73,7 +73,7 @@ def stand_in(
     return call
 
 
-class _Finder(MetaPathFinder):
+class _StandInFinder(MetaPathFinder):
     """Finds modules for which there are stand-ins; one that is not there, or is compiled, may be empty but for them."""
 
     def __init__(self, change: Callable[[ModuleType], None]) -> None:
@@ -106,7 +106,7 @@ class _Finder(MetaPathFinder):
 class _Extension(Loader):
     """Loads a compiled module if it can be loaded on this machine, else makes an empty one."""
 
-    def __init__(self, finder: _Finder, spec: ModuleSpec | None) -> None:
+    def __init__(self, finder: _StandInFinder, spec: ModuleSpec | None) -> None:
         self._finder = finder
         self._spec = spec
         self._loaded = False

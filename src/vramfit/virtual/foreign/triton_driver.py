@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vramfit.patching import PatchStack
-from vramfit.virtual.program.libraries import after_import
+from vramfit.virtual.torch_patches.libraries import after_import
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from vramfit.patching import PatchStack
 from vramfit.virtual.foreign.effects import note_launch, virtual_tensors
 from vramfit.virtual.foreign.written import written_parameters
-from vramfit.virtual.program.libraries import after_import
+from vramfit.virtual.torch_patches.libraries import after_import
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode

@@ -25,10 +25,10 @@ def written_parameters(function: Callable[..., Any]) -> frozenset[str]:
     Args:
         function: the Python function under ``@triton.jit``.
     """
-    return _Reader().read(function)
+    return _SourceReader().read(function)
 
 
-class _Reader:
+class _SourceReader:
     def __init__(self) -> None:
         self._known: dict[Callable[..., Any], frozenset[str]] = {}
 

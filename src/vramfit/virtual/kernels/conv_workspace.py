@@ -127,7 +127,7 @@ class Shapes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class WorkspaceEstimate:
     """Workspace of one call of cuDNN.
 
     Attributes:
@@ -160,7 +160,7 @@ def uses_tensor_cores(dtype: torch.dtype, ctx: KernelContext) -> bool:
     return dtype is torch.float32 and ctx.sm >= 80 and ctx.cudnn_tf32
 
 
-def estimate(shapes: Shapes, kind: Pass, ctx: KernelContext) -> Estimate:
+def estimate(shapes: Shapes, kind: Pass, ctx: KernelContext) -> WorkspaceEstimate:
     """Workspace of one convolution with the engine that cuDNN's heuristics put first."""
     size, above, below = _uncapped(shapes, kind, ctx)
     return _capped(size, above, below, ctx)
@@ -221,16 +221,18 @@ def _padding(shapes: Shapes) -> int:
     return total
 
 
-def _capped(size: int, above: int, below: int, ctx: KernelContext) -> Estimate:
+def _capped(size: int, above: int, below: int, ctx: KernelContext) -> WorkspaceEstimate:
     text = ctx.environ.get("CUDNN_CONV_WSCAP_DBG", "")
     if text.isdigit():
         cap = int(text) * _MIB
         size = min(size, cap)
         above, below = min(above, cap - size), min(below, size)
-    return Estimate(size=size, above=above, below=below)
+    return WorkspaceEstimate(size=size, above=above, below=below)
 
 
-def searched(found: Estimate, shapes: Shapes, key: Hashable, ctx: KernelContext) -> Estimate:
+def searched(
+    found: WorkspaceEstimate, shapes: Shapes, key: Hashable, ctx: KernelContext
+) -> WorkspaceEstimate:
     """The same in benchmark mode: at the first call, the search comes before it. See NOTE [Benchmark mode].
 
     Args:
@@ -247,7 +249,7 @@ def searched(found: Estimate, shapes: Shapes, key: Hashable, ctx: KernelContext)
     if shapes.is_3x3:
         most, over = shapes.data * 36 // 16 + 4 * shapes.filters, 2 * whole + 121 * shapes.filters
     trial = _capped(most, over, most, ctx)
-    return Estimate(
+    return WorkspaceEstimate(
         size=found.size,
         above=max(found.above, trial.above),
         below=max(found.below, trial.below),

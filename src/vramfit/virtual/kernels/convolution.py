@@ -35,7 +35,7 @@ from vramfit.virtual.kernels.context import (
     nbytes,
     table,
 )
-from vramfit.virtual.kernels.conv_workspace import Estimate, Pass, Shapes, estimate, searched
+from vramfit.virtual.kernels.conv_workspace import Pass, Shapes, WorkspaceEstimate, estimate, searched
 from vramfit.virtual.kernels.reduction import reduce_extras
 
 
@@ -144,7 +144,7 @@ def _kept(*sizes: int) -> tuple[int, ...]:
     return tuple(size for size in sizes if size)
 
 
-def _followed(copies: tuple[int, ...], workspace: Estimate) -> tuple[int, ...]:
+def _followed(copies: tuple[int, ...], workspace: WorkspaceEstimate) -> tuple[int, ...]:
     return copies + workspace.entries(len(copies))
 
 
@@ -208,7 +208,7 @@ def _workspace(
     outputs: torch.Tensor,
     layout: torch.memory_format,
     ctx: KernelContext,
-) -> Estimate:
+) -> WorkspaceEstimate:
     """Workspace of one call of cuDNN, the search of benchmark mode before it included."""
     images = tuple(conv.source.shape), tuple(outputs.shape)
     shapes = Shapes(

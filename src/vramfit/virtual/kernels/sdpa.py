@@ -34,7 +34,7 @@ class SdpaBackend(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _SdpaCall:
     """One call, as the checks see it (``sdp_params``)."""
 
     query: torch.Tensor
@@ -78,7 +78,7 @@ def choose_backend(
     Raises:
         RuntimeError: every backend that could run the call is switched off, as on a card.
     """
-    call = _Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, ctx)
+    call = _SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, ctx)
     for backend in priority(ctx):
         if _USABLE[backend](call):
             return backend
@@ -113,7 +113,7 @@ def priority(ctx: KernelContext) -> tuple[SdpaBackend, ...]:
 # -- can_use_cudnn_attention ---------------------------------------------------------------------------------
 
 
-def _can_use_cudnn(call: _Call) -> bool:
+def _can_use_cudnn(call: _SdpaCall) -> bool:
     ctx, query = call.ctx, call.query
     if not (ctx.cudnn_sdp and ctx.cudnn and _is_dense_4d(call)) or ctx.deterministic:
         return False
@@ -133,7 +133,7 @@ def _can_use_cudnn(call: _Call) -> bool:
     )
 
 
-def _cudnn_mask_shape(call: _Call) -> bool:
+def _cudnn_mask_shape(call: _SdpaCall) -> bool:
     """``check_attn_mask_shape``: 2-D or 4-D, each side whole or one, no gradient."""
     mask = call.mask
     if mask is None:
@@ -144,7 +144,7 @@ def _cudnn_mask_shape(call: _Call) -> bool:
     return all(size in (1, full) for size, full in zip(mask.shape, whole, strict=True))
 
 
-def _cudnn_shapes(call: _Call) -> bool:
+def _cudnn_shapes(call: _SdpaCall) -> bool:
     """``check_cudnn_tensor_shapes``; and single queries, which 2.15 keeps from cuDNN 9.19 to 9.25.0 on capability
     10.x and 11.x (``is_cudnn_attention_decode_disabled``)."""
     ctx = call.ctx
@@ -175,7 +175,7 @@ def _cudnn_shapes(call: _Call) -> bool:
 # -- can_use_flash_attention ---------------------------------------------------------------------------------
 
 
-def _can_use_flash(call: _Call) -> bool:
+def _can_use_flash(call: _SdpaCall) -> bool:
     ctx, query, key = call.ctx, call.query, call.key
     if not (ctx.flash_sdp and _is_dense_4d(call)) or call.mask is not None:
         return False
@@ -194,7 +194,7 @@ def _can_use_flash(call: _Call) -> bool:
     )
 
 
-def _flash_backward_fits(call: _Call, size: int) -> bool:
+def _flash_backward_fits(call: _SdpaCall, size: int) -> bool:
     """``check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120``."""
     if not (86 <= call.ctx.sm <= 89 or 120 <= call.ctx.sm <= 121) or not call.trains:
         return True
@@ -204,7 +204,7 @@ def _flash_backward_fits(call: _Call, size: int) -> bool:
 # -- can_use_mem_efficient_attention -------------------------------------------------------------------------
 
 
-def _can_use_efficient(call: _Call) -> bool:
+def _can_use_efficient(call: _SdpaCall) -> bool:
     ctx, query, key, value = call.ctx, call.query, call.key, call.value
     if not (ctx.mem_efficient_sdp and _is_dense_4d(call)) or not 50 <= ctx.sm <= 121:
         return False
@@ -234,7 +234,7 @@ def gemm_alignment(dtype: torch.dtype, ctx: KernelContext) -> int:
     return alignment
 
 
-def _offsets_are_aligned(call: _Call, alignment: int) -> bool:
+def _offsets_are_aligned(call: _SdpaCall, alignment: int) -> bool:
     """``check_data_ptr_alignment_mem_efficient``: the allocator aligns storages, so offsets decide."""
     tensors = (call.query, call.key, call.value)
     return all(not t.numel() or t.storage_offset() % alignment == 0 for t in tensors)
@@ -243,19 +243,19 @@ def _offsets_are_aligned(call: _Call, alignment: int) -> bool:
 # -- checks shared by backends (sdp_utils_cpp.h) -------------------------------------------------------------
 
 
-def _is_dense_4d(call: _Call) -> bool:
+def _is_dense_4d(call: _SdpaCall) -> bool:
     tensors = (call.query, call.key, call.value)
     return all(t.dim() == 4 and not t.is_nested for t in tensors)
 
 
-def _same_dtype(call: _Call, allowed: frozenset[torch.dtype]) -> bool:
+def _same_dtype(call: _SdpaCall, allowed: frozenset[torch.dtype]) -> bool:
     dtype = call.query.dtype
     if call.ctx.capability[0] < 8 and dtype is torch.bfloat16:
         return False
     return dtype == call.key.dtype == call.value.dtype and dtype in allowed
 
 
-def _last_strides_are_one(call: _Call, *, ignore_single: bool) -> bool:
+def _last_strides_are_one(call: _SdpaCall, *, ignore_single: bool) -> bool:
     """``check_last_dim_stride_equals_1_dense``, the mask's included."""
     fine = all(t.stride(-1) == 1 for t in (call.query, call.key, call.value))
     if ignore_single and call.query.shape[-1] == 1:
@@ -263,7 +263,7 @@ def _last_strides_are_one(call: _Call, *, ignore_single: bool) -> bool:
     return fine and (call.mask is None or call.mask.stride(-1) == 1)
 
 
-def _heads_fit(call: _Call, *, gqa: bool, same_kv_heads: bool) -> bool:
+def _heads_fit(call: _SdpaCall, *, gqa: bool, same_kv_heads: bool) -> bool:
     """``check_batch_size_and_num_heads_dense`` and ``check_grouped_query_attention``."""
     query, key, value = call.query.shape, call.key.shape, call.value.shape
     if not query[0] == key[0] == value[0]:
@@ -275,7 +275,7 @@ def _heads_fit(call: _Call, *, gqa: bool, same_kv_heads: bool) -> bool:
     return query[1] % key[1] == 0 and (same_kv_heads or query[1] % value[1] == 0)
 
 
-_USABLE: dict[SdpaBackend, Callable[[_Call], bool]] = {
+_USABLE: dict[SdpaBackend, Callable[[_SdpaCall], bool]] = {
     SdpaBackend.CUDNN: _can_use_cudnn,
     SdpaBackend.FLASH: _can_use_flash,
     SdpaBackend.EFFICIENT: _can_use_efficient,

@@ -19,8 +19,8 @@ import torch
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.virtual.fake_impls.registry import LATE, RULES, find_overload
 from vramfit.virtual.ops import tensors_in
-from vramfit.virtual.rules.registry import LATE, RULES, find_overload
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode

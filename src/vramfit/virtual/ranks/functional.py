@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vramfit.virtual.fake_impls.registry import LATE, RULES, find_overload
 from vramfit.virtual.ops import Handler
 from vramfit.virtual.ranks.collectives import copy
-from vramfit.virtual.rules.registry import LATE, RULES, find_overload
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode

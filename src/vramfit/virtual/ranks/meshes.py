@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from vramfit.patching import PatchStack
 from vramfit.virtual.fake_mode import VirtualFakeMode
-from vramfit.virtual.program.libraries import after_import
+from vramfit.virtual.torch_patches.libraries import after_import
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode

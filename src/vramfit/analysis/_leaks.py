@@ -1,0 +1,343 @@
+"""Growth across steps, told from warm-up and plateau by a statistical test, and grouped by what allocates it.
+
+NOTE [How a leak is told]
+1. The trace is cut into steps (`vramfit.analysis.steps`). The level of an allocating stack in a step is its low-water
+   mark: the bytes that it held at every moment of that step. What lives for less than a step does not count, wherever
+   exactly in the program the boundary lies.
+2. The first third of the steps is warm-up and left out (at least the first, and never so many that fewer than six
+   levels remain).
+3. A stack grows where the rest of its levels reject both kinds of innocent series of `vramfit.analysis.trend`
+   (fluctuation, and a running maximum of fluctuation), corrected after Holm for the number of stacks whose levels
+   changed at all: a constant level can reject nothing and is no test (R. E. Tarone, Biometrics 46, 1990).
+4. Growth has to go on: its last third makes at least half of its share, it is not fading (the same exact test on the
+   increments, at 1 %), and it ends above all that the warm-up reached. A cache that has filled, and a sawtooth, fail.
+5. Half of the level of significance (1 % in all) is kept for one test of the whole device. Where that one rejects, a
+   leak there is, and the question left is who: then the stacks are held to their own p values, uncorrected.
+   This is what lets five rounds suffice for a leak that a hundred lines take part in, as a kept graph is.
+6. Where the steps had to be guessed (a line that repeats), growth only raises suspicion, and only where the whole
+   device grows while three times as much is allocated, in nearly every step: a model that is being loaded grows, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from vramfit.analysis._curves import block_categories
+from vramfit.analysis._lifetimes import Flags, Ints, Lifetimes, lifetimes
+from vramfit.analysis._steps import Steps, StepSource, given, steps
+from vramfit.analysis.groups import stack_frames
+from vramfit.analysis.leak_report import (
+    GrowingStack,
+    LeakPlace,
+    LeakReport,
+    LeakVerdict,
+    Sawtooth,
+    SettledStack,
+)
+from vramfit.analysis.modules import fold_path
+from vramfit.analysis.trend import fading_p_value, growth_p_value, holm, late_share, theil_sen
+from vramfit.trace import Category, EventKind, MemoryTrace
+from vramfit.trace.frames import Origin, innermost, user_frame
+
+ALPHA = 0.01
+"""Chance of calling growth where there is none, for a whole trace."""
+
+_LEAST_LEVELS = 6  # 1/6! is below half of ALPHA, 1/5! is not
+_FADING = 0.01
+_LATE_SHARE = 0.5
+_CHURN = 3  # where steps are guessed: bytes allocated for each byte of growth,
+_CHURNING = 0.75  # in at least this share of the steps
+_SHOWN_SAWTEETH = 20
+
+
+def leaks(
+    trace: MemoryTrace,
+    device: int = 0,
+    *,
+    alpha: float = ALPHA,
+    by: StepSource | None = None,
+    boundaries: Ints | None = None,
+    warmup: int | None = None,
+) -> LeakReport:
+    """Find what grows from step to step.
+
+    At least `LEAST_STEPS` steps are needed (with ``boundaries`` and ``warmup`` given, six levels after the warm-up);
+    with fewer the verdict says so.
+
+    Args:
+        trace: what happened.
+        device: index of the device.
+        alpha: chance of calling growth where there is none, for the whole trace.
+        by: take the steps from this source; None takes the best that the trace has.
+        boundaries: rows after which steps begin, ascending, instead; the last one may be given twice, so that the
+            state at it counts as a level of its own.
+        warmup: steps to leave out at the beginning; None leaves out a third.
+
+    Raises:
+        ValueError: ``alpha`` is not between 0 and 1, or ``warmup`` is negative.
+    """
+    if not 0 < alpha < 1:
+        raise ValueError(f"alpha {alpha} is not between 0 and 1")
+    if warmup is not None and warmup < 0:
+        raise ValueError(f"warmup {warmup} is negative")
+    found = (
+        steps(trace, device, by=by) if boundaries is None else given(np.asarray(boundaries, dtype=np.int64))
+    )
+    return _LeakSearch(trace, device, found, alpha, warmup).report()
+
+
+class _LeakSearch:
+    """One search through one trace."""
+
+    def __init__(
+        self, trace: MemoryTrace, device: int, found: Steps, alpha: float, warmup: int | None
+    ) -> None:
+        self.trace, self.steps, self.alpha = trace, found, alpha
+        self.lives = lifetimes(trace, device)
+        self.category = block_categories(trace, self.lives)
+        self.count = max(0, len(found) - 1)  # levels: the last step's end is not known
+        self.start = min(self.count, warmup_of(self.count) if warmup is None else warmup)
+        self.keys, self.stack_of = _keys(trace, self.lives)
+
+    def report(self) -> LeakReport:
+        window = slice(self.start, None)
+        everything = np.zeros(len(self.keys), dtype=np.int64)
+        total = next((found for _, found in self._levels(everything, self.lives.block)), self._nothing())
+        enough = self.count - self.start >= _LEAST_LEVELS
+        p_total = growth_p_value(total[window])
+        names: list[int] = []
+        series: list[Ints] = []
+        for name, found in self._levels(self.keys, self.lives.block, self._crossing()):
+            if np.ptp(found[window]) > 0:
+                names.append(name)
+                series.append(found)
+        p_values = [growth_p_value(found[window]) for found in series]
+        adjusted = holm(p_values)
+        device_grows = enough and p_total <= self.alpha / 2 and goes_on(total, self.start)
+        growing, settled = [], []
+        for name, found, p, p_all in zip(names, series, p_values, adjusted, strict=True):
+            called = p_all <= self.alpha / 2 or (device_grows and p <= self.alpha)
+            if not enough:
+                called = len(found[window]) > 1 and bool((np.diff(found[window]) > 0).all())
+            if called and (goes_on(found, self.start) if enough else True):
+                growing.append(self._growing(name, found, p, p_all))
+            elif called:
+                settled.append(self._settled(name, found))
+        verdict = self._verdict(enough, bool(growing) or device_grows, device_grows and self._churns(total))
+        if verdict is LeakVerdict.STEADY:
+            growing.clear()
+        growing.sort(key=lambda one: (-one.bytes_per_step, -one.grown_bytes, one.first_step))
+        settled.sort(key=lambda one: -one.grown_bytes)
+        return LeakReport(
+            device=self.lives.device,
+            verdict=verdict,
+            steps=self.steps,
+            warmup=self.start,
+            alpha=self.alpha,
+            tested=len(series),
+            p_value=p_total,
+            bytes_per_step=theil_sen(total[window], self.steps.numbers[:-1][window]),
+            levels=tuple(total.tolist()),
+            growing=tuple(growing),
+            settled=tuple(settled),
+            sawteeth=self._sawteeth({one.place.stack for one in growing}),
+        )
+
+    def _verdict(self, enough: bool, grows: bool, grows_in_a_loop: bool) -> LeakVerdict:
+        if not enough:
+            return LeakVerdict.TOO_FEW_STEPS
+        if self.steps.source is StepSource.QUANTILES:
+            return LeakVerdict.NO_STEPS
+        if self.steps.source is StepSource.REPEATS:
+            return LeakVerdict.SUSPECTED if grows_in_a_loop else LeakVerdict.STEADY
+        return LeakVerdict.GROWING if grows else LeakVerdict.STEADY
+
+    def _churns(self, total: Ints) -> bool:
+        """Whether most of what is allocated is freed again, in nearly every step: a loop, not a model being built."""
+        bounds = self.steps.rows[self.start :]
+        if len(bounds) < 2:
+            return False
+        born = np.histogram(self.lives.born, bins=bounds, weights=self.lives.block)[0]
+        rises = (total[-1] - total[self.start]) / (len(bounds) - 1)
+        return bool(np.mean(born >= _CHURN * rises) >= _CHURNING)
+
+    # -- levels --------------------------------------------------------------------------------------------------
+
+    def _nothing(self) -> Ints:
+        return np.zeros(self.count, dtype=np.int64)
+
+    def _crossing(self) -> Flags:
+        """Which blocks belong to a stack that has a block alive at some boundary: no other stack has a level."""
+        bounds = self.steps.rows
+        crosses = np.searchsorted(bounds, self.lives.born) < np.searchsorted(bounds, self.lives.freed)
+        return np.isin(self.keys, np.unique(self.keys[crosses]))
+
+    def _levels(self, keys: Ints, amounts: Ints, keep: Flags | None = None) -> Iterator[tuple[int, Ints]]:
+        """The low-water mark of each step, key by key.
+
+        Args:
+            keys: one for each block; the blocks of equal keys are summed.
+            amounts: bytes of each block.
+            keep: blocks to look at, None for all.
+        """
+        chosen = np.arange(len(keys)) if keep is None else np.flatnonzero(keep)
+        if not self.count or not len(chosen):
+            return
+        rows = np.concatenate([self.lives.born[chosen], self.lives.freed[chosen]])
+        both = np.concatenate([keys[chosen], keys[chosen]])
+        delta = np.concatenate([amounts[chosen], -amounts[chosen]])
+        order = np.lexsort((rows, both))
+        rows, both, delta = rows[order], both[order], delta[order]
+        starts = np.flatnonzero(np.concatenate([[True], both[1:] != both[:-1]]))
+        for start, end in zip(starts.tolist(), np.append(starts[1:], len(both)).tolist(), strict=True):
+            held = np.concatenate([[0], np.cumsum(delta[start:end])])
+            at = np.searchsorted(rows[start:end], self.steps.rows, side="right")  # events up to each boundary
+            # reduceat gives the minimum of held[at[j] : at[j + 1]], and held[at[j]] itself where that is empty.
+            lows = np.minimum.reduceat(np.append(held, 0), at)[:-1]
+            yield int(both[start]), np.minimum(lows, held[at[1:]])
+
+    # -- results -------------------------------------------------------------------------------------------------
+
+    def _growing(self, name: int, found: Ints, p: float, p_all: float) -> GrowingStack:
+        window = found[self.start :]
+        numbers = self.steps.numbers[:-1]
+        mine = self.keys == name
+        requested = next(level for _, level in self._levels(self.keys, self.lives.size, mine))
+        grown = self._grown(mine)
+        rises = np.diff(found) > 0
+        first = int(np.argmax(rises[self.start :])) + self.start if rises[self.start :].any() else self.start
+        while first > 0 and rises[first - 1]:  # it began before the warm-up was over
+            first -= 1
+        born = self.lives.born[grown]
+        return GrowingStack(
+            place=self._place(name, grown if len(grown) else np.flatnonzero(mine)),
+            bytes_per_step=theil_sen(window, numbers[self.start :]),
+            requested_per_step=theil_sen(requested[self.start :], numbers[self.start :]),
+            grown_bytes=int(window[-1] - window[0]),
+            blocks=len(grown),
+            first_step=int(numbers[first]),
+            p_value=p,
+            adjusted_p=p_all,
+            levels=tuple(found.tolist()),
+            rows=tuple(np.sort(born[born >= 0]).tolist()),
+        )
+
+    def _grown(self, mine: Flags) -> Ints:
+        """The blocks of a stack that came after the warm-up and were there at the last boundary."""
+        first, last = int(self.steps.rows[self.start]), int(self.steps.rows[-1])
+        return np.flatnonzero(
+            mine & (self.lives.born > first) & (self.lives.born <= last) & (self.lives.freed > last)
+        )
+
+    def _settled(self, name: int, found: Ints) -> SettledStack:
+        window = found[self.start :]
+        rises = np.flatnonzero(np.diff(found) > 0)
+        mine = self.keys == name
+        grown = self._grown(mine)
+        return SettledStack(
+            place=self._place(name, grown if len(grown) else np.flatnonzero(mine)),
+            grown_bytes=int(window.max() - window[0]),
+            last_step=int(self.steps.numbers[rises[-1]]) if len(rises) else 0,
+        )
+
+    def _place(self, name: int, blocks: Ints) -> LeakPlace:
+        """What most bytes of some blocks of one stack are."""
+        trace, born = self.trace, self.lives.born[blocks]
+        sums: dict[tuple[int, int, str, int], int] = {}
+        for row, category, size in zip(
+            born.tolist(), self.category[blocks].tolist(), self.lives.block[blocks].tolist(), strict=True
+        ):
+            if row < 0:
+                key = (int(category), -1, "", -1)
+            else:
+                module = int(trace.module[row])
+                path = fold_path(trace.modules[module]) if module >= 0 else ""
+                key = (int(category), int(trace.op[row]), path, int(trace.tensor[row]))
+            sums[key] = sums.get(key, 0) + size
+        kind, op, module_path, tensor = max(sums, key=lambda one: sums[one])
+        stack = int(self.stack_of[name])
+        frames = stack_frames(trace, stack)
+        line, library = user_frame(frames), innermost(frames, Origin.LIBRARY)
+        return LeakPlace(
+            stack=stack,
+            frames=frames,
+            line=line,
+            library_line=library if library != line else None,
+            category=Category(kind),
+            op=trace.ops[op] if op >= 0 else "",
+            module=module_path,
+            tensor=trace.tensors[tensor] if tensor >= 0 else "",
+            kinds=len(sums),
+        )
+
+    def _sawteeth(self, growing: set[int]) -> tuple[Sawtooth, ...]:
+        """Stacks that mostly free the blocks of several steps at one blow: with no allocation in between."""
+        lives, bounds = self.lives, self.steps.rows
+        if len(bounds) < 2:
+            return ()
+        birth, death = np.searchsorted(bounds, lives.born), np.searchsorted(bounds, lives.freed)
+        inside = (birth < death) & (lives.freed < bounds[-1]) & (lives.born >= 0)
+        allocations = np.cumsum(self.trace.kind == EventKind.ALLOC)
+        found = []
+        for mine in _grouped(np.flatnonzero(inside), self.keys):
+            name = int(self.keys[mine[0]])
+            if int(self.stack_of[name]) in growing or len(mine) < 3:
+                continue
+            blow = allocations[lives.freed[mine]]
+            pairs = np.unique(np.stack([blow, birth[mine]]), axis=1)
+            blows, spans = np.unique(pairs[0], return_counts=True)
+            late = np.isin(blow, blows[spans >= 3])
+            if 2 * int(lives.block[mine][late].sum()) <= int(lives.block[mine].sum()):
+                continue
+            found.append(
+                Sawtooth(
+                    place=self._place(name, mine[late]),
+                    most_bytes=self._most(mine),
+                    times=int((spans >= 3).sum()),
+                    steps=int(spans.max()),
+                )
+            )
+        found.sort(key=lambda one: -one.most_bytes)
+        return tuple(found[:_SHOWN_SAWTEETH])
+
+    def _most(self, blocks: Ints) -> int:
+        """Most bytes of some blocks that were alive at one boundary."""
+        bounds = self.steps.rows
+        change = np.zeros(len(bounds) + 1, dtype=np.int64)
+        np.add.at(change, np.searchsorted(bounds, self.lives.born[blocks]), self.lives.block[blocks])
+        np.add.at(change, np.searchsorted(bounds, self.lives.freed[blocks]), -self.lives.block[blocks])
+        return int(np.cumsum(change).max())
+
+
+def goes_on(levels: Ints, warmup: int) -> bool:
+    """Whether growth lasts to the end: see NOTE [How a leak is told], 4."""
+    window, before = levels[warmup:], int(levels[:warmup].max(initial=0))
+    return late_share(window) >= _LATE_SHARE and fading_p_value(window) > _FADING and int(window[-1]) > before
+
+
+def warmup_of(count: int) -> int:
+    """How many of ``count`` levels to leave out: see NOTE [How a leak is told], 2."""
+    return max(1, min(count // 3, count - _LEAST_LEVELS)) if count > 1 else 0
+
+
+def _grouped(blocks: Ints, keys: Ints) -> list[Ints]:
+    """Split blocks by their keys."""
+    if not len(blocks):
+        return []
+    ordered = blocks[np.argsort(keys[blocks], kind="stable")]
+    return np.split(ordered, np.flatnonzero(np.diff(keys[ordered])) + 1)
+
+
+def _keys(trace: MemoryTrace, lives: Lifetimes) -> tuple[Ints, Ints]:
+    """What each block is grouped by, numbered from 0, and the stack of each number.
+
+    Blocks without a stack are told apart by their size.
+    """
+    stack = (
+        np.where(lives.born >= 0, trace.stack[lives.born], -1) if len(trace) else np.full(len(lives.born), -1)
+    )
+    size = np.where(stack >= 0, 0, lives.block)
+    pairs, index = np.unique(np.stack([stack.astype(np.int64), size]), axis=1, return_inverse=True)
+    return index.reshape(-1).astype(np.int64), pairs[0]

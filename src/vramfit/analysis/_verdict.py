@@ -1,0 +1,351 @@
+"""Whether a run fits its cards, by how much, and why not: a virtual run in, one value out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from vramfit.analysis._phases import growth, phases
+from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
+from vramfit.analysis.shortage import LARGER_CARD, Shortage, context_alone
+from vramfit.gpus import GpuKind, GpuSpec, catalogue
+from vramfit.trace import (
+    NO_BAR,
+    DeviceOutcome,
+    Frame,
+    OomReport,
+    ReservedBar,
+    Run,
+    Source,
+    reserved_bar,
+)
+from vramfit.units import MIB, format_bytes
+
+NO_CARD = -1
+"""Index of what stands in for the card where CUDA_VISIBLE_DEVICES hides them all from the program."""
+
+_ROOM = 1.03  # contexts and allocators differ a little from card to card
+_LARGER = 1.05
+"""How much larger a card must be to be offered in place of one that ran out."""
+
+VARIES = 130 * MIB
+"""By how much the memory of a card differs from driver to driver: NVML of three cards, each under a driver of its own,
+saw 70 to 130 MiB more than the totals that are known of the same cards elsewhere."""
+
+
+class Outcome(Enum):
+    """How a run ended."""
+
+    FITS = "fits"
+    DOES_NOT_FIT = "does not fit"
+    FAILED = "failed"
+    """The program failed for a reason other than memory before it could be told whether it fits."""
+    FITS_SO_FAR = "fits so far"
+    """It was interrupted or told to end, and until then it fitted."""
+    UNUSED = "the card was not used"
+    """The program ended well without ever using a card, so that nothing can be said."""
+    UNKNOWN = "unknown"
+    """A recording that does not say how large its card is, and did not run out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceVerdict:
+    """One card. Bytes throughout.
+
+    Attributes:
+        index: of the device.
+        gpu: name of the card.
+        total: memory of the card.
+        context: taken by the CUDA context, outside torch.
+        peak_allocated: highest bytes allocated over the run.
+        peak_reserved: highest bytes held from the driver over the run.
+        peak_active: highest bytes allocated or awaited by a stream.
+        headroom: total less context less peak reserved.
+        breakdown: where the bytes are: at the peak of allocated memory, or, where the run ended by running
+            out on this card, at that moment.
+        error_below: by how much the peak of allocated bytes may be lower, since some sizes were estimated.
+        error_above: by how much it may be higher.
+        reserved_bar: the same of reserved bytes, on which the verdict rests.
+    """
+
+    index: int
+    gpu: str
+    total: int
+    context: int
+    peak_allocated: int
+    peak_reserved: int
+    peak_active: int
+    headroom: int
+    breakdown: Breakdown
+    error_below: int = 0
+    error_above: int = 0
+    reserved_bar: ReservedBar = NO_BAR
+
+    @property
+    def used(self) -> int:
+        """Bytes of the card that are taken at the peak: reserved and the context."""
+        return self.peak_reserved + self.context
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the program used the card at all."""
+        return bool(self.context or self.peak_reserved or self.peak_allocated)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the CUDA context leaves anything of the card, as far as its memory is known."""
+        return not self.total or self.context < self.total
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What a run says about its memory.
+
+    Attributes:
+        outcome: whether it fits.
+        devices: one verdict per card, by index; never empty (see `NO_CARD`).
+        critical: index (into ``devices``) of the card that ran out, else of the fullest one.
+        oom: the request that could not be served, also if the program caught it.
+        short_by: bytes that were missing for that request, when everything releasable had been released, or for the
+            context where nothing ran out; 0 if none.
+        line: the user's line at which it ran out.
+        moment: what the program was doing then.
+        smallest_gpu: the smallest card of the catalogue that holds what is known of the whole program; None if none
+            does. A program that ran out would have gone on to ask for more, so there it is a lower bound, and
+            this card may still be too small.
+        needed: bytes that this choice rests on, with this card's context; each other card counts its own. Where the
+            run ended by running out, the parameters, gradients and states still to come are among them.
+        any_batch: False where what does not depend on the batch exceeds the card, so that no batch fits.
+        why: the reasons in words, most important first; empty for a run that fits.
+        advice: what to try next, in words.
+        close: the card's memory decides by less than it differs from driver to driver.
+        grows_by: bytes by which what every iteration holds grows from one to the next; 0 where nothing leaks.
+        runs_out_at: the iteration about which memory runs out if it goes on growing; None where nothing leaks, or
+            memory ran out already.
+        bounded: every size that depends on data lies within the error bar; False where nothing bounds one.
+    """
+
+    outcome: Outcome
+    devices: tuple[DeviceVerdict, ...]
+    critical: int
+    oom: OomReport | None
+    short_by: int
+    line: Frame | None
+    moment: Moment | None
+    smallest_gpu: GpuSpec | None
+    needed: int
+    why: tuple[str, ...]
+    advice: tuple[str, ...]
+    bounded: bool = True
+    close: bool = False
+    grows_by: int = 0
+    runs_out_at: int | None = None
+    any_batch: bool = True
+
+    def __repr__(self) -> str:
+        used, total = format_bytes(self.device.used), format_bytes(self.device.total)
+        return f"<Verdict: {self.outcome.value}, {used} of {total} used on {self.device.gpu or 'the card'}>"
+
+    @property
+    def device(self) -> DeviceVerdict:
+        """The card that decides."""
+        return self.devices[self.critical]
+
+    @property
+    def fits(self) -> bool | None:
+        """True or false; None if the program failed otherwise, was interrupted, or no card is known or was used."""
+        known = self.outcome in (Outcome.FITS, Outcome.DOES_NOT_FIT)
+        return self.outcome is Outcome.FITS if known else None
+
+    @property
+    def certain(self) -> bool:
+        """Whether the answer stays the same over the whole error bars of the peaks, allocated and reserved."""
+        device = self.device
+        if not self.bounded:
+            return False
+        if self.outcome is Outcome.DOES_NOT_FIT:
+            return not device.reserved_bar.serves and self.needed - device.error_below > device.total
+        fits = self.outcome in (Outcome.FITS, Outcome.FITS_SO_FAR)
+        return fits and max(device.error_above, device.reserved_bar.above) <= device.headroom
+
+
+def verdict(run: Run, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = None) -> Verdict:
+    """Judge a run.
+
+    A run does not fit if it ended by running out of memory, or if the card is too small for the CUDA context alone. A
+    program that caught the error and finished well fits otherwise: it may have been looking for the largest batch that
+    does.
+
+    Args:
+        run: what happened on the virtual cards.
+        tensors: how many groups of tensors each breakdown keeps.
+        cards: among which the smallest that would do is sought; None means the catalogue.
+    """
+    found = _judged(run, tensors, catalogue() if cards is None else tuple(cards))
+    grown = growth(phases(run.trace, found.device.index))
+    goes_on = grown.is_leak and found.fits is not False
+    return replace(
+        found,
+        bounded=all(warning.code != "size-without-bound" for warning in run.warnings),
+        close=run.source is not Source.CARD and _is_close(found),
+        grows_by=(grown.per_iteration or 0) if grown.is_leak else 0,
+        runs_out_at=grown.runs_out_at(found.device.headroom) if goes_on and found.device.total else None,
+    )
+
+
+def _is_close(found: Verdict) -> bool:
+    """Whether the answer could be another with a card of the catalogue under another driver."""
+    device = found.device
+    if found.fits is None or not any(
+        card.name == device.gpu and card.total_bytes == device.total for card in catalogue()
+    ):
+        return False  # a size that someone chose is that size
+    return device.headroom < VARIES if found.fits else found.needed - device.total < VARIES
+
+
+def _judged(run: Run, tensors: int, offered: tuple[GpuSpec, ...]) -> Verdict:
+    """The verdict, apart from what limits it and what comes after the run."""
+    ran_out = run.ran_out
+    outcome = _outcome(run)
+    devices = tuple(_device(run, found, ran_out, tensors) for found in run.devices) or (_no_card(run),)
+    critical = _critical(devices, run.oom if ran_out else None)
+    decisive = devices[critical]
+    if outcome in (Outcome.FITS, Outcome.FITS_SO_FAR):
+        if not decisive.total and decisive.index != NO_CARD:
+            outcome = Outcome.UNKNOWN
+        elif not any(device.is_used for device in devices):
+            outcome = Outcome.UNUSED
+        elif not decisive.has_room:
+            outcome = Outcome.DOES_NOT_FIT
+    oom = run.oom
+    if not ran_out or oom is None:
+        needed = decisive.used
+        return Verdict(
+            outcome=outcome,
+            devices=devices,
+            critical=critical,
+            oom=oom,
+            short_by=0 if decisive.has_room else decisive.context - decisive.total,
+            line=None,
+            moment=None,
+            smallest_gpu=_smallest_gpu(needed - decisive.context, offered),
+            needed=needed,
+            why=() if decisive.has_room else (context_alone(decisive.context, decisive.total),),
+            advice=() if decisive.has_room else (LARGER_CARD,),
+        )
+    fragments = decisive.breakdown.fragmentation
+    shortage = Shortage(
+        oom=oom,
+        breakdown=decisive.breakdown,
+        context=decisive.context,
+        total=decisive.total,
+        used=decisive.used,
+    )
+    needed = shortage.needed
+    # The program was not at its end, so a card of the same class would only fail a little later.
+    larger = [card for card in offered if card.total_bytes >= decisive.total * _LARGER]
+    return Verdict(
+        outcome=outcome,
+        devices=devices,
+        critical=critical,
+        oom=oom,
+        short_by=max(
+            0,
+            oom.requested_bytes - oom.free_bytes - fragments.releasable,
+            _beyond(decisive, shortage.reached),
+        ),
+        line=oom.user_line,
+        moment=decisive.breakdown.moment,
+        smallest_gpu=_smallest_gpu(needed - decisive.context, larger),
+        needed=needed,
+        why=tuple(shortage.reasons()),
+        advice=tuple(shortage.advice(str(run.trace.meta.get("alloc_conf", "")))),
+        any_batch=shortage.any_batch,
+    )
+
+
+def _outcome(run: Run) -> Outcome:
+    """How a run ended, before its cards are looked at."""
+    if run.ran_out:
+        return Outcome.DOES_NOT_FIT
+    if run.progress.was_asked_for:
+        return Outcome.FITS
+    if run.progress.is_cut:
+        return Outcome.FITS_SO_FAR
+    return Outcome.FAILED if run.exit_code != 0 else Outcome.FITS
+
+
+def _device(run: Run, found: DeviceOutcome, ran_out: bool, tensors: int) -> DeviceVerdict:
+    row = None
+    if ran_out and run.oom is not None and run.oom.device == found.index:
+        row = oom_row(run.trace, found.index)
+    if row is None:
+        breakdown = peak(run.trace, found.index, tensors=tensors)
+    else:
+        breakdown = _with_request(at(run.trace, row, found.index, tensors=tensors), run.oom)
+    return DeviceVerdict(
+        index=found.index,
+        gpu=found.gpu,
+        total=found.total_bytes,
+        context=found.context_bytes,
+        peak_allocated=found.peak_allocated_bytes,
+        peak_reserved=found.peak_reserved_bytes,
+        peak_active=found.peak_active_bytes,
+        headroom=found.total_bytes - found.context_bytes - found.peak_reserved_bytes,
+        breakdown=breakdown,
+        error_below=found.error_below_bytes,
+        error_above=found.error_above_bytes,
+        reserved_bar=reserved_bar(run.trace, found.index, run.estimates),
+    )
+
+
+def _no_card(run: Run) -> DeviceVerdict:
+    """What stands for the card of a program that saw none."""
+    return DeviceVerdict(
+        index=NO_CARD,
+        gpu="no card",
+        total=0,
+        context=0,
+        peak_allocated=0,
+        peak_reserved=0,
+        peak_active=0,
+        headroom=0,
+        breakdown=peak(run.trace, NO_CARD),
+    )
+
+
+def _with_request(breakdown: Breakdown, oom: OomReport | None) -> Breakdown:
+    """The breakdown with the op and line of the failed request, which its event does not hold."""
+    if oom is None:
+        return breakdown
+    moment = breakdown.moment
+    return replace(
+        breakdown, moment=replace(moment, op=moment.op or oom.op, line=moment.line or oom.user_line)
+    )
+
+
+def _beyond(device: DeviceVerdict, needed: int) -> int:
+    """Bytes beyond a budget that was exceeded before the program began; 0 where it was not."""
+    return needed - device.total if device.has_room and 0 < device.total < device.used else 0
+
+
+def _critical(devices: tuple[DeviceVerdict, ...], oom: OomReport | None) -> int:
+    """Position of the card that ran out, else of the fullest; the first of equals."""
+    for position, device in enumerate(devices):
+        if oom is not None and device.index == oom.device:
+            return position
+    return max(
+        range(len(devices)), key=lambda position: devices[position].used / max(1, devices[position].total)
+    )
+
+
+def _smallest_gpu(reserved: int, cards: Iterable[GpuSpec]) -> GpuSpec | None:
+    """The smallest card outside laptops and boards with ``reserved`` bytes beside its context, and some to spare."""
+    order = (GpuKind.DESKTOP, GpuKind.DATACENTER, GpuKind.WORKSTATION)
+    enough = [
+        card
+        for card in cards
+        if card.kind in order and card.total_bytes >= (reserved + card.typical_context_bytes) * _ROOM
+    ]
+    return min(enough, key=lambda card: (card.total_bytes, order.index(card.kind), card.name), default=None)

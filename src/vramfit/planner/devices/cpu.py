@@ -1,0 +1,211 @@
+"""Prices workloads on this machine's CPU: they run for real, and torch's own profiler counts what they allocate.
+
+Seconds are estimated from the arithmetic and traffic of each operation at rates that are measured once: what a clock
+says of one run on a shared machine would be noise to the planner.
+
+NOTE [Marks]: boundaries between stretches are events of the profiler like the allocations, so that one clock orders
+both. Another clock would put what is allocated near a boundary on the wrong side of it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from vramfit.planner.devices.cost import StepCost
+from vramfit.planner.devices.gradient_sums import measure_counts
+from vramfit.planner.flop_counting import Estimate, FlopMode, tensors_of
+from vramfit.planner.step_profiler import StepProfile, StepProfiler
+from vramfit.planner.workload_profile import profile_of
+from vramfit.techniques import Profile, live_of
+from vramfit.workload import State, Workload
+
+STEPS = 2
+"""Steps of a run: the second has the optimizer's state."""
+
+_MEMORY = "[memory]"
+"""What the profiler calls an allocation or a free (torch/csrc/profiler/collection.cpp)."""
+
+_MARK = "vramfit: a boundary"
+"""What the profiler calls the end of a stretch."""
+
+
+class CpuBackend:
+    """The CPU, as a device whose tensors are counted.
+
+    Args:
+        host_bytes: memory of the machine that may be taken; None for all.
+        estimate: the seconds of an operation; None takes `seconds_of`.
+
+    Attributes:
+        name: ``CPU``.
+        device_type: ``cpu``.
+        total_bytes: memory of the machine.
+    """
+
+    name = "CPU"
+    device_type = "cpu"
+
+    def __init__(self, *, host_bytes: int | None = None, estimate: Estimate | None = None) -> None:
+        self.total_bytes = _machine_bytes() if host_bytes is None else host_bytes
+        self.host_bytes = 0
+        self._estimate: Estimate = seconds_of if estimate is None else estimate
+
+    def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
+        """Run two steps and count the bytes of the tensors; see `Device.price`.
+
+        The budget does not stop the run: whether its peak stays within is known afterwards. FLOPs and seconds are those
+        of a third step, so that the bytes are those of a program that nobody watches: under a dispatch mode autograd
+        sums gradients elsewhere than without.
+        """
+        step = FlopMode(self._estimate)
+
+        def watched(state: State) -> None:
+            with step:
+                workload.run_step(state, sizes)
+
+        with _run(workload, sizes, afterwards=watched) as (state, counter):
+            workload.run_step(state, sizes)
+            counter.boundary()
+        peak = max(counter.peaks())
+        return StepCost(
+            fits=budget is None or peak <= budget,
+            peak_allocated_bytes=peak,
+            peak_reserved_bytes=peak,
+            step_seconds=step.seconds,
+            step_flops=step.total,
+            oom="" if budget is None or peak <= budget else f"the peak is {peak} B of {budget} B",
+        )
+
+    def observe(
+        self, workload: Workload, sizes: dict[str, int], places: Callable[[torch.nn.Module], Sequence[str]]
+    ) -> tuple[Profile, StepProfile]:
+        """Run two steps and look at the second; see `Device.observe`."""
+        with _run(workload, sizes) as (state, counter):
+            observer = StepProfiler(state.model, places(state.model), counter, estimate=self._estimate)
+            with observer.watching():
+                workload.run_step(state, sizes)
+        observation = observer.observation()
+        peak = max(counter.peaks())
+        found = profile_of(
+            workload,
+            state,
+            sizes,
+            observation,
+            device_type="cpu",
+            capability=(0, 0),
+            total_bytes=self.total_bytes,
+            peak_allocated_bytes=peak,
+            peak_reserved_bytes=peak,
+        )
+        return found, observation
+
+
+class _Counter:
+    """Peaks between boundaries, from the profiler's list of allocations and frees."""
+
+    device_type = "cpu"
+
+    def __init__(self) -> None:
+        self.boundaries = 0
+        self._peaks: list[int] = []
+
+    def seconds(self) -> float:
+        """Of the clock on the wall."""
+        return time.perf_counter()
+
+    def boundary(self) -> None:
+        """A stretch ends now. See NOTE [Marks]."""
+        self.boundaries += 1
+        # Below the dispatcher: under an observer it would be one of the operations that are observed.
+        with torch._C._profiler._RecordFunctionFast(_MARK):
+            pass
+
+    def peaks(self) -> Sequence[int]:
+        """Known once the run is over."""
+        return self._peaks
+
+    def read(self, events: Iterable[tuple[str, int]]) -> None:
+        """Take the run's allocations, frees and boundaries: their names and bytes, negative for a free, in order."""
+        held = highest = 0
+        for name, size in events:
+            if name == _MARK:
+                self._peaks.append(highest)
+                highest = held  # what is held when a stretch begins counts in it too
+            else:
+                held += size
+                highest = max(highest, held)
+
+
+@contextmanager
+def _run(
+    workload: Workload, sizes: dict[str, int], *, afterwards: Callable[[State], None] = lambda _state: None
+) -> Iterator[tuple[State, _Counter]]:
+    """Start a workload and take all steps but the last; what the block does is counted, what comes after it is not."""
+    counter = _Counter()
+    rates()  # what measuring them allocates is no part of a run
+    measure_counts()
+    gc.collect()  # what earlier runs left in cycles, freed during this one, would be missing in its bytes
+    with ExitStack() as stack:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            state = workload.start("cpu")
+            if (live := live_of(state)) is not None:
+                stack.callback(
+                    live.undo
+                )  # what techniques changed beyond the model must not reach the next run
+            counter.boundary()  # what making the model took for a moment is no part of a step
+            for _ in range(STEPS - 1):
+                workload.run_step(state, sizes)
+            yield state, counter
+        afterwards(state)
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() in (_MEMORY, _MARK)
+    ]
+    events.sort(key=lambda event: event.start_ns())
+    counter.read((event.name(), event.nbytes()) for event in events)
+    counter._peaks[0] = 0
+    gc.collect()
+
+
+def seconds_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, flops: int) -> float:
+    """Estimated seconds of an operation on this machine: the larger of its arithmetic and its traffic."""
+    arithmetic, traffic = rates()
+    moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of((args, kwargs, out)))
+    if func.is_view or not moved:
+        return 0.0
+    return max(flops / arithmetic, moved / traffic)
+
+
+def arithmetic_seconds_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, flops: int
+) -> float:
+    """Estimated seconds of its arithmetic alone, for comparisons by FLOPs; a thousandth of its traffic breaks ties."""
+    return flops / rates()[0] + 1e-3 * seconds_of(func, args, kwargs, out, 0)
+
+
+@cache
+def rates() -> tuple[float, float]:
+    """What this machine reaches: FLOP/s of a matrix product, B/s of a copy; the best of some runs."""
+    a, b = torch.rand(512, 512), torch.rand(512, 512)
+    source = torch.rand(1 << 22)
+    product = min(_timed(lambda: a @ b) for _ in range(5))
+    copy = min(_timed(source.clone) for _ in range(5))
+    return 2 * 512**3 / product, 2 * source.numel() * source.element_size() / copy
+
+
+def _timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

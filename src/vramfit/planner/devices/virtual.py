@@ -1,0 +1,204 @@
+"""Prices workloads on a virtual card: nothing is computed, and every byte is placed as on the card."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+
+from vramfit.errors import VramfitError
+from vramfit.gpus import GpuSpec
+from vramfit.planner.devices.cost import StepCost
+from vramfit.planner.step_profiler import StepProfile, StepProfiler
+from vramfit.planner.workload_profile import profile_of
+from vramfit.techniques import AttachedProgram, Profile, live_of
+from vramfit.trace import Run
+from vramfit.virtual.gpu import VirtualGPU
+from vramfit.workload import State, Workload
+
+STEPS = 2
+"""Steps of a run: the second has the optimizer's state."""
+
+_ENDLESS = 1 << 44
+"""Memory of a card that never runs out."""
+
+
+class VirtualBackend:
+    """A virtual card.
+
+    Args:
+        spec: the card.
+        alloc_conf: allocator settings; None reads the environment.
+        host_bytes: memory of the host that a plan may spend.
+        own_process: whether nothing else goes on in this process, so that its garbage collector may be set up: what is
+            alive after a run is looked at no more.
+
+    Attributes:
+        name: of the card.
+        device_type: ``cuda``.
+        total_bytes: of the card.
+    """
+
+    device_type = "cuda"
+
+    def __init__(
+        self,
+        spec: GpuSpec,
+        *,
+        alloc_conf: str | None = None,
+        host_bytes: int = 0,
+        own_process: bool = False,
+    ) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.total_bytes = spec.total_bytes
+        self.host_bytes = host_bytes
+        self._alloc_conf = alloc_conf
+        self._own_process = own_process
+
+    def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
+        """Run two steps on a card of `budget` bytes, or on an endless one; see `Device.price`.
+
+        Raises:
+            VramfitError: the workload failed for another reason than memory.
+        """
+        began = [0.0]
+
+        def work(gpu: VirtualGPU, state: State) -> None:
+            for step in range(STEPS):
+                if step == STEPS - 1:
+                    began[0] = _seconds(gpu)
+                workload.run_step(state, sizes)
+
+        run, host_bytes, failed = self._run(workload, work, budget)
+        outcome = run.devices[0]
+        return StepCost(
+            fits=not failed,
+            peak_allocated_bytes=outcome.peak_allocated_bytes,
+            peak_reserved_bytes=outcome.peak_reserved_bytes,
+            outside_bytes=outcome.context_bytes,
+            host_bytes=host_bytes,
+            step_seconds=0.0 if failed else run.seconds_simulated - began[0],
+            oom=run.oom.message if failed and run.oom is not None else "",
+        )
+
+    def observe(
+        self, workload: Workload, sizes: dict[str, int], places: Callable[[torch.nn.Module], Sequence[str]]
+    ) -> tuple[Profile, StepProfile]:
+        """Run two steps on an endless card and look at the second; see `Device.observe`.
+
+        Raises:
+            VramfitError: the workload failed.
+        """
+        found: list[tuple[State, StepProfile]] = []
+        setup: list[int] = []
+
+        def work(gpu: VirtualGPU, state: State) -> None:
+            setup.append(torch.cuda.max_memory_allocated())
+            for _ in range(STEPS - 1):
+                workload.run_step(state, sizes)
+            observer = StepProfiler(state.model, places(state.model), _VirtualMeter(gpu))
+            with observer.watching():
+                workload.run_step(state, sizes)
+            found.append((state, observer.observation()))
+
+        run, host_bytes, _ = self._run(workload, work, None)
+        state, observation = found[0]
+        outcome = run.devices[0]
+        profile = profile_of(
+            workload,
+            state,
+            sizes,
+            observation,
+            device_type="cuda",
+            capability=self.spec.compute_capability,
+            total_bytes=self.spec.total_bytes,
+            host_bytes=self.host_bytes,
+            peak_allocated_bytes=outcome.peak_allocated_bytes,
+            peak_reserved_bytes=outcome.peak_reserved_bytes,
+            setup_bytes=setup[0],
+            outside_bytes=outcome.context_bytes,
+            categories=_categories(run),
+            link_bytes_per_second=self.spec.host_link,
+            host_peak_bytes=host_bytes,
+        )
+        return profile, observation
+
+    def _run(
+        self, workload: Workload, work: Callable[[VirtualGPU, State], None], budget: int | None
+    ) -> tuple[Run, int, bool]:
+        """Start a workload and let `work` have its state.
+
+        Returns:
+            what happened, the bytes that were taken of the host, and whether the card was too small.
+        """
+        total = _ENDLESS if budget is None else budget
+        # The card's own figures stay those of its kind: the context does not shrink with the budget.
+        spec = replace(self.spec, total_bytes=total, context_bytes=self.spec.typical_context_bytes)
+        gpu = VirtualGPU(spec, alloc_conf=self._alloc_conf)
+        live: list[AttachedProgram] = []
+        ran: list[Run] = []
+        pageable = 0
+        try:
+            with gpu:
+                try:
+                    state = workload.start("cuda")
+                    live += [found] if (found := live_of(state)) is not None else []
+                    work(gpu, state)
+                finally:
+                    ran.append(gpu.run)
+                    pageable = sum(one.pageable_bytes for one in live)
+                    # What techniques changed beyond the model (TF32, the allocator) must not reach the next run. What
+                    # undoing does to memory counts no more, nor whether there is enough of it.
+                    with suppress(torch.OutOfMemoryError):
+                        for one in live:
+                            one.undo()
+        except torch.OutOfMemoryError as error:
+            if ran[0].oom is None:
+                raise VramfitError(f"the workload ran out of memory outside the card: {error}") from error
+            return ran[0], ran[0].host_pinned_peak_bytes + pageable, True
+        finally:
+            gc.collect()  # a model is full of cycles, and the next run wants its memory
+            if self._own_process:
+                gc.freeze()
+        return ran[0], ran[0].host_pinned_peak_bytes + pageable, False
+
+
+def _seconds(gpu: VirtualGPU) -> float:
+    return gpu._machine.clock_us / 1e6
+
+
+class _VirtualMeter:
+    """Time and peaks of a virtual card."""
+
+    device_type = "cuda"
+
+    def __init__(self, gpu: VirtualGPU) -> None:
+        self._gpu = gpu
+        self.boundaries = 0
+        self._peaks: list[int] = []
+
+    def seconds(self) -> float:
+        """The simulated clock."""
+        return _seconds(self._gpu)
+
+    def boundary(self) -> None:
+        """Note the peak since the last boundary."""
+        self.boundaries += 1
+        # Asked as it is, without making one flat table of all statistics: an operation has a boundary of its own.
+        self._peaks.append(torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"])
+        torch.cuda.reset_peak_memory_stats()
+
+    def peaks(self) -> Sequence[int]:
+        """Peaks of all stretches."""
+        return self._peaks
+
+
+def _categories(run: Run) -> dict[str, int]:
+    from vramfit.analysis import peak
+
+    breakdown = peak(run.trace, 0)
+    return {category.name.lower(): size for category, size in breakdown.categories.items()}

@@ -1,0 +1,355 @@
+"""Holds a plan against the plain program's gradients before it is written, as far as this machine can.
+
+One small batch is trained on for a few steps, plain and with the plan, on the CPU: the model itself where time and
+memory allow it, else a stand-in of the same code (see trying.py). Techniques are held to their own promises: first
+those that promise equal bits, then with them those that round, then those of lower precision. Where one does not keep
+its word, it is found by itself, or by leaving it out.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from vramfit.errors import UsageError
+from vramfit.planner.failures import brief
+from vramfit.planner.micro_batch_trial.attempts import TrialAttempt, room_for_models, ways_to_try
+from vramfit.planner.plan import Plan
+from vramfit.planner.search_clock import SearchClock
+from vramfit.planner.time_limit import TimeOver, limited
+from vramfit.planner.verify import GradientCheck, Training, judge_gradients
+from vramfit.techniques import (
+    Choice,
+    Numerics,
+    setting_from_plain,
+    setting_to_plain,
+    with_choices,
+)
+from vramfit.techniques.gradient_caching import GradientCachingSetting
+from vramfit.techniques.micro_batching import MicroBatchingSetting, batch_size_name
+from vramfit.techniques.support.trial import NotComparableError, try_pieces
+from vramfit.workload import Workload
+
+Progress = Callable[[str], None]
+
+_EXAMPLES = 5
+"""In the batch: two pieces of it are not equally large."""
+
+_STEPS = 3
+"""Of training: what an optimizer does shows in the losses after its first steps."""
+
+_SECONDS = 30.0
+"""That the comparison may take by its estimate, all in all."""
+
+_LONGEST = 60.0
+"""Seconds after which one way to compare is given up: machines are slower than its estimate, a stand-in has none."""
+
+_RUNS = 4
+"""Trainings that it comes to: plain, and with the techniques of each level."""
+
+_PART, _MOST = 1 / 16, 1 << 29
+"""Of the machine's memory that a model's values may take, and at most so many bytes: a training holds five to nine
+times as much, with the gradients of the other beside it."""
+
+_COMPILING = frozenset({"compile", "low-bit-optimizer"})
+"""Techniques that compile code of their own for the CPU, which takes minutes and is not the card's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """What became of a comparison.
+
+    Attributes:
+        note: what was compared and how it ended, or why nothing was; a sentence, empty where there is nothing to say.
+        fault: the technique that does not keep its promise; None where all do, or nothing was compared.
+    """
+
+    note: str = ""
+    fault: Choice | None = None
+
+
+def hold(workload: Workload, plan: Plan) -> Compared:
+    """Compare a plan's gradients with the plain program's on this machine's CPU.
+
+    Args:
+        workload: the plain one.
+        plan: with its sizes, and the FLOPs of a plain step.
+    """
+    choices = tuple(choice for choice in plan.choices if choice.name not in _COMPILING)
+    skipped = " and ".join(choice.name for choice in plan.choices if choice.name in _COMPILING)
+    left = (
+        f"{skipped} was not compared: it compiles for the CPU; vramfit verify compares it." if skipped else ""
+    )
+    if not choices or not workload.trains:
+        return Compared(note=left if workload.trains else "")
+    found = _held(workload, plan, choices)
+    return replace(found, note=f"{found.note} {left}".strip())
+
+
+def _held(workload: Workload, plan: Plan, choices: Sequence[Choice]) -> Compared:
+    """The comparison of some of a plan's techniques."""
+    try:
+        with torch.device("meta"):
+            shapes = workload.model()
+    except Exception:  # it reads its own values while it is made, as models do that are not large
+        shapes = workload.model()
+    paths = frozenset(path for path, _ in shapes.named_modules())
+    why = "the model is too large for it here"
+    for way in _ways(workload, plan, sum(4 * parameter.numel() for parameter in shapes.parameters())):
+        comparison = _Comparison(workload, way, paths)
+        try:
+            with limited(SearchClock(), _LONGEST):
+                found = comparison.of(choices)
+            if isinstance(found, _Broken):  # whose fault it is has to be known, however long that takes
+                with limited(SearchClock(), math.inf):
+                    return comparison.blamed(found)
+            return found
+        except _NothingToCompareError as error:
+            why = error.message
+            break
+        except TimeOver:
+            why = "the time was over"
+        except KeyboardInterrupt:
+            why = "that was interrupted"
+            break
+        except Exception as error:  # whatever the workload's code makes of the CPU, or of smaller sizes
+            why = f"that fails with {way.words} ({brief(error)})"
+    return Compared(
+        note=f"The plan's gradients were not compared with the plain program's, since {why}: vramfit verify compares "
+        "them where there is more room."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Broken:
+    """Techniques that do not keep the promise of a level together."""
+
+    choices: Sequence[Choice]
+    level: Numerics
+    check: GradientCheck
+
+
+class _NothingToCompareError(UsageError):
+    """The plain program is no measure: its loss is no number, or differs from run to run."""
+
+
+def _ways(workload: Workload, plan: Plan, model_bytes: int) -> list[TrialAttempt]:
+    """Ways to compare, with a small batch first and with the plan's own where the workload wants that."""
+    sizes = dict(plan.aim.sizes) or dict(workload.sizes)
+    name = batch_size_name(sizes)
+    found: list[TrialAttempt] = []
+    for examples in dict.fromkeys((min(_EXAMPLES, sizes[name]), sizes[name])):
+        part = examples / sizes[name]
+        found += ways_to_try(
+            workload,
+            {**sizes, name: examples},
+            flops=plan.before.step_flops * part * _STEPS * _RUNS,
+            seconds=_SECONDS,
+            model_bytes=model_bytes,
+            room=room_for_models(_PART, _MOST),
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Trained:
+    """Gradients of the first step, by parameter, and the losses of all."""
+
+    gradients: Mapping[str, torch.Tensor]
+    losses: tuple[float, ...]
+    dtypes: Mapping[str, torch.dtype]
+
+
+class _Comparison:
+    """Trainings of a workload in one way, with this or that technique.
+
+    Args:
+        workload: plain.
+        way: how it is tried.
+        paths: names of the modules of the workload's own model.
+    """
+
+    def __init__(self, workload: Workload, way: TrialAttempt, paths: frozenset[str]) -> None:
+        self._way, self._paths = way, paths
+        self._workload = workload if way.model is None else replace(workload, model=_copies(way.model))
+        self._own = workload
+        self._plain: dict[bool, _Trained] = {}
+
+    def of(self, choices: Sequence[Choice]) -> Compared | _Broken:
+        """Hold techniques to their promises, each level with those before it.
+
+        Raises:
+            _NothingToCompareError: the plain program is no measure.
+        """
+        check: GradientCheck | None = None
+        for level in sorted({choice.promise.numerics for choice in choices}):
+            if level is Numerics.APPROXIMATE and check is not None:
+                break
+            held = [choice for choice in choices if choice.promise.numerics <= level]
+            found, losses = self._judged(held, level)
+            if not (found.passes and losses):
+                return _Broken(held, level, found)
+            check = found
+        if check is None or not check.parameters:
+            return Compared()
+        return Compared(note=self._told(check))
+
+    def _judged(self, choices: Sequence[Choice], level: Numerics) -> tuple[GradientCheck, bool]:
+        """The gradients beside the plain program's, and whether the losses are equal where they have to be."""
+        cut = any(choice.technique.redraws for choice in choices)
+        plain = self._without(cut=cut)
+        planned = self._trained(choices, cut=cut)
+        check = judge_gradients(plain.gradients, planned.gradients, level, plain.dtypes)
+        return check, level is not Numerics.BITWISE or plain.losses == planned.losses
+
+    def blamed(self, broken: _Broken) -> Compared:
+        """Which of the techniques does not keep its promise.
+
+        Raises:
+            _NothingToCompareError: the plain program is no measure.
+        """
+        choices, level, check = broken.choices, broken.level, broken.check
+        self._check_measure()
+        fault = self._alone(choices) or self._left_out(choices, level) or choices[-1]
+        if fault.technique.redraws and (why := self._drawn()):
+            raise _NothingToCompareError(why, "")
+        if check.passes:
+            what = "the losses of the first steps are not equal"
+        else:
+            what = f"the gradient of {check.worst_name} differs by {check.worst:.2g} of its norm"
+        promised = fault.promise.numerics.value
+        return Compared(
+            note=f"{fault.name} is left out: compared with {self._way.words}, {what}, and {promised} was promised.",
+            fault=fault,
+        )
+
+    def _alone(self, choices: Sequence[Choice]) -> Choice | None:
+        for choice in choices:
+            try:
+                check, losses = self._judged([choice], choice.promise.numerics)
+            except Exception:  # some do not run without others
+                continue
+            if not (check.passes and losses):
+                return choice
+        return None
+
+    def _left_out(self, choices: Sequence[Choice], level: Numerics) -> Choice | None:
+        for choice in choices:
+            rest = [other for other in choices if other is not choice]
+            try:
+                check, losses = self._judged(rest, level)
+            except Exception:  # what fails without it does not tell whose fault it was
+                continue
+            if rest and check.passes and losses:
+                return choice
+        return None
+
+    def _check_measure(self) -> None:
+        """Make sure that two runs of the plain program agree: nothing can be told from it otherwise."""
+        first, second = self._without(cut=False), self._trained((), cut=False)
+        check = judge_gradients(first.gradients, second.gradients, Numerics.BITWISE, first.dtypes)
+        if not check.passes:
+            raise _NothingToCompareError("two runs of the plain program from one seed differ", "")
+
+    def _drawn(self) -> str:
+        """Why pieces of a batch cannot be compared with it: each draws its own; empty where nothing is drawn."""
+        try:
+            try_pieces(self._own, sizes=self._way.sizes, model=self._way.model)
+        except NotComparableError as error:
+            return error.message
+        except Exception:  # its reasons were told when it was tried
+            return ""
+        return ""
+
+    def _without(self, *, cut: bool) -> _Trained:
+        """The plain program, without dropout where micro-batches would draw otherwise."""
+        if cut not in self._plain:
+            found = self._trained((), cut=cut)
+            if not all(math.isfinite(loss) for loss in found.losses):
+                raise _NothingToCompareError(f"the plain program's loss is {found.losses[-1]}", "")
+            self._plain[cut] = found
+        return self._plain[cut]
+
+    def _trained(self, choices: Sequence[Choice], *, cut: bool) -> _Trained:
+        with torch.random.fork_rng(devices=[]):
+            return self._steps(choices, cut=cut)
+
+    def _steps(self, choices: Sequence[Choice], *, cut: bool) -> _Trained:
+        workload = self._workload
+        if choices:
+            workload = with_choices(workload, tuple(self._fitted(choice) for choice in choices))
+        with closing(Training(workload, self._way.sizes, random=not cut)) as training:
+            dtypes = {name: one.dtype for name, one in training.state.model.named_parameters()}
+            gradients = training.gradients()
+            for number in range(1, _STEPS):
+                training.step(number)
+            return _Trained(gradients=gradients, losses=tuple(training.losses), dtypes=dtypes)
+
+    def _fitted(self, choice: Choice) -> Choice:
+        """A choice for what is tried: two pieces of the batch, and modules that a stand-in has."""
+        setting = choice.setting
+        if isinstance(setting, MicroBatchingSetting | GradientCachingSetting):
+            setting = replace(setting, count=min(setting.count, 2))
+            choice = replace(choice, setting=setting)
+        if self._way.model is None:
+            return choice
+        model = self._workload.model()
+        there = frozenset(path for path, _ in model.named_modules())
+        plain = _renamed(setting_to_plain(setting), lambda path: self._name(path, there))
+        return replace(choice, setting=setting_from_plain(choice.technique, plain))
+
+    def _name(self, path: str, there: frozenset[str]) -> str | None:
+        """What stands in for a module: itself, or the layer that took its place; None where there is none."""
+        if path not in self._paths or path in there:
+            return path
+        parts = path.split(".")
+        for place, part in enumerate(parts):
+            head = parts[:place]
+            if part.isdecimal() and ".".join((*head, part)) not in there:
+                count = sum(".".join((*head, str(number))) in there for number in range(int(part)))
+                if not count:
+                    return None
+                parts[place] = str(int(part) % count)
+        name = ".".join(parts)
+        return name if name in there else None
+
+    def _told(self, check: GradientCheck) -> str:
+        gradients = f"the gradients of all {check.parameters} parameters"
+        if check.equal == check.parameters:
+            how = "are those of the plain program, bit for bit"
+        elif check.allowed is None:
+            how = f"differ by up to {check.worst:.2g} of their norm, which nothing bounds"
+        else:
+            how = f"differ by at most {check.worst:.2g} of their norm, {check.allowed:g} promised"
+        return f"compared with {self._way.words}: {gradients} {how}."
+
+
+def _copies(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Makes the same model each time: a stand-in's values are drawn once."""
+    made: list[nn.Module] = []
+
+    def copied() -> nn.Module:
+        if not made:
+            made.append(make())
+        return copy.deepcopy(made[0])
+
+    return copied
+
+
+def _renamed(value: Any, name: Callable[[str], str | None]) -> Any:
+    """Plain values with names of modules translated; those that have none are left out, and no name is there twice."""
+    if isinstance(value, Mapping):
+        pairs = ((name(key), _renamed(one, name)) for key, one in value.items())
+        return {key: one for key, one in pairs if key is not None}
+    if isinstance(value, list):
+        found = (name(one) if isinstance(one, str) else _renamed(one, name) for one in value)
+        kept = [one for one in found if one is not None]
+        return list(dict.fromkeys(kept)) if all(isinstance(one, str) for one in kept) else kept
+    return value

@@ -1,0 +1,499 @@
+"""The largest size of a workload that fits a device: by bracketing and bisection, a run for each try.
+
+It is looked for on the virtual GPU, where a try takes a second, and confirmed on the card where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from vramfit.errors import UsageError
+from vramfit.planner.candidates import ACTIVATIONS
+from vramfit.planner.devices.cost import DeviceBackend, StepCost
+from vramfit.planner.failures import brief
+from vramfit.planner.micro_batch_trial.trial import MicroBatchVerdict
+from vramfit.planner.plan import Plan
+from vramfit.planner.request import MEMORY, PRICE, THROUGHPUT, NothingFits, PlanRequest
+from vramfit.planner.search import PlanSearch
+from vramfit.planner.search_cache.cache import SearchCache
+from vramfit.planner.search_cache.runs import Runs
+from vramfit.planner.search_clock import TIME_OVER, SearchClock, SearchStopped
+from vramfit.techniques import with_choices
+from vramfit.techniques.micro_batching import batch_size_name
+from vramfit.units import format_bytes
+from vramfit.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Try:
+    """One run.
+
+    Attributes:
+        value: of the size.
+        fits: whether it did.
+        total_bytes: of the device, as far as it came.
+        step_seconds: estimated, on a card measured; 0 where it did not fit.
+    """
+
+    value: int
+    fits: bool
+    total_bytes: int
+    step_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CardCheck:
+    """What a card said of the largest value that was found on the virtual GPU.
+
+    Attributes:
+        card: its name, as torch tells it.
+        value: the largest that fits there, of those up to the one that was found; 0 if none does.
+        failing: the smallest that did not fit there; 0 if the one that was found fits.
+        tries: all runs on it, in order.
+        left_bytes: of tensors that outlived their run; more than 0 is the workload's own doing.
+        skipped: why nothing was run on it; empty where something was.
+    """
+
+    card: str
+    value: int = 0
+    failing: int = 0
+    tries: tuple[Try, ...] = ()
+    left_bytes: int = 0
+    skipped: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LargestSize:
+    """The largest value of a size that fits.
+
+    Attributes:
+        size: its name.
+        usual: the workload's own value.
+        value: the largest that fits; 0 if not even 1 does.
+        failing: the smallest that was seen not to fit; 0 if all tried did.
+        total_bytes: that `value` takes of the device.
+        limit_bytes: that it may take.
+        step_seconds: of a step at `value`, estimated.
+        tries: all runs, in order; none of those on a card.
+        least_bytes: what 1 would take of a device without end, where not even that fits; else 0.
+        predicted: what the virtual GPU says is the largest; another value than `value` if a card disagreed.
+        failure: what went wrong at the smallest value above the usual one at which the workload itself failed; empty
+            if it never did. Such a value does not fit.
+        card: what the card said; None where it was not asked. `value`, `total_bytes` and `step_seconds` are its own
+            then.
+    """
+
+    size: str
+    usual: int
+    value: int
+    failing: int
+    total_bytes: int
+    limit_bytes: int
+    step_seconds: float
+    tries: tuple[Try, ...]
+    least_bytes: int = 0
+    predicted: int = 0
+    card: CardCheck | None = None
+    failure: str = ""
+
+    def __repr__(self) -> str:
+        room = f"{format_bytes(self.total_bytes)} of {format_bytes(self.limit_bytes)}"
+        return f"<Largest {self.size}: {self.value:,} (usually {self.usual:,}), {room}>"
+
+
+def largest(
+    device: DeviceBackend,
+    workload: Workload,
+    sizes: Mapping[str, int],
+    name: str,
+    limit: int,
+    progress: Callable[[str], None] = lambda _text: None,
+    *,
+    host_limit: int | None = None,
+) -> LargestSize:
+    """The largest value of a size with which a step stays within a limit of bytes.
+
+    The value is doubled, or halved, until one fits and the next does not; then the interval is halved down to
+    neighbours. Every try is a run with a fresh model, so that nothing is left of those that failed.
+
+    Args:
+        device: where to run.
+        workload: with its techniques.
+        sizes: of the batch; that of `name` is where the search begins.
+        name: of the size.
+        limit: bytes of the device.
+        progress: told what is tried.
+        host_limit: bytes that techniques may take of the host; None for any.
+    """
+    tries = _Tries(device, workload, sizes, name, limit, progress, host_limit)
+    low, high = bracket(tries.fits, sizes[name])
+    best = tries.prices.get(low)
+    return LargestSize(
+        size=name,
+        usual=sizes[name],
+        value=low,
+        failing=0 if low >= CEILING else high,
+        total_bytes=0 if best is None else best.total_bytes,
+        limit_bytes=limit,
+        step_seconds=0.0 if best is None else best.step_seconds,
+        tries=tries.told,
+        least_bytes=0 if low else device.price(workload, {**sizes, name: 1}, None).total_bytes,
+        predicted=low,
+        failure=tries.failure,
+    )
+
+
+def largest_up_to(
+    device: DeviceBackend,
+    workload: Workload,
+    sizes: Mapping[str, int],
+    name: str,
+    limit: int,
+    progress: Callable[[str], None] = lambda _text: None,
+) -> tuple[int, int, tuple[Try, ...]]:
+    """The largest value that fits of those up to the one in `sizes`, the smallest that did not (0: none), and the runs.
+
+    That one is tried first. Where it does not fit, steps down double until one does: predictions are near, and runs on
+    a card are dear.
+
+    Args:
+        device: where to run.
+        workload: with its techniques.
+        sizes: of the batch; that of `name` is the largest that is tried.
+        name: of the size.
+        limit: bytes of the device.
+        progress: told what is tried.
+    """
+    tries = _Tries(device, workload, sizes, name, limit, progress)
+    low, high, step = sizes[name], 0, 1
+    while low and not tries.fits(low):
+        low, high, step = max(0, low - step), low, 2 * step
+    if high:
+        low, high = bisected(tries.fits, low, high)
+    return low, high, tries.told
+
+
+def with_card(found: LargestSize, check: CardCheck) -> LargestSize:
+    """What was found on the virtual GPU, with what the card said in its place."""
+    if check.skipped:
+        return replace(found, card=check)
+    best = next((one for one in check.tries if one.value == check.value), None)
+    return replace(
+        found,
+        value=check.value,
+        failing=check.failing or found.failing,
+        total_bytes=0 if best is None else best.total_bytes,
+        step_seconds=0.0 if best is None else best.step_seconds,
+        card=check,
+    )
+
+
+class _Tries:
+    """Runs of a workload at values of one size, each value once."""
+
+    def __init__(
+        self,
+        device: DeviceBackend,
+        workload: Workload,
+        sizes: Mapping[str, int],
+        name: str,
+        limit: int,
+        progress: Callable[[str], None],
+        host_limit: int | None = None,
+    ) -> None:
+        self.prices: dict[int, StepCost] = {}
+        self.failure = ""
+        self._failing = 0
+        self._device, self._workload, self._sizes = device, workload, sizes
+        self._name, self._limit, self._progress = name, limit, progress
+        self._host_limit = host_limit
+
+    def fits(self, value: int) -> bool:
+        """Whether a step at this value stays within the limit."""
+        if value not in self.prices:
+            self._progress(f"{self._name} {value:,}")
+            sizes = {**self._sizes, self._name: value}
+            try:
+                self.prices[value] = self._device.price(self._workload, sizes, self._limit)
+            except Exception as error:  # a table of positions that ends, a check of the model's own
+                if value <= self._sizes[self._name]:
+                    raise
+                if not self._failing or value < self._failing:
+                    self._failing, self.failure = value, f"{self._name} {value:,} fails: {brief(error)}"
+                self.prices[value] = StepCost(fits=False, peak_allocated_bytes=0, peak_reserved_bytes=0)
+        price = self.prices[value]
+        return price.fits and (self._host_limit is None or price.host_bytes <= self._host_limit)
+
+    @property
+    def told(self) -> tuple[Try, ...]:
+        """All of them, in order."""
+        return tuple(
+            Try(
+                value=value,
+                fits=self.fits(value),
+                total_bytes=price.total_bytes,
+                step_seconds=price.step_seconds,
+            )
+            for value, price in self.prices.items()
+        )
+
+
+CEILING = 1 << 24
+
+
+"""No number is tried beyond."""
+
+
+def bracket(holds: Callable[[int], bool], start: int, *, closer: int = 1) -> tuple[int, int]:
+    """The largest number that holds and its neighbour, which was seen not to; 0 and 1 where none holds.
+
+    At `CEILING` both are the same.
+
+    Args:
+        holds: whether it does for a number; where it does for one it has to for all below.
+        start: where to begin; 1 if it is less.
+        closer: how far apart the two may be.
+    """
+    low, high = 0, max(1, start)
+    while holds(high):
+        low = high
+        if high >= CEILING:
+            return low, high
+        high = min(2 * high, CEILING)
+    if low == 0:
+        while high > 1 and not holds(high // 2):
+            high //= 2
+        low = high // 2
+    return bisected(holds, low, high, closer=closer)
+
+
+def bisected(holds: Callable[[int], bool], low: int, high: int, *, closer: int = 1) -> tuple[int, int]:
+    """A number that holds and one that does not, no farther apart than `closer`, between two such."""
+    while high - low > closer:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low, high
+
+
+Progress = Callable[[str], None]
+
+
+_ALIASES = ("batch", "sequence")
+
+
+_CLOSE = 64
+
+
+"""The largest size is looked for up to this part of it."""
+
+
+_GROWTHS = 4
+
+
+"""Times that a plan for the largest size is tried at larger ones."""
+
+
+def search_for(
+    device: DeviceBackend,
+    request: PlanRequest,
+    progress: Progress,
+    clock: SearchClock | None = None,
+    memory: SearchCache | None = None,
+    kept: Runs | None = None,
+) -> tuple[PlanSearch, Plan]:
+    """The best plan for a request, with the search that found it.
+
+    Where the objective is a size, the plan of the lowest peak at the workload's own size is looked for first; with that
+    the size is doubled and bisected, a run each, and the quickest plan at the largest is taken. Micro-batching has no
+    part in it for the size of the batch: with it there is no largest.
+
+    Args:
+        device: where runs are priced.
+        request: what is asked for.
+        progress: told what is being done.
+        clock: of this search, and of others for the same answer.
+        memory: of earlier searches; None without one.
+        kept: what others ran for the same request, or one that allows more; not for sizes that grow, where the plan of
+            the lowest peak decides what is run.
+
+    Raises:
+        NothingFits: none stays within the budget.
+        UsageError: the workload cannot be run, or the objective is none.
+    """
+    clock = clock or SearchClock(limit=request.search_seconds)
+    if request.objective in (THROUGHPUT, MEMORY):
+        search = PlanSearch(
+            device=device,
+            request=request,
+            progress=progress,
+            clock=clock,
+            memory=memory,
+            kept=kept or Runs(),
+        )
+        return search, search.plan()
+    name = grown_size(request)
+    forbidden = request.forbidden
+    if name == batch_size_name(request.sizes):
+        forbidden |= {"micro-batching"}
+    growing = _Growing(
+        device=device,
+        request=replace(request, objective=name, forbidden=forbidden),
+        name=name,
+        clock=clock,
+        memory=memory,
+        progress=progress,
+    )
+    return growing.found()
+
+
+@dataclass(slots=True)
+class _Growing:
+    """The search for the largest value of a size, and the plan for it."""
+
+    device: DeviceBackend
+    request: PlanRequest
+    name: str
+    clock: SearchClock
+    memory: SearchCache | None
+    progress: Progress
+    best: tuple[PlanSearch, Plan] | None = None
+    closest: NothingFits | None = None
+    failures: dict[int, str] = field(default_factory=dict)
+
+    def found(self) -> tuple[PlanSearch, Plan]:
+        """The plan for the largest size; where the search is stopped, for the largest so far.
+
+        Raises:
+            NothingFits: none stays within the budget.
+            KeyboardInterrupt: the search was interrupted before there was any plan.
+        """
+        try:
+            self._grow()
+        except SearchStopped:
+            if self.best is None and self.clock.stopped == TIME_OVER and self.closest is not None:
+                raise self.closest from None
+            if self.best is None:
+                raise KeyboardInterrupt from None
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+            self.clock.interrupt()
+        assert self.best is not None
+        search, plan = self.best
+        if self.clock.stopped:
+            plan = self._short(plan)
+        if self.failures:
+            least = min(self.failures)
+            note = f"{self.name} {least:,} is too large for the workload itself ({self.failures[least]})."
+            plan = replace(plan, notes=(*plan.notes, note))
+        return search, plan
+
+    def _short(self, plan: Plan) -> Plan:
+        note = f"The search was stopped: a larger {self.name} than {plan.aim.sizes[self.name]:,} may fit."
+        return replace(
+            plan,
+            aim=replace(plan.aim, objective=self.name),
+            solved=replace(plan.solved, stopped=self.clock.stopped),
+            notes=(note, *plan.notes),
+        )
+
+    def _grow(self) -> None:
+        request, name = self.request, self.name
+        smallest = replace(request, objective=MEMORY, entries=False)
+        first = PlanSearch(
+            device=self.device,
+            request=smallest,
+            progress=self.progress,
+            clock=self.clock,
+            memory=self.memory,
+        )
+        try:
+            lean = first.plan()
+            self.best = first, lean
+        except NothingFits as error:
+            if self.clock.stopped:
+                raise
+            lean = error.plan
+            self.closest = error
+        value = max(1, self._largest(request.sizes[name], lean))
+        step = 1
+        known = first.known_cutting
+        while isinstance(found := self._planned(value, lean, known), NothingFits):
+            if self.clock.stopped and self.best is not None:
+                return
+            if value <= 1 or self.clock.stopped:
+                raise found
+            value = max(1, min(value - 1, value - value * step // _CLOSE))
+            step *= 2
+        self.best = found
+        for _ in range(_GROWTHS):
+            # The lowest peak may be more fragmented than a higher one: each plan has a largest size of its own.
+            larger = self._largest(value, self.best[1])
+            if larger <= value:
+                break
+            better = self._planned(larger, self.best[1], known)
+            if isinstance(better, NothingFits):
+                break
+            value, self.best = larger, better
+
+    def _largest(self, start: int, plan: Plan) -> int:
+        """The largest size at which a plan fits; 0 without one.
+
+        What goes wrong above the workload's own size is noted: models end somewhere.
+        """
+        request, name = self.request, self.name
+        planned = with_choices(request.workload, plan.choices)
+
+        def fits(value: int) -> bool:
+            self.clock.check()
+            self.progress(f"{name} {value:,}")
+            try:
+                with self.clock.running():
+                    price = self.device.price(planned, {**request.sizes, name: value}, request.limit)
+            except Exception as error:
+                if value <= request.sizes[name]:
+                    raise
+                self.failures[value] = brief(error)
+                return False
+            return price.fits and (not plan.entries or price.host_bytes <= request.host_bytes)
+
+        return bracket(fits, start, closer=max(1, start // _CLOSE))[0]
+
+    def _planned(
+        self, value: int, like: Plan, cutting: MicroBatchVerdict | None
+    ) -> tuple[PlanSearch, Plan] | NothingFits:
+        """The best plan at a size, with another one's to begin with; or that there is none."""
+        asked = replace(self.request, sizes={**self.request.sizes, self.name: max(1, value)})
+        search = PlanSearch(
+            device=self.device,
+            request=asked,
+            progress=self.progress,
+            start=tuple(choice for choice in like.choices if choice.name not in ACTIVATIONS),
+            cutting=cutting,
+            clock=self.clock,
+            memory=self.memory,
+        )
+        try:
+            return search, search.plan()
+        except NothingFits as error:
+            return error
+
+
+def grown_size(request: PlanRequest) -> str:
+    """The size that an objective names: by its own name, or ``batch`` or ``sequence`` for the one that it must be.
+
+    Raises:
+        UsageError: it names none.
+    """
+    objective, sizes = request.objective, request.sizes
+    if objective in sizes:
+        return objective
+    if objective == "batch":
+        return batch_size_name(sizes)
+    if objective == "sequence":
+        found = [name for name in sizes if "seq" in name or "length" in name]
+        if len(found) == 1:
+            return found[0]
+    known = ", ".join((THROUGHPUT, MEMORY, PRICE, *_ALIASES, *sizes))
+    raise UsageError(f"{objective!r} is no objective of this workload", f"Give one of {known}")

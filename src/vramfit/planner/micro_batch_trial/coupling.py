@@ -1,0 +1,298 @@
+"""Looks for tensors that couple examples, by their shapes alone: one step with a batch of B, one with B + 1.
+
+For workloads that cannot be tried with values. A dimension that differs between the two steps belongs to the batch.
+Two of them in a tensor that gradients pass through (B x B) compare examples with each other. A sum over the batch that
+is no end of the loss, but goes through something that is not linear (a square, a root, a product with another such sum,
+back to the examples), is a statistic of the batch. What has neither may couple examples all the same: nothing is
+proved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from vramfit.planner.devices.cost import DeviceBackend
+from vramfit.techniques.micro_batching import batch_size_name
+from vramfit.workload import Batch, Workload
+
+_EXAMPLES = 5
+"""B: more than one, so that nothing is broadcast, and not the size of much else."""
+
+_LINEAR = frozenset(
+    {
+        "add",
+        "sub",
+        "rsub",
+        "neg",
+        "sum",
+        "mean",
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+    }
+    | {
+        "clone",
+        "detach",
+        "alias",
+        "_to_copy",
+        "to",
+        "select",
+        "slice",
+        "stack",
+        "cat",
+        "t",
+        "transpose",
+        "permute",
+    }
+    | {
+        "copy_",
+        "add_",
+        "sub_",
+        "index",
+        "index_select",
+        "gather",
+        "split",
+        "unbind",
+        "diagonal",
+        "where",
+        "as_strided",
+    }
+    | {
+        "split_with_sizes",
+        "lift_fresh",
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "new_zeros",
+        "_reshape_alias",
+    }
+)
+"""Operations that add what they are given, or put it elsewhere."""
+
+_PRODUCTS = frozenset({"mul", "mul_", "div", "div_", "mm", "bmm", "addmm", "dot", "mv", "baddbmm", "linear"})
+"""Linear in each operand: examples are coupled where two of them depend on the batch. Not so a divisor."""
+
+_STATISTICS = frozenset(
+    {
+        "var",
+        "std",
+        "var_mean",
+        "std_mean",
+        "norm",
+        "linalg_vector_norm",
+        "logsumexp",
+        "prod",
+        "median",
+        "aminmax",
+    }
+    | {"max", "amax", "min", "amin"}
+)
+"""Reductions that are no sums of what each example gives."""
+
+_SOFTMAX = frozenset({"_softmax", "_log_softmax"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Operand:
+    number: int
+    shape: tuple[int, ...]
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _CoupledOp:
+    name: str
+    inputs: tuple[_Operand, ...]
+    outputs: tuple[_Operand, ...]
+    dim: int | None
+
+
+@dataclass(slots=True)
+class _SeenTensor:
+    """What one forward pass did.
+
+    Attributes:
+        ops: in order.
+        parameters: numbers of the model's parameters.
+    """
+
+    ops: list[_CoupledOp] = field(default_factory=list)
+    parameters: set[int] = field(default_factory=set)
+
+
+def coupling_by_shapes(device: DeviceBackend, workload: Workload, sizes: Mapping[str, int]) -> str:
+    """Why the examples of a batch are coupled, as far as shapes tell; empty where they tell nothing.
+
+    Args:
+        device: where two steps are run: a virtual one computes nothing.
+        workload: plain, with a loss.
+        sizes: of the batch; that of examples is small here.
+    """
+    if workload.loss is None or workload.step is not None:
+        return ""
+    name = batch_size_name(sizes)
+    found = []
+    for examples in (_EXAMPLES, _EXAMPLES + 1):
+        watched = _Watched(workload)
+        try:
+            device.price(replace(workload, loss=watched), {**sizes, name: examples})
+        except Exception:  # values that a virtual device does not have, or a batch of another size
+            return ""
+        found.append(watched.seen)
+    return _judged(*found)
+
+
+class _Watched:
+    """A workload's loss that is watched; what is known is of the last batch."""
+
+    def __init__(self, workload: Workload) -> None:
+        assert workload.loss is not None
+        self._loss = workload.loss
+        self.seen = _SeenTensor()
+
+    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The loss."""
+        mode = _Shapes()
+        for parameter in model.parameters():
+            mode.seen.parameters.add(mode.number(parameter))
+        with mode:
+            found = self._loss(model, batch)
+        mode.end(found)
+        self.seen = mode.seen
+        return found
+
+
+class _Shapes(TorchDispatchMode):
+    """Notes the shapes of all operations, and numbers their tensors in the order in which they come."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.seen = _SeenTensor()
+        self._numbers: Any = WeakTensorKeyDictionary()
+        self._count = 0
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Of a tensor; a new one the first time."""
+        if tensor not in self._numbers:
+            self._numbers[tensor] = self._count
+            self._count += 1
+        found: int = self._numbers[tensor]
+        return found
+
+    def end(self, loss: torch.Tensor) -> None:
+        """Note the loss, as the last that something was done with."""
+        self.seen.ops.append(_CoupledOp("end", (self._operand(loss),), (), None))
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # torch's signature
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """One operation."""
+        inputs = tuple(self._operand(tensor) for tensor in _tensors((args, kwargs or {})))
+        result = func(*args, **(kwargs or {}))
+        outputs = tuple(self._operand(tensor) for tensor in _tensors(result))
+        name = func.overloadpacket.__name__
+        dim = args[1] if name in _SOFTMAX and isinstance(args[1], int) else None
+        self.seen.ops.append(_CoupledOp(name, inputs, outputs, dim))
+        return result
+
+    def _operand(self, tensor: torch.Tensor) -> _Operand:
+        return _Operand(self.number(tensor), tuple(tensor.shape), tensor.requires_grad)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _tensors(inner)
+
+
+def _judged(first: _SeenTensor, second: _SeenTensor) -> str:
+    """What two forward passes, of B and of B + 1 examples, tell together."""
+    if [op.name for op in first.ops] != [op.name for op in second.ops]:
+        return ""
+    rows: dict[int, tuple[int, ...]] = {}
+    for one, other in zip(first.ops, second.ops, strict=True):
+        for a, b in zip((*one.inputs, *one.outputs), (*other.inputs, *other.outputs), strict=False):
+            rows[a.number] = _batch_dims(a.shape, b.shape)
+    trained = {operand.number for op in first.ops for operand in op.inputs if operand.trained}
+    return _Flow(rows, trained, set(first.parameters)).judged(first.ops)
+
+
+def _batch_dims(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions that grow with the batch."""
+    if len(one) != len(other):
+        return ()
+    return tuple(place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+
+
+@dataclass(slots=True)
+class _Flow:
+    """Follows what depends on the model through a forward pass.
+
+    Attributes:
+        rows: dimensions of each tensor that belong to the batch.
+        trained: tensors that gradients pass through.
+        of_model: tensors that depend on its parameters.
+        pooled: of these, the ones in which examples were put together.
+    """
+
+    rows: Mapping[int, tuple[int, ...]]
+    trained: set[int]
+    of_model: set[int]
+    pooled: set[int] = field(default_factory=set)
+
+    def judged(self, ops: Sequence[_CoupledOp]) -> str:
+        """Why examples are coupled; empty where that is not seen."""
+        for op in ops:
+            if not any(operand.number in self.of_model for operand in op.inputs):
+                continue
+            self.of_model.update(operand.number for operand in op.outputs)
+            if any(operand.number in self.trained for operand in op.outputs) and (why := self._coupled(op)):
+                return why
+            self._pool(op)
+        return ""
+
+    def _coupled(self, op: _CoupledOp) -> str:
+        for operand in op.outputs:
+            if len(self.rows[operand.number]) > 1:
+                sizes = " x ".join(map(str, operand.shape))
+                return f"{op.name} gives a tensor of {sizes} at {_EXAMPLES} examples, with two dimensions of the batch"
+        batched = [one for one in op.inputs if one.number in self.of_model and self.rows[one.number]]
+        if op.dim is not None and any(op.dim % len(one.shape) in self.rows[one.number] for one in batched):
+            return f"{op.name} compares the examples of the batch"
+        if op.name in _STATISTICS and batched and not any(self.rows[one.number] for one in op.outputs):
+            return f"{op.name} is a statistic of the batch"
+        pooled = [one for one in op.inputs if one.number in self.pooled]
+        if not pooled or op.name in _LINEAR:
+            return ""
+        if op.name in _PRODUCTS:
+            divisor = op.name.startswith("div") and op.inputs[-1].number in self.pooled and len(op.inputs) > 1
+            if not divisor and len(pooled) + sum(one not in pooled for one in batched) < 2:
+                return ""
+        return f"{op.name} is given a sum over the batch, and is not linear in it"
+
+    def _pool(self, op: _CoupledOp) -> None:
+        """Note where examples are put together."""
+        batched = any(one.number in self.of_model and self.rows[one.number] for one in op.inputs)
+        known = any(one.number in self.pooled for one in op.inputs)
+        for operand in op.outputs:
+            if known or (batched and not self.rows[operand.number]):
+                self.pooled.add(operand.number)

@@ -1,0 +1,160 @@
+"""From what the search settled on to the plan that a user reads, or the answer that nothing fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vramfit.planner.budget_fit import FittedCandidate
+from vramfit.planner.candidates import Candidate, Candidates, key_of
+from vramfit.planner.devices.cost import StepCost
+from vramfit.planner.plan import Plan, PlanFigures, PlanStep, PlanTarget, SolverStats
+from vramfit.planner.request import NothingFits
+from vramfit.planner.search_clock import INTERRUPTED, TIME_OVER, SearchStopped
+from vramfit.techniques import Choice
+from vramfit.units import format_bytes
+
+_HOW_STOPPED = {TIME_OVER: "had no more time", INTERRUPTED: "was interrupted"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchResult:
+    """What a search came to.
+
+    Attributes:
+        settled: the techniques and their run.
+        plain: the workload as it is.
+        seconds: that the search took.
+    """
+
+    settled: FittedCandidate
+    plain: Candidate
+    seconds: float
+
+
+def build_plan(frames: Candidates, answer: SearchResult) -> Plan:
+    """The plan.
+
+    Raises:
+        NothingFits: it does not stay within the budget.
+    """
+    request, plain, settled = frames.request, answer.plain, answer.settled
+    solution, price = settled.solution, settled.price
+    before = PlanFigures(
+        peak_allocated_bytes=plain.profile.peak_allocated_bytes,
+        peak_reserved_bytes=plain.profile.peak_reserved_bytes,
+        total_bytes=plain.profile.peak_reserved_bytes + plain.profile.outside_bytes,
+        host_bytes=plain.profile.host_peak_bytes,
+        step_seconds=plain.observation.seconds,
+        step_flops=plain.observation.flops,
+    )
+    plan = Plan(
+        entries=_entries(frames, settled, before),
+        aim=PlanTarget(
+            device=frames.device.name,
+            budget_bytes=request.budget_bytes,
+            margin_bytes=request.margin_bytes,
+            host_budget_bytes=request.host_bytes,
+            numerics=request.numerics,
+            objective=request.objective,
+            sizes=dict(request.sizes),
+            target=request.target,
+            torch=str(torch.__version__),
+        ),
+        before=before,
+        after=price.figures,
+        solved=SolverStats(
+            status="nothing to choose" if solution is None else solution.status,
+            gap=None if solution is None else solution.gap,
+            seconds=frames.solver_seconds,
+            runs=frames.runs,
+            remembered=0 if frames.memory is None else frames.memory.used,
+            search_seconds=answer.seconds,
+            first_plan_seconds=frames.clock.first_plan,
+            stopped=frames.clock.stopped or None,
+        ),
+        notes=(*_stopped(frames, answer), *frames.notes(settled.choices)),
+    )
+    if not plan.fits:
+        raise _nothing_yet(frames, plan) if frames.clock.stopped else _nothing_fits(plan, plain)
+    return plan
+
+
+def _stopped(frames: Candidates, answer: SearchResult) -> tuple[str, ...]:
+    """That this is only the best so far, where it is."""
+    how = _HOW_STOPPED.get(frames.clock.stopped)
+    if how is None:
+        return ()
+    return (
+        f"The best so far: the search {how} after {answer.seconds:.0f} s and {frames.runs} runs; a longer one may find "
+        "a quicker plan.",
+    )
+
+
+def _entries(frames: Candidates, settled: FittedCandidate, before: PlanFigures) -> tuple[PlanStep, ...]:
+    """Each technique with what it changes beyond those before it."""
+    choices = settled.choices
+    if not frames.request.entries:
+        return tuple(PlanStep(choice=choice) for choice in choices)
+    entries = []
+    total, seconds = before.total_bytes, before.step_seconds
+    for count, choice in enumerate(choices, 1):
+        after, step = _with_these(frames, choices[:count], settled) or (total, seconds)
+        entries.append(PlanStep(choice=choice, saves_bytes=total - after, costs_seconds=step - seconds))
+        total, seconds = after, step
+    return tuple(entries)
+
+
+def _with_these(
+    frames: Candidates, choices: tuple[Choice, ...], settled: FittedCandidate
+) -> tuple[int, float] | None:
+    """Bytes of the device and seconds of a step, from a run that there was already where there was one.
+
+    None where they cannot be run.
+    """
+    price: StepCost = settled.price
+    if choices != settled.choices:
+        if frames.known(key_of(choices)) and (frame := frames.look(choices)) is not None:
+            return frame.profile.peak_reserved_bytes + frame.profile.outside_bytes, frame.observation.seconds
+        frames.progress(f"what {choices[-1].name} does")
+        try:
+            price = frames.unlimited(choices, settled.rated.frame.observation.tail_seconds)
+        except (Exception, SearchStopped):  # some do not run without those that come after them
+            return None
+    return price.total_bytes, price.step_seconds
+
+
+def _nothing_yet(frames: Candidates, plan: Plan) -> NothingFits:
+    """The search was stopped too early to say that there is none."""
+    limit = format_bytes(plan.aim.budget_bytes - plan.aim.margin_bytes)
+    return NothingFits(
+        f"no plan for {limit} yet: the search {_HOW_STOPPED[frames.clock.stopped]} after {frames.runs} runs",
+        "Call it again with more time (--search-seconds)",
+        plan,
+    )
+
+
+def _nothing_fits(plan: Plan, plain: Candidate) -> NothingFits:
+    aim = plan.aim
+    allowed = aim.budget_bytes - aim.margin_bytes
+    if plan.after.total_bytes <= allowed:
+        needed, host = format_bytes(plan.after.host_bytes), format_bytes(aim.host_budget_bytes)
+        return NothingFits(
+            f"nothing fits: the closest plan takes {needed} of the host, and {host} may be spent there",
+            "Give more with --host-budget, or forbid what is offloaded",
+            plan,
+        )
+    parameters = sum(p.numel() * p.element_size() for p in plain.profile.model.parameters())
+    lowest, limit = format_bytes(plan.after.total_bytes), format_bytes(allowed)
+    if plain.profile.outside_bytes + parameters > allowed:
+        binds = f"the parameters alone take {format_bytes(parameters)}"
+        hint = (
+            "Allow parameter-offload or lower precision, take a larger card, or shard the model over several"
+        )
+    else:
+        binds = (
+            f"{format_bytes(plan.after.peak_allocated_bytes)} are held at the peak with all that may be used"
+        )
+        hint = "Allow more (--numerics, --allow), make the batch smaller, or take a larger card"
+    return NothingFits(f"nothing fits {limit}: the lowest that was found is {lowest}; {binds}", hint, plan)

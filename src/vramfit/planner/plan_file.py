@@ -1,0 +1,273 @@
+"""A plan as TOML: written to be read by people, and read back with each value checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomlkit
+from tomlkit.items import Table
+
+from vramfit.errors import UsageError
+from vramfit.masking import mask_text
+from vramfit.planner.plan import Plan, PlanFigures, PlanStep, PlanTarget, SolverStats
+from vramfit.techniques import Choice, Numerics, find_technique, setting_from_plain, setting_to_plain
+from vramfit.techniques.core.applied import check_together
+from vramfit.units import format_bytes
+from vramfit.writing import write_text
+
+SCHEMA = "vramfit.plan/1"
+
+_KEYS = frozenset({"schema", "notes", "aim", "before", "after", "solved", "technique"})
+
+T = TypeVar("T")
+
+_INLINE = 4
+"""A list of more strings than this is written a line each."""
+
+
+def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
+    """Write a plan; its workload is named by the path from the plan's folder, so that both can move together.
+
+    Raises:
+        WriteError: the file cannot be written.
+    """
+    target = beside(plan.aim.target, Path(path).parent)
+    write_text(Path(path), plan_to_toml(replace(plan, aim=replace(plan.aim, target=target))))
+
+
+def beside(target: str, folder: Path) -> str:
+    """``FILE.py:NAME`` with the file's path as seen from a folder; as it is where there is no such file here."""
+    file, _, name = target.rpartition(":")
+    if not file or not Path(file).is_file():
+        return target
+    try:
+        path = os.path.relpath(Path(file).resolve(), folder.resolve())
+    except ValueError:  # another drive of Windows
+        return target
+    return f"{Path(path).as_posix()}:{name}"
+
+
+def from_beside(target: str, folder: Path) -> str:
+    """The other way: the path as seen from here; as it is where the folder has no such file."""
+    file, _, name = target.rpartition(":")
+    if not file or not (folder / file).is_file():
+        return target
+    return f"{os.path.normpath(folder / file)}:{name}"
+
+
+def plan_to_toml(plan: Plan) -> str:
+    """The text of the file."""
+    document = tomlkit.document()
+    document.add(
+        tomlkit.comment(
+            "A plan of vramfit. Apply it with vramfit.Plan.load(FILE), try it with vramfit verify FILE."
+        )
+    )
+    document["schema"] = SCHEMA
+    if plan.notes:
+        document["notes"] = _plain_list(list(plan.notes))
+    document["aim"] = _table(plan.aim)
+    document["before"] = _table(plan.before)
+    document["after"] = _table(plan.after)
+    document["solved"] = _table(plan.solved)
+    techniques = tomlkit.aot()
+    for entry in plan.entries:
+        techniques.append(_entry(entry))
+    if plan.entries:
+        document["technique"] = techniques
+    return mask_text(tomlkit.dumps(document))
+
+
+def _entry(entry: PlanStep) -> Table:
+    table = tomlkit.table()
+    promise = entry.choice.promise
+    table.add(tomlkit.comment(entry.choice.technique.summary))
+    table["name"] = entry.choice.name
+    table["promise"] = promise.numerics.value
+    if promise.note:
+        table["promise"].comment(promise.note)
+    table["saves_bytes"] = entry.saves_bytes
+    table["saves_bytes"].comment(format_bytes(entry.saves_bytes))
+    table["costs_seconds"] = entry.costs_seconds
+    setting = tomlkit.table()
+    for name, value in setting_to_plain(entry.choice.setting).items():
+        setting[name] = _item(value)
+    table["setting"] = setting
+    return table
+
+
+def _table(value: Any) -> Table:
+    table = tomlkit.table()
+    for one in dataclasses.fields(value):
+        found = getattr(value, one.name)
+        if found is None:
+            continue
+        if isinstance(found, Numerics):
+            found = found.value
+        table[one.name] = _item(found)
+        if one.name.endswith("_bytes"):
+            table[one.name].comment(format_bytes(found))
+    return table
+
+
+def _item(value: Any) -> Any:
+    if isinstance(value, list):
+        return _plain_list(value)
+    if isinstance(value, Mapping):
+        table = (
+            tomlkit.table() if any(isinstance(v, list) for v in value.values()) else tomlkit.inline_table()
+        )
+        for key, item in value.items():
+            table[key] = _item(item)
+        return table
+    return value
+
+
+def _plain_list(values: list[Any]) -> Any:
+    array = tomlkit.array()
+    array.extend(values)
+    return array.multiline(len(values) > _INLINE)
+
+
+def read_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan.
+
+    Raises:
+        UsageError: there is no such file, or it is no plan; the message says where.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(
+            f"there is no plan {file}", "Make one with vramfit plan FILE.py:NAME -o PLAN"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} cannot be read: {error}", "Give a file that vramfit plan wrote") from error
+    found = plan_from_toml(text, name=str(file))
+    target = from_beside(found.aim.target, file.parent)
+    return replace(found, aim=replace(found.aim, target=target))
+
+
+def plan_from_toml(text: str, *, name: str = "the plan") -> Plan:
+    """The plan that a text holds.
+
+    Args:
+        text: as `plan_to_toml` gives it; tables of figures may be left out by a person who writes one.
+        name: what errors call it.
+
+    Raises:
+        UsageError: it is no plan; the message says where.
+    """
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(
+            f"{name} is no TOML: {error}", "Correct it, or make it anew with vramfit plan"
+        ) from error
+    if document.get("schema") != SCHEMA:
+        raise UsageError(
+            f"{name} is no plan: its schema is {document.get('schema')!r}, not {SCHEMA!r}",
+            "Give a file that vramfit plan wrote",
+        )
+    try:
+        notes = document.get("notes", [])
+        if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
+            raise UsageError("notes is no list of texts")
+        if unknown := sorted(set(document) - _KEYS):
+            raise UsageError(f"it has an unknown key {unknown[0]!r}", f"It has {', '.join(sorted(_KEYS))}")
+        found = Plan(
+            entries=tuple(_read_entry(entry) for entry in _tables(document.get("technique", []))),
+            aim=_read(PlanTarget, document.get("aim", {}), "aim"),
+            before=_read(PlanFigures, document.get("before", {}), "before"),
+            after=_read(PlanFigures, document.get("after", {}), "after"),
+            solved=_read(SolverStats, document.get("solved", {}), "solved"),
+            notes=tuple(notes),
+        )
+        check_together(found.choices)
+        return found
+    except UsageError as error:
+        raise UsageError(f"{name}: {error.message}", error.hint) from error
+
+
+def _tables(found: Any) -> list[Mapping[str, Any]]:
+    if not isinstance(found, list) or not all(isinstance(entry, Mapping) for entry in found):
+        raise UsageError("technique is no list of tables", "Write [[technique]] above each")
+    return found
+
+
+def _read_entry(table: Mapping[str, Any]) -> PlanStep:
+    name = table.get("name")
+    if not isinstance(name, str):
+        raise UsageError("a technique has no name", 'Write name = "..." into its table')
+    technique = find_technique(name)
+    setting = table.get("setting", {})
+    if not isinstance(setting, Mapping):
+        raise UsageError(f"the setting of {name} is no table", "Write [technique.setting] below it")
+    rest = {key: value for key, value in table.items() if key in ("saves_bytes", "costs_seconds")}
+    unknown = sorted(set(table) - {"name", "promise", "setting", *rest})
+    if unknown:
+        raise UsageError(f"{name} has an unknown key {unknown[0]!r}", "Settings go below [technique.setting]")
+    figures = _values(PlanStep, rest, name)
+    choice = Choice(technique=technique, setting=setting_from_plain(technique, setting))
+    promised = choice.promise.numerics.value
+    if (written := table.get("promise", promised)) != promised:
+        raise UsageError(
+            f"the promise of {name} is {written!r}, and with this setting it is {promised!r}",
+            "Leave the line out, or correct the setting",
+        )
+    return PlanStep(choice=choice, **figures)
+
+
+def _read(kind: type[T], table: Any, where: str) -> T:
+    if not isinstance(table, Mapping):
+        raise UsageError(f"{where} is no table", f"Write [{where}] above its values")
+    values = _values(kind, table, where)
+    for one in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING:
+            values.setdefault(one.name, "" if one.type == "str" else 0)
+    return kind(**values)
+
+
+def _values(kind: type, table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        if name not in hints:
+            raise UsageError(f"{where} has an unknown key {name!r}", f"It has {', '.join(hints)}")
+        values[name] = _checked(value, hints[name], f"{name} of {where}")
+        if kind is not PlanStep:  # what a technique saves and costs may be less than nothing
+            _check_not_negative(values[name], f"{name} of {where}")
+    return values
+
+
+def _check_not_negative(value: Any, what: str) -> None:
+    if isinstance(value, Mapping):
+        for name, size in value.items():
+            if size < 1:
+                raise UsageError(f"{name} in {what} is {size}", "Sizes are whole numbers from 1 on")
+    elif isinstance(value, int | float) and not value >= 0:
+        raise UsageError(f"{what} is {value}", "It cannot be less than nothing")
+
+
+def _checked(value: Any, kind: Any, what: str) -> Any:
+    if typing.get_origin(kind) is types.UnionType:
+        kind = typing.get_args(kind)[0]
+    if kind is Numerics and isinstance(value, str):
+        return Numerics.parse(value)
+    if kind is float and type(value) is int:
+        return float(value)
+    if typing.get_origin(kind) is not None:
+        if isinstance(value, Mapping) and all(type(item) is int for item in value.values()):
+            return dict(value)
+    elif type(value) is kind:
+        return value
+    raise UsageError(f"{what} is {value!r}", f"It has to be of type {getattr(kind, '__name__', kind)}")

@@ -1,0 +1,1 @@
+"""What searches ran, kept for later ones."""

@@ -1,0 +1,126 @@
+"""How long a search may go on: until its time is over, or until somebody interrupts it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+
+INTERRUPTED = "interrupted"
+"""Why a search ended that Ctrl-C stopped."""
+
+TIME_OVER = "time"
+"""Why a search ended that had no time left."""
+
+
+class SearchStopped(BaseException):
+    """No further run is begun. No error, as an interrupt is none: nothing that handles errors may take it for one."""
+
+
+@dataclass(slots=True)
+class SearchClock:
+    """The time of one search, however many parts it has.
+
+    Args:
+        limit: seconds that it may take; None for as many as it wants.
+        now: tells the time in seconds.
+
+    Attributes:
+        stopped: why it was stopped: `INTERRUPTED` or `TIME_OVER`; empty while it goes on.
+        first_plan: seconds after which there was a plan that fits; None without one.
+    """
+
+    limit: float | None = None
+    now: Callable[[], float] = time.perf_counter
+    stopped: str = ""
+    first_plan: float | None = None
+    _began: float = field(init=False)
+    _longest: float = 0.0
+    _spare: int = 0
+
+    def __post_init__(self) -> None:
+        """It begins now."""
+        self._began = self.now()
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return self.now() - self._began
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the limit, less the time of the runs that are spared; None without a limit."""
+        return (
+            None if self.limit is None else max(0.0, self.limit - self.seconds - self._longest * self._spare)
+        )
+
+    def check(self) -> None:
+        """Go on only if a run as long as the longest so far would end in time.
+
+        Raises:
+            SearchStopped: it would not, or the search was stopped before.
+        """
+        if not self.stopped and self.limit is not None:
+            ahead = self._longest * (1 + self._spare)
+            if self.seconds + ahead > self.limit:
+                if self._spare:  # what is spared is still to be used
+                    raise SearchStopped
+                self.run_out()
+        if self.stopped:
+            raise SearchStopped
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside is a run."""
+        began = self.now()
+        try:
+            yield
+        finally:
+            self._longest = max(self._longest, self.now() - began)
+
+    @contextmanager
+    def sparing(self, runs: int) -> Iterator[None]:
+        """Inside, the time of so many runs is left for what comes behind."""
+        before, self._spare = self._spare, runs
+        try:
+            yield
+        finally:
+            self._spare = before
+
+    def interrupt(self) -> None:
+        """Somebody wants no further run."""
+        self.stopped = INTERRUPTED
+
+    def run_out(self) -> None:
+        """The time is over, unless the search was stopped before."""
+        self.stopped = self.stopped or TIME_OVER
+
+    def found(self) -> None:
+        """There is a plan."""
+        if self.first_plan is None:
+            self.first_plan = self.seconds
+
+
+@contextmanager
+def interruptible(clock: SearchClock) -> Iterator[None]:
+    """Inside, an interrupt stops the search even where its exception is lost.
+
+    Python drops what is raised in a ``__del__`` or a callback of the garbage collector, of which virtual runs
+    have many. For processes of our own alone: a handler of the user's is never replaced.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        clock.interrupt()
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

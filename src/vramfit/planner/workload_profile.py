@@ -1,0 +1,36 @@
+"""What the techniques look at, from a step that was watched on some device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vramfit.planner.step_profiler import StepProfile
+from vramfit.techniques import Profile
+from vramfit.workload import State, Workload
+
+
+def profile_of(
+    workload: Workload, state: State, sizes: Mapping[str, int], observation: StepProfile, **figures: Any
+) -> Profile:
+    """The profile of a workload.
+
+    Args:
+        workload: that ran.
+        state: its model and optimizer.
+        sizes: of the batch.
+        observation: of a step.
+        figures: the device's own: the other fields of `Profile`.
+    """
+    return Profile(
+        model=state.model,
+        optimizer=state.optimizer,
+        sizes=dict(sizes),
+        trains=workload.trains,
+        own_step=workload.step is not None,
+        step_seconds=observation.seconds,
+        step_flops=observation.flops,
+        logits_bytes=observation.logits_bytes,
+        blocks=observation.blocks,
+        **figures,
+    )

@@ -1,0 +1,185 @@
+"""Makes a batch as uneven as real ones are: masks that end early, labels that are ignored, shorter lengths.
+
+Workloads make batches of one length, and a loss that divides by what a mask leaves then looks like a mean over
+examples. Each entry is varied in a pattern of its own, so that two of them cannot stand in for each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from vramfit.techniques.support.batch_cutting import Cut, mapped
+from vramfit.workload import Batch
+
+IGNORED = (-100, -1, 255, 0)
+"""Labels that losses leave out: torch's default, nanoGPT's, that of segmentation, and the number of padding."""
+
+_SHORTEST = 2
+"""Values of an example of which one can be left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Varied:
+    """An entry of a batch that was made uneven.
+
+    Attributes:
+        name: of the entry, or its number; empty where it lies deeper than at the top.
+        value: that was written where it ends early.
+        mask: whether it held nothing but zeros and ones, or one number, and so may weigh what it covers.
+    """
+
+    name: str
+    value: int
+    mask: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Variation:
+    place: int
+    """Number of the tensor among those of the batch."""
+    name: str
+    value: float
+    rows: tuple[int, ...]
+    shift: int
+    """By how many values it ends earlier than others."""
+    mask: bool
+
+
+def made_ragged(batch: Batch, cut: Cut, accepts: Callable[[Batch], bool]) -> tuple[Batch, tuple[Varied, ...]]:
+    """A batch with every mask, label and length varied that a program can do with.
+
+    Args:
+        batch: of at least two examples.
+        cut: how it is cut: only what has one row for each example is varied.
+        accepts: whether the program can do with a batch.
+
+    Returns:
+        the batch, and what was varied.
+    """
+    done: list[Varied] = []
+    for variation in _variations(batch, cut):
+        tried = _written(batch, variation)
+        if accepts(tried):
+            batch = tried
+            done.append(Varied(variation.name, int(variation.value), variation.mask))
+    for name, tried in _fewer(batch, cut):
+        if accepts(tried):
+            batch = tried
+            done.append(Varied(name, 0, mask=False))
+    return batch, tuple(done)
+
+
+def _variations(batch: Batch, cut: Cut) -> Iterator[_Variation]:
+    for place, (name, tensor) in enumerate(_named(batch)):
+        if not tensor.dim() or tensor.shape[0] != cut.size or cut.size < 2 or name in cut.uncut:
+            continue
+        if tensor.dim() > 1 and tensor.shape[-1] < _SHORTEST:
+            continue
+        values, mask = _values(tensor)
+        if tensor.dim() == 1:
+            if mask:  # one class for each example is no more ragged than the batch itself
+                yield _of_each(tensor, place, name, values[0])
+            continue
+        for number, value in enumerate(values):
+            rows = (number % cut.size, (number + 1) % cut.size)
+            yield _Variation(place, name, value, rows, place, mask)
+
+
+def _of_each(tensor: torch.Tensor, place: int, name: str, value: float) -> _Variation:
+    """A weight or a length of one example: of the last, since packed sequences want the longest first."""
+    largest = float(tensor.max())
+    if value > 1:  # lengths of two sequences differ, so that they can be told from each other
+        value = max(1.0, value - place % max(1.0, largest // 4))
+    return _Variation(place, name, value, (len(tensor) - 1,), place, mask=True)
+
+
+def _fewer(batch: Batch, cut: Cut) -> Iterator[tuple[str, Batch]]:
+    """The batch with half of what the second example holds in lists of one entry for each, such as boxes."""
+
+    def halved(value: Batch, count: int) -> Batch:
+        if isinstance(value, torch.Tensor):
+            return value[: count // 2] if value.dim() and value.shape[0] == count else value
+        return mapped(value, lambda _name, inner: halved(inner, count))
+
+    def shorter(value: Batch) -> Batch:
+        if isinstance(value, list) and len(value) == cut.size:
+            counts = Counter(tensor.shape[0] for _, tensor in _named(value[1]) if tensor.dim())
+            if counts and (count := counts.most_common(1)[0][0]) >= _SHORTEST:
+                return [value[0], halved(value[1], count), *value[2:]]
+        return value
+
+    if cut.examples and cut.size > 1 and not isinstance(batch, torch.Tensor | list):
+        names: list[str] = []
+        mapped(batch, lambda name, value: names.append(name) if shorter(value) is not value else None)
+        for wanted in names:
+
+            def part(name: str, value: Batch, wanted: str = wanted) -> Batch:
+                return shorter(value) if name == wanted else value
+
+            yield wanted, mapped(batch, part)
+
+
+def _values(tensor: torch.Tensor) -> tuple[tuple[float, ...], bool]:
+    """What is written where an entry ends early, and whether it is a mask; nothing where it can be no such thing."""
+    if tensor.is_complex():
+        return (), False
+    low, high = (float(bound) for bound in (tensor.min(), tensor.max())) if tensor.numel() else (0.0, 0.0)
+    if tensor.dtype == torch.bool or (low >= 0 and high <= 1 and _is_whole(tensor)):
+        mostly = float(tensor.double().mean()) >= 0.5
+        return ((0.0,) if mostly else (1.0,)), True
+    if low == high:
+        return (float(low // 2),), True  # lengths, or weights
+    return (tuple(map(float, IGNORED)) if tensor.dtype == torch.int64 else ()), False
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def _written(batch: Batch, variation: _Variation) -> Batch:
+    places = itertools.count()
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if next(places) != variation.place:
+            return tensor
+        changed = tensor.clone()
+        for number, row in enumerate(variation.rows):
+            if tensor.dim() == 1:
+                changed[row] = variation.value
+            else:
+                length = tensor.shape[-1]
+                start = length // 2 if number == 0 else length - length // 4
+                # A mask of real numbers may weigh: something between says whether it is counted or summed.
+                value = 0.5 if variation.mask and number and tensor.is_floating_point() else variation.value
+                changed[row, ..., max(1, start - variation.shift % max(1, length // 4)) :] = value
+        return changed
+
+    return _changed(batch, change)
+
+
+def _changed(batch: Batch, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    return mapped(batch, lambda _name, value: _changed(value, change))
+
+
+def _named(batch: Batch) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a batch in order, those at its top with their names."""
+    found: list[tuple[str, torch.Tensor]] = []
+
+    def take(name: str, value: Batch, *, top: bool) -> Batch:
+        if isinstance(value, torch.Tensor):
+            found.append((name if top else "", value))
+        else:
+            mapped(value, lambda _name, inner: take("", inner, top=False))
+        return value
+
+    if isinstance(batch, torch.Tensor):
+        return [("", batch)]
+    mapped(batch, lambda name, value: take(name, value, top=True))
+    return found

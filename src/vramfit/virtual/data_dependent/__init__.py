@@ -1,0 +1,1 @@
+"""What values decide: true values where they are known, guesses and assumed sizes where they are not."""

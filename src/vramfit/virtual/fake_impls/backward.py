@@ -1,0 +1,189 @@
+"""Ops that torch has CUDA kernels for but no description by shape."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from vramfit.virtual.fake_impls import compressed
+from vramfit.virtual.fake_impls.registry import rule
+
+if TYPE_CHECKING:
+    from vramfit.virtual.mode import VirtualMode
+
+_NO_REDUCTION = 0  # at::Reduction::None
+
+
+@rule(
+    "aten.multi_margin_loss_backward.default",
+    "aten.multilabel_margin_loss_backward.default",
+    "aten.fractional_max_pool3d_backward.default",
+    "aten.adaptive_max_pool3d_backward.default",
+    "aten._pdist_backward.default",
+    "aten.glu_jvp.default",
+)
+def like_input(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A gradient shaped like the op's input, which follows the incoming gradient among the arguments."""
+    out = mode.fake_like(args[1])
+    mode.settle(func, mode.ops[func], args, kwargs, out)
+    return out
+
+
+@rule("aten.cudnn_grid_sampler.default")
+def grid_sampler(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """cuDNN's grid sampler: the input's channels at the grid's places (native/cudnn/GridSampler.cpp)."""
+    source, grid = args
+    shape = (*source.shape[:2], *grid.shape[1:3])
+    out = mode.fake_empty(shape, source.dtype, source.device)
+    mode.settle(func, mode.ops[func], args, kwargs, out)
+    return out
+
+
+@rule("aten.cudnn_grid_sampler_backward.default")
+def grid_sampler_backward(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The gradients of its input and its grid."""
+    out = tuple(mode.fake_empty(tuple(t.shape), t.dtype, t.device) for t in args[:2])
+    mode.settle(func, mode.ops[func], args, kwargs, out)
+    return out
+
+
+@rule("aten.multi_margin_loss.default")
+def multi_margin_loss(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One loss per sample, or one for all."""
+    bound = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
+    source: torch.Tensor = bound["self"]
+    each = bound.get("reduction", 1) == _NO_REDUCTION and source.dim() > 1
+    out = mode.fake_empty((source.shape[0],) if each else (), source.dtype, source.device)
+    mode.settle(func, mode.ops[func], args, kwargs, out)
+    return out
+
+
+@rule("aten.multilabel_margin_loss_forward.default")
+def multilabel_margin_loss(
+    mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The loss and a mask of the targets."""
+    source, _, reduction = args
+    each = reduction == _NO_REDUCTION and source.dim() > 1
+    loss = mode.fake_empty((source.shape[0],) if each else (), source.dtype, source.device)
+    out = (loss, mode.fake_like(source))
+    mode.settle(func, mode.ops[func], args, kwargs, out)
+    return out
+
+
+@rule("aten._nested_tensor_from_mask_left_aligned.default")
+def left_aligned(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a padding mask is left-aligned: no, so that an encoder keeps to dense tensors."""
+    mode.machine.warn(
+        "nested-tensors-avoided",
+        "an encoder's fast path would use nested tensors on a card; dense ones are counted, which need no less memory",
+    )
+    return False
+
+
+@rule("aten._use_miopen_ctc_loss.default", "aten._use_miopen_ctc_loss.Tensor")
+def use_miopen(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """MIOpen is AMD's: never on a CUDA card."""
+    return False
+
+
+@rule("aten._sparse_addmm.default", "aten.sparse_sampled_addmm.default")
+def sparse_addmm(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A dense matrix plus a sparse one times a dense one: shaped like the first."""
+    if compressed.is_product(func, args):
+        return compressed.multiply(mode, func, args)
+    out = mode.fake_empty(tuple(args[0].shape), args[0].dtype, args[0].device)
+    mode.settle(func, mode.ops[func], args, kwargs, out)
+    return out
+
+
+@rule("aten._ctc_loss.default", "aten._ctc_loss.Tensor")
+def ctc_loss(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One loss per sequence, and log alphas over time and the extended target (native/cuda/LossCTC.cu)."""
+    log_probs, targets, _, target_lengths, *_ = args
+    lengths = target_lengths
+    if isinstance(lengths, torch.Tensor):
+        known = mode.shadows.view(lengths) if isinstance(lengths, FakeTensor) else lengths
+        longest = int(known.max()) if known is not None and known.numel() else int(targets.shape[-1])
+    else:
+        longest = max(lengths, default=0)
+    steps, batch = log_probs.shape[0], log_probs.shape[1] if log_probs.dim() == 3 else 1
+    out = (
+        mode.fake_empty((batch,), log_probs.dtype, log_probs.device),
+        mode.fake_empty((batch, steps, 2 * longest + 1), log_probs.dtype, log_probs.device),
+    )
+    mode.settle(func, mode.ops[func], args, kwargs, out)
+    return out
+
+
+@rule("aten._ctc_loss_backward.default", "aten._ctc_loss_backward.Tensor")
+def ctc_loss_backward(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A contiguous gradient of the log probabilities (native/cuda/LossCTC.cu)."""
+    log_probs = args[1]
+    out = mode.fake_empty(tuple(log_probs.shape), log_probs.dtype, log_probs.device)
+    mode.settle(func, mode.ops[func], args, kwargs, out)
+    return out
+
+
+@rule("aten._cudnn_ctc_loss.default", "aten._cudnn_ctc_loss.Tensor")
+def cudnn_ctc_loss(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One loss per sequence, and their gradient at once (native/cudnn/LossCTC.cpp ``_cudnn_ctc_loss``)."""
+    log_probs = args[0]
+    losses = mode.fake_empty((log_probs.shape[1],), log_probs.dtype, log_probs.device)
+    gradient = mode.fake_empty(tuple(log_probs.shape), log_probs.dtype, log_probs.device)
+    mode.settle(func, mode.ops[func], args, kwargs, (losses, gradient))
+    return losses, gradient
+
+
+def _column_major(mode: VirtualMode, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """A matrix, or a batch of them, as LAPACK and cuSOLVER want it."""
+    return mode.fake_empty((*shape[:-2], shape[-1], shape[-2]), like.dtype, like.device).mT
+
+
+@rule("aten.geqrf.default")
+def geqrf(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Householder reflectors below R, and their factors (native/BatchLinearAlgebra.cpp ``geqrf``)."""
+    source: torch.Tensor = args[0]
+    shape = tuple(source.shape)
+    factors = mode.fake_empty((*shape[:-2], min(shape[-2:])), source.dtype, source.device)
+    out = (_column_major(mode, shape, source), factors)
+    mode.settle(func, mode.ops[func], args, kwargs, out)
+    return out
+
+
+@rule("aten.ormqr.default")
+def ormqr(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A matrix times an orthogonal one: shaped like the matrix (native/BatchLinearAlgebra.cpp ``ormqr``)."""
+    other: torch.Tensor = args[2]
+    out = _column_major(mode, tuple(other.shape), other)
+    mode.settle(func, mode.ops[func], args, kwargs, out)
+    return out
+
+
+@rule("aten.linalg_lstsq.default")
+def lstsq(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Least squares on a card (driver ``gels``): solution and residuals, no rank and no singular values.
+
+    As native/BatchLinearAlgebra.cpp ``linalg_lstsq_out_info`` does it, the solution is cut from the right-hand side's
+    copy and keeps its storage; a copy of the matrix lives meanwhile, and for residuals their unsummed form.
+    """
+    left, right = args[:2]
+    rows, columns = left.shape[-2:]
+    vector = right.dim() == 1 or right.shape == left.shape[:-1]
+    count = 1 if vector else right.shape[-1]
+    batch = tuple(left.shape[:-2])
+    whole = mode.fake_empty((*batch, count, max(rows, columns)), right.dtype, right.device)
+    real = left.real.dtype if left.is_complex() else left.dtype
+    residuals = mode.fake_empty((*batch, count) if rows > columns else (0,), real, left.device)
+    rest = (mode.fake_empty((0,), torch.int64, left.device), mode.fake_empty((0,), real, left.device))
+    name, device = mode.ops[func].name, left.device.index or 0
+    sizes = [left.nbytes, right.nbytes if rows > columns else 0]
+    held = mode.meter.temporary([size for size in sizes if size], device, name)
+    mode.settle(func, mode.ops[func], args, kwargs, (whole, residuals, *rest))
+    mode.meter.give_back(held, device)
+    for tensor in (whole, residuals):
+        mode.shadows.forget(tensor)  # the host's default driver answers in another form
+    solution = torch.ops.aten.slice.Tensor(whole, -1, 0, columns).mT
+    return (solution.squeeze(-1) if vector else solution, residuals, *rest)

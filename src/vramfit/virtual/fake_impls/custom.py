@@ -1,0 +1,191 @@
+"""Custom operators whose fake implementation asks for a size that depends on data, and torchvision's suppression.
+
+``torch.library.get_ctx().new_dynamic_size()`` wants a symbolic size, for which our FakeTensorMode has no ShapeEnv. So
+the fake implementation runs again with a context of ours, which gives an assumed number instead. Where the operator
+says no maximum its arguments bound the size: by their elements where the result looks like coordinates of elements,
+else by their rows. That is a convention and no promise of the operator, so the bar is said not to hold it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._library.fake_impl import FakeImplCtx, set_ctx_getter
+from torch._subclasses.fake_tensor import FakeTensor
+
+from vramfit.virtual.data_dependent.assume import Assume
+from vramfit.virtual.fake_impls import assuming, shapes
+from vramfit.virtual.fake_impls.registry import rule
+from vramfit.virtual.ops import tensors_in
+
+if TYPE_CHECKING:
+    from vramfit.virtual.data_dependent.assume import Extent
+    from vramfit.virtual.mode import VirtualMode
+
+_MASKED_SELECT = torch.ops.aten.masked_select.default
+_BITS = 64  # threadsPerBlock of vision/csrc/ops/cuda/nms_kernel.cu: pairs of boxes are bits of 64-bit words
+_ROWS_OF_FIRST = frozenset({"torchvision::nms", "torchvision::qnms"})
+"""Operators that give the numbers of some of the rows of their first argument."""
+_SPECIALISED = 2  # default minimum of create_unbacked_symint: torch.compile's, not the operator's
+
+
+class DynamicSizes(Exception):
+    """The fake implementation of a custom operator asks for a size that depends on data."""
+
+
+def asks_for_sizes(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator that torch could not describe has a fake implementation to ask again."""
+    return _fake_implementation(func) is not None
+
+
+def run(mode: VirtualMode, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operator's results, with sizes that are assumed where its arguments are not known."""
+    if (true := _true_result(mode, func, args, kwargs)) is not None:
+        return true
+    name, given = func.name(), tensors_in((args, tuple(kwargs.values())))
+    rows = max((t.shape[0] for t in given if t.dim()), default=0)
+    if name in _ROWS_OF_FIRST:
+        sizes = _Sizes(mode, func, args[0].shape[0], binding=True)
+    else:
+        sizes = _Sizes(mode, func, rows, binding=False)
+    out = _describe(mode, func, args, kwargs, sizes)
+    if not sizes.binding and (source := _located(out, given)) is not None:
+        sizes = _Sizes(mode, func, source.numel(), binding=False)
+        out = _describe(mode, func, args, kwargs, sizes)
+    extents = sizes.tell()
+    mode.settle(func, mode.ops[func], args, kwargs, out, extents=extents)
+    for part in tensors_in(out):
+        if part.dim() == 1 and part.dtype is torch.int64 and part.numel() in {e.shown for e in extents}:
+            assuming.number_rows(mode, sizes.bound, part)
+    return out
+
+
+def _true_result(
+    mode: VirtualMode, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What the operator gives on true values, where it runs on the host; None without them."""
+    if mode.ops[func].mutated:
+        return None
+    try:
+        true = assuming.true_result(mode, func, args, kwargs)
+    except NotImplementedError:  # it has no kernel for the host
+        return None
+    if true is None:
+        return None
+    return assuming.finish(mode, func, args, kwargs, assuming.like(mode, true, assuming.device_of(args)))
+
+
+def _fake_implementation(func: torch._ops.OpOverload) -> Any:
+    return torch._library.simple_registry.singleton.find(func.name()).fake_impl.kernel
+
+
+def _describe(
+    mode: VirtualMode,
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    sizes: _Sizes,
+) -> Any:
+    with set_ctx_getter(lambda: sizes), mode.fake:
+        return _fake_implementation(func)(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    low: int
+    high: int
+    shown: int
+    bounded: bool
+
+
+class _Sizes(FakeImplCtx):
+    """The context of a fake implementation: gives assumed numbers, and says afterwards what they were."""
+
+    def __init__(self, mode: VirtualMode, func: torch._ops.OpOverload, bound: int, *, binding: bool) -> None:
+        super().__init__(mode.fake, func)  # type: ignore[no-untyped-call]
+        self._mode, self._name = mode, func.name()
+        self.bound = bound
+        self.binding = binding  # the operator gives no more than `bound`, whatever else it says
+        self._asked: list[_Asked] = []
+        self._fewer: int | None = None
+
+    def create_unbacked_symint(self, *, min: int = _SPECIALISED, max: int | None = None) -> int:  # type: ignore[override]
+        """The older name; its default minimum is no statement of the operator."""
+        return self.new_dynamic_size(min=0 if min == _SPECIALISED else min, max=max)
+
+    def new_dynamic_size(self, *, min: int = 0, max: int | None = None) -> int:  # type: ignore[override]
+        """An assumed size between two bounds.
+
+        Raises:
+            ValueError: the bounds are none.
+        """
+        if min < 0:
+            raise ValueError(
+                f"ctx.new_dynamic_size(min={min}, ...): expected min to be greater than or equal to 0: "
+                "this API can only create non-negative sizes."
+            )
+        high = self.bound if max is None else max
+        if max is not None and self.binding:
+            high = _least(max, self.bound)
+        low = _least(min, high)
+        count = high if self._mode.machine.assume is Assume.UPPER else low + (high - low + 1) // 2
+        shown = _most(low, self._mode.guesses.fewer(count))
+        self._asked.append(_Asked(low, high, shown, self.binding or max is not None))
+        return shown
+
+    def tell(self) -> tuple[Extent, ...]:
+        """Warn of what was assumed; the extents of it."""
+        found = []
+        for asked in self._asked:
+            what = f"{asked.shown:,} of {asked.high:,} elements"
+            if asked.low == asked.high and asked.bounded:
+                continue
+            assuming.tell(self._mode, self._name, what)
+            found.append(assuming.assumed(self._mode, asked.shown, asked.low, asked.high))
+        if any(not asked.bounded for asked in self._asked):
+            self._mode.machine.warn(
+                "size-without-bound",
+                f"nothing bounds the result of {self._name}, whose shape depends on data: the error bar does not hold "
+                "it. Give new_dynamic_size of its fake implementation a max",
+                location=self._mode.guesses.location(),
+            )
+        return tuple(found)
+
+
+_least, _most = min, max  # the arguments of new_dynamic_size have these names
+
+
+def _located(out: Any, given: list[torch.Tensor]) -> torch.Tensor | None:
+    """The argument of whose elements a result has the coordinates, one row for each, as ``nonzero`` has."""
+    rows = [t.shape[1] for t in tensors_in(out) if t.dim() == 2 and t.dtype is torch.int64]
+    return max((t for t in given if t.dim() > 1 and t.dim() in rows), key=torch.Tensor.numel, default=None)
+
+
+@rule("torchvision.nms.default")
+def nms(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torchvision.ops.nms`` on a card: boxes sorted by score, a bit for each pair, a mask of what is kept.
+
+    vision/csrc/ops/cuda/nms_kernel.cu: ``nms_kernel``, since torchvision 0.21 without a copy to the host
+    (https://github.com/pytorch/vision/pull/8766).
+    """
+    boxes, scores = args[:2]
+    if type(boxes) is not FakeTensor or boxes.fake_device.type != "cuda" or not boxes.numel():
+        return run(mode, func, args, kwargs)
+    _describe(mode, func, args, kwargs, _Sizes(mode, func, 0, binding=True))  # what it says of its arguments
+    if (true := _true_result(mode, func, args, kwargs)) is not None:
+        return true
+    count = boxes.shape[0]
+    with mode:  # metered like ops of the program
+        order = scores.sort(stable=True, dim=0, descending=True)[1]
+        ordered = boxes.index_select(0, order)
+        pairs = boxes.new_empty(count * -(-count // _BITS), dtype=torch.int64)
+        kept = boxes.new_zeros(count, dtype=torch.bool)
+    mode.shadows.forget(kept)
+    mode.meter.expect(kept, None)
+    del ordered
+    found = shapes.select_masked(mode, _MASKED_SELECT, (order, kept), {}, func.name())
+    del pairs
+    assuming.number_rows(mode, count, found)
+    return found

@@ -1,0 +1,83 @@
+"""Ops over lists of tensors (``torch._foreach_*``, fused optimizers).
+
+FakeTensorMode would take each list apart and run every element through its slow path. Their results are known
+without: an in-place op returns nothing new, and an out-of-place one returns a list of tensors like its first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from vramfit.virtual.fake_impls.registry import RULES, find_overload, rule
+
+if TYPE_CHECKING:
+    from vramfit.virtual.mode import VirtualMode
+
+# Out-of-place list ops whose results are not shaped and typed like their first list.
+_OTHERWISE = {"_foreach_norm", "_foreach_max", "_foreach_copy", "_foreach_powsum"}
+
+
+def in_place(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An in-place list op: shapes stay; only temporaries, time and shadows matter."""
+    info = mode.ops[func]
+    written = (
+        [t for t in args[0] if isinstance(t, torch.Tensor)] if isinstance(args[0], (list, tuple)) else []
+    )
+    mode.settle(func, info, args, kwargs, written)
+    return None if not func._schema.returns else args[0]
+
+
+def like_first(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An out-of-place list op: one result like each tensor of the first list, in the list's order."""
+    info = mode.ops[func]
+    if any(type(t) is not FakeTensor for t in args[0]):
+        return mode.run(func, info, args, kwargs)
+    other = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else args[0]
+    peers = other if len(other) == len(args[0]) and isinstance(other[0], torch.Tensor) else args[0]
+    if any(a.dtype != b.dtype or a.shape != b.shape for a, b in zip(args[0], peers, strict=True)) or any(
+        not t.dtype.is_floating_point for t in args[0]
+    ):
+        return mode.run(func, info, args, kwargs)  # type promotion or broadcasting: let torch say
+    out = [mode.fake_like(t) for t in args[0]]
+    mode.settle(func, info, args, kwargs, out)
+    return out
+
+
+def _register() -> None:
+    # torch.ops.aten lists only the ops that were used before; the dispatcher knows them all.
+    for full_name in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full_name.partition("::")
+        if namespace != "aten" or not name.startswith(("_foreach_", "_fused_")):
+            continue
+        packet, _, overload = name.partition(".")
+        func = find_overload(f"aten.{packet}.{overload or 'default'}")
+        if func is None or overload.endswith("out"):
+            continue
+        first = func._schema.arguments[0]
+        if "List" not in str(first.type):
+            continue
+        if first.alias_info is not None and first.alias_info.is_write:
+            RULES[func] = in_place
+        elif packet.startswith("_foreach_") and packet not in _OTHERWISE:
+            RULES[func] = like_first
+
+
+_register()
+
+
+@rule("aten._amp_foreach_non_finite_check_and_unscale_.default")
+def unscale_(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """GradScaler's check: gradients that nobody computed are taken as finite, so ``found_inf`` keeps its value."""
+    info = mode.ops[func]
+    grads, found_inf, inverse_scale = args
+    views = [mode.shadows.view(g) for g in grads]
+    if all(v is not None for v in views):
+        mode.settle(func, info, args, kwargs, None)
+        return
+    for gradient in grads:
+        mode.shadows.forget(gradient)
+    mode.settle(func, info, ((), (), inverse_scale), kwargs, None)
+    del found_inf

@@ -1,0 +1,29 @@
+"""In-place random ops: FakeTensorMode's decompositions want a CUDA generator that does not exist here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vramfit.virtual.fake_impls.registry import rule
+
+if TYPE_CHECKING:
+    from vramfit.virtual.mode import VirtualMode
+
+
+@rule(
+    "aten.uniform_.default",
+    "aten.normal_.default",
+    "aten.bernoulli_.float",
+    "aten.bernoulli_.Tensor",
+    "aten.random_.default",
+    "aten.random_.from",
+    "aten.random_.to",
+    "aten.exponential_.default",
+    "aten.cauchy_.default",
+    "aten.geometric_.default",
+    "aten.log_normal_.default",
+)
+def fill_random_(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Fill in place: the tensor itself comes back, and its shadow is drawn from a generator of our own."""
+    mode.settle(func, mode.ops[func], args, kwargs, args[0])
+    return args[0]

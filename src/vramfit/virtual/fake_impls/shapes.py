@@ -1,0 +1,315 @@
+"""Ops whose result's shape depends on data: a stated assumption takes the place of the data.
+
+Where the argument has a shadow the true shape is known. Otherwise `Assume` says what is taken: the largest possible
+result, or the one to be expected (expectations.py). A warning names the line, and what rests on the assumption
+carries an error bar (NOTE [Error bars] in assume.py).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from vramfit.virtual.data_dependent.assume import Assume, Extent
+from vramfit.virtual.data_dependent.counting import evenly
+from vramfit.virtual.data_dependent.expectations import Expectation
+from vramfit.virtual.data_dependent.shadow import MAX_KNOWN
+from vramfit.virtual.fake_impls.assuming import (
+    assumed,
+    device_of,
+    finish,
+    guess_positions,
+    like,
+    selected,
+    tell,
+    true_result,
+)
+from vramfit.virtual.fake_impls.registry import rule
+
+if TYPE_CHECKING:
+    from vramfit.virtual.mode import VirtualMode
+
+
+@rule("aten.nonzero.default")
+def nonzero(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Indices of the elements that are not zero."""
+    tensor: torch.Tensor = args[0]
+    if (true := true_result(mode, func, args, kwargs)) is not None:
+        return finish(mode, func, args, kwargs, like(mode, true, device_of(args)))
+    extent = selected(mode, "nonzero", tensor, tensor.numel())
+    # CUDA returns the transpose of a (dim, n) tensor: aten/src/ATen/native/cuda/Nonzero.cu
+    out = mode.fake_empty((tensor.dim(), extent.shown), torch.int64, tensor.device).t()
+    finish(mode, func, args, kwargs, out, extent)
+    mode.meter.expect(out, Expectation(columns=tuple(tensor.shape)))
+    guess_positions(mode, tensor, out)
+    return out
+
+
+@rule("aten.masked_select.default")
+def masked_select(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Elements where a mask holds."""
+    return select_masked(mode, func, args, kwargs, "masked_select")
+
+
+def select_masked(
+    mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str
+) -> Any:
+    """Elements where a mask holds; ``name`` is what the program asked for."""
+    if (true := true_result(mode, func, args, kwargs)) is not None:
+        return finish(mode, func, args, kwargs, like(mode, true, device_of(args)))
+    elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+    mask = args[1] if type(args[1]) is FakeTensor else mode.wrap(args[1], args[0].device)
+    extent = selected(mode, name, mask, elements)
+    out = mode.fake_empty((extent.shown,), args[0].dtype, args[0].device)
+    return finish(mode, func, args, kwargs, out, extent)
+
+
+def _positions(mode: VirtualMode, indices: Any, device: torch.device) -> list[torch.Tensor | None]:
+    """Indices with each mask replaced by the positions where it holds, one tensor for each of its dimensions."""
+    expanded: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            expanded.append(index)
+            continue
+        mask = index if type(index) is FakeTensor else mode.wrap(index, device)
+        found = nonzero(mode, torch.ops.aten.nonzero.default, (mask,), {})
+        expanded.extend(torch.ops.aten.select.int(found, 1, axis) for axis in range(mask.dim()))
+    return expanded
+
+
+@rule("aten.index.Tensor", hands_on=True)
+def index(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x[mask]``: boolean masks become index tensors first, as on the card (expandTensors in IndexingUtils.h)."""
+    tensor, indices = args
+    if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return mode.run(func, mode.ops[func], args, kwargs)
+    return mode.run(func, mode.ops[func], (tensor, _positions(mode, indices, tensor.device)), kwargs)
+
+
+@rule(*("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default"), hands_on=True)
+def index_put(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x[mask] = y``: a single number is a masked fill; otherwise the mask's positions are made first."""
+    tensor, indices, *rest = args
+    if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return mode.run(func, mode.ops[func], args, kwargs)
+    if func is not torch.ops.aten.index_put.default:
+        mask = _filled_by(args, kwargs)
+        if mask is not None:
+            value = args[2].item()
+            return mode.run(_MASKED_FILL, mode.ops[_MASKED_FILL], (tensor, mask, value), {})
+    positions = _positions(mode, indices, tensor.device)  # they live until the kernel is done
+    out = mode.fake_like(tensor) if func is torch.ops.aten.index_put.default else tensor
+    return finish(mode, func, (tensor, positions, *rest), kwargs, out)
+
+
+_MASKED_FILL = torch.ops.aten.masked_fill_.Scalar
+
+
+def _filled_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The mask of a write that is a masked fill (TensorAdvancedIndexing.cpp, ``canDispatchToMaskedFill``).
+
+    It writes one number of the host where a single mask on the card says so.
+    """
+    tensor, indices, value = args[:3]
+    accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    given = [index for index in indices if index is not None]
+    if accumulates or value.numel() != 1 or type(value) is FakeTensor or value.device.type != "cpu":
+        return None
+    if len(given) != 1 or given[0].device != tensor.device:
+        return None
+    before = next(place for place, index in enumerate(indices) if index is not None)
+    mask: torch.Tensor = given[0]
+    for _ in range(tensor.dim() - before - mask.dim()):
+        mask = torch.ops.aten.unsqueeze.default(mask, -1)
+    return mask
+
+
+@rule(
+    "aten._unique2.default",
+    "aten.unique_dim.default",
+    "aten.unique_consecutive.default",
+    "aten._unique.default",
+    "aten.unique_dim_consecutive.default",
+)
+def unique(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Distinct values, their inverse and their counts."""
+    if (true := true_result(mode, func, args, kwargs)) is not None:
+        return finish(mode, func, args, kwargs, like(mode, true, device_of(args)))
+    tensor: torch.Tensor = args[0]
+    bound = {a.name: a.default_value for a in func._schema.arguments[1:]}
+    bound |= dict(zip([a.name for a in func._schema.arguments[1:]], args[1:], strict=False)) | kwargs
+    axis = bound.get("dim")
+    elements = tensor.numel() if axis is None else tensor.shape[axis]
+    extent = _distinct(mode, mode.ops[func].name, tensor, elements, whole=axis is not None)
+    count = extent.shown
+    inverse_shape = tuple(tensor.shape) if axis is None else (elements,)
+    values_shape = (
+        (count,)
+        if axis is None
+        else tuple(count if i == axis % tensor.dim() else n for i, n in enumerate(tensor.shape))
+    )
+    wants_inverse = bool(bound.get("return_inverse"))
+    wants_counts = bool(bound.get("return_counts"))
+    device = tensor.device
+    out = (
+        mode.fake_empty(values_shape, tensor.dtype, device),
+        mode.fake_empty(inverse_shape if wants_inverse else (0,), torch.int64, device),
+        mode.fake_empty((count,) if wants_counts else (0,), torch.int64, device),
+    )[: len(func._schema.returns)]
+    finish(mode, func, args, kwargs, out, extent)
+    if wants_counts and 0 < count <= MAX_KNOWN:  # programs split by them, so they sum to what is counted
+        mode.shadows.set(out[2], evenly(elements, out[2]), guessed=True)
+    if wants_inverse:
+        mode.meter.expect(out[1], Expectation(values=max(1, count)))
+    if wants_counts:
+        mode.meter.expect(out[2], Expectation(share=1.0, total=elements))
+    return out
+
+
+def _distinct(mode: VirtualMode, name: str, tensor: torch.Tensor, elements: int, *, whole: bool) -> Extent:
+    """How many different values (or slices, ``whole``) there are among so many."""
+    expected = mode.meter.expected(tensor)
+    if expected.constant is not None and elements:
+        return Extent(1, 1, 1)
+    values = None if whole else expected.values
+    most = min(elements, values) if values else elements
+    if mode.machine.assume is Assume.UPPER:
+        count = most
+    elif values:  # draws with replacement
+        count = round(values * (1 - (1 - 1 / values) ** elements))
+    else:
+        count = -(-elements // 2)
+    tell(mode, name, f"{count:,} different ones among {elements:,}")
+    return assumed(mode, count, min(1, elements), most)
+
+
+@rule("aten.repeat_interleave.Tensor")
+def repeat_interleave(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``repeat_interleave(repeats)``: the sum of the repeats, given as ``output_size`` or read from the shadow."""
+    size = kwargs.get("output_size")
+    if size is None:
+        size = _repeats(mode, args[0])
+    return finish(mode, func, args, kwargs, mode.fake_empty((size,), args[0].dtype, args[0].device))
+
+
+def _repeats(mode: VirtualMode, repeats: torch.Tensor) -> int:
+    """What repeats sum to: known, or counts of something, else guessed."""
+    if type(repeats) is not FakeTensor:
+        return int(repeats.sum())
+    known = mode.meter.expected(repeats)
+    if known.total is not None:
+        return known.total
+    if known.constant is not None:
+        return known.constant * repeats.numel()
+    shadow, view = mode.shadows.find(repeats), mode.shadows.view(repeats)
+    if shadow is not None and view is not None:
+        size = int(view.sum())
+        if shadow.guessed:
+            _unbounded(mode, "repeat_interleave", f"{size:,} repeats")
+        return size
+    size = repeats.numel()
+    _unbounded(mode, "repeat_interleave", f"{size:,} repeats, one each,")
+    return size
+
+
+def _unbounded(mode: VirtualMode, name: str, what: str) -> None:
+    tell(mode, name, what)
+    mode.machine.warn(
+        "size-without-bound",
+        f"nothing bounds the result of {name}, whose shape depends on data: the error bar does not hold it",
+        location=mode.guesses.location(),
+    )
+
+
+@rule("aten.bincount.default")
+def bincount(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Counts of small non-negative integers."""
+    if (true := true_result(mode, func, args, kwargs)) is not None:
+        return finish(mode, func, args, kwargs, like(mode, true, device_of(args)))
+    minlength = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+    expected = mode.meter.expected(args[0])
+    if expected.constant is not None:
+        bins = max(minlength, expected.constant + 1)
+    elif expected.values:
+        bins = max(minlength, expected.least + expected.values)
+        if bins > minlength:
+            tell(mode, "bincount", f"{bins:,} bins")
+    else:
+        bins = max(minlength, 1)
+        if not minlength:
+            _unbounded(mode, "bincount", f"{bins:,} bins")
+    weights = kwargs.get("weights", args[1] if len(args) > 1 else None)
+    dtype = (
+        torch.int64 if weights is None else torch.float64 if weights.dtype != torch.float32 else torch.float32
+    )
+    return finish(mode, func, args, kwargs, mode.fake_empty((bins,), dtype, args[0].device))
+
+
+@rule("aten._pack_padded_sequence.default")
+def pack_padded_sequence(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The time steps that are not padding, and how many sequences each step has (a real CPU tensor)."""
+    data, lengths, batch_first = args
+    lengths = lengths if type(lengths) is not FakeTensor else mode.shadows.view(lengths)
+    if lengths is None:
+        raise RuntimeError("'lengths' argument should be a 1D CPU int64 tensor")
+    steps = data.shape[1] if batch_first else data.shape[0]
+    sizes = [int((lengths > step).sum()) for step in range(min(steps, int(lengths.max())))]
+    out = mode.fake_empty((int(lengths.sum()), *data.shape[2:]), data.dtype, data.device)
+    finish(mode, func, (data,), kwargs, out)
+    return out, torch.tensor(sizes, dtype=torch.int64, device="cpu")
+
+
+@rule("aten._pack_padded_sequence_backward.default")
+def pack_padded_sequence_backward(
+    mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A gradient of the padded shape."""
+    grad, size = args[0], args[1]
+    return finish(mode, func, (grad,), kwargs, mode.fake_empty(tuple(size), grad.dtype, grad.device))
+
+
+@rule("aten._to_dense.default")
+def to_dense(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A dense copy of a sparse tensor."""
+    source: torch.Tensor = args[0]
+    dtype = kwargs.get("dtype") or (args[1] if len(args) > 1 else None) or source.dtype
+    return finish(mode, func, args, kwargs, mode.fake_empty(tuple(source.shape), dtype, source.device))
+
+
+@rule("aten._to_sparse.default", "aten._to_sparse.sparse_dim")
+def to_sparse(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A COO copy of a dense tensor: one column of indices per element that is not zero (TensorConversions.cpp,
+    ``dense_to_sparse``); per row or block with one, where some dimensions stay dense."""
+    source: torch.Tensor = args[0]
+    layout = kwargs.get("layout") or torch.sparse_coo
+    sparse_dims = args[1] if len(args) > 1 and isinstance(args[1], int) else source.dim()
+    if source.layout is not torch.strided or layout is not torch.sparse_coo:
+        return mode.run(func, mode.ops[func], args, kwargs)  # named as an op without a rule
+    with mode:  # metered like ops of the program
+        flags = source if sparse_dims == source.dim() else (source != 0).flatten(sparse_dims).any(-1)
+    found = nonzero(mode, torch.ops.aten.nonzero.default, (flags,), {})
+    with mode:
+        values = source[found.unbind(1)]
+        indices = found.t().contiguous()
+        return torch.sparse_coo_tensor(
+            indices, values, source.shape, is_coalesced=True, check_invariants=False
+        )
+
+
+@rule("aten._use_cudnn_ctc_loss.default", "aten._use_cudnn_ctc_loss.Tensor")
+def use_cudnn_ctc_loss(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether cuDNN computes a CTC loss: aten/src/ATen/native/cudnn/LossCTC.cpp ``_use_cudnn_ctc_loss``."""
+    del func, kwargs
+    log_probs, targets, _, target_lengths, blank = args
+    lengths = target_lengths.tolist() if isinstance(target_lengths, torch.Tensor) else list(target_lengths)
+    return bool(
+        mode.workspaces.context(log_probs.device.index or 0).cudnn_enabled
+        and blank == 0
+        and targets.dim() == 1
+        and log_probs.dtype is torch.float32
+        and targets.dtype is torch.int32
+        and targets.device.type == "cpu"
+        and max(lengths, default=0) <= 256
+    )

@@ -1,0 +1,204 @@
+"""Devices: counting, choosing, initialising, waiting."""
+
+# ruff: noqa: ARG002  # the signatures are those of the C functions and classes
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+
+from vramfit.gpus import GpuKind
+from vramfit.patching import PatchStack
+from vramfit.virtual.machine import InvalidDevice, Machine
+from vramfit.virtual.torch_cuda.base import CUDA_BUILD, C, CFunctions
+from vramfit.virtual.torch_cuda.properties import CudaDeviceProperties, properties_of
+from vramfit.virtual.torch_cuda.releases import TorchRelease, needs_older_build, release_for
+from vramfit.virtual.torch_cuda.rng import VirtualGenerator
+
+_HANDLE = 0x5580_0000_0000  # made-up addresses of library handles: stable and not zero
+
+
+class DeviceFunctions(CFunctions):
+    """The functions of torch/csrc/cuda/Module.cpp that speak of devices."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.sync_debug_mode = 0
+
+    @cached_property
+    def release(self) -> TorchRelease:
+        """The build of torch that stands for this one, chosen by the cards that are visible."""
+        cards = [device.spec.compute_capability for device in self.machine.devices]
+        return release_for(self.machine.torch_version, cards)
+
+    def properties(self, index: int) -> CudaDeviceProperties:
+        """Answers ``torch.cuda._get_device_properties``."""
+        return properties_of(self.device(index))
+
+    def _cuda_init(self) -> None:
+        if not self.machine.devices:
+            raise RuntimeError("No CUDA GPUs are available")
+        self.machine.init_pid = os.getpid()
+        # THCPModule_initExtension binds these into torch.cuda; `patch_devices` remembered how they stood.
+        cuda = sys.modules["torch.cuda"]
+        cuda._get_device_properties = self.properties  # type: ignore[attr-defined]
+        cuda.default_generators = tuple(  # type: ignore[attr-defined]
+            VirtualGenerator(device.index, device.rng) for device in self.machine.devices
+        )
+
+    def _cuda_isInBadFork(self) -> bool:
+        # torch sets a flag in a fork handler; the number of the process says the same and needs no handler.
+        return self.machine.init_pid is not None and self.machine.init_pid != os.getpid()
+
+    def _cuda_getDeviceCount(self) -> int:
+        return len(self.machine.devices)
+
+    def _cuda_getDevice(self) -> int:
+        return self.machine.current_device
+
+    def _cuda_setDevice(self, index: int) -> None:
+        self.machine.current_device = self.device(index).index
+
+    def _cuda_exchangeDevice(self, index: int) -> int:
+        if index < 0:
+            return -1
+        before = self.machine.current_device
+        self._cuda_setDevice(index)
+        return before
+
+    def _cuda_maybeExchangeDevice(self, index: int) -> int:
+        return self._cuda_exchangeDevice(index)
+
+    def _cuda_canDeviceAccessPeer(self, index: int, peer: int) -> bool:
+        # A device is not its own peer, and drivers refuse peer access between GeForce cards.
+        one, other = self.device(index).spec, self.device(peer).spec
+        return index != peer and one == other and one.kind in (GpuKind.DATACENTER, GpuKind.WORKSTATION)
+
+    def _cuda_hasPrimaryContext(self, index: int) -> bool:
+        return self.machine.init_pid is not None and index < len(self.machine.devices)
+
+    def _cuda_getArchFlags(self) -> str:
+        return " ".join(f"sm_{number}" for number in self.release.architectures)
+
+    def _cuda_getCompiledVersion(self) -> int:
+        major, minor = self.release.cuda.split(".")
+        return int(major) * 1000 + int(minor) * 10
+
+    def _cuda_synchronize(self) -> None:
+        self.machine.synchronize()
+
+    def _cuda_sleep(self, cycles: int) -> None:
+        self.machine.advance(1e6 * cycles / self.device().spec.boost_clock)
+
+    def _cuda_set_sync_debug_mode(self, mode: int) -> None:
+        self.sync_debug_mode = mode
+
+    def _cuda_get_sync_debug_mode(self) -> int:
+        return self.sync_debug_mode
+
+    def _cuda_ipc_collect(self) -> None:
+        """Nothing to collect: no memory is shared between processes."""
+
+    def _cuda_getCurrentBlasHandle(self) -> int:
+        return _HANDLE + (self.machine.current_device << 16)
+
+    def _cuda_getCurrentSolverHandle(self) -> int:
+        return _HANDLE + (self.machine.current_device << 16) + 0x1000
+
+    def _cuda_clearCublasWorkspaces(self) -> None:
+        if self.machine.hooks.clear_workspaces is not None:
+            self.machine.hooks.clear_workspaces()
+
+    def _cuda_lock_mutex(self) -> None:
+        """The free mutex guards against NCCL; nothing runs here."""
+
+    def _cuda_unlock_mutex(self) -> None:
+        """See `_cuda_lock_mutex`."""
+
+    def _cuda_jiterator_compile_and_launch_kernel(self, *args: object) -> None:
+        raise RuntimeError("torch.cuda.jiterator compiles CUDA code, which the virtual GPU cannot run")
+
+
+def patch_devices(functions: DeviceFunctions, patches: PatchStack) -> None:
+    """Replace what ``torch.cuda`` keeps in Python about devices and initialisation."""
+    cuda = torch.cuda
+    # The properties class is a C class without a constructor (CUDA build) or a dummy (CPU build).
+    patches.set(C, "_CudaDeviceProperties", CudaDeviceProperties)
+    patches.set(cuda, "_CudaDeviceProperties", CudaDeviceProperties)
+    # _cuda_init binds these two.
+    patches.keep(cuda, "_get_device_properties")
+    patches.set(cuda, "default_generators", ())
+    # The state of lazy initialisation: the program starts with CUDA not initialised, whatever happened
+    # before, and what it queues must not be left behind. The Triton kernels of sparse matrices cannot be
+    # unregistered again.
+    patches.set(cuda, "_initialized", False)
+    queued = [call for call in cuda._queued_calls if call[0].__name__ != "_register_triton_kernels"]
+    patches.set(cuda, "_queued_calls", queued)
+    patches.set(cuda, "_lazy_seed_tracker", type(cuda._lazy_seed_tracker)())
+    # Both were bound at import time from functions that a CPU build lacks.
+    patches.set(cuda, "_is_in_bad_fork", functions._cuda_isInBadFork)
+    patches.set(cuda, "_exchange_device", functions._cuda_exchangeDevice)
+    patches.set(cuda, "_maybe_exchange_device", functions._cuda_maybeExchangeDevice)
+    # NVML would count the cards of the machine we run on.
+    patches.set(cuda, "_device_count_nvml", functions._cuda_getDeviceCount)
+    patches.set(cuda, "_raw_device_count_nvml", lambda: len(functions.machine.specs))
+    patches.set(cuda, "_raw_device_uuid_nvml", lambda: list(functions.machine.uuids))
+    patches.set(cuda, "_cached_device_count", None)
+    patches.set(cuda, "has_magma", True)
+    # fork_rng warns once per process about several devices.
+    patches.set(torch.random, "_fork_rng_warned_already", False)
+    # "Was this torch built with CUDA" is asked of torch._C at run time.
+    patches.set(C, "_has_cuda", True)
+    patches.set(C, "_has_magma", True)
+    _forget_cached_answers(patches)
+    # Fake tensors warm up a real context when is_available() says there is a card: there is none to warm up.
+    if hasattr(fake_tensor, "init_gpu_context"):
+        patches.set(fake_tensor, "init_gpu_context", _no_context)
+    # A CUDA build has its own version; it stands only if it serves the cards. All cards are asked, not the
+    # visible ones: CUDA_VISIBLE_DEVICES is the program's to set.
+    cards = [spec.compute_capability for spec in functions.machine.specs]
+    if not CUDA_BUILD or needs_older_build(cards):
+        patches.set(torch.version, "cuda", release_for(functions.machine.torch_version, cards).cuda)
+
+
+def _no_context(device: torch.device) -> None:
+    """Stands for ``init_gpu_context`` of torch/_subclasses/fake_tensor.py."""
+
+
+def _forget_cached_answers(patches: PatchStack) -> None:
+    """Empty functools caches whose answers depend on the devices, now and again at the undo."""
+    cached: list[Callable[[], None]] = [
+        torch.cuda._check_bf16_tensor_supported.cache_clear,
+        torch.get_device_module.cache_clear,
+    ]
+    capability: Any = getattr(torch.accelerator, "get_device_capability", None)
+    if hasattr(capability, "cache_clear"):
+        cached.append(capability.cache_clear)
+    for clear in cached:
+        clear()
+        patches.call(clear)
+
+
+def device_index_of(machine: Machine, device: Any) -> int:
+    """Number of the device that a ``torch.device``, a text, a number or None means.
+
+    Raises:
+        InvalidDevice: the machine has no such device.
+    """
+    if device is None:
+        return machine.current_device
+    if isinstance(device, int):
+        index: int | None = device
+    else:
+        index = torch.device(device).index
+    if index is None or index < 0:
+        return machine.current_device
+    if index >= len(machine.devices):
+        raise InvalidDevice(f"device {index} of {len(machine.devices)}")
+    return index

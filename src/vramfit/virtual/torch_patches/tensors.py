@@ -1,0 +1,260 @@
+"""Methods of tensors that torch implements below the dispatcher, for fake tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.jit._builtins import _get_builtin_table
+from torch.utils import _device
+
+from vramfit.patching import PatchStack
+from vramfit.virtual.fake_impls.host import LONGEST_LIST, download, may_be_shortened
+
+if TYPE_CHECKING:
+    from vramfit.virtual.mode import VirtualMode
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+def install(mode: VirtualMode, patches: PatchStack) -> None:
+    """Give fake tensors what programs ask of real ones: values on the host, addresses, a printed form, a deep copy."""
+    # With is_available() true, FakeTensor would create a real CUDA tensor to wake the device up.
+    patches.set(fake_tensor, "init_gpu_context", lambda device: None)
+    # A mismatch of shapes is the program's error and is raised; torch would also log it, with a traceback.
+    patches.set(logging.getLogger(fake_tensor.__name__), "disabled", True)
+    _keep_lifting(patches)
+    _patch_lists(mode, patches)
+    _patch_host_values(mode, patches)
+    _patch_addresses(mode, patches)
+    _patch_sharing(mode, patches)
+    _patch_repr(mode, patches)
+    _refuse_nested(mode, patches)
+
+
+def _refuse_nested(mode: VirtualMode, patches: PatchStack) -> None:
+    """Jagged nested tensors need symbolic sizes, which fake tensors here do not have: say so by name."""
+
+    def get_nested_int(self: FakeTensor, **options: Any) -> Any:
+        message = "the virtual GPU has no nested tensors (layout=torch.jagged) yet"
+        mode.machine.warn("op-without-rule", message, location=mode.guesses.location())
+        raise NotImplementedError(f"vramfit: {message}")
+
+    patches.set(FakeTensor, "get_nested_int", get_nested_int)
+
+
+def _keep_lifting(patches: PatchStack) -> None:
+    """``torch.tensor(data, device="cuda")`` must make a CPU tensor first and copy it where the mode sees it."""
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    patches.call(lambda: torch._C._set_only_lift_cpu_tensors(before))
+
+
+def _patch_lists(mode: VirtualMode, patches: PatchStack) -> None:
+    """``torch.tensor([loss, other_loss])``, ``x[[row, other_row]]``: torch copies the numbers below the dispatcher."""
+    original: Callable[..., torch.Tensor] = torch.tensor
+    as_original: Callable[..., torch.Tensor] = torch.as_tensor
+    # torch makes its table of what follows the default device once, of the functions that it finds then.
+    _device._device_constructors()
+
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        torch._C._set_only_lift_cpu_tensors(True)  # kept per thread, and autograd has threads of its own
+        return original(_on_host(mode, data) if isinstance(data, (list, tuple)) else data, *args, **kwargs)
+
+    def as_tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        torch._C._set_only_lift_cpu_tensors(True)
+        return as_original(_on_host(mode, data) if isinstance(data, (list, tuple)) else data, *args, **kwargs)
+
+    def new_tensor(self: FakeTensor, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        torch._C._set_only_lift_cpu_tensors(True)
+        data = _on_host(mode, data) if isinstance(data, (list, tuple)) else data
+        return torch.Tensor.new_tensor(self, data, *args, **kwargs)
+
+    def get(self: FakeTensor, index: Any) -> torch.Tensor:
+        _keep_within(mode, self, index)
+        return torch.Tensor.__getitem__(self, _index(mode, index))
+
+    def put(self: FakeTensor, index: Any, value: Any) -> None:
+        _keep_within(mode, self, index)
+        torch.Tensor.__setitem__(self, _index(mode, index), value)
+
+    patches.rebind([(original, tensor), (as_original, as_tensor)])
+    builtins = _get_builtin_table()  # by which torch.jit.script knows what it need not compile
+    for before, replaced in ((original, tensor), (as_original, as_tensor)):
+        patches.item(builtins, id(replaced), builtins[id(before)])
+    patches.set(FakeTensor, "new_tensor", new_tensor)
+    patches.set(FakeTensor, "__getitem__", get)
+    patches.set(FakeTensor, "__setitem__", put)
+
+
+def _index(mode: VirtualMode, index: Any) -> Any:
+    """An index, its lists without virtual tensors."""
+    if isinstance(index, list):
+        return _on_host(mode, index)
+    if isinstance(index, tuple) and any(isinstance(item, (list, tuple)) for item in index):
+        return tuple(_on_host(mode, item) if isinstance(item, (list, tuple)) else item for item in index)
+    return index
+
+
+def _keep_within(mode: VirtualMode, tensor: torch.Tensor, index: Any) -> None:
+    """Bring guessed numbers that pick an element into the dimension that they index.
+
+    torch reads such a number on the host and refuses it out of range. A program that runs on a card has none there, so
+    a guess beyond the end (an expert that no token can choose) was too high.
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    if not any(type(item) is FakeTensor for item in items):
+        return
+    axes = tensor.dim() - sum(map(_indexed, items))
+    axis = 0
+    for item in items:
+        if type(item) is FakeTensor and not item.dim() and item.dtype in _INTEGERS and axis < tensor.dim():
+            shadow, value, size = mode.shadows.find(item), mode.shadows.view(item), tensor.shape[axis]
+            if size and shadow is not None and shadow.guessed and value is not None:
+                value.clamp_(-size, size - 1)
+        axis += axes if item is Ellipsis else _indexed(item)
+
+
+def _indexed(item: Any) -> int:
+    """How many dimensions one part of an index takes."""
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return 0
+    mask = isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)
+    return item.dim() if mask else 1
+
+
+def _on_host(mode: VirtualMode, data: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
+    """Nested lists with real CPU tensors in place of virtual ones, which keep their types."""
+    if not any(isinstance(item, (FakeTensor, list, tuple)) for item in data):
+        return data
+    return [
+        download(mode, item.detach(), {})
+        if isinstance(item, FakeTensor)
+        else _on_host(mode, item)
+        if isinstance(item, (list, tuple))
+        else item
+        for item in data
+    ]
+
+
+def _patch_host_values(mode: VirtualMode, patches: PatchStack) -> None:
+    def on_host(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu":
+            raise TypeError(
+                f"can't convert {tensor.device} device type tensor to numpy. "
+                "Use Tensor.cpu() to copy the tensor to host memory first."
+            )
+        if tensor.requires_grad:
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+            )
+        shadow, values = mode.shadows.find(tensor), mode.shadows.view(tensor)
+        if shadow is not None and values is not None and not shadow.guessed:
+            return values  # what is written to the array is written to the tensor
+        return download(mode, tensor, {})
+
+    def numpy(self: FakeTensor, *, force: bool = False) -> Any:
+        source = self.detach().cpu() if force else self
+        return (on_host(source) if type(source) is FakeTensor else source).numpy()
+
+    def array(self: FakeTensor, dtype: Any = None) -> Any:
+        values = on_host(self).numpy()
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+    def tolist(self: FakeTensor) -> Any:
+        return as_list(download(mode, self, {}))
+
+    original: Callable[[torch.Tensor], Any] = torch.Tensor.tolist
+    iterate: Callable[[torch.Tensor], Iterator[torch.Tensor]] = torch.Tensor.__iter__
+
+    def as_list(self: torch.Tensor) -> Any:
+        return original(_shortened(mode, self))
+
+    def each(self: torch.Tensor) -> Iterator[torch.Tensor]:
+        return iterate(_shortened(mode, self))
+
+    patches.set(FakeTensor, "numpy", numpy)
+    patches.set(FakeTensor, "__array__", array)
+    patches.set(FakeTensor, "tolist", tolist)
+    patches.set(torch.Tensor, "tolist", as_list)
+    patches.set(torch.Tensor, "__iter__", each)
+
+
+def _shortened(mode: VirtualMode, tensor: torch.Tensor) -> torch.Tensor:
+    """The first rows of a tensor of an assumed length that becomes a list: nobody waits for millions of guesses."""
+    if tensor.dim() == 0 or tensor.shape[0] <= LONGEST_LIST:
+        return tensor
+    made_up = may_be_shortened(mode, tensor) if type(tensor) is FakeTensor else mode.made_up.find(tensor)
+    if not made_up:
+        return tensor
+    mode.machine.warn(
+        "list-shortened",
+        f"a list was made of values whose number is assumed: the first {LONGEST_LIST} stand for all",
+        location=mode.guesses.location(),
+    )
+    return tensor[:LONGEST_LIST]
+
+
+def _patch_addresses(mode: VirtualMode, patches: PatchStack) -> None:
+    """``data_ptr()`` on the card is the replica's address; on the host it is one that no other tensor has."""
+
+    def data_ptr(self: FakeTensor) -> int:
+        record = mode.meter.record_of(self)
+        base = record.address if record is not None else self.untyped_storage()._cdata
+        return base + int(self.storage_offset()) * self.element_size() if base else 0
+
+    patches.set(FakeTensor, "data_ptr", data_ptr)
+
+
+def _patch_sharing(mode: VirtualMode, patches: PatchStack) -> None:
+    """Shared memory: a card's always is, as torch says; DLPack would hand out an address that holds nothing."""
+
+    def share_memory_(self: FakeTensor) -> FakeTensor:
+        return self
+
+    def is_shared(self: FakeTensor) -> bool:
+        return self.device.type == "cuda"
+
+    def dlpack(self: FakeTensor, **options: Any) -> Any:
+        if self.device.type == "cpu":
+            return download(mode, self.detach(), {}).__dlpack__(**options)
+        raise NotImplementedError(
+            "vramfit: a tensor of the virtual GPU cannot be exported with DLPack (to_dlpack, from_dlpack): "
+            "its values were never computed"
+        )
+
+    original: Callable[[torch.Tensor], Any] = torch._C._to_dlpack
+
+    def to_dlpack(tensor: torch.Tensor) -> Any:
+        return dlpack(tensor) if isinstance(tensor, FakeTensor) else original(tensor)
+
+    patches.set(FakeTensor, "share_memory_", share_memory_)
+    patches.set(FakeTensor, "is_shared", is_shared)
+    patches.set(FakeTensor, "__dlpack__", dlpack)
+    patches.rebind([(original, to_dlpack)])
+
+
+def _patch_repr(mode: VirtualMode, patches: PatchStack) -> None:
+    def represent(self: FakeTensor, *, tensor_contents: Any = None) -> str:
+        del tensor_contents
+        if self.fake_mode.in_kernel_invocation:  # torch formats a message of its own: no ops from here
+            return f"tensor(..., size={tuple(self.shape)})"
+        view = mode.shadows.view(self)
+        shadow = mode.shadows.find(self)
+        where = f", device='{self.device}'" if self.device.type != "cpu" else ""
+        grad = ", requires_grad=True" if self.requires_grad and self.is_leaf else ""
+        if view is None or shadow is None or shadow.guessed:
+            return f"tensor(..., size={tuple(self.shape)}, dtype={self.dtype}{where}{grad})"
+        return f"{repr(view.detach())[:-1]}{where}{grad})"
+
+    def formatted(self: FakeTensor, spec: str) -> str:
+        if self.dim() == 0:
+            return str(self.item().__format__(spec))
+        return object.__format__(self, spec)
+
+    patches.set(FakeTensor, "__repr__", represent)
+    patches.set(FakeTensor, "__format__", formatted)
