@@ -42,7 +42,7 @@ def test_this_interpreter_and_vramfit_itself_are_runtime() -> None:
     assert origin(sysconfig.get_path("stdlib") + "/runpy.py") is Origin.RUNTIME
     import vramfit.analysis
 
-    assert origin(str(Path(vramfit.analysis._file__))) is Origin.RUNTIME
+    assert origin(str(Path(vramfit.analysis.__file__))) is Origin.RUNTIME
 
 
 def test_the_users_line_is_found_between_frameworks() -> None:
