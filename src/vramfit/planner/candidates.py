@@ -1,7 +1,8 @@
 """The workload with some techniques: run once on the device, observed, and rated by what could come of it.
 
 A *frame* is the workload with techniques whose effect reaches everywhere (precision, loss, optimizer, micro-batches).
-For a frame the program of activations.py says how to come within the budget, or how low it could come at best.
+For a frame the program of activation_ilp/solver.py says how to come within the budget, or how low it could come at
+best.
 """
 
 from __future__ import annotations

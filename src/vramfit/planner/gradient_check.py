@@ -1,9 +1,9 @@
 """Holds a plan against the plain program's gradients before it is written, as far as this machine can.
 
 One small batch is trained on for a few steps, plain and with the plan, on the CPU: the model itself where time and
-memory allow it, else a stand-in of the same code (see trying.py). Techniques are held to their own promises: first
-those that promise equal bits, then with them those that round, then those of lower precision. Where one does not keep
-its word, it is found by itself, or by leaving it out.
+memory allow it, else a stand-in of the same code (see micro_batch_trial/attempts.py). Techniques are held to their own
+promises: first those that promise equal bits, then with them those that round, then those of lower precision. Where one
+does not keep its word, it is found by itself, or by leaving it out.
 """
 
 from __future__ import annotations

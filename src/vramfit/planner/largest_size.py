@@ -240,8 +240,6 @@ class _Tries:
 
 
 CEILING = 1 << 24
-
-
 """No number is tried beyond."""
 
 
@@ -283,14 +281,10 @@ _ALIASES = ("batch", "sequence")
 
 
 _CLOSE = 64
-
-
 """The largest size is looked for up to this part of it."""
 
 
 _GROWTHS = 4
-
-
 """Times that a plan for the largest size is tried at larger ones."""
 
 

@@ -12,14 +12,10 @@ from vramfit.techniques.micro_batching import MicroBatchingSetting, batch_size_n
 from vramfit.workload import Workload
 
 LOOKED_PIECES = 3
-
-
 """Micro-batches that are run to look at a step: the first finds no gradients, the last is followed by the step."""
 
 
 PRICED_PIECES = 8
-
-
 """Micro-batches that are run to price a plan: what the allocator keeps from one to the next has settled by then."""
 
 

@@ -1,10 +1,11 @@
 """The joint choice: activations by a mixed-integer program, everything else searched around it.
 
 NOTE [The search]: every technique is run once on the plain workload; what it did there gives guesses at combinations
-(see outlook.py), and the most promising is run, again and again, until nothing promises more than the best so far. What
-was run is rated by the program of activations.py, which says how to come within the budget, or how low it could come.
-The end is never a guess: the choices are applied and run on the device with the budget as its memory, and the program's
-budget is moved until that run fits; where it does not, the frame is known to need so much more, and another is taken.
+(see memory_estimate.py), and the most promising is run, again and again, until nothing promises more than the best so
+far. What was run is rated by the program of activation_ilp/solver.py, which says how to come within the budget, or how
+low it could come. The end is never a guess: the choices are applied and run on the device with the budget as its
+memory, and the program's budget is moved until that run fits; where it does not, the frame is known to need so much
+more, and another is taken.
 """
 
 from __future__ import annotations

@@ -87,8 +87,6 @@ def _told(shapes: list[tuple[int, ...]]) -> str:
 
 
 _LIGHTER = ("parameter-offload", "low-precision-training", "parameter-sharing")
-
-
 """Techniques with which parameters take less of the device."""
 
 

@@ -25,7 +25,7 @@ _MAX_ENTRIES = 100_000
 # Looked up once: these are called for every op.
 _empty = torch._C._VariableFunctions.empty
 _empty_strided = torch._C._VariableFunctions.empty_strided
-_make_subclass = torch.Tensor._make_subclass  # the program's is replaced (program/subclasses.py)
+_make_subclass = torch.Tensor._make_subclass  # the program's is replaced (torch_patches/subclasses.py)
 _throw_on_mutable_data_ptr = torch._C._set_throw_on_mutable_data_ptr
 _is_inference = torch.is_inference_mode_enabled
 _default_dtype = torch.get_default_dtype
@@ -45,7 +45,7 @@ _FRESH, _VIEW, _ARGUMENT, _VALUE = map(int, Output)
 _VALUES = (type(None), int, bool, float)
 _INDEX = (
     torch.ops.aten.index.Tensor
-)  # its masks have become positions by the time it is described (rules/shapes.py)
+)  # its masks have become positions by the time it is described (fake_impls/shapes.py)
 _CONVOLUTIONS = frozenset({torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default})
 _Output = tuple[int, Any]
 Recipe = tuple[type | None, tuple[_Output, ...]]

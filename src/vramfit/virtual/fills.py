@@ -5,7 +5,7 @@ A program may look at probabilities on the host: draw from them, check that they
 elements of a softmax over n that nobody computed are taken for 1/n, of a sigmoid for a half, of a normalised vector for
 one over the root of its length. Such a *fill* is one number for a storage; copies and picks keep it, arithmetic on
 fills alone is done with the numbers, and anything else that is written there ends it. It is asked only where the
-program looks (rules/host.py), so nothing is computed from it that decides a shape, a token or an index.
+program looks (fake_impls/host.py), so nothing is computed from it that decides a shape, a token or an index.
 """
 
 from __future__ import annotations

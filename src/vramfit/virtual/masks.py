@@ -58,7 +58,7 @@ def is_counting(func: torch._ops.OpOverload) -> bool:
 
 
 class Masks:
-    """What is assumed of masks. See NOTE [Masks agree] in rules/assuming.py."""
+    """What is assumed of masks. See NOTE [Masks agree] in fake_impls/assuming.py."""
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ Every aten op of the program arrives here, below autograd and autocast.
 
 1. An op that touches neither a ``cuda`` device nor a fake tensor runs for real on the CPU, exactly as without us.
 2. Any other op runs on fake tensors and computes nothing. Real CPU tensors among its arguments are wrapped first.
-3. Copies from the card to the host give real CPU tensors (rules/host.py), so that what follows is real again.
+3. Copies from the card to the host give real CPU tensors (fake_impls/host.py), so that what follows is real again.
 4. Small results carry true values (shadow.py), on which the op runs too.
 5. An op that torch cannot describe without running it is named in an error, never run.
 

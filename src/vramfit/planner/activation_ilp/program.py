@@ -1,4 +1,4 @@
-"""The mixed-integer program of NOTE [The program] in activations.py, for groups of equal blocks, solved by HiGHS.
+"""The mixed-integer program of NOTE [The program] in solver.py, for groups of equal blocks, solved by HiGHS.
 
 NOTE [Equal blocks]: layers that do the same are interchangeable, and a program with an unknown for each of them has as
 many solutions of the same cost as they can be ordered. So equal blocks are a group with one set of unknowns: how many
@@ -49,20 +49,14 @@ from vramfit.planner.step_profiler import StepInterval, StepProfile
 from vramfit.techniques import ModelBlock
 
 _LOWEST_SECONDS = 1.0
-
-
 """For the lowest peak of one combination where the host is what limits it: it is asked for often."""
 
 
 _ALIKE = 0.005
-
-
 """Part of their seconds by which blocks may differ that are taken to be equal."""
 
 
 _MIB = float(1 << 20)
-
-
 """Conditions are in MiB: the solver's tolerances are absolute."""
 
 

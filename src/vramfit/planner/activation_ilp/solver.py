@@ -8,7 +8,7 @@ let b be the bytes of its results and c the seconds that it takes.
 - ``y_t``: operation t runs again, since its results are needed and not saved; see NOTE [Results] in program.py.
 - ``o`` (0 or 1, not with ``r``): what it keeps goes to the host and comes back.
 
-A stretch of the step (see NOTE [Stretches] in observing.py) peaks at what was observed there, less what the blocks
+A stretch of the step (see NOTE [Stretches] in step_profiler.py) peaks at what was observed there, less what the blocks
 whose forward pass is over and whose backward pass has not begun no longer keep, and less what the block at work does
 not hold yet, or no more. All stretches have to stay within the budget. The cost is the seconds of what is computed
 again, and of transfers beyond what they can hide behind.

@@ -1,4 +1,4 @@
-"""Ops of bitsandbytes. See NOTE [bitsandbytes] in program/bitsandbytes.py."""
+"""Ops of bitsandbytes. See NOTE [bitsandbytes] in torch_patches/bitsandbytes.py."""
 
 from __future__ import annotations
 

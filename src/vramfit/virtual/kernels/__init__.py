@@ -11,7 +11,7 @@ cuDNN's convolutions, recurrent networks and CTC loss, cuFFT's and cuSOLVER's wo
 
 Most kernels allocate nothing but their outputs and need no rule: elementwise ops, dropout (its mask is an
 output), gather, scatter, cat, grid sampling, foreach and fused optimisers, gradient scaling. Ops that torch makes of
-others below autograd are taken apart instead (rules/apart.py). Known to allocate, and not covered: cuFFT's twiddle
+others below autograd are taken apart instead (fake_impls/apart.py). Known to allocate, and not covered: cuFFT's twiddle
 factors and the handles of libraries, which lie outside the allocator; products of two sparse matrices, sparse CSR and
 nested tensors; what quantised kernels keep.
 """
