@@ -31,7 +31,7 @@ _LIBRARIES = (
     "transformers.models.mixtral.modeling_mixtral",
     "monai.networks.nets",
     "random_budgets.trial",
-    "vramfit.api",
+    "vramfit.api.programs",
     "vramfit.record.cpu",
 )
 

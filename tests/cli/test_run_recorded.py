@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cli.conftest import Invocation
-from vramfit import api
+from vramfit.api import programs
 from vramfit.errors import UsageError
 from vramfit.trace import MemoryTrace, Source, load_snapshot, marks, read_any
 
@@ -189,12 +189,12 @@ def test_the_python_face_records_and_says_that_other_processes_are_not_counted(t
         "held = torch.ones(1 << 18)\n"
         "assert 'allocated 1.00 MiB' in vramfit.snapshot('one')\n"
     )
-    report = api.run(script, device="cpu", budget="1GiB")
+    report = programs.run(script, device="cpu", budget="1GiB")
     assert report.run.source is Source.CPU and report.fits is True
     assert report.to_dict()["total_bytes"] == 1 << 30
     assert [warning.code for warning in report.run.warnings] == ["other-processes"]
     assert [mark.tag for mark in marks(report.trace)] == ["one"]
     with pytest.raises(UsageError, match="gpu="):
-        api.run(script, gpu="RTX 4090", device="cpu")
+        programs.run(script, gpu="RTX 4090", device="cpu")
     with pytest.raises(UsageError, match="lots"):
-        api.run(script, device="cpu", budget="lots")
+        programs.run(script, device="cpu", budget="lots")

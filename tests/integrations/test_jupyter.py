@@ -15,7 +15,7 @@ import torch
 
 import vramfit
 from analysis.synthetic import fitting_run
-from vramfit.api import Report
+from vramfit.api.programs import Report
 from vramfit.integrations import jupyter
 from vramfit.trace import MemoryTrace, Run
 

@@ -3,8 +3,8 @@
 import torch
 
 import vramfit
+from vramfit.api.tracking import running_track
 from vramfit.trace.marks import marks
-from vramfit.tracking import running_track
 
 
 def test_the_rounds_are_marked_in_the_recording_that_runs() -> None:

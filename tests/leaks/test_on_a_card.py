@@ -13,22 +13,23 @@ import pytest
 import torch
 from torch import nn
 
-from vramfit import VirtualGPU, check_leaks, leakcheck
+from vramfit import VirtualGPU, check_leaks
 from vramfit.analysis import LeakVerdict, Release
-from vramfit.tracking import track
+from vramfit.api import leak_check
+from vramfit.api.tracking import track
 
 
 @contextmanager
 def recorded(device: str | None) -> Iterator[Any]:
     """What `leakcheck` does where no virtual GPU is active."""
     with track(device=device or "cuda") as tracked:
-        yield leakcheck._Metering(tracked, None, leakcheck._index(device))
+        yield leak_check._Metering(tracked, None, leak_check._index(device))
 
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A module to keep things in, on a heap that holds nothing else, and a card that is recorded."""
-    monkeypatch.setattr(leakcheck, "_metered", recorded)
+    monkeypatch.setattr(leak_check, "_metered", recorded)
     gc.freeze()
     module = sys.modules["program"] = types.ModuleType("program")
     with VirtualGPU("RTX 4090", alloc_conf=""):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vramfit.analysis import LimitReason, RoundOutcome, StressReport, Trend
+from vramfit.api.tracking import track
 from vramfit.errors import UsageError, VramfitError
 from vramfit.gpus import find_gpu
 from vramfit.stress import Vary, stress
@@ -13,7 +14,6 @@ from vramfit.stress.plan import as_plain
 from vramfit.stress.rounds import CpuMemory, Stress, _memory
 from vramfit.stress.run import _report
 from vramfit.trace import Source
-from vramfit.tracking import track
 from vramfit.units import MIB
 from vramfit.workload import load_workload
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
-from vramfit.api import Report
+from vramfit.api.programs import Report
 from vramfit.errors import UsageError, VramfitError
 
 _HTML = "text/html"
@@ -173,9 +173,9 @@ def _options(line: str) -> argparse.Namespace:
 
 def _source(options: argparse.Namespace) -> _Source:
     if options.gpu is not None:
-        from vramfit.in_process import VirtualGPU
+        from vramfit.api.in_process import VirtualGPU
 
         return VirtualGPU(options.gpu, gpus=options.gpus, alloc_conf=options.alloc_conf)
-    from vramfit.tracking import Track
+    from vramfit.api.tracking import Track
 
     return Track(device=options.device, budget=options.budget, alloc_conf=options.alloc_conf)

@@ -192,10 +192,10 @@ def open_meter(gpu: GpuSpec | None) -> AbstractContextManager[Metered]:
     """What meters a test on the chosen device, as a context."""
     device = chosen_device(gpu)
     if gpu is not None:
-        from vramfit.in_process import VirtualGPU
+        from vramfit.api.in_process import VirtualGPU
 
         return VirtualGPU(gpu)
-    from vramfit.tracking import track
+    from vramfit.api.tracking import track
 
     if device is Device.CPU:
         return track(device="cpu")
@@ -293,7 +293,7 @@ def repeat(gate: NoLeak, once: Callable[[], Any], root: Path) -> str:
     Dead reference cycles do not count: Python's collector frees them, only later.
     """
     from vramfit.analysis import Release
-    from vramfit.leakcheck import check_leaks
+    from vramfit.api.leak_check import check_leaks
     from vramfit.report.leaks import render_leaks
 
     done = 0

@@ -111,7 +111,7 @@ class CpuMemory(Memory):
 
     def empty_cache(self) -> None:
         """Give the metered segments back."""
-        from vramfit.tracking import snapshot
+        from vramfit.api.tracking import snapshot
 
         snapshot(empty_cache=True, file=len)  # the line itself goes nowhere
 
@@ -299,7 +299,7 @@ def _first_line(error: BaseException) -> str:
 @contextlib.contextmanager
 def _memory(job: Mapping[str, Any]) -> Iterator[Memory]:
     if job["device"] == "cpu":
-        from vramfit.tracking import track as tracked
+        from vramfit.api.tracking import track as tracked
 
         with tracked(device="cpu", budget=job["budget"], alloc_conf=job["alloc_conf"]) as track:
             yield CpuMemory(track)

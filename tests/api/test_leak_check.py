@@ -12,8 +12,8 @@ from torch import Tensor
 
 import vramfit
 from vramfit.analysis import LeakVerdict, Release
+from vramfit.api.leak_check import LEAST_ROUNDS, LeakFoundError, assert_no_leaks, check_leaks
 from vramfit.errors import UsageError
-from vramfit.leakcheck import LEAST_ROUNDS, LeakFoundError, assert_no_leaks, check_leaks
 
 MIB = 1 << 20
 kept: list[Tensor] = []
@@ -86,7 +86,7 @@ def test_the_error_is_the_report() -> None:
         assert_no_leaks(leak)
     text = str(caught.value)
     assert text.startswith("! memory grows by 1.00 MiB per round")
-    assert "test_leakcheck.py:" in text
+    assert "test_leak_check.py:" in text
     assert f"held by {__name__}.kept[2]" in text
     assert caught.value.exit_code == 3
     assert caught.value.report.leaks

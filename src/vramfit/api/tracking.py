@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeAlias, TypeVar
 
-from vramfit.api import Report
+from vramfit.api.programs import Report
 from vramfit.arguments import (
     flag_argument,
     path_argument,

@@ -161,7 +161,7 @@ def _metered(device: str | None) -> Iterator[_Metering]:
     if active is not None and device != "cpu":
         yield _Metering(active, active.meter, _index(device))
         return
-    from vramfit.tracking import running_track, track
+    from vramfit.api.tracking import running_track, track
 
     outer = running_track() if device is None else None
     with nullcontext(outer) if outer is not None else track(device=device) as tracked:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vramfit.analysis import verdict
-from vramfit.api import Report
+from vramfit.api.programs import Report
 from vramfit.virtual import gpu
 
 

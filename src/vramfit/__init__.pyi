@@ -1,0 +1,36 @@
+# Public names, listed here alone: what checkers read, and where lazy_loader finds each at its first use.
+import typing
+
+from . import analysis as analysis
+from . import doctor as doctor
+from . import gpus as gpus
+from . import report as report
+from . import techniques as techniques
+from . import trace as trace
+from .api.in_process import VirtualGPU as VirtualGPU
+from .api.leak_check import LeakFoundError as LeakFoundError
+from .api.leak_check import assert_no_leaks as assert_no_leaks
+from .api.leak_check import check_leaks as check_leaks
+from .api.programs import Report as Report
+from .api.programs import run as run
+from .api.tracking import Track as Track
+from .api.tracking import snapshot as snapshot
+from .api.tracking import track as track
+from .errors import VramfitError as VramfitError
+from .planner.plan import Plan as Plan
+from .planning import fit as fit
+from .planning import plan as plan
+from .planning import verify as verify
+from .record.annotating import annotate as annotate
+from .record.profilers import join_profile as join_profile
+from .trace import MemoryTrace as MemoryTrace
+from .virtual.foreign.registry import fake_kernel as fake_kernel
+from .workload import Workload as Workload
+from .workloads import lightning_workload as lightning_workload
+from .workloads import plain_workload as plain_workload
+from .workloads import transformers_workload as transformers_workload
+
+__version__: str
+
+def load_ipython_extension(shell: typing.Any) -> None: ...
+def unload_ipython_extension(shell: typing.Any) -> None: ...
