@@ -26,9 +26,9 @@ from .record.profilers import join_profile as join_profile
 from .trace import MemoryTrace as MemoryTrace
 from .virtual.foreign.registry import fake_kernel as fake_kernel
 from .workload import Workload as Workload
-from .workloads import lightning_workload as lightning_workload
-from .workloads import plain_workload as plain_workload
-from .workloads import transformers_workload as transformers_workload
+from .workload.makers import lightning_workload as lightning_workload
+from .workload.makers import plain_workload as plain_workload
+from .workload.makers import transformers_workload as transformers_workload
 
 __version__: str
 

@@ -18,7 +18,7 @@ from vramfit.errors import UsageError
 from vramfit.techniques import AttachedProgram
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
-from vramfit.workloads import own_loss
+from vramfit.workload.makers import own_loss
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -15,7 +15,7 @@ from vramfit.stress.rounds import CpuMemory, Stress, _memory
 from vramfit.stress.run import _report
 from vramfit.trace import Source
 from vramfit.units import MIB
-from vramfit.workload import load_workload
+from vramfit.workload.loading import load_workload
 
 WORKLOADS = """
 import torch

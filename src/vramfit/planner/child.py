@@ -23,7 +23,8 @@ from vramfit.planner.search_cache.evidence import Evidence
 from vramfit.programs.interrupts import note_interrupts
 from vramfit.programs.running import leave_after
 from vramfit.programs.telling import tell
-from vramfit.workload import Workload, load_workload
+from vramfit.workload import Workload
+from vramfit.workload.loading import load_workload
 
 _INTERRUPTED = 130
 _REAL = ("cpu", "card")

@@ -22,7 +22,7 @@ from vramfit.planner.search_cache.storage import remembered
 from vramfit.programs.interrupts import passed_on, run_child
 from vramfit.programs.telling import listening
 from vramfit.virtual.job import plain_spec
-from vramfit.workload import split_target
+from vramfit.workload.loading import split_target
 
 if TYPE_CHECKING:
     from vramfit.planner.largest_size import LargestSize

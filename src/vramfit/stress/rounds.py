@@ -19,7 +19,8 @@ from typing import Any
 from vramfit.errors import UsageError, VramfitError, error_to_plain
 from vramfit.programs.telling import tell
 from vramfit.stress.plan import CEILING, CYCLES, Vary, chosen, cycle_of, from_plain
-from vramfit.workload import State, Workload, load_workload
+from vramfit.workload import State, Workload
+from vramfit.workload.loading import load_workload
 
 _COARSE = 32
 """A limit is told to within a part in so many of its value: nobody needs a sequence length to the token."""

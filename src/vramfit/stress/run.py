@@ -19,7 +19,7 @@ from vramfit.programs.interrupts import starting
 from vramfit.programs.telling import listening
 from vramfit.stress.plan import Vary, as_plain
 from vramfit.trace import Run, RunWarning, Source
-from vramfit.workload import split_target
+from vramfit.workload.loading import split_target
 
 Progress = Callable[[str], None]
 """Called with what the test is doing, in words."""

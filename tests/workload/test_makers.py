@@ -11,7 +11,7 @@ from tests.virtual.conftest import fit_interpreter
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.workloads import lightning_workload, plain_workload, transformers_workload
+from vramfit.workload.makers import lightning_workload, plain_workload, transformers_workload
 
 __all__ = ["fit_interpreter"]
 
