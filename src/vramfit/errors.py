@@ -19,6 +19,14 @@ from typing import Any
 class VramfitError(Exception):
     """Base of every error that vramfit raises on purpose.
 
+    >>> try:
+    ...     vramfit.run("train.py", gpu="RTX 4900")
+    ... except vramfit.VramfitError as error:
+    ...     print(error.message)
+    ...     print(error.hint)
+    no GPU is called 'RTX 4900'
+    Did you mean RTX 4090, RTX 4090 D or RTX 4090 Laptop? 'vramfit gpus' lists all
+
     Args:
         message: what is wrong, and why, in one line.
         hint: what the user can do next, in one line; may be empty.

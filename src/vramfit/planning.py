@@ -54,6 +54,11 @@ def plan(
 ) -> Plan:
     """Find the cheapest set of techniques with which a workload stays within a budget.
 
+    >>> plan = vramfit.plan("mlp.py:mlp", gpu="RTX 4090", budget="640MiB")
+    >>> [choice.name for choice in plan.choices], plan.fits
+    (['activation-checkpointing'], True)
+    >>> plan.save("plan.toml")
+
     Args:
         workload: ``FILE.py:NAME``, planned for in a process of its own, or a `Workload`, planned for in this process:
             that wants an interpreter in which nothing has gone backward on the CPU yet.
@@ -210,6 +215,10 @@ def fit(
 ) -> LargestSize:
     """Find the largest batch size, or another size, with which a workload's step fits.
 
+    >>> largest = vramfit.fit("mlp.py:mlp", gpu="RTX 4090", budget="2GiB")
+    >>> largest.size, largest.value
+    ('batch_size', 31232)
+
     Args:
         workload: ``FILE.py:NAME``.
         gpu: the virtual card; None for this machine's CPU.
@@ -250,6 +259,9 @@ def verify(
     progress: Progress | None = None,
 ) -> Verification:
     """Hold a plan against a run of its memory, and against the plain program's gradients and losses.
+
+    >>> vramfit.verify("plan.toml", steps=2)
+    <Verification: simulated pass, gradients pass, losses pass>
 
     Args:
         plan: the plan's file.

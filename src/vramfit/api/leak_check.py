@@ -33,7 +33,14 @@ _SAMPLES = 64  # blocks of a stack that are watched while the garbage is collect
 
 
 class LeakFoundError(VramfitError):
-    """A function leaves memory behind each time it is called.
+    """A function leaves memory behind each time it is called; `assert_no_leaks` raises it.
+
+    >>> kept = []
+    >>> try:
+    ...     vramfit.assert_no_leaks(lambda: kept.append(torch.ones(1024, 1024)), device="cpu")
+    ... except vramfit.LeakFoundError as error:
+    ...     print(str(error).splitlines()[0])
+    ! memory grows by 4.00 MiB per round
 
     Attributes:
         report: what grows, and who holds it.
@@ -57,6 +64,11 @@ def check_leaks(
     alpha: float = ALPHA,
 ) -> LeakReport:
     """Call a function ``warmup + rounds`` times and tell what memory grows with every call, and who holds it.
+
+    >>> history = []
+    >>> report = vramfit.check_leaks(lambda: history.append(torch.ones(1024, 1024)), device="cpu")
+    >>> report.verdict.name, report.bytes_per_step
+    ('GROWING', 4194304.0)
 
     Inside ``vramfit.VirtualGPU`` it is the virtual card's memory, inside ``vramfit.track`` what that records, else the
     memory of a real card where there is one, else that of the CPU tensors. What the function returns is dropped before
@@ -101,6 +113,9 @@ def check_leaks(
 
 def assert_no_leaks(function: Callable[[], object], rounds: int = 5, **options: Any) -> LeakReport:
     """Like `check_leaks`, for tests: a leak is an error.
+
+    >>> vramfit.assert_no_leaks(lambda: torch.ones(1024, 1024), device="cpu").verdict.name
+    'STEADY'
 
     Raises:
         LeakFoundError: memory grows; the message is the report.

@@ -54,7 +54,11 @@ _MARKS = "✓✗~! "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What a program did, on a virtual GPU or for real.
+    """What a program did, on a virtual GPU or for real; `run` makes it.
+
+    >>> report = vramfit.run("mlp.py", device="cpu")
+    >>> report.fits, report.exit_code, report.peak_allocated_bytes
+    (None, 0, 0)
 
     Attributes:
         run: the facts: devices, warnings, out-of-memory, exit code.
@@ -181,6 +185,11 @@ def run(
     host_memory: bool = False,
 ) -> Report:
     """Run a program on virtual GPUs, or for real and recorded, in a process of its own.
+
+    >>> _ = Path("train.py").write_text("import torch; torch.nn.Linear(4096, 4096).cuda()")
+    >>> report = vramfit.run("train.py", gpu="RTX 4090")
+    >>> report.fits, report.peak_allocated_bytes
+    (True, 67125248)
 
     Args:
         program: a script, or the name of a module with ``module=True``.

@@ -42,12 +42,12 @@ MAX_ENTRIES = 1_000_000
 class Track:
     """Records the memory of the code in its ``with`` block, or of the function that it decorates.
 
-    Example::
-
-        with vramfit.track(model=model, optimizer=optimizer) as trace:
-            train(model, optimizer)
-        trace.print()
-        trace.save("train.vft")
+    >>> model = torch.nn.Linear(1024, 1024)
+    >>> with vramfit.Track(model, device="cpu") as track:
+    ...     model(torch.ones(256, 1024)).sum().backward()
+    >>> track.peak_allocated_bytes, track.trace.modules
+    (9446400, ('Linear',))
+    >>> track.save("train.vft")
 
     On a machine with a card it records the card by torch's own memory history. With ``device="cpu"``, or without a
     card, it meters the real CPU tensors through the same allocator, with a budget if one is given. The code computes
@@ -314,7 +314,14 @@ def track(
     host_memory: bool = False,
     journal: str | os.PathLike[str] | None = None,
 ) -> Track:
-    """Record the memory of a block of code or of a function; see `Track`."""
+    """Record the memory of a block of code or of a function; see `Track`.
+
+    >>> @vramfit.track(device="cpu", budget="1GiB")
+    ... def step():
+    ...     return torch.ones(1024, 1024).sum()
+    >>> step()
+    tensor(1048576.)
+    """
     return Track(
         model,
         optimizer,
@@ -337,7 +344,10 @@ def snapshot(
 ) -> str:
     """Print and return a line of figures, and put a mark of that name into the trace that is being recorded.
 
-    ``[epoch 3] allocated 4.21 GiB, reserved 5.00 GiB, peak 6.02 GiB (+122.88 MiB since [epoch 2])``
+    >>> with vramfit.track(device="cpu"):
+    ...     batch = torch.ones(1024, 1024)
+    ...     _ = vramfit.snapshot("loaded")
+    [loaded] allocated 4.00 MiB, reserved 20.00 MiB, peak 4.00 MiB
 
     It tells of the innermost ``vramfit.track``, or of the run that ``vramfit run`` records, else of the card (a real or
     a virtual one); where there is neither, the line says so.

@@ -112,14 +112,16 @@ class SolverStats:
 class Plan:
     """Techniques for one workload on one device.
 
-    In your own loop, after the model and its optimizer are made::
+    In your own loop, after the model and its optimizer are made:
 
-        plan = vramfit.Plan.load("plan.toml")
-        model, optimizer = plan.apply(model, optimizer)
-        for batch in batches:
-            for micro in plan.split(batch):
-                plan.backward(loss_of(model, micro))
-            plan.step()
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
+    >>> optimizer = torch.optim.SGD(model.parameters())
+    >>> plan = vramfit.Plan.load("plan.toml")
+    >>> model, optimizer = plan.apply(model, optimizer)
+    >>> for batch in torch.randn(2, 64, 1024):
+    ...     for micro in plan.split(batch):
+    ...         plan.backward(model(micro).square().mean())
+    ...     plan.step()
 
     Attributes:
         entries: the techniques, in the order in which they count.

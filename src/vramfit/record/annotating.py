@@ -33,13 +33,14 @@ def annotate(
 ) -> Iterator[None]:
     """Give the phases and modules of a program named ranges that profilers show.
 
-    Example::
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    >>> with torch.profiler.profile() as profile, vramfit.annotate(model, nvtx=False, profiler=True):
+    ...     _ = model(torch.ones(1, 8))
+    >>> sorted(event.key for event in profile.key_averages() if "Sequential" in event.key)
+    ['Sequential', 'Sequential.0']
 
-        with vramfit.annotate(model):
-            train(model, optimizer)
-
-    and ``nsys profile --trace=cuda,nvtx --cuda-memory-usage=true python train.py`` shows kernels and memory below
-    ``step 0`` > ``forward`` > ``GPT.blocks.0.attention``. What is installed is gone after the block.
+    With NVTX, ``nsys profile --trace=cuda,nvtx --cuda-memory-usage=true python train.py`` shows kernels and memory
+    below ``step 0`` > ``forward`` > ``GPT.blocks.0.attention``. Everything installed is gone after the block.
 
     Args:
         model: whose modules are named by their paths; others by their class. None names all by class.

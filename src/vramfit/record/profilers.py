@@ -128,13 +128,11 @@ class ProfiledMemory:
 def join_profile(profile: Any, trace: MemoryTrace) -> ProfiledMemory:
     """Tell what the memory events of torch.profiler are for.
 
-    Example::
-
-        with vramfit.track(model=model, optimizer=optimizer) as tracked:
-            with torch.profiler.profile(profile_memory=True) as profile:
-                train_step()
-        joined = vramfit.join_profile(profile, tracked.trace)
-        joined.write_chrome_trace(profile, "step.json")
+    >>> model = torch.nn.Linear(1024, 1024)
+    >>> with vramfit.track(model, device="cpu") as track, torch.profiler.profile(profile_memory=True) as profile:
+    ...     model(torch.ones(256, 1024)).sum().backward()
+    >>> joined = vramfit.join_profile(profile, track.trace)
+    >>> joined.write_chrome_trace(profile, "step.json")
 
     Args:
         profile: a `torch.profiler.profile` that has stopped, with ``profile_memory=True``.

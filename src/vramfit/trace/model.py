@@ -47,6 +47,14 @@ _WITHOUT_OTHERS = frozenset({"virtual", "cpu"})
 class MemoryTrace:
     """An ordered record of allocations and frees. Columns have one element per event and are read-only.
 
+    >>> with vramfit.track(device="cpu") as track:
+    ...     batch = torch.ones(1024, 1024)
+    >>> trace = track.trace
+    >>> trace.ops, trace.tensors
+    (('aten.ones.default',), ('float32[1024, 1024]',))
+    >>> trace.size[trace.kind == vramfit.trace.EventKind.ALLOC]
+    array([4194304])
+
     Attributes:
         kind: `EventKind` of the event.
         device: index of the device it happened on.

@@ -59,12 +59,11 @@ from vramfit.virtual.workspaces import Workspaces
 class VirtualGPU:
     """Runs the CUDA code inside its ``with`` block on virtual cards, and measures its memory.
 
-    Example::
-
-        with vramfit.VirtualGPU("RTX 4090") as gpu:
-            model = MyModel().cuda()
-            model(torch.empty(8, 3, 224, 224, device="cuda")).sum().backward()
-        print(gpu.peak_allocated_bytes, gpu.run.oom)
+    >>> with vramfit.VirtualGPU("RTX 4090") as gpu:
+    ...     model = torch.nn.Linear(4096, 4096).cuda()
+    ...     model(torch.empty(1024, 4096, device="cuda")).sum().backward()
+    >>> gpu.peak_allocated_bytes, gpu.run.oom
+    (184828928, None)
 
     Models must be built inside the block. On leaving, every patch of Python is undone; tensors made inside hold no
     values and should not be used further.

@@ -39,15 +39,16 @@ class State:
 class Workload:
     """A model and what is done with it, at sizes that can be varied.
 
-    Example::
-
-        gpt2 = Workload(
-            model=lambda: GPT2(),
-            batch=lambda batch_size, sequence_length: torch.randint(50257, (batch_size, sequence_length)),
-            sizes={"batch_size": 8, "sequence_length": 1024},
-            loss=lambda model, tokens: model(tokens, labels=tokens).loss,
-            optimizer=torch.optim.AdamW,
-        )
+    >>> mlp = vramfit.Workload(
+    ...     model=lambda: torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))),
+    ...     batch=lambda batch_size: torch.randn(batch_size, 1024),
+    ...     sizes={"batch_size": 4096},
+    ...     loss=lambda model, batch: model(batch).square().mean(),
+    ...     optimizer=torch.optim.SGD,
+    ... )
+    >>> state = mlp.start("cpu")
+    >>> mlp.run_step(state, {"batch_size": 2}).shape
+    torch.Size([])
 
     Attributes:
         model: makes the model, on the CPU.

@@ -24,6 +24,16 @@ def plain_workload(
 ) -> Workload:
     """A workload of a model, one of its batches, a loss and an optimizer, as a training loop has them.
 
+    >>> model = torch.nn.Linear(1024, 10)
+    >>> workload = vramfit.plain_workload(
+    ...     model,
+    ...     batch=(torch.randn(32, 1024), torch.randint(10, (32,))),
+    ...     loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]),
+    ...     optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+    ... )
+    >>> workload.sizes
+    {'batch_size': 32}
+
     Args:
         model: the model, which is copied for each run and left as it is, or a function that makes it.
         batch: an example: other batch sizes are made by repeating it, or taking a part, along its first dimension.
@@ -56,6 +66,11 @@ def transformers_workload(
     optimizer: MakeOptimizer | None = None,
 ) -> Workload:
     """A training workload of a Hugging Face transformers model, on made-up inputs of its kind.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2))
+    >>> vramfit.transformers_workload(model, batch_size=4, sequence_length=256).sizes
+    {'batch_size': 4, 'sequence_length': 256}
 
     Args:
         model: a model, of which the class and the configuration are taken, or a function that makes one.
@@ -98,6 +113,19 @@ def transformers_workload(
 
 def lightning_workload(module: Any, batch: Batch) -> Workload:
     """A workload of a LightningModule: its ``training_step`` and the first optimizer of ``configure_optimizers``.
+
+    >>> import lightning
+    >>> class Classifier(lightning.LightningModule):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.layer = torch.nn.Linear(1024, 10)
+    ...     def training_step(self, batch, _index):
+    ...         return torch.nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+    ...     def configure_optimizers(self):
+    ...         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+    >>> batch = torch.randn(32, 1024), torch.randint(10, (32,))
+    >>> vramfit.lightning_workload(Classifier(), batch).sizes
+    {'batch_size': 32}
 
     Args:
         module: the module, which is copied for each run and left as it is, or a function that makes it.

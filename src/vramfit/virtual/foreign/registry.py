@@ -57,12 +57,16 @@ def fake_kernel(name: str, *, writes: Sequence[str] = ()) -> Callable[[Function]
     ``torch.empty`` and the like, and returns what it returns: tensors that are local to it are the kernel's scratch
     memory, given back when it returns. Nothing else is done with it: on a real card the kernel itself runs.
 
-    Example::
-
-        @vramfit.fake_kernel("selective_scan_cuda.fwd")
-        def fwd(u, delta, A, B, C, D, z, delta_bias, delta_softplus):
-            scan_states = torch.empty(*u.shape[:2], -(-u.shape[2] // 2048), A.shape[1] * 2, device=u.device)
-            return [torch.empty_like(delta), scan_states, *([] if z is None else [torch.empty_like(z)])]
+    >>> @vramfit.fake_kernel("selective_scan_cuda.fwd")
+    ... def fwd(u, delta, A, B, C, D, z, delta_bias, delta_softplus):
+    ...     scan_states = torch.empty(*u.shape[:2], -(-u.shape[2] // 2048), A.shape[1] * 2, device=u.device)
+    ...     return [torch.empty_like(delta), scan_states, *([] if z is None else [torch.empty_like(z)])]
+    >>> with vramfit.VirtualGPU("RTX 4090") as gpu:
+    ...     import selective_scan_cuda
+    ...     u, A = torch.empty(8, 1536, 4096, device="cuda"), torch.empty(1536, 16, device="cuda")
+    ...     out, scan_states = selective_scan_cuda.fwd(u, u, A, None, None, None, None, None, True)
+    >>> scan_states.shape
+    torch.Size([8, 1536, 2, 32])
 
     Args:
         name: ``package.module.function``; the module need not be installed. Or ``namespace::operator``, for an operator
