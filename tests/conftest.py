@@ -9,6 +9,12 @@ from pathlib import Path
 import pytest
 
 
+@pytest.fixture(autouse=True, scope="session")
+def real_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Make pytest's own folder before any test: made inside of a `VirtualGPU`, it would be dropped with the block."""
+    tmp_path_factory.getbasetemp()
+
+
 @pytest.fixture(autouse=True)
 def no_profiles(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for profiles in a folder that holds none."""
