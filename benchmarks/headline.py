@@ -23,7 +23,7 @@ from rich.table import Table
 
 from vramfit import Plan, Workload
 from vramfit.gpus import find_gpu
-from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.largest_size import bracket, largest, search_for
 from vramfit.planner.micro_batch_runs import price_with
 from vramfit.planner.request import NothingFits, PlanRequest

@@ -31,12 +31,12 @@ from rich.table import Table
 from vramfit.errors import VramfitError
 from vramfit.gpus import find_gpu
 from vramfit.planner.devices.cost import DeviceBackend
-from vramfit.planner.devices.cpu import CpuBackend
-from vramfit.planner.devices.virtual import VirtualBackend
-from vramfit.planner.plan import Plan
+from vramfit.planner.devices.cpu_backend import CpuBackend
+from vramfit.planner.devices.virtual_backend import VirtualBackend
+from vramfit.planner.plans import Plan
 from vramfit.planner.promised_plan_search import promised_plan
 from vramfit.planner.request import MEMORY, PlanRequest
-from vramfit.planner.verify import compare
+from vramfit.planner.verification import compare
 from vramfit.techniques import Numerics
 from vramfit.units import format_bytes
 from vramfit.writing import write_text

@@ -25,10 +25,10 @@ from unittest.mock import patch
 from vramfit import Plan
 from vramfit.errors import VramfitError
 from vramfit.gpus import GpuSpec, find_gpu
-from vramfit.planner import run
-from vramfit.planner.plan import PlanStep
-from vramfit.planner.run import MemoryBudget, measure_in_child
-from vramfit.planner.verify import CardRun
+from vramfit.planner import planner_run
+from vramfit.planner.planner_run import MemoryBudget, measure_in_child
+from vramfit.planner.plans import PlanStep
+from vramfit.planner.verification import CardRun
 from vramfit.techniques import Choice, find_technique
 from vramfit.techniques.activation_checkpointing import Checkpointing
 from vramfit.units import format_bytes, parse_bytes
@@ -46,7 +46,7 @@ PROBE = "import torch; print(torch.cuda.get_device_name(0))"
 STAND_IN = """
 import sys
 from vramfit.gpus import find_gpu
-from vramfit.virtual.runner import run_in_child
+from vramfit.virtual.virtual_run import run_in_child
 sys.exit(run_in_child(sys.argv[2:], gpu=find_gpu(sys.argv[1]), writes="real").exit_code)
 """
 
@@ -189,14 +189,23 @@ def _on_card(
 @contextlib.contextmanager
 def in_place_of_the_card(gpu: GpuSpec) -> Iterator[None]:
     """Let children that ask for the card have a virtual one."""
-    plain = run.child_command
+    plain = planner_run.child_command
 
     def command(folder: Path, device: str) -> list[str]:
         if device != "card":
             return plain(folder, device)
-        return [sys.executable, "-P", "-c", STAND_IN, gpu.name, "-m", "vramfit.planner.child", str(folder)]
+        return [
+            sys.executable,
+            "-P",
+            "-c",
+            STAND_IN,
+            gpu.name,
+            "-m",
+            "vramfit.planner.planner_child",
+            str(folder),
+        ]
 
-    with patch.object(run, "child_command", command):
+    with patch.object(planner_run, "child_command", command):
         yield
 
 

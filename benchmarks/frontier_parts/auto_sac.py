@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from frontier_parts.measuring import fake_tensors
 from frontier_parts.peers import under
-from vramfit.planner.devices.cpu import seconds_of
+from vramfit.planner.devices.cpu_backend import seconds_of
 from vramfit.workload import Workload
 
 GIB = 1 << 30

@@ -13,9 +13,9 @@ from frontier_parts.hollow import Hollow
 from frontier_parts.subjects import Subject
 from vramfit.planner.candidates import key_of
 from vramfit.planner.devices.cost import StepCost
-from vramfit.planner.devices.cpu import CpuBackend, arithmetic_seconds_of, rates
+from vramfit.planner.devices.cpu_backend import CpuBackend, arithmetic_seconds_of, rates
 from vramfit.planner.devices.gradient_sums import measure_counts
-from vramfit.planner.plan import Plan
+from vramfit.planner.plans import Plan
 from vramfit.planner.request import MEMORY, THROUGHPUT, NothingFits, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.step_profiler import StepProfile

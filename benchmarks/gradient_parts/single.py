@@ -14,7 +14,7 @@ from rich.table import Table
 from gradient_parts.subjects import SUBJECTS
 from gradient_parts.tensor_float import rounding
 from vramfit.errors import UsageError
-from vramfit.planner.verify import Training, judge_gradients, judge_losses
+from vramfit.planner.verification import Training, judge_gradients, judge_losses
 from vramfit.techniques import Choice, Numerics, Profile, Setting, find_technique, with_choices
 from vramfit.techniques.tf32 import Tf32Setting
 from vramfit.workload import Workload

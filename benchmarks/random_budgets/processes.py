@@ -32,7 +32,7 @@ _LIBRARIES = (
     "monai.networks.nets",
     "random_budgets.trial",
     "vramfit.api.programs",
-    "vramfit.record.cpu",
+    "vramfit.record.cpu_recorder",
 )
 
 
@@ -45,7 +45,7 @@ def preload() -> None:
     with _silence():
         for library in _LIBRARIES:
             importlib.import_module(library)
-        importlib.import_module("vramfit.techniques.core.registry").all_techniques()
+        importlib.import_module("vramfit.techniques.core.registered").all_techniques()
     gc.freeze()  # a collection in a process need not look at the libraries
 
 

@@ -22,9 +22,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import vramfit
 from random_budgets.pairs import Pair
 from vramfit.errors import UsageError
-from vramfit.planner.devices.cpu import CpuBackend
-from vramfit.planner.plan import Plan
+from vramfit.planner.devices.cpu_backend import CpuBackend
 from vramfit.planner.plan_file import plan_to_toml
+from vramfit.planner.plans import Plan
 from vramfit.planner.request import NothingFits, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.workload_check import check_workload

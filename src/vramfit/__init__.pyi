@@ -17,14 +17,14 @@ from .api.tracking import Track as Track
 from .api.tracking import snapshot as snapshot
 from .api.tracking import track as track
 from .errors import VramfitError as VramfitError
-from .planner.plan import Plan as Plan
+from .planner.plans import Plan as Plan
 from .planning import fit as fit
 from .planning import plan as plan
 from .planning import verify as verify
 from .record.annotating import annotate as annotate
 from .record.profilers import join_profile as join_profile
 from .trace import MemoryTrace as MemoryTrace
-from .virtual.foreign.registry import fake_kernel as fake_kernel
+from .virtual.foreign.fake_kernels import fake_kernel as fake_kernel
 from .workload import Workload as Workload
 from .workload.makers import lightning_workload as lightning_workload
 from .workload.makers import plain_workload as plain_workload

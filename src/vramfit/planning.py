@@ -21,15 +21,22 @@ from vramfit.arguments import (
     whole_argument,
 )
 from vramfit.gpus import GpuSpec, find_gpu
-from vramfit.planner.run import PRICE, MemoryBudget, fit_in_child, plan_in_child, priced_room, verify_in_child
-from vramfit.programs.interrupts import signals_kept
+from vramfit.launch.interrupts import signals_kept
+from vramfit.planner.planner_run import (
+    PRICE,
+    MemoryBudget,
+    fit_in_child,
+    plan_in_child,
+    priced_room,
+    verify_in_child,
+)
 from vramfit.workload import Workload
 
 if TYPE_CHECKING:
     from vramfit.planner.devices.cost import DeviceBackend
     from vramfit.planner.largest_size import LargestSize
-    from vramfit.planner.plan import Plan
-    from vramfit.planner.verify import Verification
+    from vramfit.planner.plans import Plan
+    from vramfit.planner.verification import Verification
 
 Progress = Callable[[str], None]
 
@@ -181,10 +188,10 @@ def _here(
 
 def _device(room: MemoryBudget, host_bytes: int) -> DeviceBackend:
     if room.gpu is None:
-        from vramfit.planner.devices.cpu import CpuBackend
+        from vramfit.planner.devices.cpu_backend import CpuBackend
 
         return CpuBackend()
-    from vramfit.planner.devices.virtual import VirtualBackend
+    from vramfit.planner.devices.virtual_backend import VirtualBackend
 
     return VirtualBackend(room.gpu, alloc_conf=room.alloc_conf, host_bytes=host_bytes)
 

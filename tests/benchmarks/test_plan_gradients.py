@@ -12,9 +12,9 @@ import pytest
 import torch
 from tests.virtual.conftest import fit_interpreter
 
-from vramfit.planner.micro_batch_trial.trial import MicroBatchVerdict, cutting_of
-from vramfit.planner.plan import PlanFigures, PlanTarget, plan_of
-from vramfit.planner.verify import GradientCheck, compare
+from vramfit.planner.micro_batch_trial.batch_trial import MicroBatchVerdict, cutting_of
+from vramfit.planner.plans import PlanFigures, PlanTarget, plan_of
+from vramfit.planner.verification import GradientCheck, compare
 from vramfit.techniques import Choice, Numerics, Profile, Setting, find_technique
 from vramfit.techniques.gradient_caching import GradientCachingSetting
 from vramfit.techniques.micro_batching import (

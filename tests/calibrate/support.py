@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vramfit.calibrate.journal import About
+from vramfit.calibrate.measurement_journal import About
 from vramfit.calibrate.records import CaseRecord, OpRecord, from_text
 
 ABOUT = About(

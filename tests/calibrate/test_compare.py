@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from vramfit.calibrate.calibration import Calibration
+from vramfit.calibrate.calibration_result import Calibration
 from vramfit.calibrate.compare import OpVerdict, compare_case, disagreements
-from vramfit.calibrate.journal import Failure
+from vramfit.calibrate.measurement_journal import Failure
 from vramfit.calibrate.records import CaseRecord, OpRecord, from_text
-from vramfit.gpus.profile import MeasuredCall, MeasuredOp
+from vramfit.gpus.measured_profile import MeasuredCall, MeasuredOp
 
 from .support import ABOUT, op, record
 

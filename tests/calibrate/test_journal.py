@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vramfit.calibrate.journal import CalibrationJournal, Failure
+from vramfit.calibrate.measurement_journal import CalibrationJournal, Failure
 from vramfit.errors import UsageError, WriteError
 
 from .support import ABOUT, op, record

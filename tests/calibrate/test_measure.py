@@ -14,7 +14,7 @@ from vramfit.calibrate.cases import Case, Flag, OpFamily, grid
 from vramfit.calibrate.measure import CaseMeter
 from vramfit.calibrate.predict import PredictingGPU
 from vramfit.calibrate.records import BlockKind, Take
-from vramfit.gpus.profile import MeasuredOp
+from vramfit.gpus.measured_profile import MeasuredOp
 from vramfit.virtual import kernels
 from vramfit.virtual.gpu import VirtualGPU
 

@@ -16,7 +16,7 @@ from vramfit.calibrate.records import (
     record_to_plain,
     to_text,
 )
-from vramfit.gpus.profile import MeasuredOp
+from vramfit.gpus.measured_profile import MeasuredOp
 
 
 def test_text_is_read_back() -> None:

@@ -12,19 +12,33 @@ from typing import Any
 import pytest
 import torch
 
-from vramfit.calibrate.calibration import Calibration
+from vramfit.calibrate.calibration_result import Calibration
+from vramfit.calibrate.calibration_run import (
+    Options,
+    _cases,
+    _MeasuredCase,
+    _outcome,
+    calibrate,
+    compare_again,
+    spec_of,
+)
 from vramfit.calibrate.cases import OpFamily, find_case, grid
 from vramfit.calibrate.children import Child, CommandFailed
 from vramfit.calibrate.compare import OpVerdict
-from vramfit.calibrate.journal import About, CalibrationJournal
+from vramfit.calibrate.measurement_journal import About, CalibrationJournal
 from vramfit.calibrate.predict import PredictingGPU
 from vramfit.calibrate.records import CaseRecord, record_to_plain
-from vramfit.calibrate.run import Options, _cases, _MeasuredCase, _outcome, calibrate, compare_again, spec_of
 from vramfit.calibrate.worker import Role, WorkerConfig
 from vramfit.gpus import find_gpu
-from vramfit.gpus.profile import MeasuredCall, MeasuredOp, MeasuredProfile, load_profile, save_profile
+from vramfit.gpus.measured_profile import (
+    MeasuredCall,
+    MeasuredOp,
+    MeasuredProfile,
+    load_profile,
+    save_profile,
+)
 from vramfit.virtual.gpu import VirtualGPU
-from vramfit.virtual.job import plain_spec
+from vramfit.virtual.virtual_job import plain_spec
 
 from .support import ABOUT, op, record
 

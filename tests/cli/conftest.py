@@ -57,9 +57,9 @@ def outside_github_actions(monkeypatch: pytest.MonkeyPatch) -> None:
 def runner(monkeypatch: pytest.MonkeyPatch) -> FakeRunner:
     """The child interpreter replaced; these tests are about the command line alone."""
     fake = FakeRunner()
-    module = ModuleType("vramfit.virtual.runner")
+    module = ModuleType("vramfit.virtual.virtual_run")
     module.run_in_child = fake.run_in_child  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vramfit.virtual.runner", module)
+    monkeypatch.setitem(sys.modules, "vramfit.virtual.virtual_run", module)
     return fake
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from vramfit.calibrate.calibration import Calibration
-from vramfit.calibrate.journal import About, CalibrationJournal
+from vramfit.calibrate.calibration_result import Calibration
+from vramfit.calibrate.measurement_journal import About, CalibrationJournal
 from vramfit.calibrate.records import CaseRecord, OpRecord, from_text
 from vramfit.cli import main
-from vramfit.gpus.profile import load_profile, profile_folder
+from vramfit.gpus.measured_profile import load_profile, profile_folder
 
 ABOUT = About(
     source="card",
@@ -89,7 +89,7 @@ def test_profile_and_json_come_of_what_was_measured_elsewhere(
     found = OpRecord(op="aten.sort.default", signature="int64[7]", steps=from_text("o56@0 t512"))
     CalibrationJournal(path, ABOUT).add(CaseRecord(case="sorting/x", ops=(found,)))
     monkeypatch.setattr(
-        "vramfit.calibrate.run.compare_again", lambda journal, names, observer: _outcome(journal)
+        "vramfit.calibrate.calibration_run.compare_again", lambda journal, names, observer: _outcome(journal)
     )
     profile, document = tmp_path / "p.json", tmp_path / "c.json"
     assert run("--measured", str(path), "-o", str(profile), "--json", str(document)) == 0
@@ -108,7 +108,7 @@ def test_measurements_from_elsewhere_write_no_profile_unasked(
     path = tmp_path / "h200.measured.jsonl"
     CalibrationJournal(path, ABOUT)
     monkeypatch.setattr(
-        "vramfit.calibrate.run.compare_again", lambda journal, names, observer: _outcome(journal)
+        "vramfit.calibrate.calibration_run.compare_again", lambda journal, names, observer: _outcome(journal)
     )
     assert run("--measured", str(path), "--json", "-") == 0
     told = capsys.readouterr()

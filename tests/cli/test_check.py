@@ -13,7 +13,7 @@ import pytest
 from analysis.synthetic import Recorder, fitting_run, gpt_training, oom_run, virtual_run
 from cli.conftest import FakeRunner, Invocation
 from vramfit.analysis import verdict
-from vramfit.programs.limits import Limits
+from vramfit.launch.limits import Limits
 from vramfit.report import render_json
 from vramfit.trace import EventKind, MemoryTrace, Run, Source, TraceBuilder, TraceDevice
 from vramfit.trace.progress import End, Progress, Unit
@@ -170,7 +170,7 @@ class TestForReal:
             calls.append({"command": command, **options})
             return replace(RUN, source=Source.CPU)
 
-        monkeypatch.setattr("vramfit.record.runner.record_in_child", record_in_child)
+        monkeypatch.setattr("vramfit.record.record_run.record_in_child", record_in_child)
         return calls
 
     def test_the_budget_is_that_of_the_metered_cpu(

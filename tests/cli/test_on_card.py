@@ -16,10 +16,10 @@ from tests.planner.test_plan import _plan
 
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
-from vramfit.planner.plan import PlanFigures, PlanTarget
-from vramfit.planner.run import MemoryBudget, measure_in_child
-from vramfit.planner.verify import CardRun, Measured, Verification
-from vramfit.report.verification import print_verification
+from vramfit.planner.planner_run import MemoryBudget, measure_in_child
+from vramfit.planner.plans import PlanFigures, PlanTarget
+from vramfit.planner.verification import CardRun, Measured, Verification
+from vramfit.report.verify import print_verification
 from vramfit.techniques import Numerics
 
 HERE = """
@@ -45,17 +45,17 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def rtx_4090(monkeypatch: pytest.MonkeyPatch) -> None:
     """An RTX 4090 in this machine, as far as children that ask for the card can tell."""
-    from vramfit.planner import run
+    from vramfit.planner import planner_run
 
-    plain = run.child_command
+    plain = planner_run.child_command
 
     def command(folder: Path, device: str) -> list[str]:
         if device != "card":
             return plain(folder, device)
         start = [sys.executable, "-P", "-m", "vramfit", "run", "--gpu", "RTX 4090", "--writes", "real", "-m"]
-        return [*start, "vramfit.planner.child", str(folder)]
+        return [*start, "vramfit.planner.planner_child", str(folder)]
 
-    monkeypatch.setattr(run, "child_command", command)
+    monkeypatch.setattr(planner_run, "child_command", command)
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_a_run_that_never_ended_is_shown_as_that() -> None:
 
 
 def test_children_have_the_variables_that_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vramfit.planner.run import _environ
+    from vramfit.planner.planner_run import _environ
 
     for name in ("KINETO_LOG_LEVEL", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)

@@ -15,7 +15,7 @@ from cli.conftest import FakeRunner, Invocation
 from vramfit.cli import main
 from vramfit.cli.program import end_options_at_module
 from vramfit.errors import EnvironmentUnfitError
-from vramfit.programs.limits import Limits
+from vramfit.launch.limits import Limits
 from vramfit.trace import MemoryTrace, Run
 from vramfit.trace.progress import End, Progress
 
@@ -154,7 +154,7 @@ def test_what_the_program_prints_does_not_mix_with_json(
         subprocess.run(["echo", "loss 0.5"], check=True)
         return fitting_run()
 
-    monkeypatch.setattr(sys.modules["vramfit.virtual.runner"], "run_in_child", prints)
+    monkeypatch.setattr(sys.modules["vramfit.virtual.virtual_run"], "run_in_child", prints)
     with pytest.raises(SystemExit):
         main(["run", "--gpu", "RTX 4090", "--json", "-", str(script)])
     captured = capfd.readouterr()

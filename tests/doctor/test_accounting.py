@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from tests.doctor.machines import CARD, CONTAINER, DEVICE, DRIVER, MIG_SLICE, QUIET_BOX, SHARED_BOX, TWO_CARDS
 
-from vramfit.doctor.accounting import account_lines, accounts, match_card
+from vramfit.doctor.card_accounting import account_lines, accounts, match_card
 from vramfit.doctor.facts import Facts
 from vramfit.units import MIB
 

@@ -11,7 +11,7 @@ import pytest
 from tests.doctor.test_drivers import APPS, GPUS
 
 from vramfit.doctor.facts import Tool
-from vramfit.doctor.gather import _driver
+from vramfit.doctor.gathering import _driver
 
 LIBRARY = """
     class NVMLError(Exception):

@@ -110,7 +110,7 @@ def test_the_calls_are_those_of_the_package(monkeypatch: pytest.MonkeyPatch) -> 
     exec(PYTHON, {"vramfit": module})
     assert called == ["plan", "fit", "verify"]
     from vramfit.planner.largest_size import LargestSize
-    from vramfit.planner.verify import Verification
+    from vramfit.planner.verification import Verification
 
     assert "value" in {field.name for field in LargestSize.__dataclass_fields__.values()}
     assert isinstance(inspect.getattr_static(Verification, "passes"), property)
@@ -138,7 +138,7 @@ def test_each_command_is_understood(command: str, tmp_path: Path, monkeypatch: p
         raise Reached
 
     for name in ("plan_in_child", "fit_in_child", "verify_in_child"):
-        monkeypatch.setattr(f"vramfit.planner.run.{name}", reached)
+        monkeypatch.setattr(f"vramfit.planner.planner_run.{name}", reached)
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, shlex.split(command)[1:])
     assert isinstance(result.exception, Reached), result.output

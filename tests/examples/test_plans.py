@@ -11,9 +11,9 @@ from tests.virtual.conftest import fit_interpreter
 
 from vramfit import Workload
 from vramfit.gpus import find_gpu
-from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.micro_batch_runs import price_with
-from vramfit.planner.plan import Plan
+from vramfit.planner.plans import Plan
 from vramfit.report.plan import render_plan
 
 __all__ = ["fit_interpreter"]

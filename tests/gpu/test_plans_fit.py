@@ -40,7 +40,7 @@ def test_a_plan_holds_on_the_card(name: str, tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_leaves_the_card_as_it_was() -> None:
-    from vramfit.planner.devices.card import CardBackend
+    from vramfit.planner.devices.card_backend import CardBackend
     from vramfit.workload import Workload
 
     workload = Workload(

@@ -10,7 +10,7 @@ import pytest
 
 from vramfit.errors import UsageError, WriteError
 from vramfit.gpus import find_gpu
-from vramfit.gpus.profile import (
+from vramfit.gpus.measured_profile import (
     MeasuredCall,
     MeasuredOp,
     MeasuredProfile,

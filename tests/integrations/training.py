@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from vramfit.planner.plan import Plan, PlanFigures, PlanTarget, plan_of
+from vramfit.planner.plans import Plan, PlanFigures, PlanTarget, plan_of
 from vramfit.techniques import Choice
-from vramfit.techniques.core.registry import find_technique
+from vramfit.techniques.core.registered import find_technique
 from vramfit.techniques.core.technique import setting_from_plain
 
 NOTHING = PlanFigures(peak_allocated_bytes=0, peak_reserved_bytes=0, total_bytes=0)

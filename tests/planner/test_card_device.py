@@ -16,8 +16,8 @@ from torch import nn
 from vramfit.errors import UsageError, VramfitError
 from vramfit.gpus import find_gpu
 from vramfit.planner.activation_ilp.choices import places
-from vramfit.planner.devices.card import CardBackend, card_of_this_process, fraction_of
-from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.devices.card_backend import CardBackend, card_of_this_process, fraction_of
+from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.techniques.optimizer_offload import OptimizerOffloadSetting
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
@@ -257,7 +257,7 @@ def test_what_others_hold_is_no_part_of_the_workload(monkeypatch: pytest.MonkeyP
         uuid = str(torch.cuda.get_device_properties(0).uuid)
         monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
         monkeypatch.setattr(
-            "vramfit.planner.devices.card._used_before", lambda: {uuid: 100 * MIB, "another": 1 << 40}
+            "vramfit.planner.devices.card_backend._used_before", lambda: {uuid: 100 * MIB, "another": 1 << 40}
         )
         assert card_of_this_process().outside_bytes == CONTEXT - 100 * MIB
 

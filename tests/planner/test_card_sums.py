@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vramfit.planner.verify import CardSums
+from vramfit.planner.verification import CardSums
 
 ROWS, WIDTH = 16384, 32
 

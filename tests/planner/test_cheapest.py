@@ -14,8 +14,8 @@ from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.planner import cheapest_card
 from vramfit.planner import search as searching
 from vramfit.planner.cheapest_card import cheapest_plan, hourly, rented_cards
-from vramfit.planner.devices.virtual import VirtualBackend
-from vramfit.planner.plan import Plan, PlanFigures, PlanTarget, plan_of
+from vramfit.planner.devices.virtual_backend import VirtualBackend
+from vramfit.planner.plans import Plan, PlanFigures, PlanTarget, plan_of
 from vramfit.planner.promised_plan_search import promised_plan
 from vramfit.planner.request import NothingFits, PlanRequest
 from vramfit.planner.search import PlanSearch

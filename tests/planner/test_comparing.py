@@ -15,12 +15,12 @@ from vramfit.gpus import find_gpu
 from vramfit.planner import candidates, gradient_check
 from vramfit.planner.candidates import key_of
 from vramfit.planner.devices.cost import StepCost
-from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.gradient_check import hold
 from vramfit.planner.largest_size import search_for
 from vramfit.planner.micro_batch_trial import stand_in
-from vramfit.planner.micro_batch_trial.trial import MicroBatchVerdict
-from vramfit.planner.plan import Plan, PlanFigures, PlanTarget, plan_of
+from vramfit.planner.micro_batch_trial.batch_trial import MicroBatchVerdict
+from vramfit.planner.plans import Plan, PlanFigures, PlanTarget, plan_of
 from vramfit.planner.promised_plan_search import promised_plan
 from vramfit.planner.request import PlanRequest
 from vramfit.techniques import Choice, Numerics, find_technique, setting_from_plain

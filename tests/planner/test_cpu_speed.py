@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from vramfit.planner import run
+from vramfit.planner import planner_run
 from vramfit.planner.devices import cpu_speed
 from vramfit.planner.micro_batch_trial import attempts
-from vramfit.planner.plan import Plan, PlanFigures, PlanTarget
 from vramfit.planner.plan_file import write_plan
+from vramfit.planner.plans import Plan, PlanFigures, PlanTarget
 from vramfit.workload import Workload
 
 _STEP = 6_000_000_000
@@ -51,6 +51,6 @@ def test_a_verification_reckons_with_the_same_speed(monkeypatch: pytest.MonkeyPa
         jobs.append(job)
         return {"sizes": {}, "skipped": "nothing ran"}
 
-    monkeypatch.setattr(run, "run_task", run_task)
-    run.verify_in_child(tmp_path / "plan.toml", target=f"{tmp_path}/work.py:w", memory=False)
+    monkeypatch.setattr(planner_run, "run_task", run_task)
+    planner_run.verify_in_child(tmp_path / "plan.toml", target=f"{tmp_path}/work.py:w", memory=False)
     assert jobs[0]["step_seconds"] == cpu_speed.cpu_seconds(_STEP) == _STEP / cpu_speed.CPU_FLOPS

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from vramfit.errors import UsageError
-from vramfit.planner.plan import Plan, PlanFigures, PlanStep, PlanTarget, SolverStats
 from vramfit.planner.plan_file import SCHEMA, plan_from_toml, plan_to_toml
-from vramfit.planner.run import verify_in_child
+from vramfit.planner.planner_run import verify_in_child
+from vramfit.planner.plans import Plan, PlanFigures, PlanStep, PlanTarget, SolverStats
 from vramfit.techniques import Choice, Numerics, find_technique, setting_from_plain
 
 GIB = 1 << 30

@@ -10,7 +10,7 @@ from tests.planner.made import MIB, block, observation, op
 from tests.planner.test_activations import _best
 
 from vramfit.planner.activation_ilp.decisions import IlpOptions, predicted_peak, recompute_seconds
-from vramfit.planner.activation_ilp.program import groups_of
+from vramfit.planner.activation_ilp.ilp import groups_of
 from vramfit.planner.activation_ilp.solver import lowest_peak, solve
 from vramfit.planner.step_profiler import StepProfile
 

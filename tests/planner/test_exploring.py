@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.planner.test_search import CONTEXT, GPU, MIB, workload
 
-from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.request import PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.workload import Workload

@@ -15,7 +15,7 @@ from torch import nn
 
 from vramfit.gpus import find_gpu
 from vramfit.planner import tasks
-from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.failures import own_failure, told
 from vramfit.workload import Workload
 

@@ -12,14 +12,14 @@ import pytest
 from tests.planner.test_search import CONTEXT, GPU, MIB
 from tests.planner.test_search_clock import Second, Timed, request
 
-from vramfit.planner.plan import Plan
-from vramfit.planner.run import MemoryBudget, plan_in_child
+from vramfit.planner.planner_run import MemoryBudget, plan_in_child
+from vramfit.planner.plans import Plan
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_cache.cache import SearchCache
 from vramfit.planner.search_cache.evidence import Evidence, digest_of
-from vramfit.planner.search_cache.storage import NAME, remembered
+from vramfit.planner.search_cache.search_files import NAME, remembered
 from vramfit.planner.search_clock import TIME_OVER, SearchClock
-from vramfit.virtual.job import plain_spec
+from vramfit.virtual.virtual_job import plain_spec
 
 JOB: dict[str, Any] = {"target": "work.py:training", "gpu": plain_spec(GPU), "alloc_conf": None}
 

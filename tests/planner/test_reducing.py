@@ -14,9 +14,9 @@ from torch import nn
 
 from vramfit.gpus import find_gpu
 from vramfit.planner.candidates import Candidates
-from vramfit.planner.devices.virtual import VirtualBackend
-from vramfit.planner.micro_batch_trial import stand_in, trial
-from vramfit.planner.micro_batch_trial.trial import cutting_of
+from vramfit.planner.devices.virtual_backend import VirtualBackend
+from vramfit.planner.micro_batch_trial import batch_trial, stand_in
+from vramfit.planner.micro_batch_trial.batch_trial import cutting_of
 from vramfit.planner.request import PlanRequest
 from vramfit.techniques import Profile
 from vramfit.techniques.micro_batching import Reduction
@@ -94,7 +94,7 @@ def test_a_model_that_is_too_large_is_tried_by_a_stand_in(
 ) -> None:
     workload = _tall(contrastive if coupled else None)
     large = sum(parameter.numel() * 4 for parameter in workload.model().parameters())
-    monkeypatch.setattr(trial, "_MOST", large // 2)
+    monkeypatch.setattr(batch_trial, "_MOST", large // 2)
     monkeypatch.setattr(stand_in, "_LARGE", 500)  # so that weights are made without values
     found = cutting_of(workload, _profile(workload))
     assert (found.setting is None) is coupled
@@ -104,7 +104,7 @@ def test_a_model_that_is_too_large_is_tried_by_a_stand_in(
 
 def test_what_was_not_tried_is_left_out_unless_it_is_allowed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = replace(all_toys()["mlp"], loss=contrastive)
-    monkeypatch.setattr(trial, "_MOST", 0)
+    monkeypatch.setattr(batch_trial, "_MOST", 0)
     found = cutting_of(workload, _profile(workload))
     assert (found.setting, found.known) == (None, False)
     assert "was not tried, since the model is too large for it here; it is left out" in found.note

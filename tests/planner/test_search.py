@@ -14,7 +14,7 @@ from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
 from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.cost import StepCost
-from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.largest_size import grown_size, search_for
 from vramfit.planner.request import MEMORY, NothingFits, PlanRequest
 from vramfit.planner.search import PlanSearch

@@ -16,7 +16,7 @@ from tests.planner.test_search import CONTEXT, GPU, MIB, workload
 
 from vramfit.errors import UsageError
 from vramfit.planner.devices.cost import StepCost
-from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.largest_size import search_for
 from vramfit.planner.plan_file import plan_from_toml, plan_to_toml
 from vramfit.planner.request import NothingFits, PlanRequest

@@ -12,7 +12,7 @@ from tests.planner.test_plan import _layers, _plan
 from tests.techniques.toys import all_toys
 from torch import nn
 
-from vramfit.planner.verify import (
+from vramfit.planner.verification import (
     LOSS_SHARE,
     ROUNDING_ERROR,
     Verification,
@@ -22,7 +22,7 @@ from vramfit.planner.verify import (
     smaller_sizes,
     too_large,
 )
-from vramfit.report.verification import print_verification
+from vramfit.report.verify import print_verification
 from vramfit.techniques import Numerics
 from vramfit.techniques.support.silencing import silence_dropout
 

@@ -231,7 +231,7 @@ def test_what_a_kill_would_leave_is_saved_in_between(tmp_path: Path) -> None:
     _, folder = run(
         tmp_path,
         """
-        from vramfit.record.card import CardRecorder
+        from vramfit.record.card_recorder import CardRecorder
         recorder = CardRecorder(partial="partial.vft")
         recorder.start()
         model, optimizer = build()

@@ -11,8 +11,8 @@ from torch import nn
 
 import vramfit
 from vramfit.analysis import peak
-from vramfit.programs import threads
-from vramfit.record.cpu import CpuRecorder
+from vramfit.launch import threads
+from vramfit.record.cpu_recorder import CpuRecorder
 from vramfit.trace import Category, EventKind, MemoryTrace, Source
 
 pytestmark = pytest.mark.usefixtures("no_garbage")

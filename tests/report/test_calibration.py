@@ -9,11 +9,11 @@ from typing import Any
 
 from rich.console import Console
 
-from vramfit.calibrate.calibration import Calibration
-from vramfit.calibrate.journal import About, Failure
+from vramfit.calibrate.calibration_result import Calibration
+from vramfit.calibrate.measurement_journal import About, Failure
 from vramfit.calibrate.records import CaseRecord, OpRecord, from_text
-from vramfit.gpus.profile import Rates
-from vramfit.report.calibration import calibration_to_json, print_calibration
+from vramfit.gpus.measured_profile import Rates
+from vramfit.report.calibrate import calibration_to_json, print_calibration
 
 from .golden_files import check_golden
 

@@ -14,7 +14,7 @@ import vramfit
 from analysis.synthetic import fitting_run
 from vramfit.analysis import verdict
 from vramfit.errors import UsageError
-from vramfit.gpus.profile import load_profile
+from vramfit.gpus.measured_profile import load_profile
 from vramfit.report import check_writable, write_csv, write_page, write_perfetto, write_text
 from vramfit.report.forms import writer_of
 from vramfit.trace import MemoryTrace, load_snapshot, read_actual, read_any, write_snapshot

@@ -30,7 +30,7 @@ from vramfit.report import (
     render_terminal,
     render_tuning,
 )
-from vramfit.report.calibration import print_calibration
+from vramfit.report.calibrate import print_calibration
 from vramfit.report.doctor import render_doctor
 from vramfit.report.folding import NARROW, broken, folded, table
 from vramfit.trace import read_any

@@ -1,7 +1,7 @@
 import pytest
 
 from vramfit.errors import UsageError
-from vramfit.stress.plan import Vary, as_plain, chosen, cycle_of, from_plain
+from vramfit.stress.schedule import Vary, as_plain, chosen, cycle_of, from_plain
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from vramfit.api.tracking import track
 from vramfit.errors import UsageError, VramfitError
 from vramfit.gpus import find_gpu
 from vramfit.stress import Vary, stress
-from vramfit.stress.plan import as_plain
 from vramfit.stress.rounds import CpuMemory, Stress, _memory
-from vramfit.stress.run import _report
+from vramfit.stress.schedule import as_plain
+from vramfit.stress.stress_run import _report
 from vramfit.trace import Source
 from vramfit.units import MIB
 from vramfit.workload.loading import load_workload

@@ -25,7 +25,7 @@ from vramfit.techniques.activation_compression import (
 )
 from vramfit.techniques.activation_offload import ActivationOffload, ActivationOffloadSetting
 from vramfit.techniques.core.profile import BlockOp, ModelBlock
-from vramfit.techniques.support.compressed import (
+from vramfit.techniques.support.compressed_tensor import (
     Bits,
     Groups,
     LargestOfGroup,
@@ -266,7 +266,7 @@ def test_top_k_keeps_the_largest(group: int) -> None:
 def test_work_goes_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     flat = numbers(1000)
     whole = Groups(flat, 4, 8).restore(), LargestOfGroup(flat, 0.5, 8).restore()
-    monkeypatch.setattr("vramfit.techniques.support.compressed._PART", 40)
+    monkeypatch.setattr("vramfit.techniques.support.compressed_tensor._PART", 40)
     assert torch.equal(Groups(flat, 4, 8).restore(), whole[0])
     assert torch.equal(LargestOfGroup(flat, 0.5, 8).restore(), whole[1])
 

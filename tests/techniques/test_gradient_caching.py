@@ -14,7 +14,7 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
-from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.promised_plan_search import promised_plan
 from vramfit.planner.request import PlanRequest
 from vramfit.techniques import AttachedProgram, gradient_caching, with_choices

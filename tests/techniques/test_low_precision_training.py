@@ -23,7 +23,7 @@ from vramfit.techniques.low_precision_training import (
     Master,
     slices,
 )
-from vramfit.techniques.low_precision_training.rounding import join_, round_at_random, split
+from vramfit.techniques.low_precision_training.stochastic_rounding import join_, round_at_random, split
 from vramfit.techniques.step_in_backward import StepInBackward, StepInBackwardSetting
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Batch, State, Workload

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from vramfit.errors import TraceFormatError
 from vramfit.trace import load_snapshot, read_any
-from vramfit.trace import snapshot as snapshot_module
+from vramfit.trace import snapshot_reading as snapshot_module
 from vramfit.trace.pickles import _is_simple, load_plain
 
 SENTINEL = "owned"

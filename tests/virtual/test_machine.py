@@ -7,7 +7,7 @@ import pytest
 from vramfit.allocator import AllocatorConfig
 from vramfit.errors import ConfigError, UsageError
 from vramfit.gpus import find_gpu
-from vramfit.virtual import streams
+from vramfit.virtual import stream_ids
 from vramfit.virtual.machine import InvalidDevice, Machine, visible_devices
 from vramfit.virtual.pinned import PinnedMemory
 
@@ -133,21 +133,23 @@ def test_streams_are_numbered_as_in_torch_and_come_round_again():
     first = [box.new_stream() for _ in range(33)]
     assert first[:3] == [3, 35, 67]
     assert first[32] == first[0] and len(set(first)) == 32
-    assert streams.priority_of(box.new_stream(priority=-1)) == -1
-    assert streams.priority_of(box.new_stream(priority=-100)) == streams.HIGHEST_PRIORITY
-    assert streams.priority_of(box.new_stream(priority=100)) == 0
+    assert stream_ids.priority_of(box.new_stream(priority=-1)) == -1
+    assert stream_ids.priority_of(box.new_stream(priority=-100)) == stream_ids.HIGHEST_PRIORITY
+    assert stream_ids.priority_of(box.new_stream(priority=100)) == 0
 
 
 @pytest.mark.parametrize("device", [0, 3])
 def test_a_handle_names_its_stream(device):
-    table = streams.StreamTable()
+    table = stream_ids.StreamTable()
     ids = [table.new(device, priority) for priority in (0, -1, -2, -3) for _ in range(32)]
-    handles = [streams.handle_of(stream, device) for stream in ids]
+    handles = [stream_ids.handle_of(stream, device) for stream in ids]
     assert len(set(handles)) == len(ids)
-    assert [streams.stream_of(handle, device) for handle in handles] == ids
-    assert streams.stream_of(0, device) == 0
-    assert streams.stream_of(0x1234560, device) == 0x1234560
-    assert streams.is_external(0x1234560) and not streams.is_external(3) and not streams.is_external(0)
+    assert [stream_ids.stream_of(handle, device) for handle in handles] == ids
+    assert stream_ids.stream_of(0, device) == 0
+    assert stream_ids.stream_of(0x1234560, device) == 0x1234560
+    assert (
+        stream_ids.is_external(0x1234560) and not stream_ids.is_external(3) and not stream_ids.is_external(0)
+    )
 
 
 def test_waiting_completes_frees_of_other_streams():

@@ -17,7 +17,7 @@ import pytest
 
 import vramfit
 from vramfit.errors import UsageError
-from vramfit.gpus.profile import MeasuredProfile, save_profile
+from vramfit.gpus.measured_profile import MeasuredProfile, save_profile
 
 GPU = "RTX 4090"
 

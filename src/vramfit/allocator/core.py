@@ -27,7 +27,7 @@ from vramfit.allocator.block import (
 )
 from vramfit.allocator.config import AllocatorConfig
 from vramfit.allocator.driver import Driver
-from vramfit.allocator.events import AllocatorEventKind, EventCallback, FreedCallback
+from vramfit.allocator.observer_events import AllocatorEventKind, EventCallback, FreedCallback
 from vramfit.allocator.rounding import MIN_BLOCK, SMALL_REQUEST, Rounding
 from vramfit.allocator.stats import DeviceStats
 from vramfit.allocator.versions import REFERENCE_VERSION, TorchVersion, rules_for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vramfit.allocator.block import FREE, UNMAPPED, Block, ExpandableSegment, Pool, Shelf
 from vramfit.allocator.core import BlockStore
-from vramfit.allocator.events import AllocatorEventKind
+from vramfit.allocator.observer_events import AllocatorEventKind
 from vramfit.allocator.rounding import SMALL_SEGMENT
 
 

@@ -30,6 +30,7 @@ from vramfit.analysis._states import Holding, PeakState, no_card, state_from_tra
 from vramfit.analysis._steps import LEAST_STEPS, Steps, StepSource, steps
 from vramfit.analysis._verdict import NO_CARD, VARIES, DeviceVerdict, Outcome, Verdict, verdict
 from vramfit.analysis.alignment import Alignment, Ends, align
+from vramfit.analysis.allocator_tuning import DeviceRecording, Trap, TrapKind, Trial, Tuning, tune
 from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
 from vramfit.analysis.gates import Bound, Gate, baseline_gates, budget_gates, card_gates, used_gates
 from vramfit.analysis.groups import TensorGroup
@@ -42,8 +43,8 @@ from vramfit.analysis.leak_report import (
     Sawtooth,
     SettledStack,
 )
-from vramfit.analysis.modules import ModuleNode, fold_layers, fold_path, module_tree
-from vramfit.analysis.oom import Fit, OomExplanation, OomVerdict, WhatIf, WhatIfAnswer
+from vramfit.analysis.module_tree import ModuleNode, fold_layers, fold_path, module_tree
+from vramfit.analysis.oom_alternatives import Fit, OomExplanation, OomVerdict, WhatIf, WhatIfAnswer
 from vramfit.analysis.pinning import Holder, PinGroup, PinnedSegment
 from vramfit.analysis.reconciliation import (
     Cause,
@@ -64,7 +65,6 @@ from vramfit.analysis.remedies import Remedy, RemedyKind
 from vramfit.analysis.requests import RequestLabel
 from vramfit.analysis.shortage import NAMES
 from vramfit.analysis.tolerance import DEFAULT_TOLERANCE, Tolerance
-from vramfit.analysis.tuning import DeviceRecording, Trap, TrapKind, Trial, Tuning, tune
 from vramfit.trace.frames import Origin, origin, short_location, user_frame
 
 __all__ = [

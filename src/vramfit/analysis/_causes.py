@@ -14,7 +14,7 @@ from vramfit.analysis._lifetimes import Lifetimes, lifetimes
 from vramfit.analysis.accounting import Account, CauseKind, Request, request_at
 from vramfit.analysis.breakdown import Moment, moment, oom_row
 from vramfit.analysis.occupancy import COMMON_POOL, Occupancy, occupancy
-from vramfit.analysis.oom import OomExplanation, OomVerdict, WhatIf, explain_oom
+from vramfit.analysis.oom_alternatives import OomExplanation, OomVerdict, WhatIf, explain_oom
 from vramfit.analysis.pinning import Holder, PinGroup, PinnedSegment, Pins
 from vramfit.analysis.remedies import Remedy, prove, remedies_for
 from vramfit.trace import Capacity, CapacitySource, EventKind, MemoryTrace, Rehearsal

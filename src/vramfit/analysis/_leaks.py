@@ -36,7 +36,7 @@ from vramfit.analysis.leak_report import (
     Sawtooth,
     SettledStack,
 )
-from vramfit.analysis.modules import fold_path
+from vramfit.analysis.module_tree import fold_path
 from vramfit.analysis.trend import fading_p_value, growth_p_value, holm, late_share, theil_sen
 from vramfit.trace import Category, EventKind, MemoryTrace
 from vramfit.trace.frames import Origin, innermost, user_frame

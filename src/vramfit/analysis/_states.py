@@ -13,7 +13,7 @@ from vramfit.analysis._lifetimes import Ints, Lifetimes, lifetimes, trace_device
 from vramfit.analysis._phases import phases, split_name
 from vramfit.analysis.breakdown import last_oom_row, moment, peak_row
 from vramfit.analysis.groups import born_column, entry, stack_frames
-from vramfit.analysis.modules import fold_path
+from vramfit.analysis.module_tree import fold_path
 from vramfit.errors import TraceFormatError, UsageError
 from vramfit.trace import Actual, Category, Frame, MemoryTrace, Source
 from vramfit.trace.frames import Origin, innermost, origin, user_frame

@@ -11,7 +11,7 @@ from vramfit.allocator import AllocatorConfig
 from vramfit.allocator.rounding import SMALL_REQUEST, Rounding
 from vramfit.analysis._lifetimes import Lifetimes
 from vramfit.analysis.occupancy import COMMON_POOL, Gap, HeldSegment, Occupancy
-from vramfit.analysis.oom import OomExplanation
+from vramfit.analysis.oom_alternatives import OomExplanation
 from vramfit.analysis.pinning import Pins
 from vramfit.trace import EventKind, MemoryTrace
 

@@ -11,7 +11,7 @@ from vramfit.analysis._curves import Curves, Measure, block_categories, curves
 from vramfit.analysis._fragmentation import Fragmentation, fragmentation
 from vramfit.analysis._lifetimes import Ints, Lifetimes, lifetimes
 from vramfit.analysis.groups import Grouping, TensorGroup, born_column, entry, stack_frames
-from vramfit.analysis.modules import ModuleNode, module_tree
+from vramfit.analysis.module_tree import ModuleNode, module_tree
 from vramfit.trace import RAN_OUT, Category, EventKind, Frame, MemoryTrace
 from vramfit.trace.frames import user_frame
 from vramfit.units import format_bytes

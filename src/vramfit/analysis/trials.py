@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vramfit.allocator import AllocatorConfig
-from vramfit.analysis.candidates import Sizes
+from vramfit.analysis.setting_candidates import Sizes
 from vramfit.trace import Peaks, Played, Rehearsal
 
 

@@ -18,7 +18,7 @@ from vramfit.arguments import number_argument
 from vramfit.errors import UsageError, VramfitError
 from vramfit.report.leaks import render_leaks
 from vramfit.trace import MemoryTrace
-from vramfit.trace.marks import marks
+from vramfit.trace.mark_events import marks
 
 if TYPE_CHECKING:
     from vramfit.record.heap import Heap

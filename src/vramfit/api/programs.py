@@ -29,9 +29,9 @@ from vramfit.arguments import (
 from vramfit.errors import UsageError
 from vramfit.files import Writes
 from vramfit.gpus import GpuSpec, find_gpu
-from vramfit.programs.limits import limits_from
-from vramfit.record.job import AUTO
-from vramfit.record.runner import record_in_child
+from vramfit.launch.limits import limits_from
+from vramfit.record.record_job import AUTO
+from vramfit.record.record_run import record_in_child
 from vramfit.report import (
     print_against,
     print_terminal,
@@ -45,8 +45,8 @@ from vramfit.report.notebook import run_summary, summary_lines
 from vramfit.trace import Actual, MemoryTrace, Run, read_actual
 from vramfit.trace.actual import together
 from vramfit.virtual.data_dependent.assume import assumption
-from vramfit.virtual.job import MOST_GPUS
-from vramfit.virtual.runner import run_in_child
+from vramfit.virtual.virtual_job import MOST_GPUS
+from vramfit.virtual.virtual_run import run_in_child
 
 _MARKS = "✓✗~! "
 """What headlines begin with."""

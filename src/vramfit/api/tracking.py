@@ -22,8 +22,8 @@ from vramfit.arguments import (
     whole_argument,
 )
 from vramfit.errors import UsageError
+from vramfit.launch.host_meter import HostMemoryMeter, HostSteps
 from vramfit.patching import PatchStack
-from vramfit.programs.host_memory import HostMemoryMeter, HostSteps
 from vramfit.trace import MemoryTrace, Run
 from vramfit.units import format_bytes
 
@@ -165,7 +165,7 @@ class Track:
 
     def _make(self) -> Recorder:
         if self._device == "cpu":
-            from vramfit.record.cpu import CpuRecorder
+            from vramfit.record.cpu_recorder import CpuRecorder
 
             return CpuRecorder(
                 budget=self._budget,
@@ -173,7 +173,7 @@ class Track:
                 alloc_conf=self._alloc_conf,
                 journal=self._journal,
             )
-        from vramfit.record.card import CardRecorder
+        from vramfit.record.card_recorder import CardRecorder
 
         if self._alloc_conf is not None:
             raise UsageError(

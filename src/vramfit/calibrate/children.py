@@ -16,7 +16,7 @@ from typing import Any
 
 from vramfit.calibrate.worker import WorkerConfig
 from vramfit.errors import UsageError, VramfitError
-from vramfit.programs.interrupts import starting
+from vramfit.launch.interrupts import starting
 
 _START_SECONDS = 300.0
 

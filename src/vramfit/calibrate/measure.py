@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from vramfit.calibrate.cases import Case, Flag
+from vramfit.calibrate.op_watching import Event, Given, OpWatch, Taken, WatchedCall, op_record
 from vramfit.calibrate.records import CaseRecord, OpRecord
-from vramfit.calibrate.watching import Event, Given, OpWatch, Taken, WatchedCall, op_record
 
 _HISTORY = 1_000_000  # events that torch keeps of one case
 _GIVEN = frozenset({"free_requested", "free"})

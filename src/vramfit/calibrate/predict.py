@@ -7,8 +7,8 @@ from typing import Any
 
 from vramfit.calibrate.cases import Case, Flag
 from vramfit.calibrate.measure import with_first
+from vramfit.calibrate.op_watching import Event, Given, OpWatch, Taken, WatchedCall, op_record
 from vramfit.calibrate.records import CaseRecord, OpRecord
-from vramfit.calibrate.watching import Event, Given, OpWatch, Taken, WatchedCall, op_record
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.virtual.meter import Meter
 

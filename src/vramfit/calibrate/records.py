@@ -9,7 +9,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any
 
-from vramfit.gpus.profile import MeasuredOp
+from vramfit.gpus.measured_profile import MeasuredOp
 
 _ROUNDING = 512  # the caching allocator's blocks are multiples of this (kMinBlockSize)
 

@@ -14,7 +14,7 @@ import torch
 
 from vramfit.calibrate.measure import CaseMeter
 from vramfit.calibrate.records import BlockKind, OpRecord, Take
-from vramfit.gpus.profile import Rates
+from vramfit.gpus.measured_profile import Rates
 
 _RATE_BYTES = 256 << 20
 _RUNS = 5

@@ -16,7 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TextIO
 
 from vramfit.errors import VramfitError
-from vramfit.virtual.job import spec_from_plain
+from vramfit.virtual.virtual_job import spec_from_plain
 
 if TYPE_CHECKING:
     from vramfit.calibrate.measure import CaseMeter
@@ -40,7 +40,7 @@ class WorkerConfig:
     Attributes:
         role: what it stands for.
         device: index of the card.
-        gpu: the virtual GPU, as `vramfit.virtual.job.plain_spec` gives it; None for a card.
+        gpu: the virtual GPU, as `vramfit.virtual.virtual_job.plain_spec` gives it; None for a card.
         memory_bytes: most that it may allocate, None without a limit.
         profile: the profile of a virtual card, ``none`` without one.
     """

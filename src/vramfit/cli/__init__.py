@@ -14,7 +14,7 @@ from vramfit.cli.calibrate import calibrate_command
 from vramfit.cli.check import CheckCommand, check_command
 from vramfit.cli.diff import diff_command
 from vramfit.cli.doctor import doctor_command
-from vramfit.cli.errors import INTERNAL_ERROR, print_bug, print_error
+from vramfit.cli.error_lines import INTERNAL_ERROR, print_bug, print_error
 from vramfit.cli.explain import explain_command
 from vramfit.cli.export import export_command
 from vramfit.cli.fit import fit_command
@@ -23,13 +23,13 @@ from vramfit.cli.plan import plan_command
 from vramfit.cli.program import ProgramCommand
 from vramfit.cli.replay import replay_command
 from vramfit.cli.run import run_command
-from vramfit.cli.streams import GuardedStream, guarded_streams
+from vramfit.cli.standard_streams import GuardedStream, guarded_streams
 from vramfit.cli.stress import stress_command
 from vramfit.cli.tune import tune_command
 from vramfit.cli.verbs import Verb, Verbs
 from vramfit.cli.verify import verify_command
 from vramfit.errors import UsageError, VramfitError
-from vramfit.programs.interrupts import terminated_by_exit
+from vramfit.launch.interrupts import terminated_by_exit
 
 __all__ = ["app", "main"]
 

@@ -15,8 +15,8 @@ from vramfit.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from vramfit.calibrate.calibration import Calibration
-    from vramfit.calibrate.journal import About, CalibrationJournal
+    from vramfit.calibrate.calibration_result import Calibration
+    from vramfit.calibrate.measurement_journal import About, CalibrationJournal
 
 _JOURNAL_SUFFIX = ".measured.jsonl"
 
@@ -106,8 +106,8 @@ def calibrate_command(
 
 def _finish(found: Calibration, console: Console, profile: Path | None, json: Path | None) -> None:
     """Write the files and print the report."""
-    from vramfit.gpus.profile import save_profile
-    from vramfit.report.calibration import print_calibration, render_calibration
+    from vramfit.gpus.measured_profile import save_profile
+    from vramfit.report.calibrate import print_calibration, render_calibration
     from vramfit.writing import write_text
 
     made = found.profile()
@@ -124,15 +124,15 @@ def _finish(found: Calibration, console: Console, profile: Path | None, json: Pa
 
 
 def _measure(console: Console, **options: Any) -> Calibration:
-    from vramfit.calibrate.run import Options, calibrate
+    from vramfit.calibrate.calibration_run import Options, calibrate
 
     with _Progress(console) as progress:
         return calibrate(Options(**options), progress)
 
 
 def _again(measured: Path, names: Sequence[str], console: Console) -> Calibration:
-    from vramfit.calibrate.journal import CalibrationJournal
-    from vramfit.calibrate.run import compare_again
+    from vramfit.calibrate.calibration_run import compare_again
+    from vramfit.calibrate.measurement_journal import CalibrationJournal
 
     journal = CalibrationJournal.read(measured)
     with _Progress(console) as progress:
@@ -217,7 +217,7 @@ def _bytes(memory: str | None) -> int | None:
 
 def _profile_of(output: Path | None, about: About) -> Path:
     """Where the profile goes. One of a virtual card is not put where it would be found for the real one."""
-    from vramfit.gpus.profile import profile_file
+    from vramfit.gpus.measured_profile import profile_file
 
     if output is not None:
         return output

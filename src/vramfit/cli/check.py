@@ -32,12 +32,12 @@ from vramfit.cli.verbs import Verb
 from vramfit.cli.where import ProgramTarget, chosen
 from vramfit.errors import UsageError, VramfitError
 from vramfit.files.policy import Writes
-from vramfit.programs.limits import limits_from
+from vramfit.launch.limits import limits_from
 from vramfit.virtual.data_dependent.assume import Assume
 
 if TYPE_CHECKING:
     from vramfit.analysis import Gate, PeakState, Tolerance, Verdict
-    from vramfit.programs.limits import Limits
+    from vramfit.launch.limits import Limits
     from vramfit.report import Check
     from vramfit.trace import Actual, Run
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from vramfit.cli.options import AllocConf
-from vramfit.cli.planning import (
+from vramfit.cli.planner_options import (
     Budget,
     DeviceName,
     Gpu,
@@ -58,7 +58,7 @@ def fit_command(
         check_writable(json)
     room = room_of(gpu, device, budget, margin, host_budget, alloc_conf)
     with showing() as progress:
-        from vramfit.planner.run import fit_in_child
+        from vramfit.planner.planner_run import fit_in_child
 
         found = fit_in_child(
             workload,
@@ -69,7 +69,7 @@ def fit_command(
             card=card,
             progress=progress,
         )
-    from vramfit.report.fitting import print_fit, render_fit_json
+    from vramfit.report.fit import print_fit, render_fit_json
     from vramfit.writing import write_text
 
     name = "the CPU" if room.gpu is None else room.gpu.name

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vramfit.cli.options import AllocConf, span
-from vramfit.cli.planning import (
+from vramfit.cli.planner_options import (
     Budget,
     DeviceName,
     Gpu,
@@ -26,7 +26,7 @@ from vramfit.errors import UsageError
 from vramfit.planner.search_clock import INTERRUPTED
 
 if TYPE_CHECKING:
-    from vramfit.planner.run import MemoryBudget, Planned
+    from vramfit.planner.planner_run import MemoryBudget, Planned
 
 DOES_NOT_FIT = 3
 INTERRUPTED_CODE = 130
@@ -100,7 +100,7 @@ def plan_command(
     else:
         room = room_of(gpu, device, budget, margin, host_budget, alloc_conf)
     with showing() as progress:
-        from vramfit.planner.run import plan_in_child
+        from vramfit.planner.planner_run import plan_in_child
 
         planned = plan_in_child(
             workload,
@@ -124,7 +124,7 @@ def plan_command(
 
 
 def _room_for_price(given: str | None, host_budget: str | None, alloc_conf: str | None) -> MemoryBudget:
-    from vramfit.planner.run import MemoryBudget, priced_room
+    from vramfit.planner.planner_run import MemoryBudget, priced_room
 
     if given is not None:
         raise UsageError(

@@ -32,9 +32,9 @@ from vramfit.cli.options import (
 from vramfit.cli.program import check_source, program_command
 from vramfit.cli.where import chosen
 from vramfit.errors import UsageError
-from vramfit.programs.limits import limits_from
+from vramfit.launch.limits import limits_from
 from vramfit.virtual.data_dependent.assume import Assume
-from vramfit.virtual.foreign.registry import KERNELS_VARIABLE
+from vramfit.virtual.foreign.fake_kernels import KERNELS_VARIABLE
 
 if TYPE_CHECKING:
     from vramfit.analysis import Reconciliation, Verdict

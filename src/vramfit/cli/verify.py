@@ -9,7 +9,7 @@ import typer
 
 from vramfit.cli.completion import gpu_names
 from vramfit.cli.options import span
-from vramfit.cli.planning import JsonFile, OnCard, Sizes, showing, sizes_of
+from vramfit.cli.planner_options import JsonFile, OnCard, Sizes, showing, sizes_of
 
 BROKEN = 3
 
@@ -56,7 +56,7 @@ def verify_command(
         check_writable(json)
     with showing() as progress:
         from vramfit.gpus import find_gpu
-        from vramfit.planner.run import verify_in_child
+        from vramfit.planner.planner_run import verify_in_child
 
         found = verify_in_child(
             plan,
@@ -70,7 +70,7 @@ def verify_command(
             seconds=seconds,
             progress=progress,
         )
-    from vramfit.report.verification import print_verification, render_verification_json
+    from vramfit.report.verify import print_verification, render_verification_json
     from vramfit.writing import write_text
 
     if json == Path("-"):

@@ -14,7 +14,7 @@ from vramfit.virtual.data_dependent.assume import Assume
 
 if TYPE_CHECKING:
     from vramfit.gpus import GpuSpec
-    from vramfit.programs.limits import Limits
+    from vramfit.launch.limits import Limits
     from vramfit.trace import Run
 
 _DEVICES = "Write --device cuda, --device cuda:1 or --device cpu"
@@ -32,7 +32,7 @@ class ProgramTarget(Protocol):
         limits: Limits,
         host_memory: bool = False,
     ) -> Run:
-        """Run it to its end; see `vramfit.virtual.runner` and `vramfit.record.runner`."""
+        """Run it to its end; see `vramfit.virtual.virtual_run` and `vramfit.record.record_run`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class OnVirtual:
         host_memory: bool = False,
     ) -> Run:
         """Run it on virtual cards."""
-        from vramfit.virtual.runner import run_in_child
+        from vramfit.virtual.virtual_run import run_in_child
 
         return run_in_child(
             command,
@@ -90,7 +90,7 @@ class Recorded:
         host_memory: bool = False,
     ) -> Run:
         """Run it for real."""
-        from vramfit.record.runner import record_in_child
+        from vramfit.record.record_run import record_in_child
 
         return record_in_child(
             command,

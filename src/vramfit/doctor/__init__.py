@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from vramfit.doctor.facts import Facts
 from vramfit.doctor.findings import Diagnosis, Finding, Severity, diagnose
-from vramfit.doctor.gather import gather
+from vramfit.doctor.gathering import gather
 
 __all__ = ["Diagnosis", "Facts", "Finding", "Severity", "diagnose", "gather"]

@@ -13,7 +13,7 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-from vramfit.doctor.accounting import match_card
+from vramfit.doctor.card_accounting import match_card
 from vramfit.doctor.facts import NvidiaDriver, Torch, TorchDevice, to_plain
 
 MARK = "\x1evramfit-doctor\x1e"

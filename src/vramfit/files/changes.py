@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from vramfit.files.policy import Backend, FilePolicy, Writes
-from vramfit.trace.changes import ChangeKind, FileChange, FileChanges
+from vramfit.trace.file_changes import ChangeKind, FileChange, FileChanges
 
 MOST_ENTRIES = 10_000
 """Entries that a report lists."""

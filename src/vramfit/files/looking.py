@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from vramfit.files import real
 from vramfit.files.overlay import Folder, Overlay, View, join
-from vramfit.trace.changes import ChangeKind, FileChange
+from vramfit.trace.file_changes import ChangeKind, FileChange
 
 _MOST_COUNTED = 10_000
 """Files of a deleted folder whose sizes are summed."""

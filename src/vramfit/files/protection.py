@@ -91,18 +91,18 @@ def _patches(policy: FilePolicy, in_child: bool, reason: str) -> Protection:
             "nothing protects files from a virtual run on this system",
             "Write them for real, with --writes real or writes='real', in a folder that holds nothing of worth",
         )
-    from vramfit.files.patches.backend import Patches
+    from vramfit.files.patches.patches_backend import Patches
 
     return Patches(policy, in_child=in_child, reason=reason)
 
 
 def recovered(policy: FilePolicy) -> FileChanges | None:
     """What a process that was killed would have done to files, asked in its parent; None where nothing tells."""
-    from vramfit.files.patches import backend
+    from vramfit.files.patches import patches_backend
 
     if policy.writes is Writes.REAL:
         return None
-    return namespace.recovered(policy) or backend.recovered(policy)
+    return namespace.recovered(policy) or patches_backend.recovered(policy)
 
 
 _standing: list[Protection] = []

@@ -21,8 +21,16 @@ from typing import Any
 import torch
 
 from vramfit.errors import UsageError
-from vramfit.integrations.plans import Settings, check, end_gradients, pieces_of, plan_from, put, weighted
-from vramfit.planner.plan import Plan
+from vramfit.integrations.plan_callbacks import (
+    Settings,
+    check,
+    end_gradients,
+    pieces_of,
+    plan_from,
+    put,
+    weighted,
+)
+from vramfit.planner.plans import Plan
 from vramfit.techniques import AttachedProgram
 from vramfit.techniques.core.live import Piece
 from vramfit.techniques.support.optimizer_exchange import catch_up

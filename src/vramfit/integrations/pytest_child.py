@@ -149,6 +149,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    from vramfit.programs.running import leave
+    from vramfit.launch.running import leave
 
     leave(main(sys.argv[1:]))

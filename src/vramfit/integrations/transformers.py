@@ -23,8 +23,16 @@ from typing import Any
 import torch
 
 from vramfit.errors import UsageError
-from vramfit.integrations.plans import Settings, check, end_gradients, pieces_of, plan_from, put, weighted
-from vramfit.planner.plan import Plan
+from vramfit.integrations.plan_callbacks import (
+    Settings,
+    check,
+    end_gradients,
+    pieces_of,
+    plan_from,
+    put,
+    weighted,
+)
+from vramfit.planner.plans import Plan
 from vramfit.techniques import AttachedProgram
 
 try:

@@ -21,8 +21,8 @@ from vramfit.planner.devices.cost import DeviceBackend, StepCost
 from vramfit.planner.failures import brief
 from vramfit.planner.memory_estimate import MemoryEstimate, memory_estimate_of
 from vramfit.planner.micro_batch_runs import LOOKED_PIECES, fewer_pieces, price_with, repeated
+from vramfit.planner.micro_batch_trial.batch_trial import MicroBatchVerdict, cutting_of, no_time_to_try
 from vramfit.planner.micro_batch_trial.coupling import coupling_by_shapes
-from vramfit.planner.micro_batch_trial.trial import MicroBatchVerdict, cutting_of, no_time_to_try
 from vramfit.planner.request import MEMORY, PlanRequest
 from vramfit.planner.search_cache.cache import SearchCache, Sight, figures_of, is_remembered, profile_from
 from vramfit.planner.search_cache.runs import Runs, Watched

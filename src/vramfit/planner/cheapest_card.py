@@ -16,7 +16,7 @@ from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec, catalogue
 from vramfit.planner.candidates import Candidates, key_of
 from vramfit.planner.devices.cost import DeviceBackend
-from vramfit.planner.plan import Plan
+from vramfit.planner.plans import Plan
 from vramfit.planner.promised_plan_search import promised_plan
 from vramfit.planner.request import PRICE, THROUGHPUT, NothingFits, PlanRequest
 from vramfit.planner.search import PlanSearch

@@ -21,10 +21,10 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.planner.failures import brief
 from vramfit.planner.micro_batch_trial.attempts import TrialAttempt, room_for_models, ways_to_try
-from vramfit.planner.plan import Plan
+from vramfit.planner.plans import Plan
 from vramfit.planner.search_clock import SearchClock
 from vramfit.planner.time_limit import TimeOver, limited
-from vramfit.planner.verify import GradientCheck, Training, judge_gradients
+from vramfit.planner.verification import GradientCheck, Training, judge_gradients
 from vramfit.techniques import (
     Choice,
     Numerics,

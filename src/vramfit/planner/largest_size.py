@@ -12,8 +12,8 @@ from vramfit.errors import UsageError
 from vramfit.planner.candidates import ACTIVATIONS
 from vramfit.planner.devices.cost import DeviceBackend, StepCost
 from vramfit.planner.failures import brief
-from vramfit.planner.micro_batch_trial.trial import MicroBatchVerdict
-from vramfit.planner.plan import Plan
+from vramfit.planner.micro_batch_trial.batch_trial import MicroBatchVerdict
+from vramfit.planner.plans import Plan
 from vramfit.planner.request import MEMORY, PRICE, THROUGHPUT, NothingFits, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_cache.cache import SearchCache

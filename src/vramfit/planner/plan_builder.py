@@ -9,7 +9,7 @@ import torch
 from vramfit.planner.budget_fit import FittedCandidate
 from vramfit.planner.candidates import Candidate, Candidates, key_of
 from vramfit.planner.devices.cost import StepCost
-from vramfit.planner.plan import Plan, PlanFigures, PlanStep, PlanTarget, SolverStats
+from vramfit.planner.plans import Plan, PlanFigures, PlanStep, PlanTarget, SolverStats
 from vramfit.planner.request import NothingFits
 from vramfit.planner.search_clock import INTERRUPTED, TIME_OVER, SearchStopped
 from vramfit.techniques import Choice

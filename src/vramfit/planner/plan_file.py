@@ -17,7 +17,7 @@ from tomlkit.items import Table
 
 from vramfit.errors import UsageError
 from vramfit.masking import mask_text
-from vramfit.planner.plan import Plan, PlanFigures, PlanStep, PlanTarget, SolverStats
+from vramfit.planner.plans import Plan, PlanFigures, PlanStep, PlanTarget, SolverStats
 from vramfit.techniques import Choice, Numerics, find_technique, setting_from_plain, setting_to_plain
 from vramfit.techniques.core.applied import check_together
 from vramfit.units import format_bytes

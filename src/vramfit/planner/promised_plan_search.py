@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from vramfit.planner.devices.cost import DeviceBackend
-from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.gradient_check import hold
 from vramfit.planner.largest_size import search_for
-from vramfit.planner.plan import Plan
+from vramfit.planner.plans import Plan
 from vramfit.planner.request import NothingFits, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_cache.cache import SearchCache

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vramfit.errors import UsageError
-from vramfit.planner.plan import Plan
-from vramfit.planner.run import PRICE as PRICE
+from vramfit.planner.planner_run import PRICE as PRICE
+from vramfit.planner.plans import Plan
 from vramfit.techniques import Numerics, Technique, find_technique
 from vramfit.workload import Workload
 

@@ -20,9 +20,9 @@ from vramfit.planner.budget_fit import FittedCandidate, fit_to_budget, unsettled
 from vramfit.planner.candidates import Candidate, Candidates, ScoredCandidate, choice_key, key_of
 from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.memory_estimate import Effect, MemoryEstimate, Part, Parts, guesses
-from vramfit.planner.micro_batch_trial.trial import MicroBatchVerdict
-from vramfit.planner.plan import Plan
+from vramfit.planner.micro_batch_trial.batch_trial import MicroBatchVerdict
 from vramfit.planner.plan_builder import SearchResult, build_plan
+from vramfit.planner.plans import Plan
 from vramfit.planner.request import MEMORY, THROUGHPUT, PlanRequest
 from vramfit.planner.search_cache.cache import SearchCache
 from vramfit.planner.search_cache.runs import Runs

@@ -10,18 +10,18 @@ from typing import Any
 from vramfit.errors import UnknownGpuError, UsageError
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.planner.cheapest_card import cheapest_plan
-from vramfit.planner.devices.card import CardBackend
+from vramfit.planner.devices.card_backend import CardBackend
 from vramfit.planner.devices.cost import DeviceBackend
-from vramfit.planner.devices.virtual import VirtualBackend
+from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.largest_size import CardCheck, largest, largest_up_to
-from vramfit.planner.plan import Plan
 from vramfit.planner.plan_file import plan_to_toml
+from vramfit.planner.plans import Plan
 from vramfit.planner.promised_plan_search import promised_plan
 from vramfit.planner.request import PRICE, NothingFits, PlanRequest
 from vramfit.planner.search_cache.cache import SearchCache
-from vramfit.planner.search_cache.storage import NAME
+from vramfit.planner.search_cache.search_files import NAME
 from vramfit.planner.search_clock import SearchClock, interruptible
-from vramfit.planner.verify import compare, run_on, simulate, smaller_sizes, too_large
+from vramfit.planner.verification import compare, run_on, simulate, smaller_sizes, too_large
 from vramfit.planner.workload_check import check_workload
 from vramfit.techniques import Numerics, with_choices
 from vramfit.workload import Workload

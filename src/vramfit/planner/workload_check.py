@@ -10,7 +10,7 @@ import torch
 
 from vramfit.errors import UsageError
 from vramfit.planner.candidates import Candidates
-from vramfit.planner.plan import Plan, PlanFigures, PlanTarget
+from vramfit.planner.plans import Plan, PlanFigures, PlanTarget
 from vramfit.planner.request import NothingFits
 from vramfit.techniques import find_technique
 from vramfit.units import format_bytes

@@ -32,7 +32,7 @@ from vramfit.virtual.attribution import ProgramPhase
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.ops import OpInfo, OpTable
 from vramfit.virtual.storages import LifetimePeaks, StorageMeter, StorageRecord, describe
-from vramfit.virtual.subclasses import is_wrapper
+from vramfit.virtual.tensor_subclasses import is_wrapper
 
 NO_LIMIT = 1 << 46
 """Memory of the device where no budget is given: more than any machine has, so that no request is refused."""

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
+from vramfit.launch.stopping import StepSink
 from vramfit.patching import PatchStack
-from vramfit.programs.stopping import StepSink
 from vramfit.trace import Run
-from vramfit.virtual.steps import StepCounter
+from vramfit.virtual.step_counter import StepCounter
 
 T = TypeVar("T")
 Models: TypeAlias = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module] | None

@@ -20,7 +20,7 @@ from vramfit.report.stress import (
 )
 from vramfit.report.table_file import write_csv
 from vramfit.report.terminal import print_terminal, render_terminal
-from vramfit.report.tuning import TUNE_SCHEMA, print_tuning, render_tuning, render_tuning_json, tuning_to_json
+from vramfit.report.tune import TUNE_SCHEMA, print_tuning, render_tuning, render_tuning_json, tuning_to_json
 from vramfit.writing import check_writable, write_text
 
 __all__ = [

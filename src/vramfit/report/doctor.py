@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vramfit.doctor.accounting import CardAccount, account_lines, accounts
+from vramfit.doctor.card_accounting import CardAccount, account_lines, accounts
 from vramfit.doctor.facts import to_plain
 from vramfit.doctor.findings import Diagnosis, Finding, Severity
 from vramfit.units import format_bytes

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from vramfit.errors import UsageError, VramfitError, error_to_plain
-from vramfit.programs.telling import tell
-from vramfit.stress.plan import CEILING, CYCLES, Vary, chosen, cycle_of, from_plain
+from vramfit.launch.telling import tell
+from vramfit.stress.schedule import CEILING, CYCLES, Vary, chosen, cycle_of, from_plain
 from vramfit.workload import State, Workload
 from vramfit.workload.loading import load_workload
 

@@ -8,7 +8,7 @@ from vramfit.techniques.core.applied import AppliedWorkload, live_of, with_choic
 from vramfit.techniques.core.live import AttachedProgram, Piece
 from vramfit.techniques.core.numerics import Numerics, Promise
 from vramfit.techniques.core.profile import BlockOp, ModelBlock, Profile
-from vramfit.techniques.core.registry import all_techniques, find_technique
+from vramfit.techniques.core.registered import all_techniques, find_technique
 from vramfit.techniques.core.technique import (
     AttachStage,
     Choice,

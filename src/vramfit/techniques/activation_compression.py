@@ -17,7 +17,7 @@ from vramfit.techniques.core.live import AttachedProgram
 from vramfit.techniques.core.numerics import Numerics, Promise
 from vramfit.techniques.core.profile import Profile
 from vramfit.techniques.core.technique import AttachStage, Setting, Technique
-from vramfit.techniques.support.compressed import Bits, Compressed, Groups, LargestOfGroup, Signs
+from vramfit.techniques.support.compressed_tensor import Bits, Compressed, Groups, LargestOfGroup, Signs
 from vramfit.techniques.support.pool_indices import POOLS, ShortIndices
 from vramfit.techniques.support.saved import (
     Found,

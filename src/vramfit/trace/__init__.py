@@ -2,11 +2,10 @@
 
 from vramfit.trace.actual import Actual, DeviceFigures, read_actual
 from vramfit.trace.builder import TraceBuilder
-from vramfit.trace.changes import ChangeKind, FileChange, FileChanges
 from vramfit.trace.estimates import NO_BAR, Estimate, ReservedBar, reserved_bar
 from vramfit.trace.events import Category, EventKind, Frame, Segment, TraceDevice
-from vramfit.trace.export import snapshot_from_trace, write_snapshot
-from vramfit.trace.marks import Mark, marks
+from vramfit.trace.file_changes import ChangeKind, FileChange, FileChanges
+from vramfit.trace.mark_events import Mark, marks
 from vramfit.trace.model import MemoryTrace
 from vramfit.trace.outcome import (
     RAN_OUT,
@@ -22,7 +21,8 @@ from vramfit.trace.replay.pressure import Capacity, CapacitySource
 from vramfit.trace.replay.rehearsal import Played, Rehearsal
 from vramfit.trace.replay.replaying import replay
 from vramfit.trace.replay.report import DeviceReplay, Peaks, ReplayReport
-from vramfit.trace.snapshot import load_snapshot, read_any, trace_from_snapshot
+from vramfit.trace.snapshot_reading import load_snapshot, read_any, trace_from_snapshot
+from vramfit.trace.snapshot_writing import snapshot_from_trace, write_snapshot
 
 __all__ = [
     "NO_BAR",

@@ -10,9 +10,9 @@ from typing import Any
 
 from vramfit.arguments import paths_argument
 from vramfit.errors import TraceFormatError, UsageError
-from vramfit.trace.files import read_file
 from vramfit.trace.model import MemoryTrace
-from vramfit.trace.snapshot import as_snapshot, parse_own, parse_plain, trace_of
+from vramfit.trace.snapshot_reading import as_snapshot, parse_own, parse_plain, trace_of
+from vramfit.trace.whole_files import read_file
 from vramfit.units import parse_bytes
 from vramfit.writing import StrPath
 

@@ -28,8 +28,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from vramfit.errors import TraceFormatError, UsageError
 from vramfit.trace.events import Category, EventKind, Frame, Segment, TraceDevice
-from vramfit.trace.files import read_file
 from vramfit.trace.model import COLUMNS, TABLES, MemoryTrace
+from vramfit.trace.whole_files import read_file
 from vramfit.writing import StrPath, write_file
 
 MAGIC = b"\x93vramfit"

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from vramfit.masking import mask_arguments, mask_text
-from vramfit.trace.changes import FileChanges
 from vramfit.trace.estimates import Estimate
 from vramfit.trace.events import Frame
+from vramfit.trace.file_changes import FileChanges
 from vramfit.trace.host_memory import HostMemory
 from vramfit.trace.model import MemoryTrace
 from vramfit.trace.progress import UNTOLD, Progress

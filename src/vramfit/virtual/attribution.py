@@ -16,7 +16,7 @@ from types import CodeType, FrameType
 import torch
 from torch import nn
 
-from vramfit.programs.running import OWN_FOLDERS
+from vramfit.launch.running import OWN_FOLDERS
 from vramfit.trace import Frame, TraceBuilder
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep

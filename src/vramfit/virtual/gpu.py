@@ -28,7 +28,7 @@ from vramfit.files import Protection, Writes, current, make_policy, protect
 from vramfit.files.policy import writes_of
 from vramfit.files.protection import standing
 from vramfit.gpus import GpuSpec, find_gpu
-from vramfit.gpus.profile import MeasuredProfile, chosen_profile, profile_doubt
+from vramfit.gpus.measured_profile import MeasuredProfile, chosen_profile, profile_doubt
 from vramfit.patching import PatchStack, together
 from vramfit.trace import (
     Category,
@@ -45,14 +45,14 @@ from vramfit.trace import (
 from vramfit.trace.journal import TraceJournal
 from vramfit.units import format_bytes
 from vramfit.virtual import build_shim, foreign, ranks, torch_cuda, torch_patches
-from vramfit.virtual.calibration import exclusive_counts
 from vramfit.virtual.data_dependent.assume import Assume, assumption, may_come_from
-from vramfit.virtual.job import MOST_GPUS
+from vramfit.virtual.engine_probe import exclusive_counts
 from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.machine import Machine, VirtualDevice
 from vramfit.virtual.meter import Meter
 from vramfit.virtual.mode import VirtualMode
-from vramfit.virtual.versions import platform_text, torch_version
+from vramfit.virtual.torch_version import platform_text, torch_version
+from vramfit.virtual.virtual_job import MOST_GPUS
 from vramfit.virtual.workspaces import Workspaces
 
 

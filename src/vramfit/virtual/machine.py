@@ -25,11 +25,11 @@ from vramfit.allocator import (
 )
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
-from vramfit.gpus.profile import Rates
+from vramfit.gpus.measured_profile import Rates
 from vramfit.virtual.clock import Clock, Engine
 from vramfit.virtual.data_dependent.assume import Assume
 from vramfit.virtual.pinned import PinnedMemory
-from vramfit.virtual.streams import StreamTable
+from vramfit.virtual.stream_ids import StreamTable
 
 if TYPE_CHECKING:
     from vramfit.virtual.kernels.measured import MeasuredTable

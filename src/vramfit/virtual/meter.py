@@ -19,7 +19,7 @@ from vramfit.virtual.kernels.context import EMPTY_CACHE, Spare
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.noted import Noted
 from vramfit.virtual.storages import LifetimePeaks, StorageMeter, StorageRecord
-from vramfit.virtual.subclasses import parts
+from vramfit.virtual.tensor_subclasses import parts
 
 _ALLOC = int(EventKind.ALLOC)
 _PLACING = 3

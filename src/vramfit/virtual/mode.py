@@ -45,11 +45,11 @@ from vramfit.virtual.fake_mode import VirtualFakeMode
 from vramfit.virtual.fills import Concern
 from vramfit.virtual.foreign.operators import advice, handler_of
 from vramfit.virtual.noted import Noted
+from vramfit.virtual.op_cache import MAX_PLANS, RememberedCall, Shades, plan_of, plan_of_view
 from vramfit.virtual.ops import OpInfo, OpTable, identity, mutated_tensors, tensors_in
 from vramfit.virtual.page_locked import PageLocked
 from vramfit.virtual.placing import Placing
-from vramfit.virtual.remembering import MAX_PLANS, RememberedCall, Shades, plan_of, plan_of_view
-from vramfit.virtual.subclasses import Twins
+from vramfit.virtual.tensor_subclasses import Twins
 from vramfit.virtual.torch_cuda import invalid_device
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ class VirtualMode(TorchDispatchMode):
         self.twins = Twins()
         self._plans = 0
         self.page_locked = PageLocked(machine)
-        self.exclusive_counts: tuple[int, int] | None = None  # from calibration.py
-        self.observed_counts: list[tuple[int, int]] | None = None  # filled for calibration.py only
+        self.exclusive_counts: tuple[int, int] | None = None  # from engine_probe.py
+        self.observed_counts: list[tuple[int, int]] | None = None  # filled for engine_probe.py only
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -238,7 +238,7 @@ class VirtualMode(TorchDispatchMode):
             self.page_locked.pin(out)
         return out
 
-    # -- what was done before (see remembering.py) ---------------------------------------------------------------
+    # -- what was done before (see op_cache.py) ---------------------------------------------------------------
 
     def _holds(self, plan: RememberedCall, tensors: list[FakeTensor]) -> bool:
         """Whether a call with these tensors does what the plan says."""
@@ -522,7 +522,7 @@ class VirtualMode(TorchDispatchMode):
         holds the first one (torch/csrc/autograd/input_buffer.cpp, ``can_accumulate_inplace``), but never for tensor
         subclasses or under a dispatch mode, so here an out-of-place ``aten.add`` arrives instead. Who holds a tensor
         is told by the use counts of the tensor and its storage; how high they are for a tensor that only the engine
-        holds depends on how torch calls us, so calibration.py measures it once.
+        holds depends on how torch calls us, so engine_probe.py measures it once.
         """
         if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
             return False

@@ -32,7 +32,7 @@ class OpInfo:
         random: it draws random numbers.
         takes_generator: it has a ``generator`` argument.
         func: the op itself.
-        plans: what calls of it did, by what `key_of` says of their arguments (remembering.py).
+        plans: what calls of it did, by what `key_of` says of their arguments (op_cache.py).
         direct: a plan may be looked for before anything else; elsewhere a rule of its own decides first.
         direct_forward: likewise, but not in a backward pass.
         shadowed: whether it can run on CPU shadows; set to False once it could not.

@@ -17,7 +17,7 @@ from vramfit.virtual.ops import OpInfo, tensors_in
 
 if TYPE_CHECKING:
     from vramfit.virtual.meter import Held, Meter
-    from vramfit.virtual.remembering import RememberedCall
+    from vramfit.virtual.op_cache import RememberedCall
     from vramfit.virtual.workspaces import Workspaces
 
 NO_EXTRAS = Extras()

@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from vramfit.gpus import GpuSpec
-from vramfit.gpus.profile import Rates
+from vramfit.gpus.measured_profile import Rates
 
 # What large, well-shaped kernels reach of the data sheet's figures (dense matmul and device copy).
 COMPUTE_EFFICIENCY = 0.7

@@ -14,7 +14,7 @@ from tests.techniques.gradients.architectures import all_architectures
 from vramfit.errors import UsageError
 from vramfit.planner.activation_ilp.choices import finer_places, places
 from vramfit.planner.activation_ilp.decisions import candidates
-from vramfit.planner.devices.cpu import CpuBackend
+from vramfit.planner.devices.cpu_backend import CpuBackend
 from vramfit.techniques import Choice, Numerics, Profile, Setting, Technique, all_techniques
 from vramfit.techniques.activation_checkpointing import Checkpointing, setting_for
 from vramfit.techniques.activation_offload import ActivationOffloadSetting

@@ -10,7 +10,7 @@ from tests.techniques.gradients.architectures import all_architectures
 from tests.techniques.gradients.running import plain, run
 from tests.techniques.gradients.settings import choices
 
-from vramfit.planner.verify import judge_losses
+from vramfit.planner.verification import judge_losses
 from vramfit.techniques import Choice, Numerics, find_technique, setting_from_plain
 
 STEPS = 30

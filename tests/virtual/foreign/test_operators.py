@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import vramfit
-from vramfit.virtual.foreign.registry import KERNELS
+from vramfit.virtual.foreign.fake_kernels import KERNELS
 from vramfit.virtual.gpu import VirtualGPU
 
 MIB = 1 << 20

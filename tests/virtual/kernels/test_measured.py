@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vramfit.gpus import find_gpu
-from vramfit.gpus.profile import MeasuredCall, MeasuredOp, MeasuredProfile, Rates
+from vramfit.gpus.measured_profile import MeasuredCall, MeasuredOp, MeasuredProfile, Rates
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.virtual.kernels.context import Extras
 from vramfit.virtual.kernels.measured import MeasuredTable, Switches, library_of, signature

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vramfit.doctor.accounting import accounts
+from vramfit.doctor.card_accounting import accounts
 from vramfit.doctor.facts import Facts, Process, Tool
 from vramfit.doctor.findings import Check, Finding, FindingArea, Severity
 from vramfit.units import MIB, format_bytes

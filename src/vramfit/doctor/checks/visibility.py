@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from vramfit.doctor.accounting import match_card
+from vramfit.doctor.card_accounting import match_card
 from vramfit.doctor.facts import Card, Facts
 from vramfit.doctor.findings import Check, Finding, FindingArea, Severity
 from vramfit.doctor.visible import Trouble, Visible, read_visible

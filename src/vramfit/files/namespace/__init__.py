@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from vramfit.files.namespace.attending import attended, settle
-from vramfit.files.namespace.backend import Namespace, recovered, why_not
+from vramfit.files.namespace.namespace_backend import Namespace, recovered, why_not
 
 __all__ = ["Namespace", "attended", "recovered", "settle", "why_not"]

@@ -17,7 +17,7 @@ from vramfit.files.namespace import syscalls
 from vramfit.files.namespace.contents import changes_in, is_whiteout
 from vramfit.files.namespace.manifest import DROPPED, PLACE, Manifest, read_manifest
 from vramfit.files.namespace.mounts import is_under
-from vramfit.files.namespace.storage import remove
+from vramfit.files.namespace.overlay_storage import remove
 from vramfit.files.policy import FilePolicy, Writes
 
 _LOOK_EVERY_S = 0.5

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Callable
 from typing import Any
 
-from vramfit.files.namespace.copying import copy_contents
+from vramfit.files.namespace.file_copying import copy_contents
 from vramfit.files.namespace.mounts import Mount, mount_of
 from vramfit.patching import PatchStack
 

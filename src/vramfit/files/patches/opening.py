@@ -9,7 +9,7 @@ from typing import Any
 
 from vramfit.files import real
 from vramfit.files.calls import Calls
-from vramfit.files.sparse import SetAsideFile
+from vramfit.files.sparse_files import SetAsideFile
 
 _FLAGS = {
     "r": os.O_RDONLY,

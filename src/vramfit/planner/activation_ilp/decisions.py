@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from vramfit.planner.activation_ilp.remembering import remembered
+from vramfit.planner.activation_ilp.recent_answers import remembered
 from vramfit.planner.step_profiler import StepInterval, StepProfile
 from vramfit.techniques import BlockOp, ModelBlock
 

@@ -5,7 +5,7 @@ let b be the bytes of its results and c the seconds that it takes.
 
 - ``r`` (0 or 1): the block is recomputed. It then keeps its input and the results of the operations that are saved.
 - ``s_t`` (0 or 1, at most ``r``): the results of operation t are saved and not computed again.
-- ``y_t``: operation t runs again, since its results are needed and not saved; see NOTE [Results] in program.py.
+- ``y_t``: operation t runs again, since its results are needed and not saved; see NOTE [Results] in ilp.py.
 - ``o`` (0 or 1, not with ``r``): what it keeps goes to the host and comes back.
 
 A stretch of the step (see NOTE [Stretches] in step_profiler.py) peaks at what was observed there, less what the blocks
@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from vramfit.planner.activation_ilp import program
+from vramfit.planner.activation_ilp import ilp
 from vramfit.planner.activation_ilp.decisions import (
     Decision,
     DecisionKind,
@@ -37,7 +37,7 @@ from vramfit.planner.activation_ilp.decisions import (
     recompute_seconds,
     stretch_peaks,
 )
-from vramfit.planner.activation_ilp.remembering import remembered
+from vramfit.planner.activation_ilp.recent_answers import remembered
 from vramfit.planner.activation_ilp.transfers import spread, waiting_seconds
 from vramfit.planner.step_profiler import StepProfile
 from vramfit.techniques import ModelBlock
@@ -91,10 +91,10 @@ def _equal_together(
     """Decisions for equal blocks as one, in groups that become smaller; None where there are none at all."""
     found: list[IlpSolution] = []
     for cut in (False, True):
-        groups = program.groups_of(observation, cut=cut)
+        groups = ilp.groups_of(observation, cut=cut)
         if all(len(group.blocks) == 1 for group in groups) or _near(found, terms):
             break
-        best = program.Program(observation, groups, _remaining(terms, began)).cheapest(budget, least=False)
+        best = ilp.Program(observation, groups, _remaining(terms, began)).cheapest(budget, least=False)
         if best.infeasible:  # though more counts as freed than any decisions free
             return None
         together = _together(observation, budget, terms, groups, best, began)
@@ -112,8 +112,8 @@ def _together(
     observation: StepProfile,
     budget: int,
     terms: IlpOptions,
-    groups: Sequence[program.Group],
-    best: program.Solved,
+    groups: Sequence[ilp.Group],
+    best: ilp.Solved,
     began: float,
 ) -> IlpSolution | None:
     """Decisions for equal blocks as one; None where that finds none. See NOTE [Equal blocks].
@@ -130,7 +130,7 @@ def _together(
         return None
     found = best
     if _peak_with(observation, best.decisions, terms) > budget:
-        found = program.Program(observation, groups, _remaining(terms, began)).cheapest(budget, least=True)
+        found = ilp.Program(observation, groups, _remaining(terms, began)).cheapest(budget, least=True)
     if found.decisions is None or _peak_with(observation, found.decisions, terms) > budget:
         return None
     # Blocks of a group that save different results may have to compute more again than the program has it.
@@ -160,7 +160,7 @@ def _spread(
 def _apart(observation: StepProfile, budget: int, terms: IlpOptions, began: float) -> IlpSolution | None:
     """Decisions for each block by itself."""
     limited = _remaining(terms, began)
-    found = program.Program(observation, program.alone(observation), limited).cheapest(budget, least=True)
+    found = ilp.Program(observation, ilp.alone(observation), limited).cheapest(budget, least=True)
     if found.infeasible:
         return None
     if found.decisions is None:
@@ -278,10 +278,10 @@ def lowest_decisions(
     if movable and sum(block.kept_bytes for block in movable) <= terms.host_bytes:
         known.append(alone | {block.path: Decision(DecisionKind.OFFLOAD) for block in movable})
     elif movable:
-        known.append(program.lowest_shared(observation, terms) or {})
+        known.append(ilp.lowest_shared(observation, terms) or {})
     inside = inside and terms.recompute and terms.select
     if inside and any(one.position >= 0 for one in observation.stretches):
-        known.append(program.lowest_inside(observation, terms) or {})
+        known.append(ilp.lowest_inside(observation, terms) or {})
     return min(known, key=lambda decisions: _peak_with(observation, decisions, terms))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from vramfit.planner.plan import PlanFigures
+from vramfit.planner.plans import PlanFigures
 from vramfit.planner.step_profiler import StepProfile
 from vramfit.techniques import Profile
 from vramfit.workload import Workload

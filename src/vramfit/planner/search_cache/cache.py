@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from vramfit.planner.devices.cost import StepCost
-from vramfit.planner.micro_batch_trial.trial import MicroBatchVerdict
+from vramfit.planner.micro_batch_trial.batch_trial import MicroBatchVerdict
 from vramfit.planner.search_cache.evidence import Evidence, digest_of
 from vramfit.planner.step_profiler import StepInterval, StepProfile
 from vramfit.techniques import (

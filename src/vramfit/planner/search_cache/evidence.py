@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vramfit.gpus.profile import profile_folder
+from vramfit.gpus.measured_profile import profile_folder
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 

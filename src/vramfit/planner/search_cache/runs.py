@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from vramfit.planner.devices.cost import StepCost
-from vramfit.planner.micro_batch_trial.trial import MicroBatchVerdict
+from vramfit.planner.micro_batch_trial.batch_trial import MicroBatchVerdict
 from vramfit.planner.step_profiler import StepProfile
 from vramfit.techniques import Profile
 

@@ -24,7 +24,7 @@ from vramfit.report.html.advice import (
     leaks_html,
     leaks_section,
 )
-from vramfit.report.html.cards import bars_scale, device_figures
+from vramfit.report.html.card_bars import bars_scale, device_figures
 from vramfit.report.html.columns import (
     DeviceView,
     device_columns,

@@ -1,12 +1,12 @@
 """Activation checkpointing: blocks keep their input, and run again for the backward pass."""
 
-from vramfit.techniques.activation_checkpointing.specs import PRESETS, keeps, op_specs
-from vramfit.techniques.activation_checkpointing.technique import (
+from vramfit.techniques.activation_checkpointing.checkpointing import (
     ActivationCheckpointing,
     Checkpointing,
     Mode,
     setting_for,
 )
+from vramfit.techniques.activation_checkpointing.specs import PRESETS, keeps, op_specs
 
 __all__ = [
     "PRESETS",

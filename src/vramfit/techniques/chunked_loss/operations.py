@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vramfit.techniques.chunked_loss import losses
+from vramfit.techniques.chunked_loss import chunked_losses
 from vramfit.techniques.chunked_loss.deferred import (
     Casting,
     DeferredLogits,
@@ -229,7 +229,7 @@ def _log_softmax(func: _Handler, x: DeferredLogits, dim: int | None = None, *arg
         return NotImplemented
     casting = Casting.now(x.device.type)
     steps = x.recipe.steps if dtype is None else (*x.recipe.steps, ("to", dtype))
-    result = losses.loss_dtype(x.dtype, casting) if dtype is None else dtype
+    result = chunked_losses.loss_dtype(x.dtype, casting) if dtype is None else dtype
     return x.derive(func, (dim, *args), kwargs, steps=steps, normalised=True, dtype=result)
 
 
@@ -256,10 +256,10 @@ _HANDLERS: dict[Callable[..., Any], _Handler] = {
 }
 
 _REDUCERS: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.cross_entropy: losses.cross_entropy,
-    F.nll_loss: losses.nll_loss,
-    **dict.fromkeys((Tensor.gather, torch.gather), losses.gather),
-    **dict.fromkeys((Tensor.argmax, torch.argmax), losses.argmax),
+    F.cross_entropy: chunked_losses.cross_entropy,
+    F.nll_loss: chunked_losses.nll_loss,
+    **dict.fromkeys((Tensor.gather, torch.gather), chunked_losses.gather),
+    **dict.fromkeys((Tensor.argmax, torch.argmax), chunked_losses.argmax),
 }
 
 # What a tensor without values can tell.

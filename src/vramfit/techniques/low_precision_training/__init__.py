@@ -1,6 +1,6 @@
 """Training in bfloat16 as a whole: weights, gradients and activations, with a remedy for updates that would vanish."""
 
-from vramfit.techniques.low_precision_training.technique import (
+from vramfit.techniques.low_precision_training.bfloat16_training import (
     LowPrecisionTraining,
     LowPrecisionTrainingSetting,
     Master,

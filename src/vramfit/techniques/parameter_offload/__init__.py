@@ -1,6 +1,6 @@
 """Parameters live on the host and visit the card for the passes of their block."""
 
-from vramfit.techniques.parameter_offload.technique import (
+from vramfit.techniques.parameter_offload.offload import (
     GradientPlace,
     ParameterOffload,
     ParameterOffloadSetting,

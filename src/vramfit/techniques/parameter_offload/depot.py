@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.techniques.parameter_offload.gradients import Gradients
+from vramfit.techniques.parameter_offload.offloaded_gradients import Gradients
 from vramfit.techniques.support.host_lane import CopyLane, CudaLane, Lane
 from vramfit.techniques.support.saved import (
     Packed,

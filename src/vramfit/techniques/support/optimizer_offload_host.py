@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.techniques.low_precision_training.rounding import REMAINDERS, join_, lost_bits
-from vramfit.techniques.low_precision_training.steps import Float32Steps
+from vramfit.techniques.low_precision_training.float32_steps import Float32Steps
+from vramfit.techniques.low_precision_training.stochastic_rounding import REMAINDERS, join_, lost_bits
 from vramfit.techniques.optimizer_kernel import fused_refused, place_counters
 from vramfit.techniques.support.optimizer_exchange import Optimizer, parameters_of, state_tensors
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramfit.patching import PatchStack
 from vramfit.virtual.compiled.again import once
-from vramfit.virtual.compiled.graphs import GraphPools
+from vramfit.virtual.compiled.compiled_graphs import GraphPools
 from vramfit.virtual.compiled.outside import Outside
 from vramfit.virtual.compiled.player import GraphPlayer
 from vramfit.virtual.compiled.wrapper import CompiledGraph

@@ -8,7 +8,7 @@ for memory is told by what surrounds it:
   from then on (triton_launches.py; written.py reads from the kernel's source what that is).
 - An operator that is written in Python (``torch.library.custom_op``, ``triton_op``) runs as it is, on virtual tensors,
   unless its author described it by ``register_fake`` (operators.py).
-- Compiled functions have a stand-in from the user: Python that allocates what the kernel does (registry.py,
+- Compiled functions have a stand-in from the user: Python that allocates what the kernel does (fake_kernels.py,
   functions.py).
 """
 
@@ -28,8 +28,8 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
     Raises:
         UsageError: the user's file of stand-ins is not there, or fails.
     """
-    from vramfit.virtual.foreign import files, functions, triton_driver, triton_launches
+    from vramfit.virtual.foreign import functions, kernel_file, triton_driver, triton_launches
 
-    files.load()
+    kernel_file.load()
     for module in (functions, triton_driver, triton_launches):
         module.install(mode, patches)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vramfit.patching import PatchStack
 from vramfit.virtual.foreign.effects import note_launch, virtual_tensors
-from vramfit.virtual.foreign.registry import KERNELS, LISTENERS, FakeKernel
+from vramfit.virtual.foreign.fake_kernels import KERNELS, LISTENERS, FakeKernel
 from vramfit.virtual.torch_patches.libraries import change_after
 
 if TYPE_CHECKING:

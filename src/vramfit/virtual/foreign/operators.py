@@ -10,7 +10,7 @@ from torch._library.custom_ops import OPDEFS
 from torch._library.triton import triton_ops_to_kernels
 
 from vramfit.virtual.foreign.effects import note_launch, virtual_tensors
-from vramfit.virtual.foreign.registry import KERNELS, FakeKernel
+from vramfit.virtual.foreign.fake_kernels import KERNELS, FakeKernel
 from vramfit.virtual.ops import Handler
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vramfit.gpus.profile import MeasuredCall, MeasuredProfile
+from vramfit.gpus.measured_profile import MeasuredCall, MeasuredProfile
 from vramfit.virtual.kernels.context import Args, Extras, KernelContext, Kwargs
 
 _LONGEST = 400

@@ -5,8 +5,8 @@ torch's own Python does all it does on a card: it reads RANK, WORLD_SIZE and MAS
 builds DDP's buckets and FSDP's gather buffers. Only three things below it are ours:
 
 1. The store where processes meet (rendezvous.py) is one of this process alone: no port is opened, no file made.
-2. A group of the ``nccl`` backend (groups.py) is a handle: a build without NCCL has no such class, and none could talk
-   to a card. Gloo is torch's own and runs for real on CPU tensors.
+2. A group of the ``nccl`` backend (process_groups.py) is a handle: a build without NCCL has no such class, and none
+   could talk to a card. Gloo is torch's own and runs for real on CPU tensors.
 3. Collectives arrive in the dispatch mode as ops ``c10d::*`` (collectives.py) and ``_c10d_functional::*``
    (functional.py): one rule per op says what it writes and what NCCL's side of torch allocates.
 
@@ -33,14 +33,14 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
         collectives,
         data_parallel,
         functional,
-        groups,
         meshes,
         objects,
+        process_groups,
         rendezvous,
         spawning,
     )
 
     collectives.register()
     functional.register()
-    for module in (rendezvous, groups, objects, data_parallel, meshes, spawning):
+    for module in (rendezvous, process_groups, objects, data_parallel, meshes, spawning):
         module.install(mode, patches)

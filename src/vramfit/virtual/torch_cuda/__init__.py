@@ -10,7 +10,7 @@ its kin, ``torch.profiler``'s CUDA activities, NCCL calls of ``torch.cuda.nccl``
 """
 
 from vramfit.virtual.torch_cuda.base import installed_machine, invalid_device
-from vramfit.virtual.torch_cuda.install import install
+from vramfit.virtual.torch_cuda.installation import install
 from vramfit.virtual.torch_cuda.rng import VirtualGenerator, default_generator, virtual_generator
 
 __all__ = [

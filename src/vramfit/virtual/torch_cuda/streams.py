@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vramfit.patching import PatchStack
-from vramfit.virtual import streams as ids
+from vramfit.virtual import stream_ids as ids
 from vramfit.virtual.clock import Engine
 from vramfit.virtual.machine import InvalidDevice
 from vramfit.virtual.torch_cuda.base import (

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vramfit.launch import threads
 from vramfit.patching import PatchStack
-from vramfit.programs import threads
 from vramfit.virtual.torch_patches import (
     attention,
     autograd,
@@ -22,7 +22,7 @@ from vramfit.virtual.torch_patches import (
     one_hot,
     optimizers,
     rnn,
-    storages,
+    storage_methods,
     subclasses,
     tensors,
     tracing,
@@ -39,7 +39,7 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
         dispatching,
         tensors,
         data,
-        storages,
+        storage_methods,
         subclasses,
         modules,
         autograd,

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit import files
 from vramfit.patching import PatchStack
-from vramfit.virtual.subclasses import is_wrapper
+from vramfit.virtual.tensor_subclasses import is_wrapper
 from vramfit.virtual.torch_patches.saved_files import (
     OpenedSafetensors,
     TorchFiles,

@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_l
 from vramfit.patching import PatchStack
 from vramfit.trace import Category
 from vramfit.virtual.attribution import ProgramPhase
-from vramfit.virtual.subclasses import is_wrapper
+from vramfit.virtual.tensor_subclasses import is_wrapper
 from vramfit.virtual.torch_patches.data import is_virtual
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Classes that a program puts on virtual tensors. See NOTE [Tensor classes] in vramfit/virtual/subclasses.py."""
+"""Classes that a program puts on virtual tensors. See NOTE [Tensor classes] in vramfit/virtual/tensor_subclasses.py."""
 
 from __future__ import annotations
 

@@ -1,0 +1,255 @@
+"""Which allocator settings would have served a trace's requests with the least memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from vramfit.allocator import AllocatorConfig
+from vramfit.allocator.versions import TorchVersion, rules_for
+from vramfit.analysis.setting_candidates import finer_candidates, first_candidates
+from vramfit.analysis.traps import TRAP_CONF, Trap, TrapKind, find_traps
+from vramfit.analysis.trials import Progress, Trial, TrialSearch, rank
+from vramfit.errors import UsageError
+from vramfit.trace import Capacity, CapacitySource, EventKind, MemoryTrace, Peaks, Rehearsal
+from vramfit.units import MIB
+
+__all__ = [
+    "DeviceRecording",
+    "Trap",
+    "TrapKind",
+    "Trial",
+    "Tuning",
+    "tolerance",
+    "tune",
+    "variable_for",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceRecording:
+    """One device of the recording. Bytes throughout.
+
+    Attributes:
+        index: device index.
+        recorded: peaks by the recording's own figures.
+        predicted: peaks of a replay under the recorded settings, from the state in which the recording begins.
+        exact: that replay placed every block and every segment as recorded.
+        capacity: memory for the allocator, and what tells it.
+    """
+
+    index: int
+    recorded: Peaks
+    predicted: Peaks
+    exact: bool
+    capacity: Capacity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuning:
+    """What was tried, and what is best.
+
+    Attributes:
+        devices: the devices of the recording that were considered.
+        torch_version: whose rules and settings apply.
+        version_known: the trace names it.
+        variable: the environment variable that this version reads.
+        recorded_alloc_conf: settings of the recording.
+        baseline: the recorded settings on fresh cards: what all trials are compared with. It differs from the
+            recording itself where that began with memory in use.
+        trials: everything that was tried, the best first: by failed requests, peak reserved, retries, calls to the
+            driver, number of settings.
+        best: the trial to take: of those within `tolerance` of the lowest peak the one with the fewest retries, then
+            the fewest settings, then the fewest calls to the driver.
+        traps: what to keep away from.
+        events: events of the trace.
+        seconds: time it took.
+    """
+
+    devices: tuple[DeviceRecording, ...]
+    torch_version: TorchVersion
+    version_known: bool
+    variable: str
+    recorded_alloc_conf: str
+    baseline: Trial
+    trials: tuple[Trial, ...]
+    best: Trial
+    traps: tuple[Trap, ...]
+    events: int
+    seconds: float
+
+    @property
+    def saved(self) -> int:
+        """Bytes by which the best trial lowers the peak of reserved memory; never negative."""
+        return max(0, self.baseline.peak_reserved - self.best.peak_reserved)
+
+    @property
+    def tolerance(self) -> int:
+        """Bytes within which peaks count as equal."""
+        return tolerance(self.trials[0].peak_reserved)
+
+    @property
+    def keep(self) -> bool:
+        """The recorded settings are as good as any."""
+        return self.best.alloc_conf == self.baseline.alloc_conf
+
+    @property
+    def export_line(self) -> str:
+        """The line for the shell."""
+        if not self.best.alloc_conf:
+            return f"unset {self.variable}"
+        return f"export {self.variable}={self.best.alloc_conf}"
+
+
+def tolerance(peak: int) -> int:
+    """By how many bytes peaks may differ from the lowest and count as equal, so that simpler settings win.
+
+    It is half a percent, or one segment (20 MiB) of a small peak, but at most 5 % of that.
+    """
+    return max(peak // 200, min(20 * MIB, peak // 20))
+
+
+_STOP_AT = 1.5
+"""A trial is broken off above so many times the recorded peak: it is worse, and by how much does not matter."""
+
+
+def tune(
+    trace: MemoryTrace,
+    *,
+    device: int | None = None,
+    settings: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Tuning:
+    """Serve a trace's requests under many allocator settings, and rank these.
+
+    Every trial serves every request of every device considered; none is a sample. A trial is broken off only when its
+    peak is above one and a half times the recorded one, which it cannot come down from.
+
+    Args:
+        trace: the recording.
+        device: only this device; None for all, ranked by the one that needs the most.
+        settings: try only these, instead of searching.
+        progress: called as the work goes on.
+
+    Raises:
+        UsageError: the trace has no requests, or no such device.
+        ConfigError: one of ``settings`` cannot be read by the trace's version of torch.
+        TraceFormatError: the recording contradicts itself.
+    """
+    began = time.perf_counter()
+    rehearsals = [Rehearsal(trace, index) for index in _devices(trace, device)]
+    version = rehearsals[0].version
+    given = [AllocatorConfig.parse(text, torch_version=version) for text in settings]
+    recordings = tuple(_recording(rehearsal) for rehearsal in rehearsals)
+    search = TrialSearch(rehearsals, progress)
+    baseline = search.try_("recorded", rehearsals[0].config)
+    search.limit = int(_STOP_AT * baseline.peak_reserved)
+    if given:
+        search.run([("given", config) for config in given])
+    else:
+        _search_all(search, recordings, version, known=bool(trace.meta.get("torch_version")))
+    trials = tuple(sorted(search.trials.values(), key=rank))
+    return Tuning(
+        devices=recordings,
+        torch_version=version,
+        version_known=bool(trace.meta.get("torch_version")),
+        variable=variable_for(version),
+        recorded_alloc_conf=rehearsals[0].config.to_string(),
+        baseline=baseline,
+        trials=trials,
+        best=_best(trials, baseline),
+        traps=tuple(find_traps(search, baseline, trace, settings)),
+        events=len(trace),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def variable_for(version: TorchVersion) -> str:
+    """The environment variable to set for a version of torch.
+
+    From 2.11 on it is the one that wins. Older ones read ``PYTORCH_CUDA_ALLOC_CONF``; 2.9 warns that it is old, but
+    passes over ``expandable_segments`` in the new one (pytorch/pytorch#183387).
+    """
+    return "PYTORCH_CUDA_ALLOC_CONF" if version < (2, 11) else rules_for(version).alloc_conf_variables[0]
+
+
+def _devices(trace: MemoryTrace, device: int | None) -> list[int]:
+    found = np.unique(trace.device[trace.kind == EventKind.ALLOC]).tolist()
+    if not found:
+        raise UsageError("the trace holds no requests", "Record a program that allocates on the card")
+    if device is None:
+        return list(found)
+    if device not in found:
+        listed = ", ".join(map(str, found))
+        raise UsageError(f"the trace has no requests on device {device}", f"It has some on: {listed}")
+    return [device]
+
+
+def _recording(rehearsal: Rehearsal) -> DeviceRecording:
+    player = rehearsal.exact()
+    allocator = player.allocator
+    predicted = Peaks(
+        peak_allocated=allocator.peak_allocated_bytes, peak_reserved=allocator.peak_reserved_bytes
+    )
+    return DeviceRecording(
+        index=rehearsal.device,
+        recorded=rehearsal.recorded,
+        predicted=predicted,
+        exact=player.first_difference is None and player.driver.surprises == 0,
+        capacity=rehearsal.capacity,
+    )
+
+
+def _search_all(
+    search: TrialSearch, recordings: Sequence[DeviceRecording], version: TorchVersion, *, known: bool
+) -> None:
+    """Coarse settings of each family, then finer ones around the best.
+
+    Where the trace does not name its torch (``known``), settings that only newer ones have are left out.
+    """
+    limited = known and all(found.capacity.source is not CapacitySource.UNKNOWN for found in recordings)
+    segments = known and rules_for(version).large_segment_size_option
+    coarse = list(first_candidates(search.sizes, segments=segments, limited=limited))
+    search.run(coarse)
+    reference = search.trials[""]
+    best: dict[str, AllocatorConfig] = {}
+    for family in dict.fromkeys(family for family, _ in coarse):
+        trial = min(
+            (search.trials[config.to_string()] for name, config in coarse if name == family), key=rank
+        )
+        if rank(trial)[:2] < rank(reference)[:2]:
+            best[family] = trial.config
+    search.run(list(finer_candidates(best, search.sizes)))
+    trap = AllocatorConfig.parse(TRAP_CONF, torch_version=version)
+    # In an expandable segment free blocks join to more than any one request.
+    if reference.peak_reserved > (trap.max_split_size or 0):
+        limit, search.limit = search.limit, None
+        search.run([("trap", trap), ("max_split", replace(trap, expandable_segments=False))])
+        search.limit = limit
+
+
+def _best(trials: Sequence[Trial], baseline: Trial) -> Trial:
+    """The simplest of the nearly best; the recorded settings if they are among those."""
+    first = trials[0]
+    near = [
+        trial
+        for trial in trials
+        if trial.complete
+        and trial.ooms == first.ooms
+        and trial.peak_reserved <= first.peak_reserved + tolerance(first.peak_reserved)
+        and trial.family != "trap"
+    ]
+    if baseline in near and all(baseline.retries <= trial.retries for trial in near):
+        return baseline
+    return min(
+        near or [first],
+        key=lambda trial: (
+            trial.retries,
+            trial.settings,
+            trial.device_allocs + trial.device_frees,
+            trial.peak_reserved,
+        ),
+    )

@@ -1,0 +1,224 @@
+"""The child's side of a run: becomes ``python script.py`` (or ``python -m module``), and ends as python would."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import gc
+import importlib.machinery
+import io
+import os
+import runpy
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vramfit.launch.interrupts import INTERRUPTED
+from vramfit.launch.stopping import Stopping
+from vramfit.patching import PatchStack
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+OWN_FOLDERS = tuple(f"{_PACKAGE / name}{os.sep}" for name in ("files", "programs", "record", "virtual"))
+"""Code that stands between a program and torch without being the program's: its frames are not shown."""
+
+Finish = Callable[[int, BaseException | None], None]
+"""Leaves a run's results behind, given the program's exit code and the exception that ended it."""
+
+
+def run_to_end(command: list[str], finish: Finish, patches: PatchStack, stopping: Stopping) -> int:
+    """Run a program and everything that python does at its end; returns its exit code.
+
+    Args:
+        command: the script and its arguments, or ``-m``, a module and its arguments.
+        finish: called once, also where the program leaves by ``os._exit``.
+        patches: replaces ``os._exit`` while the program runs.
+        stopping: ends the program before its own end.
+    """
+    _save_before_exit(patches, finish, stopping)
+    code, error = _wind_down(*run_program(command, stopping))
+    code, error = stopping.ended(code, error)
+    threading.excepthook = _untold
+    patches.undo()
+    finish(code, error)
+    _finalize()
+    return code
+
+
+def leave(code: int) -> Any:
+    """End the process at once: autograd's C++ threads outlive the interpreter and could abort a finished run."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None:  # closed from the start
+            continue
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            code = code or 120  # as python does when its output cannot be flushed
+    os._exit(code)
+
+
+def leave_after(main: Callable[[], int]) -> Any:
+    """Do a child's work and end the process; an interrupt before the program runs is told by the exit code alone."""
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    leave(code)
+
+
+def _save_before_exit(patches: PatchStack, finish: Finish, stopping: Stopping) -> None:
+    """``os._exit`` ends the process at once; the results are saved first. Forked children leave as they would."""
+    original, owner = os._exit, os.getpid()
+
+    def leave_at_once(status: int) -> NoReturn:
+        if os.getpid() == owner:
+            code, _ = stopping.ended(status & 0xFF, None)
+            finish(code, None)
+            original(code)
+        original(status)
+
+    patches.set(os, "_exit", leave_at_once)
+
+
+def _finalize() -> None:
+    """What an interpreter does after its exit handlers: drop the program's globals, and close what they held."""
+    main_module = sys.modules.get("__main__")
+    if (
+        main_module is not None and main_module.__dict__ is not globals()
+    ):  # runpy drops a module's globals itself
+        main_module.__dict__.clear()
+    gc.collect()
+    for item in gc.get_objects():  # files that something else still holds
+        # By type: asking an object for its class can run code of its own.
+        if issubclass(type(item), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+            with contextlib.suppress(OSError, ValueError):
+                item.flush()
+
+
+def run_program(command: list[str], stopping: Stopping) -> tuple[int, BaseException | None]:
+    """Run a script or module as ``__main__``; returns its exit code and the exception that ended it, if any."""
+    try:
+        if command[0] == "-m":
+            _run_module(command[1], command[2:])
+        else:
+            _run_script(command[0], command[1:])
+    except SystemExit as stop:
+        return _exit_code(stop), None
+    except KeyboardInterrupt as error:
+        _print_exception(error)
+        return INTERRUPTED, error
+    except BaseException as error:
+        if not stopping.is_of_the_stop(error):
+            _print_exception(error)
+        return 1, error
+    finally:
+        stopping.over()
+    return 0, None
+
+
+def _run_script(script: str, arguments: list[str]) -> None:
+    """As ``python script.py``: the script's folder leads ``sys.path``, and the script is the module ``__main__``."""
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    script = os.path.join(os.getcwd(), script)  # Python/initconfig.c: config_run_filename_abspath
+    with open(script, "rb") as file:
+        source = file.read()
+    code = compile(source, script, "exec", dont_inherit=True)
+    module = types.ModuleType("__main__")
+    module.__file__ = script
+    module.__builtins__ = builtins  # type: ignore[attr-defined]
+    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", script)
+    module.__dict__["__cached__"] = None
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+def _run_module(name: str, arguments: list[str]) -> None:
+    """As ``python -m module``: the current folder leads ``sys.path``."""
+    sys.argv = [name, *arguments]
+    sys.path.insert(0, os.getcwd())
+    try:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    except ImportError as error:
+        # runpy says so itself when the module to run is missing; anything else is the program's own failure.
+        if error.__traceback__ is not None and _innermost_file(error) in ("<frozen runpy>", runpy.__file__):
+            print(f"{sys.executable}: {error}", file=sys.stderr)
+            raise SystemExit(1) from None
+        raise
+
+
+def _innermost_file(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_code.co_filename if trace is not None else ""
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code & 0xFF
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+def _print_exception(error: BaseException) -> None:
+    """Show the program's exception as python would on a card: without our frames."""
+    trace = error.__traceback__
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    error = error.with_traceback(trace)
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or on a full disk
+        sys.stdout.flush()
+    if sys.excepthook is not sys.__excepthook__:
+        sys.excepthook(type(error), error, trace)
+        return
+    told = traceback.TracebackException(type(error), error, trace)
+    _hide_ours(told, set())
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        sys.stderr.write("".join(told.format()))
+
+
+def _hide_ours(told: traceback.TracebackException, seen: set[int]) -> None:
+    """Remove our frames from an exception and from those that led to it."""
+    if id(told) in seen:
+        return
+    seen.add(id(told))
+    told.stack = traceback.StackSummary.from_list(
+        [frame for frame in told.stack if not _is_ours(frame.filename)]
+    )
+    for other in (told.__cause__, told.__context__):
+        if other is not None:
+            _hide_ours(other, seen)
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith(OWN_FOLDERS) or filename in ("<frozen runpy>", runpy.__file__)
+
+
+def _wind_down(code: int, error: BaseException | None) -> tuple[int, BaseException | None]:
+    """What an interpreter does at its end: wait for threads, run the exit handlers."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+    except SystemExit as stop:
+        code = _exit_code(stop)
+    except BaseException as raised:  # by a handler of a signal; python leaves the threads to themselves then
+        _print_exception(raised)
+        if isinstance(raised, KeyboardInterrupt):
+            code, error = INTERRUPTED, raised
+    try:
+        atexit._run_exitfuncs()
+    except SystemExit as stop:
+        code = _exit_code(stop)
+    except BaseException as raised:
+        _print_exception(raised)
+    return code, error
+
+
+def _untold(arguments: threading.ExceptHookArgs) -> None:
+    """Threads that are still there fail by what is taken down around them; those of python just stop then."""

@@ -1,0 +1,603 @@
+"""Recorder of a real card: torch's own memory history, and what only the live program can tell beside it.
+
+torch records every event of its allocator with the Python stack, in C++ and into a ring that is bounded. This module
+adds what that leaves open, at a cost of microseconds per module call and step: the module that runs goes along as the
+history's metadata (kept per thread by torch, so that it does not reach autograd's own threads); phases and marks are
+noted as numbers of events; parameters, gradients and optimizer states by their addresses when an optimizer steps.
+
+This has run against the virtual GPU in a card's place, which answers the same functions of torch. It has not run on a
+real card yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from vramfit.errors import EnvironmentUnfitError, WriteError
+from vramfit.launch.stopping import StepSink
+from vramfit.patching import PatchStack
+from vramfit.record.metering import tensors_of
+from vramfit.record.notes import (
+    MODULE_PREFIX,
+    MarkNote,
+    Moment,
+    NotedInterval,
+    Notes,
+    PhaseNote,
+    TensorNotes,
+    annotate,
+)
+from vramfit.record.recorder import (
+    AllocatorFigures,
+    Recorder,
+    Subjects,
+    error_line,
+    program_of_process,
+    running,
+)
+from vramfit.record.watching import watch
+from vramfit.trace import (
+    Category,
+    DeviceOutcome,
+    MemoryTrace,
+    OomReport,
+    Run,
+    RunWarning,
+    Source,
+    TraceBuilder,
+    TraceDevice,
+    trace_from_snapshot,
+)
+from vramfit.trace.frames import user_frame
+from vramfit.trace.partial import peaks_of
+from vramfit.virtual.attribution import ModuleStack, PhaseTracker, ProgramPhase, StackInterner
+from vramfit.virtual.step_counter import StepCounter
+from vramfit.virtual.torch_version import platform_text
+
+_CONTEXT = "alloc"  # stacks of allocations; those of frees would double the cost and nobody reads them
+_SAVE_EVERY = 5.0  # seconds
+_SAVE_SHARE = 0.01
+_STATES_AT = frozenset(1 << n for n in range(16))
+"""Steps of an optimizer after which its states are looked at: they come into being at the first."""
+
+
+class CardRecorder(Recorder):
+    """Records the cards of this process.
+
+    Recording begins when the program first uses CUDA, so that a program may still choose its devices and settings.
+
+    Args:
+        device: ``"cuda"`` or ``"cuda:1"``: the one that a budget is for and that figures tell of.
+        budget: bytes, None for no limit.
+        subjects: the models and optimizers that exist already; without any, they are met when they are used.
+        max_entries: events that torch keeps per device; the last ones.
+        partial: a file to which the recording is written from time to time (at most a hundredth of the time goes into
+            it), for the case that the process is killed; None without.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: str = "cuda",
+        budget: int | None = None,
+        subjects: Subjects | None = None,
+        max_entries: int = 1_000_000,
+        partial: str | None = None,
+    ) -> None:
+        self._device = torch.device(device)
+        self._budget = budget
+        self._subjects = subjects or Subjects()
+        self._max_entries = max_entries
+        self._partial = None if partial is None else Path(partial)
+        self._save_at = 0.0
+        self._names = TraceBuilder()
+        self._modules = ModuleStack(self._names)
+        self._stacks = StackInterner(self._names)
+        self._patches = PatchStack()
+        self._began: dict[int, int] | None = None
+        self._peaks_before: dict[int, _Peaks] = {}
+        self._devices: set[int] = set()
+        self._held: Moment | None = None
+        self._gradients_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._phases: list[PhaseNote] = []
+        self._marks: list[MarkNote] = []
+        self._tensors: list[TensorNotes] = []
+        # By identity, and forgotten with the object: another that comes to lie at its address is not taken for it.
+        self._paths = WeakIdKeyDictionary()
+        self._last: weakref.WeakKeyDictionary[object, dict[Category, TensorNotes]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._phase = PhaseTracker(self._names, self._begin_phase)
+        self._oom: OomReport | None = None
+        self._metadata_before = ""
+        self._fraction: float | None = None
+        self._result: Run | None = None
+        self._started = 0.0
+
+    # -- the recording -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin when CUDA does, which may be now."""
+        global _recording
+        if _recording is not None:
+            raise EnvironmentUnfitError(
+                "this process's cards are being recorded already: torch keeps one history",
+                "Record the outer block only, or mark moments in it with vramfit.snapshot",
+            )
+        self._started = time.perf_counter()
+        _recording = self
+        try:
+            watch(self, self._patches)
+            torch.cuda._lazy_call(self._begin)
+        except BaseException:
+            self._patches.undo()
+            _recording = None
+            raise
+        running.append(self)
+
+    def _begin(self) -> None:
+        """CUDA is there: let torch record."""
+        if _recording is not self:
+            return  # the block was left before the program used CUDA
+        index = self._index()
+        if self._budget is not None:
+            total = torch.cuda.get_device_properties(index).total_memory
+            self._fraction = torch.cuda.get_per_process_memory_fraction(index)
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self._budget / total), index)
+        torch.cuda.memory._record_memory_history(
+            "all", context=_CONTEXT, stacks="python", max_entries=self._max_entries, clear_history=True
+        )
+        _attach_observer()
+        self._began = _counts(range(torch.cuda.device_count()))
+        self._peaks_before = {device: _peaks(device) for device in self._began}
+        for name, model in self._subjects.models:
+            self._modules.name_tree(model, name)
+            self._meet_module(model)
+        for optimizer in self._subjects.optimizers:
+            self._note_optimizer(optimizer)
+
+    def stop(self, error: BaseException | None = None) -> Run:
+        """End; torch records no longer, and nothing stays patched."""
+        global _recording
+        running.remove(self)
+        self._patches.undo()
+        _recording = None
+        try:
+            self._result = self._outcome(error)
+        finally:
+            if self._began is not None:
+                torch.cuda.memory._record_memory_history(None)
+                if self._fraction is not None:
+                    torch.cuda.set_per_process_memory_fraction(self._fraction, self._index())
+        return self._result
+
+    def run(self) -> Run:
+        """What was recorded so far."""
+        return self._outcome(None) if self._result is None else self._result
+
+    def count_steps(self, stopping: StepSink, patches: PatchStack) -> StepCounter:
+        """Count the program's steps."""
+        counter = StepCounter(self._modules, CardDemand(), stopping)
+        counter.install(self._phase, patches)
+        return counter
+
+    def pinned_bytes(self) -> int:
+        """Page-locked bytes that torch holds of the host; 0 where this torch does not tell."""
+        told: Any = getattr(torch.cuda, "host_memory_stats", None)
+        return 0 if told is None else int(told().get("reserved_bytes.current", 0))
+
+    def mark(self, tag: str) -> None:
+        """Put a named point in time into the trace."""
+        if self._began is not None:
+            self._marks.append(MarkNote(moment=self._moment(), tag=tag))
+
+    def empty_cache(self) -> None:
+        """Give back the segments that hold nothing."""
+        torch.cuda.empty_cache()
+
+    def figures(self, device: int | None = None) -> AllocatorFigures:
+        """What the allocator holds now."""
+        if self._began is None:
+            return AllocatorFigures(allocated=0, reserved=0, peak_allocated=0, peak_reserved=0)
+        index = self._index() if device is None else device
+        cuda = torch.cuda
+        return AllocatorFigures(
+            allocated=cuda.memory_allocated(index),
+            reserved=cuda.memory_reserved(index),
+            peak_allocated=cuda.max_memory_allocated(index),
+            peak_reserved=cuda.max_memory_reserved(index),
+        )
+
+    def _index(self) -> int:
+        return torch.cuda.current_device() if self._device.index is None else self._device.index
+
+    # -- what the program does (Watcher) -------------------------------------------------------------------------
+
+    def enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let torch's history name the module; at a root, the forward phase begins."""
+        root = self._modules.enter(module)
+        if self._began is None:
+            return
+        memory = torch._C
+        if root:
+            self._metadata_before = memory._cuda_getMemoryMetadata()
+            if memory._current_graph_task_id() == -1:
+                with self._one_moment():
+                    self._phase.begin(ProgramPhase.FORWARD)
+                    self._meet_root(module, args, kwargs)
+        memory._cuda_setMemoryMetadata(MODULE_PREFIX + self._modules.current_path())
+
+    def leave_module(self) -> None:
+        """The module around it runs on."""
+        empty = self._modules.leave()
+        if self._began is not None:
+            text = self._metadata_before if empty else MODULE_PREFIX + self._modules.current_path()
+            torch._C._cuda_setMemoryMetadata(text)
+
+    def begin_backward(self) -> None:
+        """The engine starts."""
+        self._phase.begin(ProgramPhase.BACKWARD)
+
+    def end_backward(self) -> None:
+        """The engine is done: gradients are noted when an optimizer steps, or at the end."""
+        self._phase.end_backward()
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer steps: its gradients are there."""
+        if self._began is None:
+            self._phase.begin(ProgramPhase.OPTIMIZER)
+            return
+        with self._one_moment():
+            if self._steps.get(optimizer, 0) + 1 in _STATES_AT:
+                self._note_parameters(optimizer)
+            self._note_gradients(optimizer)
+            self._phase.begin(ProgramPhase.OPTIMIZER)
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has left its state; what comes now is data until a module is called."""
+        if self._began is None:
+            return
+        count = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        self._devices.update(range(torch.cuda.device_count()))  # whichever the step has used
+        with self._one_moment():
+            if count in _STATES_AT:
+                self._note_states(optimizer)
+            if self._phases:
+                name = self._phases[-1].name
+                self._phases.append(PhaseNote(moment=self._moment(), name=name, stretch=NotedInterval.OTHER))
+            self._devices = {device for device, events in self._moment().items() if events}
+        if self._partial is not None and time.perf_counter() >= self._save_at:
+            self._save(self._partial)
+
+    def new_parameter(self, tensor: torch.Tensor) -> None:
+        """Parameters are met when their module is called."""
+
+    def _begin_phase(self, index: int) -> None:
+        del index  # of the phase in the table of names, which is not the trace's
+        if self._began is None:
+            return
+        phase = self._phase.phase
+        stretch = NotedInterval.BUSY
+        if phase is ProgramPhase.FORWARD:
+            stretch = NotedInterval.FORWARD if torch.is_grad_enabled() else NotedInterval.INFERENCE
+        name = f"step {self._phase.step}/{phase.value}"
+        self._phases.append(PhaseNote(moment=self._moment(), name=name, stretch=stretch))
+
+    # -- notes ---------------------------------------------------------------------------------------------------
+
+    def _moment(self) -> Moment:
+        """Now; see NOTE [Moments of a card's history]. To ask torch takes tens of microseconds for each device."""
+        if self._held is not None:
+            return self._held
+        began = self._began
+        assert began is not None
+        devices = self._devices | {torch.cuda.current_device()}
+        return {device: count - began.get(device, 0) for device, count in _counts(devices).items()}
+
+    @contextlib.contextmanager
+    def _one_moment(self) -> Iterator[None]:
+        """Let everything that is noted inside be of one moment: the program does nothing in between."""
+        self._held = self._moment()
+        try:
+            yield
+        finally:
+            self._held = None
+
+    def _meet_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first = next(module.parameters(), None)
+        where = 0 if first is None else _address(first)
+        if self._seen.get(module) != where:  # new, or its parameters have moved
+            self._seen[module] = where
+            self._meet_module(module)
+        inputs = [tensor for tensor in (*tensors_of(args), *tensors_of(kwargs)) if tensor.grad_fn is None]
+        self._note(self, Category.INPUTS, inputs, [""] * len(inputs))
+
+    def _meet_module(self, root: nn.Module) -> None:
+        tensors, paths = [], []
+        for module in root.modules():
+            path = self._modules.path_of(module)
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor):
+                    tensors.append(tensor)
+                    paths.append(path)
+                    self._paths[tensor] = path
+        self._note(root, Category.PARAMETERS, tensors, paths)
+
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._note_parameters(optimizer)
+        self._note_gradients(optimizer)
+        self._note_states(optimizer)
+
+    def _note_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        paths = [self._paths.get(parameter, "") for parameter in parameters]
+        self._note(optimizer, Category.PARAMETERS, parameters, paths)
+
+    def _note_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """At every step: the gradients of the last one are gone, these may lie where they lay."""
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [parameter.grad for parameter in held]
+        where = [g.data_ptr() if g.layout is torch.strided else 0 for g in gradients]
+        last = self._last.get(optimizer, {}).get(Category.GRADIENTS)
+        if last is not None and self._gradients_at.get(optimizer) == where:
+            last.moments.append(self._moment())
+            return
+        self._gradients_at[optimizer] = where
+        paths = [self._paths.get(parameter, "") for parameter in held]
+        self._note(optimizer, Category.GRADIENTS, gradients, paths)
+
+    def _note_states(self, optimizer: torch.optim.Optimizer) -> None:
+        tensors, paths = [], []
+        for parameter, state in optimizer.state.items():
+            path = self._paths.get(parameter, "")
+            for value in state.values() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    tensors.append(value)
+                    paths.append(path)
+        self._note(optimizer, Category.OPTIMIZER_STATE, tensors, paths)
+
+    def _note(
+        self, owner: object, category: Category, tensors: Iterable[torch.Tensor], paths: Iterable[str]
+    ) -> None:
+        """Note where tensors lie now; where they lie as at the last note, that one counts again."""
+        devices, addresses, modules = [], [], []
+        for tensor, path in zip(tensors, paths, strict=True):
+            if tensor.is_cuda and tensor.layout is torch.strided:
+                devices.append(tensor.get_device())
+                addresses.append(_address(tensor))
+                modules.append(path)
+        if not addresses:
+            return
+        of_owner = self._last.setdefault(owner, {})
+        last = of_owner.get(category)
+        if last is None or last.addresses != tuple(addresses):
+            last = TensorNotes(
+                category=category,
+                devices=tuple(devices),
+                addresses=tuple(addresses),
+                modules=tuple(modules),
+            )
+            of_owner[category] = last
+            self._tensors.append(last)
+        last.moments.append(self._moment())
+
+    # -- results -------------------------------------------------------------------------------------------------
+
+    def note_oom(self, device: int, requested: int, free: int) -> None:
+        """A request failed, all retries included; called by torch with the figures of the moment."""
+        stack = self._stacks.frames(self._stacks.key())
+        self._oom = OomReport(
+            device=device,
+            requested_bytes=requested,
+            stack=stack,
+            user_line=user_frame(stack),
+            op="",
+            message="",
+            allocated_bytes=torch.cuda.memory_allocated(device),
+            reserved_bytes=torch.cuda.memory_reserved(device),
+            free_bytes=free,
+            total_bytes=torch.cuda.get_device_properties(device).total_memory,
+            handled=True,
+        )
+
+    def _save(self, file: Path) -> None:
+        """Write what there is, and let a hundred times as long pass before the next time."""
+        began = time.perf_counter()
+        with contextlib.suppress(WriteError):  # a full disk must not end the program
+            self._trace()[0].save(file)
+        ended = time.perf_counter()
+        self._save_at = ended + max(_SAVE_EVERY, (ended - began) / _SAVE_SHARE)
+
+    def _outcome(self, error: BaseException | None) -> Run:
+        trace, warnings = self._trace()
+        oom = self._oom
+        if oom is not None and isinstance(error, torch.OutOfMemoryError):
+            oom = replace(oom, handled=False, message=str(error))
+        return Run(
+            trace=trace,
+            devices=tuple(self._device_outcome(trace, device) for device in trace.devices),
+            oom=oom,
+            warnings=tuple(warnings),
+            ops=0,
+            seconds_simulated=0.0,
+            seconds_wall=time.perf_counter() - self._started,
+            exit_code=0 if error is None else 1,
+            error=error_line(error),
+            program=program_of_process(),
+            torch_version=torch.__version__,
+            platform=platform_text(),
+            source=Source.CARD,
+        ).with_ending()
+
+    def _trace(self) -> tuple[MemoryTrace, list[RunWarning]]:
+        """The history as a trace, and what must be known of it."""
+        if self._began is None:
+            empty = TraceBuilder(meta={"source": "card", "torch_version": torch.__version__})
+            return empty.finish(devices=(_device(0, ()),) if torch.cuda.is_available() else ()), []
+        if self._result is None:
+            self._note_last()
+        self._devices = set(self._began)
+        total = self._moment()
+        snapshot = torch.cuda.memory._snapshot()
+        warnings = []
+        if not torch._C._cuda_isHistoryEnabled():
+            warnings.append(_warning("history-stopped", "the program itself ended torch's memory history"))
+        read = trace_from_snapshot(_plain(snapshot))
+        held = {d: len(events) for d, events in enumerate(snapshot["device_traces"])}
+        if any(count >= self._max_entries for count in held.values()):
+            warnings.append(
+                _warning(
+                    "history-full",
+                    f"only the last {self._max_entries:,} events are in the trace: earlier ones were dropped",
+                )
+            )
+        notes = Notes(total=total, phases=self._phases, marks=self._marks, tensors=self._tensors)
+        trace = annotate(read, snapshot, notes)
+        used = {segment["device"] for segment in snapshot["segments"]} | {d for d, n in held.items() if n}
+        devices = tuple(
+            _device(device.index, device.segments)
+            for device in trace.devices
+            if device.index in used or device.index == self._index()
+        )
+        meta = {**trace.meta, "source": "card", "torch_version": torch.__version__}
+        return replace(trace, devices=devices, meta=meta), warnings
+
+    def _note_last(self) -> None:
+        """Look at what is alive at the end."""
+        for _, model in self._subjects.models:
+            self._meet_module(model)
+        for optimizer in {*self._steps.keys(), *self._subjects.optimizers}:
+            self._note_optimizer(optimizer)
+
+    def _device_outcome(self, trace: MemoryTrace, device: TraceDevice) -> DeviceOutcome:
+        index = device.index
+        allocated, reserved = peaks_of(trace, index)
+        active, stats = allocated, {}
+        if self._began is not None:
+            stats = dict(torch.cuda.memory_stats(index))
+            # torch knows peaks that the ring of events has lost. Each of them may be of before the recording.
+            now, before = _peaks(index), self._peaks_before.get(index, _Peaks())
+            allocated = max(allocated, now.allocated if now.allocated > before.allocated else 0)
+            reserved = max(reserved, now.reserved if now.reserved > before.reserved else 0)
+            active = max(allocated, now.active if now.active > before.active else 0)
+        return DeviceOutcome(
+            index=index,
+            gpu=device.name,
+            total_bytes=device.total_bytes,
+            context_bytes=device.context_bytes,
+            stats=stats,
+            peak_allocated_bytes=allocated,
+            peak_reserved_bytes=reserved,
+            peak_active_bytes=active,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Peaks:
+    """The highest figures of a device since torch began to count, in bytes."""
+
+    allocated: int = 0
+    reserved: int = 0
+    active: int = 0
+
+
+def _peaks(device: int) -> _Peaks:
+    stats = torch.cuda.memory_stats(device)
+    return _Peaks(
+        allocated=stats.get("allocated_bytes.all.peak", 0),
+        reserved=stats.get("reserved_bytes.all.peak", 0),
+        active=stats.get("active_bytes.all.peak", 0),
+    )
+
+
+_recording: CardRecorder | None = None
+_observed = False
+
+
+def _attach_observer() -> None:
+    """Hear of requests that fail. torch cannot forget an observer, so there is one for all recordings."""
+    global _observed
+    if _observed:
+        return
+
+    def observe(device: int, requested: int, limit: int, free: int) -> None:
+        del limit  # the memory of the card, or the share of it that is allowed
+        if _recording is not None:
+            _recording.note_oom(device, requested, free)
+
+    memory: Any = torch._C
+    memory._cuda_attach_out_of_memory_observer(observe)
+    _observed = True
+
+
+class CardDemand:
+    """The requests that torch's allocator has counted: how many, and of how many bytes."""
+
+    def __init__(self) -> None:
+        self._before: tuple[int, ...] = ()
+
+    def take(self) -> tuple[Hashable, Hashable]:
+        """The requests since the last call, and the peaks so far."""
+        if not torch.cuda.is_initialized():
+            return (), ()
+        found, peaks = [], []
+        for device in range(torch.cuda.device_count()):
+            stats = torch._C._cuda_memoryStats(device)
+            kinds = [stats[name]["all"] for name in ("allocation", "requested_bytes", "reserved_bytes")]
+            found += [kind["allocated"] for kind in kinds[:2]]
+            peaks += [kind["peak"] for kind in kinds[1:]]
+        before = self._before or (0,) * len(found)
+        self._before = tuple(found)
+        return tuple(now - then for now, then in zip(found, before, strict=True)), tuple(peaks)
+
+
+def _counts(devices: Iterable[int]) -> dict[int, int]:
+    """Requests and frees that devices' allocators have counted."""
+    found = {}
+    for device in devices:
+        counted = torch._C._cuda_memoryStats(device)["allocation"]["all"]
+        found[device] = counted["allocated"] + counted["freed"]
+    return found
+
+
+def _device(index: int, segments: Any) -> TraceDevice:
+    """A device as the trace tells of it; what lies outside torch is the context, and what other processes hold."""
+    properties = torch.cuda.get_device_properties(index)
+    outside = 0
+    if segments or torch.cuda.memory_reserved(index):
+        free, total = torch.cuda.mem_get_info(index)
+        outside = max(0, total - free - torch.cuda.memory_reserved(index))
+    return TraceDevice(
+        index=index,
+        name=properties.name,
+        total_bytes=properties.total_memory,
+        context_bytes=outside,
+        segments=segments,
+    )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _plain(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+    """A snapshot without the annotations of torch's profiler: phases come from the notes."""
+    return {**snapshot, "external_annotations": []}
+
+
+def _warning(code: str, message: str) -> RunWarning:
+    return RunWarning(code=code, message=message, location=None, count=1)

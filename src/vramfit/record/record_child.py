@@ -1,0 +1,127 @@
+"""The child interpreter that records: becomes ``python script.py`` (or ``python -m module``) with a recorder beside it.
+
+Started by record_run.py as ``python -P -m vramfit.record.record_child JOB``. The exit code is the program's own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vramfit.errors import UsageError, VramfitError
+from vramfit.launch import processes
+from vramfit.launch.host_meter import HostMemoryMeter
+from vramfit.launch.interrupts import note_interrupts
+from vramfit.launch.job import PARTIAL, Stage
+from vramfit.launch.processes import CODE, MESSAGE
+from vramfit.launch.running import leave_after, run_to_end
+from vramfit.launch.stopping import Stopping
+from vramfit.patching import PatchStack
+from vramfit.record.record_job import AUTO, RecordJob
+from vramfit.record.record_run import CPU
+from vramfit.trace import Run, RunWarning
+
+if TYPE_CHECKING:
+    from vramfit.record.recorder import Recorder
+
+_NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+
+
+def main(job_file: str) -> int:
+    """Run the job; returns the program's exit code."""
+    job = RecordJob.read(job_file)
+    note_interrupts(Path(job.folder))
+    job.enter(Stage.IMPORTING)
+    try:
+        recorder = _recorder(job)
+        recorder.start()
+    except VramfitError as unfit:
+        job.fail(unfit)
+        return unfit.exit_code
+    job.enter(Stage.RUNNING)
+    stopping = Stopping(Path(job.folder), job.limits)
+    host: HostMemoryMeter | None = None
+    if job.host_memory:
+        host = HostMemoryMeter(recorder.pinned_bytes)
+        stopping.on_step = host.step
+        host.start()
+    started = 0
+
+    def count_processes() -> None:
+        nonlocal started
+        started += 1
+
+    def save(code: int, run: Run | None = None) -> None:
+        steps.close()
+        run = recorder.run() if run is None else run
+        if started:
+            told = RunWarning(code=CODE, message=MESSAGE, location=None, count=started)
+            run = replace(run, warnings=(*run.warnings, told))
+        if host is not None:
+            run = replace(run, host=host.stop())
+        job.save(stopping.told(run), exit_code=code)
+        job.enter(Stage.DONE)
+
+    def finish(code: int, error: BaseException | None) -> None:
+        save(code, recorder.stop(error))
+
+    with PatchStack() as patches:
+        processes.install(count_processes, patches)
+        steps = recorder.count_steps(stopping, patches)
+        stopping.install(save, patches)
+        return run_to_end(job.command, finish, patches, stopping)
+
+
+def _recorder(job: RecordJob) -> Recorder:
+    """The recorder that the job asks for.
+
+    Raises:
+        UsageError: there is no such card.
+    """
+    if job.device == CPU:
+        from vramfit.record.cpu_recorder import CpuRecorder
+
+        return CpuRecorder(budget=job.budget, alloc_conf=job.alloc_conf, journal=job.journal_file)
+    _need_card(job.device)
+    from vramfit.record.card_recorder import CardRecorder
+
+    return CardRecorder(
+        device="cuda" if job.device == AUTO else job.device,
+        budget=job.budget,
+        max_entries=job.max_entries,
+        partial=os.path.join(job.folder, PARTIAL),
+    )
+
+
+def _need_card(device: str) -> None:
+    """Make sure that there is a card, without waking it: the program may still choose among several.
+
+    Raises:
+        UsageError: there is none.
+    """
+    import torch
+
+    before = os.environ.get(_NVML_CHECK)
+    os.environ[_NVML_CHECK] = "1"  # asks the driver's management library, which sets nothing up
+    try:
+        there = torch.cuda.is_available()
+    finally:
+        if before is None:
+            del os.environ[_NVML_CHECK]
+        else:
+            os.environ[_NVML_CHECK] = before
+    if not there:
+        raise UsageError(
+            "no card is given, and torch finds none on this machine"
+            if device == AUTO
+            else f"there is no {device} on this machine: torch finds no card",
+            'Choose a virtual one with --gpu, such as --gpu "RTX 4090" (vramfit gpus lists them), or meter the '
+            "program on the CPU: --device cpu --budget 2GiB",
+        )
+
+
+if __name__ == "__main__":
+    leave_after(lambda: main(sys.argv[1]))

@@ -1,0 +1,177 @@
+"""Counts the steps of a program and tells when they ask for the same memory again and again.
+
+NOTE [What a step is]
+With optimizers, a step is a round: it ends when each of them has stepped. The two of a GAN make one step together,
+five steps of a critic and one of its generator too; batches whose gradients are accumulated belong to the one that
+steps. A step that a GradScaler leaves out is none: `Optimizer.step` was not called. An optimizer that another one has
+left behind by `_PATIENCE` steps is not waited for until it steps again.
+
+Without any optimizer, a step is an outermost call of the largest module that was called so far: a batch of inference, a
+token of generation.
+
+A program is ended where the next step begins, in its first forward or backward pass: what an averaged copy of the
+weights, a scheduler or the loading of the next batch take is still seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from vramfit.launch.stopping import StepSink
+from vramfit.patching import PatchStack
+from vramfit.trace.progress import End, Unit
+from vramfit.virtual.attribution import ModuleStack, PhaseTracker, ProgramPhase
+from vramfit.virtual.storages import StorageMeter
+
+_PATIENCE = 10
+"""Steps of one optimizer for which another is waited for: critics step five times for each step of a generator."""
+
+
+class Demand(Protocol):
+    """What a step asked for."""
+
+    def take(self) -> tuple[Hashable, Hashable]:
+        """The requests since the last call, and the peaks so far, as values that can be compared."""
+
+
+class MeteredDemand:
+    """The requests that a meter has written to its trace."""
+
+    def __init__(self, meter: StorageMeter[Any]) -> None:
+        self._meter = meter
+        self._row = 0
+
+    def take(self) -> tuple[Hashable, Hashable]:
+        """The requests since the last call, and the peaks so far."""
+        meter = self._meter
+        with meter.lock:
+            meter.collect()
+            asked = hash(meter.builder.requests(self._row))
+            self._row = len(meter.builder)
+        found = (meter.lifetime_peaks(device.index) for device in meter.machine.devices)
+        return asked, tuple((peaks.allocated, peaks.reserved) for peaks in found)
+
+
+class StepCounter:
+    """Counts steps, and ends the program when there were enough. See NOTE [What a step is].
+
+    Args:
+        modules: which modules run.
+        demand: what each step asks for.
+        stopping: is told of each step.
+    """
+
+    def __init__(self, modules: ModuleStack, demand: Demand, stopping: StepSink) -> None:
+        self._modules = modules
+        self._demand = demand
+        self._stopping = stopping
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._given_up: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._round: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._sizes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._largest: weakref.ref[nn.Module] | None = None
+        self._passing = False  # the last call of the largest module has not been counted yet
+        self._due = False  # a step has ended, the next has not begun
+        self._name = ""
+        self._unit: Unit | None = None
+        self._steps = self._steady = 0
+        self._before: tuple[Hashable, Hashable] | None = None
+
+    def install(self, phases: PhaseTracker, patches: PatchStack) -> None:
+        """Follow the phases and the optimizers of this process until `patches` are undone."""
+        original = torch.optim.Optimizer.__init__
+
+        def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._optimizers.add(optimizer)
+
+        patches.set(torch.optim.Optimizer, "__init__", init)
+        patches.call(register_optimizer_step_post_hook(self._stepped).remove)
+        patches.set(phases, "before", self.begin)
+
+    def begin(self, phase: ProgramPhase) -> None:
+        """A phase is about to begin.
+
+        Raises:
+            SystemExit: there were enough steps; see NOTE [How a program is ended] in launch/stopping.py.
+        """
+        self._stopping.check()
+        if phase is ProgramPhase.OPTIMIZER:
+            return
+        if phase is ProgramPhase.FORWARD and not self._optimizers:
+            self._forward()
+        if self._due:
+            self._due = False
+            if self._stopping.enough():
+                self._stopping.stop(End.STEPS)
+
+    def close(self) -> None:
+        """The program is at its end: what it did last counts, though nothing tells whether it asks for more."""
+        passed, self._passing = self._passing, False
+        if passed and not self._stopping.asked:
+            self._steps += 1
+            self._tell()
+
+    def _count(self, unit: Unit) -> None:
+        """A step is whole."""
+        found = self._demand.take()
+        if unit is not self._unit:
+            self._unit, self._steps, self._before = unit, 0, None
+        self._steps += 1
+        self._steady = self._steady + 1 if found == self._before else 1
+        self._before = found
+        self._due = True
+        self._tell()
+
+    def _tell(self) -> None:
+        unit = self._unit or Unit.FORWARD
+        name = self._name if unit is Unit.FORWARD else ""
+        self._stopping.note(steps=self._steps, unit=unit, steady=self._steady, module=name)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._passing = False
+        self._optimizers.add(optimizer)
+        self._given_up.discard(optimizer)
+        self._round[optimizer] = self._round.get(optimizer, 0) + 1
+        missing = [one for one in self._optimizers if one not in self._round and one not in self._given_up]
+        if missing and max(self._round.values()) >= _PATIENCE:
+            self._given_up.update(missing)
+            missing = []
+        if not missing:
+            self._round.clear()
+            self._count(Unit.OPTIMIZER)
+
+    def _forward(self) -> None:
+        """An outermost call of a module begins where there is no optimizer."""
+        root = self._modules.root()
+        if root is None:
+            return
+        largest = None if self._largest is None else self._largest()
+        if root is largest:
+            self._count(Unit.FORWARD)
+        elif self._size(root) > (0 if largest is None else self._size(largest)):
+            self._largest, self._name = weakref.ref(root), type(root).__name__
+            self._unit, self._steps, self._steady = None, 0, 0
+            self._passing = True
+
+    def _size(self, module: nn.Module) -> int:
+        size = self._sizes.get(module)
+        if size is None:
+            size = sum(p.numel() for p in module.parameters() if not is_lazy(p))
+            self._sizes[module] = size
+        return size
+
+
+def count_steps(meter: StorageMeter[Any], stopping: StepSink, patches: PatchStack) -> StepCounter:
+    """Count the steps of the program that a meter meters."""
+    counter = StepCounter(meter.modules, MeteredDemand(meter), stopping)
+    stopping.lock = meter.lock
+    counter.install(meter.phases, patches)
+    return counter

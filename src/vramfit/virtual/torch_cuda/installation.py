@@ -1,0 +1,104 @@
+"""Puts the facade together: patches torch so that a program finds ``torch.cuda`` as on a card.
+
+NOTE [Where torch.cuda is patched]
+At the lowest level that Python reaches: the functions ``torch._C._cuda_*``, which a CPU build lacks and a
+CUDA build has, and the C classes that ``Stream``, ``Event``, ``CUDAGraph``, ``MemPool`` and ``Generator``
+derive from. torch's own Python above them (formatting, checks, lazy initialisation, contexts) keeps
+working and keeps its version's habits. Python classes that derived from a C class when torch was imported
+are made anew from torch's own source, now that the C class is ours, and bound wherever the old ones were.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import cache
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+
+from vramfit.patching import PatchStack
+from vramfit.virtual.machine import Machine
+from vramfit.virtual.torch_cuda import base
+from vramfit.virtual.torch_cuda.accelerator import AcceleratorFunctions
+from vramfit.virtual.torch_cuda.backends import BackendFunctions, patch_backends
+from vramfit.virtual.torch_cuda.base import C
+from vramfit.virtual.torch_cuda.cuda_graphs import MemPool, PoolFunctions, base_classes
+from vramfit.virtual.torch_cuda.devices import DeviceFunctions, patch_devices
+from vramfit.virtual.torch_cuda.extras import CommFunctions, TunableFunctions, patch_extras
+from vramfit.virtual.torch_cuda.legacy import patch_legacy_tensors
+from vramfit.virtual.torch_cuda.memory import MemoryFunctions
+from vramfit.virtual.torch_cuda.profiler import patch_profiler
+from vramfit.virtual.torch_cuda.rng import patch_rng
+from vramfit.virtual.torch_cuda.streams import StreamFunctions, patch_streams
+
+Pairs = list[tuple[object, object]]
+
+
+def install(machine: Machine, patches: PatchStack) -> None:
+    """Let ``torch.cuda`` and its kin be answered by a machine, until the patches are undone.
+
+    Args:
+        machine: the virtual machine.
+        patches: takes every patch with its undo. If this function raises, undo it.
+    """
+    patches.call(base.set_machine(machine))
+    devices = DeviceFunctions(machine)
+    memory = MemoryFunctions(machine)
+    backends = BackendFunctions(machine)
+    tables: Sequence[base.CFunctions] = (
+        devices,
+        memory,
+        backends,
+        StreamFunctions(machine),
+        PoolFunctions(machine),
+        CommFunctions(machine),
+        TunableFunctions(machine),
+        AcceleratorFunctions(machine, devices, memory),
+    )
+    pairs: Pairs = []
+    for table in tables:
+        for name, function in table.functions().items():
+            # torch imports some of these by name (from torch._C import _cuda_getCurrentRawStream).
+            pairs += _replaced(name, function)
+            patches.set(C, name, function)
+    for name, cls in base_classes():
+        pairs += _replaced(name, cls)
+        patches.set(C, name, cls)
+    pairs += patch_streams(patches)
+    pairs += patch_rng(patches)
+    patches.rebind(pairs)
+    patches.rebind(_made_anew(torch.cuda.streams, ("Stream", "ExternalStream", "Event")))
+    names = (
+        "CUDAGraph",
+        "graph",
+        "make_graphed_callables",
+        "is_current_stream_capturing",
+        "graph_pool_handle",
+    )
+    patches.rebind(_made_anew(torch.cuda.graphs, names))
+    patches.rebind([(torch.cuda.MemPool, MemPool)])
+    patch_devices(devices, patches)
+    patch_backends(backends, patches)
+    patch_extras(machine, patches)
+    patch_profiler(machine, patches)
+    patch_legacy_tensors(patches)
+
+
+def _replaced(name: str, new: Any) -> Pairs:
+    old = getattr(C, name, None)
+    return [] if old is None else [(old, new)]
+
+
+@cache
+def _code(module: ModuleType) -> CodeType:
+    return compile(inspect.getsource(module), str(module.__file__), "exec")
+
+
+def _made_anew(module: ModuleType, names: Sequence[str]) -> Pairs:
+    """Run a module's source once more, apart from it; gives its old and new objects of these names."""
+    fresh = ModuleType(module.__name__)
+    fresh.__dict__.update(__package__=module.__package__, __file__=module.__file__)
+    exec(_code(module), fresh.__dict__)
+    return [(vars(module)[name], vars(fresh)[name]) for name in names if name in vars(module)]

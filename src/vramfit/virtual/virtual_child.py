@@ -1,0 +1,84 @@
+"""The child interpreter: becomes ``python script.py`` (or ``python -m module``) on a virtual GPU.
+
+Started by virtual_run.py as ``python -P -m vramfit.virtual.virtual_child JOB``, where JOB is a JSON file that says what
+to run and where to leave the results. The exit code is the program's own.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from vramfit.errors import VramfitError
+from vramfit.files import policy_from_plain, protect
+from vramfit.files.protection import stand
+from vramfit.launch import processes
+from vramfit.launch.host_meter import HostMemoryMeter
+from vramfit.launch.interrupts import note_interrupts
+from vramfit.launch.job import Stage
+from vramfit.launch.processes import CODE, MESSAGE
+from vramfit.launch.running import leave_after, run_to_end
+from vramfit.launch.stopping import Stopping
+from vramfit.patching import PatchStack
+from vramfit.virtual.virtual_job import VirtualJob, spec_from_plain
+
+
+def main(job_file: str) -> int:
+    """Run the job; returns the program's exit code."""
+    job = VirtualJob.read(job_file)
+    note_interrupts(Path(job.folder))
+    job.enter(Stage.IMPORTING)
+    try:
+        # Before torch is imported: a namespace wants a single thread. Never left: the process ends in it.
+        protection = stand(protect(policy_from_plain(job.files), in_child=True))
+    except VramfitError as unfit:
+        job.fail(unfit)
+        return unfit.exit_code
+    from vramfit.virtual.gpu import VirtualGPU
+    from vramfit.virtual.ranks.launcher import alone
+    from vramfit.virtual.step_counter import count_steps
+
+    job.enter(Stage.CHECKING)
+    try:
+        command = alone(job.command, job.gpus)
+        gpu = VirtualGPU(
+            spec_from_plain(job.gpu),
+            gpus=job.gpus,
+            alloc_conf=job.alloc_conf,
+            assume=job.assume,
+            profile=job.profile,
+            journal=job.journal_file,
+        )
+        gpu.__enter__()
+    except VramfitError as unfit:
+        job.fail(unfit)
+        return unfit.exit_code
+    job.enter(Stage.RUNNING)
+    stopping = Stopping(Path(job.folder), job.limits)
+    host: HostMemoryMeter | None = None
+    if job.host_memory:
+        host = HostMemoryMeter(lambda: gpu.mode.machine.pinned.reserved_bytes)
+        stopping.on_step = host.step
+        host.start()
+
+    def save(code: int) -> None:
+        steps.close()
+        seen = None if host is None else host.stop()
+        job.save(replace(stopping.told(gpu.run), files=protection.changes(), host=seen), exit_code=code)
+        job.enter(Stage.DONE)
+
+    def finish(code: int, error: BaseException | None) -> None:
+        gpu.__exit__(type(error) if error else None, error, None)
+        save(code)
+
+    location = gpu.mode.guesses.location
+    with PatchStack() as patches:
+        processes.install(lambda: gpu.mode.machine.warn(CODE, MESSAGE, location=location()), patches)
+        steps = count_steps(gpu.meter, stopping, patches)
+        stopping.install(save, patches)
+        return run_to_end(command, finish, patches, stopping)
+
+
+if __name__ == "__main__":
+    leave_after(lambda: main(sys.argv[1]))
