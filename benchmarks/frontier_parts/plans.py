@@ -19,8 +19,7 @@ from vramfit.planner.plans import Plan
 from vramfit.planner.request import MEMORY, THROUGHPUT, NothingFits, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.step_profiler import StepProfile
-from vramfit.techniques import Profile
-from vramfit.techniques.core.applied import AppliedWorkload
+from vramfit.techniques import AppliedWorkload, Profile
 from vramfit.workload import Workload
 
 WHOLE = frozenset({"activation-checkpointing", "chunked-loss", "early-release", "in-place-activations"})

@@ -45,7 +45,7 @@ def preload() -> None:
     with _silence():
         for library in _LIBRARIES:
             importlib.import_module(library)
-        importlib.import_module("vramfit.techniques.core.registered").all_techniques()
+        importlib.import_module("vramfit.techniques").all_techniques()
     gc.freeze()  # a collection in a process need not look at the libraries
 
 

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from vramfit.planner.plans import Plan, PlanFigures, PlanTarget, plan_of
-from vramfit.techniques import Choice
-from vramfit.techniques.core.registered import find_technique
-from vramfit.techniques.core.technique import setting_from_plain
+from vramfit.techniques import Choice, find_technique, setting_from_plain
 
 NOTHING = PlanFigures(peak_allocated_bytes=0, peak_reserved_bytes=0, total_bytes=0)
 TOLERANCE = 2e-5

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from vramfit.planner.step_profiler import BETWEEN, StepInterval, StepProfile
 from vramfit.techniques import BlockOp, ModelBlock
-from vramfit.techniques.core.profile import Saved
+from vramfit.techniques.core.model_profile import Saved
 
 MIB = 1 << 20
 

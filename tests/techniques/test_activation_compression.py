@@ -24,7 +24,7 @@ from vramfit.techniques.activation_compression import (
     Method,
 )
 from vramfit.techniques.activation_offload import ActivationOffload, ActivationOffloadSetting
-from vramfit.techniques.core.profile import BlockOp, ModelBlock
+from vramfit.techniques.core.model_profile import BlockOp, ModelBlock
 from vramfit.techniques.support.compressed_tensor import (
     Bits,
     Groups,

@@ -20,7 +20,7 @@ from vramfit.techniques import AttachedProgram, Choice, Numerics, Profile
 from vramfit.techniques.chunked_loss import ChunkedLoss, ChunkedLossSetting, find_head
 from vramfit.techniques.chunked_loss.chunking import DeferHead
 from vramfit.techniques.chunked_loss.deferred import Chunking, DeferredLogits, defer
-from vramfit.techniques.support.surround import release, surround
+from vramfit.techniques.core.surround import release, surround
 from vramfit.virtual.gpu import VirtualGPU
 
 ROWS, LENGTH, WIDTH, WORDS = 4, 5, 8, 33

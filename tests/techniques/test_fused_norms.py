@@ -14,8 +14,8 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.techniques import AttachedProgram, Numerics, Profile
+from vramfit.techniques.core.surround import plain_class, surroundings_of
 from vramfit.techniques.fused_norms import FusedNorms, FusedNormSetting
-from vramfit.techniques.support.surround import plain_class, surroundings_of
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 

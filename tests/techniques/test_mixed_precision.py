@@ -28,8 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 from vramfit.errors import UsageError
 from vramfit.techniques import AttachedProgram, Profile, live_of, setting_from_plain, setting_to_plain
+from vramfit.techniques.core.surround import surroundings_of
 from vramfit.techniques.mixed_precision import HalfType, MixedPrecision, MixedPrecisionSetting
-from vramfit.techniques.support.surround import surroundings_of
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Batch, State, Workload
 

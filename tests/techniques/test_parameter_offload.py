@@ -26,11 +26,11 @@ from vramfit.techniques.activation_compression import (
     Method,
 )
 from vramfit.techniques.activation_offload import ActivationOffload, ActivationOffloadSetting
-from vramfit.techniques.core.profile import ModelBlock
+from vramfit.techniques.core.model_profile import ModelBlock
+from vramfit.techniques.core.surround import surroundings_of
 from vramfit.techniques.parameter_offload import GradientPlace, ParameterOffload, ParameterOffloadSetting
 from vramfit.techniques.parameter_offload import depot as depots
 from vramfit.techniques.support.host_lane import CopyLane
-from vramfit.techniques.support.surround import surroundings_of
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.support.surround import plain_class, release, surround, surroundings_of
+from vramfit.techniques.core.surround import plain_class, release, surround, surroundings_of
 
 
 class Twice:

@@ -136,7 +136,7 @@ def _room_for_price(given: str | None, host_budget: str | None, alloc_conf: str 
 
 
 def _check(output: Path | None, json: Path | None, frontier: Path | None, numerics: str) -> None:
-    from vramfit.techniques.core.numerics import Numerics
+    from vramfit.techniques import Numerics
     from vramfit.writing import check_writable
 
     Numerics.parse(numerics)

@@ -31,8 +31,7 @@ from vramfit.integrations.plan_callbacks import (
     weighted,
 )
 from vramfit.planner.plans import Plan
-from vramfit.techniques import AttachedProgram
-from vramfit.techniques.core.live import Piece
+from vramfit.techniques import AttachedProgram, Piece
 from vramfit.techniques.support.optimizer_exchange import catch_up
 
 try:

@@ -11,8 +11,7 @@ import torch
 
 from vramfit.errors import UsageError
 from vramfit.planner.plans import Plan
-from vramfit.techniques import AttachedProgram, Choice
-from vramfit.techniques.core.live import Piece
+from vramfit.techniques import AttachedProgram, Choice, Piece
 from vramfit.workload import Batch, check_loss
 
 _CASTING = ("mixed-precision", "low-precision-training")

@@ -32,11 +32,11 @@ from vramfit.techniques import (
     Choice,
     Profile,
     all_techniques,
+    check_together,
     find_technique,
     setting_to_plain,
     with_choices,
 )
-from vramfit.techniques.core.applied import check_together
 from vramfit.techniques.gradient_caching import GradientCachingSetting
 from vramfit.techniques.micro_batching import MicroBatchingSetting
 from vramfit.techniques.support.host_lane import PINNED_ROUNDING

@@ -21,8 +21,7 @@ from vramfit.planner.promised_plan_search import promised_plan
 from vramfit.planner.request import PRICE, THROUGHPUT, NothingFits, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_clock import SearchClock, SearchStopped
-from vramfit.techniques import Choice
-from vramfit.techniques.core.applied import check_together
+from vramfit.techniques import Choice, check_together
 
 Progress = Callable[[str], None]
 

@@ -18,8 +18,14 @@ from tomlkit.items import Table
 from vramfit.errors import UsageError
 from vramfit.masking import mask_text
 from vramfit.planner.plans import Plan, PlanFigures, PlanStep, PlanTarget, SolverStats
-from vramfit.techniques import Choice, Numerics, find_technique, setting_from_plain, setting_to_plain
-from vramfit.techniques.core.applied import check_together
+from vramfit.techniques import (
+    Choice,
+    Numerics,
+    check_together,
+    find_technique,
+    setting_from_plain,
+    setting_to_plain,
+)
 from vramfit.units import format_bytes
 from vramfit.writing import write_text
 

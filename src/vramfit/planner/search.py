@@ -28,8 +28,7 @@ from vramfit.planner.search_cache.cache import SearchCache
 from vramfit.planner.search_cache.runs import Runs
 from vramfit.planner.search_clock import INTERRUPTED, SearchClock, SearchStopped
 from vramfit.planner.workload_check import check_hope
-from vramfit.techniques import Choice
-from vramfit.techniques.core.applied import check_together
+from vramfit.techniques import Choice, check_together
 
 Progress = Callable[[str], None]
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vramfit.planner.flop_counting import Estimate, called, flops_of, tensors_of
 from vramfit.techniques import BlockOp, ModelBlock
 from vramfit.techniques.activation_checkpointing.op_facts import repeats
-from vramfit.techniques.core.profile import ALWAYS, Saved
+from vramfit.techniques.core.model_profile import ALWAYS, Saved
 from vramfit.techniques.support.blocks import find_blocks
 
 BETWEEN = -1

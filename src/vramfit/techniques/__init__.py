@@ -1,21 +1,35 @@
 """Techniques that lower the memory of a program, one file each, all with one protocol.
 
-Each says where it could be applied to a workload, what it promises of the results (`Numerics`), and attaches itself to
-a live model and optimizer, in place, with its undo. Applied to a `Workload` it gives a new one.
+A module or package of this folder that holds a `Technique` is one; nothing lists them. Each says where it could be
+applied to a workload, what it promises of the results (`Numerics`), and attaches itself to a live model and optimizer,
+in place, with its undo. Applied to a `Workload` it gives a new one.
 """
 
-from vramfit.techniques.core.applied import AppliedWorkload, live_of, with_choices
-from vramfit.techniques.core.live import AttachedProgram, Piece
-from vramfit.techniques.core.numerics import Numerics, Promise
-from vramfit.techniques.core.profile import BlockOp, ModelBlock, Profile
-from vramfit.techniques.core.registered import all_techniques, find_technique
+from __future__ import annotations
+
+import difflib
+import inspect
+import pkgutil
+from collections import defaultdict
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from vramfit.errors import UsageError
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage, Piece
+from vramfit.techniques.core.model_profile import BlockOp, ModelBlock, Profile
+from vramfit.techniques.core.settings import setting_to_plain
 from vramfit.techniques.core.technique import (
-    AttachStage,
+    AppliedWorkload,
     Choice,
+    Numerics,
+    Promise,
     Setting,
     Technique,
+    check_together,
+    live_of,
     setting_from_plain,
-    setting_to_plain,
+    with_choices,
 )
 
 __all__ = [
@@ -32,9 +46,61 @@ __all__ = [
     "Setting",
     "Technique",
     "all_techniques",
+    "check_together",
     "find_technique",
     "live_of",
     "setting_from_plain",
     "setting_to_plain",
     "with_choices",
 ]
+
+
+@cache
+def all_techniques() -> tuple[Technique[Any], ...]:
+    """One of each, in the order in which a plan's search considers them and tables show them (`Technique.follows`).
+
+    Raises:
+        ValueError: a technique follows none that there is.
+    """
+    following: defaultdict[str | None, list[Technique[Any]]] = defaultdict(list)
+    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+        for kind in vars(import_module(module.name)).values():
+            if _is_technique_of(kind, module.name):
+                following[kind.follows].append(kind())
+    ordered: list[Technique[Any]] = []
+    waiting = [*_by_name(following.pop("", [])), *_by_name(following.pop(None, []))]
+    while waiting:
+        ordered.append(waiting.pop())
+        waiting += _by_name(following.pop(ordered[-1].name, []))
+    if following:
+        raise ValueError(f"no technique is named {', '.join(map(repr, following))}, which others follow")
+    return tuple(ordered)
+
+
+def find_technique(name: str) -> Technique[Any]:
+    """The technique of that name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    known = {technique.name: technique for technique in all_techniques()}
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(known)}"
+    raise UsageError(f"there is no technique {name!r}", hint)
+
+
+def _is_technique_of(value: object, module: str) -> bool:
+    """Whether a value of a module is a technique that was defined there, or inside of the package that it is."""
+    return (
+        inspect.isclass(value)
+        and issubclass(value, Technique)
+        and not inspect.isabstract(value)
+        and f"{value.__module__}.".startswith(f"{module}.")
+    )
+
+
+def _by_name(techniques: list[Technique[Any]]) -> list[Technique[Any]]:
+    """The first by name last, where a stack takes it first."""
+    return sorted(techniques, key=lambda technique: technique.name, reverse=True)

@@ -13,10 +13,9 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.techniques.activation_offload import chosen_modules
-from vramfit.techniques.core.live import AttachedProgram
-from vramfit.techniques.core.numerics import Numerics, Promise
-from vramfit.techniques.core.profile import Profile
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.techniques.support.compressed_tensor import Bits, Compressed, Groups, LargestOfGroup, Signs
 from vramfit.techniques.support.pool_indices import POOLS, ShortIndices
 from vramfit.techniques.support.saved import (
@@ -110,6 +109,7 @@ class ActivationCompression(Technique[ActivationCompressionSetting]):
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
     phase: ClassVar[AttachStage] = AttachStage.CONTEXT
     setting_type = ActivationCompressionSetting
+    follows: ClassVar[str | None] = "activation-offload"
 
     def options(self, profile: Profile) -> Iterable[ActivationCompressionSetting]:
         """Masks where some are saved; then 8 and 4 bits in the blocks, and top-k."""

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.live import AttachedProgram
-from vramfit.techniques.core.numerics import Numerics
-from vramfit.techniques.core.profile import Profile
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.technique import Numerics, Setting, Technique
 from vramfit.techniques.support.host_lane import PINNED_ROUNDING, CudaLane, Lane
 from vramfit.techniques.support.offload_ledger import Ledger
 from vramfit.techniques.support.paying import best_blocks
@@ -74,6 +73,7 @@ class ActivationOffload(Technique[ActivationOffloadSetting]):
     numerics: ClassVar[Numerics] = Numerics.BITWISE
     phase: ClassVar[AttachStage] = AttachStage.CONTEXT
     setting_type = ActivationOffloadSetting
+    follows: ClassVar[str | None] = "activation-checkpointing"
 
     def describe(self, setting: ActivationOffloadSetting) -> str:
         """How many blocks, and the window."""

@@ -12,10 +12,9 @@ import torch
 from vramfit.allocator import AllocatorConfig
 from vramfit.allocator.versions import parse_torch_version, rules_for
 from vramfit.errors import ConfigError, UsageError
-from vramfit.techniques.core.live import AttachedProgram
-from vramfit.techniques.core.numerics import Numerics
-from vramfit.techniques.core.profile import Profile
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.technique import Numerics, Setting, Technique
 from vramfit.units import MIB
 
 # Given anew, settings that are not named keep their value, but for four (c10/core/AllocatorConfig.cpp, parseArgs).
@@ -64,6 +63,7 @@ class AllocatorSettings(Technique[AllocatorSetting]):
     numerics: ClassVar[Numerics] = Numerics.BITWISE
     phase: ClassVar[AttachStage] = AttachStage.MODEL
     setting_type = AllocatorSetting
+    follows: ClassVar[str | None] = "chunked-loss"
 
     def options(self, profile: Profile) -> Iterable[AllocatorSetting]:
         """Coarse ones, where more than 20 MiB and 2 % of what is reserved at the peak lies idle on a card."""

@@ -11,10 +11,9 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.live import AttachedProgram
-from vramfit.techniques.core.numerics import Numerics, Promise
-from vramfit.techniques.core.profile import Profile
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FIRST_TENSOR_CORES = (7, 0)
@@ -50,6 +49,7 @@ class ChannelsLast(Technique[ChannelsLastSetting]):
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
     phase: ClassVar[AttachStage] = AttachStage.MODEL
     setting_type = ChannelsLastSetting
+    follows: ClassVar[str | None] = "early-release"
     quickens: ClassVar[bool] = True
 
     def options(self, profile: Profile) -> Iterable[ChannelsLastSetting]:

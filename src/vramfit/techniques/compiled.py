@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.live import AttachedProgram
-from vramfit.techniques.core.numerics import Numerics, Promise
-from vramfit.techniques.core.profile import Profile
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.techniques.support.compiled_draws import kept_draws
 
 _BUDGETS = (1.0, 0.5, 0.25, 0.0)
@@ -72,6 +71,7 @@ class Compile(Technique[CompileSetting]):
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
     phase: ClassVar[AttachStage] = AttachStage.STEP
     setting_type = CompileSetting
+    follows: ClassVar[str | None] = "gradient-projection"
     quickens: ClassVar[bool] = True
     on_request: ClassVar[bool] = True  # a minute for each of the runs that a plan is made of
 

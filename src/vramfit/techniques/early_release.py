@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from vramfit.techniques.core.live import AttachedProgram
-from vramfit.techniques.core.numerics import Numerics, Promise
-from vramfit.techniques.core.profile import Profile
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
-from vramfit.techniques.support.surround import plain_class
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.surround import plain_class
+from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.units import MIB
 
 
@@ -58,6 +57,7 @@ class EarlyRelease(Technique[EarlyReleaseSetting]):
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
     phase: ClassVar[AttachStage] = AttachStage.CONTEXT
     setting_type = EarlyReleaseSetting
+    follows: ClassVar[str | None] = "parameter-sharing"
 
     def options(self, profile: Profile) -> Iterable[EarlyReleaseSetting]:
         """The batch where the inputs take 1 MiB or more, then caches too where the model has some."""

@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.live import AttachedProgram
-from vramfit.techniques.core.numerics import Numerics, Promise
-from vramfit.techniques.core.profile import Profile
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
-from vramfit.techniques.support.surround import plain_class, surroundings_of
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.surround import plain_class, surroundings_of
+from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 
 _PROBE_WIDTH = 8
 _LARGEST_EPS = 1e-2
@@ -70,6 +69,7 @@ class FusedNorms(Technique[FusedNormSetting]):
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
     phase: ClassVar[AttachStage] = AttachStage.MODEL
     setting_type = FusedNormSetting
+    follows: ClassVar[str | None] = "parameter-offload"
     quickens: ClassVar[bool] = True
 
     def options(self, profile: Profile) -> Iterable[FusedNormSetting]:

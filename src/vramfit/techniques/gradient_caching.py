@@ -15,10 +15,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.live import AttachedProgram
-from vramfit.techniques.core.numerics import Numerics, Promise
-from vramfit.techniques.core.profile import Profile
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.techniques.micro_batching import batch_norms, batch_size_name, spans_of
 from vramfit.techniques.support.blocks import checked_module, find_blocks
 from vramfit.techniques.support.rerunning import reason_against_rerun
@@ -62,6 +61,7 @@ class GradientCaching(Technique[GradientCachingSetting]):
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
     phase: ClassVar[AttachStage] = AttachStage.FORWARD
     setting_type = GradientCachingSetting
+    follows: ClassVar[str | None] = "micro-batching"
     redraws: ClassVar[bool] = True
     excludes: ClassVar[Mapping[str, str]] = MappingProxyType(
         {

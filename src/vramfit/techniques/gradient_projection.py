@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.live import AttachedProgram
-from vramfit.techniques.core.numerics import Numerics, Promise
-from vramfit.techniques.core.profile import Profile
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.techniques.support.gradient_projection_adam import ProjectedAdam
 from vramfit.techniques.support.optimizer_exchange import (
     States,
@@ -65,6 +64,7 @@ class GradientProjection(Technique[GradientProjectionSetting]):
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
     phase: ClassVar[AttachStage] = AttachStage.OPTIMIZER
     setting_type = GradientProjectionSetting
+    follows: ClassVar[str | None] = "lean-optimizer"
     excludes: ClassVar[dict[str, str]] = others_excluded("gradient-projection")
 
     def options(self, profile: Profile) -> Iterable[GradientProjectionSetting]:

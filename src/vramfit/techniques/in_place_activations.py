@@ -11,11 +11,10 @@ from torch import nn
 from torch.nn.modules import module as hooks
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.live import AttachedProgram
-from vramfit.techniques.core.numerics import Numerics, Promise
-from vramfit.techniques.core.profile import Profile
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
-from vramfit.techniques.support.surround import plain_class, surroundings_of
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.surround import plain_class, surroundings_of
+from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 
 # Their backward passes read the input, or statistics of it, and never the output (tools/autograd/derivatives.yaml).
 _PRODUCERS: tuple[type[nn.Module], ...] = (
@@ -68,6 +67,7 @@ class InPlaceActivations(Technique[InPlaceSetting]):
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
     phase: ClassVar[AttachStage] = AttachStage.MODEL
     setting_type = InPlaceSetting
+    follows: ClassVar[str | None] = "tf32"
 
     def options(self, profile: Profile) -> Iterable[InPlaceSetting]:
         """The exact ones, then the smooth ones too: of those that a step in training keeps twice."""

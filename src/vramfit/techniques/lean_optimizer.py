@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.live import AttachedProgram
-from vramfit.techniques.core.numerics import Numerics, Promise
-from vramfit.techniques.core.profile import Profile
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.techniques.optimizer_kernel import fused_refused
 from vramfit.techniques.support.optimizer_exchange import (
     Optimizer,
@@ -95,6 +94,7 @@ class LeanOptimizer(Technique[LeanOptimizerSetting]):
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
     phase: ClassVar[AttachStage] = AttachStage.OPTIMIZER
     setting_type = LeanOptimizerSetting
+    follows: ClassVar[str | None] = "optimizer-offload"
     excludes: ClassVar[dict[str, str]] = others_excluded("lean-optimizer")
 
     def options(self, profile: Profile) -> Iterable[LeanOptimizerSetting]:

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.live import AttachedProgram
-from vramfit.techniques.core.numerics import Numerics, Promise
-from vramfit.techniques.core.profile import Profile
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.techniques.support.optimizer_exchange import (
     States,
     adam_of,
@@ -92,6 +91,7 @@ class LowBitOptimizer(Technique[LowBitOptimizerSetting]):
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
     phase: ClassVar[AttachStage] = AttachStage.OPTIMIZER
     setting_type = LowBitOptimizerSetting
+    follows: ClassVar[str | None] = "step-in-backward"
     excludes: ClassVar[dict[str, str]] = others_excluded("low-bit-optimizer")
 
     def options(self, profile: Profile) -> Iterable[LowBitOptimizerSetting]:

@@ -14,10 +14,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.live import AttachedProgram, Piece
-from vramfit.techniques.core.numerics import Numerics, Promise
-from vramfit.techniques.core.profile import Profile
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage, Piece
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.techniques.support.batch_cutting import Cut, entry, find_cut
 from vramfit.workload import Batch
 
@@ -102,6 +101,7 @@ class MicroBatching(Technique[MicroBatchingSetting]):
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
     phase: ClassVar[AttachStage] = AttachStage.STEP
     setting_type = MicroBatchingSetting
+    follows: ClassVar[str | None] = "in-place-activations"
     redraws: ClassVar[bool] = True
     excludes: ClassVar[Mapping[str, str]] = MappingProxyType(
         {

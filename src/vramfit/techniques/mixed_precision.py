@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.numerics import Numerics, Promise
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.techniques.support.casting import (
     HALVES,
     cast_tensors,
@@ -21,11 +22,7 @@ from vramfit.techniques.support.casting import (
     router_kinds,
     surround_loss,
 )
-
-if TYPE_CHECKING:
-    from vramfit.techniques.core.live import AttachedProgram
-    from vramfit.techniques.core.profile import Profile
-    from vramfit.workload import Workload
+from vramfit.workload import Workload
 
 # CUDA C++ Programming Guide, arithmetic instructions: bfloat16 from 8.0 on, float16 from 5.3 on.
 _BFLOAT16_FROM = (8, 0)
@@ -92,6 +89,7 @@ class MixedPrecision(Technique[MixedPrecisionSetting]):
     numerics: ClassVar[Numerics] = Numerics.PRECISION
     phase: ClassVar[AttachStage] = AttachStage.CONTEXT
     setting_type = MixedPrecisionSetting
+    follows: ClassVar[str | None] = None
     quickens: ClassVar[bool] = True
 
     def options(self, profile: Profile) -> Iterator[MixedPrecisionSetting]:

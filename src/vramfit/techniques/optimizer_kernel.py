@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 import torch
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.live import AttachedProgram
-from vramfit.techniques.core.numerics import Numerics, Promise
-from vramfit.techniques.core.profile import Profile
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.techniques.support.optimizer_exchange import Optimizer, optimizer_of, parameters_of
 
 # torch.optim.Adafactor takes the loop unless it is told otherwise (torch/optim/_adafactor.py).
@@ -68,6 +67,7 @@ class OptimizerKernel(Technique[OptimizerKernelSetting]):
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
     phase: ClassVar[AttachStage] = AttachStage.OPTIMIZER
     setting_type = OptimizerKernelSetting
+    follows: ClassVar[str | None] = "attention-backend"
     quickens: ClassVar[bool] = True
 
     def options(self, profile: Profile) -> Iterable[OptimizerKernelSetting]:

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.live import AttachedProgram
-from vramfit.techniques.core.numerics import Numerics, Promise
-from vramfit.techniques.core.profile import Profile
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.techniques.optimizer_kernel import (
     Implementation,
     OptimizerKernel,
@@ -69,6 +68,7 @@ class OptimizerOffload(Technique[OptimizerOffloadSetting]):
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
     phase: ClassVar[AttachStage] = AttachStage.OPTIMIZER
     setting_type = OptimizerOffloadSetting
+    follows: ClassVar[str | None] = "low-bit-optimizer"
     excludes: ClassVar[dict[str, str]] = others_excluded("optimizer-offload") | {
         "step-in-backward": "the step needs the CPU, and waits for the end of the backward pass",
     }

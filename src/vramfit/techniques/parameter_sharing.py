@@ -11,10 +11,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.live import AttachedProgram
-from vramfit.techniques.core.numerics import Numerics
-from vramfit.techniques.core.profile import Profile
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.technique import Numerics, Setting, Technique
 
 _LEAST_BYTES = 64 * 1024
 
@@ -53,6 +52,7 @@ class ParameterSharing(Technique[SharingSetting]):
     numerics: ClassVar[Numerics] = Numerics.BITWISE
     phase: ClassVar[AttachStage] = AttachStage.MODEL
     setting_type = SharingSetting
+    follows: ClassVar[str | None] = "fused-norms"
 
     def options(self, profile: Profile) -> Iterable[SharingSetting]:
         """All, where some tensors are equal, or could be and have no values to tell."""

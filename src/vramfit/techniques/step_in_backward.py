@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.live import AttachedProgram
-from vramfit.techniques.core.numerics import Numerics, Promise
-from vramfit.techniques.core.profile import Profile
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.techniques.support.optimizer_exchange import (
     Optimizer,
     catch_up,
@@ -62,6 +61,7 @@ class StepInBackward(Technique[StepInBackwardSetting]):
     # The optimizer has to be the final one, and the scaler be there.
     phase: ClassVar[AttachStage] = AttachStage.STEP
     setting_type = StepInBackwardSetting
+    follows: ClassVar[str | None] = "optimizer-kernel"
     excludes: ClassVar[dict[str, str]] = {
         "micro-batching": "gradients are gone before the next micro-batch could add to them",
         "optimizer-offload": "that takes the gradients away in hooks of its own",

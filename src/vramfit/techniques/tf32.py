@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.numerics import Numerics, Promise
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
-
-if TYPE_CHECKING:
-    from vramfit.techniques.core.live import AttachedProgram
-    from vramfit.techniques.core.profile import Profile
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 
 # CUDA C++ Programming Guide, compute capabilities: tensor cores take TF32 from 8.0 on.
 _FIRST_CAPABILITY = (8, 0)
@@ -60,6 +57,7 @@ class Tf32(Technique[Tf32Setting]):
     numerics: ClassVar[Numerics] = Numerics.PRECISION
     phase: ClassVar[AttachStage] = AttachStage.MODEL
     setting_type = Tf32Setting
+    follows: ClassVar[str | None] = "low-precision-training"
     quickens: ClassVar[bool] = True
 
     def options(self, profile: Profile) -> Iterator[Tf32Setting]:

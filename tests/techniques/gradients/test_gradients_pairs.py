@@ -12,7 +12,7 @@ from tests.techniques.gradients.settings import exact_choices
 
 from vramfit.errors import UsageError
 from vramfit.techniques import Choice, Numerics
-from vramfit.techniques.core.applied import check_together
+from vramfit.techniques.core.technique import check_together
 
 pytestmark = pytest.mark.usefixtures("late_lane")
 

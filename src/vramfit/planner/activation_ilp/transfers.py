@@ -23,7 +23,7 @@ from vramfit.planner.activation_ilp.decisions import (
 from vramfit.planner.step_profiler import BETWEEN, StepProfile
 from vramfit.techniques import ModelBlock
 from vramfit.techniques.activation_offload import ActivationOffloadSetting
-from vramfit.techniques.core.profile import Saved
+from vramfit.techniques.core.model_profile import Saved
 
 _LEAST_BYTES = ActivationOffloadSetting().min_bytes
 

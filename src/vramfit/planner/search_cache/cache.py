@@ -31,7 +31,7 @@ from vramfit.techniques import (
     setting_from_plain,
     setting_to_plain,
 )
-from vramfit.techniques.core.profile import Saved
+from vramfit.techniques.core.model_profile import Saved
 from vramfit.techniques.micro_batching import MicroBatchingSetting
 
 Plain: TypeAlias = dict[str, Any]

@@ -14,12 +14,11 @@ from vramfit.errors import UsageError
 from vramfit.techniques.activation_checkpointing.region import Recomputed
 from vramfit.techniques.activation_checkpointing.rematerialization import Apart, Rematerialized
 from vramfit.techniques.activation_checkpointing.specs import PRESETS, check_specs, keeps, op_specs
-from vramfit.techniques.core.live import AttachedProgram
-from vramfit.techniques.core.numerics import Numerics
-from vramfit.techniques.core.profile import ModelBlock, Profile
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import ModelBlock, Profile
+from vramfit.techniques.core.surround import Around
+from vramfit.techniques.core.technique import Numerics, Setting, Technique
 from vramfit.techniques.support.blocks import checked_module, find_blocks, refused_blocks
-from vramfit.techniques.support.surround import Around
 
 EVERYWHERE = "*"
 
@@ -107,6 +106,7 @@ class ActivationCheckpointing(Technique[Checkpointing]):
     numerics: ClassVar[Numerics] = Numerics.BITWISE
     phase: ClassVar[AttachStage] = AttachStage.FORWARD
     setting_type = Checkpointing
+    follows: ClassVar[str | None] = "allocator-settings"
 
     def options(self, profile: Profile) -> Iterable[Checkpointing]:
         """Settings for all blocks alike, those that recompute least first."""

@@ -15,11 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vramfit.errors import UsageError
 from vramfit.techniques.attention_backend.eager import drops_weights, eager_models, make_fused
 from vramfit.techniques.attention_backend.unread import BEFORE_NEED_WEIGHTS, unread_weights
-from vramfit.techniques.core.live import AttachedProgram
-from vramfit.techniques.core.numerics import Numerics, Promise
-from vramfit.techniques.core.profile import Profile
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
-from vramfit.techniques.support.surround import plain_class
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.surround import plain_class
+from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 
 # What a forward pass names that attends: torch's functions, and the table of transformers.
 _CALLS = frozenset(
@@ -83,6 +82,7 @@ class AttentionBackend(Technique[AttentionSetting]):
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
     phase: ClassVar[AttachStage] = AttachStage.MODEL
     setting_type = AttentionSetting
+    follows: ClassVar[str | None] = "channels-last"
     quickens: ClassVar[bool] = True
 
     def options(self, profile: Profile) -> Iterable[AttentionSetting]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.attached_program import AttachedProgram
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 

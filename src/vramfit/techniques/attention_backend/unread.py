@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from vramfit.techniques.support.surround import plain_class
+from vramfit.techniques.core.surround import plain_class
 
 BEFORE_NEED_WEIGHTS = 4  # query, key, value, key_padding_mask
 

@@ -13,11 +13,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from vramfit.errors import UsageError
 from vramfit.techniques.chunked_loss.deferred import Chunking, DeferredLogits, default_rows, defer
 from vramfit.techniques.chunked_loss.finding import find_head
-from vramfit.techniques.core.live import AttachedProgram
-from vramfit.techniques.core.numerics import Numerics, Promise
-from vramfit.techniques.core.profile import Profile
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
-from vramfit.techniques.support.surround import has_own_forward, plain_class, surroundings_of
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.surround import has_own_forward, plain_class, surroundings_of
+from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 
 # Below this share of the peak the logits are not worth the trouble.
 _NOTABLE = 0.03
@@ -77,6 +76,7 @@ class ChunkedLoss(Technique[ChunkedLossSetting]):
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
     phase: ClassVar[AttachStage] = AttachStage.LOSS
     setting_type = ChunkedLossSetting
+    follows: ClassVar[str | None] = "gradient-caching"
     quickens: ClassVar[bool] = True
 
     def options(self, profile: Profile) -> Iterable[ChunkedLossSetting]:

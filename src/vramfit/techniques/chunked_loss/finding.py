@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from vramfit.techniques.support.surround import plain_class
+from vramfit.techniques.core.surround import plain_class
 
 
 def find_head(model: nn.Module) -> str | None:

@@ -1,46 +1,73 @@
-"""The protocol of a technique: where it could be applied, what it promises, and how it is put onto a program."""
+"""The protocol of a technique, and a workload with techniques applied.
+
+A technique says where it could be applied, what it promises of the results, and how it is put onto a program.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import types
-import typing
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from dataclasses import dataclass, fields
+from enum import Enum
+from functools import total_ordering
+from typing import Any, ClassVar, Generic, TypeVar, cast
+
+import torch
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.numerics import Numerics, Promise
-
-if TYPE_CHECKING:
-    from vramfit.techniques.core.live import AttachedProgram
-    from vramfit.techniques.core.profile import Profile
-    from vramfit.workload import Workload
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.settings import describe_setting, read_setting
+from vramfit.workload import State, Workload, call_model, to_device
 
 
-class AttachStage(IntEnum):
-    """When a technique is attached: each finds what the earlier ones made.
+@total_ordering
+class Numerics(Enum):
+    """How far results may differ from the plain program's, from the strictest level on.
 
     Attributes:
-        MODEL: the model is where it was made; its tensors may change dtype or be shared.
-        PLACEMENT: in place of moving the model to the device as a whole.
-        OPTIMIZER: the model is placed and the optimizer made, in a workload without state yet; it may be exchanged.
-        LOSS: what computes the loss may be exchanged.
-        FORWARD: forward passes of modules are surrounded, the inner ones first.
-        CONTEXT: the forward pass of the whole model is surrounded.
-        STEP: batches are split, losses scaled, steps taken otherwise.
+        BITWISE: every value and every gradient is the same, bit for bit.
+        ROUNDING: the same mathematics in the same precision, summed in another order.
+        PRECISION: fewer bits somewhere: bfloat16, tf32, states of an optimizer in 8 bits.
+        APPROXIMATE: other mathematics: compressed activations, projected gradients, another optimizer.
     """
 
-    MODEL = 0
-    PLACEMENT = 1
-    OPTIMIZER = 2
-    LOSS = 3
-    FORWARD = 4
-    CONTEXT = 5
-    STEP = 6
+    BITWISE = "bitwise"
+    ROUNDING = "rounding"
+    PRECISION = "precision"
+    APPROXIMATE = "approximate"
+
+    def __lt__(self, other: Numerics) -> bool:
+        """Whether this level promises more than the other."""
+        order = list(Numerics)
+        return order.index(self) < order.index(other)
+
+    @classmethod
+    def parse(cls, text: str) -> Numerics:
+        """The level of that name.
+
+        Raises:
+            UsageError: there is none.
+        """
+        try:
+            return cls(text.strip().lower())
+        except ValueError:
+            names = ", ".join(level.value for level in cls)
+            raise UsageError(f"{text!r} is no level of numerics", f"Give one of {names}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What one setting of a technique promises of the results.
+
+    Attributes:
+        numerics: the level.
+        note: what exactly may differ, in one sentence without a full stop; empty where nothing does.
+    """
+
+    numerics: Numerics
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +87,8 @@ class Technique(ABC, Generic[S]):
         numerics: the most that any of its settings may change in the results; `promise` is of one setting.
         phase: when it is attached.
         setting_type: the dataclass of its settings.
+        follows: the name of the technique that a plan's search considers, and tables show, right before this one; None
+            for the first of all, empty where any place after the others will do.
         quickens: whether it may make a step quicker by itself, and not only by the memory that it leaves to others.
         on_request: whether a plan considers it only where it is named among the allowed ones.
         redraws: whether random layers draw other numbers than in the plain program, of the same distribution.
@@ -71,6 +100,7 @@ class Technique(ABC, Generic[S]):
     numerics: ClassVar[Numerics]
     phase: ClassVar[AttachStage]
     setting_type: ClassVar[type[Setting]]
+    follows: ClassVar[str | None] = ""
     quickens: ClassVar[bool] = False
     on_request: ClassVar[bool] = False
     redraws: ClassVar[bool] = False
@@ -97,12 +127,7 @@ class Technique(ABC, Generic[S]):
 
     def describe(self, setting: S) -> str:
         """The setting in words, for tables: what is not the default, as ``name value``."""
-        told = []
-        for field in dataclasses.fields(setting):
-            value = getattr(setting, field.name)
-            if value != _default(field):
-                told.append(f"{field.name.replace('_', ' ')} {_plain_text(value)}")
-        return ", ".join(told)
+        return describe_setting(setting)
 
     def apply(self, workload: Workload, setting: S) -> Workload:
         """A new workload with the technique; the given one is not changed.
@@ -110,7 +135,7 @@ class Technique(ABC, Generic[S]):
         Raises:
             UsageError: it cannot be combined with what the workload has already.
         """
-        from vramfit.techniques.core.applied import with_choice
+        from vramfit.techniques.core.technique import with_choice
 
         return with_choice(workload, Choice(technique=self, setting=setting))
 
@@ -128,6 +153,15 @@ class Choice:
         return self.technique.name
 
     @property
+    def stage(self) -> AttachStage:
+        """When it is attached."""
+        return self.technique.phase
+
+    def attach_to(self, live: AttachedProgram) -> None:
+        """Put the technique onto a live program, as `Technique.attach` says."""
+        self.technique.attach(live, self.setting)
+
+    @property
     def words(self) -> str:
         """The name with the setting: ``micro-batching (count 4)``."""
         told = self.technique.describe(self.setting)
@@ -139,91 +173,93 @@ class Choice:
         return self.technique.promise(self.setting)
 
 
-def setting_to_plain(setting: Setting) -> dict[str, Any]:
-    """A setting as what TOML and JSON can hold; defaults are left out."""
-    plain = {}
-    for field in dataclasses.fields(setting):
-        value = getattr(setting, field.name)
-        if value != _default(field):
-            plain[field.name] = _as_plain(value)
-    return plain
-
-
 def setting_from_plain(technique: Technique[S], plain: Mapping[str, Any]) -> S:
     """A setting of a technique from what TOML and JSON can hold.
 
     Raises:
-        UsageError: a name is unknown, or a value is none of those possible.
+        UsageError: a name is unknown, a value is not one of those possible, or one is missing.
     """
-    fields = {field.name: field for field in dataclasses.fields(technique.setting_type)}
-    unknown = sorted(set(plain) - set(fields))
-    if unknown:
-        raise UsageError(
-            f"{technique.name} has no setting {unknown[0]!r}", f"It has {', '.join(fields) or 'none'}"
+    kind = cast(type[S], technique.setting_type)
+    return read_setting(technique.name, kind, plain)
+
+
+_LIVE = "vramfit"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AppliedWorkload(Workload):
+    """A workload with techniques.
+
+    Attributes:
+        base: the plain workload.
+        choices: the techniques and their settings.
+    """
+
+    base: Workload
+    choices: tuple[Choice, ...]
+
+    def start(self, device: torch.device | str) -> State:
+        """A fresh model and optimizer on a device, with the techniques attached."""
+        model = self.make_model()
+        live = AttachedProgram(model, lambda _parameters: self.make_optimizer(model), torch.device(device))
+        live.attach(self.choices)
+        return State(
+            model=live.model, optimizer=live.optimizer, device=torch.device(device), extra={_LIVE: live}
         )
-    hints = typing.get_type_hints(technique.setting_type)
-    values = {name: _read(technique.name, name, value, hints[name]) for name, value in plain.items()}
-    try:
-        return typing.cast(S, technique.setting_type(**values))
-    except TypeError as error:
-        missing = [n for n, f in fields.items() if _default(f) is dataclasses.MISSING and n not in values]
-        if not missing:
-            raise
-        raise UsageError(f"{technique.name} needs the setting {missing[0]!r}", "Give it") from error
+
+    def run_step(self, state: State, sizes: Mapping[str, int]) -> Any:
+        """One step at these sizes, as the techniques want it."""
+        if self.step is not None:
+            return Workload.run_step(self, state, sizes)
+        live: AttachedProgram = state.extra[_LIVE]
+        if self.loss is None:
+            batch = to_device(self.batch(**sizes), state.device)
+            with torch.no_grad():
+                live.surrounded(lambda: call_model(state.model, batch))
+            return None
+        return live.train_step(self.loss, self.batch(**sizes), lambda batch: to_device(batch, state.device))
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
+def live_of(state: State) -> AttachedProgram | None:
+    """The techniques' side of a state; None for a plain workload's."""
+    found: AttachedProgram | None = state.extra.get(_LIVE)
+    return found
 
 
-def _as_plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, tuple | list):
-        return [_as_plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: _as_plain(item) for key, item in value.items()}
-    return value
+def with_choice(workload: Workload, choice: Choice) -> AppliedWorkload:
+    """A workload with one technique more.
+
+    Raises:
+        UsageError: it is there already, or two exclude each other.
+    """
+    choices = workload.choices if isinstance(workload, AppliedWorkload) else ()
+    base = workload.base if isinstance(workload, AppliedWorkload) else workload
+    check_together((*choices, choice))
+    parts = {field.name: getattr(base, field.name) for field in fields(Workload)}
+    return AppliedWorkload(base=base, choices=(*choices, choice), **parts)
 
 
-def _plain_text(value: Any) -> str:
-    plain = _as_plain(value)
-    if isinstance(plain, list):
-        shown = ", ".join(map(str, plain[:3]))
-        return shown if len(plain) <= 3 else f"{shown} and {len(plain) - 3} more"
-    return str(plain)
+def with_choices(workload: Workload, choices: tuple[Choice, ...]) -> Workload:
+    """A workload with several techniques.
+
+    Raises:
+        UsageError: two exclude each other.
+    """
+    for choice in choices:
+        workload = with_choice(workload, choice)
+    return workload
 
 
-def _read(technique: str, name: str, value: Any, kind: Any) -> Any:
-    """A plain value as the type that a setting's field has."""
-    origin = typing.get_origin(kind)
-    if origin in (typing.Union, types.UnionType):
-        parts = [part for part in typing.get_args(kind) if part is not type(None)]
-        return _read(technique, name, value, parts[0])
-    if origin is tuple and isinstance(value, list | tuple):
-        of = typing.get_args(kind)[0]
-        return tuple(_read(technique, name, item, of) for item in value)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        try:
-            return kind(value)
-        except ValueError:
-            known = ", ".join(str(member.value) for member in kind)
-            raise UsageError(f"{name} of {technique} is {value!r}", f"Give one of {known}") from None
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is float and not math.isfinite(value):
-        raise UsageError(f"{name} of {technique} is {value}", "Give a number")
-    if isinstance(kind, type) and type(value) is kind:
-        return value
-    if (
-        origin is not None
-        and isinstance(origin, type)
-        and isinstance(value, Mapping)
-        and issubclass(origin, Mapping)
-    ):
-        of = typing.get_args(kind)[1]
-        return {str(key): _read(technique, name, item, of) for key, item in value.items()}
-    wanted = kind.__name__ if isinstance(kind, type) else str(kind)
-    raise UsageError(f"{name} of {technique} is {value!r}", f"It has to be of type {wanted}")
+def check_together(choices: tuple[Choice, ...]) -> None:
+    """Make sure that techniques can be combined.
+
+    Raises:
+        UsageError: one is there twice, or two exclude each other.
+    """
+    names = [choice.name for choice in choices]
+    for index, choice in enumerate(choices):
+        if choice.name in names[:index]:
+            raise UsageError(f"{choice.name} is there twice", "Leave one out")
+        for other in choices:
+            if other is not choice and (why := choice.technique.excludes.get(other.name)):
+                raise UsageError(f"{choice.name} cannot go with {other.name}: {why}", "Leave one out")

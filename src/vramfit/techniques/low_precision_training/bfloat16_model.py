@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from vramfit.techniques.core.surround import plain_class
 from vramfit.techniques.low_precision_training.stochastic_rounding import join_, split
 from vramfit.techniques.support.casting import HALVES, cast_tensors, device_type_of
-from vramfit.techniques.support.surround import plain_class
 
 _WIDER = frozenset({torch.float16, torch.float32, torch.float64})
 _FLOAT32 = frozenset({torch.float32})

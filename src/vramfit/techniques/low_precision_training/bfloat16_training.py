@@ -12,16 +12,15 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.numerics import Numerics, Promise
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.techniques.low_precision_training.bfloat16_model import Casts, HalfModel, MasterIsland, is_norm
 from vramfit.techniques.low_precision_training.float32_steps import Float32Steps
 from vramfit.techniques.low_precision_training.slices import is_elementwise, resting_dtype
 from vramfit.techniques.support.casting import find_islands, surround_loss
 
 if TYPE_CHECKING:
-    from vramfit.techniques.core.live import AttachedProgram
-    from vramfit.techniques.core.profile import Profile
     from vramfit.techniques.support.optimizer_offload_host import HostOptimizer
 
 _BFLOAT16_FROM = (8, 0)  # CUDA C++ Programming Guide, arithmetic instructions
@@ -104,6 +103,7 @@ class LowPrecisionTraining(Technique[LowPrecisionTrainingSetting]):
     numerics: ClassVar[Numerics] = Numerics.PRECISION
     phase: ClassVar[AttachStage] = AttachStage.MODEL
     setting_type = LowPrecisionTrainingSetting
+    follows: ClassVar[str | None] = "mixed-precision"
     quickens: ClassVar[bool] = True
     excludes: ClassVar[dict[str, str]] = {
         "mixed-precision": "the whole model is in bfloat16 already",

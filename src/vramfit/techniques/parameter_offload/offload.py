@@ -15,10 +15,9 @@ from torch.nn.parameter import is_lazy
 
 from vramfit.errors import UsageError
 from vramfit.techniques.activation_offload import chosen_modules
-from vramfit.techniques.core.live import AttachedProgram
-from vramfit.techniques.core.numerics import Numerics, Promise
-from vramfit.techniques.core.profile import Profile
-from vramfit.techniques.core.technique import AttachStage, Setting, Technique
+from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
+from vramfit.techniques.core.model_profile import Profile
+from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.techniques.parameter_offload.depot import Depot, Visitors
 from vramfit.techniques.parameter_offload.parameter_placing import place, settle_optimizer
 from vramfit.techniques.support.blocks import find_blocks
@@ -83,6 +82,7 @@ class ParameterOffload(Technique[ParameterOffloadSetting]):
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
     phase: ClassVar[AttachStage] = AttachStage.PLACEMENT
     setting_type = ParameterOffloadSetting
+    follows: ClassVar[str | None] = "activation-compression"
     excludes: ClassVar[dict[str, str]] = {
         "optimizer-offload": "that wants the parameters on the card; here states are on the host anyway",
     }

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.attached_program import AttachedProgram
 from vramfit.techniques.parameter_offload.depot import Depot
 from vramfit.techniques.support.optimizer_exchange import state_tensors
 

@@ -12,8 +12,8 @@ from itertools import islice
 from torch import nn
 
 from vramfit.errors import UsageError
+from vramfit.techniques.core.surround import plain_class
 from vramfit.techniques.support.rerunning import reason_against_rerun
-from vramfit.techniques.support.surround import plain_class
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

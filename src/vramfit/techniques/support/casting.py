@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Callable, Iterator, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.support.surround import plain_class
-
-if TYPE_CHECKING:
-    from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.attached_program import AttachedProgram
+from vramfit.techniques.core.surround import plain_class
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
 

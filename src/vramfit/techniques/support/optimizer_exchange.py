@@ -10,15 +10,13 @@ the host, where they cost no memory of the card, and are back in their place aft
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-
-if TYPE_CHECKING:
-    from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.attached_program import AttachedProgram
 
 Optimizer: TypeAlias = torch.optim.Optimizer
 States: TypeAlias = dict[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from vramfit.techniques.core.profile import ModelBlock
+from vramfit.techniques.core.model_profile import ModelBlock
 
 
 def best_blocks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from vramfit.techniques.support.surround import plain_class
+from vramfit.techniques.core.surround import plain_class
 
 
 def reason_against_rerun(module: nn.Module) -> str | None:

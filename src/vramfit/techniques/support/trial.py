@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.live import AttachedProgram
+from vramfit.techniques.core.attached_program import AttachedProgram
 from vramfit.techniques.core.technique import Choice
 from vramfit.techniques.gradient_caching import (
     GradientCaching,

@@ -5,17 +5,39 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.technique import AttachStage, Choice
-from vramfit.techniques.support.surround import Around, release, surround
+from vramfit.techniques.core.surround import Around, release, surround
 from vramfit.workload import Batch, check_loss
 
 Optimizer = torch.optim.Optimizer
+
+
+class AttachStage(IntEnum):
+    """When a technique is attached: each finds what the earlier ones made.
+
+    Attributes:
+        MODEL: the model is where it was made; its tensors may change dtype or be shared.
+        PLACEMENT: in place of moving the model to the device as a whole.
+        OPTIMIZER: the model is placed and the optimizer made, in a workload without state yet; it may be exchanged.
+        LOSS: what computes the loss may be exchanged.
+        FORWARD: forward passes of modules are surrounded, the inner ones first.
+        CONTEXT: the forward pass of the whole model is surrounded.
+        STEP: batches are split, losses scaled, steps taken otherwise.
+    """
+
+    MODEL = 0
+    PLACEMENT = 1
+    OPTIMIZER = 2
+    LOSS = 3
+    FORWARD = 4
+    CONTEXT = 5
+    STEP = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +53,19 @@ class Piece:
     batch: Batch
     weight: float | torch.Tensor
     last: bool
+
+
+class Attachable(Protocol):
+    """What is attached: a technique with its setting."""
+
+    @property
+    def stage(self) -> AttachStage:
+        """When it is attached."""
+        ...
+
+    def attach_to(self, live: AttachedProgram) -> None:
+        """Change the program in place, every change with its undo."""
+        ...
 
 
 class Scaler(Protocol):
@@ -112,23 +147,23 @@ class AttachedProgram:
 
     # -- attaching -----------------------------------------------------------------------------------------------
 
-    def attach(self, choices: Iterable[Choice]) -> None:
-        """Attach techniques, each in its phase; place the model and make the optimizer in between.
+    def attach(self, choices: Iterable[Attachable]) -> None:
+        """Attach techniques, each at its stage; place the model and make the optimizer in between.
 
         Raises:
             UsageError: one cannot be applied; what the others changed is undone.
         """
-        ordered = sorted(choices, key=lambda choice: choice.technique.phase)
+        given = tuple(choices)
         try:
-            for phase in AttachStage:
-                self._attaching = phase
-                if phase is AttachStage.OPTIMIZER:
+            for stage in AttachStage:
+                self._attaching = stage
+                if stage is AttachStage.OPTIMIZER:
                     self._place()
-                for choice in ordered:
-                    if choice.technique.phase is phase:
-                        choice.technique.attach(self, choice.setting)
+                for choice in given:
+                    if choice.stage is stage:
+                        choice.attach_to(self)
                 for due, action in self._later:
-                    if due is phase:
+                    if due is stage:
                         action()
         except BaseException:
             self.undo()
@@ -155,15 +190,15 @@ class AttachedProgram:
         setattr(obj, name, value)
         self.on_undo(lambda: setattr(obj, name, before))
 
-    def after(self, phase: AttachStage, action: Callable[[], None]) -> None:
-        """Call `action` when all techniques of a phase are attached; at once if that phase is over.
+    def after(self, stage: AttachStage, action: Callable[[], None]) -> None:
+        """Call `action` when all techniques of a stage are attached; at once if that stage is over.
 
         One that is attached early, to the model on the CPU, can so act on the optimizer that comes of later ones.
         """
-        if self._attaching is None or self._attaching > phase:
+        if self._attaching is None or self._attaching > stage:
             action()
         else:
-            self._later.append((phase, action))
+            self._later.append((stage, action))
 
     @property
     def pageable_bytes(self) -> int:

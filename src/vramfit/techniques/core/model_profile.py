@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
+import torch
+from torch import nn
 
 ALWAYS = 1 << 62
 """Later than any operation or node."""
