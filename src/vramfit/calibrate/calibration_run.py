@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from vramfit.calibrate.worker import Role, WorkerConfig
 from vramfit.errors import UnknownGpuError
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.gpus.measured_profile import NO_PROFILE, Rates, rates_from_plain
+from vramfit.launch.starting import answer
 from vramfit.virtual.virtual_job import plain_spec
 
 CASE_SECONDS = 60.0
@@ -180,7 +180,7 @@ def _driver_version(device: int) -> str:
     if tool is None:
         return ""
     query = [tool, f"--id={device}", "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
+    done = answer(query, timeout=60)
     return done.stdout.strip().partition("\n")[0] if done.returncode == 0 else ""
 
 

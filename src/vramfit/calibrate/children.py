@@ -16,7 +16,7 @@ from typing import Any
 
 from vramfit.calibrate.worker import WorkerConfig
 from vramfit.errors import UsageError, VramfitError
-from vramfit.launch.interrupts import starting
+from vramfit.launch.starting import start
 
 _START_SECONDS = 300.0
 
@@ -57,15 +57,14 @@ class Child:
             return
         self.starts += 1
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  it lives as long as the child
-        with starting(sys.executable):
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "vramfit.calibrate.worker", json.dumps(asdict(self._config))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                text=True,
-                env={**os.environ, "PYTHONWARNINGS": "ignore"},
-            )
+        self._process = start(
+            [sys.executable, "-P", "-m", "vramfit.calibrate.worker", json.dumps(asdict(self._config))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        )
         self._replies = queue.Queue()
         threading.Thread(target=_read, args=(self._process, self._replies), daemon=True).start()
         try:

@@ -15,6 +15,7 @@ from vramfit.allocator.versions import REFERENCE_VERSION, alloc_conf_from_env, p
 from vramfit.doctor.facts import RELEVANT, Facts, NvidiaDriver, Torch, driver_from_plain, torch_from_plain
 from vramfit.doctor.host_facts import read_container, read_host
 from vramfit.doctor.probe import MARK
+from vramfit.launch.starting import answer
 
 DEFAULT_TIMEOUT = 60.0
 """Seconds for each child: importing torch from a cold disk takes long, a hanging driver for ever."""
@@ -74,16 +75,7 @@ def _probe(question: str, timeout: float) -> tuple[Any, str]:
     environ["VRAMFIT_DOCTOR_SETTINGS"] = alloc_conf_from_env(os.environ, _installed_torch())
     command = [sys.executable, "-P", "-m", "vramfit.doctor.probe", question]
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            env=environ,
-            timeout=timeout,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
+        done = answer(command, env=environ, stdin=subprocess.DEVNULL, timeout=timeout)
     except subprocess.TimeoutExpired:
         return None, f"did not answer within {timeout:.0f} s"
     except OSError as error:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import re
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from vramfit.doctor.facts import Card, MigInstance, NvidiaDriver, Process, Tool
+from vramfit.launch.starting import answer
 from vramfit.units import GIB, MIB
 
 _FIELDS = (
@@ -53,7 +53,7 @@ def run_smi(arguments: Sequence[str]) -> str:
         FileNotFoundError: there is none.
         SmiError: it failed.
     """
-    done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=False)
+    done = answer(["nvidia-smi", *arguments])
     if done.returncode:
         raise SmiError(" ".join((done.stdout + done.stderr).split()) or f"exit code {done.returncode}")
     return done.stdout

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from vramfit.integrations.pytest_gates import prepare_interpreter
+from vramfit.launch.starting import answer
 
 _CLEARED: dict[str, Any] = {
     "numprocesses": None,  # pytest-xdist
@@ -52,13 +53,9 @@ def run_in_child(item: pytest.Item) -> list[pytest.TestReport]:
     with tempfile.TemporaryDirectory(prefix="vramfit-pytest-") as name:
         folder = Path(name)
         (folder / "job.pickle").write_bytes(pickle.dumps(_job(item, folder / "reports.json")))
-        done = subprocess.run(
+        done = answer(
             [sys.executable, "-m", "vramfit.integrations.pytest_child", str(folder / "job.pickle")],
             cwd=item.config.invocation_params.dir,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
         )
         if (folder / "reports.json").exists():
             written = json.loads((folder / "reports.json").read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
 """Runs a program as python would, in a child interpreter: what the virtual GPU and the recorder share.
 
 - `job`: what passes between the parent and the child.
+- `starting`: where every process of vramfit is started.
 - `runner`: the parent's side, without torch.
 - `running`: the child's side: ``python script.py`` or ``python -m module``, and its end.
-- `patching`: replacing attributes of other modules, and putting them back.
 """

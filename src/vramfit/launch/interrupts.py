@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from vramfit.errors import UsageError
+from vramfit.launch.starting import start
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a program that an interrupt ended, as a shell gives it."""
@@ -113,24 +113,6 @@ class Signals:
             child.send_signal(self.terminated)
 
 
-@contextlib.contextmanager
-def starting(name: str) -> Iterator[None]:
-    """Say in a line why a process could not be started: its folder is gone, its interpreter is not to be run.
-
-    Raises:
-        UsageError: it could not.
-    """
-    try:
-        yield
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        where = f" ({error.filename})" if error.filename and str(error.filename) != name else ""
-        raise UsageError(
-            f"cannot start {name}: {reason}{where}",
-            "Check that you may run it, and that there are memory and processes left",
-        ) from error
-
-
 def run_child(
     arguments: Sequence[str],
     signals: Signals,
@@ -150,9 +132,7 @@ def run_child(
         UsageError: it cannot be started.
     """
     signals.starting = True
-    with starting(arguments[0]):
-        started = subprocess.Popen(arguments, **options)
-    with started as child:
+    with start(arguments, **options) as child:
         signals.started(child)
         while True:
             try:

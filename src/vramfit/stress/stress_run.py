@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,7 +14,7 @@ from typing import Any
 from vramfit.analysis._stability import Limit, LimitReason, Round, RoundOutcome, StressReport, stability
 from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError, error_from_plain
 from vramfit.gpus import GpuSpec
-from vramfit.launch.interrupts import starting
+from vramfit.launch.starting import call
 from vramfit.launch.telling import listening
 from vramfit.stress.schedule import Vary, as_plain
 from vramfit.trace import Run, RunWarning, Source
@@ -128,8 +127,7 @@ def _spawn(folder: Path, alloc_conf: str | None) -> None:
         environ["PYTORCH_CUDA_ALLOC_CONF"] = environ["PYTORCH_ALLOC_CONF"] = alloc_conf
     job = str(folder / "job.json")
     arguments = [sys.executable, "-m", "vramfit.stress.rounds", job]
-    with starting(sys.executable):
-        code = subprocess.run(arguments, env=environ, check=False).returncode
+    code = call(arguments, env=environ)
     if code:
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         raise VramfitError(f"the process of the stress test {how}", "The lines above say why")

@@ -1,0 +1,76 @@
+"""Starts processes: the one place where vramfit does, for child interpreters and for tools such as nvidia-smi."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vramfit.errors import UsageError
+
+
+def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """Start a process.
+
+    Args:
+        arguments: its command line.
+        options: of ``subprocess.Popen``.
+
+    Raises:
+        UsageError: it cannot be started.
+    """
+    with _starting(arguments[0]):
+        return subprocess.Popen(arguments, **options)
+
+
+def call(arguments: Sequence[str], *, env: Mapping[str, str] | None = None) -> int:
+    """Run a process to its end, with the input and output of this one; its exit code, negative for a signal.
+
+    Raises:
+        UsageError: it cannot be started.
+    """
+    with _starting(arguments[0]):
+        return subprocess.run(arguments, env=env, check=False).returncode
+
+
+def answer(
+    arguments: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stdin: int | None = None,
+    timeout: float | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a process to its end and keep what it writes to its standard output and standard error.
+
+    Raises:
+        OSError: it cannot be started.
+        subprocess.TimeoutExpired: it took longer than `timeout` seconds, and was killed.
+    """
+    return subprocess.run(
+        arguments,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env=env,
+        cwd=cwd,
+        stdin=stdin,
+        timeout=timeout,
+        check=False,
+    )
+
+
+@contextlib.contextmanager
+def _starting(name: str) -> Iterator[None]:
+    """Say in a line why a process could not be started: its folder is gone, or its interpreter may not be run."""
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        where = f" ({error.filename})" if error.filename and str(error.filename) != name else ""
+        raise UsageError(
+            f"cannot start {name}: {reason}{where}",
+            "Check that you may run it, and that there are memory and processes left",
+        ) from error
