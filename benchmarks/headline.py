@@ -25,7 +25,7 @@ from vramfit import Plan, Workload
 from vramfit.gpus import find_gpu
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.largest_size import bracket, largest, search_for
-from vramfit.planner.micro_batch_runs import price_with
+from vramfit.planner.micro_batch_runs import step_cost_with
 from vramfit.planner.request import NothingFits, PlanRequest
 from vramfit.techniques import Numerics
 from vramfit.units import format_bytes, parse_bytes
@@ -127,7 +127,7 @@ def by_layers(case: Case, say: Say) -> Row:
             workload = deep(case.name, layers)
             sizes = {**workload.sizes, "batch_size": 1}
             chosen = choices if with_plan else ()
-            return price_with(device(), workload, chosen, sizes, limit).fits
+            return step_cost_with(device(), workload, chosen, sizes, limit).fits
 
         return fit
 

@@ -8,10 +8,10 @@ from functools import cache
 from typing import Any
 
 from torch import nn
+from vramfit.planner.savable_ops import key_of
 
 from frontier_parts.hollow import Hollow
 from frontier_parts.subjects import Subject
-from vramfit.planner.candidates import key_of
 from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.devices.cpu_backend import CpuBackend, arithmetic_seconds_of, rates
 from vramfit.planner.devices.gradient_sums import measure_counts
@@ -66,29 +66,29 @@ class Remembering:
         """Memory of the machine."""
         return self.device.total_bytes
 
-    def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
-        """See `Device.price`."""
+    def step_cost(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
+        """See `DeviceBackend.step_cost`."""
         key = _key(workload, sizes)
         if key not in self._prices:
             self.runs += 1
             with Hollow():
-                self._prices[key] = self.device.price(workload, sizes)
+                self._prices[key] = self.device.step_cost(workload, sizes)
         found = self._prices[key]
         fits = budget is None or found.total_bytes <= budget
         return replace(found, fits=fits, oom="" if fits else f"the peak is {found.total_bytes} B")
 
-    def observe(
+    def profile_step(
         self, workload: Workload, sizes: dict[str, int], places: Callable[[nn.Module], Sequence[str]]
     ) -> tuple[Profile, StepProfile]:
-        """See `Device.observe`. The models that are remembered hold no values: techniques look at their structure."""
+        """See `DeviceBackend.profile_step`. Remembered models hold no values: techniques look at their structure."""
         key = (_key(workload, sizes), places.__name__)
         if key not in self._seen:
             self.runs += 1
             with Hollow():
-                profile, observation = self.device.observe(workload, sizes, places)
+                profile, step_profile = self.device.profile_step(workload, sizes, places)
             for group in profile.optimizer.param_groups if profile.optimizer is not None else ():
                 group["params"] = [parameter.detach().to("meta") for parameter in group["params"]]
-            self._seen[key] = (replace(profile, model=profile.model.to("meta")), observation)
+            self._seen[key] = (replace(profile, model=profile.model.to("meta")), step_profile)
         return self._seen[key]
 
 

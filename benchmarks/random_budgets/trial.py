@@ -54,7 +54,7 @@ def plan(pair: Pair) -> dict[str, Any]:
     _settle(pair.seed + pair.number)
     workload, sizes, device = pair.workload, dict(pair.sizes), CpuBackend()
     check_workload(workload, sizes)
-    plain = device.price(workload, sizes).peak_allocated_bytes
+    plain = device.step_cost(workload, sizes).peak_allocated_bytes
     low = min(plain, _recipe_peak(pair))
     budget = pair.budget(low, plain)
     request = PlanRequest(
@@ -99,7 +99,7 @@ def _recipe_peak(pair: Pair) -> int:
 
 def _peak(pair: Pair, *choices: Choice) -> int:
     workload = with_choices(pair.workload, choices)
-    return CpuBackend().price(workload, dict(pair.sizes)).peak_allocated_bytes
+    return CpuBackend().step_cost(workload, dict(pair.sizes)).peak_allocated_bytes
 
 
 def measure(pair: Pair, plan_file: Path | None) -> dict[str, Any]:

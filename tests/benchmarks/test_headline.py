@@ -54,7 +54,8 @@ def test_batches_grow_from_the_largest_that_runs_plain(monkeypatch: pytest.Monke
     row = by_size(case, say)
     limit = parse_bytes(case.budget)
     fits = [
-        headline.device().price(TOY, {"batch_size": size}, limit).fits for size in (row.plain, row.plain + 1)
+        headline.device().step_cost(TOY, {"batch_size": size}, limit).fits
+        for size in (row.plain, row.plain + 1)
     ]
     assert fits == [True, False]
     assert (row.planned, row.techniques) == (9000, tuple(choice.words for choice in found.choices))
@@ -81,7 +82,7 @@ def test_models_grow_by_layers_with_the_techniques_of_their_plan(
     assert row.planned > row.plain > 2
     limit = parse_bytes("700MiB")
     fits = [
-        headline.device().price(headline.deep("toy", layers), {"batch_size": 1}, limit).fits
+        headline.device().step_cost(headline.deep("toy", layers), {"batch_size": 1}, limit).fits
         for layers in (row.plain, row.plain + 1)
     ]
     assert fits == [True, False]

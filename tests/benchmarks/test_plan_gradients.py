@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.virtual.conftest import fit_interpreter
 
-from vramfit.planner.micro_batch_trial.batch_trial import MicroBatchVerdict, cutting_of
+from vramfit.planner.micro_batch_trial.batch_trial import MicroBatchVerdict, try_micro_batching
 from vramfit.planner.plans import PlanFigures, PlanTarget, plan_of
 from vramfit.planner.verification import GradientCheck, compare
 from vramfit.techniques import Choice, Numerics, Profile, Setting, find_technique
@@ -60,7 +60,7 @@ def _small(name: str) -> Workload:
 
 
 def _cutting(workload: Workload) -> MicroBatchVerdict:
-    return cutting_of(
+    return try_micro_batching(
         workload, Profile(model=workload.model(), optimizer=None, sizes=workload.sizes, trains=True)
     )
 

@@ -12,7 +12,7 @@ from tests.virtual.conftest import fit_interpreter
 from vramfit import Workload
 from vramfit.gpus import find_gpu
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.micro_batch_runs import price_with
+from vramfit.planner.micro_batch_runs import step_cost_with
 from vramfit.planner.plans import Plan
 from vramfit.report.plan import render_plan
 
@@ -55,7 +55,7 @@ def test_a_plan_keeps_its_word(name: str) -> None:
     assert plan.before.total_bytes > plan.aim.budget_bytes
     assert plan.numerics <= plan.aim.numerics
     device = VirtualBackend(find_gpu(plan.aim.device), alloc_conf="", host_bytes=plan.aim.host_budget_bytes)
-    price = price_with(device, workload, plan.choices, plan.aim.sizes, BUDGETS[name])
+    price = step_cost_with(device, workload, plan.choices, plan.aim.sizes, BUDGETS[name])
     assert price.fits
     assert price.peak_allocated_bytes == plan.after.peak_allocated_bytes
     assert price.total_bytes == plan.after.total_bytes

@@ -52,14 +52,16 @@ def test_what_does_not_fit_leaves_the_card_as_it_was() -> None:
     )
     card = CardBackend()
     assert find_gpu(card.name).total_bytes == pytest.approx(card.total_bytes, rel=0.1)
-    plain = card.price(workload, dict(workload.sizes))
+    plain = card.step_cost(workload, dict(workload.sizes))
     assert plain.fits
     assert plain.step_seconds > 0
-    small = card.price(workload, dict(workload.sizes), card.outside_bytes + plain.peak_allocated_bytes // 2)
+    small = card.step_cost(
+        workload, dict(workload.sizes), card.outside_bytes + plain.peak_allocated_bytes // 2
+    )
     assert not small.fits
     assert small.oom
     assert card.left_bytes == torch.cuda.memory_allocated() == 0
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
-    again = card.price(workload, dict(workload.sizes), plain.total_bytes)
+    again = card.step_cost(workload, dict(workload.sizes), plain.total_bytes)
     assert again.fits
     assert again.peak_allocated_bytes == plain.peak_allocated_bytes

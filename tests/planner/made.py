@@ -58,24 +58,24 @@ def _saves(ops: list[BlockOp]) -> tuple[Saved, ...]:
     return tuple(found)
 
 
-def observation(blocks: list[ModelBlock], *, base_mib: int = 100, head_mib: int = 20) -> StepProfile:
+def step_profile(blocks: list[ModelBlock], *, base_mib: int = 100, head_mib: int = 20) -> StepProfile:
     """A step in which the blocks run one after another, with a head between forward and backward pass."""
-    held, stretches = base_mib * MIB, []
+    held, intervals = base_mib * MIB, []
     for one in blocks:
         held += one.kept_bytes
-        stretches.append(StepInterval(one.index, False, held))
-    stretches.append(StepInterval(BETWEEN, False, held + head_mib * MIB))
+        intervals.append(StepInterval(one.index, False, held))
+    intervals.append(StepInterval(BETWEEN, False, held + head_mib * MIB))
     for one in reversed(blocks):
-        stretches.append(StepInterval(one.index, True, held + 5 * MIB))
+        intervals.append(StepInterval(one.index, True, held + 5 * MIB))
         held -= one.kept_bytes
-    stretches.append(StepInterval(BETWEEN, True, held))
+    intervals.append(StepInterval(BETWEEN, True, held))
     seconds = sum(one.forward_seconds + one.backward_seconds for one in blocks)
     return StepProfile(
-        blocks=tuple(blocks), stretches=tuple(stretches), seconds=seconds, flops=0, logits_bytes=0
+        blocks=tuple(blocks), intervals=tuple(intervals), seconds=seconds, flops=0, logits_bytes=0
     )
 
 
-def inside_observation(seed: int, *, blocks: int = 2, ops: int = 4) -> StepProfile:
+def step_profile_inside(seed: int, *, blocks: int = 2, ops: int = 4) -> StepProfile:
     """A step of random blocks whose operations read one another's results, looked at within their passes too."""
     draw = random.Random(seed)
     made = []
@@ -92,26 +92,26 @@ def inside_observation(seed: int, *, blocks: int = 2, ops: int = 4) -> StepProfi
             for number in range(ops)
         ]
         made.append(block(index, drawn, input_mib=draw.randint(0, 3)))
-    held, stretches = 100 * MIB, []
+    held, intervals = 100 * MIB, []
     for one in made:
         for number, operation in enumerate(one.ops):
             held += operation.own_bytes
-            stretches.append(
+            intervals.append(
                 StepInterval(one.index, False, held + draw.randint(0, 20) * MIB, one.index, number)
             )
-    stretches.append(StepInterval(BETWEEN, False, held + 10 * MIB))
+    intervals.append(StepInterval(BETWEEN, False, held + 10 * MIB))
     for one in reversed(made):
         for position in reversed(range(ops + 1)):
             peak = held + draw.randint(0, 20) * MIB
-            stretches.append(StepInterval(one.index, True, peak, one.index, position))
+            intervals.append(StepInterval(one.index, True, peak, one.index, position))
             held -= one.ops[position].own_bytes if position < ops else 0
     seconds = sum(one.forward_seconds + one.backward_seconds for one in made)
     return StepProfile(
-        blocks=tuple(made), stretches=tuple(stretches), seconds=seconds, flops=0, logits_bytes=0
+        blocks=tuple(made), intervals=tuple(intervals), seconds=seconds, flops=0, logits_bytes=0
     )
 
 
-def random_observation(seed: int, *, blocks: int = 3, ops: int = 3) -> StepProfile:
+def random_step_profile(seed: int, *, blocks: int = 3, ops: int = 3) -> StepProfile:
     """A step of random blocks."""
     draw = random.Random(seed)
     made = [
@@ -124,4 +124,4 @@ def random_observation(seed: int, *, blocks: int = 3, ops: int = 3) -> StepProfi
         )
         for index in range(blocks)
     ]
-    return observation(made)
+    return step_profile(made)

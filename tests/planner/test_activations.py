@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.planner.made import MIB, block, inside_observation, observation, op, random_observation
+from tests.planner.made import MIB, block, op, random_step_profile, step_profile, step_profile_inside
 from torch import nn
 
 from vramfit.planner.activation_ilp.choices import finer_places
@@ -17,15 +17,15 @@ from vramfit.planner.activation_ilp.decisions import (
     Decision,
     DecisionKind,
     IlpOptions,
-    candidates,
     choosable,
     computed,
+    interval_peaks,
     kept_bytes,
     least_saved,
     predicted_peak,
     recompute_flops,
     recompute_seconds,
-    stretch_peaks,
+    savable_ops,
 )
 from vramfit.planner.activation_ilp.solver import greedy, lowest_peak, solve
 from vramfit.planner.step_profiler import BETWEEN, StepInterval, StepProfile
@@ -34,7 +34,7 @@ from vramfit.techniques import ModelBlock
 
 def _all_decisions(one: ModelBlock) -> Iterator[Decision | None]:
     yield None
-    numbers = list(candidates(one))
+    numbers = list(savable_ops(one))
     for count in range(len(numbers) + 1):
         for saved in itertools.combinations(numbers, count):
             if least_saved(one) & computed(one, frozenset(saved)):
@@ -61,17 +61,17 @@ def _best(observed: StepProfile, budget: int) -> float | None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_it_is_as_cheap_as_the_best_of_all_choices(seed: int) -> None:
-    assert_as_cheap_as_the_best(random_observation(seed))
+    assert_as_cheap_as_the_best(random_step_profile(seed))
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_so_it_is_where_results_are_read_within_blocks(seed: int) -> None:
-    assert_as_cheap_as_the_best(inside_observation(seed))
+    assert_as_cheap_as_the_best(step_profile_inside(seed))
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_lowest_peak_within_blocks_is_that_of_the_best_of_all_choices(seed: int) -> None:
-    observed = inside_observation(seed)
+    observed = step_profile_inside(seed)
     best = min(
         predicted_peak(
             observed,
@@ -107,7 +107,7 @@ def assert_as_cheap_as_the_best(observed: StepProfile) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_greedy_way_stays_within_the_budget_and_is_never_cheaper(seed: int) -> None:
-    observed = random_observation(seed, blocks=5, ops=4)
+    observed = random_step_profile(seed, blocks=5, ops=4)
     plain, lowest = predicted_peak(observed, {}), lowest_peak(observed, IlpOptions())
     budget = (plain + lowest) // 2
     exact, quick = solve(observed, budget, IlpOptions(gap=0.0)), greedy(observed, budget, IlpOptions())
@@ -119,7 +119,7 @@ def test_the_greedy_way_stays_within_the_budget_and_is_never_cheaper(seed: int) 
 
 
 def test_nothing_is_done_where_it_fits() -> None:
-    observed = random_observation(1)
+    observed = random_step_profile(1)
     found = solve(observed, predicted_peak(observed, {}), IlpOptions())
     assert found is not None
     assert found.decisions == {}
@@ -127,7 +127,7 @@ def test_nothing_is_done_where_it_fits() -> None:
 
 
 def test_a_budget_below_the_lowest_peak_has_no_solution() -> None:
-    observed = random_observation(2)
+    observed = random_step_profile(2)
     lowest = lowest_peak(observed, IlpOptions())
     assert solve(observed, lowest - MIB, IlpOptions()) is None
     assert greedy(observed, lowest - MIB, IlpOptions()) is None
@@ -137,60 +137,60 @@ def test_a_budget_below_the_lowest_peak_has_no_solution() -> None:
 def _eight(host_gib: float) -> tuple[StepProfile, IlpOptions]:
     """Blocks that keep 2 GiB each, half of it for their input where they are computed again."""
     blocks = [block(index, [op(2048, 50.0)], input_mib=1024) for index in range(8)]
-    terms = IlpOptions(
+    options = IlpOptions(
         offload=True,
         host_bytes=round(host_gib * 1024 * MIB),
         link_bytes_per_second=25e9,
         window=256 * MIB,
     )
-    return observation(blocks, base_mib=0, head_mib=0), terms
+    return step_profile(blocks, base_mib=0, head_mib=0), options
 
 
 @pytest.mark.parametrize(("host", "gib"), [(0, 9.0), (8, 5.25), (9, 5.25), (16, 2.25)])
 def test_the_lowest_peak_mixes_what_is_offloaded_with_what_is_recomputed(host: int, gib: float) -> None:
-    observed, terms = _eight(host)
-    lowest = lowest_peak(observed, terms)
-    found = solve(observed, lowest, terms)
+    observed, options = _eight(host)
+    lowest = lowest_peak(observed, options)
+    found = solve(observed, lowest, options)
     assert found is not None
     assert found.peak_bytes == lowest
-    assert found.host_bytes <= terms.host_bytes
+    assert found.host_bytes <= options.host_bytes
     assert lowest / (1024 * MIB) == pytest.approx(gib, abs=0.01)
-    assert solve(observed, lowest - 2 * MIB, terms) is None
+    assert solve(observed, lowest - 2 * MIB, options) is None
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_lowest_peak_is_that_of_the_best_of_all_choices(seed: int) -> None:
-    observed = random_observation(seed, blocks=4)
+    observed = random_step_profile(seed, blocks=4)
     kept = sum(one.kept_bytes for one in observed.blocks)
     for share in (0.0, 0.3, 0.7, 1.0):
-        terms = IlpOptions(
+        options = IlpOptions(
             offload=True, host_bytes=round(share * kept), link_bytes_per_second=1e9, window=MIB, gap=0.0
         )
         best = min(
-            _peak(observed, fates, terms)
+            _peak(observed, fates, options)
             for fates in itertools.product(
                 (None, DecisionKind.RECOMPUTE, DecisionKind.OFFLOAD), repeat=len(observed.blocks)
             )
         )
-        assert lowest_peak(observed, terms) == best
+        assert lowest_peak(observed, options) == best
 
 
-def _peak(observed: StepProfile, fates: tuple[DecisionKind | None, ...], terms: IlpOptions) -> float:
+def _peak(observed: StepProfile, fates: tuple[DecisionKind | None, ...], options: IlpOptions) -> float:
     chosen = {
-        one.path: Decision(fate) for one, fate in zip(observed.blocks, fates, strict=True) if fate is not None
+        one.path: Decision(kind) for one, kind in zip(observed.blocks, fates, strict=True) if kind is not None
     }
     away = sum(
         one.kept_bytes
-        for one, fate in zip(observed.blocks, fates, strict=True)
-        if fate is DecisionKind.OFFLOAD
+        for one, kind in zip(observed.blocks, fates, strict=True)
+        if kind is DecisionKind.OFFLOAD
     )
-    if away > terms.host_bytes:
+    if away > options.host_bytes:
         return float("inf")
-    return predicted_peak(observed, chosen) + (terms.window if away else 0)
+    return predicted_peak(observed, chosen) + (options.window if away else 0)
 
 
 def test_cheap_results_are_computed_again_and_dear_ones_saved() -> None:
-    observed = observation(
+    observed = step_profile(
         [block(0, [op(10, 50.0, flops=7), op(10, 0.1)]), block(1, [op(10, 50.0, flops=7), op(10, 0.1)])]
     )
     found = solve(observed, predicted_peak(observed, {}) - 10 * MIB, IlpOptions())
@@ -201,7 +201,7 @@ def test_cheap_results_are_computed_again_and_dear_ones_saved() -> None:
 
 def test_results_that_change_in_place_are_saved_with_their_change() -> None:
     one = block(0, [op(10, 5.0, mutated=True), op(10, 5.0)])
-    assert set(candidates(one)) == {0, 1}
+    assert set(savable_ops(one)) == {0, 1}
 
 
 def test_what_nothing_needs_is_not_computed_again() -> None:
@@ -209,12 +209,12 @@ def test_what_nothing_needs_is_not_computed_again() -> None:
     one = block(0, [product, total, replace(op(10, 0.2), reads=(1,))])
     assert recompute_flops(one) == 7
     assert recompute_flops(one, frozenset({1})) == 0
-    assert set(candidates(one)) == {0, 1, 2}
+    assert set(savable_ops(one)) == {0, 1, 2}
 
 
 def test_what_cannot_run_again_is_saved_where_something_needs_it() -> None:
     one = block(0, [replace(op(10, 5.0, kept=False), fixed=True), replace(op(10, 5.0), reads=(0,))])
-    observed = observation([one])
+    observed = step_profile([one])
     found = solve(observed, lowest_peak(observed, IlpOptions()), IlpOptions())
     assert found is not None
     assert not any(0 not in decision.saved for decision in found.decisions.values())
@@ -228,13 +228,13 @@ def test_nothing_after_the_last_needed_result_is_computed_again() -> None:
 
 
 def test_what_goes_to_the_host_is_limited_and_costs_what_it_cannot_hide() -> None:
-    observed = observation([block(i, [op(50, 1.0)]) for i in range(4)])
+    observed = step_profile([block(i, [op(50, 1.0)]) for i in range(4)])
     budget = predicted_peak(observed, {}) - 60 * MIB
     link = 10e9
-    terms = IlpOptions(recompute=False, offload=True, host_bytes=1 << 40, link_bytes_per_second=link)
-    found = solve(observed, budget, terms)
+    options = IlpOptions(recompute=False, offload=True, host_bytes=1 << 40, link_bytes_per_second=link)
+    found = solve(observed, budget, options)
     assert found is not None
-    assert {decision.fate for decision in found.decisions.values()} == {DecisionKind.OFFLOAD}
+    assert {decision.kind for decision in found.decisions.values()} == {DecisionKind.OFFLOAD}
     assert found.host_bytes == 100 * MIB
     assert kept_bytes(observed.blocks[0], Decision(DecisionKind.OFFLOAD)) == 0
     assert (
@@ -249,16 +249,16 @@ def test_what_goes_to_the_host_is_limited_and_costs_what_it_cannot_hide() -> Non
 
 def test_the_solver_writes_nothing_to_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
     for seed in range(20):
-        observed = random_observation(seed, blocks=8, ops=6)
+        observed = random_step_profile(seed, blocks=8, ops=6)
         budget = (predicted_peak(observed, {}) + lowest_peak(observed, IlpOptions())) // 2
         solve(observed, budget, IlpOptions())
     assert capfd.readouterr().out == ""
 
 
 def test_micro_batches_choose_for_each_turn_and_pay_for_each() -> None:
-    once = observation([block(0, [op(10, 5.0)]), block(1, [op(10, 5.0)])])
+    once = step_profile([block(0, [op(10, 5.0)]), block(1, [op(10, 5.0)])])
     blocks = tuple(replace(one, calls=2) for one in once.blocks)
-    twice = replace(once, blocks=blocks, stretches=once.stretches * 2)
+    twice = replace(once, blocks=blocks, intervals=once.intervals * 2)
     budget = predicted_peak(once, {}) - 9 * MIB
     first, second = solve(once, budget, IlpOptions()), solve(twice, budget, IlpOptions())
     assert first is not None
@@ -268,24 +268,24 @@ def test_micro_batches_choose_for_each_turn_and_pay_for_each() -> None:
 
 
 def test_a_block_that_layers_share_is_left_alone() -> None:
-    once = observation([block(0, [op(10, 5.0)]), block(1, [op(10, 5.0)])])
-    forward, rest = once.stretches[:2], once.stretches[2:]
+    once = step_profile([block(0, [op(10, 5.0)]), block(1, [op(10, 5.0)])])
+    forward, rest = once.intervals[:2], once.intervals[2:]
     shared = replace(
         once,
         blocks=(replace(once.blocks[0], calls=2), once.blocks[1]),
-        stretches=(*forward, *forward[:1], *rest),
+        intervals=(*forward, *forward[:1], *rest),
     )
     assert not choosable(shared, shared.blocks[0])
     assert choosable(shared, shared.blocks[1])
 
 
 def test_each_call_of_a_block_that_layers_share_frees_what_it_keeps() -> None:
-    once = observation([block(0, [op(10, 5.0)]), block(1, [op(10, 5.0)])])
-    first, second = once.stretches[:2]
+    once = step_profile([block(0, [op(10, 5.0)]), block(1, [op(10, 5.0)])])
+    first, second = once.intervals[:2]
     shared = replace(
         once,
         blocks=(replace(once.blocks[0], calls=2), once.blocks[1]),
-        stretches=(
+        intervals=(
             first,
             second,
             replace(first, peak_bytes=140 * MIB),
@@ -300,7 +300,7 @@ def test_each_call_of_a_block_that_layers_share_frees_what_it_keeps() -> None:
     assert all(choosable(shared, one) for one in shared.blocks)
     recomputed = {"layers.0": Decision(DecisionKind.RECOMPUTE)}
     # Its input of 1 MiB stays in place of 10 MiB, once or twice.
-    plain, less = stretch_peaks(shared, {}) / MIB, stretch_peaks(shared, recomputed) / MIB
+    plain, less = interval_peaks(shared, {}) / MIB, interval_peaks(shared, recomputed) / MIB
     assert (plain - less).tolist() == [0, 9, 9, 18, 9, 9, 9, 9, 0]
     found = solve(shared, 132 * MIB, IlpOptions(select=False))
     assert found is not None
@@ -309,13 +309,13 @@ def test_each_call_of_a_block_that_layers_share_frees_what_it_keeps() -> None:
 
 
 def test_a_block_that_cannot_hide_its_copy_pays_for_what_the_window_does_not_hold() -> None:
-    observed = observation([block(i, [op(50, 0.5), op(50, 0.5)]) for i in range(4)])
+    observed = step_profile([block(i, [op(50, 0.5), op(50, 0.5)]) for i in range(4)])
     budget = predicted_peak(observed, {}) - 10 * MIB
     link, window = 5e9, 10 * MIB
-    terms = IlpOptions(
+    options = IlpOptions(
         recompute=False, offload=True, host_bytes=1 << 40, link_bytes_per_second=link, window=window
     )
-    found = solve(observed, budget, terms)
+    found = solve(observed, budget, options)
     assert found is not None
     assert len(found.decisions) == 1
     # The first result crosses while the second is computed, and comes back when both are needed; the second stays.

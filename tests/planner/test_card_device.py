@@ -47,7 +47,7 @@ def wide() -> Workload:
 
 
 def virtual(workload: Workload, budget: int | None = None):
-    return VirtualBackend(CARD, alloc_conf="").price(workload, dict(workload.sizes), budget)
+    return VirtualBackend(CARD, alloc_conf="").step_cost(workload, dict(workload.sizes), budget)
 
 
 @pytest.mark.parametrize("name", ["mlp", "language-tied", "batch-norm"])
@@ -57,8 +57,8 @@ def test_peaks_are_those_that_were_predicted(name: str) -> None:
     predicted = virtual(workload)
     with VirtualGPU(CARD, alloc_conf="", context_bytes=CONTEXT):
         card = CardBackend()
-        measured = card.price(workload, dict(workload.sizes))
-        again = card.price(workload, dict(workload.sizes))
+        measured = card.step_cost(workload, dict(workload.sizes))
+        again = card.step_cost(workload, dict(workload.sizes))
     assert measured.fits
     assert measured.step_seconds > 0
     for found in (measured, again):
@@ -71,8 +71,8 @@ def test_peaks_are_those_that_were_predicted(name: str) -> None:
 def test_a_plan_takes_on_the_card_what_it_says_and_undoes_what_it_changed(card: CardBackend) -> None:
     workload = wide()
     plan = _plan(activation_checkpointing={"modules": [str(number) for number in range(4)]}, tf32={})
-    plain = card.price(workload, dict(workload.sizes))
-    planned = card.price(plan.apply(workload), dict(workload.sizes))
+    plain = card.step_cost(workload, dict(workload.sizes))
+    planned = card.step_cost(plan.apply(workload), dict(workload.sizes))
     assert planned.peak_allocated_bytes < plain.peak_allocated_bytes - 32 * MIB
     assert not torch.backends.cuda.matmul.allow_tf32
     assert torch.cuda.memory_allocated() == torch.cuda.memory_reserved() == 0
@@ -84,7 +84,7 @@ def test_pinned_memory_is_counted_and_given_back() -> None:
     predicted = virtual(workload)
     with VirtualGPU(CARD, alloc_conf="", context_bytes=CONTEXT):
         card = CardBackend()
-        measured = card.price(workload, dict(workload.sizes))
+        measured = card.step_cost(workload, dict(workload.sizes))
         after = torch.cuda.host_memory_stats()["allocated_bytes.current"]
     assert predicted.host_bytes > 64 * MIB
     assert measured.host_bytes == predicted.host_bytes
@@ -97,7 +97,7 @@ def test_states_and_masters_on_the_host_are_counted_beside_pinned_memory() -> No
     workload = _plan(low_precision_training={}, optimizer_offload={}).apply(wide())
     predicted = virtual(workload)
     with VirtualGPU(CARD, alloc_conf="", context_bytes=CONTEXT):
-        measured = CardBackend().price(workload, dict(workload.sizes))
+        measured = CardBackend().step_cost(workload, dict(workload.sizes))
     moved = [p for p in wide().model().parameters() if p.numel() >= OptimizerOffloadSetting().minimal_size]
     # Pinned in blocks of powers of two: the parameter and the gradient in bfloat16. Beside them the master and the two
     # averages in float32, and a counter.
@@ -108,7 +108,7 @@ def test_states_and_masters_on_the_host_are_counted_beside_pinned_memory() -> No
 
 def test_what_does_not_fit_leaves_nothing_behind(card: CardBackend) -> None:
     workload = wide()
-    plain = card.price(workload, dict(workload.sizes))
+    plain = card.step_cost(workload, dict(workload.sizes))
     need = plain.total_bytes
     for budget in (
         CONTEXT + plain.peak_allocated_bytes - 2 * MIB,
@@ -116,7 +116,7 @@ def test_what_does_not_fit_leaves_nothing_behind(card: CardBackend) -> None:
         CONTEXT + 2 * MIB,
         CONTEXT - MIB,
     ):
-        price = card.price(workload, dict(workload.sizes), budget)
+        price = card.step_cost(workload, dict(workload.sizes), budget)
         assert not price.fits
         assert price.oom
         assert price.step_seconds == 0.0
@@ -124,7 +124,7 @@ def test_what_does_not_fit_leaves_nothing_behind(card: CardBackend) -> None:
         assert torch.cuda.memory_allocated() == torch.cuda.memory_reserved() == 0
         assert torch.cuda.get_per_process_memory_fraction() == 1.0
     assert card.left_bytes == 0
-    within = card.price(workload, dict(workload.sizes), need)
+    within = card.step_cost(workload, dict(workload.sizes), need)
     assert within.fits
     assert within.total_bytes == need
     assert torch.cuda.memory_allocated() == torch.cuda.memory_reserved() == 0
@@ -155,7 +155,7 @@ def test_the_card_is_clear_when_its_backward_thread_is_done(card: CardBackend) -
     backward = threading.Thread(target=SlowBackward.apply(x).backward, args=(torch.empty(0, device="cuda"),))
     backward.start()
     assert SlowBackward.began.wait(10)
-    price = card.price(workload, dict(workload.sizes), CONTEXT - MIB)  # clears the card, and runs nothing
+    price = card.step_cost(workload, dict(workload.sizes), CONTEXT - MIB)  # clears the card, and runs nothing
     assert SlowBackward.ended.is_set()
     backward.join()
     assert price.oom
@@ -168,7 +168,7 @@ def test_a_budget_binds_as_a_card_of_that_size_does() -> None:
     predicted = [virtual(workload, budget) for budget in budgets]
     with VirtualGPU(CARD, alloc_conf="", context_bytes=CONTEXT):
         card = CardBackend()
-        measured = [card.price(workload, dict(workload.sizes), budget) for budget in budgets]
+        measured = [card.step_cost(workload, dict(workload.sizes), budget) for budget in budgets]
     assert {price.fits for price in predicted} == {True, False}
     for ours, theirs in zip(measured, predicted, strict=True):
         assert ours.fits == theirs.fits
@@ -177,8 +177,8 @@ def test_a_budget_binds_as_a_card_of_that_size_does() -> None:
 
 def test_a_plan_that_sets_the_allocator_stays_within_the_budget(card: CardBackend) -> None:
     workload = _plan(allocator_settings={"conf": "max_split_size_mb:128"}).apply(wide())
-    room = CONTEXT + card.price(workload, dict(workload.sizes)).peak_allocated_bytes
-    assert not card.price(workload, dict(workload.sizes), room - 2 * MIB).fits
+    room = CONTEXT + card.step_cost(workload, dict(workload.sizes)).peak_allocated_bytes
+    assert not card.step_cost(workload, dict(workload.sizes), room - 2 * MIB).fits
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
 
 
@@ -186,7 +186,7 @@ def test_libraries_that_grow_during_the_run_count(card: CardBackend) -> None:
     from vramfit.virtual.torch_cuda.base import installed_machine
 
     device = installed_machine().devices[0]
-    plain = card.price(wide(), dict(wide().sizes))
+    plain = card.step_cost(wide(), dict(wide().sizes))
     growth = plain.peak_reserved_bytes - plain.peak_allocated_bytes + 2 * MIB
     grown: list[int] = []
 
@@ -198,19 +198,19 @@ def test_libraries_that_grow_during_the_run_count(card: CardBackend) -> None:
         return model(batch).square().mean()
 
     workload = replace(wide(), loss=loss)
-    price = card.price(workload, dict(workload.sizes), plain.total_bytes)
+    price = card.step_cost(workload, dict(workload.sizes), plain.total_bytes)
     assert not price.fits
     assert price.oom
     assert card.outside_bytes == CONTEXT + growth
-    assert card.price(workload, dict(workload.sizes), plain.total_bytes + growth).fits
+    assert card.step_cost(workload, dict(workload.sizes), plain.total_bytes + growth).fits
 
 
 def test_a_failure_of_the_workload_is_its_own_and_clears_the_card(card: CardBackend) -> None:
     workload = replace(wide(), loss=lambda model, batch: model(batch))
     with pytest.raises(UsageError, match="the loss is no scalar"):
-        card.price(workload, dict(workload.sizes), 1 << 33)
+        card.step_cost(workload, dict(workload.sizes), 1 << 33)
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
-    card.price(wide(), {"batch_size": 8})
+    card.step_cost(wide(), {"batch_size": 8})
     assert torch.cuda.memory_allocated() == 0
 
 
@@ -221,7 +221,7 @@ def test_tensors_that_outlive_their_run_are_told(card: CardBackend) -> None:
         kept[:] = [torch.ones(MIB, device=batch.device)]
         return model(batch).square().mean()
 
-    card.price(replace(wide(), loss=loss), {"batch_size": 8})
+    card.step_cost(replace(wide(), loss=loss), {"batch_size": 8})
     assert card.left_bytes == 4 * MIB
 
 
@@ -239,14 +239,14 @@ def test_a_batch_that_moves_itself_is_made_anew_for_each_step(card: CardBackend)
         batch=lambda batch_size: Moving(torch.ones(batch_size, 256)),
         loss=lambda model, batch: model(batch.values).square().mean(),
     )
-    assert card.price(workload, {"batch_size": 8}).fits
+    assert card.step_cost(workload, {"batch_size": 8}).fits
     assert card.left_bytes == 0
 
 
 def test_a_step_is_looked_at_on_the_card(card: CardBackend) -> None:
     workload = all_toys()["language-tied"]
-    profile, observation = card.observe(workload, dict(workload.sizes), places)
-    assert [block.path for block in observation.blocks] == ["layers.0", "layers.1", "layers.2"]
+    profile, step_profile = card.profile_step(workload, dict(workload.sizes), places)
+    assert [block.path for block in step_profile.blocks] == ["layers.0", "layers.1", "layers.2"]
     assert profile.outside_bytes == CONTEXT
     assert profile.peak_allocated_bytes > profile.setup_bytes > 0
     assert sum(block.kept_bytes for block in profile.blocks) > 0

@@ -46,7 +46,8 @@ def test_the_card_is_taken_on_which_a_step_costs_least() -> None:
     )
     _, plan = cheapest_plan(_device, request, _silent, cards=cards)
     costs = {
-        card.name: hourly(card) * _device(card).price(asked, dict(asked.sizes)).step_seconds for card in cards
+        card.name: hourly(card) * _device(card).step_cost(asked, dict(asked.sizes)).step_seconds
+        for card in cards
     }
     assert plan.aim.device == min(costs, key=lambda name: costs[name])
     assert plan.aim.objective == "price"
@@ -90,7 +91,8 @@ class Searched:
 
 def _plain_costs(asked: Workload, names: Iterable[str]) -> dict[str, float]:
     return {
-        name: hourly(find_gpu(name)) * _device(find_gpu(name)).price(asked, dict(asked.sizes)).step_seconds
+        name: hourly(find_gpu(name))
+        * _device(find_gpu(name)).step_cost(asked, dict(asked.sizes)).step_seconds
         for name in names
     }
 
@@ -158,7 +160,7 @@ def test_the_cheapest_card_is_not_given(given: dict[str, str]) -> None:
 def test_nothing_is_offloaded_where_the_host_has_the_same_memory() -> None:
     asked = workload(1024, 64)
     device = _device(find_gpu("Jetson Orin Nano"))
-    least = device.price(asked, dict(asked.sizes)).total_bytes
+    least = device.step_cost(asked, dict(asked.sizes)).total_bytes
     # States of Adam could wait on the host: on another card of this budget they do.
     request = PlanRequest(
         workload=asked,

@@ -16,7 +16,7 @@ from vramfit.planner import candidates, gradient_check
 from vramfit.planner.candidates import key_of
 from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.gradient_check import hold
+from vramfit.planner.gradient_check import check_promises
 from vramfit.planner.largest_size import search_for
 from vramfit.planner.micro_batch_trial import stand_in
 from vramfit.planner.micro_batch_trial.batch_trial import MicroBatchVerdict
@@ -53,18 +53,18 @@ LAYERS: dict[str, object] = {"modules": ["layers.0", "layers.1"]}
 
 def test_a_plan_that_keeps_its_word_says_what_was_compared() -> None:
     workload = all_toys()["language-tied"]
-    equal = hold(workload, _plan(workload, activation_checkpointing=LAYERS))
+    equal = check_promises(workload, _plan(workload, activation_checkpointing=LAYERS))
     count = len(list(workload.model().parameters()))
     assert equal.fault is None
     assert equal.note == (
         f"compared with the model itself: the gradients of all {count} parameters are those of the plain program, "
         "bit for bit."
     )
-    compiled = hold(workload, _plan(workload, activation_checkpointing=LAYERS, compile={}))
+    compiled = check_promises(workload, _plan(workload, activation_checkpointing=LAYERS, compile={}))
     not_compared = "compile was not compared: it compiles for the CPU; vramfit verify compares it."
     assert compiled.note == f"{equal.note} {not_compared}"
-    assert hold(workload, _plan(workload, compile={})).note == not_compared
-    rounded = hold(workload, _plan(workload, activation_checkpointing=LAYERS, chunked_loss={}))
+    assert check_promises(workload, _plan(workload, compile={})).note == not_compared
+    rounded = check_promises(workload, _plan(workload, activation_checkpointing=LAYERS, chunked_loss={}))
     assert rounded.fault is None
     assert "of their norm, 0.0001 promised." in rounded.note
 
@@ -73,7 +73,7 @@ def test_a_plan_that_keeps_its_word_says_what_was_compared() -> None:
 def test_what_does_not_keep_its_word_is_found(beside: dict[str, dict[str, object]]) -> None:
     workload = all_toys()["language-tied"]
     wrong = {"count": 2, "reduction": "sum"}  # of a mean: gradients are twice as large
-    found = hold(workload, _plan(workload, **beside, micro_batching=wrong))
+    found = check_promises(workload, _plan(workload, **beside, micro_batching=wrong))
     assert found.fault is not None
     assert found.fault.name == "micro-batching"
     assert "micro-batching is left out: compared with the model itself, the gradient of " in found.note
@@ -89,7 +89,7 @@ def test_each_technique_is_held_to_its_own_promise(monkeypatch: pytest.MonkeyPat
     assert bitwise.numerics is Numerics.BITWISE
     monkeypatch.setattr(type(technique), "promise", lambda _self, _setting: bitwise)
     workload = all_toys()["language-tied"]
-    found = hold(workload, _plan(workload, chunked_loss={}, mixed_precision={"dtype": "bfloat16"}))
+    found = check_promises(workload, _plan(workload, chunked_loss={}, mixed_precision={"dtype": "bfloat16"}))
     assert found.fault is not None
     assert found.fault.name == "chunked-loss"
 
@@ -109,11 +109,13 @@ def test_a_model_that_is_too_large_is_compared_by_a_stand_in(monkeypatch: pytest
         attach(self, live, setting)  # type: ignore[arg-type]
 
     monkeypatch.setattr(type(find_technique("activation-checkpointing")), "attach", watched)
-    found = hold(workload, _plan(workload, activation_checkpointing={"modules": ["layers.7", "layers.10"]}))
+    found = check_promises(
+        workload, _plan(workload, activation_checkpointing={"modules": ["layers.7", "layers.10"]})
+    )
     assert "with a stand-in of the same code with 2 of 12 layers: the gradients of all" in found.note
     assert seen == [["layers.1", "layers.0"]]
     monkeypatch.setattr(gradient_check, "_MOST", 0)
-    found = hold(workload, _plan(workload, activation_checkpointing={"modules": ["layers.7"]}))
+    found = check_promises(workload, _plan(workload, activation_checkpointing={"modules": ["layers.7"]}))
     assert found.fault is None
     assert (
         "were not compared with the plain program's, since the model is too large for it here" in found.note
@@ -125,14 +127,14 @@ def test_a_plain_program_that_is_no_measure_says_nothing_of_a_plan() -> None:
     assert toy.loss is not None
     plain = toy.loss
     nan = replace(toy, loss=lambda model, batch: plain(model, batch) * float("nan"))
-    found = hold(nan, _plan(nan, chunked_loss={}))
+    found = check_promises(nan, _plan(nan, chunked_loss={}))
     assert (found.fault, "since the plain program's loss is nan" in found.note) == (None, True)
 
     def noisy(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return plain(model, batch) * (1 + 0.1 * torch.rand(batch.shape[0], 1).mean())
 
     drawn = replace(toy, loss=noisy)
-    found = hold(drawn, _plan(drawn, micro_batching={"count": 2, "reduction": "next-tokens"}))
+    found = check_promises(drawn, _plan(drawn, micro_batching={"count": 2, "reduction": "next-tokens"}))
     assert found.fault is None
     assert "draws random numbers in training" in found.note
 
@@ -142,30 +144,30 @@ class Counting(VirtualBackend):
 
     runs = 0
 
-    def observe(self, *given: Any) -> Any:
+    def profile_step(self, *given: Any) -> Any:
         self.runs += 1
-        return super().observe(*given)
+        return super().profile_step(*given)
 
-    def price(self, *given: Any) -> StepCost:
+    def step_cost(self, *given: Any) -> StepCost:
         self.runs += 1
-        return super().price(*given)
+        return super().step_cost(*given)
 
 
 def _runs_noted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What tells runs from each other, of all that follow."""
     ran: list[object] = []
-    watched, priced = candidates.Candidates._watched, candidates.price_with
+    profiled, costed = candidates.Candidates._profile_now, candidates.step_cost_with
 
     def watch(own: candidates.Candidates, choices: tuple[Choice, ...], fine: bool) -> Any:
         ran.append(key_of(choices, fine))
-        return watched(own, choices, fine)
+        return profiled(own, choices, fine)
 
-    def price(*given: Any, **other: Any) -> StepCost:
+    def step_cost(*given: Any, **other: Any) -> StepCost:
         ran.append((key_of(given[2]), given[4]))
-        return priced(*given, **other)
+        return costed(*given, **other)
 
-    monkeypatch.setattr(candidates.Candidates, "_watched", watch)
-    monkeypatch.setattr(candidates, "price_with", price)
+    monkeypatch.setattr(candidates.Candidates, "_profile_now", watch)
+    monkeypatch.setattr(candidates, "step_cost_with", step_cost)
     return ran
 
 
@@ -181,11 +183,11 @@ def test_a_technique_that_does_not_keep_its_word_is_no_part_of_the_plan(
     )
     monkeypatch.setattr(
         candidates,
-        "cutting_of",
+        "try_micro_batching",
         lambda *_args, **_kwargs: MicroBatchVerdict(MicroBatchingSetting(reduction=Reduction.SUM), "tried."),
     )
     device = Counting(find_gpu("RTX 4090"), alloc_conf="", host_bytes=1 << 30)
-    plain = device.price(workload, dict(workload.sizes))
+    plain = device.step_cost(workload, dict(workload.sizes))
     request = PlanRequest(
         workload=workload,
         sizes=workload.sizes,

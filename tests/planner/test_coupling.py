@@ -82,12 +82,12 @@ def test_what_cannot_be_tried_is_probed(coupled: bool, monkeypatch: pytest.Monke
         host_bytes=1 << 30,
         allowed=frozenset({"micro-batching"}),
     )
-    found = Candidates(device=_device(), request=named).cutting
+    found = Candidates(device=_device(), request=named).micro_batching
     if coupled:  # also where it is allowed by its name
         assert found.setting is None
         assert "with two dimensions of the batch. By shapes alone, since the model is too large" in found.note
     else:
         assert (found.setting is not None, found.known) == (True, False)
         assert "it is used since it was allowed by its name" in found.note
-    unnamed = batch_trial.cutting_of(asked, _profile(asked))
+    unnamed = batch_trial.try_micro_batching(asked, _profile(asked))
     assert (unnamed.setting, unnamed.known) == (None, False)

@@ -48,13 +48,13 @@ SIZES = {"batch_size": 4096}
 
 
 def test_stretches_hold_what_blocks_keep() -> None:
-    _, observation = CpuBackend().observe(chain(), SIZES, places)
-    assert [block.path for block in observation.blocks] == ["0", "1", "2"]
-    between = [stretch.peak_bytes for stretch in observation.stretches if stretch.block == -1]
+    _, step_profile = CpuBackend().profile_step(chain(), SIZES, places)
+    assert [block.path for block in step_profile.blocks] == ["0", "1", "2"]
+    between = [interval.peak_bytes for interval in step_profile.intervals if interval.block == -1]
     # Between blocks: the batch, and two activations of each block that is over: what it gave, and its ReLU's.
     assert [round((peak - between[0]) / MIB) for peak in between[1:3]] == [2, 4]
     first, second = (
-        max(s.peak_bytes for s in observation.stretches if s.block == block and not s.backward)
+        max(s.peak_bytes for s in step_profile.intervals if s.block == block and not s.backward)
         for block in (0, 1)
     )
     assert round((second - first) / MIB) == 2
@@ -62,22 +62,25 @@ def test_stretches_hold_what_blocks_keep() -> None:
 
 def test_the_seconds_of_a_run_are_those_that_were_observed() -> None:
     device = CpuBackend()
-    profile, observation = device.observe(chain(), SIZES, places)
-    price = device.price(chain(), SIZES)
-    assert price.step_seconds == pytest.approx(observation.seconds, rel=1e-9)
-    assert (price.step_flops, price.peak_allocated_bytes) == (observation.flops, profile.peak_allocated_bytes)
+    profile, step_profile = device.profile_step(chain(), SIZES, places)
+    price = device.step_cost(chain(), SIZES)
+    assert price.step_seconds == pytest.approx(step_profile.seconds, rel=1e-9)
+    assert (price.step_flops, price.peak_allocated_bytes) == (
+        step_profile.flops,
+        profile.peak_allocated_bytes,
+    )
     arithmetic, traffic = rates()
-    assert observation.flops / arithmetic <= price.step_seconds < 1e3 * MIB / traffic
+    assert step_profile.flops / arithmetic <= price.step_seconds < 1e3 * MIB / traffic
 
 
 def test_arithmetic_can_be_all_that_counts() -> None:
     device = CpuBackend(estimate=arithmetic_seconds_of)
-    _, observation = device.observe(chain(), SIZES, places)
-    products = [op for block in observation.blocks for op in block.ops if op.flops]
-    others = [op for block in observation.blocks for op in block.ops if op.bytes and not op.flops]
+    _, step_profile = device.profile_step(chain(), SIZES, places)
+    products = [op for block in step_profile.blocks for op in block.ops if op.flops]
+    others = [op for block in step_profile.blocks for op in block.ops if op.bytes and not op.flops]
     assert min(op.seconds for op in products) > max(op.seconds for op in others) > 0
-    assert device.price(chain(), SIZES).step_seconds == pytest.approx(observation.seconds, rel=1e-9)
-    assert observation.seconds == pytest.approx(observation.flops / rates()[0], rel=0.01)
+    assert device.step_cost(chain(), SIZES).step_seconds == pytest.approx(step_profile.seconds, rel=1e-9)
+    assert step_profile.seconds == pytest.approx(step_profile.flops / rates()[0], rel=0.01)
 
 
 def test_measuring_the_machine_is_no_part_of_a_run() -> None:
@@ -113,15 +116,17 @@ def test_recomputing_frees_nothing_that_others_hold(last: Callable[[], nn.Module
         loss=lambda model, batch: model(batch).sum(),
     )
     device = CpuBackend()
-    _, plain = device.observe(workload, SIZES, places)
+    _, plain = device.profile_step(workload, SIZES, places)
     kept = [(round(block.kept_bytes / MIB), round(block.shared_bytes / MIB)) for block in plain.blocks]
     assert kept == [(2, 1)] * 3 + [(2, 0 if last is nn.Identity else 1)]
     decisions = {block.path: Decision(DecisionKind.RECOMPUTE) for block in plain.blocks}
-    _, planned = device.observe(with_choices(workload, activation_choices(plain, decisions)), SIZES, places)
+    _, planned = device.profile_step(
+        with_choices(workload, activation_choices(plain, decisions)), SIZES, places
+    )
     # Of the random numbers: one for each block, and the present one while a block runs again.
     states = (len(decisions) + 1) * torch.get_rng_state().nbytes
     low = predicted_peak(plain, decisions)
-    assert low <= max(stretch.peak_bytes for stretch in planned.stretches) <= low + states
+    assert low <= max(interval.peak_bytes for interval in planned.intervals) <= low + states
 
 
 def test_bytes_are_those_of_a_program_that_nobody_watches() -> None:
@@ -141,7 +146,7 @@ def test_bytes_are_those_of_a_program_that_nobody_watches() -> None:
         sizes={"batch_size": 2},
         loss=lambda model, batch: model(batch),
     )
-    price = CpuBackend().price(workload, {"batch_size": 2})
+    price = CpuBackend().step_cost(workload, {"batch_size": 2})
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         state = workload.start("cpu")
         for _ in range(2):
@@ -172,13 +177,13 @@ def test_what_earlier_runs_left_in_cycles_is_not_missing() -> None:
         loss=lambda model, batch: model(batch).sum(),
     )
     device = CpuBackend()
-    alone = device.price(workload, {"batch_size": 4096})
+    alone = device.step_cost(workload, {"batch_size": 4096})
     gc.disable()  # but for where it is asked for
     try:
         # Torch reports that memory is freed if it was allocated under a profiler, be it an earlier one.
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
             Left()
-        after = device.price(workload, {"batch_size": 4096})
+        after = device.step_cost(workload, {"batch_size": 4096})
     finally:
         gc.enable()
     assert after.peak_allocated_bytes == alone.peak_allocated_bytes
@@ -190,5 +195,5 @@ def test_what_a_technique_switched_on_is_off_again_after_a_failure() -> None:
     tf32 = find_technique("tf32")
     workload = with_choices(toy, (Choice(technique=tf32, setting=tf32.setting_type()),))
     with pytest.raises(RuntimeError, match="invalid for input"):
-        CpuBackend().price(workload, dict(toy.sizes))
+        CpuBackend().step_cost(workload, dict(toy.sizes))
     assert torch.backends.cuda.matmul.fp32_precision == before != "tf32"

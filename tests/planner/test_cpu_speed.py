@@ -31,7 +31,7 @@ def test_a_trial_is_as_small_as_the_speed_asks_for(monkeypatch: pytest.MonkeyPat
 
     def length() -> int:
         ways = attempts.ways_to_try(
-            workload, sizes, flops=flops, seconds=seconds, model_bytes=1, room=1 << 30
+            workload, sizes, flops=flops, seconds=seconds, model_bytes=1, most_bytes=1 << 30
         )
         return next(ways).sizes["sequence_length"]
 

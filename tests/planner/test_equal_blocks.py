@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from tests.planner.made import MIB, block, observation, op
+from tests.planner.made import MIB, block, op, step_profile
 from tests.planner.test_activations import _best
 
 from vramfit.planner.activation_ilp.decisions import IlpOptions, predicted_peak, recompute_seconds
@@ -25,12 +25,12 @@ def layers(seed: int, *, count: int, ops: int, kinds: int = 1, growth: int = 0) 
     blocks = [
         replace(block(index, made[index % kinds], input_mib=2), like=index % kinds) for index in range(count)
     ]
-    once = observation(blocks)
+    once = step_profile(blocks)
     middle, grown = len(blocks), []
-    for number, stretch in enumerate(once.stretches):
+    for number, interval in enumerate(once.intervals):
         more = max(0, number - middle) * growth * MIB
-        grown.append(replace(stretch, peak_bytes=stretch.peak_bytes + more))
-    return replace(once, stretches=tuple(grown))
+        grown.append(replace(interval, peak_bytes=interval.peak_bytes + more))
+    return replace(once, intervals=tuple(grown))
 
 
 def _cost(observed: StepProfile, found: object) -> float:
@@ -60,13 +60,13 @@ def test_equal_blocks_are_as_cheap_as_the_best_of_all_choices(seed: int, growth:
 
 def test_many_equal_blocks_are_solved_to_the_end_within_a_second() -> None:
     observed = layers(4, count=48, ops=24, growth=3)
-    terms = IlpOptions(
+    options = IlpOptions(
         time_limit=1.0, offload=True, host_bytes=1 << 40, link_bytes_per_second=2e9, window=64 * MIB
     )
-    plain, lowest = predicted_peak(observed, {}), lowest_peak(observed, terms)
+    plain, lowest = predicted_peak(observed, {}), lowest_peak(observed, options)
     for share in (0.11, 0.4, 0.83):
         budget = round(lowest + share * (plain - lowest))
-        found = solve(observed, budget, terms)
+        found = solve(observed, budget, options)
         assert found is not None
         assert found.status == "optimal"
         assert found.gap is not None
@@ -76,8 +76,8 @@ def test_many_equal_blocks_are_solved_to_the_end_within_a_second() -> None:
 
 def test_blocks_that_do_not_wait_for_one_another_are_no_group() -> None:
     once = layers(1, count=2, ops=2)
-    first, second, head, last, before, rest = once.stretches
-    apart = replace(once, stretches=(first, head, before, second, head, last, rest))
+    first, second, head, last, before, rest = once.intervals
+    apart = replace(once, intervals=(first, head, before, second, head, last, rest))
     assert [len(group.blocks) for group in groups_of(once)] == [2]
     assert sorted(len(group.blocks) for group in groups_of(apart)) == [1, 1]
 
@@ -85,13 +85,13 @@ def test_blocks_that_do_not_wait_for_one_another_are_no_group() -> None:
 def test_equal_blocks_share_the_host() -> None:
     observed = layers(5, count=12, ops=3)
     kept = observed.blocks[0].kept_bytes
-    terms = IlpOptions(
+    options = IlpOptions(
         recompute=False, offload=True, host_bytes=5 * kept, link_bytes_per_second=1e9, window=MIB, gap=0.0
     )
     plain = predicted_peak(observed, {})
-    found = solve(observed, plain - 4 * kept, terms)
+    found = solve(observed, plain - 4 * kept, options)
     assert found is not None
     assert len(found.decisions) == 5
     assert found.host_bytes == 5 * kept
     assert found.peak_bytes <= plain - 4 * kept
-    assert solve(observed, plain - 5 * kept, terms) is None
+    assert solve(observed, plain - 5 * kept, options) is None

@@ -20,9 +20,9 @@ class Listing(VirtualBackend):
         super().__init__(GPU, alloc_conf="", host_bytes=1 << 34)
         self.ran: list[tuple[str, ...]] = []
 
-    def observe(self, workload: Workload, *given: Any) -> Any:
+    def profile_step(self, workload: Workload, *given: Any) -> Any:
         self.ran.append(tuple(choice.name for choice in getattr(workload, "choices", ())))
-        return super().observe(workload, *given)
+        return super().profile_step(workload, *given)
 
 
 @pytest.mark.parametrize(("budget", "tried"), [(800, True), (850, False), (900, False), (2000, False)])

@@ -16,7 +16,7 @@ from torch import nn
 from vramfit.gpus import find_gpu
 from vramfit.planner import tasks
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.failures import own_failure, told
+from vramfit.planner.failures import told, workload_failure
 from vramfit.workload import Workload
 
 CARD = find_gpu("RTX 4090")
@@ -179,7 +179,7 @@ def test_a_long_message_is_cut_and_the_line_is_the_users() -> None:
     try:
         fail()
     except RuntimeError as error:
-        found = own_failure(error, f"{__file__}:workload")
+        found = workload_failure(error, f"{__file__}:workload")
     assert found["message"].startswith(f"{__file__}:{fail.__code__.co_firstlineno + 1}: RuntimeError: xxx")
     assert found["message"].endswith("x…")
     assert len(found["message"]) < len(__file__) + 250

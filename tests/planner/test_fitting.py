@@ -31,7 +31,7 @@ class Formula:
         self.need = need
         self.asked: list[dict[str, int]] = []
 
-    def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
+    def step_cost(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
         assert workload is WORKLOAD
         self.asked.append(sizes)
         need = self.need(sizes["batch_size"], sizes["length"])
@@ -43,7 +43,7 @@ class Formula:
             step_seconds=sizes["batch_size"] / 100 if fits else 0.0,
         )
 
-    def observe(self, *given: object) -> None:
+    def profile_step(self, *given: object) -> None:
         raise AssertionError("nothing is observed here")
 
 
@@ -144,8 +144,8 @@ def test_a_value_at_which_the_workload_fails_does_not_fit_and_is_told() -> None:
 
 def test_what_techniques_take_of_the_host_is_held_to_its_budget() -> None:
     class Offloading(Formula):
-        def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
-            return replace(super().price(workload, sizes, budget), host_bytes=10 * sizes["batch_size"])
+        def step_cost(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
+            return replace(super().step_cost(workload, sizes, budget), host_bytes=10 * sizes["batch_size"])
 
     device = Offloading(lambda batch, _: batch)
     found = [

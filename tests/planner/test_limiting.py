@@ -16,9 +16,9 @@ from tests.techniques.toys import all_toys
 
 from vramfit.planner import gradient_check
 from vramfit.planner.candidates import Candidates
-from vramfit.planner.gradient_check import hold
+from vramfit.planner.gradient_check import check_promises
 from vramfit.planner.micro_batch_trial import batch_trial
-from vramfit.planner.micro_batch_trial.batch_trial import cutting_of
+from vramfit.planner.micro_batch_trial.batch_trial import try_micro_batching
 from vramfit.planner.request import PlanRequest
 from vramfit.planner.search_cache.cache import SearchCache
 from vramfit.planner.search_cache.evidence import Evidence
@@ -90,7 +90,7 @@ def test_half_of_what_a_search_has_left_is_the_limit() -> None:
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_trial_that_takes_too_long_is_none(by_name: bool) -> None:
     workload = replace(all_toys()["mlp"], loss=contrastive)
-    found = cutting_of(workload, _profile(workload), by_name=by_name, clock=SearchClock(now=Ticks()))
+    found = try_micro_batching(workload, _profile(workload), by_name=by_name, clock=SearchClock(now=Ticks()))
     assert (found.setting is not None, found.known, found.over) == (by_name, False, True)
     assert "was not tried, since the time was over; it is " in found.note
     assert ("it is left out unless it is allowed by its name" in found.note) is not by_name
@@ -99,11 +99,11 @@ def test_a_trial_that_takes_too_long_is_none(by_name: bool) -> None:
 def test_what_takes_too_long_is_tried_by_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_trial, "_LONGEST", 1000.0)
     workload = _tall()
-    found = cutting_of(workload, _profile(workload), clock=SearchClock(now=Ticks()))
+    found = try_micro_batching(workload, _profile(workload), clock=SearchClock(now=Ticks()))
     assert found.setting is not None and not found.over
     assert "was tried with a stand-in of the same code with 2 of 12 layers" in found.note
     monkeypatch.setattr(batch_trial, "_LONGEST", 1e6)
-    found = cutting_of(workload, _profile(workload), clock=SearchClock(now=Ticks()))
+    found = try_micro_batching(workload, _profile(workload), clock=SearchClock(now=Ticks()))
     assert "was tried with the model itself" in found.note
 
 
@@ -113,7 +113,7 @@ def test_encoders_that_were_not_tried_in_time_are_not_offered(monkeypatch: pytes
 
     workload = replace(all_toys()["mlp"], loss=contrastive)
     monkeypatch.setattr(batch_trial, "try_encoders", late)
-    found = cutting_of(workload, _profile(workload), by_name=True)
+    found = try_micro_batching(workload, _profile(workload), by_name=True)
     assert (found.setting, found.encoders, found.known, found.over) == (None, (), True, True)
     assert "in pieces was not tried, since the time was over" in found.note
 
@@ -124,36 +124,36 @@ def test_the_next_search_tries_what_this_one_had_no_time_for(
     workload = all_toys()["mlp"]
     request = PlanRequest(workload=workload, sizes=workload.sizes, budget_bytes=1 << 33, host_bytes=1 << 30)
 
-    def frames() -> Candidates:
-        memory = SearchCache(tmp_path / "search.jsonl", Evidence(JOB, tmp_path))
-        return Candidates(device=Timed(Second()), request=request, memory=memory)
+    def candidates() -> Candidates:
+        cache = SearchCache(tmp_path / "search.jsonl", Evidence(JOB, tmp_path))
+        return Candidates(device=Timed(Second()), request=request, cache=cache)
 
     with monkeypatch.context() as short:
         short.setattr(batch_trial, "_LONGEST", 0.0)
-        first = frames()
-        assert first.cutting.setting is None
+        first = candidates()
+        assert first.micro_batching.setting is None
         assert any("not tried, since the time was over" in note for note in first.notes(()))
-    second = frames()
-    assert second.cutting.setting is not None
-    assert "was tried with the model itself" in second.cutting.note
-    stopped = frames()
-    stopped.memory = None
+    second = candidates()
+    assert second.micro_batching.setting is not None
+    assert "was tried with the model itself" in second.micro_batching.note
+    stopped = candidates()
+    stopped.cache = None
     assert stopped.plain.profile
     stopped.clock.stopped = INTERRUPTED
     with pytest.raises(SearchStopped):
-        _ = stopped.cutting
+        _ = stopped.micro_batching
     assert any("not tried, since the time was over" in note for note in stopped.notes(()))
-    third = frames()
-    assert third.memory is not None
-    assert third.cutting.setting == second.cutting.setting
-    assert third.memory.used == 1
+    third = candidates()
+    assert third.cache is not None
+    assert third.micro_batching.setting == second.micro_batching.setting
+    assert third.cache.used == 1
 
 
 def test_a_comparison_that_takes_too_long_is_said_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = all_toys()["language-tied"]
     plan = _plan(workload, activation_checkpointing=LAYERS)
     monkeypatch.setattr(gradient_check, "_LONGEST", 0.0)
-    found = hold(workload, plan)
+    found = check_promises(workload, plan)
     assert found.fault is None
     assert "were not compared with the plain program's, since the time was over" in found.note
 
@@ -171,6 +171,6 @@ def test_an_interrupt_during_the_comparison_leaves_the_plan() -> None:
         return own(model, batch)
 
     workload = replace(toy, loss=loss)
-    found = hold(workload, _plan(workload, activation_checkpointing=LAYERS))
+    found = check_promises(workload, _plan(workload, activation_checkpointing=LAYERS))
     assert found.fault is None
     assert "were not compared with the plain program's, since that was interrupted" in found.note

@@ -28,11 +28,11 @@ def searched(folder: Path, *, limit: float | None = None, **other: Any) -> tuple
     """A search with what is remembered in a folder."""
     second = Second()
     device = Timed(second)
-    memory = SearchCache(folder / "search.jsonl", Evidence(JOB, folder))
+    cache = SearchCache(folder / "search.jsonl", Evidence(JOB, folder))
     search = PlanSearch(
-        device=device, request=request(**other), clock=SearchClock(limit=limit, now=second), memory=memory
+        device=device, request=request(**other), clock=SearchClock(limit=limit, now=second), cache=cache
     )
-    return search.plan(), device, memory
+    return search.plan(), device, cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +66,10 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Before:
 def test_a_stopped_search_goes_on_where_it_was(tmp_path: Path, before: Before) -> None:
     short, _, _ = searched(tmp_path, limit=before.runs - 2.5)
     assert short.solved.stopped == TIME_OVER
-    again, rest, memory = searched(tmp_path)
+    again, rest, cache = searched(tmp_path)
     assert again.solved.stopped is None
     assert rest.runs < before.runs
-    assert memory.used == again.solved.remembered > 0
+    assert cache.used == again.solved.remembered > 0
     assert again.choices == before.plan.choices
     assert again.after == before.plan.after
     # All over again, only the plain program runs.
@@ -81,22 +81,22 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path: Path, before: Before) -
 
 def test_another_budget_sees_the_same_runs(tmp_path: Path, before: Before) -> None:
     (tmp_path / "search.jsonl").write_text(before.text)
-    other, second, memory = searched(tmp_path, budget_bytes=CONTEXT + 900 * MIB)
+    other, second, cache = searched(tmp_path, budget_bytes=CONTEXT + 900 * MIB)
     assert other.aim.budget_bytes == CONTEXT + 900 * MIB
     assert other.fits
-    assert memory.used > 0
+    assert cache.used > 0
     assert second.runs < before.runs
 
 
 def test_less_that_is_allowed_asks_no_technique_again(tmp_path: Path, before: Before) -> None:
     (tmp_path / "search.jsonl").write_text(before.text)
-    other, second, memory = searched(tmp_path, forbidden=frozenset({"chunked-loss"}))
+    other, second, cache = searched(tmp_path, forbidden=frozenset({"chunked-loss"}))
     assert "chunked-loss" not in [choice.name for choice in other.choices]
-    assert memory.used > 0
+    assert cache.used > 0
     # No model is made for a question that was answered before: only the plain program runs twice.
     known, found = (
         [line["key"] for line in map(json.loads, text.splitlines()) if line.get("kind") in ("sight", "price")]
-        for text in (before.text, memory.file.read_text()[len(before.text) :])
+        for text in (before.text, cache.file.read_text()[len(before.text) :])
     )
     assert len(found) == second.runs
     assert len(set(found) & set(known)) == 1
@@ -137,8 +137,8 @@ def test_nothing_is_believed_where_anything_differs(
     assert not any(line.get("kind") == "file" and not digest_of(Path(line["path"])) for line in lines)
     change(lines)
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    _, again, memory = searched(tmp_path)
-    assert memory.used == 0
+    _, again, cache = searched(tmp_path)
+    assert cache.used == 0
     assert again.runs == before.runs
     anew = [json.loads(line) for line in file.read_text().splitlines()]
     assert sum(line.get("kind") == "sight" for line in anew) >= 3  # what was seen now is kept in its place

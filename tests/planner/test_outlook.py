@@ -1,4 +1,4 @@
-"""Guesses at combinations, on outlooks made by hand."""
+"""Guesses at combinations, on estimates made by hand."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ EFFECTS = {
 
 
 def _within(limit: float) -> Callable[[MemoryEstimate], tuple[float, float]]:
-    def score(outlook: MemoryEstimate) -> tuple[float, float]:
-        if outlook.lowest > limit:
-            return (1.0, outlook.lowest)
-        return (0.0, outlook.seconds_within(limit))
+    def score(estimate: MemoryEstimate) -> tuple[float, float]:
+        if estimate.lowest > limit:
+            return (1.0, estimate.lowest)
+        return (0.0, estimate.seconds_within(limit))
 
     return score
 
@@ -71,8 +71,8 @@ def test_what_was_run_counts_in_place_of_what_was_guessed() -> None:
     seen = {frozenset(): PLAIN, frozenset({HALVES, OFFLOAD}): worse}
     found = list(guesses(seen, EFFECTS, lambda _: True, _within(20.0)))
     together = next(guess for guess in found if guess.parts == {HALVES, OFFLOAD, PIECES})
-    assert together.outlook.weights == 18.0
-    assert together.outlook.passes == 2.2
+    assert together.estimate.weights == 18.0
+    assert together.estimate.passes == 2.2
 
 
 def test_what_lies_there_before_the_first_step_is_not_guessed_from_single_techniques() -> None:
@@ -81,7 +81,7 @@ def test_what_lies_there_before_the_first_step_is_not_guessed_from_single_techni
     )  # what bfloat16 loses waits on the device
     found = list(guesses({frozenset(): PLAIN}, EFFECTS | {HALVES: waiting}, lambda _: True, _within(20.0)))
     assert found[0].parts == {HALVES, OFFLOAD}
-    assert found[0].outlook.setup == 12.5
+    assert found[0].estimate.setup == 12.5
 
 
 def test_nothing_impossible_is_guessed() -> None:

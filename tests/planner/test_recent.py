@@ -1,4 +1,4 @@
-"""Answers about observations are worked out once, for each observation by itself."""
+"""Answers about step profiles are worked out once, for each step profile by itself."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def test_answers_are_those_of_an_observation_and_of_what_else_is_asked() -> None
     asked: list[tuple[int, int, bool]] = []
 
     @remembered
-    def answer(observation: list[int], other: int, *, twice: bool = False) -> int:
-        asked.append((len(observation), other, twice))
+    def answer(step_profile: list[int], other: int, *, twice: bool = False) -> int:
+        asked.append((len(step_profile), other, twice))
         return other * (2 if twice else 1)
 
     first, equal = [1], [1]
@@ -30,9 +30,9 @@ def test_the_answers_asked_for_last_stay() -> None:
     asked: list[int] = []
 
     @remembered
-    def answer(observation: list[int]) -> int:
-        asked.append(observation[0])
-        return observation[0]
+    def answer(step_profile: list[int]) -> int:
+        asked.append(step_profile[0])
+        return step_profile[0]
 
     kept = [-1]
     for number in range(2 * recent_answers.KEPT):

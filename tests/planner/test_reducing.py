@@ -16,7 +16,7 @@ from vramfit.gpus import find_gpu
 from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.micro_batch_trial import batch_trial, stand_in
-from vramfit.planner.micro_batch_trial.batch_trial import cutting_of
+from vramfit.planner.micro_batch_trial.batch_trial import try_micro_batching
 from vramfit.planner.request import PlanRequest
 from vramfit.techniques import Profile
 from vramfit.techniques.micro_batching import Reduction
@@ -47,7 +47,7 @@ def summed(model: nn.Module, batch: Batch) -> torch.Tensor:
 def test_a_loss_is_tried_and_what_was_tried_is_said(loss: object, reduction: Reduction | None) -> None:
     toy = all_toys()["mlp"]
     workload = toy if loss is None else replace(toy, loss=loss)  # type: ignore[arg-type]
-    found = cutting_of(workload, _profile(workload))
+    found = try_micro_batching(workload, _profile(workload))
     assert (found.setting and found.setting.reduction) is reduction
     if reduction is None:
         assert "micro-batching is left out: pieces of a batch do not give its gradients" in found.note
@@ -83,7 +83,7 @@ def _tall(loss: object = None) -> Workload:
 
 def test_a_batch_that_would_take_long_is_tried_at_smaller_sizes() -> None:
     workload = _tall()
-    found = cutting_of(workload, _profile(workload, flops=10 * 10**12))
+    found = try_micro_batching(workload, _profile(workload, flops=10 * 10**12))
     assert found.setting is not None
     assert "tried with the model itself at length 16:" in found.note
 
@@ -96,7 +96,7 @@ def test_a_model_that_is_too_large_is_tried_by_a_stand_in(
     large = sum(parameter.numel() * 4 for parameter in workload.model().parameters())
     monkeypatch.setattr(batch_trial, "_MOST", large // 2)
     monkeypatch.setattr(stand_in, "_LARGE", 500)  # so that weights are made without values
-    found = cutting_of(workload, _profile(workload))
+    found = try_micro_batching(workload, _profile(workload))
     assert (found.setting is None) is coupled
     said = "micro-batching is left out" if coupled else "a stand-in of the same code with 2 of 12 layers"
     assert said in found.note
@@ -105,10 +105,10 @@ def test_a_model_that_is_too_large_is_tried_by_a_stand_in(
 def test_what_was_not_tried_is_left_out_unless_it_is_allowed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = replace(all_toys()["mlp"], loss=contrastive)
     monkeypatch.setattr(batch_trial, "_MOST", 0)
-    found = cutting_of(workload, _profile(workload))
+    found = try_micro_batching(workload, _profile(workload))
     assert (found.setting, found.known) == (None, False)
     assert "was not tried, since the model is too large for it here; it is left out" in found.note
-    named = cutting_of(workload, _profile(workload), by_name=True)
+    named = try_micro_batching(workload, _profile(workload), by_name=True)
     assert named.setting is not None
     assert named.setting.reduction is Reduction.AUTO
     assert "it is used since it was allowed by its name" in named.note
@@ -184,11 +184,11 @@ def test_only_what_can_be_cut_is_offered_in_pieces(loss: object) -> None:
     request = PlanRequest(
         workload=workload, sizes=workload.sizes, budget_bytes=1 << 33, allowed=frozenset({"micro-batching"})
     )
-    frames = Candidates(device=VirtualBackend(find_gpu("RTX 4090"), alloc_conf=""), request=request)
-    offered = list(frames.options(frames.plain))
+    candidates = Candidates(device=VirtualBackend(find_gpu("RTX 4090"), alloc_conf=""), request=request)
+    offered = list(candidates.options(candidates.plain))
     assert bool(offered) == (loss is None)
-    assert all("micro-batching" in note for note in frames.notes(offered))
-    assert frames.notes(offered)
+    assert all("micro-batching" in note for note in candidates.notes(offered))
+    assert candidates.notes(offered)
     assert all(choice.setting.reduction is Reduction.MEAN for choice in offered)  # type: ignore[attr-defined]
 
 

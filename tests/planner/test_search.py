@@ -79,10 +79,12 @@ def test_techniques_that_fit_only_together_are_found() -> None:
     search = PlanSearch(device=_device(), request=request)
     plan = search.plan()
     assert {"low-precision-training", "optimizer-offload"} == {choice.name for choice in plan.choices}
-    alone = [frame.profile.peak_reserved_bytes for frame in search.seen() if len(frame.choices) == 1]
+    alone = [
+        candidate.profile.peak_reserved_bytes for candidate in search.seen() if len(candidate.choices) == 1
+    ]
     assert len(alone) >= 7
     assert min(alone) > budget
-    priced = _device().price(plan.apply(asked), dict(asked.sizes), request.limit)
+    priced = _device().step_cost(plan.apply(asked), dict(asked.sizes), request.limit)
     assert priced.fits
     assert priced.figures == plan.after
 
@@ -98,8 +100,8 @@ def test_a_search_goes_on_from_techniques_that_it_begins_with() -> None:
     )
     search = PlanSearch(device=_device(), request=request, start=(start,))
     best = search.best()
-    assert "low-precision-training" in {choice.name for choice in best.frame.choices}
-    assert any(len(frame.choices) > 1 and start in frame.choices for frame in search.seen())
+    assert "low-precision-training" in {choice.name for choice in best.candidate.choices}
+    assert any(len(candidate.choices) > 1 and start in candidate.choices for candidate in search.seen())
 
 
 def test_a_size_is_made_as_large_as_fits() -> None:
@@ -111,9 +113,9 @@ def test_a_size_is_made_as_large_as_fits() -> None:
     assert plan.aim.objective == "batch_size"
     found = plan.aim.sizes["batch_size"]
     planned = plan.apply(asked)
-    assert _device().price(planned, {"batch_size": found}, request.limit).fits
-    assert not _device().price(planned, {"batch_size": found * 11 // 10}, request.limit).fits
-    assert not _device().price(asked, {"batch_size": found * 2 // 3}, request.limit).fits
+    assert _device().step_cost(planned, {"batch_size": found}, request.limit).fits
+    assert not _device().step_cost(planned, {"batch_size": found * 11 // 10}, request.limit).fits
+    assert not _device().step_cost(asked, {"batch_size": found * 2 // 3}, request.limit).fits
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_the_lowest_peak_is_that_of_a_run() -> None:
     plan = PlanSearch(device=_device(), request=request).plan()
     assert plan.after.peak_allocated_bytes < plan.before.peak_allocated_bytes / 3
     # Priced by eight of the pieces, run with all of them.
-    full = _device().price(plan.apply(asked), dict(asked.sizes), None)
+    full = _device().step_cost(plan.apply(asked), dict(asked.sizes), None)
     assert full.figures.total_bytes == plan.after.total_bytes
     assert full.step_seconds == pytest.approx(plan.after.step_seconds, rel=0.03)
 
@@ -221,19 +223,19 @@ def test_a_combination_that_fails_or_is_refused_is_told() -> None:
     class Failing(VirtualBackend):
         error: Exception = RuntimeError("two hooks on one tensor")
 
-        def observe(self, *_: object) -> Any:
+        def profile_step(self, *_: object) -> Any:
             raise self.error
 
     device = Failing(GPU, alloc_conf="")
-    frames = Candidates(device=device, request=_request(workload(32, 4), 1 << 30))
+    candidates = Candidates(device=device, request=_request(workload(32, 4), 1 << 30))
     tf32, kernel, release = (
         Choice(technique=find_technique(name), setting=find_technique(name).setting_type())
         for name in ("tf32", "optimizer-kernel", "early-release")
     )
-    assert frames.look((tf32, kernel)) is None
+    assert candidates.run((tf32, kernel)) is None
     device.error = UsageError("the model has no such place", "Choose another")
-    assert frames.look((tf32, release)) is None
-    assert frames.notes(()) == (
+    assert candidates.run((tf32, release)) is None
+    assert candidates.notes(()) == (
         "tf32 with optimizer-kernel is left out: the workload fails with it (RuntimeError: two hooks on one tensor).",
         "tf32 with early-release is left out: the model has no such place.",
     )
@@ -241,10 +243,10 @@ def test_a_combination_that_fails_or_is_refused_is_told() -> None:
 
 def test_a_plan_that_cannot_be_run_is_none_and_says_why() -> None:
     class Breaking(VirtualBackend):
-        def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
+        def step_cost(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
             if isinstance(workload, AppliedWorkload):
                 raise RuntimeError("these two do not go together")
-            return super().price(workload, sizes, budget)
+            return super().step_cost(workload, sizes, budget)
 
     device = Breaking(GPU, alloc_conf="", host_bytes=1 << 34)
     asked, allowed = workload(256, 1 << 16), frozenset({"activation-checkpointing"})

@@ -53,13 +53,13 @@ class Timed(VirtualBackend):
         if self.runs == self.interrupt_at:
             raise KeyboardInterrupt
 
-    def observe(self, *given: Any) -> Any:
+    def profile_step(self, *given: Any) -> Any:
         self._begin()
-        return super().observe(*given)
+        return super().profile_step(*given)
 
-    def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
+    def step_cost(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
         self._begin()
-        return super().price(workload, sizes, budget)
+        return super().step_cost(workload, sizes, budget)
 
 
 def request(**other: Any) -> PlanRequest:
@@ -87,7 +87,7 @@ def test_a_limited_search_ends_in_time_with_the_best_so_far(limit: float) -> Non
     assert plan.solved.first_plan_seconds <= 5
     assert plan.notes[0].startswith("The best so far: the search had no more time after ")
     assert plan_from_toml(plan_to_toml(plan)).solved == plan.solved
-    assert VirtualBackend.price(
+    assert VirtualBackend.step_cost(
         device, plan.apply(workload(256, 1 << 16)), dict(plan.aim.sizes), 1 << 40
     ).fits
 

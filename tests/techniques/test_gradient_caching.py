@@ -200,7 +200,7 @@ def test_a_plan_caches_gradients_where_the_loss_has_no_pieces() -> None:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
     device = VirtualBackend(find_gpu("RTX 4090"), alloc_conf="", host_bytes=1 << 30)
-    plain = device.price(asked, dict(asked.sizes))
+    plain = device.step_cost(asked, dict(asked.sizes))
     request = PlanRequest(
         workload=asked,
         sizes=asked.sizes,

@@ -1,4 +1,4 @@
-"""Brings a frame's plan within the budget in truth: applied and run, with the program's budget moved until it fits."""
+"""Fits a candidate's plan to the budget: it is applied and run, and the program's budget moved until the run fits."""
 
 from __future__ import annotations
 
@@ -24,74 +24,74 @@ class FittedCandidate:
     """A plan's techniques as they were run.
 
     Attributes:
-        rated: the frame that they come from.
+        scored: the candidate that they come from.
         choices: with those for activations.
         solution: of the program; None without one.
-        price: of the run.
+        cost: of the run.
     """
 
-    rated: ScoredCandidate
+    scored: ScoredCandidate
     choices: tuple[Choice, ...]
     solution: IlpSolution | None
-    price: StepCost
+    cost: StepCost
 
 
 def fit_to_budget(
-    frames: Candidates,
-    rated: ScoredCandidate,
+    candidates: Candidates,
+    scored: ScoredCandidate,
     *,
     seen: Callable[[FittedCandidate], bool] = lambda _: False,
     tries: int = _TRIES,
     quick: bool = False,
 ) -> FittedCandidate:
-    """The quickest plan of a frame whose run stays within the budget, or the one that came closest.
+    """The quickest plan of a candidate whose run stays within the budget, or the one that came closest.
 
     Args:
-        frames: what was run so far.
-        rated: the frame.
-        seen: told of each run; whether that one is good enough.
+        candidates: what was run so far.
+        scored: the candidate.
+        seen: called with each run; returns whether it is good enough.
         tries: how many runs, at most.
         quick: whether the first solution is good enough, and the best need not be looked for.
 
     Raises:
-        SearchStopped: the time was over; what was run was told.
+        SearchStopped: the time was over; `seen` was called with what was run.
     """
-    frame, limit = rated.frame, frames.request.limit
-    least = frames.request.objective == MEMORY
-    low = frames.lowest(frame)
-    target = low if least or rated.solution is None else limit - frames.outside(frame)
-    tail = frame.observation.tail_seconds
+    candidate, limit = scored.candidate, candidates.request.limit
+    least = candidates.request.objective == MEMORY
+    low = candidates.lowest(candidate)
+    target = low if least or scored.solution is None else limit - candidates.outside(candidate)
+    tail = candidate.step.tail_seconds
     fitting: FittedCandidate | None = None
     closest: FittedCandidate | None = None
     failed_at: int | None = None
     for _ in range(tries):
-        solution = frames.solve(frame, target, quick=quick)
+        solution = candidates.solve(candidate, target, quick=quick)
         if solution is None:
             if target >= low:
                 break
             target = low
             continue
-        choices = (*frame.choices, *activation_choices(frame.observation, solution.decisions))
-        frames.progress("a run with the plan")
-        price = frames.price(choices, tail)
-        tried = FittedCandidate(rated=rated, choices=choices, solution=solution, price=price)
+        choices = (*candidate.choices, *activation_choices(candidate.step, solution.decisions))
+        candidates.progress("a run with the plan")
+        cost = candidates.cost(choices, tail)
+        tried = FittedCandidate(scored=scored, choices=choices, solution=solution, cost=cost)
         if seen(tried):
             return tried
-        if not price.fits:
-            if closest is None or price.total_bytes < closest.price.total_bytes:
+        if not cost.fits:
+            if closest is None or cost.total_bytes < closest.cost.total_bytes:
                 closest = tried
             if fitting is not None or target <= low:
                 break
             failed_at = target
-            over = max(price.total_bytes - limit, round(0.002 * limit))
+            over = max(cost.total_bytes - limit, round(0.002 * limit))
             target = max(low, target - over)
             continue
-        if fitting is None or price.step_seconds <= fitting.price.step_seconds:
+        if fitting is None or cost.step_seconds <= fitting.cost.step_seconds:
             fitting = tried
-        room = limit - price.total_bytes
-        if not solution.decisions or room < _CLOSE * limit or least:
+        headroom = limit - cost.total_bytes
+        if not solution.decisions or headroom < _CLOSE * limit or least:
             break
-        following = target + room * 3 // 4
+        following = target + headroom * 3 // 4
         if failed_at is not None:
             following = min(following, (target + failed_at) // 2)
         if following - target < _CLOSE * limit / 4:
@@ -100,14 +100,14 @@ def fit_to_budget(
     if fitting is not None:
         return fitting
     if closest is None:
-        price = frames.price(frame.choices, tail)
-        closest = FittedCandidate(rated=rated, choices=frame.choices, solution=None, price=price)
+        cost = candidates.cost(candidate.choices, tail)
+        closest = FittedCandidate(scored=scored, choices=candidate.choices, solution=None, cost=cost)
         seen(closest)
     return closest
 
 
-def unsettled(frames: Candidates, rated: ScoredCandidate) -> FittedCandidate:
-    """A frame of which no plan was run: nothing is known to fit."""
+def not_run(candidates: Candidates, scored: ScoredCandidate) -> FittedCandidate:
+    """A candidate of which no plan was run: nothing is known to fit."""
     return FittedCandidate(
-        rated=rated, choices=rated.frame.choices, solution=None, price=frames.unknown_price()
+        scored=scored, choices=scored.candidate.choices, solution=None, cost=candidates.unknown_cost()
     )

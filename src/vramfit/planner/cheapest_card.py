@@ -80,7 +80,7 @@ def cheapest_plan(
     Args:
         device_of: makes the virtual card.
         request: what is asked for; its budget is that of each card, less 2 %.
-        progress: told what is being done.
+        progress: called with what is being done.
         clock: of all searches together: when it has stopped, the best so far is taken.
         cards: to choose from; None for all with the price of an hour.
 
@@ -154,8 +154,8 @@ class _Choosing:
     def _plain(self, card: GpuSpec) -> Offer:
         """What the plain program comes to on a card, were it large enough."""
         self.progress(f"a plain step on {card.name}")
-        price = self.device_of(card).price(self.request.workload, dict(self.request.sizes))
-        return Offer(card=card, seconds=price.step_seconds)
+        cost = self.device_of(card).step_cost(self.request.workload, dict(self.request.sizes))
+        return Offer(card=card, seconds=cost.step_seconds)
 
     def _least(self, offer: Offer) -> Offer:
         """The least that a card can come to, by what the plans so far quicken a step with.
@@ -167,28 +167,28 @@ class _Choosing:
         if offer.dollars < best:
             return offer
         self.progress(f"the least on {offer.card.name}")
-        frames = Candidates(
+        candidates = Candidates(
             device=self.device_of(offer.card), request=_asked(self.request, offer.card), clock=self.clock
         )
         tried = {key_of(choices): choices for choices in map(_quickening, (one.plan for one in self.found))}
-        together = _together(frames.options(frames.plain, quickening=True))
+        together = _together(candidates.options(candidates.plain, quickening=True))
         tried.setdefault(key_of(together), together)
         for choices in tried.values():
             if not choices or offer.dollars < best:
                 continue
             try:
-                price = frames.unlimited(choices, 0.0)
+                cost = candidates.cost_without_limit(choices, 0.0)
             except Exception:  # not each card has what a technique wants
                 continue
-            offer = min(offer, replace(offer, seconds=price.step_seconds), key=lambda one: one.seconds)
+            offer = min(offer, replace(offer, seconds=cost.step_seconds), key=lambda one: one.seconds)
         return offer
 
     def _search(self, card: GpuSpec) -> None:
         """Look for the plan of a card."""
         asked = _asked(self.request, card)
-        told = _named(self.progress, card.name)
+        named = _with_name(self.progress, card.name)
         try:
-            search, plan = promised_plan(self.device_of(card), asked, told, self.clock)
+            search, plan = promised_plan(self.device_of(card), asked, named, self.clock)
         except NothingFits as error:
             self.failures.append(error)
             return
@@ -241,5 +241,5 @@ def _quickening(plan: Plan) -> tuple[Choice, ...]:
     return tuple(choice for choice in plan.choices if choice.technique.quickens)
 
 
-def _named(progress: Progress, name: str) -> Progress:
+def _with_name(progress: Progress, name: str) -> Progress:
     return lambda text: progress(f"{name}: {text}")

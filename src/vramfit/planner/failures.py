@@ -28,12 +28,12 @@ def told(error: Exception, target: str) -> dict[str, Any]:
         target: the workload, as ``FILE.py:NAME``.
     """
     if not isinstance(error, VramfitError):
-        return own_failure(error, target)
+        return workload_failure(error, target)
     found: dict[str, Any] = getattr(error, "found", {})
     return error_to_plain(error) | found
 
 
-def own_failure(error: Exception, target: str) -> dict[str, Any]:
+def workload_failure(error: Exception, target: str) -> dict[str, Any]:
     """What is told of an error of the workload's own.
 
     Args:

@@ -20,7 +20,7 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.planner.failures import brief
-from vramfit.planner.micro_batch_trial.attempts import TrialAttempt, room_for_models, ways_to_try
+from vramfit.planner.micro_batch_trial.attempts import TrialAttempt, most_model_bytes, ways_to_try
 from vramfit.planner.plans import Plan
 from vramfit.planner.search_clock import SearchClock
 from vramfit.planner.time_limit import TimeOver, limited
@@ -75,7 +75,7 @@ class Compared:
     fault: Choice | None = None
 
 
-def hold(workload: Workload, plan: Plan) -> Compared:
+def check_promises(workload: Workload, plan: Plan) -> Compared:
     """Compare a plan's gradients with the plain program's on this machine's CPU.
 
     Args:
@@ -89,11 +89,11 @@ def hold(workload: Workload, plan: Plan) -> Compared:
     )
     if not choices or not workload.trains:
         return Compared(note=left if workload.trains else "")
-    found = _held(workload, plan, choices)
+    found = _compared(workload, plan, choices)
     return replace(found, note=f"{found.note} {left}".strip())
 
 
-def _held(workload: Workload, plan: Plan, choices: Sequence[Choice]) -> Compared:
+def _compared(workload: Workload, plan: Plan, choices: Sequence[Choice]) -> Compared:
     """The comparison of some of a plan's techniques."""
     try:
         with torch.device("meta"):
@@ -153,7 +153,7 @@ def _ways(workload: Workload, plan: Plan, model_bytes: int) -> list[TrialAttempt
             flops=plan.before.step_flops * part * _STEPS * _RUNS,
             seconds=_SECONDS,
             model_bytes=model_bytes,
-            room=room_for_models(_PART, _MOST),
+            most_bytes=most_model_bytes(_PART, _MOST),
         )
     return found
 
@@ -199,7 +199,7 @@ class _Comparison:
             check = found
         if check is None or not check.parameters:
             return Compared()
-        return Compared(note=self._told(check))
+        return Compared(note=self._words(check))
 
     def _judged(self, choices: Sequence[Choice], level: Numerics) -> tuple[GradientCheck, bool]:
         """The gradients beside the plain program's, and whether the losses are equal where they have to be."""
@@ -320,7 +320,7 @@ class _Comparison:
         name = ".".join(parts)
         return name if name in there else None
 
-    def _told(self, check: GradientCheck) -> str:
+    def _words(self, check: GradientCheck) -> str:
         gradients = f"the gradients of all {check.parameters} parameters"
         if check.equal == check.parameters:
             how = "are those of the plain program, bit for bit"

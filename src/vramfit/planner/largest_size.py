@@ -98,8 +98,8 @@ class LargestSize:
     failure: str = ""
 
     def __repr__(self) -> str:
-        room = f"{format_bytes(self.total_bytes)} of {format_bytes(self.limit_bytes)}"
-        return f"<Largest {self.size}: {self.value:,} (usually {self.usual:,}), {room}>"
+        taken = f"{format_bytes(self.total_bytes)} of {format_bytes(self.limit_bytes)}"
+        return f"<Largest {self.size}: {self.value:,} (usually {self.usual:,}), {taken}>"
 
 
 def largest(
@@ -123,12 +123,12 @@ def largest(
         sizes: of the batch; that of `name` is where the search begins.
         name: of the size.
         limit: bytes of the device.
-        progress: told what is tried.
+        progress: called with what is tried.
         host_limit: bytes that techniques may take of the host; None for any.
     """
     tries = _Tries(device, workload, sizes, name, limit, progress, host_limit)
     low, high = bracket(tries.fits, sizes[name])
-    best = tries.prices.get(low)
+    best = tries.costs.get(low)
     return LargestSize(
         size=name,
         usual=sizes[name],
@@ -137,8 +137,8 @@ def largest(
         total_bytes=0 if best is None else best.total_bytes,
         limit_bytes=limit,
         step_seconds=0.0 if best is None else best.step_seconds,
-        tries=tries.told,
-        least_bytes=0 if low else device.price(workload, {**sizes, name: 1}, None).total_bytes,
+        tries=tries.results,
+        least_bytes=0 if low else device.step_cost(workload, {**sizes, name: 1}, None).total_bytes,
         predicted=low,
         failure=tries.failure,
     )
@@ -163,7 +163,7 @@ def largest_up_to(
         sizes: of the batch; that of `name` is the largest that is tried.
         name: of the size.
         limit: bytes of the device.
-        progress: told what is tried.
+        progress: called with what is tried.
     """
     tries = _Tries(device, workload, sizes, name, limit, progress)
     low, high, step = sizes[name], 0, 1
@@ -171,7 +171,7 @@ def largest_up_to(
         low, high, step = max(0, low - step), low, 2 * step
     if high:
         low, high = bisected(tries.fits, low, high)
-    return low, high, tries.told
+    return low, high, tries.results
 
 
 def with_card(found: LargestSize, check: CardCheck) -> LargestSize:
@@ -202,7 +202,7 @@ class _Tries:
         progress: Callable[[str], None],
         host_limit: int | None = None,
     ) -> None:
-        self.prices: dict[int, StepCost] = {}
+        self.costs: dict[int, StepCost] = {}
         self.failure = ""
         self._failing = 0
         self._device, self._workload, self._sizes = device, workload, sizes
@@ -211,31 +211,31 @@ class _Tries:
 
     def fits(self, value: int) -> bool:
         """Whether a step at this value stays within the limit."""
-        if value not in self.prices:
+        if value not in self.costs:
             self._progress(f"{self._name} {value:,}")
             sizes = {**self._sizes, self._name: value}
             try:
-                self.prices[value] = self._device.price(self._workload, sizes, self._limit)
+                self.costs[value] = self._device.step_cost(self._workload, sizes, self._limit)
             except Exception as error:  # a table of positions that ends, a check of the model's own
                 if value <= self._sizes[self._name]:
                     raise
                 if not self._failing or value < self._failing:
                     self._failing, self.failure = value, f"{self._name} {value:,} fails: {brief(error)}"
-                self.prices[value] = StepCost(fits=False, peak_allocated_bytes=0, peak_reserved_bytes=0)
-        price = self.prices[value]
-        return price.fits and (self._host_limit is None or price.host_bytes <= self._host_limit)
+                self.costs[value] = StepCost(fits=False, peak_allocated_bytes=0, peak_reserved_bytes=0)
+        cost = self.costs[value]
+        return cost.fits and (self._host_limit is None or cost.host_bytes <= self._host_limit)
 
     @property
-    def told(self) -> tuple[Try, ...]:
+    def results(self) -> tuple[Try, ...]:
         """All of them, in order."""
         return tuple(
             Try(
                 value=value,
                 fits=self.fits(value),
-                total_bytes=price.total_bytes,
-                step_seconds=price.step_seconds,
+                total_bytes=cost.total_bytes,
+                step_seconds=cost.step_seconds,
             )
-            for value, price in self.prices.items()
+            for value, cost in self.costs.items()
         )
 
 
@@ -293,7 +293,7 @@ def search_for(
     request: PlanRequest,
     progress: Progress,
     clock: SearchClock | None = None,
-    memory: SearchCache | None = None,
+    cache: SearchCache | None = None,
     kept: Runs | None = None,
 ) -> tuple[PlanSearch, Plan]:
     """The best plan for a request, with the search that found it.
@@ -303,11 +303,11 @@ def search_for(
     part in it for the size of the batch: with it there is no largest.
 
     Args:
-        device: where runs are priced.
+        device: where steps are run.
         request: what is asked for.
-        progress: told what is being done.
+        progress: called with what is being done.
         clock: of this search, and of others for the same answer.
-        memory: of earlier searches; None without one.
+        cache: of earlier searches; None without one.
         kept: what others ran for the same request, or one that allows more; not for sizes that grow, where the plan of
             the lowest peak decides what is run.
 
@@ -322,7 +322,7 @@ def search_for(
             request=request,
             progress=progress,
             clock=clock,
-            memory=memory,
+            cache=cache,
             kept=kept or Runs(),
         )
         return search, search.plan()
@@ -335,7 +335,7 @@ def search_for(
         request=replace(request, objective=name, forbidden=forbidden),
         name=name,
         clock=clock,
-        memory=memory,
+        cache=cache,
         progress=progress,
     )
     return growing.found()
@@ -349,7 +349,7 @@ class _Growing:
     request: PlanRequest
     name: str
     clock: SearchClock
-    memory: SearchCache | None
+    cache: SearchCache | None
     progress: Progress
     best: tuple[PlanSearch, Plan] | None = None
     closest: NothingFits | None = None
@@ -400,7 +400,7 @@ class _Growing:
             request=smallest,
             progress=self.progress,
             clock=self.clock,
-            memory=self.memory,
+            cache=self.cache,
         )
         try:
             lean = first.plan()
@@ -412,7 +412,7 @@ class _Growing:
             self.closest = error
         value = max(1, self._largest(request.sizes[name], lean))
         step = 1
-        known = first.known_cutting
+        known = first.known_micro_batching
         while isinstance(found := self._planned(value, lean, known), NothingFits):
             if self.clock.stopped and self.best is not None:
                 return
@@ -444,18 +444,18 @@ class _Growing:
             self.progress(f"{name} {value:,}")
             try:
                 with self.clock.running():
-                    price = self.device.price(planned, {**request.sizes, name: value}, request.limit)
+                    cost = self.device.step_cost(planned, {**request.sizes, name: value}, request.limit)
             except Exception as error:
                 if value <= request.sizes[name]:
                     raise
                 self.failures[value] = brief(error)
                 return False
-            return price.fits and (not plan.entries or price.host_bytes <= request.host_bytes)
+            return cost.fits and (not plan.entries or cost.host_bytes <= request.host_bytes)
 
         return bracket(fits, start, closer=max(1, start // _CLOSE))[0]
 
     def _planned(
-        self, value: int, like: Plan, cutting: MicroBatchVerdict | None
+        self, value: int, like: Plan, micro_batching: MicroBatchVerdict | None
     ) -> tuple[PlanSearch, Plan] | NothingFits:
         """The best plan at a size, with another one's to begin with; or that there is none."""
         asked = replace(self.request, sizes={**self.request.sizes, self.name: max(1, value)})
@@ -464,9 +464,9 @@ class _Growing:
             request=asked,
             progress=self.progress,
             start=tuple(choice for choice in like.choices if choice.name not in ACTIVATIONS),
-            cutting=cutting,
+            micro_batching=micro_batching,
             clock=self.clock,
-            memory=self.memory,
+            cache=self.cache,
         )
         try:
             return search, search.plan()

@@ -1,9 +1,9 @@
 """Guesses at combinations of techniques from what each did alone, so that only promising ones are run.
 
-NOTE [Outlooks]: a peak is a maximum, so what techniques do to it neither adds nor multiplies: an optimizer on the host
+NOTE [Estimates]: a peak is a maximum, so what techniques do to it neither adds nor multiplies: an optimizer on the host
 saves nothing where activations are the peak, and everything once they are gone. What a step is made of does combine:
 bfloat16 halves the parameters, the gradients and the activations, an offloaded optimizer takes the states away, micro-
-batches divide the activations alone. An `MemoryEstimate` has these parts, a technique changes each by a factor, and the
+batches divide the activations alone. A `MemoryEstimate` has these parts, a technique changes each by a factor, and the
 peak is put together again at the end. Guesses rank what is run next; nothing is ever promised by one.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any, TypeAlias
 
 from vramfit.planner.activation_ilp import solver
-from vramfit.planner.activation_ilp.decisions import IlpOptions, choosable, recompute_seconds, stretch_peaks
+from vramfit.planner.activation_ilp.decisions import IlpOptions, choosable, interval_peaks, recompute_seconds
 from vramfit.planner.step_profiler import StepProfile
 from vramfit.techniques import Profile
 
@@ -91,48 +91,46 @@ class MemoryEstimate:
 
 
 def memory_estimate_of(
-    observation: StepProfile, terms: IlpOptions, profile: Profile, outside: int
+    step: StepProfile, options: IlpOptions, profile: Profile, outside: int
 ) -> MemoryEstimate:
-    """What an observed step is made of."""
-    plain = stretch_peaks(observation, {})
-    whole = len(observation.blocks) == 1  # of a model that is one block everything may be there again at once
-    reduced = stretch_peaks(observation, solver.lowest_decisions(observation, terms, inside=whole))
-    backward = [number for number, stretch in enumerate(observation.stretches) if stretch.backward]
-    end = backward[-1] + 1 if backward else len(observation.stretches)
-    weights = observation.weight_bytes
+    """What a profiled step is made of."""
+    plain = interval_peaks(step, {})
+    whole = len(step.blocks) == 1  # of a model that is one block everything may be there again at once
+    reduced = interval_peaks(step, solver.lowest_decisions(step, options, inside=whole))
+    backward = [number for number, interval in enumerate(step.intervals) if interval.backward]
+    end = backward[-1] + 1 if backward else len(step.intervals)
+    weights = step.weight_bytes
     held = max(weights, int(plain.min(initial=plain.max(initial=0))))
-    base = held + observation.gradient_bytes
+    base = held + step.gradient_bytes
     return MemoryEstimate(
         weights=weights,
         states=held - weights,
-        gradients=observation.gradient_bytes,
+        gradients=step.gradient_bytes,
         kept=max(0.0, plain[:end].max(initial=0) - base),
         reduced=max(0.0, reduced[:end].max(initial=0) - base),
         tail=max(0.0, plain[end:].max(initial=0) - base),
         setup=profile.setup_bytes,
         outside=outside,
-        passes=observation.seconds - observation.tail_seconds,
-        stepping=observation.tail_seconds,
+        passes=step.seconds - step.tail_seconds,
+        stepping=step.tail_seconds,
         recomputing=sum(
-            recompute_seconds(block) * block.calls
-            for block in observation.blocks
-            if choosable(observation, block)
+            recompute_seconds(block) * block.calls for block in step.blocks if choosable(step, block)
         ),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What a technique did to a frame: the outlooks without and with it."""
+    """What a technique did to a candidate: the estimates without and with it."""
 
     before: MemoryEstimate
     after: MemoryEstimate
 
-    def on(self, outlook: MemoryEstimate) -> MemoryEstimate:
-        """The outlook of another frame with the technique.
+    def on(self, estimate: MemoryEstimate) -> MemoryEstimate:
+        """The estimate of another candidate with the technique.
 
-        Parts change by the same factors; those that the frame before hardly had grow by the same amounts. A step that
-        is taken during the backward pass is no less work than after it.
+        Parts change by the same factors; those that the candidate before hardly had grow by the same amounts. A step
+        that is taken during the backward pass is no less work than after it.
         """
         gone = max(0.0, self.before.stepping - self.after.stepping)
         moved = min(gone, max(0.0, self.after.passes - self.before.passes))
@@ -141,10 +139,10 @@ class Effect:
         values = [
             value * after / before if after < before or before > least else value + after - before
             for value, before, after in zip(
-                astuple(outlook), astuple(self.before), astuple(changed), strict=True
+                astuple(estimate), astuple(self.before), astuple(changed), strict=True
             )
         ]
-        return MemoryEstimate(**dict(zip(outlook.__slots__, values, strict=True)))
+        return MemoryEstimate(**dict(zip(estimate.__slots__, values, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +150,7 @@ class Guess:
     """A combination, and what may come of it."""
 
     parts: Parts
-    outlook: MemoryEstimate
+    estimate: MemoryEstimate
 
 
 def guesses(
@@ -164,13 +162,13 @@ def guesses(
     """Combinations of techniques, the most promising first; those that were seen as they were seen.
 
     Args:
-        seen: outlooks of the combinations that were run, the plain workload among them.
+        seen: estimates of the combinations that were run, the plain workload among them.
         effects: of techniques on something that was run.
         possible: whether a combination can be applied.
         score: the smaller, the better.
     """
     found: dict[Parts, Guess] = {}
-    layer = [Guess(parts, outlook) for parts, outlook in seen.items()]
+    layer = [Guess(parts, estimate) for parts, estimate in seen.items()]
     ordered = sorted(seen, key=len, reverse=True)
     for _ in range(_DEPTH):
         grown: dict[Parts, Guess] = {}
@@ -180,7 +178,9 @@ def guesses(
                 parts = guess.parts | {part}
                 if part[0] in names or parts in found or parts in grown or not possible(parts):
                     continue
-                grown[parts] = Guess(parts, _guess(parts, seen, ordered, effects) or effect.on(guess.outlook))
+                grown[parts] = Guess(
+                    parts, _guess(parts, seen, ordered, effects) or effect.on(guess.estimate)
+                )
         found |= grown
         layer = sorted(grown.values(), key=lambda guess: _with_length(guess, score))[:_WIDTH]
     return sorted(found.values(), key=lambda guess: _with_length(guess, score))
@@ -196,15 +196,15 @@ def _guess(
     base = next((known for known in ordered if known <= parts and parts - known <= effects.keys()), None)
     if base is None:
         return None
-    outlook = seen[base]
+    estimate = seen[base]
     for part in sorted(parts - base):
-        outlook = effects[part].on(outlook)
+        estimate = effects[part].on(estimate)
     if len(base) < 2:
         # What one technique leaves on the device before the first step, another may have on the host from the start.
-        outlook = replace(outlook, setup=outlook.weights)
-    return outlook
+        estimate = replace(estimate, setup=estimate.weights)
+    return estimate
 
 
 def _with_length(guess: Guess, score: Callable[[MemoryEstimate], tuple[Any, ...]]) -> tuple[Any, ...]:
     longer = 1 + _EACH * len(guess.parts)
-    return tuple(value * longer if isinstance(value, float) else value for value in score(guess.outlook))
+    return tuple(value * longer if isinstance(value, float) else value for value in score(guess.estimate))

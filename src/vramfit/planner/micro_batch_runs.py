@@ -1,4 +1,4 @@
-"""Looks at many micro-batches by running a few of them: each after the second does what the second did."""
+"""The cost of many micro-batches from a run of a few: each after the second does what the second did."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from vramfit.techniques import Choice, with_choices
 from vramfit.techniques.micro_batching import MicroBatchingSetting, batch_size_name
 from vramfit.workload import Workload
 
-LOOKED_PIECES = 3
-"""Micro-batches that are run to look at a step: the first finds no gradients, the last is followed by the step."""
+PROFILED_MICRO_BATCHES = 3
+"""Micro-batches that are run to profile a step: the first finds no gradients, the last is followed by the step."""
 
 
-PRICED_PIECES = 8
-"""Micro-batches that are run to price a plan: what the allocator keeps from one to the next has settled by then."""
+COSTED_MICRO_BATCHES = 8
+"""Micro-batches that are run for the cost of a plan: what the allocator keeps from one to the next is steady then."""
 
 
-def fewer_pieces(
-    choices: tuple[Choice, ...], sizes: Mapping[str, int], pieces: int
+def with_fewer_micro_batches(
+    choices: tuple[Choice, ...], sizes: Mapping[str, int], count: int
 ) -> tuple[tuple[Choice, ...], dict[str, int], float]:
     """The same choices for a batch of a few micro-batches of the same size.
 
     Args:
         choices: the techniques.
         sizes: of the batch.
-        pieces: how many micro-batches.
+        count: how many micro-batches.
 
     Returns:
         the choices, the sizes, and how many times as many micro-batches there are in truth.
@@ -36,26 +36,26 @@ def fewer_pieces(
     size = sizes[name]
     for index, choice in enumerate(choices):
         setting = choice.setting
-        if isinstance(setting, MicroBatchingSetting) and pieces < setting.count <= size:
-            piece = -(-size // setting.count)
-            fewer = replace(choice, setting=replace(setting, count=pieces))
-            looked_at = (*choices[:index], fewer, *choices[index + 1 :])
-            return looked_at, {**sizes, name: pieces * piece}, setting.count / pieces
+        if isinstance(setting, MicroBatchingSetting) and count < setting.count <= size:
+            micro_batch_size = -(-size // setting.count)
+            fewer = replace(choice, setting=replace(setting, count=count))
+            reduced = (*choices[:index], fewer, *choices[index + 1 :])
+            return reduced, {**sizes, name: count * micro_batch_size}, setting.count / count
     return choices, dict(sizes), 1.0
 
 
-def repeated(observation: StepProfile, times: float) -> StepProfile:
-    """An observation of a few micro-batches as if there were so many times as many."""
-    passes = observation.seconds - observation.tail_seconds
+def scaled_up(step: StepProfile, times: float) -> StepProfile:
+    """The profile of a step with a few micro-batches as if there were so many times as many."""
+    passes = step.seconds - step.tail_seconds
     return replace(
-        observation,
-        seconds=passes * times + observation.tail_seconds,
-        flops=round(observation.flops * times),
-        blocks=tuple(replace(block, calls=round(block.calls * times)) for block in observation.blocks),
+        step,
+        seconds=passes * times + step.tail_seconds,
+        flops=round(step.flops * times),
+        blocks=tuple(replace(block, calls=round(block.calls * times)) for block in step.blocks),
     )
 
 
-def price_with(
+def step_cost_with(
     device: DeviceBackend,
     workload: Workload,
     choices: tuple[Choice, ...],
@@ -76,13 +76,13 @@ def price_with(
     """
     chosen, run_sizes, times = choices, dict(sizes), 1.0
     if device.device_type == "cuda":  # on the CPU the batch itself counts
-        chosen, run_sizes, times = fewer_pieces(choices, sizes, PRICED_PIECES)
-    price = device.price(with_choices(workload, chosen), run_sizes, budget)
-    if times == 1 or not price.step_seconds:
-        return price
-    passes = max(0.0, price.step_seconds - tail)
+        chosen, run_sizes, times = with_fewer_micro_batches(choices, sizes, COSTED_MICRO_BATCHES)
+    cost = device.step_cost(with_choices(workload, chosen), run_sizes, budget)
+    if times == 1 or not cost.step_seconds:
+        return cost
+    passes = max(0.0, cost.step_seconds - tail)
     return replace(
-        price,
-        step_seconds=price.step_seconds + passes * (times - 1),
-        step_flops=round(price.step_flops * times),
+        cost,
+        step_seconds=cost.step_seconds + passes * (times - 1),
+        step_flops=round(cost.step_flops * times),
     )

@@ -1,4 +1,4 @@
-"""From what the search settled on to the plan that a user reads, or the answer that nothing fits."""
+"""Builds the plan that a user reads from what the search found, or the error that nothing fits."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ _HOW_STOPPED = {TIME_OVER: "had no more time", INTERRUPTED: "was interrupted"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult:
-    """What a search came to.
+    """What a search found.
 
     Attributes:
-        settled: the techniques and their run.
+        fitted: the techniques that fit best, and their run.
         plain: the workload as it is.
         seconds: that the search took.
     """
 
-    settled: FittedCandidate
+    fitted: FittedCandidate
     plain: Candidate
     seconds: float
 
 
-def build_plan(frames: Candidates, answer: SearchResult) -> Plan:
+def build_plan(candidates: Candidates, result: SearchResult) -> Plan:
     """The plan.
 
     Raises:
         NothingFits: it does not stay within the budget.
     """
-    request, plain, settled = frames.request, answer.plain, answer.settled
-    solution, price = settled.solution, settled.price
+    request, plain, fitted = candidates.request, result.plain, result.fitted
+    solution, cost = fitted.solution, fitted.cost
     before = PlanFigures(
         peak_allocated_bytes=plain.profile.peak_allocated_bytes,
         peak_reserved_bytes=plain.profile.peak_reserved_bytes,
         total_bytes=plain.profile.peak_reserved_bytes + plain.profile.outside_bytes,
         host_bytes=plain.profile.host_peak_bytes,
-        step_seconds=plain.observation.seconds,
-        step_flops=plain.observation.flops,
+        step_seconds=plain.step.seconds,
+        step_flops=plain.step.flops,
     )
     plan = Plan(
-        entries=_entries(frames, settled, before),
+        entries=_entries(candidates, fitted, before),
         aim=PlanTarget(
-            device=frames.device.name,
+            device=candidates.device.name,
             budget_bytes=request.budget_bytes,
             margin_bytes=request.margin_bytes,
             host_budget_bytes=request.host_bytes,
@@ -63,73 +63,76 @@ def build_plan(frames: Candidates, answer: SearchResult) -> Plan:
             torch=str(torch.__version__),
         ),
         before=before,
-        after=price.figures,
+        after=cost.figures,
         solved=SolverStats(
             status="nothing to choose" if solution is None else solution.status,
             gap=None if solution is None else solution.gap,
-            seconds=frames.solver_seconds,
-            runs=frames.runs,
-            remembered=0 if frames.memory is None else frames.memory.used,
-            search_seconds=answer.seconds,
-            first_plan_seconds=frames.clock.first_plan,
-            stopped=frames.clock.stopped or None,
+            seconds=candidates.solver_seconds,
+            runs=candidates.runs,
+            remembered=0 if candidates.cache is None else candidates.cache.used,
+            search_seconds=result.seconds,
+            first_plan_seconds=candidates.clock.first_plan,
+            stopped=candidates.clock.stopped or None,
         ),
-        notes=(*_stopped(frames, answer), *frames.notes(settled.choices)),
+        notes=(*_stopped(candidates, result), *candidates.notes(fitted.choices)),
     )
     if not plan.fits:
-        raise _nothing_yet(frames, plan) if frames.clock.stopped else _nothing_fits(plan, plain)
+        raise _nothing_yet(candidates, plan) if candidates.clock.stopped else _nothing_fits(plan, plain)
     return plan
 
 
-def _stopped(frames: Candidates, answer: SearchResult) -> tuple[str, ...]:
+def _stopped(candidates: Candidates, result: SearchResult) -> tuple[str, ...]:
     """That this is only the best so far, where it is."""
-    how = _HOW_STOPPED.get(frames.clock.stopped)
+    how = _HOW_STOPPED.get(candidates.clock.stopped)
     if how is None:
         return ()
     return (
-        f"The best so far: the search {how} after {answer.seconds:.0f} s and {frames.runs} runs; a longer one may find "
-        "a quicker plan.",
+        f"The best so far: the search {how} after {result.seconds:.0f} s and {candidates.runs} runs; a longer one may "
+        "find a quicker plan.",
     )
 
 
-def _entries(frames: Candidates, settled: FittedCandidate, before: PlanFigures) -> tuple[PlanStep, ...]:
+def _entries(candidates: Candidates, fitted: FittedCandidate, before: PlanFigures) -> tuple[PlanStep, ...]:
     """Each technique with what it changes beyond those before it."""
-    choices = settled.choices
-    if not frames.request.entries:
+    choices = fitted.choices
+    if not candidates.request.entries:
         return tuple(PlanStep(choice=choice) for choice in choices)
     entries = []
     total, seconds = before.total_bytes, before.step_seconds
     for count, choice in enumerate(choices, 1):
-        after, step = _with_these(frames, choices[:count], settled) or (total, seconds)
+        after, step = _with_these(candidates, choices[:count], fitted) or (total, seconds)
         entries.append(PlanStep(choice=choice, saves_bytes=total - after, costs_seconds=step - seconds))
         total, seconds = after, step
     return tuple(entries)
 
 
 def _with_these(
-    frames: Candidates, choices: tuple[Choice, ...], settled: FittedCandidate
+    candidates: Candidates, choices: tuple[Choice, ...], fitted: FittedCandidate
 ) -> tuple[int, float] | None:
     """Bytes of the device and seconds of a step, from a run that there was already where there was one.
 
     None where they cannot be run.
     """
-    price: StepCost = settled.price
-    if choices != settled.choices:
-        if frames.known(key_of(choices)) and (frame := frames.look(choices)) is not None:
-            return frame.profile.peak_reserved_bytes + frame.profile.outside_bytes, frame.observation.seconds
-        frames.progress(f"what {choices[-1].name} does")
+    cost: StepCost = fitted.cost
+    if choices != fitted.choices:
+        if candidates.known(key_of(choices)) and (candidate := candidates.run(choices)) is not None:
+            return (
+                candidate.profile.peak_reserved_bytes + candidate.profile.outside_bytes,
+                candidate.step.seconds,
+            )
+        candidates.progress(f"what {choices[-1].name} does")
         try:
-            price = frames.unlimited(choices, settled.rated.frame.observation.tail_seconds)
+            cost = candidates.cost_without_limit(choices, fitted.scored.candidate.step.tail_seconds)
         except (Exception, SearchStopped):  # some do not run without those that come after them
             return None
-    return price.total_bytes, price.step_seconds
+    return cost.total_bytes, cost.step_seconds
 
 
-def _nothing_yet(frames: Candidates, plan: Plan) -> NothingFits:
+def _nothing_yet(candidates: Candidates, plan: Plan) -> NothingFits:
     """The search was stopped too early to say that there is none."""
     limit = format_bytes(plan.aim.budget_bytes - plan.aim.margin_bytes)
     return NothingFits(
-        f"no plan for {limit} yet: the search {_HOW_STOPPED[frames.clock.stopped]} after {frames.runs} runs",
+        f"no plan for {limit} yet: the search {_HOW_STOPPED[candidates.clock.stopped]} after {candidates.runs} runs",
         "Call it again with more time (--search-seconds)",
         plan,
     )

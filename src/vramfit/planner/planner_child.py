@@ -92,7 +92,7 @@ def _card_here() -> bool:
 
 
 def _device(job: dict[str, Any]) -> tuple[DeviceBackend, Callable[[str], Workload]]:
-    """Where runs are priced, and what reads the workload's file there."""
+    """Where steps are run, and what reads the workload's file there."""
     if job["device"] == "cpu":
         from vramfit.planner.devices.cpu_backend import CpuBackend
 

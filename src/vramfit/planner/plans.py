@@ -46,7 +46,7 @@ class PlanStep:
     """One technique of a plan.
 
     Attributes:
-        choice: it, with its setting.
+        choice: the technique with its setting.
         saves_bytes: of the device's total, beyond what the entries before it save; negative where it costs some.
         costs_seconds: per step, beyond the entries before it; negative where it makes the step quicker.
     """
@@ -64,7 +64,7 @@ class PlanTarget:
         device: name of the card, or ``CPU``.
         budget_bytes: what the program may take of the device, the CUDA context included.
         margin_bytes: of the budget, left free on purpose.
-        host_budget_bytes: memory of the host that may be spent; 0 where that was not told.
+        host_budget_bytes: memory of the host that may be spent; 0 where none was given.
         numerics: how far results may differ.
         objective: ``throughput``, ``memory``, or a size that was made as large as possible.
         sizes: of the batch.
@@ -143,10 +143,8 @@ class Plan:
     def __repr__(self) -> str:
         names = ", ".join(choice.name for choice in self.choices) or "nothing to change"
         fits = "fits" if self.fits else "does not fit"
-        room = format_bytes(self.aim.budget_bytes - self.aim.margin_bytes)
-        return (
-            f"<Plan for {self.aim.device}: {names}; {fits}, {format_bytes(self.after.total_bytes)} of {room}>"
-        )
+        limit = format_bytes(self.aim.budget_bytes - self.aim.margin_bytes)
+        return f"<Plan for {self.aim.device}: {names}; {fits}, {format_bytes(self.after.total_bytes)} of {limit}>"
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -257,7 +255,7 @@ class Plan:
     # -- files ---------------------------------------------------------------------------------------------------
 
     def save(self, path: Any) -> None:
-        """Write it as TOML.
+        """Write the plan as TOML.
 
         Raises:
             WriteError: the file cannot be written.
@@ -279,7 +277,7 @@ class Plan:
 
 
 def plan_of(choices: Iterable[Choice], aim: PlanTarget, before: PlanFigures, after: PlanFigures) -> Plan:
-    """A plan whose entries were not priced one by one."""
+    """A plan whose entries were not run one by one."""
     return Plan(
         entries=tuple(PlanStep(choice=choice) for choice in choices), aim=aim, before=before, after=after
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.gradient_check import hold
+from vramfit.planner.gradient_check import check_promises
 from vramfit.planner.largest_size import search_for
 from vramfit.planner.plans import Plan
 from vramfit.planner.request import NothingFits, PlanRequest
@@ -26,7 +26,7 @@ def promised_plan(
     request: PlanRequest,
     progress: Callable[[str], None],
     clock: SearchClock | None = None,
-    memory: SearchCache | None = None,
+    cache: SearchCache | None = None,
 ) -> tuple[PlanSearch, Plan]:
     """The best plan for a request, with the search that found it; its notes say what was compared.
 
@@ -49,12 +49,12 @@ def promised_plan(
             )
     while True:
         try:
-            search, found = search_for(device, request, progress, clock, memory, kept)
+            search, found = search_for(device, request, progress, clock, cache, kept)
         except NothingFits as error:
             plan = replace(error.plan, notes=(*error.plan.notes, *notes))
             raise NothingFits(error.message, error.hint, plan) from None
         progress("the plan's gradients beside the plain program's")
-        compared = hold(request.workload, found)
+        compared = check_promises(request.workload, found)
         if compared.note:
             notes = (*notes, compared.note)
         if compared.fault is None:

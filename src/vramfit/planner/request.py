@@ -31,7 +31,7 @@ class PlanRequest:
         forbidden: names of those that are left out.
         target: the workload's name as ``FILE.py:NAME``.
         time_limit: seconds for one solution of the program.
-        entries: whether each technique of the result is priced on its own.
+        entries: whether what each technique saves and costs is found by a run of its own.
         search_seconds: for the whole search; None for as long as it takes.
     """
 

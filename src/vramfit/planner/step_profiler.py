@@ -1,10 +1,10 @@
 """Watches one step of a workload: what each block computes, keeps for its backward pass, and when.
 
-NOTE [Stretches]: a step is cut into stretches where another part of the model begins to work: the forward pass of block
+NOTE [Intervals]: a step is cut into intervals where another part of the model begins to work: the forward pass of block
 3, what lies between blocks, the backward pass of block 3. Forward passes are told by hooks, backward passes by the
 sequence numbers that autograd gives its nodes: those made during the forward pass of a block are the block's. The bytes
-at the peak of each stretch are what the planner starts from: whatever a block no longer keeps is missing in all
-stretches between its forward and its backward pass.
+at the peak of each interval are what the planner starts from: whatever a block no longer keeps is missing in all
+intervals between its forward and its backward pass.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vramfit.techniques.core.model_profile import ALWAYS, Saved
 from vramfit.techniques.support.blocks import find_blocks
 
 BETWEEN = -1
-"""Index of the stretches that belong to no block."""
+"""Index of the intervals that belong to no block."""
 
 
 class StepMeter(Protocol):
@@ -47,11 +47,11 @@ class StepMeter(Protocol):
         ...
 
     def boundary(self) -> None:
-        """A stretch ends here; the bytes at its peak are asked for later."""
+        """An interval ends here; the bytes at its peak are asked for later."""
         ...
 
     def peaks(self) -> Sequence[int]:
-        """The bytes at the peak of each stretch that a boundary ended, in order."""
+        """The bytes at the peak of each interval that a boundary ended, in order."""
         ...
 
 
@@ -66,7 +66,7 @@ class StepInterval:
         call: a number of the block's call that it belongs to; each has another. -1 where that is not known, and between
             blocks.
         position: how far the block's pass was: in the forward pass the number of the operation, in the backward pass
-            the position of the node, as `BlockOp` counts them. Of a block's stretches those are left out in which no
+            the position of the node, as `BlockOp` counts them. Of a block's intervals those are left out in which no
             decisions could make a difference.
     """
 
@@ -83,7 +83,7 @@ class StepProfile:
 
     Attributes:
         blocks: the blocks that ran, in the order in which they first did.
-        stretches: the step, in order.
+        intervals: the step, in order.
         seconds: of the whole step.
         tail_seconds: of what follows the last backward pass: the optimizer.
         flops: of the whole step.
@@ -94,7 +94,7 @@ class StepProfile:
     """
 
     blocks: tuple[ModelBlock, ...]
-    stretches: tuple[StepInterval, ...]
+    intervals: tuple[StepInterval, ...]
     seconds: float
     flops: int
     logits_bytes: int
@@ -142,7 +142,7 @@ class _Seen:
 
 
 class StepProfiler(TorchDispatchMode):
-    """Watches one step. Enter it, run the step, leave it, and ask for the `observation`.
+    """Watches one step. Enter it, run the step, leave it, and ask for the `step profile`.
 
     Args:
         model: the model of the step.
@@ -168,7 +168,7 @@ class StepProfiler(TorchDispatchMode):
         self._parents: list[str] = []
         self._starts: list[int] = []  # sequence numbers from which on autograd's nodes are another part's
         self._parts: list[int] = []
-        self._stretches: list[tuple[int, bool, int, int]] = [(BETWEEN, False, -1, -1)]
+        self._intervals: list[tuple[int, bool, int, int]] = [(BETWEEN, False, -1, -1)]
         self._backward = False
         self._flops = 0
         self._estimated = 0.0
@@ -263,14 +263,14 @@ class StepProfiler(TorchDispatchMode):
         """What follows in the forward pass belongs to another part of the model."""
         self._starts.append(torch._C._autograd._get_sequence_nr())
         self._parts.append(index)
-        self._stretch(index, backward=False)
+        self._begin_interval(index, backward=False)
 
-    def _stretch(self, index: int, *, backward: bool, call: int = -1, position: int = -1) -> None:
+    def _begin_interval(self, index: int, *, backward: bool, call: int = -1, position: int = -1) -> None:
         if index != BETWEEN and not backward:
             call = len(self._starts) - 1
-        if self._stretches[-1] != (index, backward, call, position):
+        if self._intervals[-1] != (index, backward, call, position):
             self._meter.boundary()
-            self._stretches.append((index, backward, call, position))
+            self._intervals.append((index, backward, call, position))
 
     # -- operations ----------------------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class StepProfiler(TorchDispatchMode):
         owner = self._owner(node)
         if node is None and self._running:
             running = self._running[-1]
-            self._stretch(self._order.index(running), backward=False, position=running.running)
+            self._begin_interval(self._order.index(running), backward=False, position=running.running)
             running.running += 1
         before = self._meter.seconds()
         out = called(func, args, kwargs)
@@ -304,19 +304,19 @@ class StepProfiler(TorchDispatchMode):
         return out
 
     def _owner(self, node: Any) -> _Seen | None:
-        """The block whose backward pass runs, if any; a stretch begins when it is another than before."""
+        """The block whose backward pass runs, if any; an interval begins when it is another than before."""
         if node is None:
             return None
         number = node._sequence_nr()
         at = bisect_right(self._starts, number) - 1
         # Nodes that accumulate gradients have the highest number: they go with whatever runs.
         if number >= (1 << 63) - 1:
-            index, backward, call, position = self._stretches[-1]
+            index, backward, call, position = self._intervals[-1]
             index, call, position = (index, call, position) if backward else (BETWEEN, -1, -1)
         else:
             index = self._parts[at] if at >= 0 else BETWEEN
             call, position = (-1, -1) if index == BETWEEN else (at, number - self._starts[at])
-        self._stretch(index, backward=True, call=call, position=position)
+        self._begin_interval(index, backward=True, call=call, position=position)
         return self._order[index] if index != BETWEEN else None
 
     def _part_at(self, parent: str) -> str:
@@ -340,9 +340,9 @@ class StepProfiler(TorchDispatchMode):
         if name in ("_log_softmax", "log_softmax") and isinstance(args[0], torch.Tensor):
             self._logits = max(self._logits, args[0].numel() * args[0].element_size())
         if not self._running:
-            if self._stretches[-1][1]:
+            if self._intervals[-1][1]:
                 self._gradients = self._gradient_bytes()
-                self._stretch(BETWEEN, backward=False)
+                self._begin_interval(BETWEEN, backward=False)
             return
         seen = self._running[-1]
         if seen.calls > 1:
@@ -420,18 +420,18 @@ class StepProfiler(TorchDispatchMode):
 
     # -- the result ----------------------------------------------------------------------------------------------
 
-    def observation(self) -> StepProfile:
+    def profile(self) -> StepProfile:
         """What was seen, once the step is over."""
-        # Boundaries end stretches: the first of ours ends what came before the step.
+        # Boundaries end intervals: the first of ours ends what came before the step.
         peaks = self._meter.peaks()[self._first + 1 :]
         blocks = self._found()
-        stretches = (
+        intervals = (
             StepInterval(block, backward, peak, call, position)
-            for (block, backward, call, position), peak in zip(self._stretches, peaks, strict=True)
+            for (block, backward, call, position), peak in zip(self._intervals, peaks, strict=True)
         )
         return StepProfile(
             blocks=blocks,
-            stretches=tuple(worth_looking_at(stretches, blocks)),
+            intervals=tuple(worth_looking_at(intervals, blocks)),
             seconds=self._ended - self._began,
             tail_seconds=self._ended - max(self._backward_ended, self._began),
             flops=self._flops,
@@ -499,14 +499,14 @@ def _block_ops(seen: _Seen, shared: set[StorageWeakRef]) -> tuple[BlockOp, ...]:
 
 
 def worth_looking_at(
-    stretches: Iterable[StepInterval], blocks: Sequence[ModelBlock]
+    intervals: Iterable[StepInterval], blocks: Sequence[ModelBlock]
 ) -> Iterator[StepInterval]:
-    """The stretches that can be the peak for some decisions.
+    """The intervals that can be the peak for some decisions.
 
     During one pass of a block more and more of what it keeps could be gone (forward), or less and less (backward). A
-    stretch in which more can be gone than in another that is as high is never the peak.
+    interval in which more can be gone than in another that is as high is never the peak.
     """
-    for (index, backward, _), group in groupby(stretches, lambda one: (one.block, one.backward, one.call)):
+    for (index, backward, _), group in groupby(intervals, lambda one: (one.block, one.backward, one.call)):
         ordered = list(group)
         if index == BETWEEN:
             yield from ordered
@@ -520,10 +520,10 @@ def worth_looking_at(
         yield from reversed(kept) if backward else kept
 
 
-def _absent(block: ModelBlock, stretch: StepInterval) -> int:
-    """How many of a block's results could be gone in a stretch of its own."""
+def _absent(block: ModelBlock, interval: StepInterval) -> int:
+    """How many of a block's results could be gone in an interval of its own."""
     return sum(
-        bool(op.own_bytes) and op.absent(stretch.position, backward=stretch.backward) for op in block.ops
+        bool(op.own_bytes) and op.absent(interval.position, backward=interval.backward) for op in block.ops
     )
 
 

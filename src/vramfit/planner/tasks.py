@@ -55,7 +55,7 @@ def plan(
             if request.objective == PRICE:
                 search, found = cheapest_plan(_card_maker(job), request, progress, clock)
             else:
-                search, found = promised_plan(device, request, progress, clock, _memory(job))
+                search, found = promised_plan(device, request, progress, clock, _search_cache(job))
     except NothingFits as error:
         raise PlanFailed(error) from None
     return {
@@ -71,7 +71,7 @@ def _card_maker(job: dict[str, Any]) -> Callable[[GpuSpec], DeviceBackend]:
     return make
 
 
-def _memory(job: dict[str, Any]) -> SearchCache | None:
+def _search_cache(job: dict[str, Any]) -> SearchCache | None:
     """Of earlier searches on a virtual card. Other devices measure, and nothing is twice the same there."""
     evidence = job.get("evidence")
     return None if evidence is None else SearchCache(evidence.beside / NAME, evidence)

@@ -150,7 +150,7 @@ class Verification:
         simulated: its memory; None where that was not asked for.
         measured: its memory and time on this machine's card; None where there is none.
         gradients: None where they were not compared; `skipped` says why.
-        losses: likewise.
+        losses: None where they were not compared; `skipped` says why.
         sizes: of the batches that gradients and losses were computed for.
         numerics: what the plan promises.
         skipped: why values were not compared; empty where they were.
@@ -185,11 +185,11 @@ def simulate(device: DeviceBackend, workload: Workload, plan: Plan) -> Simulated
     """Run the plain workload without a limit, and the planned one within the plan's budget."""
     sizes = dict(plan.aim.sizes)
     limit = plan.aim.budget_bytes - plan.aim.margin_bytes
-    after = device.price(plan.apply(workload), sizes, limit)
+    after = device.step_cost(plan.apply(workload), sizes, limit)
     if not after.fits:
-        after = device.price(plan.apply(workload), sizes, None)
+        after = device.step_cost(plan.apply(workload), sizes, None)
     return Simulated(
-        before=device.price(workload, sizes, None).figures,
+        before=device.step_cost(workload, sizes, None).figures,
         after=after.figures,
         planned=plan.after,
         limit_bytes=limit,
@@ -231,7 +231,7 @@ def compare(
         sizes: of the batches.
         steps: of training.
         seconds: after which no further step is begun; at least two are taken.
-        progress: told what is done.
+        progress: called with what is done.
     """
     same_draws = not any(choice.technique.redraws for choice in plan.choices)
     first = Training(workload, sizes, random=same_draws)
@@ -525,11 +525,11 @@ def run_on(device: DeviceBackend, workload: Workload, sizes: dict[str, int], lim
         sizes: of the batch.
         limit: bytes of the card, the context included; None for all of it.
     """
-    price = device.price(workload, sizes, limit)
-    if price.fits or limit is None:
-        return CardRun(figures=price.figures, fits=price.fits, oom=price.oom)
-    without = device.price(workload, sizes, None)
-    return CardRun(figures=without.figures, fits=False, oom=price.oom)
+    cost = device.step_cost(workload, sizes, limit)
+    if cost.fits or limit is None:
+        return CardRun(figures=cost.figures, fits=cost.fits, oom=cost.oom)
+    without = device.step_cost(workload, sizes, None)
+    return CardRun(figures=without.figures, fits=False, oom=cost.oom)
 
 
 _HALVES = (torch.bfloat16, torch.float16)

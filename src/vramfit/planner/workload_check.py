@@ -42,22 +42,22 @@ def check_workload(
         other = _made(workload, {**sizes, name: value + 1})
         if _shapes(other) == shapes:
             raise UsageError(
-                f"batch ignores its size {name}: {value} and {value + 1} give the same shapes {_told(shapes)}",
+                f"batch ignores its size {name}: {value} and {value + 1} give the same shapes {_words(shapes)}",
                 f"Use {name} in batch, or take it out of sizes",
             )
 
 
 def _made(workload: Workload, sizes: Mapping[str, int]) -> Any:
-    told = ", ".join(f"{name}={value}" for name, value in sizes.items())
+    words = ", ".join(f"{name}={value}" for name, value in sizes.items())
     try:
         batch = workload.batch(**sizes)
     except TypeError as error:
         raise UsageError(
-            f"batch({told}) fails: {error}", "Let its arguments be the names in sizes"
+            f"batch({words}) fails: {error}", "Let its arguments be the names in sizes"
         ) from error
     if next(tensors_of(batch), None) is None:
         raise UsageError(
-            f"batch({told}) gives no tensor but {type(batch).__name__}",
+            f"batch({words}) gives no tensor but {type(batch).__name__}",
             "Let it return a tensor, or a tuple or dict",
         )
     return batch
@@ -82,7 +82,7 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
     return [tuple(tensor.shape) for tensor in tensors_of(batch)]
 
 
-def _told(shapes: list[tuple[int, ...]]) -> str:
+def _words(shapes: list[tuple[int, ...]]) -> str:
     return ", ".join(str(list(shape)) for shape in shapes)
 
 
@@ -90,13 +90,13 @@ _LIGHTER = ("parameter-offload", "low-precision-training", "parameter-sharing")
 """Techniques with which parameters take less of the device."""
 
 
-def check_hope(frames: Candidates) -> None:
+def check_budget(candidates: Candidates) -> None:
     """Make sure that the budget has room for what every plan of this request takes.
 
     Raises:
         NothingFits: it has none; the plan is that without techniques.
     """
-    request, plain = frames.request, frames.plain
+    request, plain = candidates.request, candidates.plain
     context = plain.profile.outside_bytes
     parameters = sum(one.numel() * one.element_size() for one in plain.profile.model.parameters())
     lighter = any(
@@ -121,11 +121,11 @@ def check_hope(frames: Candidates) -> None:
         peak_reserved_bytes=profile.peak_reserved_bytes,
         total_bytes=profile.peak_reserved_bytes + context,
         host_bytes=profile.host_peak_bytes,
-        step_seconds=plain.observation.seconds,
-        step_flops=plain.observation.flops,
+        step_seconds=plain.step.seconds,
+        step_flops=plain.step.flops,
     )
     aim = PlanTarget(
-        device=frames.device.name,
+        device=candidates.device.name,
         budget_bytes=request.budget_bytes,
         margin_bytes=request.margin_bytes,
         host_budget_bytes=request.host_bytes,

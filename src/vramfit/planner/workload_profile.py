@@ -11,7 +11,7 @@ from vramfit.workload import State, Workload
 
 
 def profile_of(
-    workload: Workload, state: State, sizes: Mapping[str, int], observation: StepProfile, **figures: Any
+    workload: Workload, state: State, sizes: Mapping[str, int], step: StepProfile, **figures: Any
 ) -> Profile:
     """The profile of a workload.
 
@@ -19,7 +19,7 @@ def profile_of(
         workload: that ran.
         state: its model and optimizer.
         sizes: of the batch.
-        observation: of a step.
+        step: its profile.
         figures: the device's own: the other fields of `Profile`.
     """
     return Profile(
@@ -28,9 +28,9 @@ def profile_of(
         sizes=dict(sizes),
         trains=workload.trains,
         own_step=workload.step is not None,
-        step_seconds=observation.seconds,
-        step_flops=observation.flops,
-        logits_bytes=observation.logits_bytes,
-        blocks=observation.blocks,
+        step_seconds=step.seconds,
+        step_flops=step.flops,
+        logits_bytes=step.logits_bytes,
+        blocks=step.blocks,
         **figures,
     )

@@ -13,7 +13,7 @@ from tests.techniques.gradients.architectures import all_architectures
 
 from vramfit.errors import UsageError
 from vramfit.planner.activation_ilp.choices import finer_places, places
-from vramfit.planner.activation_ilp.decisions import candidates
+from vramfit.planner.activation_ilp.decisions import savable_ops
 from vramfit.planner.devices.cpu_backend import CpuBackend
 from vramfit.techniques import Choice, Numerics, Profile, Setting, Technique, all_techniques
 from vramfit.techniques.activation_checkpointing import Checkpointing, setting_for
@@ -35,7 +35,7 @@ _SMALLEST = ("min_bytes", "minimal_size")
 def profiles(name: str) -> tuple[Profile, Profile]:
     """An architecture's profile on the CPU, and what one of the same model, far wider, would be on a card."""
     workload = all_architectures()[name].workload()
-    plain, _ = CpuBackend().observe(workload, dict(workload.sizes), places)
+    plain, _ = CpuBackend().profile_step(workload, dict(workload.sizes), places)
     blocks = tuple(
         replace(
             block,
@@ -114,7 +114,7 @@ def _solved(technique: Technique[Setting], name: str) -> Iterator[Setting]:
     if technique.name != "activation-checkpointing" or not blocks:
         return
     for every, first in ((2, 0), (2, 1), (3, 1)):
-        yield setting_for({block.path: list(candidates(block))[first::every] for block in blocks}, blocks)
+        yield setting_for({block.path: list(savable_ops(block))[first::every] for block in blocks}, blocks)
     parts = dict.fromkeys((*(block.path for block in blocks), *finer_places(profile.model)))
     if len(parts) > len(blocks):
         yield Checkpointing(modules=tuple(parts))

@@ -36,29 +36,29 @@ def finer_places(model: nn.Module) -> Sequence[str]:
     return found
 
 
-def window_bytes(observation: StepProfile) -> int:
+def window_bytes(step: StepProfile) -> int:
     """The window through which activations go to the host: what two blocks keep, within bounds."""
-    most = max((block.kept_bytes for block in observation.blocks), default=0)
+    most = max((block.kept_bytes for block in step.blocks), default=0)
     return min(max(2 * most, _LEAST_WINDOW), ActivationOffloadSetting().window)
 
 
-def activation_choices(observation: StepProfile, decisions: Mapping[str, Decision]) -> tuple[Choice, ...]:
+def activation_choices(step: StepProfile, decisions: Mapping[str, Decision]) -> tuple[Choice, ...]:
     """The techniques that carry decisions out."""
     choices = []
     recomputed = {
         block.path: kept_results(block, decisions[block.path].saved)
-        for block in observation.blocks
-        if block.path in decisions and decisions[block.path].fate is DecisionKind.RECOMPUTE
+        for block in step.blocks
+        if block.path in decisions and decisions[block.path].kind is DecisionKind.RECOMPUTE
     }
-    offloaded = tuple(path for path, decision in decisions.items() if decision.fate is DecisionKind.OFFLOAD)
+    offloaded = tuple(path for path, decision in decisions.items() if decision.kind is DecisionKind.OFFLOAD)
     if recomputed:
-        setting = setting_for(recomputed, observation.blocks)
+        setting = setting_for(recomputed, step.blocks)
         choices.append(Choice(technique=find_technique("activation-checkpointing"), setting=setting))
     if offloaded:
         choices.append(
             Choice(
                 technique=find_technique("activation-offload"),
-                setting=ActivationOffloadSetting(modules=offloaded, window=window_bytes(observation)),
+                setting=ActivationOffloadSetting(modules=offloaded, window=window_bytes(step)),
             )
         )
     return tuple(choices)

@@ -36,11 +36,11 @@ class Decision:
     """What becomes of a block.
 
     Attributes:
-        fate: of all that it keeps.
+        kind: of all that it keeps.
         saved: numbers of the operations whose results are kept all the same, where it is recomputed.
     """
 
-    fate: DecisionKind
+    kind: DecisionKind
     saved: frozenset[int] = frozenset()
 
 
@@ -100,7 +100,7 @@ def given(op: BlockOp) -> bool:
     return op.shared or (op.fixed and op.kept)
 
 
-def candidates(block: ModelBlock) -> dict[int, BlockOp]:
+def savable_ops(block: ModelBlock) -> dict[int, BlockOp]:
     """The operations of a block whose results may be saved, by number: those that may have to run again."""
     needed = computed(block)
     return {
@@ -153,9 +153,9 @@ def kept_results(block: ModelBlock, saved: frozenset[int]) -> frozenset[int]:
 
 def kept_bytes(block: ModelBlock, decision: Decision) -> int:
     """What a block keeps on the device between its forward and its backward pass."""
-    if decision.fate is DecisionKind.KEEP:
+    if decision.kind is DecisionKind.KEEP:
         return block.kept_bytes
-    if decision.fate is DecisionKind.OFFLOAD:
+    if decision.kind is DecisionKind.OFFLOAD:
         return 0
     held = block.new_input_bytes + block.shared_bytes + unmovable_bytes(block)
     return held + sum(saved_bytes(block.ops[number]) for number in decision.saved)
@@ -179,7 +179,7 @@ def absent_bytes(block: ModelBlock, decision: Decision, positions: Positions, *,
         shape [n].
     """
     less = np.zeros(len(positions))
-    if decision.fate is not DecisionKind.RECOMPUTE:
+    if decision.kind is not DecisionKind.RECOMPUTE:
         return less
     less -= block.new_input_bytes if backward else 0
     less -= sum(block.ops[number].bytes for number in decision.saved if not block.ops[number].own_bytes)
@@ -209,66 +209,66 @@ def computed_at(block: ModelBlock, saved: frozenset[int]) -> Mapping[int, int]:
     return found
 
 
-def predicted_peak(observation: StepProfile, decisions: Mapping[str, Decision]) -> int:
+def predicted_peak(step: StepProfile, decisions: Mapping[str, Decision]) -> int:
     """The peak of the step with these decisions, in bytes."""
-    return int(stretch_peaks(observation, decisions).max(initial=0))
+    return int(interval_peaks(step, decisions).max(initial=0))
 
 
-def stretch_peaks(observation: StepProfile, decisions: Mapping[str, Decision]) -> Bytes:
-    """The peak of each stretch of the step with these decisions, in bytes."""
-    peaks = np.array([stretch.peak_bytes for stretch in observation.stretches], dtype=np.float64)
-    for block in observation.blocks:
+def interval_peaks(step: StepProfile, decisions: Mapping[str, Decision]) -> Bytes:
+    """The peak of each interval of the step with these decisions, in bytes."""
+    peaks = np.array([interval.peak_bytes for interval in step.intervals], dtype=np.float64)
+    for block in step.blocks:
         if block.path in decisions:
-            peaks -= freed_bytes(observation, block, decisions[block.path])
+            peaks -= freed_bytes(step, block, decisions[block.path])
     return peaks
 
 
-def freed_bytes(observation: StepProfile, block: ModelBlock, decision: Decision) -> Bytes:
-    """Bytes that a decision for a block frees in each stretch of the step."""
-    freed = held_in(observation)[:, block.index] * float(block.kept_bytes - kept_bytes(block, decision))
+def freed_bytes(step: StepProfile, block: ModelBlock, decision: Decision) -> Bytes:
+    """Bytes that a decision for a block frees in each interval of the step."""
+    freed = held_in(step)[:, block.index] * float(block.kept_bytes - kept_bytes(block, decision))
     for backward in (False, True):
-        numbers, positions = _own_stretches(observation)[block.index, backward]
+        numbers, positions = _own_intervals(step)[block.index, backward]
         freed[numbers] += absent_bytes(block, decision, positions, backward=backward)
     return freed
 
 
 @remembered
-def _own_stretches(observation: StepProfile) -> Mapping[tuple[int, bool], tuple[Positions, Positions]]:
-    """Of each block and each of its passes, the numbers of the stretches in which it works, and their positions."""
+def _own_intervals(step: StepProfile) -> Mapping[tuple[int, bool], tuple[Positions, Positions]]:
+    """Of each block and each of its passes, the numbers of the intervals in which it works, and their positions."""
     found: dict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
-    for number, stretch in enumerate(observation.stretches):
-        found[stretch.block, stretch.backward].append((number, stretch.position))
+    for number, interval in enumerate(step.intervals):
+        found[interval.block, interval.backward].append((number, interval.position))
     return {
         (block.index, backward): (table[:, 0], table[:, 1])
-        for block in observation.blocks
+        for block in step.blocks
         for backward in (False, True)
         for table in [np.array(found[block.index, backward], dtype=np.int64).reshape(-1, 2)]
     }
 
 
 @remembered
-def held_in(observation: StepProfile) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """Matrix of shape [stretches, blocks]: how many calls of a block wait for their backward pass."""
-    held = np.zeros((len(observation.stretches), len(observation.blocks)))
-    for block in observation.blocks:
-        waiting = waits(observation, block)
+def held_in(step: StepProfile) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """Matrix of shape [intervals, blocks]: how many calls of a block wait for their backward pass."""
+    held = np.zeros((len(step.intervals), len(step.blocks)))
+    for block in step.blocks:
+        waiting = waits(step, block)
         if waiting is not None:
             held[:, block.index] = waiting
     held.setflags(write=False)
     return held
 
 
-def waits(observation: StepProfile, block: ModelBlock) -> list[int] | None:
-    """How many calls of a block wait for their backward pass in each stretch; None where it cannot be told."""
-    return _all_waits(observation)[block.index]
+def waits(step: StepProfile, block: ModelBlock) -> list[int] | None:
+    """How many calls of a block wait for their backward pass in each interval; None where it cannot be told."""
+    return _all_waits(step)[block.index]
 
 
 @remembered
-def _all_waits(observation: StepProfile) -> tuple[list[int] | None, ...]:
-    return tuple(_waits(observation, block) for block in observation.blocks)
+def _all_waits(step: StepProfile) -> tuple[list[int] | None, ...]:
+    return tuple(_waits(step, block) for block in step.blocks)
 
 
-def _waits(observation: StepProfile, block: ModelBlock) -> list[int] | None:
+def _waits(step: StepProfile, block: ModelBlock) -> list[int] | None:
     """The calls of a block that wait.
 
     With micro-batches a block goes forward and backward in turn. One that several layers share, or a discriminator that
@@ -276,39 +276,39 @@ def _waits(observation: StepProfile, block: ModelBlock) -> list[int] | None:
     never goes backward keeps what it keeps until its result is dropped, whenever that is.
     """
     waiting, seen, counts = 0, set(), []
-    stretches = observation.stretches
-    for stretch, following in zip(stretches, (*stretches[1:], None), strict=True):
-        mine = stretch.block == block.index
-        if mine and stretch.backward and stretch.call not in seen:
+    intervals = step.intervals
+    for interval, following in zip(intervals, (*intervals[1:], None), strict=True):
+        mine = interval.block == block.index
+        if mine and interval.backward and interval.call not in seen:
             waiting -= bool(waiting)
-            seen.add(stretch.call if stretch.call >= 0 else None)
+            seen.add(interval.call if interval.call >= 0 else None)
         counts.append(waiting)
-        if mine and not stretch.backward and not _goes_on(stretch, following):
+        if mine and not interval.backward and not _goes_on(interval, following):
             waiting += 1
     return counts if waiting == 0 and any(counts) else None
 
 
-def _goes_on(stretch: StepInterval, following: StepInterval | None) -> bool:
-    """Whether the next stretch belongs to the same pass of the same call."""
-    if following is None or stretch.call < 0:
+def _goes_on(interval: StepInterval, following: StepInterval | None) -> bool:
+    """Whether the next interval belongs to the same pass of the same call."""
+    if following is None or interval.call < 0:
         return False
-    one, other = ((it.block, it.backward, it.call) for it in (stretch, following))
+    one, other = ((it.block, it.backward, it.call) for it in (interval, following))
     return one == other
 
 
-def overlaps(observation: StepProfile, block: ModelBlock) -> bool:
+def overlaps(step: StepProfile, block: ModelBlock) -> bool:
     """Whether several calls of a block wait at once."""
-    return max(waits(observation, block) or [0]) > 1
+    return max(waits(step, block) or [0]) > 1
 
 
-def choosable(observation: StepProfile, block: ModelBlock) -> bool:
+def choosable(step: StepProfile, block: ModelBlock) -> bool:
     """Whether anything can be chosen for a block."""
-    return bool(block.kept_bytes) and waits(observation, block) is not None
+    return bool(block.kept_bytes) and waits(step, block) is not None
 
 
-def may_offload(observation: StepProfile, block: ModelBlock, terms: IlpOptions) -> bool:
+def may_offload(step: StepProfile, block: ModelBlock, options: IlpOptions) -> bool:
     """Whether what a block keeps may go to the host; what goes there is counted once for each block."""
-    return terms.offload and terms.link_bytes_per_second > 0 and not overlaps(observation, block)
+    return options.offload and options.link_bytes_per_second > 0 and not overlaps(step, block)
 
 
 def passes(block: ModelBlock) -> tuple[float, float]:

@@ -4,7 +4,7 @@ NOTE [Equal blocks]: layers that do the same are interchangeable, and a program 
 many solutions of the same cost as they can be ordered. So equal blocks are a group with one set of unknowns: how many
 of them are recomputed, how many save the results of an operation, how many go to the host. Where one waits for its
 backward pass whenever another does (an earlier layer whenever a later one does), the decision that frees more is best
-given to the former. Then a stretch in which all blocks of a group wait is exact, and for one in which some do there
+given to the former. Then an interval in which all blocks of a group wait is exact, and for one in which some do there
 are two bounds: what they free is at most what all do, and at least their share of it. With the first the program is at
 least as good as any decisions; if its decisions stay within the budget, they are the best. If not, the second gives
 decisions that do, and the first how far these may be from the best.
@@ -32,7 +32,6 @@ from vramfit.planner.activation_ilp.decisions import (
     Decision,
     DecisionKind,
     IlpOptions,
-    candidates,
     choosable,
     computed,
     computed_at,
@@ -43,6 +42,7 @@ from vramfit.planner.activation_ilp.decisions import (
     may_offload,
     passes,
     recompute_seconds,
+    savable_ops,
 )
 from vramfit.planner.activation_ilp.transfers import alone_seconds, crossing_seconds
 from vramfit.planner.step_profiler import StepInterval, StepProfile
@@ -79,26 +79,26 @@ class Group:
         return sum(values) / len(values)
 
     def waiting(self, held: Counts, *, least: bool) -> float:
-        """What a stretch frees of what one block frees: of all blocks together, a bound; see NOTE [Equal blocks]."""
+        """What an interval frees of what one block frees: of all blocks together, a bound; see NOTE [Equal blocks]."""
         counts = [float(held[block.index]) for block in self.blocks]
         return self.mean(counts) if least else max(counts)
 
 
-def alone(observation: StepProfile) -> tuple[Group, ...]:
+def alone(step: StepProfile) -> tuple[Group, ...]:
     """Each block by itself."""
-    return tuple(Group((block,)) for block in observation.blocks if choosable(observation, block))
+    return tuple(Group((block,)) for block in step.blocks if choosable(step, block))
 
 
-def groups_of(observation: StepProfile, *, cut: bool = False) -> tuple[Group, ...]:
+def groups_of(step: StepProfile, *, cut: bool = False) -> tuple[Group, ...]:
     """Equal blocks together, as far as they wait for one another.
 
     Args:
-        observation: of a step.
+        step: its profile.
         cut: whether the last blocks of a group are apart, which are where the peak often is: bounds are closer then.
     """
-    held = held_in(observation)
+    held = held_in(step)
     chains: dict[tuple[int, ...], list[list[ModelBlock]]] = {}
-    blocks = [block for block in observation.blocks if choosable(observation, block)]
+    blocks = [block for block in step.blocks if choosable(step, block)]
     for block in sorted(blocks, key=lambda one: -float(held[:, one.index].sum())):
         key = (block.like, block.calls, block.kept_bytes, block.new_input_bytes, block.shared_bytes)
         known = chains.setdefault(key, [])
@@ -158,9 +158,9 @@ class _Rows:
     entries: list[tuple[int, int, float]] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
 
-    def add(self, terms: Mapping[int, float], bound: float) -> None:
+    def add(self, coefficients: Mapping[int, float], bound: float) -> None:
         row = len(self.bounds)
-        self.entries += [(row, column, value) for column, value in terms.items()]
+        self.entries += [(row, column, value) for column, value in coefficients.items()]
         self.bounds.append(bound)
 
 
@@ -209,14 +209,14 @@ class Program:
     """The unknowns of all groups, and what they have to obey.
 
     Args:
-        observation: of a step.
+        step: its profile.
         groups: of its blocks.
-        terms: what may be chosen.
+        options: what may be chosen.
     """
 
-    observation: StepProfile
+    step: StepProfile
     groups: Sequence[Group]
-    terms: IlpOptions
+    options: IlpOptions
     _columns: _Columns = field(default_factory=_Columns)
     _rows: _Rows = field(default_factory=_Rows)
     _recompute: dict[int, int] = field(default_factory=dict)
@@ -230,24 +230,24 @@ class Program:
         """Make the unknowns."""
         for number, group in enumerate(self.groups):
             self._add_unknowns(number, group)
-        if not self._offload or not self.terms.window:
+        if not self._offload or not self.options.window:
             return
         # The coefficient in MiB of the unknown that says whether anything goes to the host.
         anything = self._columns.add(0.0)
         for number, column in self._offload.items():
             self._rows.add({column: 1.0, anything: -float(len(self.groups[number].blocks))}, 0.0)
-        self._window[anything] = self.terms.window / _MIB
+        self._window[anything] = self.options.window / _MIB
 
     def _add_unknowns(self, number: int, group: Group) -> None:
-        terms, columns, rows, blocks = self.terms, self._columns, self._rows, group.blocks
+        options, columns, rows, blocks = self.options, self._columns, self._rows, group.blocks
         most, first = float(len(blocks)), group.first
-        if terms.recompute:
+        if options.recompute:
             overhead = OVERHEAD_SECONDS * group.mean([block.calls for block in blocks])
             self._recompute[number] = columns.add(overhead, upper=most)
             self._add_results(number, group)
             self._sizes[number] = self._sizes_of(number, group.first)
-        if may_offload(self.observation, first, terms):
-            away = [(OVERHEAD_SECONDS + sum(alone_seconds(block, terms))) * block.calls for block in blocks]
+        if may_offload(self.step, first, options):
+            away = [(OVERHEAD_SECONDS + sum(alone_seconds(block, options))) * block.calls for block in blocks]
             self._offload[number] = columns.add(group.mean(away), upper=most)
         both = [unknown[number] for unknown in (self._recompute, self._offload) if number in unknown]
         if len(both) > 1:
@@ -257,11 +257,11 @@ class Program:
         """What is saved of a recomputed block, and what has to run again for the rest. See NOTE [Results]."""
         columns, rows, most, first = self._columns, self._rows, float(len(group.blocks)), group.first
         recompute, again = self._recompute[number], self._again.setdefault(number, {})
-        if not self.terms.select:  # all runs again
+        if not self.options.select:  # all runs again
             columns.cost[recompute] = group.mean([recompute_seconds(one) * one.calls for one in group.blocks])
             columns.upper[recompute] = 0.0 if least_saved(first) else most
             return
-        savable = candidates(first)
+        savable = savable_ops(first)
         for op in savable:
             self._saves[number, op] = column = columns.add(0.0, upper=most)
             rows.add({column: 1.0, recompute: -1.0}, 0.0)
@@ -304,43 +304,43 @@ class Program:
         """The cheapest decisions within a budget of bytes.
 
         Args:
-            budget: bytes that no stretch may exceed.
+            budget: bytes that no interval may exceed.
             least: where some blocks of a group wait, count what they free at least, not at most.
         """
         rows = _Rows(list(self._rows.entries), list(self._rows.bounds))
         columns = replace(self._columns, cost=list(self._columns.cost), upper=list(self._columns.upper))
         columns.whole = list(self._columns.whole)
-        for entries, bound in self._stretches(budget, columns, rows, least=least):
+        for entries, bound in self._interval_conditions(budget, columns, rows, least=least):
             rows.add(entries, bound)
         self._add_transfers(columns, rows)
-        return self._read(columns, _solved(columns, rows, self.terms))
+        return self._read(columns, _solved(columns, rows, self.options))
 
     def lowest(self) -> Solved:
         """The decisions with the lowest peak."""
         columns = _Columns([0.0] * len(self._columns.cost), [*self._columns.upper], [*self._columns.whole])
         rows = _Rows(list(self._rows.entries), list(self._rows.bounds))
         peak = columns.add(1.0, whole=False, upper=np.inf)
-        for entries, bound in self._stretches(0, columns, rows, least=True):
+        for entries, bound in self._interval_conditions(0, columns, rows, least=True):
             rows.add({**entries, peak: -1.0}, bound)
         self._add_host(rows)
-        return self._read(columns, _solved(columns, rows, self.terms))
+        return self._read(columns, _solved(columns, rows, self.options))
 
-    def _stretches(
+    def _interval_conditions(
         self, budget: int, columns: _Columns, rows: _Rows, *, least: bool
     ) -> list[tuple[dict[int, float], float]]:
-        """A condition for each stretch that could exceed the budget, in MiB."""
-        room = round(sum(self._window.values()) * _MIB)
-        held = held_in(self.observation)
-        more = np.array([_most_more(block) for block in self.observation.blocks], dtype=np.float64)
+        """A condition for each interval that could exceed the budget, in MiB."""
+        window_bytes = round(sum(self._window.values()) * _MIB)
+        held = held_in(self.step)
+        more = np.array([_most_more(block) for block in self.step.blocks], dtype=np.float64)
         seen: dict[tuple[bytes, StepInterval | None], int] = {}
-        for number, stretch in enumerate(self.observation.stretches):
-            own = more[stretch.block] if stretch.position >= 0 else 0.0
-            if stretch.peak_bytes + room + held[number] @ more + own <= budget:
+        for number, interval in enumerate(self.step.intervals):
+            own = more[interval.block] if interval.position >= 0 else 0.0
+            if interval.peak_bytes + window_bytes + held[number] @ more + own <= budget:
                 continue
-            # Of several stretches with the same blocks waiting only the highest counts, but for those of a block's own.
-            working = replace(stretch, peak_bytes=0) if stretch.position >= 0 else None
+            # Of several intervals with the same blocks waiting only the highest counts, but for those of a block's own.
+            working = replace(interval, peak_bytes=0) if interval.position >= 0 else None
             key = held[number].tobytes(), working
-            seen[key] = max(seen.get(key, 0), stretch.peak_bytes)
+            seen[key] = max(seen.get(key, 0), interval.peak_bytes)
         return [
             (self._freed(np.frombuffer(waiting), own, columns, rows, least=least), (budget - peak) / _MIB)
             for (waiting, own), peak in seen.items()
@@ -367,7 +367,7 @@ class Program:
     def _recomputed(
         self, number: int, held: Counts, own: StepInterval | None, *, least: bool
     ) -> dict[int, float]:
-        """What recomputing blocks of a group frees in a stretch, negative, and what saving results takes of that."""
+        """What recomputing blocks of a group frees in an interval, negative, and what saving results takes of that."""
         group = self.groups[number]
 
         def times(*, absent: bool) -> float:
@@ -402,7 +402,7 @@ class Program:
         """
         group, again = self.groups[number], self._again[number]
         first, most = group.first, float(len(group.blocks))
-        if not self.terms.select:
+        if not self.options.select:
             size = sum(
                 first.ops[op].own_bytes
                 for op, ran in computed_at(first, frozenset()).items()
@@ -428,7 +428,7 @@ class Program:
         if not self._offload:
             return
         self._add_host(rows)
-        terms, gap = self.terms, self.terms.window / self.terms.link_bytes_per_second
+        options, gap = self.options, self.options.window / self.options.link_bytes_per_second
         for backward in (False, True):
             rest = {}
             for number, column in self._offload.items():
@@ -437,16 +437,16 @@ class Program:
                     [
                         block.calls
                         * (
-                            crossing_seconds(block, terms)
-                            - alone_seconds(block, terms)[backward]
+                            crossing_seconds(block, options)
+                            - alone_seconds(block, options)[backward]
                             - max(0.0, passes(block)[backward] - gap)
                         )
                         for block in group.blocks
                     ]
                 )
             # Behind the pass of another block no more is hidden than the window holds, and the last one's window stays.
-            hidden = [block.calls * min(passes(block)[backward], gap) for block in self.observation.blocks]
-            calls = max(block.calls for block in self.observation.blocks)
+            hidden = [block.calls * min(passes(block)[backward], gap) for block in self.step.blocks]
+            calls = max(block.calls for block in self.step.blocks)
             exposed = columns.add(1.0, whole=False, upper=np.inf)
             rows.add({**rest, exposed: -1.0}, sum(hidden) + calls * gap)
 
@@ -455,7 +455,7 @@ class Program:
         sizes = {
             column: self.groups[number].first.kept_bytes / _MIB for number, column in self._offload.items()
         }
-        rows.add(sizes, self.terms.host_bytes / _MIB)
+        rows.add(sizes, self.options.host_bytes / _MIB)
 
     def _read(self, columns: _Columns, found: optimize.OptimizeResult) -> Solved:
         if found.x is None:
@@ -497,11 +497,11 @@ class Program:
 
 def _most_more(block: ModelBlock) -> int:
     """Bytes by which a recomputed block may keep more than a plain one, at most."""
-    saved = sum(op.bytes for op in candidates(block).values() if not op.own_bytes)
+    saved = sum(op.bytes for op in savable_ops(block).values() if not op.own_bytes)
     return block.new_input_bytes + saved
 
 
-def _solved(columns: _Columns, rows: _Rows, terms: IlpOptions) -> optimize.OptimizeResult:
+def _solved(columns: _Columns, rows: _Rows, options: IlpOptions) -> optimize.OptimizeResult:
     """What HiGHS makes of a program."""
     matrix = sparse.csr_array(
         (
@@ -517,24 +517,24 @@ def _solved(columns: _Columns, rows: _Rows, terms: IlpOptions) -> optimize.Optim
             integrality=np.array(columns.whole),
             bounds=optimize.Bounds(0, np.array(columns.upper)),
             constraints=optimize.LinearConstraint(matrix, ub=np.array(rows.bounds)),
-            options={"time_limit": terms.time_limit, "mip_rel_gap": terms.gap},
+            options={"time_limit": options.time_limit, "mip_rel_gap": options.gap},
         )
 
 
-def lowest_shared(observation: StepProfile, terms: IlpOptions) -> Mapping[str, Decision] | None:
+def lowest_shared(step: StepProfile, options: IlpOptions) -> Mapping[str, Decision] | None:
     """Decisions with the lowest peak where the host holds a part of what could go there; None where none was found."""
     # What is saved only ever adds, as far as what waits is concerned.
-    terms = replace(terms, select=False, time_limit=min(terms.time_limit, _LOWEST_SECONDS))
-    return Program(observation, alone(observation), terms).lowest().decisions
+    options = replace(options, select=False, time_limit=min(options.time_limit, _LOWEST_SECONDS))
+    return Program(step, alone(step), options).lowest().decisions
 
 
-def lowest_inside(observation: StepProfile, terms: IlpOptions) -> Mapping[str, Decision] | None:
+def lowest_inside(step: StepProfile, options: IlpOptions) -> Mapping[str, Decision] | None:
     """Decisions with the lowest peak where a block's own pass may be it; None where none was found.
 
     What is computed again there is there all at once, if it is computed from one another: saving some of it is less.
     """
-    terms = replace(terms, offload=False, time_limit=min(terms.time_limit, _LOWEST_SECONDS))
-    return Program(observation, groups_of(observation), terms).lowest().decisions
+    options = replace(options, offload=False, time_limit=min(options.time_limit, _LOWEST_SECONDS))
+    return Program(step, groups_of(step), options).lowest().decisions
 
 
 @contextmanager

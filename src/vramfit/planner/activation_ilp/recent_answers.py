@@ -1,4 +1,4 @@
-"""Remembers what was worked out for the observations that were asked about last."""
+"""Remembers what was worked out for the step profiles that were asked about last."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ KEPT = 64
 
 
 def remembered(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """A function of an observation, by its identity, and of what else can be hashed, which is asked often.
+    """A function of a step profile, by its identity, and of what else can be hashed, which is asked often.
 
-    An observation holds thousands of operations: to hash it takes longer than most of what is asked about it. It is
+    A step profile holds thousands of operations: to hash it takes longer than most of what is asked about it. It is
     held as long as its answers are, so that no other has its identity.
     """
     known: OrderedDict[Hashable, tuple[object, _T]] = OrderedDict()
 
     @functools.wraps(function)
     def asked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        observation, *others = cast("tuple[Any, ...]", args)
-        key = (id(observation), *others, *kwargs.items())
+        step, *others = cast("tuple[Any, ...]", args)
+        key = (id(step), *others, *kwargs.items())
         if key not in known:
-            known[key] = observation, function(*args, **kwargs)
+            known[key] = step, function(*args, **kwargs)
             while len(known) > KEPT:
                 known.popitem(last=False)
         known.move_to_end(key)

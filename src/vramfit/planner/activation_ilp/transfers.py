@@ -4,7 +4,7 @@ NOTE [Copies beside the computation]: each result that goes to the host is one c
 So a step waits not only where the link is slower than the computation as a whole: in the forward pass as soon as more
 than the window is on its way, in the backward pass for each result that could not be called back in time. What one
 block leaves in the window when its pass is over, the next one cannot use. So the copies of all blocks are followed one
-by one, in the order of offload_ledger.py, from when each result was saved and needed in the observed step.
+by one, in the order of offload_ledger.py, from when each result was saved and needed in the profiled step.
 """
 
 from __future__ import annotations
@@ -98,49 +98,49 @@ def crossing(block: ModelBlock) -> tuple[Saved, ...]:
     return tuple(one for one in block.saves if one.bytes >= _LEAST_BYTES)
 
 
-def crossing_seconds(block: ModelBlock, terms: IlpOptions) -> float:
+def crossing_seconds(block: ModelBlock, options: IlpOptions) -> float:
     """Seconds that what a block sends to the host takes over the link, one way."""
-    return sum(one.bytes for one in crossing(block)) / terms.link_bytes_per_second
+    return sum(one.bytes for one in crossing(block)) / options.link_bytes_per_second
 
 
-def waiting_seconds(observation: StepProfile, decisions: Decisions, terms: IlpOptions) -> float:
+def waiting_seconds(step: StepProfile, decisions: Decisions, options: IlpOptions) -> float:
     """Seconds that a step waits for the link with these decisions, with the host's part in it."""
-    away = {path for path, decision in decisions.items() if decision.fate is DecisionKind.OFFLOAD}
+    away = {path for path, decision in decisions.items() if decision.kind is DecisionKind.OFFLOAD}
     if not away:
         return 0.0
-    passes = tuple(_passes(observation))
-    waited = sum(_waits(passes, decisions, terms))
-    offloaded = [block for block in observation.blocks if block.path in away]
+    passes = tuple(_passes(step))
+    waited = sum(_waits(passes, decisions, options))
+    offloaded = [block for block in step.blocks if block.path in away]
     # A few micro-batches stand for all of them.
     seen = sum(1 for block, backward in passes if block.path in away and not backward)
     calls = sum(block.calls for block in offloaded)
     return waited * calls / max(1, seen) + OVERHEAD_SECONDS * calls
 
 
-def alone_seconds(block: ModelBlock, terms: IlpOptions) -> tuple[float, float]:
+def alone_seconds(block: ModelBlock, options: IlpOptions) -> tuple[float, float]:
     """Seconds that a block's forward and its backward pass wait where it is the only one that goes to the host."""
     forward, backward = _waits(
-        ((block, False), (block, True)), {block.path: Decision(DecisionKind.OFFLOAD)}, terms
+        ((block, False), (block, True)), {block.path: Decision(DecisionKind.OFFLOAD)}, options
     )
     return forward, backward
 
 
 def _waits(
-    passes: Sequence[tuple[ModelBlock, bool]], decisions: Decisions, terms: IlpOptions
+    passes: Sequence[tuple[ModelBlock, bool]], decisions: Decisions, options: IlpOptions
 ) -> tuple[float, float]:
     """Seconds that forward passes wait, and backward passes."""
-    lane = _Lane(terms.window, terms.link_bytes_per_second)
+    lane = _Lane(options.window, options.link_bytes_per_second)
     here: dict[int, list[tuple[_Copy, Saved]]] = {}
     found = [0.0, 0.0]
     for block, backward in passes:
         decision = decisions.get(block.path, Decision(DecisionKind.KEEP))
         began, seconds = lane.now, block.backward_seconds if backward else block.forward_seconds
-        if decision.fate is DecisionKind.OFFLOAD and not backward:
+        if decision.kind is DecisionKind.OFFLOAD and not backward:
             here[block.index] = _forward(block, lane)
-        elif decision.fate is DecisionKind.OFFLOAD:
+        elif decision.kind is DecisionKind.OFFLOAD:
             _backward(block, lane, here.pop(block.index, []))
         else:
-            if backward and decision.fate is DecisionKind.RECOMPUTE:
+            if backward and decision.kind is DecisionKind.RECOMPUTE:
                 seconds += recompute_seconds(block, decision.saved)
             lane.now += seconds
         found[backward] += max(0.0, lane.now - began - seconds)
@@ -170,20 +170,20 @@ def _backward(block: ModelBlock, lane: _Lane, sent: Sequence[tuple[_Copy, Saved]
     lane.now += max(0.0, block.backward_seconds - ran)
 
 
-def _passes(observation: StepProfile) -> Iterator[tuple[ModelBlock, bool]]:
+def _passes(step: StepProfile) -> Iterator[tuple[ModelBlock, bool]]:
     """The passes of blocks, in order: each with whether it is backward."""
     before, seen = None, set()
-    for stretch in observation.stretches:
-        key = (stretch.block, stretch.backward, stretch.call)
-        again = key == before or (stretch.backward and stretch.call >= 0 and key in seen)
+    for interval in step.intervals:
+        key = (interval.block, interval.backward, interval.call)
+        again = key == before or (interval.backward and interval.call >= 0 and key in seen)
         before = key
         seen.add(key)
-        if stretch.block != BETWEEN and not again:
-            yield observation.blocks[stretch.block], stretch.backward
+        if interval.block != BETWEEN and not again:
+            yield step.blocks[interval.block], interval.backward
 
 
 def spread(
-    observation: StepProfile, decisions: Decisions, terms: IlpOptions, fits: Callable[[Decisions], bool]
+    step: StepProfile, decisions: Decisions, options: IlpOptions, fits: Callable[[Decisions], bool]
 ) -> Decisions:
     """The same decisions for other ones of equal blocks, where the step then waits less for the link.
 
@@ -191,28 +191,28 @@ def spread(
     best apart from one another.
 
     Args:
-        observation: of a step.
+        step: its profile.
         decisions: by path.
-        terms: what may be chosen.
+        options: what may be chosen.
         fits: whether decisions stay within the budget.
     """
     alike: dict[tuple[int, int], list[str]] = {}
-    for block in observation.blocks:
+    for block in step.blocks:
         alike.setdefault((block.like, block.calls), []).append(block.path)
-    best, least = decisions, waiting_seconds(observation, decisions, terms)
+    best, least = decisions, waiting_seconds(step, decisions, options)
     for paths in alike.values():
         away = sum(_away(decisions, path) for path in paths)
         for shift in (0.0, 0.5) if 0 < away < len(paths) else ():
             chosen = {int((number + shift) * len(paths) / away) for number in range(away)}
             changed = _moved(best, paths, chosen)
-            waits = waiting_seconds(observation, changed, terms)
+            waits = waiting_seconds(step, changed, options)
             if waits < least and fits(changed):
                 best, least = changed, waits
     return best
 
 
 def _away(decisions: Decisions, path: str) -> bool:
-    return path in decisions and decisions[path].fate is DecisionKind.OFFLOAD
+    return path in decisions and decisions[path].kind is DecisionKind.OFFLOAD
 
 
 def _moved(decisions: Decisions, paths: Sequence[str], chosen: set[int]) -> Decisions:

@@ -1,1 +1,1 @@
-"""Where the steps of workloads are priced: a virtual card, a real one, the CPU."""
+"""Where the steps of workloads are run: a virtual card, a real one, the CPU."""

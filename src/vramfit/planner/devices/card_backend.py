@@ -1,4 +1,4 @@
-"""Prices workloads on this machine's card: they run for real, with no more memory than the budget leaves them."""
+"""Runs workloads on this machine's card: they run for real, with no more memory than the budget leaves them."""
 
 from __future__ import annotations
 
@@ -81,36 +81,36 @@ class CardBackend:
         reserved = torch.cuda.memory_reserved(self.index)
         return max(0, total - free - reserved - self._others_bytes)
 
-    def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
-        """Run some steps within a budget of bytes, or within the card; see `Device.price`.
+    def step_cost(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
+        """Run some steps within a budget of bytes, or within the card; see `DeviceBackend.step_cost`.
 
         The seconds are the median of `TIMED_STEPS` steps, by events of the card; making the batch is no part of them.
         Whatever comes of it, nothing of the run is left on the card.
         """
-        price = self._priced(workload, sizes, budget)
-        if price.fits and budget is not None and price.total_bytes > budget:
+        cost = self._measured(workload, sizes, budget)
+        if cost.fits and budget is not None and cost.total_bytes > budget:
             # Libraries that were loaded in this run took what the allocator was allowed: now they are there from the
             # start.
-            price = self._priced(workload, sizes, budget)
-        if price.fits and budget is not None and price.total_bytes > budget:
-            why = f"torch and what lies outside of it take {price.total_bytes} B of {budget} B"
-            return replace(price, fits=False, oom=why)
-        return price
+            cost = self._measured(workload, sizes, budget)
+        if cost.fits and budget is not None and cost.total_bytes > budget:
+            why = f"torch and what lies outside of it take {cost.total_bytes} B of {budget} B"
+            return replace(cost, fits=False, oom=why)
+        return cost
 
-    def _priced(self, workload: Workload, sizes: dict[str, int], budget: int | None) -> StepCost:
+    def _measured(self, workload: Workload, sizes: dict[str, int], budget: int | None) -> StepCost:
         self._clear()
         if budget is not None and budget <= self.outside_bytes:
-            return self._price(oom=f"the CUDA context takes {self.outside_bytes} B of {budget} B")
+            return self._cost(oom=f"the CUDA context takes {self.outside_bytes} B of {budget} B")
         with self._limited(budget):
             seconds, oom = _failing_softly(lambda: self._steps(workload, sizes, budget))
-            price = self._price(seconds=seconds or 0.0, oom=oom)
+            cost = self._cost(seconds=seconds or 0.0, oom=oom)
         self._clear()
-        return price
+        return cost
 
-    def observe(
+    def profile_step(
         self, workload: Workload, sizes: dict[str, int], places: Callable[[torch.nn.Module], Sequence[str]]
     ) -> tuple[Profile, StepProfile]:
-        """Run some steps and look at the last; see `Device.observe`.
+        """Run some steps and look at the last; see `DeviceBackend.profile_step`.
 
         Raises:
             torch.OutOfMemoryError: the card is too small for the program as it is.
@@ -122,15 +122,15 @@ class CardBackend:
                 run.run_step(state, sizes)
             meter = _CardMeter(self.index)
             before = torch.cuda.max_memory_allocated(self.index)
-            observer = StepProfiler(state.model, places(state.model), meter)
-            with observer.watching():
+            profiler = StepProfiler(state.model, places(state.model), meter)
+            with profiler.watching():
                 run.run_step(state, sizes)
-        observation = observer.observation()
+        step = profiler.profile()
         profile = profile_of(
             workload,
             state,
             sizes,
-            observation,
+            step,
             device_type="cuda",
             capability=torch.cuda.get_device_capability(self.index),
             total_bytes=self.total_bytes,
@@ -142,7 +142,7 @@ class CardBackend:
             link_bytes_per_second=_link_of(self.name),
             host_peak_bytes=self._host_peak_bytes,
         )
-        return profile, observation
+        return profile, step
 
     # -- a run -------------------------------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class CardBackend:
     def _host_peak_bytes(self) -> int:
         return int(torch.cuda.host_memory_stats()["allocated_bytes.peak"]) + self._pageable_bytes
 
-    def _price(self, *, seconds: float = 0.0, oom: str = "") -> StepCost:
+    def _cost(self, *, seconds: float = 0.0, oom: str = "") -> StepCost:
         """What the run that just ended took, by torch's own figures."""
         torch.cuda.synchronize(self.index)
         stats = torch.cuda.memory_stats(self.index)
@@ -216,8 +216,8 @@ class CardBackend:
 
     def _limit(self, budget: int | None) -> None:
         if budget is not None:
-            room = budget - self.outside_bytes
-            torch.cuda.set_per_process_memory_fraction(fraction_of(room, self.total_bytes), self.index)
+            limit = budget - self.outside_bytes
+            torch.cuda.set_per_process_memory_fraction(fraction_of(limit, self.total_bytes), self.index)
 
     def _let_backward_go(self) -> None:
         """Wait until the card's backward thread has let go of what it ran last.
@@ -244,14 +244,14 @@ class CardBackend:
         torch.cuda.reset_peak_host_memory_stats()
 
 
-def fraction_of(room: int, total: int) -> float:
-    """The fraction of a card that lets torch's allocator reserve `room` bytes of `total`, and not one less.
+def fraction_of(limit: int, total: int) -> float:
+    """The fraction of a card that lets torch's allocator reserve `limit` bytes of `total`, and not one less.
 
     The allocator takes the whole number below fraction x total (c10/cuda/CUDACachingAllocator.cpp,
     setMemoryFraction), and segments fill their room to the byte.
     """
-    fraction = min(1.0, max(0, room) / total)
-    while fraction < 1.0 and int(fraction * total) < room:
+    fraction = min(1.0, max(0, limit) / total)
+    while fraction < 1.0 and int(fraction * total) < limit:
         fraction = min(1.0, fraction + 2.0**-53)
     return fraction
 
@@ -317,7 +317,7 @@ class _CardMeter:
         torch.cuda.reset_peak_memory_stats(self._index)
 
     def peaks(self) -> Sequence[int]:
-        """Peaks of all stretches."""
+        """Peaks of all intervals."""
         return self._peaks
 
 

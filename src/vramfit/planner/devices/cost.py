@@ -58,13 +58,13 @@ class StepCost:
 
 
 class DeviceBackend(Protocol):
-    """Where workloads are priced: a virtual card, or this machine's CPU."""
+    """Where workloads are run: a virtual card, or this machine's CPU."""
 
     name: str
     device_type: str
     total_bytes: int
 
-    def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
+    def step_cost(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
         """Run some steps; past the budget a request fails.
 
         Args:
@@ -74,7 +74,7 @@ class DeviceBackend(Protocol):
         """
         ...
 
-    def observe(
+    def profile_step(
         self, workload: Workload, sizes: dict[str, int], places: Callable[[nn.Module], Sequence[str]]
     ) -> tuple[Profile, StepProfile]:
         """Run some steps without a limit, and look at the last.

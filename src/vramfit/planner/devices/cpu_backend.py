@@ -1,9 +1,9 @@
-"""Prices workloads on this machine's CPU: they run for real, and torch's own profiler counts what they allocate.
+"""Runs workloads on this machine's CPU: they run for real, and torch's own profiler counts what they allocate.
 
 Seconds are estimated from the arithmetic and traffic of each operation at rates that are measured once: what a clock
 says of one run on a shared machine would be noise to the planner.
 
-NOTE [Marks]: boundaries between stretches are events of the profiler like the allocations, so that one clock orders
+NOTE [Marks]: boundaries between intervals are events of the profiler like the allocations, so that one clock orders
 both. Another clock would put what is allocated near a boundary on the wrong side of it.
 """
 
@@ -35,7 +35,7 @@ _MEMORY = "[memory]"
 """What the profiler calls an allocation or a free (torch/csrc/profiler/collection.cpp)."""
 
 _MARK = "vramfit: a boundary"
-"""What the profiler calls the end of a stretch."""
+"""What the profiler calls the end of an interval."""
 
 
 class CpuBackend:
@@ -59,8 +59,8 @@ class CpuBackend:
         self.host_bytes = 0
         self._estimate: Estimate = seconds_of if estimate is None else estimate
 
-    def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
-        """Run two steps and count the bytes of the tensors; see `Device.price`.
+    def step_cost(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
+        """Run two steps and count the bytes of the tensors; see `DeviceBackend.step_cost`.
 
         The budget does not stop the run: whether its peak stays within is known afterwards. FLOPs and seconds are those
         of a third step, so that the bytes are those of a program that nobody watches: under a dispatch mode autograd
@@ -85,28 +85,28 @@ class CpuBackend:
             oom="" if budget is None or peak <= budget else f"the peak is {peak} B of {budget} B",
         )
 
-    def observe(
+    def profile_step(
         self, workload: Workload, sizes: dict[str, int], places: Callable[[torch.nn.Module], Sequence[str]]
     ) -> tuple[Profile, StepProfile]:
-        """Run two steps and look at the second; see `Device.observe`."""
+        """Run two steps and look at the second; see `DeviceBackend.profile_step`."""
         with _run(workload, sizes) as (state, counter):
-            observer = StepProfiler(state.model, places(state.model), counter, estimate=self._estimate)
-            with observer.watching():
+            profiler = StepProfiler(state.model, places(state.model), counter, estimate=self._estimate)
+            with profiler.watching():
                 workload.run_step(state, sizes)
-        observation = observer.observation()
+        step = profiler.profile()
         peak = max(counter.peaks())
         found = profile_of(
             workload,
             state,
             sizes,
-            observation,
+            step,
             device_type="cpu",
             capability=(0, 0),
             total_bytes=self.total_bytes,
             peak_allocated_bytes=peak,
             peak_reserved_bytes=peak,
         )
-        return found, observation
+        return found, step
 
 
 class _Counter:
@@ -123,9 +123,9 @@ class _Counter:
         return time.perf_counter()
 
     def boundary(self) -> None:
-        """A stretch ends now. See NOTE [Marks]."""
+        """An interval ends now. See NOTE [Marks]."""
         self.boundaries += 1
-        # Below the dispatcher: under an observer it would be one of the operations that are observed.
+        # Below the dispatcher: under a profiler it would be one of the operations that are profiled.
         with torch._C._profiler._RecordFunctionFast(_MARK):
             pass
 
@@ -139,7 +139,7 @@ class _Counter:
         for name, size in events:
             if name == _MARK:
                 self._peaks.append(highest)
-                highest = held  # what is held when a stretch begins counts in it too
+                highest = held  # what is held when an interval begins counts in it too
             else:
                 held += size
                 highest = max(highest, held)

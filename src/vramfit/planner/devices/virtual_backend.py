@@ -1,4 +1,4 @@
-"""Prices workloads on a virtual card: nothing is computed, and every byte is placed as on the card."""
+"""Runs workloads on a virtual card: nothing is computed, and every byte is placed as on the card."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class VirtualBackend:
         self._alloc_conf = alloc_conf
         self._own_process = own_process
 
-    def price(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
-        """Run two steps on a card of `budget` bytes, or on an endless one; see `Device.price`.
+    def step_cost(self, workload: Workload, sizes: dict[str, int], budget: int | None = None) -> StepCost:
+        """Run two steps on a card of `budget` bytes, or on an endless one; see `DeviceBackend.step_cost`.
 
         Raises:
             VramfitError: the workload failed for another reason than memory.
@@ -85,10 +85,10 @@ class VirtualBackend:
             oom=run.oom.message if failed and run.oom is not None else "",
         )
 
-    def observe(
+    def profile_step(
         self, workload: Workload, sizes: dict[str, int], places: Callable[[torch.nn.Module], Sequence[str]]
     ) -> tuple[Profile, StepProfile]:
-        """Run two steps on an endless card and look at the second; see `Device.observe`.
+        """Run two steps on an endless card and look at the second; see `DeviceBackend.profile_step`.
 
         Raises:
             VramfitError: the workload failed.
@@ -100,19 +100,19 @@ class VirtualBackend:
             setup.append(torch.cuda.max_memory_allocated())
             for _ in range(STEPS - 1):
                 workload.run_step(state, sizes)
-            observer = StepProfiler(state.model, places(state.model), _VirtualMeter(gpu))
-            with observer.watching():
+            profiler = StepProfiler(state.model, places(state.model), _VirtualMeter(gpu))
+            with profiler.watching():
                 workload.run_step(state, sizes)
-            found.append((state, observer.observation()))
+            found.append((state, profiler.profile()))
 
         run, host_bytes, _ = self._run(workload, work, None)
-        state, observation = found[0]
+        state, step = found[0]
         outcome = run.devices[0]
         profile = profile_of(
             workload,
             state,
             sizes,
-            observation,
+            step,
             device_type="cuda",
             capability=self.spec.compute_capability,
             total_bytes=self.spec.total_bytes,
@@ -125,7 +125,7 @@ class VirtualBackend:
             link_bytes_per_second=self.spec.host_link,
             host_peak_bytes=host_bytes,
         )
-        return profile, observation
+        return profile, step
 
     def _run(
         self, workload: Workload, work: Callable[[VirtualGPU, State], None], budget: int | None
@@ -193,7 +193,7 @@ class _VirtualMeter:
         torch.cuda.reset_peak_memory_stats()
 
     def peaks(self) -> Sequence[int]:
-        """Peaks of all stretches."""
+        """Peaks of all intervals."""
         return self._peaks
 
 

@@ -37,7 +37,13 @@ class TrialAttempt:
 
 
 def ways_to_try(
-    workload: Workload, sizes: Mapping[str, int], *, flops: float, seconds: float, model_bytes: int, room: int
+    workload: Workload,
+    sizes: Mapping[str, int],
+    *,
+    flops: float,
+    seconds: float,
+    model_bytes: int,
+    most_bytes: int,
 ) -> Iterator[TrialAttempt]:
     """Ways to try a workload, as far as they are not too dear.
 
@@ -47,21 +53,21 @@ def ways_to_try(
         flops: of the whole trial with the model itself at these sizes; 0 where nobody knows.
         seconds: that a trial may take.
         model_bytes: of the model's parameters in 32 bits.
-        room: bytes of parameters in 32 bits that a trial may have.
+        most_bytes: bytes of parameters in 32 bits that a trial may have.
     """
     name = batch_size_name(sizes)
     most = seconds * cpu_speed.CPU_FLOPS
     smaller, less = _smaller(sizes, name, flops, most)
-    if model_bytes <= room:
+    if model_bytes <= most_bytes:
         if flops <= most:
             yield TrialAttempt(dict(sizes), "the model itself")
         if less <= most and smaller != dict(sizes):
             yield TrialAttempt(smaller, f"the model itself at {_words(smaller, name)}")
-    for model, words in stand_in(workload, room):
+    for model, words in stand_in(workload, most_bytes):
         yield TrialAttempt(smaller, words, model)
 
 
-def room_for_models(part: float, most: int) -> int:
+def most_model_bytes(part: float, most: int) -> int:
     """Bytes of a model in 32 bits that a trial may have: a part of this machine's memory, and no more than `most`."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(most, round(part * memory))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from vramfit.errors import UsageError
 from vramfit.planner.failures import brief
-from vramfit.planner.micro_batch_trial.attempts import TrialAttempt, room_for_models, ways_to_try
+from vramfit.planner.micro_batch_trial.attempts import TrialAttempt, most_model_bytes, ways_to_try
 from vramfit.planner.search_clock import SearchClock
 from vramfit.planner.time_limit import TimeOver, limited
 from vramfit.techniques import Profile
@@ -36,7 +36,7 @@ _LONGEST = 60.0
 _TIME_OVER = "the time was over"
 
 _STEPS = 8
-"""Training steps with all its examples that a trial comes to: a batch and its pieces, twice, and what varies them."""
+"""Training steps with all its examples that a trial takes: a batch and its micro-batches, twice, and varied ones."""
 
 _PART = 0.125
 """Of the machine's memory that a model may take: a trial holds its values and three gradients."""
@@ -50,10 +50,10 @@ class MicroBatchVerdict:
     """What is known of a workload's loss.
 
     Attributes:
-        setting: with which pieces stand for the whole; None if they cannot, or that is not known.
+        setting: with which micro-batches give the gradients of the whole batch; None if they cannot, or nobody knows.
         note: what a reader of a plan with micro-batches, or of one that has to do without, should know.
         known: whether it was tried; False where no trial was possible.
-        encoders: names of the modules that may run in pieces where the loss has none; see `try_encoders`.
+        encoders: names of the modules that may run in micro-batches where the loss may not; see `try_encoders`.
         over: whether the time was over before all that could be tried was: another search may know more.
     """
 
@@ -64,7 +64,7 @@ class MicroBatchVerdict:
     over: bool = False
 
 
-def cutting_of(
+def try_micro_batching(
     workload: Workload,
     profile: Profile,
     *,
@@ -72,7 +72,7 @@ def cutting_of(
     probe: Callable[[], str] = lambda: "",
     clock: SearchClock | None = None,
 ) -> MicroBatchVerdict:
-    """Try a workload's loss on some examples, whole and in pieces.
+    """Try a workload's loss on some examples, whole and in micro-batches.
 
     Args:
         workload: plain.
@@ -143,11 +143,11 @@ def _tried(workload: Workload, trial: TrialAttempt) -> MicroBatchVerdict:
         found = try_pieces(workload, sizes=trial.sizes, model=trial.model)
     except NoPiecesError as error:
         return _by_encoders(workload, trial, f"micro-batching is left out: {error.message}.")
-    return MicroBatchVerdict(found.setting, _told(found, trial))
+    return MicroBatchVerdict(found.setting, _words(found, trial))
 
 
 def _by_encoders(workload: Workload, trial: TrialAttempt, note: str) -> MicroBatchVerdict:
-    """What is known where the loss has no pieces: its encoders may."""
+    """What is known where the loss cannot be cut: its encoders may be."""
     try:
         found = try_encoders(workload, sizes=trial.sizes, model=trial.model)
     except TimeOver:
@@ -165,7 +165,7 @@ def _by_encoders(workload: Workload, trial: TrialAttempt, note: str) -> MicroBat
     )
 
 
-def _told(found: Tried, trial: TrialAttempt) -> str:
+def _words(found: Tried, trial: TrialAttempt) -> str:
     uneven = f", with {' and '.join(found.varied)} made uneven" if found.varied else ""
     return (
         f"micro-batching was tried with {trial.words}: pieces of {EXAMPLES} examples give the gradients of the whole "
@@ -183,5 +183,5 @@ def _trials(workload: Workload, profile: Profile) -> Iterator[TrialAttempt]:
         flops=profile.step_flops * _STEPS * examples,
         seconds=_SECONDS,
         model_bytes=sum(parameter.numel() * 4 for parameter in profile.model.parameters()),
-        room=room_for_models(_PART, _MOST),
+        most_bytes=most_model_bytes(_PART, _MOST),
     )

@@ -145,7 +145,7 @@ def coupling_by_shapes(device: DeviceBackend, workload: Workload, sizes: Mapping
     for examples in (_EXAMPLES, _EXAMPLES + 1):
         watched = _Watched(workload)
         try:
-            device.price(replace(workload, loss=watched), {**sizes, name: examples})
+            device.step_cost(replace(workload, loss=watched), {**sizes, name: examples})
         except Exception:  # values that a virtual device does not have, or a batch of another size
             return ""
         found.append(watched.seen)

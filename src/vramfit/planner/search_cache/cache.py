@@ -40,16 +40,16 @@ SCHEMA = "vramfit.search/1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sight:
-    """A combination as it was observed.
+class CachedStep:
+    """A combination as it was profiled.
 
     Attributes:
-        observation: of its step.
+        step: of its step.
         figures: the fields of its profile that are numbers.
         failed: why it is left out, empty where that needs no word; None where it ran.
     """
 
-    observation: StepProfile | None
+    step: StepProfile | None
     figures: Mapping[str, Any]
     failed: str | None = None
 
@@ -109,33 +109,33 @@ class SearchCache:
 
     # -- records -------------------------------------------------------------------------------------------------
 
-    def sight(self, choices: Iterable[Choice], fine: bool, sizes: Mapping[str, int]) -> Sight | None:
-        """How a combination was observed; None where it was not."""
+    def step(self, choices: Iterable[Choice], fine: bool, sizes: Mapping[str, int]) -> CachedStep | None:
+        """How a combination was profiled; None where it was not."""
         record = self._known.get(_key("sight", choices, sizes, fine))
         if record is None:
             return None
         self.used += 1
         seen = record["observation"]
-        return Sight(
-            observation=None if seen is None else _observation(seen),
+        return CachedStep(
+            step=None if seen is None else _step(seen),
             figures=record["figures"],
             failed=record["failed"],
         )
 
-    def add_sight(
-        self, choices: Iterable[Choice], fine: bool, sizes: Mapping[str, int], sight: Sight
+    def add_step(
+        self, choices: Iterable[Choice], fine: bool, sizes: Mapping[str, int], cached: CachedStep
     ) -> None:
-        """Keep how a combination was observed."""
-        seen = None if sight.observation is None else _plain_observation(sight.observation)
-        values = {"observation": seen, "figures": dict(sight.figures), "failed": sight.failed}
+        """Keep how a combination was profiled."""
+        seen = None if cached.step is None else _plain_step(cached.step)
+        values = {"observation": seen, "figures": dict(cached.figures), "failed": cached.failed}
         self._add("sight", _key("sight", choices, sizes, fine), values)
 
-    def agrees(self, choices: Iterable[Choice], sizes: Mapping[str, int], sight: Sight) -> bool:
+    def agrees(self, choices: Iterable[Choice], sizes: Mapping[str, int], cached: CachedStep) -> bool:
         """Whether a combination was seen to be just that, where it was seen at all."""
         record = self._known.get(_key("sight", choices, sizes, False))
-        if record is None or sight.observation is None:
+        if record is None or cached.step is None:
             return True
-        now = {"observation": _plain_observation(sight.observation), "figures": dict(sight.figures)}
+        now = {"observation": _plain_step(cached.step), "figures": dict(cached.figures)}
         before = {name: record[name] for name in now}
         return bool(json.loads(json.dumps(now)) == before)
 
@@ -171,7 +171,7 @@ class SearchCache:
         values = {"asked": list(names), "offers": plain}
         self._add("offers", _key("offers", choices, sizes, [fine, host_bytes]), values)
 
-    def price(
+    def cost(
         self, choices: Iterable[Choice], sizes: Mapping[str, int], budget: int | None, tail: float
     ) -> StepCost | None:
         """What a run within a budget took; None where there was none."""
@@ -181,18 +181,18 @@ class SearchCache:
         self.used += 1
         return StepCost(**record["price"])
 
-    def add_price(
+    def add_cost(
         self,
         choices: Iterable[Choice],
         sizes: Mapping[str, int],
         budget: int | None,
         tail: float,
-        price: StepCost,
+        cost: StepCost,
     ) -> None:
         """Keep what a run within a budget took."""
-        self._add("price", _key("price", choices, sizes, [budget, tail]), {"price": asdict(price)})
+        self._add("price", _key("price", choices, sizes, [budget, tail]), {"price": asdict(cost)})
 
-    def cutting(self, sizes: Mapping[str, int], *, by_name: bool) -> MicroBatchVerdict | None:
+    def micro_batching(self, sizes: Mapping[str, int], *, by_name: bool) -> MicroBatchVerdict | None:
         """What a trial found of cutting batches; None where there was none."""
         record = self._known.get(_key("cutting", (), sizes, by_name))
         if record is None:
@@ -203,14 +203,16 @@ class SearchCache:
         assert found is None or isinstance(found, MicroBatchingSetting)
         return MicroBatchVerdict(found, record["note"], record["known"], tuple(record["encoders"]))
 
-    def add_cutting(self, sizes: Mapping[str, int], cutting: MicroBatchVerdict, *, by_name: bool) -> None:
+    def add_micro_batching(
+        self, sizes: Mapping[str, int], micro_batching: MicroBatchVerdict, *, by_name: bool
+    ) -> None:
         """Keep what a trial found."""
-        setting = None if cutting.setting is None else setting_to_plain(cutting.setting)
+        setting = None if micro_batching.setting is None else setting_to_plain(micro_batching.setting)
         values = {
             "setting": setting,
-            "note": cutting.note,
-            "known": cutting.known,
-            "encoders": cutting.encoders,
+            "note": micro_batching.note,
+            "known": micro_batching.known,
+            "encoders": micro_batching.encoders,
         }
         self._add("cutting", _key("cutting", (), sizes, by_name), values)
 
@@ -251,19 +253,19 @@ def _plain(value: Any) -> Any:
 
 
 def profile_from(
-    figures: Mapping[str, Any], sizes: Mapping[str, int], host_bytes: int, observation: StepProfile
+    figures: Mapping[str, Any], sizes: Mapping[str, int], host_bytes: int, step: StepProfile
 ) -> tuple[Profile, StepProfile]:
-    """A profile without its model, and the observation that goes with it."""
+    """A profile without its model, and the step profile that goes with it."""
     values = dict(figures) | {"capability": tuple(figures["capability"])}
     profile = Profile(
         model=_Forgotten(),
         optimizer=None,
         sizes=dict(sizes),
-        blocks=observation.blocks,
+        blocks=step.blocks,
         host_bytes=host_bytes,
         **values,
     )
-    return profile, observation
+    return profile, step
 
 
 def is_remembered(profile: Profile) -> bool:
@@ -271,26 +273,24 @@ def is_remembered(profile: Profile) -> bool:
     return isinstance(profile.model, _Forgotten)
 
 
-# -- observations as plain values ----------------------------------------------------------------------------------
+# -- step profiles as plain values ----------------------------------------------------------------------------------
 
 
-def _plain_observation(observation: StepProfile) -> Plain:
+def _plain_step(step: StepProfile) -> Plain:
     """Equal lists of operations once: layers have the same."""
     tables: dict[tuple[BlockOp, ...], int] = {}
     blocks = []
-    for block in observation.blocks:
+    for block in step.blocks:
         values = {name: getattr(block, name) for name in ModelBlock.__slots__ if name != "ops"}
         blocks.append(values | {"ops": tables.setdefault(block.ops, len(tables))})
     figures = {
-        name: getattr(observation, name)
-        for name in StepProfile.__slots__
-        if name not in ("blocks", "stretches")
+        name: getattr(step, name) for name in StepProfile.__slots__ if name not in ("blocks", "intervals")
     }
     return figures | {
         "blocks": blocks,
         "tables": [[_values(op) for op in ops] for ops in tables],
         "stretches": [
-            [one.block, one.backward, one.peak_bytes, one.call, one.position] for one in observation.stretches
+            [one.block, one.backward, one.peak_bytes, one.call, one.position] for one in step.intervals
         ],
     }
 
@@ -299,14 +299,14 @@ def _values(op: BlockOp) -> list[Any]:
     return [getattr(op, name) for name in BlockOp.__slots__]
 
 
-def _observation(plain: Mapping[str, Any]) -> StepProfile:
+def _step(plain: Mapping[str, Any]) -> StepProfile:
     values = dict(plain)
     tables = [tuple(_op(op) for op in ops) for ops in values.pop("tables")]
     blocks = tuple(
         ModelBlock(**one | {"ops": tables[one["ops"]], "saves": _saves(one)}) for one in values.pop("blocks")
     )
-    stretches = tuple(StepInterval(*one) for one in values.pop("stretches"))
-    return StepProfile(blocks=blocks, stretches=stretches, **values)
+    intervals = tuple(StepInterval(*one) for one in values.pop("stretches"))
+    return StepProfile(blocks=blocks, intervals=intervals, **values)
 
 
 def _saves(plain: Mapping[str, Any]) -> tuple[Saved, ...]:

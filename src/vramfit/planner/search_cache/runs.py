@@ -12,17 +12,17 @@ from vramfit.techniques import Profile
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class ProfiledRun:
     """A combination as it ran.
 
     Attributes:
         profile: with its model; None where it did not run.
-        observation: the same.
+        step: the profile of its step; None where it did not run.
         failed: why it did not run; empty where that needs no word.
     """
 
     profile: Profile | None
-    observation: StepProfile | None
+    step: StepProfile | None
     failed: str = ""
 
 
@@ -31,13 +31,13 @@ class Runs:
     """Runs of searches for the same workload, sizes and card.
 
     Attributes:
-        watched: combinations without a limit of memory, by what tells them from each other.
-        prices: plans within a budget, with the budget and the seconds of the optimizer as well.
-        cutting: what is known of cutting the workload's batches; None where nobody asked, or the time was over.
+        profiled: combinations without a limit of memory, by what tells them from each other.
+        costs: plans within a budget, with the budget and the seconds of the optimizer as well.
+        micro_batching: what is known of cutting the workload's batches; None where nobody asked, or the time was over.
         count: runs of all searches so far.
     """
 
-    watched: dict[Hashable, Watched] = field(default_factory=dict)
-    prices: dict[Hashable, StepCost] = field(default_factory=dict)
-    cutting: MicroBatchVerdict | None = None
+    profiled: dict[Hashable, ProfiledRun] = field(default_factory=dict)
+    costs: dict[Hashable, StepCost] = field(default_factory=dict)
+    micro_batching: MicroBatchVerdict | None = None
     count: int = 0
