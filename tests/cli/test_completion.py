@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import Invocation
-from vramfit.cli.completion import gpu_names
+from vramfit.cli.options import gpu_names
 from vramfit.gpus import catalogue, find_gpu
 
 Command = Callable[..., Invocation]

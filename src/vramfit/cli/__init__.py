@@ -14,12 +14,12 @@ from vramfit.cli.calibrate import calibrate_command
 from vramfit.cli.check import CheckCommand, check_command
 from vramfit.cli.diff import diff_command
 from vramfit.cli.doctor import doctor_command
-from vramfit.cli.error_lines import INTERNAL_ERROR, print_bug, print_error
 from vramfit.cli.explain import explain_command
 from vramfit.cli.export import export_command
 from vramfit.cli.fit import fit_command
 from vramfit.cli.gpus import gpus_command
 from vramfit.cli.plan import plan_command
+from vramfit.cli.printing import INTERNAL_ERROR, print_bug, print_error
 from vramfit.cli.program import ProgramCommand
 from vramfit.cli.replay import replay_command
 from vramfit.cli.run import run_command

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vramfit.cli.completion import gpu_names
-from vramfit.cli.options import span
+from vramfit.cli.options import gpu_names, span
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def calibrate_command(
         typer.echo(f"{len(names)} cases", err=True)
         return
 
-    from vramfit.cli.consoles import wide_console
+    from vramfit.cli.printing import wide_console
 
     console = wide_console(stderr=json == Path("-"))
     try:

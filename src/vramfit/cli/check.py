@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vramfit.cli.ci import failures_told, tell_check
-from vramfit.cli.completion import gpu_names
-from vramfit.cli.documents import STANDARD_OUTPUT, write_document
 from vramfit.cli.options import (
     WRITTEN,
     AllocConf,
@@ -25,7 +23,9 @@ from vramfit.cli.options import (
     Time,
     Written,
     WrittenThrough,
+    gpu_names,
 )
+from vramfit.cli.printing import STANDARD_OUTPUT, write_document
 from vramfit.cli.program import check_source, program_command
 from vramfit.cli.run import apart_from_json, check_alloc_conf, check_outputs
 from vramfit.cli.verbs import Verb

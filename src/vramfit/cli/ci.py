@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vramfit.cli.documents import STANDARD_OUTPUT
+from vramfit.cli.printing import STANDARD_OUTPUT
 from vramfit.errors import VramfitError
 
 if TYPE_CHECKING:

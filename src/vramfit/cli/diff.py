@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vramfit.cli.documents import STANDARD_OUTPUT, write_document
+from vramfit.cli.printing import STANDARD_OUTPUT, write_document
 
 
 def diff_command(

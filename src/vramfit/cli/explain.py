@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vramfit.cli.documents import STANDARD_OUTPUT, write_document
 from vramfit.cli.options import Page
+from vramfit.cli.printing import STANDARD_OUTPUT, write_document
 from vramfit.errors import TraceFormatError, UsageError
 
 if TYPE_CHECKING:

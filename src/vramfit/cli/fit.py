@@ -76,7 +76,7 @@ def fit_command(
     if json == Path("-"):
         typer.echo(render_fit_json(found, name, at_least=at_least), nl=False)
     else:
-        from vramfit.cli.consoles import wide_console
+        from vramfit.cli.printing import wide_console
 
         print_fit(found, name, wide_console(), at_least=at_least)
         if json is not None:

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vramfit.cli.completion import gpu_names
-from vramfit.cli.consoles import wide_console
+from vramfit.cli.options import gpu_names
+from vramfit.cli.printing import wide_console
 from vramfit.gpus import GpuMatch, GpuSpec, catalogue, match_gpu
 from vramfit.units import GIB, MIB, format_bytes
 

@@ -157,7 +157,7 @@ def _tell(planned: Planned, output: Path | None, json: Path | None, frontier: Pa
     if json == Path("-"):
         typer.echo(render_plan_json(plan, planned.frontier), nl=False)
     else:
-        from vramfit.cli.consoles import wide_console
+        from vramfit.cli.printing import wide_console
 
         print_plan(plan, wide_console(), frontier=planned.frontier)
         if json is not None:

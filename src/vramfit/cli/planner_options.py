@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vramfit.cli.completion import gpu_names
+from vramfit.cli.options import gpu_names
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:

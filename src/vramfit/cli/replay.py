@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vramfit.cli.documents import STANDARD_OUTPUT, write_document
+from vramfit.cli.printing import STANDARD_OUTPUT, write_document
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vramfit.cli.against import DEFAULT_TOLERANCE, compare, read_reference
-from vramfit.cli.completion import gpu_names
 from vramfit.cli.options import (
     ASSUMED,
     COMPARED,
@@ -28,6 +27,7 @@ from vramfit.cli.options import (
     Time,
     Written,
     WrittenThrough,
+    gpu_names,
 )
 from vramfit.cli.program import check_source, program_command
 from vramfit.cli.where import chosen

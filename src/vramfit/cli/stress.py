@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vramfit.cli.completion import gpu_names
-from vramfit.cli.options import AllocConf
+from vramfit.cli.options import AllocConf, gpu_names
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def stress_command(
     if json == Path("-"):
         typer.echo(render_stress_json(report), nl=False)
     else:
-        from vramfit.cli.consoles import wide_console
+        from vramfit.cli.printing import wide_console
 
         print_stress(report, wide_console())
         if json is not None:

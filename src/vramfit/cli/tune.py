@@ -52,7 +52,7 @@ def tune_command(
     if json == Path("-"):
         typer.echo(render_tuning_json(tuning), nl=False)
         return
-    from vramfit.cli.consoles import wide_console
+    from vramfit.cli.printing import wide_console
     from vramfit.report import print_tuning
 
     print_tuning(tuning, wide_console())

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vramfit.cli.completion import gpu_names
-from vramfit.cli.options import span
+from vramfit.cli.options import gpu_names, span
 from vramfit.cli.planner_options import JsonFile, OnCard, Sizes, showing, sizes_of
 
 BROKEN = 3
@@ -76,7 +75,7 @@ def verify_command(
     if json == Path("-"):
         typer.echo(render_verification_json(found), nl=False)
     else:
-        from vramfit.cli.consoles import wide_console
+        from vramfit.cli.printing import wide_console
 
         print_verification(found, wide_console())
         if json is not None:

@@ -84,13 +84,3 @@ class Diagnosis:
     def of(self, severity: Severity) -> tuple[Finding, ...]:
         """The findings of one weight."""
         return tuple(finding for finding in self.findings if finding.severity is severity)
-
-
-def diagnose(facts: Facts) -> Diagnosis:
-    """Look at the facts with every check."""
-    from vramfit.doctor.checks import CHECKS
-
-    found = [finding for check in CHECKS for finding in check(facts)]
-    areas = list(FindingArea)
-    found.sort(key=lambda finding: (-finding.severity.rank, areas.index(finding.area)))
-    return Diagnosis(facts=facts, findings=tuple(found))

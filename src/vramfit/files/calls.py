@@ -6,15 +6,15 @@ call that only looks goes to the original as it stands.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import os
 import stat as modes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from vramfit.files import real
+from vramfit.files.dir_entries import DirEntries, DirEntry, is_bytes, like
 from vramfit.files.overlay import Overlay, Place, View, Where, join
 from vramfit.files.policy import is_system
 
@@ -120,7 +120,7 @@ class Calls:
         if self.overlay.untouched():
             return real.readlink(path, dir_fd=dir_fd)
         place = self.existing(self.place(path, dir_fd, follow=False), path)
-        return _like(path, real.readlink(place.real))
+        return like(path, real.readlink(place.real))
 
     def _folder(self, path: Any) -> View:
         overlay = self.overlay
@@ -150,7 +150,7 @@ class Calls:
             names = real.listdir(view.path)
         else:
             names = self.overlay.names(view)
-        return [os.fsencode(name) for name in names] if _is_bytes(path) else names
+        return [os.fsencode(name) for name in names] if is_bytes(path) else names
 
     def scandir(self, path: Any = None) -> Any:
         """See `os.scandir`."""
@@ -161,14 +161,19 @@ class Calls:
     @told
     def _scandir(self, path: Any) -> Any:
         view = self._folder(path)
+
+        def entry(name: str | bytes) -> DirEntry:
+            text = os.fsdecode(name)
+            return DirEntry(self.stat, join(view.path, text), path, text)
+
         named = isinstance(path, int) or self.overlay.text(path).rstrip("/") == view.path
         if named and self._plain(view):
             found = real.scandir(path)
             # Only a link may lead to what was changed.
-            made = (DirEntry(self, view, path, one.name) if one.is_symlink() else one for one in found)
+            made = (entry(one.name) if one.is_symlink() else one for one in found)
             return DirEntries(made, found.close)
         names = real.listdir(view.path) if view.through else self.overlay.names(view)
-        return DirEntries(DirEntry(self, view, path, name) for name in names)
+        return DirEntries(entry(name) for name in names)
 
     def _call_read(self, call: Any, path: Any, *args: Any, **options: Any) -> Any:
         follow = options.get("follow_symlinks", True)
@@ -491,8 +496,8 @@ class Calls:
             raise real.failure(errno.EXDEV, source.path)
         to_path = overlay.prepare(target)
         beside = f"{to_path}.vramfit-{os.getpid()}"
-        if not real.copy_contents(source.real, beside, overlay.room()):
-            overlay.dropped(target.path)
+        if not real.copy_contents(source.real, beside, overlay.disk.room()):
+            overlay.disk.dropped(target.path)
         real.copy_metadata(source.real, beside)
         real.replace(beside, to_path)
         if target.where is not Where.THROUGH:
@@ -564,101 +569,9 @@ class Calls:
         return self._call_read(call, path, *args, **options)
 
 
-class DirEntries:
-    """What `os.scandir` gives, once anything was changed."""
-
-    def __init__(self, made: Iterator[Any], close: Callable[[], object] = lambda: None) -> None:
-        self._made = made
-        self._close = close
-
-    def __iter__(self) -> DirEntries:
-        """Each name in the folder."""
-        return self
-
-    def __next__(self) -> Any:
-        """The next entry."""
-        return next(self._made)
-
-    def __enter__(self) -> DirEntries:
-        """As `os.scandir` does."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Close it."""
-        self.close()
-
-    def close(self) -> None:
-        """Give no more."""
-        self._made = iter(())
-        self._close()
-
-
-class DirEntry:
-    """What `os.DirEntry` is."""
-
-    __slots__ = ("_calls", "_full", "name", "path")
-
-    def __init__(self, calls: Calls, view: View, given: Any, name: str | bytes) -> None:
-        self._calls = calls
-        name = os.fsdecode(name)
-        self._full = join(view.path, name)
-        self.name: Any = name if isinstance(given, int) else _like(given, name)
-        self.path: Any = self.name if isinstance(given, int) else os.path.join(given, self.name)
-
-    def __fspath__(self) -> Any:
-        return self.path
-
-    def __repr__(self) -> str:
-        return f"<DirEntry {self.name!r}>"
-
-    def inode(self) -> int:
-        """See `os.DirEntry`."""
-        return self._calls.lstat(self._full).st_ino
-
-    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """See `os.DirEntry`."""
-        try:
-            return self._calls.stat(self._full, follow_symlinks=follow_symlinks)
-        except OSError as error:
-            error.filename = self.path
-            raise
-
-    def is_symlink(self) -> bool:
-        """See `os.DirEntry`."""
-        return self._is(modes.S_ISLNK, False)
-
-    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        """See `os.DirEntry`."""
-        return self._is(modes.S_ISDIR, follow_symlinks)
-
-    def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        """See `os.DirEntry`."""
-        return self._is(modes.S_ISREG, follow_symlinks)
-
-    def is_junction(self) -> bool:
-        """See `os.DirEntry`."""
-        return False
-
-    def _is(self, kind: Callable[[int], bool], follow: bool) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return kind(self._calls.stat(self._full, follow_symlinks=follow).st_mode)
-        return False
-
-
 def _has_path(found: os.stat_result) -> bool:
     """Whether what a descriptor is open on is a file or a folder that has a name still."""
     return found.st_nlink > 0 and (modes.S_ISREG(found.st_mode) or modes.S_ISDIR(found.st_mode))
-
-
-def _is_bytes(path: Any) -> bool:
-    return isinstance(path, bytes) or (
-        not isinstance(path, (str, int)) and isinstance(os.fspath(path), bytes)
-    )
-
-
-def _like(path: Any, name: str) -> Any:
-    """A name as bytes where the path was."""
-    return os.fsencode(name) if _is_bytes(path) else name
 
 
 real_mkfifo: Any = getattr(os, "mkfifo", None)

@@ -29,11 +29,10 @@ from typing import Any, NamedTuple
 
 from vramfit.files import real
 from vramfit.files.policy import FilePolicy, is_bytecode, is_system
+from vramfit.files.sparse_files import DiskAllowance
 
 LOG = ".vramfit-log"
 """In the upper folder: what changed, for forked processes and for the parent."""
-_BETWEEN = 1.0
-"""Seconds between two looks at how much disk is occupied, once there was no room."""
 _MOST_LINKS = 40
 """Symbolic links that one path may go through, as in the kernel (fs/namei.c, MAXSYMLINKS)."""
 
@@ -120,7 +119,6 @@ class Overlay:
         self._parents = frozenset(parent for path in policy.through for parent in _parents(path))
         self._lock = threading.RLock()
         self._inside = 0
-        self._full = -_BETWEEN
         self._seen = 0
         self._offset = 0
         self._log = real.open_fd(
@@ -129,12 +127,14 @@ class Overlay:
         # Shared with forked processes: how many lines the log has, whether anybody forked, bytes spent.
         self._page = mmap.mmap(-1, mmap.PAGESIZE)
         self.shared = memoryview(self._page).cast("Q")
+        self.disk = DiskAllowance(self.upper, policy.cap_bytes, self.shared[2:3], self.tell)
         self._read_log()
         self.shared[0] = self._seen
         _remember(self)
 
     def close(self) -> None:
         """Give back what it holds of the system; the upper folder stays."""
+        self.disk.spent.release()
         self.shared.release()
         self._page.close()
         real.close(self._log)
@@ -382,7 +382,7 @@ class Overlay:
             return place
         target = self.target(place)
         try:
-            is_free = _is_open_for_writing(place.real)
+            is_free = real.is_open_for_writing(place.real)
             is_free |= not os.path.samestat(real.stat(place.real), real.stat(target))
         except OSError:
             is_free = True
@@ -475,13 +475,13 @@ class Overlay:
             if modes.S_ISLNK(real.lstat(place.real).st_mode):
                 real.symlink(real.readlink(place.real), target)
             elif contents:
-                if not real.copy_contents(place.real, target, self.room()):
-                    self.dropped(place.path)
+                if not real.copy_contents(place.real, target, self.disk.room()):
+                    self.disk.dropped(place.path)
             else:
                 real.close(real.open_fd(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         real.copy_metadata(place.real, target)
         if contents:
-            self.spend(real.allocated(real.lstat(target)))
+            self.disk.spend(real.allocated(real.lstat(target)))
         if place.where is Where.MOVED:
             self._note("moved", place.view.path, place.name, None)
         return target
@@ -527,45 +527,7 @@ class Overlay:
         """Whether a path that is written for real lies below."""
         return path in self._parents
 
-    # Disk
-
-    def room(self) -> int:
-        """Bytes that set-aside files may still occupy."""
-        return max(0, self.policy.cap_bytes - self.shared[2])
-
-    def spend(self, count: int) -> bool:
-        """Account for bytes that are written; False where there is no room for them."""
-        cap = self.policy.cap_bytes
-        # What was counted may have been overwritten or deleted since: a look at the disk tells.
-        if self.shared[2] + count > cap:
-            if time.monotonic() < self._full + _BETWEEN:
-                return False
-            if self.measure() + count > cap:
-                self._full = time.monotonic()
-                return False
-        self.shared[2] += max(0, count)
-        return True
-
-    def measure(self) -> int:
-        """Bytes of disk that set-aside files occupy."""
-        total, waiting = 0, [self.upper]
-        while waiting:
-            with contextlib.suppress(FileNotFoundError):
-                for entry in real.scandir(waiting.pop()):
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
-                    else:
-                        total += real.allocated(entry.stat(follow_symlinks=False))
-        self.shared[2] = total
-        return total
-
-    def dropped(self, path: str) -> None:
-        """Contents had no room: say so once."""
-        note = (
-            f"set-aside files reached {self.policy.cap_bytes / (1 << 30):.1f} GiB of disk: the contents of what was "
-            f"written after that were dropped, their sizes kept (first {path})"
-        )
-        self.tell(note)
+    # Notes
 
     def tell(self, note: str) -> None:
         """Add a note to the report, once for each beginning."""
@@ -586,16 +548,6 @@ def unchanged_times(folder: str) -> Iterator[None]:
 def _parents(path: str) -> Iterator[str]:
     while (path := os.path.dirname(path)) != "/" and path:
         yield path
-
-
-def _is_open_for_writing(path: str) -> bool:
-    """Whether a path is a descriptor's in /proc, and that one was opened for writing (proc_pid_fdinfo(5))."""
-    folder, _, name = path.rpartition("/")
-    if not folder.endswith("/fd"):
-        return False
-    with real.open_file(f"{folder}info/{name}", encoding="ascii") as facts:
-        flags = next((line.split()[1] for line in facts if line.startswith("flags:")), "0")
-    return bool(int(flags, 8) & (os.O_WRONLY | os.O_RDWR))
 
 
 def _pread(file: int, count: int, offset: int) -> bytes:

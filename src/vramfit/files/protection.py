@@ -10,8 +10,9 @@ from typing import Protocol, Self
 
 from vramfit.errors import EnvironmentUnfitError
 from vramfit.files import namespace
-from vramfit.files.changes import FileChanges, summarise
+from vramfit.files.changes import summarise
 from vramfit.files.policy import Backend, FilePolicy, Writes
+from vramfit.trace.file_changes import FileChanges
 
 
 class Protection(Protocol):

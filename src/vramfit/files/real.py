@@ -175,6 +175,16 @@ def path_of_fd(fd: int) -> str | None:
     return None
 
 
+def is_open_for_writing(path: str) -> bool:
+    """Whether a path is a descriptor's in /proc, and that one was opened for writing (proc_pid_fdinfo(5))."""
+    folder, _, name = path.rpartition("/")
+    if not folder.endswith("/fd"):
+        return False
+    with open_file(f"{folder}info/{name}", encoding="ascii") as facts:
+        flags = next((line.split()[1] for line in facts if line.startswith("flags:")), "0")
+    return bool(int(flags, 8) & (os.O_WRONLY | os.O_RDWR))
+
+
 def failure(number: int, path: str, second: str | None = None) -> OSError:
     """The error that the system would have raised."""
     if second is None:

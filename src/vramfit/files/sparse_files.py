@@ -8,11 +8,11 @@ import ctypes
 import os
 import stat as modes
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 from vramfit.files import real
-from vramfit.files.overlay import Overlay
 
 BLOCK = 4096
 """Bytes of a file system's block: shorter runs of zeros save nothing."""
@@ -24,6 +24,62 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 """FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE of linux/falloc.h."""
 _HEAD = 1 << 20
 """Bytes at the start of a file that are kept where its contents have no room: headers lie there."""
+_BETWEEN = 1.0
+"""Seconds between two looks at how much disk is occupied, once there was no room."""
+
+
+class DiskAllowance:
+    """The disk that set-aside files may occupy, and what they occupy of it.
+
+    Args:
+        upper: the folder in which they lie.
+        cap_bytes: the most that they may occupy.
+        spent: one number that forked processes share: the bytes that were counted.
+        tell: called with a note for the report.
+    """
+
+    def __init__(self, upper: str, cap_bytes: int, spent: memoryview, tell: Callable[[str], object]) -> None:
+        self.cap_bytes = cap_bytes
+        self.spent = spent
+        self._upper = upper
+        self._tell = tell
+        self._full = -_BETWEEN
+
+    def room(self) -> int:
+        """Bytes that set-aside files may still occupy."""
+        return max(0, self.cap_bytes - self.spent[0])
+
+    def spend(self, count: int) -> bool:
+        """Account for bytes that are written; False where there is no room for them."""
+        # What was counted may have been overwritten or deleted since: a look at the disk tells.
+        if self.spent[0] + count > self.cap_bytes:
+            if time.monotonic() < self._full + _BETWEEN:
+                return False
+            if self.measure() + count > self.cap_bytes:
+                self._full = time.monotonic()
+                return False
+        self.spent[0] += max(0, count)
+        return True
+
+    def measure(self) -> int:
+        """Bytes of disk that set-aside files occupy."""
+        total, waiting = 0, [self._upper]
+        while waiting:
+            with contextlib.suppress(FileNotFoundError):
+                for entry in real.scandir(waiting.pop()):
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    else:
+                        total += real.allocated(entry.stat(follow_symlinks=False))
+        self.spent[0] = total
+        return total
+
+    def dropped(self, path: str) -> None:
+        """Contents had no room: say so once."""
+        self._tell(
+            f"set-aside files reached {self.cap_bytes / (1 << 30):.1f} GiB of disk: the contents of what was "
+            f"written after that were dropped, their sizes kept (first {path})"
+        )
 
 
 def is_zero(view: memoryview) -> bool:
@@ -40,7 +96,7 @@ def is_zero(view: memoryview) -> bool:
 class SetAsideFile(_io.FileIO):
     """A raw file of the upper folder: zeros become holes, and contents beyond the allowed disk as well."""
 
-    overlay: Overlay
+    disk: DiskAllowance
     shown: Any
 
     def write(self, data: Any) -> int:
@@ -54,8 +110,8 @@ class SetAsideFile(_io.FileIO):
         count = len(view)
         if count >= BLOCK and is_zero(view) and self._skip(count):
             return count
-        if not self.overlay.spend(count):
-            self.overlay.dropped(os.fsdecode(self.shown))
+        if not self.disk.spend(count):
+            self.disk.dropped(os.fsdecode(self.shown))
             if self._skip(count):
                 return count
         return super().write(view) or 0
@@ -78,15 +134,15 @@ class SetAsideFile(_io.FileIO):
         """See `io.IOBase.close`; what was written past `write`, by NumPy or sendfile, is looked through."""
         if not self.closed and self.writable():
             with contextlib.suppress(OSError, ValueError):
-                settle(self.overlay, self.fileno(), os.fsdecode(self.shown))
+                settle(self.disk, self.fileno(), os.fsdecode(self.shown))
         super().close()
 
 
-def settle(overlay: Overlay, descriptor: int, path: str) -> None:
+def settle(disk: DiskAllowance, descriptor: int, path: str) -> None:
     """Dig holes where a file of the upper folder holds zeros, and drop its contents where they have no room.
 
     Args:
-        overlay: whose disk it is.
+        disk: what its contents may occupy.
         descriptor: open for writing.
         path: how the program calls it.
     """
@@ -99,17 +155,17 @@ def settle(overlay: Overlay, descriptor: int, path: str) -> None:
             _dig_zeros(reading, descriptor, start, end)
     finally:
         real.close(reading)
-    if overlay.measure() > overlay.policy.cap_bytes:
+    if disk.measure() > disk.cap_bytes:
         _punch(descriptor, _HEAD, found.st_size)
-        overlay.dropped(path)
+        disk.dropped(path)
 
 
-def settle_path(overlay: Overlay, real_path: str, path: str) -> None:
+def settle_path(disk: DiskAllowance, real_path: str, path: str) -> None:
     """`settle` for a file that a compiled library wrote."""
     with contextlib.suppress(OSError):
         descriptor = real.open_fd(real_path, os.O_RDWR | real.CLOSE_ON_EXEC)
         try:
-            settle(overlay, descriptor, path)
+            settle(disk, descriptor, path)
         finally:
             real.close(descriptor)
 

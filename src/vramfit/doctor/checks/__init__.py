@@ -1,4 +1,4 @@
-"""The checks, each a pure function from facts to findings."""
+"""The checks, each a pure function from facts to findings, and the diagnosis that they make together."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from vramfit.doctor.checks import (
     card_modes,
     host_limits,
     neighbours,
-    virtual_gpu,
     visibility,
 )
-from vramfit.doctor.findings import Check
+from vramfit.doctor.facts import Facts
+from vramfit.doctor.findings import Check, Diagnosis, FindingArea
 
 CHECKS: tuple[Check, ...] = (
     *build.CHECKS,
@@ -20,6 +20,13 @@ CHECKS: tuple[Check, ...] = (
     *visibility.CHECKS,
     *allocator.CHECKS,
     *host_limits.CHECKS,
-    *virtual_gpu.CHECKS,
 )
-"""All of them, in the order in which findings of equal weight and area are told."""
+"""All of them, in the order in which findings of equal weight and area stand."""
+
+
+def diagnose(facts: Facts) -> Diagnosis:
+    """Look at the facts with every check."""
+    found = [finding for check in CHECKS for finding in check(facts)]
+    areas = list(FindingArea)
+    found.sort(key=lambda finding: (-finding.severity.rank, areas.index(finding.area)))
+    return Diagnosis(facts=facts, findings=tuple(found))

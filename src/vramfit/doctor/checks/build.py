@@ -1,4 +1,4 @@
-"""Python, torch and the driver: do they go together, and with the cards? No torch."""
+"""Python, torch and the driver: do they go together, with the cards and with the virtual GPU? No torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from vramfit.doctor.findings import Check, Finding, FindingArea, Severity
 
 _OLDEST_TORCH = (2, 11)
 _PYTHONS = ((3, 11), (3, 13))
+_TESTED = ("Linux", "x86_64")
+"""System and machine on which the virtual GPU is tested."""
 
 
 def check_python(facts: Facts) -> Iterator[Finding]:
@@ -172,6 +174,37 @@ def check_architectures(facts: Facts) -> Iterator[Finding]:
             yield _unsupported(device, torch.architectures, torch.cuda)
 
 
+def check_virtual(facts: Facts) -> Iterator[Finding]:
+    """Its self-check, a small training step in a process of its own, passed."""
+    if facts.virtual_error is None:
+        return
+    if facts.virtual_error:
+        yield Finding(
+            check="virtual-gpu",
+            area=FindingArea.VIRTUAL,
+            severity=Severity.ERROR,
+            finding=f"its self-check failed: {facts.virtual_error}",
+            why="vramfit run --gpu, the planner and the tests on virtual cards cannot run in this interpreter",
+            fix="Use a torch release from 2.11 on, from PyPI, on Linux; or report this version",
+        )
+    elif (facts.host.system, facts.host.machine) != _TESTED:
+        yield Finding(
+            check="virtual-gpu",
+            area=FindingArea.VIRTUAL,
+            severity=Severity.INFO,
+            finding=f"its self-check passed on {facts.host.system} {facts.host.machine}",
+            why="its developers have not run it on this platform",
+            fix="Report what differs from a card",
+        )
+    else:
+        yield Finding(
+            check="virtual-gpu",
+            area=FindingArea.VIRTUAL,
+            severity=Severity.OK,
+            finding="its self-check passed",
+        )
+
+
 def runs_on(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
     """Whether kernels compiled for some architectures run on a card.
 
@@ -225,4 +258,11 @@ def _dotted(version: tuple[int, int] | None) -> str:
     return "?" if version is None else "{}.{}".format(*version)
 
 
-CHECKS: tuple[Check, ...] = (check_python, check_torch, check_driver, check_init, check_architectures)
+CHECKS: tuple[Check, ...] = (
+    check_python,
+    check_torch,
+    check_driver,
+    check_init,
+    check_architectures,
+    check_virtual,
+)

@@ -9,7 +9,7 @@ from typing import Self
 
 from vramfit import units
 from vramfit.errors import EnvironmentUnfitError
-from vramfit.files.changes import FileChanges, summarise
+from vramfit.files.changes import summarise
 from vramfit.files.namespace import entry
 from vramfit.files.namespace.contents import changes_in
 from vramfit.files.namespace.entry import Inside, NamespaceEntry
@@ -20,6 +20,7 @@ from vramfit.files.namespace.overlay_storage import remove
 from vramfit.files.namespace.renames import install
 from vramfit.files.policy import Backend, FilePolicy, Writes
 from vramfit.patching import PatchStack
+from vramfit.trace.file_changes import FileChanges
 
 
 def why_not(policy: FilePolicy | None = None) -> str | None:

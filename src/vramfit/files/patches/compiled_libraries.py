@@ -243,7 +243,7 @@ def _torch(calls: Calls, module: ModuleType, patches: PatchStack) -> None:
         def write_end_of_file(self) -> None:
             super().write_end_of_file()
             if self._where is not None and self._where.startswith(calls.overlay.upper):
-                sparse_files.settle_path(calls.overlay, self._where, calls.overlay.seen_as(self._where))
+                sparse_files.settle_path(calls.overlay.disk, self._where, calls.overlay.seen_as(self._where))
 
     def from_file(old: Any, position: int) -> Callable[..., Any]:
         def change(path: Any, shared: bool) -> str:

@@ -84,7 +84,7 @@ def _set_aside(
     if not binary and buffering == 0:
         raise ValueError("can't have unbuffered text I/O")
     raw = SetAsideFile(where, mode.replace("b", "").replace("t", ""))
-    raw.overlay, raw.shown = calls.overlay, file
+    raw.disk, raw.shown = calls.overlay.disk, file
     raw.name = file
     try:
         if buffering == 0:
@@ -122,7 +122,7 @@ def make_file_io(calls: Calls) -> type:
 
     class FileIO(SetAsideFile, metaclass=Meta):
         def __init__(self, file: Any, mode: str = "r", closefd: bool = True, opener: Any = None) -> None:
-            self.overlay, self.shown = calls.overlay, file
+            self.disk, self.shown = calls.overlay.disk, file
             flags = _flags(mode)
             if isinstance(file, int) or flags is None:
                 super().__init__(file, mode, closefd, opener)

@@ -9,12 +9,12 @@ from typing import Self
 
 from vramfit.files import landlock, real
 from vramfit.files.calls import Calls
-from vramfit.files.changes import FileChanges, summarise
-from vramfit.files.looking import look_through
+from vramfit.files.changes import look_through, summarise
 from vramfit.files.overlay import LOG, Overlay
 from vramfit.files.patches import audit, compiled_libraries, system
 from vramfit.files.policy import Backend, FilePolicy, cache_folder, default_through
 from vramfit.patching import PatchStack
+from vramfit.trace.file_changes import FileChanges
 
 _DEVICES = ("/dev", "/proc")
 _OUTPUTS = ("/proc/self/fd/1", "/proc/self/fd/2")

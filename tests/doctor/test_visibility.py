@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from tests.doctor.machines import CARD
 
+from vramfit.doctor.checks.visibility import Trouble, read_visible
 from vramfit.doctor.facts import MigInstance
-from vramfit.doctor.visible import Trouble, read_visible
 
 CARDS = tuple(replace(CARD, index=index, uuid=f"GPU-{index}0000000-abcd") for index in range(3))
 VALUES = [
