@@ -20,6 +20,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 # record.py and plans_on_card.py need a card.
 BENCHMARKS = $(sort $(filter-out benchmarks/_% benchmarks/record.py benchmarks/plans_on_card.py,$(wildcard benchmarks/*.py)))
+# strangers.py needs a folder for clones; house_pages.py writes into the repository.
+STUDIES = $(sort $(filter-out studies/strangers.py studies/house_pages.py,$(wildcard studies/*.py)))
 
 # torchao's compiled extensions want a CUDA build of torch; without this each import of it warns that they do not load.
 export TORCHAO_FORCE_SKIP_LOADING_SO_FILES := 1
@@ -35,13 +37,14 @@ endif
 QUICK := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help env browser demo test lint bench clean
+.PHONY: help env browser demo test lint bench studies clean
 
 help:
 	@echo "make demo    GPT-2 training on a virtual $(GPU): does it fit, and where does the memory go?"
 	@echo "make test    the linters, the type checker and all tests"
 	@echo "make lint    ruff, mypy and the import contracts alone"
 	@echo "make bench   every benchmark, each printing its table"
+	@echo "make studies what plans are worth, which models run, which sayings hold: hours"
 	@echo "make browser Chromium for the tests of HTML pages (Debian and Ubuntu, as root); skipped without one"
 	@echo "make env     the environment alone, in $(VENV)"
 	@echo "make clean   remove the environment, caches and built files"
@@ -116,6 +119,11 @@ test: lint
 bench: $(STAMP)
 	@set -e; for benchmark in $(BENCHMARKS); do \
 		echo "== $$benchmark"; $(BIN)/python $$benchmark; \
+	done
+
+studies: $(STAMP)
+	@set -e; for study in $(STUDIES); do \
+		echo "== $$study"; $(BIN)/python $$study; \
 	done
 
 clean:

@@ -1,7 +1,7 @@
 """How long `vramfit plan` takes for models that people train: seconds to the first plan, and to the end.
 
-    python benchmarks/planner.py [--only NAME ...] [--source FOLDER] [--json FILE] [--seconds N]
-    python benchmarks/planner.py --before ROWS.json --after ROWS.json --write docs/planner-speed.md
+    python studies/planner.py [--only NAME ...] [--source FOLDER] [--json FILE] [--seconds N]
+    python studies/planner.py --before ROWS.json --after ROWS.json --write docs/planner-speed.md
 
 Each case is planned for in a process of its own, one after the other, with nothing remembered of earlier searches.
 `--source` takes vramfit from another folder, for a comparison with another revision. Goals: a first plan within 60 s,
@@ -164,7 +164,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 _PAGE = """# How long a plan takes
 
-`python benchmarks/planner.py` plans for models that people train, with their published configurations: one after the
+`python studies/planner.py` plans for models that people train, with their published configurations: one after the
 other, in a process of its own each, with nothing remembered of earlier searches, and {limit:.0f} s at most. Goals: a
 first plan within {first:.0f} s, the end within {end:.0f} s on two cores. *CPU* is the processor's time. *Before* is
 revision {revision}, which told of no first plan and is not held to the goals. {note}

@@ -1,4 +1,4 @@
-"""The benchmark of strangers' scripts: manifest, makers, how outcomes are judged, one run from clone to table."""
+"""The study of strangers' scripts: manifest, makers, how outcomes are judged, one run from clone to table."""
 
 from __future__ import annotations
 

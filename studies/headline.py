@@ -1,6 +1,6 @@
 """How much more fits on the same card: the largest batch, model or volume, plain and planned.
 
-    python benchmarks/headline.py [--only NAME ...] [--json FILE] [--fresh]
+    python studies/headline.py [--only NAME ...] [--json FILE] [--fresh]
 
 Workloads of examples/plans on a virtual card. *Plain* is the largest that fits without a change, *planned* the largest
 for which a plan was found and run within the same budget. Batches are in one piece: with micro-batching there would be

@@ -1,9 +1,9 @@
 """Which model families of transformers run on the virtual GPU: trained, run without gradients, asked to generate.
 
-    python benchmarks/families.py                       # all; goes on where an earlier run stopped
-    python benchmarks/families.py --only llama t5       # some
-    python benchmarks/families.py --realistic           # a few at their real size
-    python benchmarks/families.py --write docs/families.md
+    python studies/families.py                       # all; goes on where an earlier run stopped
+    python studies/families.py --only llama t5       # some
+    python studies/families.py --realistic           # a few at their real size
+    python studies/families.py --write docs/families.md
 
 Each family is built from a tiny configuration, twice: on the virtual GPU, and for real on the CPU. It runs if all
 steps succeed and every output has the type and shape of the real one. A configuration that fails alike on the CPU says

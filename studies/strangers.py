@@ -1,9 +1,9 @@
 """Public scripts that nobody here wrote, each run on a virtual GPU: which of them end with a verdict?
 
-    python benchmarks/strangers.py --work /tmp/strangers                       # all; goes on where it was
-    python benchmarks/strangers.py --work /tmp/strangers --only 'ex_*' yolo11   # some, run anew
-    python benchmarks/strangers.py --work /tmp/strangers --again failed         # those without a verdict
-    python benchmarks/strangers.py --work /tmp/strangers --vramfit ../other/src # another version of vramfit
+    python studies/strangers.py --work /tmp/strangers                       # all; goes on where it was
+    python studies/strangers.py --work /tmp/strangers --only 'ex_*' yolo11   # some, run anew
+    python studies/strangers.py --work /tmp/strangers --again failed         # those without a verdict
+    python studies/strangers.py --work /tmp/strangers --vramfit ../other/src # another version of vramfit
 
 Nothing of the scripts is kept here: `stranger_runs/manifest.toml` names repository, commit, command, packages and data.
 Repositories are cloned, or taken from the git directories under `--mirrors`; data and weights are made up.

@@ -35,7 +35,7 @@ def sample(fit_interpreter: None) -> Subject:
 @pytest.mark.slow
 def test_plans_at_five_budgets_compute_no_more_than_any_peer_within_them(tmp_path: Path) -> None:
     results, written = tmp_path / "rows.jsonl", tmp_path / "frontier.md"
-    command = [sys.executable, str(ROOT / "benchmarks" / "frontier.py"), "--only", "sample"]
+    command = [sys.executable, str(ROOT / "studies" / "frontier.py"), "--only", "sample"]
     command += ["--kinds", "eager", "uniform", "selective", "plan"]
     command += ["--results", str(results), "--write", str(written)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

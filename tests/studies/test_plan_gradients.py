@@ -1,4 +1,4 @@
-"""Gradients of cut batches beside the plain program's, for the workloads of the benchmark at a small size."""
+"""Gradients of cut batches beside the plain program's, for the workloads of the study at a small size."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from vramfit.workload import Workload
 
 __all__ = ["fit_interpreter"]
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+STUDIES = Path(__file__).parents[2] / "studies"
+sys.path.insert(0, str(STUDIES))
 import plan_gradients  # noqa: E402
 from gradient_parts import single, tensor_float  # noqa: E402
 from gradient_parts.subjects import SUBJECTS  # noqa: E402
@@ -104,7 +104,7 @@ def test_what_is_cut_has_the_gradients_of_the_whole(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:var\\(\\)")
-def test_a_plan_of_the_benchmark_keeps_its_word_and_is_shown() -> None:
+def test_a_plan_of_the_study_keeps_its_word_and_is_shown() -> None:
     row = plan_gradients.row_of("variance regularisation", "rounding", ["micro-batching", "gradient-caching"])
     assert row.passes
     assert row.techniques == ("gradient-caching",)

@@ -1,6 +1,6 @@
 """Peak memory against arithmetic: plans of vramfit beside every other way to recompute, on the same workloads.
 
-    python benchmarks/frontier.py [--only SUBJECT ...] [--kinds KIND ...] [--fresh] [--write docs/frontier.md]
+    python studies/frontier.py [--only SUBJECT ...] [--kinds KIND ...] [--fresh] [--write docs/frontier.md]
 
 The headline is GPT-2 small of transformers, batch 2 x 512, float32, without dropout, on the CPU. Others: uniform
 checkpointing (all blocks, every k-th), torch's selective checkpointing with several policies, either with the loss in

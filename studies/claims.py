@@ -1,11 +1,11 @@
 """Common sayings about GPU memory, each checked on the virtual GPU.
 
-    python benchmarks/claims.py                      # all of them, a table each
-    python benchmarks/claims.py randn lazy-to        # some
-    python benchmarks/claims.py --list
-    python benchmarks/claims.py --write docs/claims.md
-    python benchmarks/claims.py --check                # exit code 3 where docs/claims.md is out of date
-    python benchmarks/claims.py --check FILE NAME ...  # some of it, or of another page
+    python studies/claims.py                      # all of them, a table each
+    python studies/claims.py randn lazy-to        # some
+    python studies/claims.py --list
+    python studies/claims.py --write docs/claims.md
+    python studies/claims.py --check                # exit code 3 where docs/claims.md is out of date
+    python studies/claims.py --check FILE NAME ...  # some of it, or of another page
 
 All take some minutes.
 """
@@ -160,7 +160,7 @@ def page(found: list[tuple[Saying, Finding]]) -> str:
         "Memory is exact but for the workspaces of cuDNN, which are estimated; times are estimates from data sheets. "
         "*With context* is what torch reserves and the CUDA context, as nvidia-smi shows it; where memory is short, "
         "torch gives cached blocks back first, so that a program may fit a card with less. "
-        "`python benchmarks/claims.py --write docs/claims.md` makes this page anew.",
+        "`python studies/claims.py --write docs/claims.md` makes this page anew.",
         "",
         "| saying | answer |",
         "|---|---|",
@@ -181,7 +181,7 @@ def section(saying: Saying, finding: Finding) -> str:
         "|" + "---|" * len(finding.columns),
         *("| " + " | ".join(row) + " |" for row in finding.rows),
         "",
-        f"    python benchmarks/claims.py {saying.name}",
+        f"    python studies/claims.py {saying.name}",
     ]
     return "\n".join(lines) + "\n"
 

@@ -9,9 +9,11 @@ Shapes: B batch, L length, S side of an image, E width.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,9 @@ from torch.utils.checkpoint import checkpoint
 from vramfit.workload import Workload
 
 MIB = 1 << 20
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+"""Whose ResNet is trained here as well."""
 
 CHUNKS = 8
 """Pieces of the rows of logits, where they are cut by hand."""
@@ -246,6 +251,7 @@ def images(batch_size: int, image_size: int) -> tuple[Tensor, Tensor]:
 
 
 def _resnet() -> Workload:
+    sys.path.append(str(BENCHMARKS))
     from configurations.vision import ResNet
 
     return Workload(

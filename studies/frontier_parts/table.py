@@ -247,7 +247,7 @@ def _percent(part: float) -> str:
 
 _INTRODUCTION = """# Peak memory against arithmetic
 
-`python benchmarks/frontier.py --write docs/{name}` makes this page: plans of vramfit beside other ways to recompute, on
+`python studies/frontier.py --write docs/{name}` makes this page: plans of vramfit beside other ways to recompute, on
 the same workloads and measured alike. {versions}, float32, without dropout, on the CPU, one thread.
 
 - **Peak**: the most bytes that tensors hold in a step, by the memory events of `torch.profiler`, less parameters and

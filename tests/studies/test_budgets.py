@@ -1,4 +1,4 @@
-"""Random budgets are honoured on the CPU, and the benchmark that says so can tell when one is not."""
+"""Random budgets are honoured on the CPU, and the study that says so can tell when one is not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLE = [4, 6, 8, 9]
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "budgets.py", *map(str, arguments)],
+        [sys.executable, ROOT / "studies" / "budgets.py", *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
@@ -77,7 +77,7 @@ def test_without_its_plan_a_program_exceeds_the_budget(results: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        cwd=ROOT / "benchmarks",
+        cwd=ROOT / "studies",
     )
     assert done.returncode == 0, done.stderr
     (planned,) = (result for result in kept(results) if result["number"] == 9)

@@ -198,7 +198,7 @@ sets the most bytes of tensors alive at once in a pass without gradients, with a
 beside those of the real run: there the CPU runs some operators in one piece that a card runs in several, or
 the other way round, so a few differ. *Sizes assumed* means that the size of a result depends on values
 (points found, steps until the end of a text), for which the virtual GPU states an assumption. `python
-benchmarks/families.py --write docs/families.md` makes this page, `--realistic` its last table but one.
+studies/families.py --write docs/families.md` makes this page, `--realistic` its last table but one.
 """
 
 

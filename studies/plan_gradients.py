@@ -1,8 +1,8 @@
 """Whether plans keep their word: gradients of every parameter beside the plain program's.
 
-    python benchmarks/plan_gradients.py                       # all workloads, exact plans and lower precision
-    python benchmarks/plan_gradients.py --only CLIP --numerics rounding
-    python benchmarks/plan_gradients.py --write docs/gradients.md
+    python studies/plan_gradients.py                       # all workloads, exact plans and lower precision
+    python studies/plan_gradients.py --only CLIP --numerics rounding
+    python studies/plan_gradients.py --write docs/gradients.md
 
 Each workload of `gradient_parts/subjects.py` is planned for its lowest peak, with the techniques that change how
 gradients come about: that takes as many of them as there are. Then a step with the plan and one without are taken for
@@ -59,7 +59,7 @@ CARD = "RTX 4090"
 
 HEAD = """# Gradients of plans
 
-With {versions}. `python benchmarks/plan_gradients.py --write docs/gradients.md` makes this page.
+With {versions}. `python studies/plan_gradients.py --write docs/gradients.md` makes this page.
 Small workloads whose gradients are easily got wrong are planned for their lowest peak on a virtual {card} (DETR, whose
 matching needs values, on the CPU), with the techniques that change how gradients come about, and trained for a step on
 the CPU at the plan's own sizes, with and without the plan. *Equal* gradients are so bit for bit; the *worst* is the one

@@ -16,11 +16,11 @@ PAGE = ROOT / "docs" / "claims.md"
 
 @pytest.fixture(scope="module")
 def claims() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+    sys.path.insert(0, str(ROOT / "studies"))
     try:
         import claims
     finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+        sys.path.remove(str(ROOT / "studies"))
     return claims
 
 
@@ -29,14 +29,14 @@ def test_every_saying_has_its_section_and_command(claims: ModuleType) -> None:
     assert len(claims.SAYINGS) == 19
     for saying in claims.SAYINGS:
         assert f"[{saying.text}](#{saying.name})" in text and f'<a id="{saying.name}">' in text
-        assert f"    python benchmarks/claims.py {saying.name}\n" in text
+        assert f"    python studies/claims.py {saying.name}\n" in text
 
 
 def test_the_page_holds_what_the_command_finds_and_nothing_older(tmp_path: Path) -> None:
     stale = tmp_path / "claims.md"
     stale.write_text(PAGE.read_text(encoding="utf-8").replace("4,000,256", "8,000,000"), encoding="utf-8")
     names = ["resnet50", "randn", "lazy-to", "empty-cache"]
-    command = [sys.executable, ROOT / "benchmarks" / "claims.py", "--check", stale, *names]
+    command = [sys.executable, ROOT / "studies" / "claims.py", "--check", stale, *names]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     assert checked.returncode == 3, checked.stderr
     assert checked.stdout.splitlines() == [f"{stale} is out of date: randn"]
@@ -61,7 +61,7 @@ def test_nothing_heavy_is_imported_before_the_command_line_is_read(argument: str
         f"try:\n    claims.main([{argument!r}])\nexcept SystemExit:\n    pass\n"
         "print(sorted({'torch', 'transformers', 'torchvision', 'numpy'} & set(sys.modules)))"
     )
-    folder = ROOT / "benchmarks"
+    folder = ROOT / "studies"
     ran = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines()[-1] == "[]"
 
@@ -69,14 +69,14 @@ def test_nothing_heavy_is_imported_before_the_command_line_is_read(argument: str
 def test_without_a_file_the_page_itself_is_checked(
     claims: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "studies")
     monkeypatch.setattr(claims, "SAYINGS", [one for one in claims.SAYINGS if one.name == "empty-cache"])
     assert claims.main(["--check"]) == 0
     assert capsys.readouterr().out.strip() == ""
 
 
 def test_every_check_is_there(claims: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "studies")
     for saying in claims.SAYINGS:
         module, _, function = saying.check.partition(".")
         assert callable(getattr(importlib.import_module(f"folklore.{module}"), function))

@@ -1,9 +1,9 @@
 """Whether plans honour their budgets: random pairs of a workload and a budget, planned and then measured on the CPU.
 
-    python benchmarks/budgets.py                        # 100 pairs; goes on where an earlier run stopped
-    python benchmarks/budgets.py --count 20 --seed 7
-    python benchmarks/budgets.py --only gpt2 17         # pairs of an architecture, or of a number, anew
-    python benchmarks/budgets.py --write docs/budgets.md
+    python studies/budgets.py                        # 100 pairs; goes on where an earlier run stopped
+    python studies/budgets.py --count 20 --seed 7
+    python studies/budgets.py --only gpt2 17         # pairs of an architecture, or of a number, anew
+    python studies/budgets.py --write docs/budgets.md
 
 Each pair is drawn from one of ten architectures (`random_budgets/workloads.py`): sizes of the model and of the batch,
 how far results may differ, and a budget between a low peak (all blocks recomputed and, where the numerics allow it,
@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 RESULTS = Path(__file__).resolve().parent / ".budgets.jsonl"
 
-HEAD = """With {versions}, one thread. `python benchmarks/budgets.py --write docs/budgets.md` makes this page. Each
+HEAD = """With {versions}, one thread. `python studies/budgets.py --write docs/budgets.md` makes this page. Each
 pair is a random workload and a random budget between *low*, the peak with all blocks recomputed and, where the numerics
 allow it, single examples, and that of the plain program. The plan is made for the CPU, saved as TOML, read in a process
 of its own and applied; *measured* is the most that torch's profiler counts as allocated there, over the making of the

@@ -19,21 +19,21 @@ COPIED = {"qwen2_vl": 16}
 
 
 @pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+def study() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "studies"))
     try:
         import families
         import transformer_families.kinds
         import transformer_families.realistic
     finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+        sys.path.remove(str(ROOT / "studies"))
     assert transformer_families.kinds.families() and transformer_families.realistic.REALISTIC
     return families
 
 
 def test_ten_families_train_infer_and_generate(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
-    command = [sys.executable, ROOT / "benchmarks" / "families.py", "--only", *SAMPLE]
+    command = [sys.executable, ROOT / "studies" / "families.py", "--only", *SAMPLE]
     command += ["--results", results, "--write", tmp_path / "page.md"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -49,16 +49,16 @@ def test_ten_families_train_infer_and_generate(tmp_path: Path) -> None:
 
 
 def test_results_of_earlier_runs_are_kept(
-    benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    study: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert benchmark.main(["--list"]) == 0
+    assert study.main(["--list"]) == 0
     names = capsys.readouterr().out.split()
     assert len(names) >= 80
     results = tmp_path / "results.jsonl"
     record = {"family": "gpt2", "device": "cuda", "class": "GPT2LMHeadModel", "train": "ok", "infer": "ok"}
     lines = [json.dumps({"virtual": record | {"family": name}, "cpu": None}) for name in names]
     results.write_text("\n".join(lines) + '\n{"virtual": cut', encoding="utf-8")
-    assert benchmark.main(["--results", str(results)]) == 0
+    assert study.main(["--results", str(results)]) == 0
     assert f"{len(names)} of {len(names)} families run" in capsys.readouterr().out
 
 
@@ -66,8 +66,8 @@ def _run(**steps: Any) -> dict[str, Any]:
     return {"family": "x", "class": "X", "parameters": 1, "train": "ok", "infer": "ok", **steps}
 
 
-def test_a_family_is_judged_by_what_happens_on_the_cpu(benchmark: ModuleType) -> None:
-    judge, status = benchmark.judge, benchmark.Status
+def test_a_family_is_judged_by_what_happens_on_the_cpu(study: ModuleType) -> None:
+    judge, status = study.judge, study.Status
     fine = _run(outputs=["float32[2]"], loss="torch.float32")
     assert judge(fine, fine).status is status.RUNS
     assert judge(_run(train="E: no"), fine).status is status.FAILED
@@ -77,8 +77,8 @@ def test_a_family_is_judged_by_what_happens_on_the_cpu(benchmark: ModuleType) ->
     assert other.status is status.FAILED and "float32[3]" in other.steps["infer"]
 
 
-def test_sizes_that_depend_on_data_are_told_apart(benchmark: ModuleType) -> None:
-    table = benchmark
+def test_sizes_that_depend_on_data_are_told_apart(study: ModuleType) -> None:
+    table = study
     real = _run(outputs=["float32[2, 12]"])
     found = _run(outputs=["float32[2, 99]"])
     assert table.judge(found, real).status is table.Status.FAILED
@@ -90,8 +90,8 @@ def test_sizes_that_depend_on_data_are_told_apart(benchmark: ModuleType) -> None
         assert table.judge(warned, real).status is table.Status.FAILED
 
 
-def test_the_page_shows_both_peaks_live_bytes_and_what_was_not_tried(benchmark: ModuleType) -> None:
-    table = benchmark
+def test_the_page_shows_both_peaks_live_bytes_and_what_was_not_tried(study: ModuleType) -> None:
+    table = study
     virtual = _run(
         train_bytes=3 << 20, infer_bytes=1 << 20, live_bytes=1001, seconds=0.5, resident_bytes=5 << 20
     )
@@ -109,10 +109,8 @@ def test_the_page_shows_both_peaks_live_bytes_and_what_was_not_tried(benchmark: 
     assert "needs timm" in page
 
 
-def test_an_unknown_family_is_a_usage_error(
-    benchmark: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_family_is_a_usage_error(study: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        benchmark.main(["--only", "nonesuch"])
+        study.main(["--only", "nonesuch"])
     assert stop.value.code == 2
     assert "nonesuch" in capsys.readouterr().err
