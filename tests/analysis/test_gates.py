@@ -76,7 +76,7 @@ def test_a_baseline_of_another_card_or_torch_is_said_to_be_one(before: dict[str,
 
 
 def test_a_baseline_must_know_the_device() -> None:
-    with pytest.raises(UsageError, match="tells nothing of device 1"):
+    with pytest.raises(UsageError, match="has no data for device 1"):
         baseline_gates([state(), state(device=1)], [state()], Tolerance.parse("1%"))
     with pytest.raises(UsageError, match="no figure in common"):
         baseline_gates([state(reserved=None)], [state(allocated=None)], Tolerance.parse("1%"))

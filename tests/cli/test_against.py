@@ -175,9 +175,9 @@ def test_options_that_cannot_be_used_are_refused_before_the_run(
     refused(run("--against", snapshot, "--against-device", "4"), runner, "knows nothing of device 4")
     refused(run("--against", snapshot, "--against", snapshot), runner, "two recordings")
     refused(run("--against", figures, "--against", figures), runner, "two files of figures")
-    refused(run("--tolerance", "2%"), runner, "--tolerance compares with nothing")
-    refused(run("--tolerance", "1%"), runner, "--tolerance compares with nothing")
-    refused(run("--against-device", "0"), runner, "--against-device compares with nothing")
+    refused(run("--tolerance", "2%"), runner, "--tolerance has nothing to compare with")
+    refused(run("--tolerance", "1%"), runner, "--tolerance has nothing to compare with")
+    refused(run("--against-device", "0"), runner, "--against-device has nothing to compare with")
 
 
 def test_devices_in_common_are_found_out_after_the_run(

@@ -46,7 +46,7 @@ def test_without_a_card_there_is_a_reason_and_a_way_on(capsys: pytest.CaptureFix
     [
         (("--family", "convolutions"), "there is no family of ops called 'convolutions'"),
         (("--memory", "many"), "'many' is not a size"),
-        (("--memory", "0"), "not positive"),
+        (("--memory", "0"), "must be more than 0"),
         (("--gpu", "RTX 40900"), "no GPU is called"),
         (("-o", "missing/folder/p.json", "--list"), "cannot write"),
         (("--measured", "missing.jsonl"), "cannot read the measurements missing.jsonl"),

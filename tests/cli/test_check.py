@@ -246,11 +246,11 @@ def test_arguments_of_the_program_stand_after_two_dashes(
     [
         ((), "nothing to check"),
         (("--tolerance", "1%"), "nothing to check"),
-        (("--budget", "1GiB", "--tolerance", "1%"), "--tolerance compares with nothing"),
+        (("--budget", "1GiB", "--tolerance", "1%"), "--tolerance has nothing to compare with"),
         (("--budget", "much"), "is not a size"),
         (("--budget", "1e400GiB"), "'1e400GiB' is larger than any memory"),
         (("--budget", "1e290"), "larger than any memory"),
-        (("--budget", "0"), "no memory at all"),
+        (("--budget", "0"), "must be more than 0"),
         (("--budget", "1GiB", "--of", "everything"), "--of is"),
         (("--budget", "1GiB", "--gpu", "RTX 9999"), "RTX 9999"),
         (("--budget", "1GiB", "--alloc-conf", "nonsense:1"), "nonsense"),
@@ -288,7 +288,7 @@ def test_figures_make_no_baseline(vramfit: Command, tmp_path: Path) -> None:
     assert vramfit("check", figures, "--budget", "2GiB", "--of", "reserved").code == 0
     found = vramfit("check", figures, "--write-baseline", tmp_path / "b.json")
     assert found.code == 2
-    assert "figures alone" in found.err
+    assert "holds only figures" in found.err
     assert not (tmp_path / "b.json").exists()
 
 

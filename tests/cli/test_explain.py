@@ -59,7 +59,7 @@ def test_a_recording_of_three_cards_explains_the_one_that_ran_out(vramfit: Comma
     assert "(GPU 2)" in vramfit("explain", recording, "--device", 2).out
     missing = vramfit("explain", recording, "--device", 9)
     assert missing.code == 2
-    assert "tells nothing of device 9" in missing.err
+    assert "has no data for device 9" in missing.err
 
 
 def test_why_it_did_not_fit_is_told_where_it_ran_out(vramfit: Command) -> None:

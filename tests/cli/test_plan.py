@@ -155,20 +155,20 @@ def test_a_workload_that_fails_names_the_line(file: Path) -> None:
     ("arguments", "error", "message"),
     [
         (["plan", "missing.py:x", "--gpu", "8GiB"], UsageError, r"there is no file missing\.py"),
-        (["plan", "{file}:training"], UsageError, "say for which device"),
+        (["plan", "{file}:training"], UsageError, "no device is given"),
         (["plan", "{file}:training", "--gpu", "RTX 9999"], UnknownGpuError, "RTX 9999"),
         (["plan", "{file}:training", "--device", "cpu"], UsageError, "the CPU needs a budget"),
         (
             ["plan", "{file}:training", "--device", "tpu", "--budget", "1GiB"],
             UsageError,
-            "no device to plan for",
+            "cannot plan for the device",
         ),
         (
             ["plan", "{file}:training", "--gpu", "8GiB", "--budget", "much"],
             UsageError,
-            "--budget much is no size",
+            "--budget much is not a size",
         ),
-        (["plan", "{file}:training", "--gpu", "8GiB", "--budget", "0"], UsageError, "no memory at all"),
+        (["plan", "{file}:training", "--gpu", "8GiB", "--budget", "0"], UsageError, "must be more than 0"),
         (["plan", "{file}:training", "--gpu", "8GiB", "--margin", "9GiB"], UsageError, "nothing is left"),
         (
             ["plan", "{file}:training", "--gpu", "8GiB", "--numerics", "exact"],
@@ -181,7 +181,11 @@ def test_a_workload_that_fails_names_the_line(file: Path) -> None:
             UsageError,
             "no technique 'magic'",
         ),
-        (["plan", "{file}:training", "--gpu", "8GiB", "--size", "batch_size"], UsageError, "names no size"),
+        (
+            ["plan", "{file}:training", "--gpu", "8GiB", "--size", "batch_size"],
+            UsageError,
+            "is not of the form NAME=N",
+        ),
         (["plan", "{file}:training", "--gpu", "8GiB", "-o", "/none/plan.toml"], WriteError, "none"),
         (
             ["fit", "{file}:training", "--device", "cpu", "--budget", "1GiB", "--card"],

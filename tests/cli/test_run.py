@@ -94,7 +94,7 @@ def test_limits_reach_the_runner(vramfit: Command, runner: FakeRunner, script: P
     runner.calls.clear()
     found = vramfit("run", "--gpu", "RTX 4090", "--steps", "some", script)
     assert (found.code, runner.calls) == (2, [])
-    assert "'some' is no number of steps" in found.err and "steady" in found.err
+    assert "'some' is not a number of steps" in found.err and "steady" in found.err
 
 
 def test_the_report_is_printed_after_the_program(vramfit: Command, runner: FakeRunner, script: Path) -> None:
@@ -186,7 +186,7 @@ def test_no_program(vramfit: Command, runner: FakeRunner) -> None:
     refused(vramfit("run", "--gpu", "RTX 4090"), runner, "no script", "train.py")
     for module in (" ", "--", "--json"):
         found = vramfit("run", "--gpu", "RTX 4090", "-m", module)
-        refused(found, runner, "-m names no module", "-m package.module")
+        refused(found, runner, "-m needs the name of a module", "-m package.module")
 
 
 def test_a_module_option_without_a_module(vramfit: Command, runner: FakeRunner) -> None:

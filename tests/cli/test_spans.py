@@ -23,5 +23,5 @@ from cli.conftest import Invocation
 def test_a_span_without_bounds_is_refused(vramfit: Callable[..., Invocation], line: str, given: str) -> None:
     found = vramfit(*line.split(), given)
     assert found.code == 2
-    assert "is no span of time" in " ".join(found.err.split())
+    assert "is not a span of time" in " ".join(found.err.split())
     assert "Traceback" not in found.err

@@ -410,28 +410,28 @@ def scaling() -> Any:
             ByHand,
             {"micro_batching": PIECES},
             {"gradient_clip_val": None},
-            "ByHand optimizes by hand, so that its steps are its own. Call plan.apply, plan.split, plan.backward and "
-            "plan.step in its training_step instead",
+            "ByHand optimizes manually, so a plan cannot make its steps. Call plan.apply, plan.split, plan.backward "
+            "and plan.step in its training_step instead",
         ),
         (
             Speaker,
             {"micro_batching": PIECES},
             {"strategy": wrapping},
             "Wrapping spreads the training over processes or wraps the module, and a plan is for one device. "
-            "Take Trainer(devices=1) with the default strategy",
+            "Use Trainer(devices=1) with the default strategy",
         ),
         (
             Idle,
             {"micro_batching": PIECES},
             {},
-            "configure_optimizers of Idle gives no optimizer of its parameters. Return one: a plan is for a training",
+            "configure_optimizers of Idle returns no optimizer of its parameters. Return one: a plan is for training",
         ),
         (
             Lines,
             {"micro_batching": PIECES},
             {},
-            "LBFGS runs the forward and backward pass inside of its step, which a plan cannot cut into pieces. "
-            "Take an optimizer that steps once with given gradients, such as torch.optim.AdamW",
+            "LBFGS runs the forward and backward pass inside of its step, which a plan cannot split. "
+            "Use an optimizer that steps once with given gradients, such as torch.optim.AdamW",
         ),
         (
             Fetching,
@@ -465,21 +465,21 @@ def scaling() -> Any:
             Speaker,
             {"step_in_backward": {}},
             {},
-            "gradient_clip_val=0.5 cuts all gradients together, and step-in-backward of the plan never has them "
+            "gradient_clip_val=0.5 clips all gradients together, and step-in-backward of the plan never has them "
             "together. Leave it out, or forbid step-in-backward in the plan",
         ),
         (
             Clipping,
             {"step_in_backward": {}},
             {"gradient_clip_val": None},
-            "configure_gradient_clipping of Clipping cuts all gradients together, and step-in-backward of the plan "
+            "configure_gradient_clipping of Clipping clips all gradients together, and step-in-backward of the plan "
             "never has them together. Leave it out, or forbid step-in-backward in the plan",
         ),
         (
             Speaker,
             {"optimizer_offload": {}},
             {"gradient_clip_algorithm": "value"},
-            'gradient_clip_algorithm="value" cuts gradients on the device, and optimizer-offload of the plan has them '
+            'gradient_clip_algorithm="value" clips gradients on the device, and optimizer-offload of the plan has them '
             'on the host. Clip by "norm", or forbid optimizer-offload in the plan',
         ),
     ],

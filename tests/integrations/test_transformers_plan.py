@@ -399,7 +399,7 @@ def add_another(trainer: Any) -> None:
             {"micro_batching": PIECES},
             {},
             add_another,
-            "the Trainer has two callbacks with a plan. Take one away: trainer.pop_callback(PlanCallback)",
+            "the Trainer has two callbacks with a plan. Remove one: trainer.pop_callback(PlanCallback)",
         ),
         (
             {"micro_batching": PIECES},
@@ -447,7 +447,7 @@ def add_another(trainer: Any) -> None:
             {"step_in_backward": {}},
             {},
             None,
-            "max_grad_norm=0.5 cuts all gradients together, and step-in-backward of the plan never has them "
+            "max_grad_norm=0.5 clips all gradients together, and step-in-backward of the plan never has them "
             "together. Set max_grad_norm=0, or forbid step-in-backward in the plan",
         ),
     ],
@@ -470,7 +470,7 @@ def test_half_precision_of_a_trainer_that_prepares_the_model_later_is_refused(tm
     trainer = trainer_for(language_model(), tmp_path, plan_with(activation_checkpointing={}), bf16=True)
     trainer.create_optimizer()
     with pytest.raises(
-        UsageError, match=r"for bf16=True after its schedule is made, .*Take transformers 5\.23 or later"
+        UsageError, match=r"for bf16=True after its schedule is made, .*Use transformers 5\.23 or later"
     ):
         trainer.create_scheduler(3)
     AcceleratorState._reset_state(True)

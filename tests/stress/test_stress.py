@@ -136,10 +136,10 @@ def test_what_cannot_be_run(file: Path) -> None:
         metered(file, "short", budget=MIB, vary="depth")
     for arguments, message in (
         ({"device": "cpu"}, "needs a budget"),
-        ({"device": "tpu"}, "no device"),
+        ({"device": "tpu"}, "not a device"),
         ({"budget": 5}, "for metered CPU"),
         ({"gpu": find_gpu("1GiB"), "device": "cuda"}, "both a virtual GPU and a device"),
-        ({"device": "cpu", "budget": MIB, "rounds": -1}, "rounds make no sense"),
+        ({"device": "cpu", "budget": MIB, "rounds": -1}, "number of rounds is -1"),
     ):
         with pytest.raises(UsageError, match=message):
             stress(f"{file}:short", **arguments)  # type: ignore[arg-type]

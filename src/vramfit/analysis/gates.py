@@ -150,7 +150,7 @@ def baseline_gates(
         if known is None:
             name = baseline[0].name if baseline else "the baseline"
             raise UsageError(
-                f"{name} tells nothing of device {state.device}",
+                f"{name} has no data for device {state.device}",
                 "Write the baseline again from a run on as many devices",
             )
         gates += _against(state, known, tolerance)

@@ -271,7 +271,7 @@ def _check_place(gpu: object, *, of_real: Sequence[object], of_virtual: Sequence
         )
     if gpu is None and any(given is not None for given in of_virtual):
         raise UsageError(
-            "writes= and writes_through= are for a virtual GPU: a recorded program writes its files as ever",
+            "writes= and writes_through= are for a virtual GPU: a recorded program writes its files as usual",
             "Give gpu= too, or leave them out",
         )
 

@@ -169,7 +169,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except VramfitError as error:
             print_error(error)
             raise SystemExit(error.exit_code) from None
-        except Exception:  # the last place where a bug of ours can be told from the user's program's failure
+        except (
+            Exception
+        ):  # the last place where a bug of ours can be kept apart from a failure of the user's program
             print_bug()
             raise SystemExit(INTERNAL_ERROR) from None
 

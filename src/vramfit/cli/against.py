@@ -54,7 +54,7 @@ def read_reference(files: Sequence[Path], device: int | None, tolerance: str | N
     if not files:
         if device is not None or tolerance is not None:
             option = "--tolerance" if device is None else "--against-device"
-            raise UsageError(f"{option} compares with nothing", "Name the real run too: --against SNAPSHOT")
+            raise UsageError(f"{option} has nothing to compare with", "Name the real run: --against SNAPSHOT")
         return None
     from vramfit.analysis import Tolerance, check_device
     from vramfit.trace import read_actual

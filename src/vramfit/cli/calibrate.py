@@ -196,7 +196,9 @@ def _cases(families: Sequence[str]) -> list[str]:
     known = {family.value: family for family in OpFamily}
     for name in families:
         if name not in known:
-            raise UsageError(f"there is no family of ops called {name!r}", f"There are {', '.join(known)}")
+            raise UsageError(
+                f"there is no family of ops called {name!r}", f"The families are {', '.join(known)}"
+            )
     return [case.name for case in grid(known[name] for name in families)]
 
 
@@ -210,7 +212,7 @@ def _bytes(memory: str | None) -> int | None:
     except ValueError as error:
         raise UsageError(f"--memory: {error}") from None
     if found <= 0:
-        raise UsageError("--memory is not positive", "Write it as 8GiB")
+        raise UsageError("--memory must be more than 0", "Write it as 8GiB")
     return found
 
 

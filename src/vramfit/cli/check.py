@@ -203,9 +203,9 @@ def _asked(
     if of not in {one.value for one in Quantity}:
         raise UsageError(f"--of is {of!r}", "Choose total, reserved or allocated")
     if of != Quantity.TOTAL.value and budget is None:
-        raise UsageError("--of stands without a budget", "Give --budget 20GiB too")
+        raise UsageError("--of needs a budget", "Add --budget 20GiB")
     if tolerance is not None and baseline is None:
-        raise UsageError("--tolerance compares with nothing", "Name what it took before: --baseline FILE")
+        raise UsageError("--tolerance has nothing to compare with", "Name an earlier result: --baseline FILE")
     size = None
     if budget is not None:
         try:
@@ -213,7 +213,7 @@ def _asked(
         except ValueError as error:
             raise UsageError(f"--budget: {error}", "An example: --budget 20GiB") from None
         if size <= 0:
-            raise UsageError("--budget is no memory at all", "An example: --budget 20GiB")
+            raise UsageError("--budget must be more than 0", "An example: --budget 20GiB")
     if baseline is not None and not baseline.exists():
         raise UsageError(f"there is no baseline {baseline}", f"{_NO_BASELINE} {baseline}")
     return _CheckOptions(
@@ -235,7 +235,7 @@ def _subject(module: str | None, target: list[str]) -> Path | list[str]:
         return program_command(module, target)
     if len(target) > 1:
         raise UsageError(
-            f"{target[0]} is a file of a run, so {target[1]!r} cannot be an argument of it",
+            f"{target[0]} is not a program, so it cannot take the argument {target[1]!r}",
             "Check one target at a time; a script's name ends with .py",
         )
     return Path(target[0])
@@ -287,7 +287,7 @@ def _card_of(asked: _CheckOptions) -> str:
     if asked.budget is not None:
         return f"{_total_for(asked.budget, asked.of)}B"
     raise UsageError(
-        "no card is given, and nothing tells which to take",
+        "no card is given, and neither the baseline nor a budget implies one",
         'Choose one with --gpu, such as --gpu "RTX 4090"; vramfit gpus lists them',
     )
 
@@ -353,7 +353,7 @@ def _check_end(found: _CheckedTarget) -> None:
     """Make sure that a program came so far that it can be judged.
 
     Raises:
-        VramfitError: it failed, or was ended from outside; with the exit code that says so.
+        VramfitError: the program failed, or was ended from outside; its exit code says which.
     """
     from vramfit.analysis import Outcome
     from vramfit.cli.run import exit_code
@@ -371,7 +371,8 @@ def _check_end(found: _CheckedTarget) -> None:
     if judged.outcome is Outcome.FAILED:
         reason = f": {run.error}" if run.error else ""
         error = VramfitError(
-            f"the program failed (exit code {run.exit_code}){reason}", "Nothing was checked: mend it first"
+            f"the program failed (exit code {run.exit_code}){reason}",
+            "Nothing was checked: fix the program first",
         )
         error.exit_code = exit_code(run, judged) or 1
         raise error
@@ -452,7 +453,7 @@ def _write_baseline(path: Path, found: _CheckedTarget) -> None:
     """Write what the target came to in the form of ``vramfit run --json``."""
     if not found.report:
         raise UsageError(
-            f"{found.name} holds figures alone, too little for a baseline",
+            f"{found.name} holds only figures, which are not enough for a baseline",
             "Write one from a program, a trace or a snapshot",
         )
     write_document(path, found.report)
@@ -463,7 +464,7 @@ def _write_report(path: Path, found: _CheckedTarget) -> None:
     """Write the page of the run."""
     if found.run is None:
         raise UsageError(
-            f"{found.name} does not hold what happened, so there is no page of it",
+            f"{found.name} holds no record of the run, so no page can be written",
             "Give a program, a trace or a snapshot",
         )
     from vramfit.report import write_page

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vramfit.report import Explanation
 
 PROVEN_EVENTS = 200_000
-"""Remedies for longer recordings are told without a replay that proves them: each would take seconds."""
+"""Remedies for longer recordings are given without a replay that proves them: each would take seconds."""
 
 
 def explain_command(
@@ -87,14 +87,14 @@ def explain_command(
 
 
 def _causes(found: Explanation) -> FragmentationCauses | None:
-    """Why the explained device reserves more than was asked for; None, with a note, where that cannot be told."""
+    """Why the explained device reserves more than was asked for; None, with a note, where that is not known."""
     from vramfit.analysis import causes
 
     trace = found.run.trace
     try:
         return causes(trace, found.verdict.device.index, proven=len(trace) <= PROVEN_EVENTS)
     except TraceFormatError as error:
-        typer.echo(f"note: the causes of fragmentation are not told: {error}", err=True)
+        typer.echo(f"note: the causes of fragmentation are not known: {error}", err=True)
         return None
 
 
@@ -103,7 +103,7 @@ def explain_file(file: Path, device: int | None, *, most: int, lower: Tolerance)
 
     Raises:
         TraceFormatError: the file cannot be read.
-        UsageError: it has no such device.
+        UsageError: the run has no such device.
     """
     from vramfit.analysis import leaks, peaks, run_from_trace, verdict
     from vramfit.report import Explanation
@@ -127,7 +127,7 @@ def _for_device(judged: Verdict, device: int | None, file: Path) -> Verdict:
         return judged
     if device not in known:
         held = ", ".join(map(str, known))
-        raise UsageError(f"{file} tells nothing of device {device}", f"Its devices are: {held}")
+        raise UsageError(f"{file} has no data for device {device}", f"Its devices are: {held}")
     if device == judged.device.index:
         return judged
     return replace(

@@ -47,7 +47,7 @@ def export_command(
     trace = read_any(file)
     if device is not None and device not in (known := devices_of(trace)):
         held = ", ".join(map(str, known)) or "none"
-        raise UsageError(f"{file} tells nothing of device {device}", f"Its devices are: {held}")
+        raise UsageError(f"{file} has no data for device {device}", f"Its devices are: {held}")
     material = Material(source=trace, name=file.name, device=device, root=Path.cwd())
     for path in output:
         write_as(path, material)

@@ -25,10 +25,10 @@ def span(value: float | None) -> float | None:
     """A callback for options that are a span of time: the largest numbers would overflow in what waits for them.
 
     Raises:
-        typer.BadParameter: it is none.
+        typer.BadParameter: the number is too large, or is not one.
     """
     if value is not None and not value <= LONGEST:
-        raise typer.BadParameter(f"{value:g} is no span of time: give a number of at most {LONGEST:g}.")
+        raise typer.BadParameter(f"{value:g} is not a span of time: give a number of at most {LONGEST:g}.")
     return value
 
 

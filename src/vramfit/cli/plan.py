@@ -141,7 +141,7 @@ def _check(output: Path | None, json: Path | None, frontier: Path | None, numeri
 
     Numerics.parse(numerics)
     if frontier is not None and frontier.suffix != ".svg":
-        raise UsageError(f"--frontier {frontier} is no SVG file", "Give it a name that ends in .svg")
+        raise UsageError(f"--frontier {frontier} is not an SVG file", "Give it a name that ends in .svg")
     for path in (output, json, frontier):
         if path is not None and path != Path("-"):
             check_writable(path)

@@ -83,9 +83,9 @@ def room_of(
     from vramfit.planner.planner_run import MemoryBudget
 
     if device not in (None, "cpu"):
-        raise UsageError(f"{device!r} is no device to plan for", "Give --gpu NAME, or --device cpu")
+        raise UsageError(f"cannot plan for the device {device!r}", "Give --gpu NAME, or --device cpu")
     if (gpu is None) == (device is None):
-        raise UsageError("say for which device", 'Give --gpu NAME, such as --gpu "RTX 4090", or --device cpu')
+        raise UsageError("no device is given", 'Give --gpu NAME, such as --gpu "RTX 4090", or --device cpu')
     spec = None
     if gpu is not None:
         from vramfit.gpus import find_gpu
@@ -108,7 +108,7 @@ def size_of(option: str, text: str | None, *, least: int = 1) -> int | None:
     """Bytes that an option names.
 
     Raises:
-        UsageError: it names none.
+        UsageError: the text is not a size, or too small a one.
     """
     from vramfit.units import parse_bytes
 
@@ -117,9 +117,9 @@ def size_of(option: str, text: str | None, *, least: int = 1) -> int | None:
     try:
         found = parse_bytes(text)
     except (ValueError, OverflowError):
-        raise UsageError(f"{option} {text} is no size", "Write it as 2GiB") from None
+        raise UsageError(f"{option} {text} is not a size", "Write it as 2GiB") from None
     if found < least:
-        raise UsageError(f"{option} {text} is no memory at all", "Write it as 2GiB")
+        raise UsageError(f"{option} must be more than 0", "Write it as 2GiB")
     return found
 
 
@@ -133,7 +133,7 @@ def sizes_of(texts: Sequence[str]) -> dict[str, int]:
     for text in texts:
         name, separator, value = text.partition("=")
         if not separator or not name.isidentifier() or not value.isdecimal() or not int(value):
-            raise UsageError(f"--size {text} names no size", "Write it as batch_size=64")
+            raise UsageError(f"--size {text} is not of the form NAME=N", "Write it as batch_size=64")
         found[name] = int(value)
     return found
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 STANDARD_OUTPUT = Path("-")
 """What ``--json -`` names."""
 INTERNAL_ERROR = 70
-"""Exit code of a bug in vramfit (EX_SOFTWARE of sysexits.h), told apart from the program's own failure."""
+"""Exit code of a bug in vramfit (EX_SOFTWARE of sysexits.h), distinct from the program's own failure."""
 _WIDTH = 110
 """Columns where nobody says how many there are, as in a file."""
 

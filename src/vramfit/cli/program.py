@@ -71,7 +71,8 @@ def program_command(module: str | None, program: list[str]) -> list[str]:
     if module is not None:
         if not module.strip() or module.startswith("-"):
             raise UsageError(
-                "-m names no module", "Write it as in python: vramfit run --gpu NAME -m package.module"
+                "-m needs the name of a module",
+                "Write it as in python: vramfit run --gpu NAME -m package.module",
             )
         return ["-m", module, *program]
     if not program:

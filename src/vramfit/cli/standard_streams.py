@@ -1,4 +1,4 @@
-"""The standard streams of the command line: who stops reading ends nothing, and a full disk is told at the end."""
+"""The standard streams of the command line: a reader that goes away ends nothing; a full disk is reported last."""
 
 from __future__ import annotations
 

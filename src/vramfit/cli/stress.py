@@ -90,7 +90,7 @@ def _check(json: Path | None, plot: Path | None, alloc_conf: str | None) -> None
 
     check_alloc_conf(alloc_conf)
     if plot is not None and plot.suffix != ".svg":
-        raise UsageError(f"--plot {plot} is no SVG file", "Give it a name that ends in .svg")
+        raise UsageError(f"--plot {plot} is not an SVG file", "Give it a name that ends in .svg")
     for path in (json, plot):
         if path is not None and path != Path("-"):
             check_writable(path)
@@ -141,5 +141,5 @@ def _bytes(budget: str | None) -> int | None:
     except ValueError as error:
         raise UsageError(f"--budget: {error}", "Write it as 2GiB") from None
     if found < 1:
-        raise UsageError("--budget is no memory at all", "Write it as 2GiB")
+        raise UsageError("--budget must be more than 0", "Write it as 2GiB")
     return found

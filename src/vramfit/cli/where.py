@@ -130,7 +130,10 @@ def chosen(
         from vramfit.gpus import find_gpu
 
         if writes is Writes.REAL and through:
-            raise UsageError("--writes real writes everything for real", "Leave --writes-through out")
+            raise UsageError(
+                "--writes real writes all files, so --writes-through has no effect",
+                "Leave --writes-through out",
+            )
         return OnVirtual(
             gpu=find_gpu(gpu),
             gpus=gpus,
@@ -149,7 +152,7 @@ def chosen(
     for option, is_given in (("--writes", writes is not None), ("--writes-through", bool(through))):
         if is_given:
             raise UsageError(
-                f"{option} is for a virtual GPU: a recorded program writes its files as ever",
+                f"{option} is for a virtual GPU: a recorded program writes its files as usual",
                 "Choose a card with --gpu NAME, or leave it out",
             )
     return Recorded(device=_device(device), budget=None if budget is None else _bytes(budget))
@@ -161,7 +164,7 @@ def _device(text: str | None) -> str:
     name, _, index = text.partition(":")
     known = text in ("cpu", "cuda") or (name == "cuda" and index.isdecimal())
     if not known:
-        raise UsageError(f"--device {text} is no device that can be recorded", _DEVICES)
+        raise UsageError(f"--device {text} cannot be recorded", _DEVICES)
     return text
 
 
@@ -171,5 +174,5 @@ def _bytes(text: str) -> int:
     except ValueError as error:
         raise UsageError(f"--budget: {error}") from None
     if found <= 0:
-        raise UsageError(f"--budget {text} leaves no memory at all", "Write it as 2GiB")
+        raise UsageError("--budget must be more than 0", "Write it as 2GiB")
     return found

@@ -25,7 +25,7 @@ class CardAccount:
         own_context: the CUDA context of the process that asked: what the card lost to it less its allocator's.
         own_reserved: what its allocator held.
         unaccounted: used by nobody whom the driver names.
-        free: as ``torch.cuda.mem_get_info`` told, or the driver where torch does not see the card.
+        free: as ``torch.cuda.mem_get_info`` says, or the driver where torch does not see the card.
         torch_total: ``torch.cuda.mem_get_info``: what a program can at most have, with its context.
     """
 

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Tool(Enum):
-    """Who told about the driver."""
+    """Where the facts about the driver come from."""
 
     NVML = "nvml"
     NVIDIA_SMI = "nvidia-smi"
@@ -24,7 +24,7 @@ class Process:
         pid: its id where the driver counts, which in a container may be another than here.
         name: its program, empty if the driver does not tell.
         used_bytes: memory of the card that it holds; None where the driver does not tell (WSL, Windows, MIG).
-        graphics: it draws rather than computes.
+        graphics: whether the process draws rather than computes.
     """
 
     pid: int

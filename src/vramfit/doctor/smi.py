@@ -50,8 +50,8 @@ def run_smi(arguments: Sequence[str]) -> str:
     """Run the command.
 
     Raises:
-        FileNotFoundError: there is none.
-        SmiError: it failed.
+        FileNotFoundError: there is no nvidia-smi.
+        SmiError: nvidia-smi failed.
     """
     done = answer(["nvidia-smi", *arguments])
     if done.returncode:
@@ -64,7 +64,7 @@ def query_smi(run: Run = run_smi) -> NvidiaDriver:
 
     Raises:
         FileNotFoundError: there is no nvidia-smi.
-        SmiError: it failed.
+        SmiError: nvidia-smi failed.
     """
     try:
         fields: Sequence[str] = _FIELDS

@@ -26,7 +26,7 @@ _TMPFILE = getattr(os, "O_TMPFILE", 0)
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
-def told(call: _Call) -> _Call:
+def naming_path(call: _Call) -> _Call:
     """Let a call's errors name the path that the program gave, not where it really lies."""
 
     @functools.wraps(call)
@@ -56,7 +56,7 @@ class Calls:
         """The real path of what is to be read; for compiled readers, that take no less.
 
         Raises:
-            OSError: it does not exist.
+            OSError: nothing exists at the path.
         """
         place = self.existing(self.place(path, follow=follow), path)
         return place.real
@@ -71,7 +71,7 @@ class Calls:
             raise real.failure(errno.ENOENT, path)
         return place
 
-    @told
+    @naming_path
     def stat(self, path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> os.stat_result:
         """See `os.stat`."""
         if isinstance(path, int) or self.overlay.untouched():
@@ -89,7 +89,7 @@ class Calls:
         """See `os.lstat`."""
         return self.stat(path, dir_fd=dir_fd, follow_symlinks=False)
 
-    @told
+    @naming_path
     def access(
         self,
         path: Any,
@@ -114,7 +114,7 @@ class Calls:
             where = self.overlay.view(place.path).below or where  # its mode was widened for ourselves
         return real.access(where, mode, **options)
 
-    @told
+    @naming_path
     def readlink(self, path: Any, *, dir_fd: int | None = None) -> Any:
         """See `os.readlink`."""
         if self.overlay.untouched():
@@ -141,7 +141,7 @@ class Calls:
             return real.listdir(path)
         return self._listdir("." if path is None else path)
 
-    @told
+    @naming_path
     def _listdir(self, path: Any) -> Any:
         view = self._folder(path)
         if self._plain(view):
@@ -158,7 +158,7 @@ class Calls:
             return real.scandir(path)
         return self._scandir("." if path is None else path)
 
-    @told
+    @naming_path
     def _scandir(self, path: Any) -> Any:
         view = self._folder(path)
 
@@ -189,7 +189,7 @@ class Calls:
         """See `os.getcwdb`."""
         return os.fsencode(self.overlay.cwd)
 
-    @told
+    @naming_path
     def chdir(self, path: Any) -> None:
         """See `os.chdir`."""
         view = self._folder(path)
@@ -207,7 +207,7 @@ class Calls:
 
     # Opening
 
-    @told
+    @naming_path
     def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         """See `os.open`."""
         if not flags & WRITING and self.overlay.untouched():
@@ -223,7 +223,7 @@ class Calls:
         A file that will be written is there afterwards as far as the flags want it: copied, or empty.
 
         Raises:
-            OSError: it cannot be opened so.
+            OSError: the path cannot be opened with these flags.
         """
         overlay = self.overlay
         exclusive = bool(flags & os.O_CREAT and flags & os.O_EXCL)
@@ -297,7 +297,7 @@ class Calls:
         self._make(dst, dir_fd, lambda target: real.symlink(src, target))
         self.overlay.forget_views()
 
-    @told
+    @naming_path
     def _make(
         self, path: Any, dir_fd: int | None, make: Callable[[str], object], folder: bool = False
     ) -> None:
@@ -348,7 +348,7 @@ class Calls:
 
     # Removing
 
-    @told
+    @naming_path
     def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
         """See `os.unlink`."""
         overlay = self.overlay
@@ -378,7 +378,7 @@ class Calls:
         overlay.hide(place)
         overlay.touch(place.view)
 
-    @told
+    @naming_path
     def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
         """See `os.rmdir`."""
         overlay = self.overlay
@@ -523,7 +523,7 @@ class Calls:
                 return place.real
             return overlay.copy_up(place)
 
-    @told
+    @naming_path
     def utime(
         self,
         path: Any,
@@ -542,12 +542,12 @@ class Calls:
         else:
             raise ValueError("utime: you may specify either 'times' or 'ns' but not both")
 
-    @told
+    @naming_path
     def chmod(self, path: Any, mode: int, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> None:
         """See `os.chmod`."""
         real.chmod(self.changing_place(path, dir_fd, follow=follow_symlinks), mode)
 
-    @told
+    @naming_path
     def truncate(self, path: Any, length: int) -> None:
         """See `os.truncate`."""
         if isinstance(path, int):  # it is open for writing, so it was set aside
@@ -555,13 +555,13 @@ class Calls:
         else:
             real.truncate(self.locate(path, os.O_WRONLY), length)
 
-    @told
+    @naming_path
     def change(self, path: Any, call: Any, *args: Any, **options: Any) -> Any:
         """Any other call that changes what a path names: owners, attributes, flags."""
         dir_fd, follow = options.pop("dir_fd", None), options.get("follow_symlinks", True)
         return call(self.changing_place(path, dir_fd, follow=follow), *args, **options)
 
-    @told
+    @naming_path
     def look(self, path: Any, call: Any, *args: Any, **options: Any) -> Any:
         """Any other call that only looks."""
         if isinstance(path, int) or self.overlay.untouched():

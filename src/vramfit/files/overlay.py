@@ -43,7 +43,7 @@ class Where(Enum):
     BELOW = "below"
     """Where it was before the run."""
     MOVED = "moved"
-    """Likewise, under another name."""
+    """Where it was before the run, under another name."""
     UPPER = "upper"
     """Set aside."""
     THROUGH = "through"
@@ -225,7 +225,7 @@ class Overlay:
         """A path as absolute text; links are not followed.
 
         Raises:
-            TypeError: it is no path.
+            TypeError: what was given is not a path.
             OSError: the descriptor leads to no folder.
         """
         name = os.fsdecode(path)
@@ -241,7 +241,7 @@ class Overlay:
         """The path, as the program sees it, that a descriptor was opened by.
 
         Raises:
-            OSError: it has none.
+            OSError: the descriptor has no path.
         """
         found = real.path_of_fd(fd)
         if found is None:
@@ -376,7 +376,7 @@ class Overlay:
         not be written to by it; one that is open for writing, as standard output is, may be.
 
         Raises:
-            OSError: it lies where nothing does any more.
+            OSError: the link leads to what no longer exists.
         """
         if place.found is None or not modes.S_ISLNK(place.found.st_mode) or not is_system(place.path):
             return place
@@ -450,7 +450,7 @@ class Overlay:
         """Make sure that the program would be allowed to make and remove names in a folder.
 
         Raises:
-            PermissionError: it would not.
+            PermissionError: the program would not be allowed to.
         """
         below = view.below
         if below is not None and not real.access(below, os.W_OK | os.X_OK):

@@ -100,7 +100,7 @@ def make_policy(
         writes: ``discard``, ``keep`` or ``real``.
         workplace: a folder of the run's own, removed after it: set-aside files and temporary files lie in it.
         through: paths of the user's that are written for real, besides the caches of `default_through`.
-        ours: our own files: written for real, and never told to the user.
+        ours: our own files: written for real, and never reported to the user.
         beside: with ``keep``: the folder in which the set-aside files are left, in one of their own; by default the
             current one.
         backend: which backend to ask for.
@@ -139,7 +139,7 @@ def writes_of(writes: Writes | str) -> Writes:
     """What a word means.
 
     Raises:
-        UsageError: nothing.
+        UsageError: the word is not one of `Writes`.
     """
     try:
         return Writes(writes)

@@ -90,7 +90,7 @@ def _patches(policy: FilePolicy, in_child: bool, reason: str) -> Protection:
     if os.name != "posix":
         raise EnvironmentUnfitError(
             "nothing protects files from a virtual run on this system",
-            "Write them for real, with --writes real or writes='real', in a folder that holds nothing of worth",
+            "Write them for real, with --writes real or writes='real', in a folder that holds nothing of value",
         )
     from vramfit.files.patches.patches_backend import Patches
 

@@ -77,7 +77,7 @@ class CellMagic:
 
     @contextmanager
     def _entered(self, source: _Source) -> Iterator[None]:
-        """The block, in which what the cell raises goes its way; what cannot begin is told in a line."""
+        """A block that lets through what the cell raises; what cannot begin is reported in a line."""
         with self._told():
             source.__enter__()
         try:
@@ -146,7 +146,7 @@ def _options(line: str) -> argparse.Namespace:
     """Read what follows ``%%vram``.
 
     Raises:
-        UsageError: it cannot be read, or two options contradict each other.
+        UsageError: the line cannot be read, or two options contradict each other.
     """
     parser = _Parser(prog="%%vram", add_help=False, allow_abbrev=False)
     parser.add_argument("--gpu", metavar="NAME")
@@ -167,7 +167,7 @@ def _options(line: str) -> argparse.Namespace:
     if found.gpu is None and found.gpus != 1:
         raise UsageError("--gpus is for virtual GPUs", "Choose one with --gpu NAME")
     if found.output is not None and not found.output.isidentifier():
-        raise UsageError(f"-o {found.output} is no name of a variable", "Write it as -o report")
+        raise UsageError(f"-o {found.output} is not the name of a variable", "Write it as -o report")
     return found
 
 

@@ -58,7 +58,7 @@ class PlanCallback(Callback):
         plan: a plan, or the file of one.
 
     Raises:
-        UsageError: it is no plan; when the fit starts, something that cannot go with it.
+        UsageError: what was given is not a plan; or, when the fit starts, the training cannot go with the plan.
     """
 
     def __init__(self, plan: Plan | str | os.PathLike[str]) -> None:
@@ -313,12 +313,12 @@ def _check_training(trainer: Trainer, module: LightningModule, plan: Plan) -> No
     """Make sure that a plan can be applied to this training.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: the plan cannot be applied.
     """
     name = type(module).__name__
     if not module.automatic_optimization:
         raise UsageError(
-            f"{name} optimizes by hand, so that its steps are its own",
+            f"{name} optimizes manually, so a plan cannot make its steps",
             "Call plan.apply, plan.split, plan.backward and plan.step in its training_step instead",
         )
     strategy = trainer.strategy
@@ -326,20 +326,20 @@ def _check_training(trainer: Trainer, module: LightningModule, plan: Plan) -> No
         raise UsageError(
             f"{type(strategy).__name__} spreads the training over processes or wraps the module, "
             "and a plan is for one device",
-            "Take Trainer(devices=1) with the default strategy",
+            "Use Trainer(devices=1) with the default strategy",
         )
     optimizer: Any = trainer.optimizers[0]
     trained = {id(parameter) for parameter in module.parameters()}
     if not any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
         raise UsageError(
-            f"configure_optimizers of {name} gives no optimizer of its parameters",
-            "Return one: a plan is for a training",
+            f"configure_optimizers of {name} returns no optimizer of its parameters",
+            "Return one: a plan is for training",
         )
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
             f"{type(optimizer).__name__} runs the forward and backward pass inside of its step, "
-            "which a plan cannot cut into pieces",
-            "Take an optimizer that steps once with given gradients, such as torch.optim.AdamW",
+            "which a plan cannot split",
+            "Use an optimizer that steps once with given gradients, such as torch.optim.AdamW",
         )
     names = [choice.name for choice in plan.choices]
     if "micro-batching" in names and "dataloader_iter" in inspect.signature(module.training_step).parameters:
@@ -355,7 +355,7 @@ def _check_training(trainer: Trainer, module: LightningModule, plan: Plan) -> No
 def _check_by_norm(algorithm: Any) -> None:
     if getattr(algorithm, "value", algorithm) != "norm":
         raise UsageError(
-            f'gradient_clip_algorithm="{getattr(algorithm, "value", algorithm)}" cuts gradients on the device, and '
+            f'gradient_clip_algorithm="{getattr(algorithm, "value", algorithm)}" clips gradients on the device, and '
             "optimizer-offload of the plan has them on the host",
             'Clip by "norm", or forbid optimizer-offload in the plan',
         )

@@ -72,7 +72,7 @@ def check(choices: Iterable[Choice], settings: Settings) -> None:
             )
         if settings.clipping and choice.name == "step-in-backward":
             raise UsageError(
-                f"{settings.clipping} cuts all gradients together, and step-in-backward of the plan never has them "
+                f"{settings.clipping} clips all gradients together, and step-in-backward of the plan never has them "
                 "together",
                 f"{settings.no_clipping}, or forbid step-in-backward in the plan",
             )
@@ -114,7 +114,7 @@ def weighted(loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
     """A piece's loss as its share of the whole batch's.
 
     Raises:
-        UsageError: it is no scalar.
+        UsageError: the loss is not a scalar.
     """
     check_loss(loss)
     return loss if isinstance(weight, float) and weight == 1.0 else loss * weight

@@ -110,7 +110,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Which virtual card is used; other devices are told once it is known that a test needs them."""
+    """Which virtual card is used; other devices are named once it is known that a test needs them."""
     gpu = config.stash[_plan_key].gpu
     return None if gpu is None else f"vram: virtual {gpu.name}"
 

@@ -60,7 +60,7 @@ class PlanCallback(TrainerCallback):
         trainer: the Trainer that the callback is added to.
 
     Raises:
-        UsageError: it is no plan; when the training starts, something that cannot go with it.
+        UsageError: what was given is not a plan; or, when the training starts, the training cannot go with the plan.
     """
 
     def __init__(self, plan: Plan | str | os.PathLike[str], trainer: Trainer) -> None:
@@ -194,13 +194,13 @@ def _check_trainer(trainer: Any, plan: Plan) -> None:
     """Make sure that a plan can be applied to this training.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: the plan cannot be applied.
     """
     args, accelerator = trainer.args, trainer.accelerator
     others = [found for found in trainer.callback_handler.callbacks if isinstance(found, PlanCallback)]
     if len(others) > 1:
         raise UsageError(
-            "the Trainer has two callbacks with a plan", "Take one away: trainer.pop_callback(PlanCallback)"
+            "the Trainer has two callbacks with a plan", "Remove one: trainer.pop_callback(PlanCallback)"
         )
     spread = str(accelerator.distributed_type).rpartition(".")[2]
     if spread != "NO" or args.world_size > 1 or args.n_gpu > 1 or trainer.is_model_parallel:
@@ -225,7 +225,7 @@ def _check_trainer(trainer: Any, plan: Plan) -> None:
         raise UsageError(
             f"transformers {version('transformers')} changes the model's forward pass for "
             f"{accelerator.mixed_precision}=True after its schedule is made, when the plan is applied already",
-            "Take transformers 5.23 or later",
+            "Use transformers 5.23 or later",
         )
     check(plan.choices, _settings(args, accelerator))
 

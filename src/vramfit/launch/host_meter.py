@@ -19,7 +19,7 @@ _LOOKS = 8
 """Looks kept: when there are as many again, every second one goes."""
 
 _SITES = 30
-"""Lines that are told of."""
+"""Lines that are reported."""
 
 _OURS = str(Path(__file__).resolve().parents[1])
 
@@ -61,9 +61,9 @@ class HostMemoryMeter:
         if self._began and tracemalloc.is_tracing():
             tracemalloc.stop()
         self._began = False
-        return self.told()
+        return self.seen()
 
-    def told(self) -> HostMemory:
+    def seen(self) -> HostMemory:
         """What was seen so far."""
         places = {place for _, found, _ in self._looks for place in found}
         sites = [

@@ -107,7 +107,7 @@ class Signals:
             raise SystemExit(128 + number)
 
     def started(self, child: subprocess.Popen[bytes]) -> None:
-        """There is a child: it is told what came while it was started."""
+        """There is a child now: pass on to it what came while it was started."""
         self.child, self.starting = child, False
         if self.terminated is not None:
             child.send_signal(self.terminated)
@@ -129,7 +129,7 @@ def run_child(
         options: of ``subprocess.Popen``.
 
     Raises:
-        UsageError: it cannot be started.
+        UsageError: the child cannot be started.
     """
     signals.starting = True
     with start(arguments, **options) as child:
@@ -142,7 +142,9 @@ def run_child(
                     watch(child)
             except KeyboardInterrupt:  # from a handler of the user's own
                 signals.interrupt()
-            except BaseException:  # likewise: whoever raises it does not want to wait for the child
+            except (
+                BaseException
+            ):  # raised by a handler too: whoever raises it does not want to wait for the child
                 child.terminate()
                 raise
 

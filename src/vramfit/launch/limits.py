@@ -52,12 +52,12 @@ def _steps(given: str | int | None) -> tuple[int | None, bool]:
         return None, given == "steady"
     text = str(given).strip()
     if isinstance(given, bool) or _STEPS.fullmatch(text) is None or int(text) < 1:
-        raise UsageError(f"{given!r} is no number of steps", _AS_STEPS)
+        raise UsageError(f"{given!r} is not a number of steps", _AS_STEPS)
     return int(text), False
 
 
 def _seconds(given: str | float) -> float:
     found = _TIME.fullmatch(str(given).strip())
     if isinstance(given, bool) or found is None or float(found[1]) <= 0:
-        raise UsageError(f"{given!r} is no time to run", _AS_TIME)
+        raise UsageError(f"{given!r} is not a time limit", _AS_TIME)
     return float(found[1]) * _UNITS[found[2]]

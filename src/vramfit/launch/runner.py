@@ -35,11 +35,11 @@ def run_job(
         cwd: folder to run in; None for the current one.
 
     Raises:
-        EnvironmentUnfitError: this torch or this machine cannot run it as asked.
-        UsageError: likewise, for what the child found wrong with its settings.
+        EnvironmentUnfitError: this torch or this machine cannot run the job as asked.
+        UsageError: the child found something wrong with its settings.
         VramfitError: the child died before it could tell its results; the message says how.
-        KeyboardInterrupt: it was interrupted before the program started.
-        SystemExit: likewise, by SIGTERM.
+        KeyboardInterrupt: the child was interrupted before the program started.
+        SystemExit: the child was ended by SIGTERM before the program started.
     """
     folder = Path(job.folder)
     with passed_on(folder) as signals:

@@ -62,7 +62,7 @@ def leave(code: int) -> Any:
 
 
 def leave_after(main: Callable[[], int]) -> Any:
-    """Do a child's work and end the process; an interrupt before the program runs is told by the exit code alone."""
+    """Do a child's work and end the process; an interrupt before the program runs shows in the exit code alone."""
     try:
         code = main()
     except KeyboardInterrupt:

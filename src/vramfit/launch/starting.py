@@ -19,7 +19,7 @@ def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         options: of ``subprocess.Popen``.
 
     Raises:
-        UsageError: it cannot be started.
+        UsageError: the process cannot be started.
     """
     with _starting(arguments[0]):
         return subprocess.Popen(arguments, **options)
@@ -29,7 +29,7 @@ def call(arguments: Sequence[str], *, env: Mapping[str, str] | None = None) -> i
     """Run a process to its end, with the input and output of this one; its exit code, negative for a signal.
 
     Raises:
-        UsageError: it cannot be started.
+        UsageError: the process cannot be started.
     """
     with _starting(arguments[0]):
         return subprocess.run(arguments, env=env, check=False).returncode
@@ -46,8 +46,8 @@ def answer(
     """Run a process to its end and keep what it writes to its standard output and standard error.
 
     Raises:
-        OSError: it cannot be started.
-        subprocess.TimeoutExpired: it took longer than `timeout` seconds, and was killed.
+        OSError: the process cannot be started.
+        subprocess.TimeoutExpired: the process took longer than `timeout` seconds, and was killed.
     """
     return subprocess.run(
         arguments,

@@ -90,7 +90,7 @@ class StatusWriter:
 
 
 def read_status(folder: Path) -> Status:
-    """What a child told last; the beginning where it has told nothing yet."""
+    """The last status of a child; the initial one where it has reported nothing yet."""
     try:
         data = (folder / _STATUS).read_bytes()
     except FileNotFoundError:

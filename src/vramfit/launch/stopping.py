@@ -59,7 +59,7 @@ _START_THREAD, _SLEEP = _thread.start_new_thread, time.sleep
 
 
 class StepSink(Protocol):
-    """What is told of the steps of a program, and may end it; see `Stopping`."""
+    """Receives the steps of a program, and may end it; see `Stopping`."""
 
     lock: Any
 
@@ -186,7 +186,7 @@ class Stopping:
         self._over = True
 
     def is_of_the_stop(self, error: BaseException) -> bool:
-        """Whether an exception that ended the program comes of its being told to end.
+        """Whether an exception that ended the program comes from its being told to end.
 
         A DataLoader says that its worker died where both were sent the signal; ours may arrive a moment later.
         """
@@ -335,7 +335,7 @@ class Stopping:
                 _SET_SIGNAL(number, signal.SIG_DFL)
 
     def _begin_end(self, end: End) -> None:
-        """Note that the program is told to end; what did so first counts."""
+        """Note that the program is asked to end; the first reason counts."""
         if not self.asked:
             self._end = end
         self._tell(ChildState.STOPPING)

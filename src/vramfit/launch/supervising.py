@@ -55,7 +55,7 @@ class Supervisor:
 
     @property
     def progress(self) -> Progress:
-        """How far the child had come when it last told, and what ended it."""
+        """How far the child had come when it last reported, and what ended it."""
         found = read_status(self._folder).progress
         return found if self._killed is None else replace(found, end=self._killed)
 

@@ -23,7 +23,7 @@ from vramfit.workload import State, Workload
 from vramfit.workload.loading import load_workload
 
 _COARSE = 32
-"""A limit is told to within a part in so many of its value: nobody needs a sequence length to the token."""
+"""A limit is found to within a part in so many of its value: nobody needs a sequence length to the token."""
 
 
 class Memory(ABC):

@@ -39,7 +39,7 @@ class Vary:
         """Read ``batch_size``, ``batch_size=1..64``, ``batch_size=..64`` or ``batch_size=1,2,4``.
 
         Raises:
-            UsageError: it is written otherwise.
+            UsageError: the text has none of these forms.
         """
         name, separator, rest = text.partition("=")
         if not name.isidentifier():
@@ -54,7 +54,7 @@ class Vary:
         if re.fullmatch(r"\d+(\s*,\s*\d+)*", rest.strip()):
             values = tuple(sorted({int(part) for part in rest.split(",")}))
             if values[0] < 1:
-                raise UsageError(f"{text!r} has a size of 0", "Sizes are whole numbers from 1 on")
+                raise UsageError(f"{text!r} has a size of 0", "Sizes are whole numbers of at least 1")
             return cls(name=name, low=values[0], high=values[-1], values=values)
         raise _unreadable(text)
 

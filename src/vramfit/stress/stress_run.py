@@ -86,13 +86,13 @@ def _check_device(gpu: GpuSpec | None, device: str | None, budget: int | None, r
     if gpu is not None and device is not None:
         raise UsageError("both a virtual GPU and a device are given", "Give --gpu NAME, or --device")
     if device not in (None, "cpu", "cuda"):
-        raise UsageError(f"{device!r} is no device", "Give cuda or cpu")
+        raise UsageError(f"{device!r} is not a device", "Give cuda or cpu")
     if device == "cpu" and budget is None:
         raise UsageError("metered CPU needs a budget", "Give one, such as --budget 2GiB")
     if budget is not None and device != "cpu":
         raise UsageError("a budget is for metered CPU", "Give --device cpu, or leave --budget out")
     if rounds is not None and rounds < 0:
-        raise UsageError(f"{rounds} rounds make no sense", "Give a number from 0 on")
+        raise UsageError(f"the number of rounds is {rounds}", "Give 0 or more")
 
 
 def _start(

@@ -44,7 +44,7 @@ class Inside:
     Attributes:
         manifest: the overlays.
         outside: the path of the real tree, as this process reaches it. Only we write there, what must outlive it.
-        real: the same, where nothing can be written and reading changes no time.
+        real: that tree again, where nothing can be written and reading changes no time.
         uppers: for overlays in memory: the path of what is written there.
         mounts: what was seen before.
     """
@@ -84,7 +84,7 @@ def enter(policy: FilePolicy, entry: NamespaceEntry, trial: str | None = None) -
         trial: a folder for a process that only tries, in place of the policy's; it looks more closely.
 
     Raises:
-        OSError: it is refused; the process may be half inside then and must end.
+        OSError: the system refuses; the process may be half inside then and must end.
     """
     before, seen = ways.capabilities(), mounts.seen_mounts()
     knows = functools.cache(functools.partial(ways.knows, entry.way))

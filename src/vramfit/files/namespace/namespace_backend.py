@@ -37,7 +37,7 @@ def why_not(policy: FilePolicy | None = None) -> str | None:
 
 
 _found: dict[str, NamespaceEntry] = {}
-_UNTOLD = "what was written cannot be told: the program closed all descriptors of its process"
+_UNTOLD = "what was written is not known: the program closed all descriptors of its process"
 
 
 class Namespace:
@@ -57,7 +57,7 @@ class Namespace:
         """Take this process into the namespace.
 
         Raises:
-            EnvironmentUnfitError: it is refused; the process must end then.
+            EnvironmentUnfitError: the system refuses; the process must end then.
         """
         if (reason := None if self.policy.folder in _found else why_not(self.policy)) is not None:
             raise EnvironmentUnfitError(f"files cannot be protected by a namespace: {reason}")

@@ -39,7 +39,7 @@ class Storage:
         """Mount what is in memory. Called inside the namespace.
 
         Raises:
-            OSError: it is refused.
+            OSError: the system refuses.
         """
         os.makedirs(self.folder, exist_ok=True)
         if self.medium is Medium.MEMORY:
@@ -73,7 +73,7 @@ class Storage:
         """See whether overlays work here: a folder that is removed and made again must be empty.
 
         Raises:
-            OSError: they do not.
+            OSError: overlays do not work here.
         """
         lower, merged = self.path("check", "lower"), self.path("check", "merged")
         os.makedirs(os.path.join(lower, "folder"))
@@ -97,7 +97,7 @@ def in_memory(folder: str, most_bytes: int | None = None) -> None:
     """Mount an empty file system in memory.
 
     Raises:
-        OSError: it is refused.
+        OSError: the system refuses.
     """
     size = "" if most_bytes is None else f",size={most_bytes}"
     syscalls.mount("tmpfs", folder, "tmpfs", syscalls.NO_SETUID | syscalls.NO_DEVICES, f"mode=0700{size}")

@@ -114,7 +114,7 @@ class Tree:
         """Make it this process's root; the current folder is the one of the same path in it.
 
         Raises:
-            OSError: it is refused.
+            OSError: the system refuses.
         """
         try:
             here = os.getcwd()

@@ -110,7 +110,7 @@ def enter(way: Way) -> None:
     """Take this process into namespaces of its own, with every capability in them.
 
     Raises:
-        OSError: it is refused.
+        OSError: the system refuses.
     """
     if way.right is Right.HELD:
         syscalls.unshare(syscalls.NEW_MOUNTS)
@@ -129,7 +129,7 @@ def give_back(way: Way, before: Capabilities) -> None:
     """Leave this process the capabilities that it had before it entered.
 
     Raises:
-        OSError: it is refused.
+        OSError: the system refuses.
     """
     if way.right is Right.HELD:
         return

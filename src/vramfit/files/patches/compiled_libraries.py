@@ -59,9 +59,9 @@ _WRITERS = {
     "pyarrow.csv": (("write_csv", 1), ("CSVWriter", 0)),
     "onnx": (("save", 1), ("save_model", 1)),
 }
-"""Likewise, of functions that write one anew."""
+"""The same, for functions that write a file anew."""
 _FOLDER_WRITERS = {"tokenizers": (("models.Model.save", 1),)}
-"""Likewise, of functions that write files into a folder that is there."""
+"""The same, for functions that write files into a folder that is there."""
 
 
 def install(calls: Calls, patches: PatchStack, *, guarded: bool) -> None:
