@@ -19,7 +19,7 @@ from vramfit.analysis import curves, lifetimes, peak, timeline, verdict
 from vramfit.errors import EnvironmentUnfitError
 from vramfit.report import perfetto
 from vramfit.report.drawing import to_png, to_svg
-from vramfit.report.notebook import run_summary, trace_summary
+from vramfit.report.html.page import run_summary, trace_summary
 from vramfit.report.perfetto import write_perfetto
 from vramfit.report.table_file import write_csv
 from vramfit.report.timeline_picture import COLOURS, draw_timeline

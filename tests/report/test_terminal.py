@@ -10,7 +10,7 @@ from analysis.synthetic import TRAIN, Recorder, fitting_run, no_room_run, oom_ru
 from report.golden_files import check_golden
 from vramfit.analysis import verdict
 from vramfit.report import print_terminal, render_html, render_terminal
-from vramfit.report.notebook import run_summary
+from vramfit.report.html.page import run_summary
 from vramfit.report.terminal import headline
 from vramfit.trace import Category, Frame, Run, RunWarning
 from vramfit.trace.progress import End, Progress, Unit

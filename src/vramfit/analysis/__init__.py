@@ -7,11 +7,12 @@ from vramfit.analysis._causes import (
     LargestRequest,
     causes,
 )
-from vramfit.analysis._curves import Curves, Measure, Timeline, curves, timeline
+from vramfit.analysis._curves import Curves, Measure, curves
 from vramfit.analysis._diff import Change, HoldingChange, Pair, TraceDiff, diff, diff_states
 from vramfit.analysis._fragmentation import Fragmentation, fragmentation
 from vramfit.analysis._leaks import leaks
 from vramfit.analysis._lifetimes import Lifetimes, lifetimes
+from vramfit.analysis._module_tree import ModuleNode, fold_layers, fold_path, module_tree
 from vramfit.analysis._peaks import LocalPeak, Removal, peaks
 from vramfit.analysis._phases import Growth, Phase, PhaseSummary, growth, phases, summarise
 from vramfit.analysis._reconcile import check_device, reconcile
@@ -32,6 +33,7 @@ from vramfit.analysis._verdict import NO_CARD, VARIES, DeviceVerdict, Outcome, V
 from vramfit.analysis.alignment import Alignment, Ends, align
 from vramfit.analysis.allocator_tuning import DeviceRecording, Trap, TrapKind, Trial, Tuning, tune
 from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
+from vramfit.analysis.device_timeline import DeviceTimeline, Timeline, timeline
 from vramfit.analysis.gates import Bound, Gate, baseline_gates, budget_gates, card_gates, used_gates
 from vramfit.analysis.groups import TensorGroup
 from vramfit.analysis.leak_report import (
@@ -43,10 +45,10 @@ from vramfit.analysis.leak_report import (
     Sawtooth,
     SettledStack,
 )
-from vramfit.analysis.module_tree import ModuleNode, fold_layers, fold_path, module_tree
 from vramfit.analysis.oom_alternatives import Fit, OomExplanation, OomVerdict, WhatIf, WhatIfAnswer
 from vramfit.analysis.pinning import Holder, PinGroup, PinnedSegment
 from vramfit.analysis.reconciliation import (
+    DEFAULT_TOLERANCE,
     Cause,
     Comparison,
     Counterfactual,
@@ -58,13 +60,13 @@ from vramfit.analysis.reconciliation import (
     Reconciliation,
     StreamComparison,
     StreamDifference,
+    Tolerance,
     When,
 )
 from vramfit.analysis.recorded_run import run_from_trace
 from vramfit.analysis.remedies import Remedy, RemedyKind
 from vramfit.analysis.requests import RequestLabel
 from vramfit.analysis.shortage import NAMES
-from vramfit.analysis.tolerance import DEFAULT_TOLERANCE, Tolerance
 from vramfit.trace.frames import Origin, origin, short_location, user_frame
 
 __all__ = [
@@ -84,6 +86,7 @@ __all__ = [
     "Curves",
     "DeviceReconciliation",
     "DeviceRecording",
+    "DeviceTimeline",
     "DeviceVerdict",
     "Difference",
     "Ends",

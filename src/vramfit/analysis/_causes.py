@@ -8,11 +8,11 @@ import numpy as np
 
 from vramfit.allocator import AllocatorConfig
 from vramfit.allocator.rounding import LARGE_ROUNDING, MIN_BLOCK
-from vramfit.analysis._curves import curves
 from vramfit.analysis._fragmentation import Fragmentation, fragmentation
-from vramfit.analysis._lifetimes import Lifetimes, lifetimes
+from vramfit.analysis._lifetimes import Lifetimes
 from vramfit.analysis.accounting import Account, CauseKind, Request, request_at
 from vramfit.analysis.breakdown import Moment, moment, oom_row
+from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.analysis.occupancy import COMMON_POOL, Occupancy, occupancy
 from vramfit.analysis.oom_alternatives import OomExplanation, OomVerdict, WhatIf, explain_oom
 from vramfit.analysis.pinning import Holder, PinGroup, PinnedSegment, Pins
@@ -122,10 +122,11 @@ def causes(
     """
     if row is not None and not -1 <= row < len(trace):
         raise IndexError(f"the trace has no event {row}: it has {len(trace)}")
-    lives = lifetimes(trace, device)
+    found = DeviceTimeline.of(trace, device)
+    lives = found.lives
     if row is None:
         failed = oom_row(trace, device)
-        row = failed if failed is not None else _growth_to_peak(trace, lives)
+        row = failed if failed is not None else _growth_to_peak(trace, found)
     is_oom = row >= 0 and trace.kind[row] == EventKind.OOM and trace.device[row] == device
     rehearsal = Rehearsal(trace, device)
     oom = explain_oom(trace, lives, row) if is_oom else None
@@ -133,16 +134,16 @@ def causes(
     return _Judge(trace, lives, held, rehearsal, oom).judge(proven=proven)
 
 
-def _growth_to_peak(trace: MemoryTrace, lives: Lifetimes) -> int:
+def _growth_to_peak(trace: MemoryTrace, found: DeviceTimeline) -> int:
     """The allocation that brought reserved memory to its peak first; -1 if it was as high before the trace."""
-    reserved = curves(trace, lives).reserved
+    reserved = found.curves.reserved
     if not len(reserved):
         return -1
     row = int(np.argmax(reserved))
     grows = trace.kind[row] in (EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_MAP)
     if not grows:
         return row
-    after = np.flatnonzero((trace.device[row:] == lives.device) & (trace.kind[row:] == EventKind.ALLOC))
+    after = np.flatnonzero((trace.device[row:] == found.device) & (trace.kind[row:] == EventKind.ALLOC))
     return row + int(after[0]) if len(after) else row
 
 
@@ -278,7 +279,7 @@ class _Judge:
         for index in np.unique(self.trace.device[self.trace.kind == EventKind.ALLOC]).tolist():
             if index == self.lives.device:
                 continue
-            lives = lifetimes(self.trace, index)
+            lives = DeviceTimeline.of(self.trace, index).lives
             held = int(lives.block[lives.alive(self.held.row)].sum())
             if held < mine // 2:
                 found.append(f"GPU {index} holds {format_bytes(held)}")

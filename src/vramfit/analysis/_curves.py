@@ -1,4 +1,4 @@
-"""Bytes over events: allocated, active and reserved memory of one device, and the timeline by category."""
+"""Bytes over events: allocated, active and reserved memory of one device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 import numpy as np
 
-from vramfit.analysis._lifetimes import Ints, Lifetimes, lifetimes, trace_device
+from vramfit.analysis._lifetimes import Ints, Lifetimes, trace_device
 from vramfit.trace import Category, EventKind, MemoryTrace
 
 
@@ -51,25 +51,6 @@ class Curves:
         return max(self.start[measure], int(curve.max()) if len(curve) else 0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Timeline:
-    """Allocated bytes by category over the events of a trace.
-
-    Attributes:
-        rows: the events at which the values hold, ascending.
-        time_us: their times.
-        categories: array of shape [8, len(rows)], indexed by `Category`; a column sums to ``allocated``.
-        allocated: allocated bytes at those rows.
-        reserved: reserved bytes at those rows.
-    """
-
-    rows: Ints
-    time_us: Ints
-    categories: Ints
-    allocated: Ints
-    reserved: Ints
-
-
 def curves(trace: MemoryTrace, lives: Lifetimes) -> Curves:
     """Allocated, active and reserved bytes of ``lives.device`` after each event of the trace."""
     allocated, allocated_start = running(lives.born, lives.freed, lives.block, lives.rows)
@@ -95,39 +76,6 @@ def curves(trace: MemoryTrace, lives: Lifetimes) -> Curves:
     )
 
 
-def timeline(
-    trace: MemoryTrace, device: int = 0, *, points: int | None = None, lives: Lifetimes | None = None
-) -> Timeline:
-    """Allocated bytes by category over time.
-
-    Args:
-        trace: what happened.
-        device: index of the device.
-        points: at most about so many rows; of each stretch of events the one with the most allocated bytes is
-            kept, so that no peak is lost. None keeps all.
-        lives: the device's lifetimes, if they are at hand.
-    """
-    lives = lives or lifetimes(trace, device)
-    bytes_over = curves(trace, lives)
-    rows = np.arange(lives.rows, dtype=np.int64)
-    if points is not None and lives.rows > points:
-        rows = _highest_of_each(bytes_over.allocated, points)
-    category = block_categories(trace, lives)
-    stacked = np.zeros((len(Category), len(rows)), dtype=np.int64)
-    for kind in Category:
-        mine = category == kind
-        if mine.any():
-            curve, _ = running(lives.born[mine], lives.freed[mine], lives.block[mine], lives.rows)
-            stacked[kind] = curve[rows]
-    return Timeline(
-        rows=rows,
-        time_us=trace.time_us[rows],
-        categories=stacked,
-        allocated=bytes_over.allocated[rows],
-        reserved=bytes_over.reserved[rows],
-    )
-
-
 def block_categories(trace: MemoryTrace, lives: Lifetimes) -> Ints:
     """The category of each block; OTHER for those from before the trace."""
     if not len(trace):
@@ -144,14 +92,3 @@ def running(born: Ints, gone: Ints, block: Ints, rows: int) -> tuple[Ints, int]:
     np.subtract.at(delta, gone[ended], block[ended])
     start = int(block[~inside & ended].sum())
     return start + np.cumsum(delta[:rows]), start
-
-
-def _highest_of_each(values: Ints, points: int) -> Ints:
-    """Index of the highest value in each of ``points`` stretches, with the first and the last index added."""
-    starts = np.linspace(0, len(values), points, endpoint=False).astype(np.int64)
-    lengths = np.diff(np.append(starts, len(values)))
-    highest = np.repeat(np.maximum.reduceat(values, starts), lengths)
-    hits = np.flatnonzero(values == highest)
-    stretch = np.searchsorted(starts, hits, side="right")
-    first = hits[np.unique(stretch, return_index=True)[1]]
-    return np.unique(np.concatenate([[0], first, [len(values) - 1]])).astype(np.int64)

@@ -24,9 +24,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vramfit.analysis._curves import block_categories
-from vramfit.analysis._lifetimes import Flags, Ints, Lifetimes, lifetimes
+from vramfit.analysis._lifetimes import Flags, Ints, Lifetimes
+from vramfit.analysis._module_tree import fold_path
 from vramfit.analysis._steps import Steps, StepSource, given, steps
+from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.analysis.groups import stack_frames
 from vramfit.analysis.leak_report import (
     GrowingStack,
@@ -36,7 +37,6 @@ from vramfit.analysis.leak_report import (
     Sawtooth,
     SettledStack,
 )
-from vramfit.analysis.module_tree import fold_path
 from vramfit.analysis.trend import fading_p_value, growth_p_value, holm, late_share, theil_sen
 from vramfit.trace import Category, EventKind, MemoryTrace
 from vramfit.trace.frames import Origin, innermost, user_frame
@@ -95,8 +95,8 @@ class _LeakSearch:
         self, trace: MemoryTrace, device: int, found: Steps, alpha: float, warmup: int | None
     ) -> None:
         self.trace, self.steps, self.alpha = trace, found, alpha
-        self.lives = lifetimes(trace, device)
-        self.category = block_categories(trace, self.lives)
+        timeline = DeviceTimeline.of(trace, device)
+        self.lives, self.category = timeline.lives, timeline.categories
         self.count = max(0, len(found) - 1)  # levels: the last step's end is not known
         self.start = min(self.count, warmup_of(self.count) if warmup is None else warmup)
         self.keys, self.stack_of = _keys(trace, self.lives)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vramfit.analysis._curves import Curves, Measure, curves, running
-from vramfit.analysis._lifetimes import Ints, Lifetimes, lifetimes
+from vramfit.analysis._curves import Curves, Measure, running
+from vramfit.analysis._lifetimes import Ints, Lifetimes
 from vramfit.analysis._phases import split_name
 from vramfit.analysis.breakdown import Breakdown, at, moment
+from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.analysis.groups import Grouping, TensorGroup
 from vramfit.trace import MemoryTrace
 
@@ -100,15 +101,15 @@ def peaks(
             raise ValueError(f"{name} is {value}, not a share between 0 and 1")
     if size is not None and size <= 0:
         raise ValueError(f"size is {size}, not a number of bytes above 0")
-    lives = lifetimes(trace, device)
-    found = _kinds(trace, _standing_out(curves(trace, lives), prominence))[:most]
-    removals = _Removals(trace, lives, share, size)
+    timeline = DeviceTimeline.of(trace, device)
+    found = _kinds(trace, _standing_out(timeline.curves, prominence))[:most]
+    removals = _Removals(trace, timeline.lives, share, size)
     return tuple(
         LocalPeak(
             allocated=one.allocated,
             prominence=one.prominence,
             count=count,
-            breakdown=at(trace, one.row, device, tensors=tensors, lives=lives),
+            breakdown=at(trace, one.row, device, tensors=tensors),
             removal=removals.at(one),
         )
         for one, count in found

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vramfit.analysis._curves import Curves, Measure, curves
-from vramfit.analysis._lifetimes import lifetimes
+from vramfit.analysis._curves import Measure
+from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.analysis.trend import theil_sen
 from vramfit.trace import MemoryTrace
 from vramfit.units import MIB
@@ -111,17 +111,16 @@ class Growth:
         return self.iterations[-1] + max(0, headroom) // self.per_iteration + 1
 
 
-def phases(trace: MemoryTrace, device: int = 0, *, bytes_over: Curves | None = None) -> tuple[Phase, ...]:
+def phases(trace: MemoryTrace, device: int = 0) -> tuple[Phase, ...]:
     """The phases of a trace in the order in which they were first entered; empty if it names none.
 
     Args:
         trace: what happened.
         device: index of the device whose memory is meant.
-        bytes_over: the device's curves, if they are at hand.
     """
     if not len(trace) or int(trace.phase.max()) < 0:
         return ()
-    bytes_over = bytes_over or curves(trace, lifetimes(trace, device))
+    bytes_over = DeviceTimeline.of(trace, device).curves
     starts = np.flatnonzero(np.concatenate([[True], trace.phase[1:] != trace.phase[:-1]]))
     ends = np.append(starts[1:], len(trace)) - 1
     allocated, reserved = bytes_over.allocated, bytes_over.reserved

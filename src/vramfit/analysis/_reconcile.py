@@ -19,6 +19,7 @@ from vramfit.analysis._lifetimes import Flags, Ints
 from vramfit.analysis.breakdown import peak
 from vramfit.analysis.pairing import Pairing
 from vramfit.analysis.reconciliation import (
+    DEFAULT_TOLERANCE,
     Comparison,
     Counterfactual,
     DeviceReconciliation,
@@ -27,10 +28,10 @@ from vramfit.analysis.reconciliation import (
     Quantity,
     Reconciliation,
     StreamComparison,
+    Tolerance,
     When,
 )
 from vramfit.analysis.requests import ALIKE, Requests, align_requests
-from vramfit.analysis.tolerance import DEFAULT_TOLERANCE, Tolerance
 from vramfit.errors import TraceFormatError, UsageError
 from vramfit.trace import Category, DeviceOutcome, MemoryTrace, Run, replay
 from vramfit.trace.actual import Actual, DeviceFigures

@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from vramfit.analysis._curves import Measure, block_categories, curves
-from vramfit.analysis._lifetimes import Ints, Lifetimes, lifetimes, trace_device
+from vramfit.analysis._curves import Measure, block_categories
+from vramfit.analysis._lifetimes import Ints, Lifetimes, trace_device
+from vramfit.analysis._module_tree import fold_path
 from vramfit.analysis._phases import phases, split_name
 from vramfit.analysis.breakdown import last_oom_row, moment, peak_row
+from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.analysis.groups import born_column, entry, stack_frames
-from vramfit.analysis.module_tree import fold_path
 from vramfit.errors import TraceFormatError, UsageError
 from vramfit.trace import Actual, Category, Frame, MemoryTrace, Source
 from vramfit.trace.frames import Origin, innermost, origin, user_frame
@@ -154,8 +155,8 @@ def state_from_trace(
         name: of the file or run.
         outside: memory outside torch's allocator; None takes the context that the trace names.
     """
-    lives = lifetimes(trace, device)
-    bytes_over = curves(trace, lives)
+    timeline = DeviceTimeline.of(trace, device)
+    lives, bytes_over = timeline.lives, timeline.curves
     row = peak_row(bytes_over, Measure.ALLOCATED)
     failed = last_oom_row(trace, device)
     if failed is not None:
@@ -163,10 +164,10 @@ def state_from_trace(
     alive = lives.alive(row)
     holdings = _holdings(trace, lives, alive)
     described = trace_device(trace, device)
-    category = block_categories(trace, lives)[alive]
+    category = timeline.categories[alive]
     sums = np.bincount(category, weights=lives.block[alive], minlength=len(Category)).astype(np.int64)
     parts: dict[str, int] = {}
-    for phase in phases(trace, device, bytes_over=bytes_over):
+    for phase in phases(trace, device):
         parts[phase.part] = max(parts.get(phase.part, 0), phase.peak_allocated)
     return PeakState(
         name=name,

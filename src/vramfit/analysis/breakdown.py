@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vramfit.analysis._curves import Curves, Measure, block_categories, curves
+from vramfit.analysis._curves import Curves, Measure
 from vramfit.analysis._fragmentation import Fragmentation, fragmentation
-from vramfit.analysis._lifetimes import Ints, Lifetimes, lifetimes
+from vramfit.analysis._lifetimes import Ints, Lifetimes
+from vramfit.analysis._module_tree import ModuleNode, module_tree
+from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.analysis.groups import Grouping, TensorGroup, born_column, entry, stack_frames
-from vramfit.analysis.module_tree import ModuleNode, module_tree
 from vramfit.trace import RAN_OUT, Category, EventKind, Frame, MemoryTrace
 from vramfit.trace.frames import user_frame
 from vramfit.units import format_bytes
@@ -90,19 +91,10 @@ def peak(
         by: which figure has its peak there.
         tensors: keep at most so many groups of tensors.
     """
-    lives = lifetimes(trace, device)
-    bytes_over = curves(trace, lives)
-    return at(trace, peak_row(bytes_over, by), device, tensors=tensors, lives=lives)
+    return at(trace, peak_row(DeviceTimeline.of(trace, device).curves, by), device, tensors=tensors)
 
 
-def at(
-    trace: MemoryTrace,
-    row: int,
-    device: int = 0,
-    *,
-    tensors: int = 100,
-    lives: Lifetimes | None = None,
-) -> Breakdown:
+def at(trace: MemoryTrace, row: int, device: int = 0, *, tensors: int = 100) -> Breakdown:
     """The breakdown right after event ``row``; -1 is before the first event.
 
     Raises:
@@ -110,9 +102,10 @@ def at(
     """
     if not -1 <= row < len(trace):
         raise IndexError(f"the trace has no event {row}: it has {len(trace)}")
-    lives = lives or lifetimes(trace, device)
+    timeline = DeviceTimeline.of(trace, device)
+    lives = timeline.lives
     alive = lives.alive(row)
-    category = block_categories(trace, lives)[alive]
+    category = timeline.categories[alive]
     by_category = np.zeros(len(Category), dtype=np.int64)
     np.add.at(by_category, category, lives.block[alive])
     groups = Grouping.of(trace, lives, alive).groups()

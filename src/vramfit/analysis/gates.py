@@ -8,8 +8,7 @@ from enum import Enum
 
 from vramfit.analysis._reconcile import bare_name
 from vramfit.analysis._states import PeakState
-from vramfit.analysis.reconciliation import Quantity
-from vramfit.analysis.tolerance import Tolerance
+from vramfit.analysis.reconciliation import Quantity, Tolerance
 from vramfit.errors import UsageError
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from vramfit.analysis._curves import block_categories
 from vramfit.analysis._lifetimes import Flags, Ints, Lifetimes
-from vramfit.analysis.module_tree import fold_path
+from vramfit.analysis._module_tree import fold_path
 from vramfit.trace import Category, Frame, MemoryTrace
 from vramfit.trace.frames import Origin, innermost, user_frame
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from vramfit.allocator.rounding import SMALL_SEGMENT
 from vramfit.analysis._lifetimes import Ints, Lifetimes
-from vramfit.analysis._segment_spans import SegmentSpans, segment_spans
+from vramfit.analysis._segment_spans import SegmentSpans
+from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.trace import MemoryTrace, Segment
 from vramfit.trace.device_events import DeviceEvents
 from vramfit.trace.replay.rewind import StartSegment, start_segments
@@ -148,7 +149,7 @@ def occupancy(trace: MemoryTrace, lives: Lifetimes, row: int) -> Occupancy:
 
 def held_segments(trace: MemoryTrace, device: int, row: int) -> tuple[HeldSegment, ...]:
     """The segments that a device holds right after event ``row``, by address."""
-    spans = segment_spans(trace, device)
+    spans = DeviceTimeline.of(trace, device).spans
     pieces: list[HeldSegment] = []
     for piece in span_segments(trace, spans, spans.held(row)):
         expandable = piece.expandable

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from vramfit.analysis._curves import Curves, Measure, curves
-from vramfit.analysis._lifetimes import lifetimes, trace_device
+from vramfit.analysis._curves import Curves, Measure
+from vramfit.analysis._lifetimes import trace_device
 from vramfit.analysis.breakdown import last_oom_row, oom_row
+from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.analysis.groups import stack_frames
 from vramfit.trace import DeviceOutcome, MemoryTrace, OomReport, Run
 from vramfit.trace.frames import user_frame
@@ -22,7 +23,7 @@ def run_from_trace(trace: MemoryTrace, *, name: str = "") -> Run:
         trace: what happened.
         name: what to call the program where the trace does not say, such as the name of the file.
     """
-    curves_of = {index: curves(trace, lifetimes(trace, index)) for index in trace.known_devices}
+    curves_of = {index: DeviceTimeline.of(trace, index).curves for index in trace.known_devices}
     oom = _last_oom(trace, curves_of)
     ended = oom is not None and not oom.handled
     program = str(trace.meta.get("program", "")) or name

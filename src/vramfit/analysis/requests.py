@@ -10,9 +10,10 @@ from zlib import crc32
 
 import numpy as np
 
-from vramfit.analysis._curves import Curves, Measure, curves
-from vramfit.analysis._lifetimes import Flags, Ints, Lifetimes, lifetimes
+from vramfit.analysis._curves import Curves, Measure
+from vramfit.analysis._lifetimes import Flags, Ints, Lifetimes
 from vramfit.analysis.alignment import Alignment, Ends, align
+from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.analysis.groups import stack_frames
 from vramfit.trace import Category, EventKind, Frame, MemoryTrace
 from vramfit.trace.frames import user_frame
@@ -57,7 +58,7 @@ class Requests:
     def __init__(self, trace: MemoryTrace, device: int) -> None:
         self.trace = trace
         self.device = device
-        self.lives: Lifetimes = lifetimes(trace, device)
+        self.lives: Lifetimes = DeviceTimeline.of(trace, device).lives
         born, freed = self.lives.born, self.lives.freed
         took = np.flatnonzero(born >= 0)
         gave = np.flatnonzero((freed >= 0) & (freed < self.lives.rows))
@@ -74,10 +75,10 @@ class Requests:
         """Number of requests and returns."""
         return len(self.rows)
 
-    @cached_property
+    @property
     def curves(self) -> Curves:
         """Bytes over the events of the trace."""
-        return curves(self.trace, self.lives)
+        return DeviceTimeline.of(self.trace, self.device).curves
 
     @property
     def tokens(self) -> Ints:

@@ -41,7 +41,7 @@ from vramfit.report import (
     run_to_json,
 )
 from vramfit.report.forms import Material, write_as
-from vramfit.report.notebook import run_summary, summary_lines
+from vramfit.report.html.page import run_summary, summary_lines
 from vramfit.trace import Actual, MemoryTrace, Run, read_actual
 from vramfit.trace.actual import together
 from vramfit.virtual.data_dependent.assume import assumption

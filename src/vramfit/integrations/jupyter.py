@@ -12,7 +12,7 @@ from typing import Any
 
 from vramfit.analysis import verdict
 from vramfit.integrations.cell_magic import CellMagic
-from vramfit.report.notebook import run_summary, trace_summary
+from vramfit.report.html.page import run_summary, trace_summary
 from vramfit.trace import MemoryTrace, Run
 
 _HTML = "text/html"

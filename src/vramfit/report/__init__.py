@@ -7,8 +7,7 @@ from vramfit.report.explain import Explanation, explanation_to_json, print_expla
 from vramfit.report.fragmentation import fragmentation_to_json, print_fragmentation, render_fragmentation
 from vramfit.report.html import render_html, render_trace_html, write_page
 from vramfit.report.json_report import SCHEMA, render_json, run_to_json
-from vramfit.report.leaks import print_leaks, render_leaks
-from vramfit.report.leaks_json import leaks_to_json
+from vramfit.report.leaks import leaks_to_json, print_leaks, render_leaks
 from vramfit.report.perfetto import write_perfetto
 from vramfit.report.stress import (
     STRESS_SCHEMA,

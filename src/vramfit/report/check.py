@@ -14,7 +14,7 @@ from rich.text import Text
 from vramfit.analysis import Bound, Gate, PeakState, Quantity, TraceDiff
 from vramfit.console import SafeConsole
 from vramfit.report.diff import DiffLines, diff_to_json
-from vramfit.report.ending import ending_words
+from vramfit.report.run_words import ending_words
 from vramfit.report.sections import Sections
 from vramfit.report.text import print_lines, relative
 from vramfit.trace import OomReport

@@ -15,8 +15,7 @@ from vramfit.analysis import NAMES, LeakReport, LocalPeak, Outcome, Removal, Ten
 from vramfit.console import SafeConsole
 from vramfit.report.folding import NARROW, folded
 from vramfit.report.json_report import group_to_json, moment_to_json, run_to_json
-from vramfit.report.leaks import LeakLines
-from vramfit.report.leaks_json import leaks_to_json
+from vramfit.report.leaks import LeakLines, leaks_to_json
 from vramfit.report.sections import SIZE, Sections
 from vramfit.report.text import each, elide_left, percent, print_lines, short_op
 from vramfit.trace import Run

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vramfit.analysis import Measure, Verdict, curves, lifetimes, run_from_trace
+from vramfit.analysis import DeviceTimeline, Measure, Verdict, run_from_trace
 from vramfit.analysis import verdict as judge
 from vramfit.errors import UsageError
 from vramfit.report.drawing import to_png, to_svg
@@ -67,7 +67,7 @@ class Material:
         trace = self.trace
         return max(
             devices_of(trace) or [0],
-            key=lambda index: curves(trace, lifetimes(trace, index)).peak(Measure.RESERVED),
+            key=lambda index: DeviceTimeline.of(trace, index).curves.peak(Measure.RESERVED),
         )
 
 

@@ -1,4 +1,4 @@
-"""What grows from step to step, in the terminal: how fast, who allocates it, who holds it."""
+"""What grows from step to step, in the terminal and as JSON: how fast, who allocates it, who holds it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -23,6 +24,7 @@ from vramfit.analysis import (
 from vramfit.console import SafeConsole
 from vramfit.record.chains import Root
 from vramfit.report.folding import NARROW
+from vramfit.report.json_report import frame_to_json
 from vramfit.report.sections import SIZE, STYLES, Sections
 from vramfit.report.text import elide_left, print_lines, short_op
 from vramfit.units import counted, format_bytes
@@ -220,3 +222,68 @@ def _spark(levels: tuple[int, ...], most: int) -> str:
     shown = levels[::step]
     least, most = min(shown), max(shown)
     return "".join(_SPARKS[round((level - least) * 7 / max(most - least, 1))] for level in shown)
+
+
+def leaks_to_json(report: LeakReport) -> dict[str, Any]:
+    """What grows as values that `json` can write. Sizes are bytes."""
+    return {
+        "device": report.device,
+        "verdict": report.verdict.name.lower(),
+        "leaks": report.leaks,
+        "steps": {
+            "source": report.steps.source.value,
+            "unit": report.steps.unit,
+            "count": max(0, len(report.steps) - 1),
+            "warmup": report.warmup,
+            "least": report.least_steps,
+        },
+        "alpha": report.alpha,
+        "p_value": report.p_value,
+        "stacks_tested": report.tested,
+        "bytes_per_step": report.bytes_per_step,
+        "levels": list(report.levels),
+        "growing": [_growing_json(stack) for stack in report.growing],
+        "settled": [
+            {**_place_json(one.place), "grown_bytes": one.grown_bytes, "last_step": one.last_step}
+            for one in report.settled
+        ],
+        "sawteeth": [
+            {**_place_json(one.place), "most_bytes": one.most_bytes, "times": one.times, "steps": one.steps}
+            for one in report.sawteeth
+        ],
+    }
+
+
+def _growing_json(stack: GrowingStack) -> dict[str, Any]:
+    return {
+        **_place_json(stack.place),
+        "bytes_per_step": stack.bytes_per_step,
+        "requested_per_step": stack.requested_per_step,
+        "grown_bytes": stack.grown_bytes,
+        "blocks": stack.blocks,
+        "first_step": stack.first_step,
+        "p_value": stack.p_value,
+        "adjusted_p": stack.adjusted_p,
+        "release": stack.release.name.lower(),
+        "owners": [
+            {
+                "root": owner.root.value,
+                "text": owner.text,
+                "through": sorted(kind.value for kind in owner.through),
+                "cycle": list(owner.cycle),
+            }
+            for owner in stack.owners
+        ],
+    }
+
+
+def _place_json(place: LeakPlace) -> dict[str, Any]:
+    return {
+        "line": frame_to_json(place.line),
+        "library_line": frame_to_json(place.library_line),
+        "stack": [frame_to_json(frame) for frame in place.frames],
+        "category": place.category.name.lower(),
+        "op": place.op or None,
+        "module": place.module or None,
+        "tensor": place.tensor or None,
+    }

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from rich.text import Text
 
-from vramfit.analysis import Breakdown, Measure, curves, lifetimes, peak
+from vramfit.analysis import Breakdown, DeviceTimeline, Measure, peak
 from vramfit.analysis.breakdown import moment
 from vramfit.report.folding import folded
 from vramfit.report.sections import Sections
@@ -77,7 +77,7 @@ def _tables(page: Sections, breakdown: Breakdown) -> Iterator[Text]:
 
 def _first_above(trace: MemoryTrace, device: int, measure: Measure, limit: int) -> int | None:
     """The allocation with which a figure first passed its limit."""
-    above = np.flatnonzero(curves(trace, lifetimes(trace, device)).of(measure) > limit)
+    above = np.flatnonzero(DeviceTimeline.of(trace, device).curves.of(measure) > limit)
     if not len(above):
         return None
     # The segment comes first, then the block that asked for it: only the latter knows its line.

@@ -13,7 +13,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from vramfit.analysis import NAMES, Lifetimes, curves, lifetimes, short_location, timeline, user_frame
+from vramfit.analysis import (
+    NAMES,
+    DeviceTimeline,
+    short_location,
+    timeline,
+    user_frame,
+)
 from vramfit.analysis.groups import stack_frames
 from vramfit.trace import Category, EventKind, MemoryTrace, TraceDevice, marks
 from vramfit.units import format_bytes
@@ -56,12 +62,11 @@ def perfetto_events(trace: MemoryTrace) -> Iterator[dict[str, Any]]:
     """The events, one dictionary each. ``ts`` and ``dur`` are microseconds; ``pid`` is the index of the device."""
     times = _times(trace)
     for device in _devices(trace):
-        lives = lifetimes(trace, device.index)
         yield from _names(device)
-        yield from _counters(trace, device.index, lives, times)
+        yield from _counters(trace, device.index, times)
         yield from _phases(trace, device.index, times)
         yield from _instants(trace, device.index, times)
-        yield from _blocks(trace, device.index, lives, times)
+        yield from _blocks(trace, device.index, times)
 
 
 def _facts(trace: MemoryTrace) -> dict[str, str]:
@@ -69,7 +74,7 @@ def _facts(trace: MemoryTrace) -> dict[str, str]:
     facts = {key: str(value) for key, value in trace.meta.items()}
     facts["clock"] = "microseconds" if trace.time_us.any() else "one microsecond for each event"
     for device in _devices(trace):
-        blocks = len(lifetimes(trace, device.index).born)
+        blocks = len(DeviceTimeline.of(trace, device.index).lives.born)
         if blocks > BLOCKS:
             facts[f"blocks of GPU {device.index}"] = f"the {BLOCKS:,} largest of {blocks:,}"
     return facts
@@ -95,9 +100,9 @@ def _names(device: TraceDevice) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "name": "thread_name", "pid": device.index, "tid": 1, "args": {"name": "phases"}}
 
 
-def _counters(trace: MemoryTrace, device: int, lives: Lifetimes, times: Any) -> Iterator[dict[str, Any]]:
-    over = timeline(trace, device, points=COUNTERS, lives=lives)
-    active = curves(trace, lives).active
+def _counters(trace: MemoryTrace, device: int, times: Any) -> Iterator[dict[str, Any]]:
+    over = timeline(trace, device, points=COUNTERS)
+    active = DeviceTimeline.of(trace, device).curves.active
     kinds = [kind for kind in NAMES if over.categories[kind].any()]
     for at, row in enumerate(over.rows.tolist()):
         base = {"ph": "C", "pid": device, "tid": 0, "ts": int(times[row])}
@@ -151,8 +156,9 @@ def _instant(name: str, category: str, device: int, time: int, args: dict[str, A
     }
 
 
-def _blocks(trace: MemoryTrace, device: int, lives: Lifetimes, times: Any) -> Iterator[dict[str, Any]]:
+def _blocks(trace: MemoryTrace, device: int, times: Any) -> Iterator[dict[str, Any]]:
     """Each block as a slice from its allocation to the free; those that were never freed end with the trace."""
+    lives = DeviceTimeline.of(trace, device).lives
     order = np.lexsort((lives.born - lives.freed, -lives.block))[:BLOCKS]
     last = len(trace) - 1
     for block in np.sort(order).tolist():

@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from vramfit.analysis import NAMES, curves, lifetimes, timeline
+from vramfit.analysis import NAMES, DeviceTimeline, timeline
 from vramfit.trace import EventKind, MemoryTrace
 from vramfit.writing import StrPath, write_file
 
@@ -41,8 +41,7 @@ def _lines(trace: MemoryTrace) -> Iterator[str]:
     """Pieces of the table, in the order of events."""
     figures = np.zeros((len(trace), 3 + len(NAMES)), dtype=np.int64)
     for device in np.unique(trace.device).tolist():
-        lives = lifetimes(trace, device)
-        over, sums = timeline(trace, device, lives=lives), curves(trace, lives)
+        over, sums = timeline(trace, device), DeviceTimeline.of(trace, device).curves
         mine = np.flatnonzero(trace.device == device)
         columns = [sums.allocated, sums.active, sums.reserved, *(over.categories[kind] for kind in NAMES)]
         figures[mine] = np.stack([column[mine] for column in columns], axis=1)

@@ -17,8 +17,14 @@ from vramfit.analysis import (
     Verdict,
 )
 from vramfit.console import SafeConsole
-from vramfit.report.ending import ending_words, fits_words, steady_words, unseen_words, unused_words
-from vramfit.report.files import files_lines
+from vramfit.report.run_words import (
+    ending_words,
+    files_lines,
+    fits_words,
+    steady_words,
+    unseen_words,
+    unused_words,
+)
 from vramfit.report.sections import SIZE, Sections
 from vramfit.report.text import (
     elide_right,

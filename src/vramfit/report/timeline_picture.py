@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vramfit.analysis import NAMES, Lifetimes, Timeline, curves, lifetimes, timeline
+from vramfit.analysis import NAMES, DeviceTimeline, Timeline, timeline
 from vramfit.analysis._curves import Measure
 from vramfit.analysis._lifetimes import Ints, trace_device
 from vramfit.report.drawing import Area, Drawing, Label, Line, Point, Shape
@@ -66,7 +66,6 @@ def draw_timeline(
     title: str = "",
     width: int = 860,
     height: int = 380,
-    lives: Lifetimes | None = None,
 ) -> Drawing:
     """Draw the memory of one device over the events of a trace.
 
@@ -75,11 +74,9 @@ def draw_timeline(
         device: index of the device.
         title: what to write above; by default the device and its peaks.
         width, height: of the drawing, in units of 1/96 inch.
-        lives: the device's lifetimes, if they are at hand.
     """
-    lives = lives or lifetimes(trace, device)
-    over = timeline(trace, device, points=_POINTS, lives=lives)
-    found = curves(trace, lives)
+    over = timeline(trace, device, points=_POINTS)
+    found = DeviceTimeline.of(trace, device).curves
     allocated, reserved = found.peak(Measure.ALLOCATED), found.peak(Measure.RESERVED)
     described = trace_device(trace, device)
     limit = max(0, described.total_bytes - described.context_bytes) if described else 0

@@ -43,7 +43,7 @@ _WITHOUT_OTHERS = frozenset({"virtual", "cpu"})
 """Sources whose devices hold nothing that the trace does not name: 0 bytes outside torch are known to be 0."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True, eq=False)
 class MemoryTrace:
     """An ordered record of allocations and frees. Columns have one element per event and are read-only.
 

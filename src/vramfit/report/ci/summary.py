@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vramfit.analysis import NAMES, Bound, Change, Gate, PeakState, TraceDiff, short_location
 from vramfit.report.check import QUANTITY_WORDS, Check
-from vramfit.report.ending import ending_words
+from vramfit.report.run_words import ending_words
 from vramfit.report.text import percent
 from vramfit.trace import Frame
 from vramfit.units import format_bytes

@@ -11,14 +11,12 @@ from numpy.typing import NDArray
 
 from vramfit.analysis import (
     Curves,
+    DeviceTimeline,
     Lifetimes,
     Measure,
     SegmentSpans,
     Timeline,
-    curves,
-    lifetimes,
     origin,
-    segment_spans,
     timeline,
 )
 from vramfit.analysis.occupancy import span_segments
@@ -55,12 +53,12 @@ class DeviceView:
 
 def device_view(trace: MemoryTrace, device: TraceDevice, row: int) -> DeviceView:
     """Compute what all parts of the page need of a device."""
-    lives = _in_order(lifetimes(trace, device.index))
+    timeline_of = DeviceTimeline.of(trace, device.index)
     return DeviceView(
         device=device,
-        lives=lives,
-        bytes_over=curves(trace, lives),
-        spans=segment_spans(trace, device.index),
+        lives=_in_order(timeline_of.lives),
+        bytes_over=timeline_of.curves,
+        spans=timeline_of.spans,
         row=row,
     )
 
@@ -276,7 +274,7 @@ def device_columns(
         left = np.ones(len(lives.born), dtype=bool)
         left[kept] = False
         facts["left_out_below"] = int(lives.block[left].max())
-        columns |= _points(timeline(trace, view.device.index, points=_POINTS, lives=lives))
+        columns |= _points(timeline(trace, view.device.index, points=_POINTS))
     return columns, facts
 
 

@@ -1,4 +1,4 @@
-"""Puts a page together: words and tables from `tables`, the data of the pictures, styles and scripts."""
+"""A run or a recording as HTML: the page with its scripts and data, and the static summary that notebooks show."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from vramfit.analysis import Breakdown, DeviceVerdict, Outcome, Verdict
 from vramfit.analysis import verdict as judge
 from vramfit.analysis.recorded_run import run_from_trace
-from vramfit.report.files import files_lines
+from vramfit.report.drawing import to_svg
 from vramfit.report.html.advice import (
     find_advice,
     fragmentation_advice,
@@ -36,8 +36,10 @@ from vramfit.report.html.columns import (
 from vramfit.report.html.markup import Html, join, table, tag
 from vramfit.report.html.packing import pack, to_text
 from vramfit.report.html.tables import blocks_text, device_tables, fragmentation_text, timeline_text
+from vramfit.report.run_words import files_lines
 from vramfit.report.terminal import headline
 from vramfit.report.text import seconds
+from vramfit.report.timeline_picture import draw_timeline
 from vramfit.trace import MemoryTrace, Run, Source, TraceDevice
 from vramfit.units import counted, format_bytes
 from vramfit.writing import StrPath, write_text
@@ -72,6 +74,8 @@ _SOURCES = {
     Source.CPU: "metered on the CPU",
 }
 
+_PICTURE_WIDTH, _PICTURE_HEIGHT = 760, 320
+"""The timeline in a notebook."""
 _KINDS = {Outcome.FITS: "fits", Outcome.DOES_NOT_FIT: "fails", Outcome.FAILED: "fails"}
 """How the verdict is coloured; without a word where the question stays open."""
 
@@ -83,6 +87,25 @@ class _Part:
     view: DeviceView
     breakdown: Breakdown
     verdict: DeviceVerdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Words:
+    """What a page says beside its pictures and tables.
+
+    Attributes:
+        title: of the browser's tab.
+        program: the command line.
+        summary: the verdict with its figures.
+        warnings: what was done otherwise than on a card; empty without any.
+        footer: what was run, and with what.
+    """
+
+    title: str
+    program: str
+    summary: Html
+    warnings: Html
+    footer: str
 
 
 def render_html(run: Run, verdict: Verdict, *, root: Path | None = None) -> str:
@@ -105,17 +128,14 @@ def render_html(run: Run, verdict: Verdict, *, root: Path | None = None) -> str:
     first = verdict.device.index if verdict.device.index >= 0 else None
     program = " ".join(run.program)
     seen = "" if verdict.outcome is Outcome.UNKNOWN else f": {verdict.outcome.value}"
-    return _page(
-        run.trace,
-        parts,
-        first=first,
+    words = _Words(
         title=f"{program or 'program'}{seen}",
         program=program,
         summary=_run_summary(run, verdict, root),
         warnings=join([_warnings(run, root), _files(run, root)]),
         footer=_footer(run),
-        root=root,
     )
+    return _page(run.trace, parts, words, first=first, root=root)
 
 
 def render_trace_html(trace: MemoryTrace, *, title: str = "", root: Path | None = None) -> str:
@@ -153,17 +173,43 @@ def write_page(
         write_text(path, render_html(source, verdict, root=folder))
 
 
+def summary_lines(run: Run, verdict: Verdict) -> list[str]:
+    """Whether it fits, in a line or a few; of a recording of which that cannot be said, what was recorded."""
+    if verdict.outcome is Outcome.UNKNOWN or not run.devices:
+        return [" ".join(run.program) or "recording"]
+    return headline(run, verdict)
+
+
+def run_summary(run: Run, verdict: Verdict) -> str:
+    """What ``_repr_html_`` of a run gives."""
+    first, *more = summary_lines(run, verdict)
+    pictures = [
+        Html(to_svg(draw_timeline(run.trace, device.index, width=_PICTURE_WIDTH, height=_PICTURE_HEIGHT)))
+        for device in verdict.devices
+        if device.index >= 0 and device.peak_allocated
+    ]
+    device = verdict.device
+    figures = (
+        f"{counted(len(run.trace), 'event')} · peak allocated {format_bytes(device.peak_allocated)} · "
+        f"peak reserved {format_bytes(device.peak_reserved)}"
+    )
+    return tag(
+        "div",
+        tag("strong", first),
+        *(tag("div", line) for line in more),
+        tag("div", figures),
+        join(tag("div", picture) for picture in pictures),
+    )
+
+
+def trace_summary(trace: MemoryTrace) -> str:
+    """The same for a recording alone."""
+    run = run_from_trace(trace)
+    return run_summary(run, judge(run))
+
+
 def _page(
-    trace: MemoryTrace,
-    parts: Sequence[_Part],
-    *,
-    first: int | None,
-    title: str,
-    program: str,
-    summary: Html,
-    warnings: Html,
-    footer: str,
-    root: Path | None,
+    trace: MemoryTrace, parts: Sequence[_Part], words: _Words, *, first: int | None, root: Path | None
 ) -> str:
     style = "\n".join(_asset(name) for name in _STYLES)
     script = _script()
@@ -179,12 +225,12 @@ def _page(
         "first_device": "" if first is None else str(first),
         "policy": policy,
         "version": join([metadata.version("vramfit")]),
-        "title": join([f"{title} · vramfit"]),
+        "title": join([f"{words.title} · vramfit"]),
         "style": style,
-        "program": join([program]),
+        "program": join([words.program]),
         "device_choice": _device_choice(parts, first),
-        "navigation": _navigation(grows=bool(growing), has_warnings=bool(warnings)),
-        "summary": summary,
+        "navigation": _navigation(grows=bool(growing), has_warnings=bool(words.warnings)),
+        "summary": words.summary,
         "growing": leaks_section(growing) if growing else "",
         "timeline_text": _each(parts, first, [timeline_text(trace, part.view) for part in parts]),
         "blocks_text": _each(parts, first, [blocks_text(trace, part.view, root=root) for part in parts]),
@@ -200,8 +246,8 @@ def _page(
         "leaks": ""
         if growing
         else leaks_section(_each(parts, first, [leaks_html(found, root=root) for found in advice])),
-        "warnings": warnings,
-        "footer": join([footer]),
+        "warnings": words.warnings,
+        "footer": join([words.footer]),
         "data": _data(trace, parts),
         "script": script,
     }

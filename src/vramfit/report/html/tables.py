@@ -35,7 +35,7 @@ _LINES = 30
 
 def timeline_text(trace: MemoryTrace, view: DeviceView) -> Html:
     """The timeline as sentences and a table of its fullest moments."""
-    over = timeline(trace, view.device.index, points=_MOMENTS, lives=view.lives)
+    over = timeline(trace, view.device.index, points=_MOMENTS)
     kinds = [kind for kind in NAMES if over.categories[kind].any()]
     heads = ("event", "phase", "allocated", "reserved", *(NAMES[kind] for kind in kinds))
     rows = (
@@ -62,7 +62,7 @@ def timeline_text(trace: MemoryTrace, view: DeviceView) -> Html:
 
 
 def _phases(trace: MemoryTrace, view: DeviceView) -> Html | None:
-    found = summarise(phases(trace, view.device.index, bytes_over=view.bytes_over))
+    found = summarise(phases(trace, view.device.index))
     if not found:
         return None
     heads = ("phase", "times", "worst", "start", "peak", "end")
