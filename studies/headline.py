@@ -23,9 +23,9 @@ from rich.table import Table
 
 from vramfit import Plan, Workload
 from vramfit.gpus import find_gpu
+from vramfit.planner.devices.cost import step_cost_with
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.largest_size import bracket, largest, search_for
-from vramfit.planner.micro_batch_runs import step_cost_with
 from vramfit.planner.request import NothingFits, PlanRequest
 from vramfit.techniques import Numerics
 from vramfit.units import format_bytes, parse_bytes

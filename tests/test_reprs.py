@@ -13,7 +13,8 @@ import vramfit
 from analysis.synthetic import fitting_run, oom_run
 from vramfit.analysis import Tolerance, reconcile, verdict
 from vramfit.planner.largest_size import LargestSize
-from vramfit.planner.plans import Plan, PlanFigures, PlanStep, PlanTarget
+from vramfit.planner.plan_file import PlanFigures, PlanStep, PlanTarget
+from vramfit.planner.plans import Plan
 from vramfit.planner.verification import Simulated, Verification
 from vramfit.techniques import Choice, Numerics, find_technique
 from vramfit.trace import Actual

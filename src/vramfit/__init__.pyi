@@ -17,10 +17,10 @@ from .api.tracking import Track as Track
 from .api.tracking import snapshot as snapshot
 from .api.tracking import track as track
 from .errors import VramfitError as VramfitError
+from .planner.api import fit as fit
+from .planner.api import plan as plan
+from .planner.api import verify as verify
 from .planner.plans import Plan as Plan
-from .planning import fit as fit
-from .planning import plan as plan
-from .planning import verify as verify
 from .record.annotating import annotate as annotate
 from .record.profilers import join_profile as join_profile
 from .trace import MemoryTrace as MemoryTrace

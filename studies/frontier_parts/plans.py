@@ -14,7 +14,7 @@ from frontier_parts.hollow import Hollow
 from frontier_parts.subjects import Subject
 from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.devices.cpu_backend import CpuBackend, arithmetic_seconds_of, rates
-from vramfit.planner.devices.gradient_sums import measure_counts
+from vramfit.planner.gradient_sums import measure_counts
 from vramfit.planner.plans import Plan
 from vramfit.planner.request import MEMORY, THROUGHPUT, NothingFits, PlanRequest
 from vramfit.planner.search import PlanSearch

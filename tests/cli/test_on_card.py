@@ -16,8 +16,9 @@ from tests.planner.test_plan import _plan
 
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
-from vramfit.planner.planner_run import MemoryBudget, measure_in_child
-from vramfit.planner.plans import PlanFigures, PlanTarget
+from vramfit.planner.memory_budget import MemoryBudget
+from vramfit.planner.plan_file import PlanFigures, PlanTarget
+from vramfit.planner.planner_run import measure_in_child
 from vramfit.planner.verification import CardRun, Measured, Verification
 from vramfit.report.verify import print_verification
 from vramfit.techniques import Numerics

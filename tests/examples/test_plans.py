@@ -11,8 +11,8 @@ from tests.virtual.conftest import fit_interpreter
 
 from vramfit import Workload
 from vramfit.gpus import find_gpu
+from vramfit.planner.devices.cost import step_cost_with
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.micro_batch_runs import step_cost_with
 from vramfit.planner.plans import Plan
 from vramfit.report.plan import render_plan
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from vramfit.planner.plans import Plan, PlanFigures, PlanTarget, plan_of
+from vramfit.planner.plan_file import PlanFigures, PlanTarget
+from vramfit.planner.plans import Plan, plan_of
 from vramfit.techniques import Choice, find_technique, setting_from_plain
 
 NOTHING = PlanFigures(peak_allocated_bytes=0, peak_reserved_bytes=0, total_bytes=0)

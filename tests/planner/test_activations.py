@@ -11,7 +11,6 @@ import torch
 from tests.planner.made import MIB, block, op, random_step_profile, step_profile, step_profile_inside
 from torch import nn
 
-from vramfit.planner.activation_ilp.choices import finer_places
 from vramfit.planner.activation_ilp.decisions import (
     OVERHEAD_SECONDS,
     Decision,
@@ -19,6 +18,7 @@ from vramfit.planner.activation_ilp.decisions import (
     IlpOptions,
     choosable,
     computed,
+    finer_places,
     interval_peaks,
     kept_bytes,
     least_saved,

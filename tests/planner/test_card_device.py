@@ -15,7 +15,7 @@ from torch import nn
 
 from vramfit.errors import UsageError, VramfitError
 from vramfit.gpus import find_gpu
-from vramfit.planner.activation_ilp.choices import places
+from vramfit.planner.activation_ilp.decisions import places
 from vramfit.planner.devices.card_backend import CardBackend, card_of_this_process, fraction_of
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.techniques.optimizer_offload import OptimizerOffloadSetting

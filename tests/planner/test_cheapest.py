@@ -15,8 +15,9 @@ from vramfit.planner import cheapest_card
 from vramfit.planner import search as searching
 from vramfit.planner.cheapest_card import cheapest_plan, hourly, rented_cards
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.plans import Plan, PlanFigures, PlanTarget, plan_of
-from vramfit.planner.promised_plan_search import promised_plan
+from vramfit.planner.gradient_check import promised_plan
+from vramfit.planner.plan_file import PlanFigures, PlanTarget
+from vramfit.planner.plans import Plan, plan_of
 from vramfit.planner.request import NothingFits, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_clock import SearchClock

@@ -12,16 +12,15 @@ from tests.techniques.toys import all_toys
 from torch import nn
 
 from vramfit.gpus import find_gpu
-from vramfit.planner import candidates, gradient_check
+from vramfit.planner import candidates, gradient_check, trial_attempts
 from vramfit.planner.candidates import key_of
 from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.gradient_check import check_promises
+from vramfit.planner.gradient_check import check_promises, promised_plan
 from vramfit.planner.largest_size import search_for
-from vramfit.planner.micro_batch_trial import stand_in
-from vramfit.planner.micro_batch_trial.batch_trial import MicroBatchVerdict
-from vramfit.planner.plans import Plan, PlanFigures, PlanTarget, plan_of
-from vramfit.planner.promised_plan_search import promised_plan
+from vramfit.planner.micro_batch_trial import MicroBatchVerdict
+from vramfit.planner.plan_file import PlanFigures, PlanTarget
+from vramfit.planner.plans import Plan, plan_of
 from vramfit.planner.request import PlanRequest
 from vramfit.techniques import Choice, Numerics, find_technique, setting_from_plain
 from vramfit.techniques.micro_batching import MicroBatchingSetting, Reduction
@@ -100,7 +99,7 @@ def test_a_model_that_is_too_large_is_compared_by_a_stand_in(monkeypatch: pytest
     )
     large = sum(parameter.numel() * 4 for parameter in workload.model().parameters())
     monkeypatch.setattr(gradient_check, "_MOST", large // 2)
-    monkeypatch.setattr(stand_in, "_LARGE", 500)
+    monkeypatch.setattr(trial_attempts, "_LARGE", 500)
     seen: list[list[str]] = []
     attach = type(find_technique("activation-checkpointing")).attach
 

@@ -13,10 +13,10 @@ from tests.techniques.test_trial import CoupledInTraining, Mixture, squares, two
 from torch import nn
 
 from vramfit.gpus import find_gpu
+from vramfit.planner import micro_batch_trial
 from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.micro_batch_trial import batch_trial
-from vramfit.planner.micro_batch_trial.coupling import coupling_by_shapes
+from vramfit.planner.micro_batch_trial import coupling_by_shapes
 from vramfit.planner.request import PlanRequest
 
 
@@ -73,7 +73,7 @@ def test_nothing_is_said_against_losses_that_are_sums_over_examples(loss: Any) -
 
 @pytest.mark.parametrize("coupled", [True, False])
 def test_what_cannot_be_tried_is_probed(coupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_trial, "_MOST", 0)
+    monkeypatch.setattr(micro_batch_trial, "_MOST", 0)
     asked = workload(contrastive if coupled else squares)
     named = PlanRequest(
         workload=asked,
@@ -89,5 +89,5 @@ def test_what_cannot_be_tried_is_probed(coupled: bool, monkeypatch: pytest.Monke
     else:
         assert (found.setting is not None, found.known) == (True, False)
         assert "it is used since it was allowed by its name" in found.note
-    unnamed = batch_trial.try_micro_batching(asked, _profile(asked))
+    unnamed = micro_batch_trial.try_micro_batching(asked, _profile(asked))
     assert (unnamed.setting, unnamed.known) == (None, False)

@@ -15,8 +15,13 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from vramfit import Workload
-from vramfit.planner.activation_ilp.choices import activation_choices, places
-from vramfit.planner.activation_ilp.decisions import Decision, DecisionKind, predicted_peak
+from vramfit.planner.activation_ilp.decisions import (
+    Decision,
+    DecisionKind,
+    activation_choices,
+    places,
+    predicted_peak,
+)
 from vramfit.planner.devices.cpu_backend import CpuBackend, arithmetic_seconds_of, rates
 from vramfit.techniques import Choice, find_technique, with_choices
 
@@ -87,7 +92,7 @@ def test_measuring_the_machine_is_no_part_of_a_run() -> None:
     code = (
         "from tests.planner.test_cpu_device import chain\n"
         "from vramfit.planner.devices.cpu_backend import CpuBackend\n"
-        "from vramfit.planner.activation_ilp.choices import places\n"
+        "from vramfit.planner.activation_ilp.decisions import places\n"
         "looks = [CpuBackend().observe(chain(8, 2), {'batch_size': 8}, places)[1] for _ in range(2)]\n"
         "assert looks[0].stretches == looks[1].stretches, looks\n"
         "assert max(s.peak_bytes for s in looks[0].stretches) < 1 << 16, looks\n"

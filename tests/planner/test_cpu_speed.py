@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from vramfit.planner import planner_run
-from vramfit.planner.devices import cpu_speed
-from vramfit.planner.micro_batch_trial import attempts
-from vramfit.planner.plan_file import write_plan
-from vramfit.planner.plans import Plan, PlanFigures, PlanTarget
+from vramfit.planner import planner_run, trial_attempts
+from vramfit.planner.devices import cpu_backend
+from vramfit.planner.plan_file import PlanFigures, PlanTarget, write_plan
+from vramfit.planner.plans import Plan
 from vramfit.workload import Workload
 
 _STEP = 6_000_000_000
@@ -21,7 +20,7 @@ _STEP = 6_000_000_000
 
 def test_a_trial_is_as_small_as_the_speed_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"batch_size": 4, "sequence_length": 64}
-    seconds, flops = 30.0, 2 * 30.0 * cpu_speed.CPU_FLOPS
+    seconds, flops = 30.0, 2 * 30.0 * cpu_backend.CPU_FLOPS
     workload = Workload(
         model=lambda: nn.Linear(1, 1),
         batch=lambda batch_size, sequence_length: torch.ones(batch_size, sequence_length, 1),
@@ -30,13 +29,13 @@ def test_a_trial_is_as_small_as_the_speed_asks_for(monkeypatch: pytest.MonkeyPat
     )
 
     def length() -> int:
-        ways = attempts.ways_to_try(
+        ways = trial_attempts.ways_to_try(
             workload, sizes, flops=flops, seconds=seconds, model_bytes=1, most_bytes=1 << 30
         )
         return next(ways).sizes["sequence_length"]
 
     assert length() == 32
-    monkeypatch.setattr(cpu_speed, "CPU_FLOPS", cpu_speed.CPU_FLOPS / 2)
+    monkeypatch.setattr(cpu_backend, "CPU_FLOPS", cpu_backend.CPU_FLOPS / 2)
     assert length() == 16
 
 
@@ -53,4 +52,4 @@ def test_a_verification_reckons_with_the_same_speed(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(planner_run, "run_task", run_task)
     planner_run.verify_in_child(tmp_path / "plan.toml", target=f"{tmp_path}/work.py:w", memory=False)
-    assert jobs[0]["step_seconds"] == cpu_speed.cpu_seconds(_STEP) == _STEP / cpu_speed.CPU_FLOPS
+    assert jobs[0]["step_seconds"] == cpu_backend.cpu_seconds(_STEP) == _STEP / cpu_backend.CPU_FLOPS

@@ -16,7 +16,7 @@ from torch import nn
 from vramfit.gpus import find_gpu
 from vramfit.planner import tasks
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.failures import told, workload_failure
+from vramfit.planner.workload_check import told, workload_failure
 from vramfit.workload import Workload
 
 CARD = find_gpu("RTX 4090")

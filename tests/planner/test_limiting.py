@@ -14,16 +14,14 @@ from tests.planner.test_reducing import _profile, _tall, contrastive
 from tests.planner.test_search_clock import Second, Timed
 from tests.techniques.toys import all_toys
 
-from vramfit.planner import gradient_check
+from vramfit.planner import gradient_check, micro_batch_trial
 from vramfit.planner.candidates import Candidates
 from vramfit.planner.gradient_check import check_promises
-from vramfit.planner.micro_batch_trial import batch_trial
-from vramfit.planner.micro_batch_trial.batch_trial import try_micro_batching
+from vramfit.planner.micro_batch_trial import try_micro_batching
 from vramfit.planner.request import PlanRequest
-from vramfit.planner.search_cache.cache import SearchCache
-from vramfit.planner.search_cache.evidence import Evidence
-from vramfit.planner.search_clock import INTERRUPTED, SearchClock, SearchStopped
-from vramfit.planner.time_limit import TimeOver, limited
+from vramfit.planner.search_cache import SearchCache
+from vramfit.planner.search_clock import INTERRUPTED, SearchClock, SearchStopped, TimeOver, limited
+from vramfit.planner.search_evidence import Evidence
 from vramfit.workload import Batch
 
 
@@ -97,12 +95,12 @@ def test_a_trial_that_takes_too_long_is_none(by_name: bool) -> None:
 
 
 def test_what_takes_too_long_is_tried_by_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_trial, "_LONGEST", 1000.0)
+    monkeypatch.setattr(micro_batch_trial, "_LONGEST", 1000.0)
     workload = _tall()
     found = try_micro_batching(workload, _profile(workload), clock=SearchClock(now=Ticks()))
     assert found.setting is not None and not found.over
     assert "was tried with a stand-in of the same code with 2 of 12 layers" in found.note
-    monkeypatch.setattr(batch_trial, "_LONGEST", 1e6)
+    monkeypatch.setattr(micro_batch_trial, "_LONGEST", 1e6)
     found = try_micro_batching(workload, _profile(workload), clock=SearchClock(now=Ticks()))
     assert "was tried with the model itself" in found.note
 
@@ -112,7 +110,7 @@ def test_encoders_that_were_not_tried_in_time_are_not_offered(monkeypatch: pytes
         raise TimeOver
 
     workload = replace(all_toys()["mlp"], loss=contrastive)
-    monkeypatch.setattr(batch_trial, "try_encoders", late)
+    monkeypatch.setattr(micro_batch_trial, "try_encoders", late)
     found = try_micro_batching(workload, _profile(workload), by_name=True)
     assert (found.setting, found.encoders, found.known, found.over) == (None, (), True, True)
     assert "in pieces was not tried, since the time was over" in found.note
@@ -129,7 +127,7 @@ def test_the_next_search_tries_what_this_one_had_no_time_for(
         return Candidates(device=Timed(Second()), request=request, cache=cache)
 
     with monkeypatch.context() as short:
-        short.setattr(batch_trial, "_LONGEST", 0.0)
+        short.setattr(micro_batch_trial, "_LONGEST", 0.0)
         first = candidates()
         assert first.micro_batching.setting is None
         assert any("not tried, since the time was over" in note for note in first.notes(()))

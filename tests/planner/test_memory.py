@@ -12,13 +12,13 @@ import pytest
 from tests.planner.test_search import CONTEXT, GPU, MIB
 from tests.planner.test_search_clock import Second, Timed, request
 
-from vramfit.planner.planner_run import MemoryBudget, plan_in_child
+from vramfit.planner.memory_budget import MemoryBudget
+from vramfit.planner.planner_run import plan_in_child
 from vramfit.planner.plans import Plan
 from vramfit.planner.search import PlanSearch
-from vramfit.planner.search_cache.cache import SearchCache
-from vramfit.planner.search_cache.evidence import Evidence, digest_of
-from vramfit.planner.search_cache.search_files import NAME, remembered
+from vramfit.planner.search_cache import SearchCache
 from vramfit.planner.search_clock import TIME_OVER, SearchClock
+from vramfit.planner.search_evidence import SEARCH_FILE, Evidence, digest_of, earlier_searches
 from vramfit.virtual.virtual_job import plain_spec
 
 JOB: dict[str, Any] = {"target": "work.py:training", "gpu": plain_spec(GPU), "alloc_conf": None}
@@ -200,12 +200,12 @@ def test_a_damaged_file_of_the_cache_is_as_good_as_none(
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     for folder in (first, second, third):
         folder.mkdir()
-    with remembered(first, JOB, "work.py:training", fresh=False):
-        (first / NAME).write_text("what was seen " * 100, encoding="utf-8")
+    with earlier_searches(first, JOB, "work.py:training", fresh=False):
+        (first / SEARCH_FILE).write_text("what was seen " * 100, encoding="utf-8")
     (kept,) = (tmp_path / "cache").rglob("*.gz")
-    with remembered(second, JOB, "work.py:training", fresh=False):
-        assert (second / NAME).exists()
+    with earlier_searches(second, JOB, "work.py:training", fresh=False):
+        assert (second / SEARCH_FILE).exists()
     whole = kept.read_bytes()
     kept.write_bytes(whole[:10] + b"\xff" * 8 + whole[18:])  # no block that zlib knows
-    with remembered(third, JOB, "work.py:training", fresh=False):
-        assert not (third / NAME).exists()
+    with earlier_searches(third, JOB, "work.py:training", fresh=False):
+        assert not (third / SEARCH_FILE).exists()

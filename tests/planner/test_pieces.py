@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.planner.made import block, op, step_profile
 
-from vramfit.planner.micro_batch_runs import PROFILED_MICRO_BATCHES, scaled_up, with_fewer_micro_batches
+from vramfit.planner.devices.cost import PROFILED_MICRO_BATCHES, scaled_up, with_fewer_micro_batches
 from vramfit.techniques import Choice, find_technique
 from vramfit.techniques.micro_batching import MicroBatchingSetting
 

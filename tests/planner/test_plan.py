@@ -14,7 +14,8 @@ from tests.techniques.toys import all_toys, gradients, language_loss
 from torch.optim.swa_utils import AveragedModel
 
 from vramfit.errors import UsageError
-from vramfit.planner.plans import Plan, PlanFigures, PlanTarget, plan_of
+from vramfit.planner.plan_file import PlanFigures, PlanTarget
+from vramfit.planner.plans import Plan, plan_of
 from vramfit.techniques import Choice, find_technique, setting_from_plain
 
 _NONE = PlanFigures(peak_allocated_bytes=0, peak_reserved_bytes=0, total_bytes=0)

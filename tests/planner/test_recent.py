@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vramfit.planner.activation_ilp import recent_answers
-from vramfit.planner.activation_ilp.recent_answers import remembered
+from vramfit.planner.activation_ilp import decisions
+from vramfit.planner.activation_ilp.decisions import remembered
 
 
 def test_answers_are_those_of_an_observation_and_of_what_else_is_asked() -> None:
@@ -35,6 +35,6 @@ def test_the_answers_asked_for_last_stay() -> None:
         return step_profile[0]
 
     kept = [-1]
-    for number in range(2 * recent_answers.KEPT):
+    for number in range(2 * decisions.KEPT):
         assert (answer([number]), answer(kept)) == (number, -1)
-    assert asked.count(-1) == 1 and len(asked) == 2 * recent_answers.KEPT + 1
+    assert asked.count(-1) == 1 and len(asked) == 2 * decisions.KEPT + 1

@@ -13,10 +13,10 @@ from tests.techniques.toys import all_toys
 from torch import nn
 
 from vramfit.gpus import find_gpu
+from vramfit.planner import micro_batch_trial, trial_attempts
 from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.micro_batch_trial import batch_trial, stand_in
-from vramfit.planner.micro_batch_trial.batch_trial import try_micro_batching
+from vramfit.planner.micro_batch_trial import try_micro_batching
 from vramfit.planner.request import PlanRequest
 from vramfit.techniques import Profile
 from vramfit.techniques.micro_batching import Reduction
@@ -94,8 +94,8 @@ def test_a_model_that_is_too_large_is_tried_by_a_stand_in(
 ) -> None:
     workload = _tall(contrastive if coupled else None)
     large = sum(parameter.numel() * 4 for parameter in workload.model().parameters())
-    monkeypatch.setattr(batch_trial, "_MOST", large // 2)
-    monkeypatch.setattr(stand_in, "_LARGE", 500)  # so that weights are made without values
+    monkeypatch.setattr(micro_batch_trial, "_MOST", large // 2)
+    monkeypatch.setattr(trial_attempts, "_LARGE", 500)  # so that weights are made without values
     found = try_micro_batching(workload, _profile(workload))
     assert (found.setting is None) is coupled
     said = "micro-batching is left out" if coupled else "a stand-in of the same code with 2 of 12 layers"
@@ -104,7 +104,7 @@ def test_a_model_that_is_too_large_is_tried_by_a_stand_in(
 
 def test_what_was_not_tried_is_left_out_unless_it_is_allowed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = replace(all_toys()["mlp"], loss=contrastive)
-    monkeypatch.setattr(batch_trial, "_MOST", 0)
+    monkeypatch.setattr(micro_batch_trial, "_MOST", 0)
     found = try_micro_batching(workload, _profile(workload))
     assert (found.setting, found.known) == (None, False)
     assert "was not tried, since the model is too large for it here; it is left out" in found.note
@@ -125,7 +125,7 @@ def test_a_model_of_transformers_is_made_narrower() -> None:
         vocab_size=50,
     )
     workload = replace(_tall(), model=lambda: transformers.LlamaForCausalLM(config))
-    makers = list(stand_in.stand_in(workload, 1 << 20))
+    makers = list(trial_attempts.stand_in(workload, 1 << 20))
     assert [words for _, words in makers] == [
         "a stand-in of the same code with 2 of 6 layers",
         "a stand-in of the same code with at most 2 layers and widths divided by 4",
@@ -160,7 +160,7 @@ def test_what_lies_around_a_narrower_model_is_there_too() -> None:
         decoder_start_token_id=0,
     )
     workload = replace(_tall(), model=lambda: Around(transformers.T5ForConditionalGeneration(config)))
-    (make, words), *_ = list(stand_in.stand_in(workload, 1 << 18))
+    (make, words), *_ = list(trial_attempts.stand_in(workload, 1 << 18))
     assert words == "a stand-in of the same code with at most 2 layers and widths divided by 8"
     model: Any = make()
     assert type(model) is Around

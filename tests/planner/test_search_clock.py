@@ -15,14 +15,15 @@ import torch
 from tests.planner.test_search import CONTEXT, GPU, MIB, workload
 
 from vramfit.errors import UsageError
+from vramfit.planner.api import plan as plan_for
 from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.largest_size import search_for
 from vramfit.planner.plan_file import plan_from_toml, plan_to_toml
+from vramfit.planner.plans import Plan
 from vramfit.planner.request import NothingFits, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_clock import INTERRUPTED, TIME_OVER, SearchClock, SearchStopped
-from vramfit.planning import plan as plan_for
 from vramfit.workload import Workload
 
 ALLOWED = frozenset({"activation-checkpointing", "chunked-loss", "optimizer-kernel", "step-in-backward"})
@@ -86,7 +87,7 @@ def test_a_limited_search_ends_in_time_with_the_best_so_far(limit: float) -> Non
     assert plan.solved.first_plan_seconds is not None
     assert plan.solved.first_plan_seconds <= 5
     assert plan.notes[0].startswith("The best so far: the search had no more time after ")
-    assert plan_from_toml(plan_to_toml(plan)).solved == plan.solved
+    assert plan_from_toml(plan_to_toml(plan), Plan).solved == plan.solved
     assert VirtualBackend.step_cost(
         device, plan.apply(workload(256, 1 << 16)), dict(plan.aim.sizes), 1 << 40
     ).fits

@@ -11,8 +11,15 @@ from tests.planner.made import MIB, block, op, step_profile
 from torch import nn
 
 from vramfit.gpus import find_gpu
-from vramfit.planner.activation_ilp.choices import activation_choices, places, window_bytes
-from vramfit.planner.activation_ilp.decisions import OVERHEAD_SECONDS, Decision, DecisionKind, IlpOptions
+from vramfit.planner.activation_ilp.decisions import (
+    OVERHEAD_SECONDS,
+    Decision,
+    DecisionKind,
+    IlpOptions,
+    activation_choices,
+    places,
+    window_bytes,
+)
 from vramfit.planner.activation_ilp.transfers import spread, waiting_seconds
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.step_profiler import StepProfile

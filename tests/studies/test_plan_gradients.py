@@ -12,8 +12,9 @@ import pytest
 import torch
 from tests.virtual.conftest import fit_interpreter
 
-from vramfit.planner.micro_batch_trial.batch_trial import MicroBatchVerdict, try_micro_batching
-from vramfit.planner.plans import PlanFigures, PlanTarget, plan_of
+from vramfit.planner.micro_batch_trial import MicroBatchVerdict, try_micro_batching
+from vramfit.planner.plan_file import PlanFigures, PlanTarget
+from vramfit.planner.plans import plan_of
 from vramfit.planner.verification import GradientCheck, compare
 from vramfit.techniques import Choice, Numerics, Profile, Setting, find_technique
 from vramfit.techniques.gradient_caching import GradientCachingSetting

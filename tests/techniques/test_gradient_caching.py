@@ -15,7 +15,7 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.promised_plan_search import promised_plan
+from vramfit.planner.gradient_check import promised_plan
 from vramfit.planner.request import PlanRequest
 from vramfit.techniques import AttachedProgram, gradient_caching, with_choices
 from vramfit.techniques.core.technique import Choice

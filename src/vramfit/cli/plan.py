@@ -23,10 +23,10 @@ from vramfit.cli.planner_options import (
     sizes_of,
 )
 from vramfit.errors import UsageError
-from vramfit.planner.search_clock import INTERRUPTED
 
 if TYPE_CHECKING:
-    from vramfit.planner.planner_run import MemoryBudget, Planned
+    from vramfit.planner.memory_budget import MemoryBudget
+    from vramfit.planner.planner_run import Planned
 
 DOES_NOT_FIT = 3
 INTERRUPTED_CODE = 130
@@ -119,12 +119,14 @@ def plan_command(
     _tell(planned, output, json, frontier)
     if planned.failure is not None:
         raise planned.failure
+    from vramfit.planner.search_clock import INTERRUPTED
+
     if planned.plan.solved.stopped == INTERRUPTED:
         raise typer.Exit(INTERRUPTED_CODE)
 
 
 def _room_for_price(given: str | None, host_budget: str | None, alloc_conf: str | None) -> MemoryBudget:
-    from vramfit.planner.planner_run import MemoryBudget, priced_room
+    from vramfit.planner.memory_budget import MemoryBudget, budget_for_any_card
 
     if given is not None:
         raise UsageError(
@@ -132,7 +134,7 @@ def _room_for_price(given: str | None, host_budget: str | None, alloc_conf: str 
             "Leave --gpu, --device, --budget and --margin out, or take another objective",
         )
     host_bytes = size_of("--host-budget", host_budget, least=0)
-    return priced_room(MemoryBudget(gpu=None, host_bytes=host_bytes, alloc_conf=alloc_conf))
+    return budget_for_any_card(MemoryBudget(gpu=None, host_bytes=host_bytes, alloc_conf=alloc_conf))
 
 
 def _check(output: Path | None, json: Path | None, frontier: Path | None, numerics: str) -> None:

@@ -13,7 +13,7 @@ from vramfit.cli.options import gpu_names
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from vramfit.planner.planner_run import MemoryBudget
+    from vramfit.planner.memory_budget import MemoryBudget
 
 WorkloadName = Annotated[
     str, typer.Argument(metavar="FILE.py:WORKLOAD", help="The file and the Workload in it.")
@@ -80,7 +80,7 @@ def room_of(
         UsageError: an option makes no sense.
         UnknownGpuError: there is no such card.
     """
-    from vramfit.planner.planner_run import MemoryBudget
+    from vramfit.planner.memory_budget import MemoryBudget
 
     if device not in (None, "cpu"):
         raise UsageError(f"cannot plan for the device {device!r}", "Give --gpu NAME, or --device cpu")

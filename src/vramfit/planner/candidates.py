@@ -15,34 +15,41 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.planner.activation_ilp import solver
-from vramfit.planner.activation_ilp.choices import finer_places, places, window_bytes
-from vramfit.planner.activation_ilp.decisions import IlpOptions, IlpSolution
-from vramfit.planner.devices.cost import DeviceBackend, StepCost
-from vramfit.planner.failures import brief
-from vramfit.planner.memory_estimate import MemoryEstimate, memory_estimate_of
-from vramfit.planner.micro_batch_runs import (
+from vramfit.planner.activation_ilp.decisions import (
+    IlpOptions,
+    IlpSolution,
+    finer_places,
+    places,
+    window_bytes,
+)
+from vramfit.planner.devices.cost import (
     PROFILED_MICRO_BATCHES,
+    DeviceBackend,
+    StepCost,
     scaled_up,
     step_cost_with,
     with_fewer_micro_batches,
 )
-from vramfit.planner.micro_batch_trial.batch_trial import (
+from vramfit.planner.memory_estimate import MemoryEstimate, memory_estimate_of
+from vramfit.planner.micro_batch_trial import (
     MicroBatchVerdict,
+    coupling_by_shapes,
     no_time_to_try,
     try_micro_batching,
 )
-from vramfit.planner.micro_batch_trial.coupling import coupling_by_shapes
 from vramfit.planner.request import MEMORY, PlanRequest
-from vramfit.planner.search_cache.cache import (
+from vramfit.planner.search_cache import (
     CachedStep,
+    ProfiledRun,
+    Runs,
     SearchCache,
     figures_of,
     is_remembered,
     profile_from,
 )
-from vramfit.planner.search_cache.runs import ProfiledRun, Runs
 from vramfit.planner.search_clock import SearchClock, SearchStopped
 from vramfit.planner.step_profiler import StepProfile
+from vramfit.planner.workload_check import brief
 from vramfit.techniques import (
     Choice,
     Profile,

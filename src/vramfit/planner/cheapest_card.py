@@ -16,17 +16,15 @@ from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec, catalogue
 from vramfit.planner.candidates import Candidates, key_of
 from vramfit.planner.devices.cost import DeviceBackend
+from vramfit.planner.gradient_check import promised_plan
+from vramfit.planner.memory_budget import MARGIN, PRICE
 from vramfit.planner.plans import Plan
-from vramfit.planner.promised_plan_search import promised_plan
-from vramfit.planner.request import PRICE, THROUGHPUT, NothingFits, PlanRequest
+from vramfit.planner.request import THROUGHPUT, NothingFits, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_clock import SearchClock, SearchStopped
 from vramfit.techniques import Choice, check_together
 
 Progress = Callable[[str], None]
-
-MARGIN = 0.02
-"""Part of a card that is left free: drivers, displays and neighbours differ by that much."""
 
 _STEPS = 1000
 """For which hours and dollars are told."""

@@ -1,9 +1,9 @@
 """Holds a plan against the plain program's gradients before it is written, as far as this machine can.
 
 One small batch is trained on for a few steps, plain and with the plan, on the CPU: the model itself where time and
-memory allow it, else a stand-in of the same code (see micro_batch_trial/attempts.py). Techniques are held to their own
+memory allow it, else a stand-in of the same code (see trial_attempts.py). Techniques are held to their own
 promises: first those that promise equal bits, then with them those that round, then those of lower precision. Where one
-does not keep its word, it is found by itself, or by leaving it out.
+does not keep its promise, it is found by itself, or by leaving it out, and the search is made again without it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,21 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
-from vramfit.planner.failures import brief
-from vramfit.planner.micro_batch_trial.attempts import TrialAttempt, most_model_bytes, ways_to_try
+from vramfit.planner.devices.cost import DeviceBackend
+from vramfit.planner.devices.virtual_backend import VirtualBackend
+from vramfit.planner.largest_size import search_for
 from vramfit.planner.plans import Plan
-from vramfit.planner.search_clock import SearchClock
-from vramfit.planner.time_limit import TimeOver, limited
+from vramfit.planner.request import NothingFits, PlanRequest
+from vramfit.planner.search import PlanSearch
+from vramfit.planner.search_cache import Runs, SearchCache
+from vramfit.planner.search_clock import SearchClock, TimeOver, limited
+from vramfit.planner.trial_attempts import TrialAttempt, most_model_bytes, ways_to_try
 from vramfit.planner.verification import GradientCheck, Training, judge_gradients
+from vramfit.planner.workload_check import brief
 from vramfit.techniques import (
     Choice,
     Numerics,
+    find_technique,
     setting_from_plain,
     setting_to_plain,
     with_choices,
@@ -353,3 +359,48 @@ def _renamed(value: Any, name: Callable[[str], str | None]) -> Any:
         kept = [one for one in found if one is not None]
         return list(dict.fromkeys(kept)) if all(isinstance(one, str) for one in kept) else kept
     return value
+
+
+_OFFLOADS = ("activation-offload", "optimizer-offload", "parameter-offload")
+"""Techniques that move tensors to the memory of the host."""
+
+
+def promised_plan(
+    device: DeviceBackend,
+    request: PlanRequest,
+    progress: Callable[[str], None],
+    clock: SearchClock | None = None,
+    cache: SearchCache | None = None,
+) -> tuple[PlanSearch, Plan]:
+    """The best plan for a request, with the search that found it; its notes say what was compared.
+
+    A technique whose gradients are not what it promises is left out, and the search made again without it: what was run
+    before is not run again.
+
+    Raises:
+        NothingFits: none stays within the budget; its plan's notes say what was left out.
+        UsageError: the workload cannot be run, or the objective is none.
+    """
+    clock = clock or SearchClock(limit=request.search_seconds)
+    notes: tuple[str, ...] = ()
+    kept = Runs()
+    if isinstance(device, VirtualBackend) and device.spec.integrated:
+        offloads = {technique.name for technique in map(find_technique, _OFFLOADS) if request.may(technique)}
+        request = replace(request, forbidden=request.forbidden | offloads)
+        if offloads:
+            notes = (
+                f"{device.name} shares its memory with the host: nothing is offloaded, for it would free none.",
+            )
+    while True:
+        try:
+            search, found = search_for(device, request, progress, clock, cache, kept)
+        except NothingFits as error:
+            plan = replace(error.plan, notes=(*error.plan.notes, *notes))
+            raise NothingFits(error.message, error.hint, plan) from None
+        progress("the plan's gradients beside the plain program's")
+        compared = check_promises(request.workload, found)
+        if compared.note:
+            notes = (*notes, compared.note)
+        if compared.fault is None:
+            return search, replace(found, notes=(*found.notes, *notes))
+        request = replace(request, forbidden=request.forbidden | {compared.fault.name})

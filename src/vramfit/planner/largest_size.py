@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from vramfit.errors import UsageError
 from vramfit.planner.candidates import ACTIVATIONS
 from vramfit.planner.devices.cost import DeviceBackend, StepCost
-from vramfit.planner.failures import brief
-from vramfit.planner.micro_batch_trial.batch_trial import MicroBatchVerdict
+from vramfit.planner.memory_budget import PRICE
+from vramfit.planner.micro_batch_trial import MicroBatchVerdict
 from vramfit.planner.plans import Plan
-from vramfit.planner.request import MEMORY, PRICE, THROUGHPUT, NothingFits, PlanRequest
+from vramfit.planner.request import MEMORY, THROUGHPUT, NothingFits, PlanRequest
 from vramfit.planner.search import PlanSearch
-from vramfit.planner.search_cache.cache import SearchCache
-from vramfit.planner.search_cache.runs import Runs
+from vramfit.planner.search_cache import Runs, SearchCache
 from vramfit.planner.search_clock import TIME_OVER, SearchClock, SearchStopped
+from vramfit.planner.workload_check import brief
 from vramfit.techniques import with_choices
 from vramfit.techniques.micro_batching import batch_size_name
 from vramfit.units import format_bytes

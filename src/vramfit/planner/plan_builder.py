@@ -1,19 +1,125 @@
-"""Builds the plan that a user reads from what the search found, or the error that nothing fits."""
+"""From a candidate to a plan: fitted to the budget on the device, and told to the user, or the error that nothing fits.
+
+A candidate's decisions are applied and run, and the budget of the program is moved until the run fits.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
-from vramfit.planner.budget_fit import FittedCandidate
-from vramfit.planner.candidates import Candidate, Candidates, key_of
+from vramfit.planner.activation_ilp.decisions import IlpSolution, activation_choices
+from vramfit.planner.candidates import Candidate, Candidates, ScoredCandidate, key_of
 from vramfit.planner.devices.cost import StepCost
-from vramfit.planner.plans import Plan, PlanFigures, PlanStep, PlanTarget, SolverStats
-from vramfit.planner.request import NothingFits
+from vramfit.planner.plan_file import PlanFigures, PlanStep, PlanTarget, SolverStats
+from vramfit.planner.plans import Plan
+from vramfit.planner.request import MEMORY, NothingFits
 from vramfit.planner.search_clock import INTERRUPTED, TIME_OVER, SearchStopped
-from vramfit.techniques import Choice
+from vramfit.techniques import Choice, find_technique
 from vramfit.units import format_bytes
+
+_TRIES = 10
+"""Runs with which a solution is brought within the budget."""
+
+_CLOSE = 0.01
+"""A part of the budget that is worth another run to make use of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FittedCandidate:
+    """A plan's techniques as they were run.
+
+    Attributes:
+        scored: the candidate that they come from.
+        choices: with those for activations.
+        solution: of the program; None without one.
+        cost: of the run.
+    """
+
+    scored: ScoredCandidate
+    choices: tuple[Choice, ...]
+    solution: IlpSolution | None
+    cost: StepCost
+
+
+def fit_to_budget(
+    candidates: Candidates,
+    scored: ScoredCandidate,
+    *,
+    seen: Callable[[FittedCandidate], bool] = lambda _: False,
+    tries: int = _TRIES,
+    quick: bool = False,
+) -> FittedCandidate:
+    """The quickest plan of a candidate whose run stays within the budget, or the one that came closest.
+
+    Args:
+        candidates: what was run so far.
+        scored: the candidate.
+        seen: called with each run; returns whether it is good enough.
+        tries: how many runs, at most.
+        quick: whether the first solution is good enough, and the best need not be looked for.
+
+    Raises:
+        SearchStopped: the time was over; `seen` was called with what was run.
+    """
+    candidate, limit = scored.candidate, candidates.request.limit
+    least = candidates.request.objective == MEMORY
+    low = candidates.lowest(candidate)
+    target = low if least or scored.solution is None else limit - candidates.outside(candidate)
+    tail = candidate.step.tail_seconds
+    fitting: FittedCandidate | None = None
+    closest: FittedCandidate | None = None
+    failed_at: int | None = None
+    for _ in range(tries):
+        solution = candidates.solve(candidate, target, quick=quick)
+        if solution is None:
+            if target >= low:
+                break
+            target = low
+            continue
+        choices = (*candidate.choices, *activation_choices(candidate.step, solution.decisions))
+        candidates.progress("a run with the plan")
+        cost = candidates.cost(choices, tail)
+        tried = FittedCandidate(scored=scored, choices=choices, solution=solution, cost=cost)
+        if seen(tried):
+            return tried
+        if not cost.fits:
+            if closest is None or cost.total_bytes < closest.cost.total_bytes:
+                closest = tried
+            if fitting is not None or target <= low:
+                break
+            failed_at = target
+            over = max(cost.total_bytes - limit, round(0.002 * limit))
+            target = max(low, target - over)
+            continue
+        if fitting is None or cost.step_seconds <= fitting.cost.step_seconds:
+            fitting = tried
+        headroom = limit - cost.total_bytes
+        if not solution.decisions or headroom < _CLOSE * limit or least:
+            break
+        following = target + headroom * 3 // 4
+        if failed_at is not None:
+            following = min(following, (target + failed_at) // 2)
+        if following - target < _CLOSE * limit / 4:
+            break
+        target = following
+    if fitting is not None:
+        return fitting
+    if closest is None:
+        cost = candidates.cost(candidate.choices, tail)
+        closest = FittedCandidate(scored=scored, choices=candidate.choices, solution=None, cost=cost)
+        seen(closest)
+    return closest
+
+
+def not_run(candidates: Candidates, scored: ScoredCandidate) -> FittedCandidate:
+    """A candidate of which no plan was run: nothing is known to fit."""
+    return FittedCandidate(
+        scored=scored, choices=scored.candidate.choices, solution=None, cost=candidates.unknown_cost()
+    )
+
 
 _HOW_STOPPED = {TIME_OVER: "had no more time", INTERRUPTED: "was interrupted"}
 
@@ -39,29 +145,12 @@ def build_plan(candidates: Candidates, result: SearchResult) -> Plan:
     Raises:
         NothingFits: it does not stay within the budget.
     """
-    request, plain, fitted = candidates.request, result.plain, result.fitted
+    plain, fitted = result.plain, result.fitted
     solution, cost = fitted.solution, fitted.cost
-    before = PlanFigures(
-        peak_allocated_bytes=plain.profile.peak_allocated_bytes,
-        peak_reserved_bytes=plain.profile.peak_reserved_bytes,
-        total_bytes=plain.profile.peak_reserved_bytes + plain.profile.outside_bytes,
-        host_bytes=plain.profile.host_peak_bytes,
-        step_seconds=plain.step.seconds,
-        step_flops=plain.step.flops,
-    )
+    before = _plain_figures(plain)
     plan = Plan(
         entries=_entries(candidates, fitted, before),
-        aim=PlanTarget(
-            device=candidates.device.name,
-            budget_bytes=request.budget_bytes,
-            margin_bytes=request.margin_bytes,
-            host_budget_bytes=request.host_bytes,
-            numerics=request.numerics,
-            objective=request.objective,
-            sizes=dict(request.sizes),
-            target=request.target,
-            torch=str(torch.__version__),
-        ),
+        aim=replace(_target(candidates), torch=str(torch.__version__)),
         before=before,
         after=cost.figures,
         solved=SolverStats(
@@ -79,6 +168,33 @@ def build_plan(candidates: Candidates, result: SearchResult) -> Plan:
     if not plan.fits:
         raise _nothing_yet(candidates, plan) if candidates.clock.stopped else _nothing_fits(plan, plain)
     return plan
+
+
+def _plain_figures(plain: Candidate) -> PlanFigures:
+    """What a step of the plain program needs."""
+    return PlanFigures(
+        peak_allocated_bytes=plain.profile.peak_allocated_bytes,
+        peak_reserved_bytes=plain.profile.peak_reserved_bytes,
+        total_bytes=plain.profile.peak_reserved_bytes + plain.profile.outside_bytes,
+        host_bytes=plain.profile.host_peak_bytes,
+        step_seconds=plain.step.seconds,
+        step_flops=plain.step.flops,
+    )
+
+
+def _target(candidates: Candidates) -> PlanTarget:
+    """What a plan is made for, without torch's version."""
+    request = candidates.request
+    return PlanTarget(
+        device=candidates.device.name,
+        budget_bytes=request.budget_bytes,
+        margin_bytes=request.margin_bytes,
+        host_budget_bytes=request.host_bytes,
+        numerics=request.numerics,
+        objective=request.objective,
+        sizes=dict(request.sizes),
+        target=request.target,
+    )
 
 
 def _stopped(candidates: Candidates, result: SearchResult) -> tuple[str, ...]:
@@ -161,3 +277,37 @@ def _nothing_fits(plan: Plan, plain: Candidate) -> NothingFits:
         )
         hint = "Allow more (--numerics, --allow), make the batch smaller, or take a larger card"
     return NothingFits(f"nothing fits {limit}: the lowest that was found is {lowest}; {binds}", hint, plan)
+
+
+_LIGHTER = ("parameter-offload", "low-precision-training", "parameter-sharing")
+"""Techniques with which parameters take less of the device."""
+
+
+def check_budget(candidates: Candidates) -> None:
+    """Make sure that the budget has room for what every plan of this request takes.
+
+    Raises:
+        NothingFits: it has none; the plan is that without techniques.
+    """
+    request, plain = candidates.request, candidates.plain
+    context = plain.profile.outside_bytes
+    parameters = sum(one.numel() * one.element_size() for one in plain.profile.model.parameters())
+    lighter = any(
+        request.may(technique) and technique.numerics <= request.numerics
+        for technique in map(find_technique, _LIGHTER)
+    )
+    limit = format_bytes(request.limit)
+    if context >= request.limit:
+        message = f"nothing fits {limit}: the CUDA context alone takes {format_bytes(context)}"
+        hint = "Give a larger budget: the context counts"
+    elif not lighter and context + parameters > request.limit:
+        beside = f", and the CUDA context {format_bytes(context)}" if context else ""
+        message = f"nothing fits {limit}: the parameters alone take {format_bytes(parameters)}{beside}"
+        hint = (
+            "Allow parameter-offload or lower precision, take a larger card, or shard the model over several"
+        )
+    else:
+        return
+    figures = _plain_figures(plain)
+    plan = Plan(entries=(), aim=_target(candidates), before=figures, after=figures)
+    raise NothingFits(message, hint, plan)

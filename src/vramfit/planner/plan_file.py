@@ -1,4 +1,4 @@
-"""A plan as TOML: written to be read by people, and read back with each value checked."""
+"""What a plan holds, and its file: TOML written to be read by people, and read back with each value checked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,6 @@ from tomlkit.items import Table
 
 from vramfit.errors import UsageError
 from vramfit.masking import mask_text
-from vramfit.planner.plans import Plan, PlanFigures, PlanStep, PlanTarget, SolverStats
 from vramfit.techniques import (
     Choice,
     Numerics,
@@ -34,12 +33,127 @@ SCHEMA = "vramfit.plan/1"
 _KEYS = frozenset({"schema", "notes", "aim", "before", "after", "solved", "technique"})
 
 T = TypeVar("T")
+P = TypeVar("P", bound="PlanContents")
 
 _INLINE = 4
 """A list of more strings than this is written a line each."""
 
 
-def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanFigures:
+    """What a step needs.
+
+    Attributes:
+        peak_allocated_bytes: most bytes that tensors hold at once.
+        peak_reserved_bytes: most bytes that torch's allocator holds.
+        total_bytes: what the device has to have: reserved, and the CUDA context.
+        host_bytes: most that was pinned on the host, and what else techniques hold there.
+        step_seconds: estimated; 0 where it did not come to the end of a step.
+        step_flops: of a step; 0 where nobody counted them.
+    """
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    total_bytes: int
+    host_bytes: int = 0
+    step_seconds: float = 0.0
+    step_flops: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanStep:
+    """One technique of a plan.
+
+    Attributes:
+        choice: the technique with its setting.
+        saves_bytes: of the device's total, beyond what the entries before it save; negative where it costs some.
+        costs_seconds: per step, beyond the entries before it; negative where it makes the step quicker.
+    """
+
+    choice: Choice
+    saves_bytes: int = 0
+    costs_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanTarget:
+    """What a plan was made for.
+
+    Attributes:
+        device: name of the card, or ``CPU``.
+        budget_bytes: what the program may take of the device, the CUDA context included.
+        margin_bytes: of the budget, left free on purpose.
+        host_budget_bytes: memory of the host that may be spent; 0 where none was given.
+        numerics: how far results may differ.
+        objective: ``throughput``, ``memory``, or a size that was made as large as possible.
+        sizes: of the batch.
+        target: the workload, as ``FILE.py:NAME``; empty where it came from Python.
+        torch: its version.
+    """
+
+    device: str
+    budget_bytes: int
+    margin_bytes: int = 0
+    host_budget_bytes: int = 0
+    numerics: Numerics = Numerics.ROUNDING
+    objective: str = "throughput"
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    target: str = ""
+    torch: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SolverStats:
+    """How the plan was found.
+
+    Attributes:
+        status: of the solver, in words.
+        gap: how far its cost may be above the best possible, as a part of it; None where no solver was needed.
+        seconds: that the solver took.
+        runs: how many runs on the device the search took.
+        remembered: how many more were there from an earlier search.
+        search_seconds: all in all.
+        first_plan_seconds: after which there was a plan that fits; None without one.
+        stopped: why the search did not come to its end: ``time`` or ``interrupted``; None where it did.
+    """
+
+    status: str = ""
+    gap: float | None = None
+    seconds: float = 0.0
+    runs: int = 0
+    remembered: int = 0
+    search_seconds: float = 0.0
+    first_plan_seconds: float | None = None
+    stopped: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanContents:
+    """What the file of a plan holds.
+
+    Attributes:
+        entries: the techniques, in the order in which they count.
+        aim: what it was made for.
+        before: the plain program; on a device that it does not fit, as if the device were large enough.
+        after: with the plan.
+        solved: how it was found.
+        notes: what a reader should know, a sentence each.
+    """
+
+    entries: tuple[PlanStep, ...]
+    aim: PlanTarget
+    before: PlanFigures
+    after: PlanFigures
+    solved: SolverStats = field(default_factory=SolverStats)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """The techniques with their settings."""
+        return tuple(entry.choice for entry in self.entries)
+
+
+def write_plan(path: str | os.PathLike[str], plan: PlanContents) -> None:
     """Write a plan; its workload is named by the path from the plan's folder, so that both can move together.
 
     Raises:
@@ -69,7 +183,7 @@ def from_beside(target: str, folder: Path) -> str:
     return f"{os.path.normpath(folder / file)}:{name}"
 
 
-def plan_to_toml(plan: Plan) -> str:
+def plan_to_toml(plan: PlanContents) -> str:
     """The text of the file."""
     document = tomlkit.document()
     document.add(
@@ -143,8 +257,12 @@ def _plain_list(values: list[Any]) -> Any:
     return array.multiline(len(values) > _INLINE)
 
 
-def read_plan(path: str | os.PathLike[str]) -> Plan:
+def read_plan(path: str | os.PathLike[str], kind: type[P]) -> P:
     """Read a plan.
+
+    Args:
+        path: of the file.
+        kind: `PlanContents`, or what has more on top of it.
 
     Raises:
         UsageError: there is no such file, or it is no plan; the message says where.
@@ -158,17 +276,18 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} cannot be read: {error}", "Give a file that vramfit plan wrote") from error
-    found = plan_from_toml(text, name=str(file))
+    found = plan_from_toml(text, kind, name=str(file))
     target = from_beside(found.aim.target, file.parent)
     return replace(found, aim=replace(found.aim, target=target))
 
 
-def plan_from_toml(text: str, *, name: str = "the plan") -> Plan:
+def plan_from_toml(text: str, kind: type[P], *, name: str = "the plan") -> P:
     """The plan that a text holds.
 
     Args:
         text: as `plan_to_toml` gives it; tables of figures may be left out by a person who writes one.
-        name: what errors call it.
+        kind: `PlanContents`, or what has more on top of it.
+        name: the plan's name in errors.
 
     Raises:
         UsageError: it is no plan; the message says where.
@@ -190,7 +309,7 @@ def plan_from_toml(text: str, *, name: str = "the plan") -> Plan:
             raise UsageError("notes is no list of texts")
         if unknown := sorted(set(document) - _KEYS):
             raise UsageError(f"it has an unknown key {unknown[0]!r}", f"It has {', '.join(sorted(_KEYS))}")
-        found = Plan(
+        found = kind(
             entries=tuple(_read_entry(entry) for entry in _tables(document.get("technique", []))),
             aim=_read(PlanTarget, document.get("aim", {}), "aim"),
             before=_read(PlanFigures, document.get("before", {}), "before"),

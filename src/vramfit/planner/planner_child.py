@@ -22,8 +22,8 @@ from vramfit.launch.running import leave_after
 from vramfit.launch.telling import tell
 from vramfit.planner import tasks
 from vramfit.planner.devices.cost import DeviceBackend
-from vramfit.planner.failures import told
-from vramfit.planner.search_cache.evidence import Evidence
+from vramfit.planner.search_evidence import Evidence
+from vramfit.planner.workload_check import told
 from vramfit.workload import Workload
 from vramfit.workload.loading import load_workload
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,8 @@ from vramfit.files.namespace import attended
 from vramfit.gpus import GpuSpec
 from vramfit.launch.interrupts import passed_on, run_child
 from vramfit.launch.telling import listening
-from vramfit.planner.devices.cpu_speed import cpu_seconds
-from vramfit.planner.search_cache.search_files import remembered
-from vramfit.virtual.virtual_job import plain_spec
+from vramfit.planner.memory_budget import MemoryBudget
+from vramfit.planner.search_evidence import earlier_searches
 from vramfit.workload.loading import split_target
 
 if TYPE_CHECKING:
@@ -32,78 +31,11 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], object]
 
-PRICE = "price"
-"""The objective that chooses the card, too."""
-
 _STANDARD_ERROR = 2
 """What a workload prints goes there: standard output is for results."""
 
 _SILENT = "6"
 """Above all levels of libkineto, whose profiler tells each of its starts and stops (ILoggerObserver.h)."""
-
-MARGIN = 0.02
-"""Part of a card that is left free where no budget is given: drivers, displays and neighbours differ by that much."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryBudget:
-    """What a workload may take.
-
-    Attributes:
-        gpu: the virtual card; None for this machine's CPU.
-        budget: bytes of it; None for the card.
-        margin: bytes of the budget that are left free; None for 2 % of the card, and nothing of a given budget.
-        host_bytes: of the host that may be spent; None for what this machine has.
-        alloc_conf: allocator settings; None reads the environment.
-    """
-
-    gpu: GpuSpec | None
-    budget: int | None = None
-    margin: int | None = None
-    host_bytes: int | None = None
-    alloc_conf: str | None = None
-
-    def job(self) -> dict[str, Any]:
-        """As plain values.
-
-        Raises:
-            UsageError: the CPU has no budget, or nothing is left of it.
-        """
-        if self.gpu is None and self.budget is None:
-            raise UsageError("the CPU needs a budget", "Give one, such as --budget 2GiB")
-        budget = self.gpu.total_bytes if self.budget is None and self.gpu is not None else self.budget
-        assert budget is not None
-        margin = self.margin
-        if margin is None:
-            margin = round(MARGIN * budget) if self.budget is None else 0
-        if margin >= budget:
-            raise UsageError("nothing is left of the budget beside the margin", "Give a smaller margin")
-        return {
-            "device": "cpu" if self.gpu is None else "cuda",
-            "gpu": None if self.gpu is None else plain_spec(self.gpu),
-            "budget": budget,
-            "margin": margin,
-            "host_bytes": _host_bytes() if self.host_bytes is None else self.host_bytes,
-            "host_budget": self.host_bytes,
-            "alloc_conf": self.alloc_conf,
-        }
-
-
-def priced_room(room: MemoryBudget) -> MemoryBudget:
-    """The room of a search for the cheapest card: each card's own.
-
-    Raises:
-        UsageError: a card or a budget was given.
-    """
-    if room.gpu is not None or room.budget is not None or room.margin is not None:
-        raise UsageError(
-            "the objective price chooses the card, and its whole memory is the budget",
-            "Leave card, budget and margin out, or take another objective",
-        )
-    from vramfit.gpus import catalogue
-
-    card = next(card for card in catalogue() if card.price is not None and card.price.unit == "USD/h")
-    return replace(room, gpu=card)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +97,7 @@ def plan_in_child(
     if failed is not None and "plan" not in found:
         raise error_from_plain(failed)
     return Planned(
-        plan=plan_from_toml(found["plan"]),
+        plan=plan_from_toml(found["plan"], Plan),
         frontier=tuple(FrontierPoint(**point) for point in found.get("frontier", ())),
         failure=None if failed is None else error_from_plain(failed),
     )
@@ -190,7 +122,7 @@ def fit_in_child(
         sizes: where to begin, and the other sizes.
         plan: to be applied first.
         card: whether what was found is confirmed on this machine's card; None does so if it is of the kind of `room`.
-        progress: told what is done.
+        progress: called with what is done.
 
     Raises:
         UsageError: the workload or the size is not there, or a card was asked for and there is none.
@@ -233,7 +165,7 @@ def measure_in_child(
         room: with the card that is meant.
         runs: each with ``name``, ``plan`` (a file, or None), ``sizes`` and ``limit`` (bytes, or None for the card).
         card: True for any card; None refuses one of another kind than that of `room`.
-        progress: told what is done.
+        progress: called with what is done.
 
     Returns:
         the card's name, the runs, the bytes that outlived theirs, and why none was made (empty where they were).
@@ -242,7 +174,7 @@ def measure_in_child(
         UsageError: there is no card, no such workload or no such plan.
         VramfitError: the workload itself fails.
     """
-    from vramfit.planner.plans import PlanFigures
+    from vramfit.planner.plan_file import PlanFigures
     from vramfit.planner.verification import CardRun
 
     job = room.job() | {"task": "measure", "runs": [dict(run) for run in runs]}
@@ -290,14 +222,16 @@ def verify_in_child(
         sizes: of the batches for gradients and losses; None takes the plan's, smaller where that would take too long.
         steps: of the loss curve.
         seconds: for the loss curves, about.
-        progress: told what is done.
+        progress: called with what is done.
 
     Raises:
         UsageError: there is no such plan or workload, or a card was asked for and there is none.
         VramfitError: the workload itself fails.
     """
     from vramfit.gpus import find_gpu
-    from vramfit.planner.plans import Plan, PlanFigures
+    from vramfit.planner.devices.cpu_backend import cpu_seconds
+    from vramfit.planner.plan_file import PlanFigures
+    from vramfit.planner.plans import Plan
     from vramfit.planner.verification import GradientCheck, LossCheck, Simulated, Verification
 
     plan = Plan.load(file)
@@ -387,7 +321,7 @@ def run_task(target: str, job: dict[str, Any], progress: Progress | None) -> dic
         (folder / "job.json").write_text(json.dumps(job | {"target": target}), encoding="utf-8")
         policy = make_policy(Writes.DISCARD, workplace=folder)  # as the child makes it
         keeping = (
-            remembered(folder, job, target, fresh=job["fresh"])
+            earlier_searches(folder, job, target, fresh=job["fresh"])
             if job["task"] == "plan" and job["device"] == "cuda"
             else nullcontext()
         )
@@ -423,11 +357,3 @@ def _environ(job: Mapping[str, Any]) -> dict[str, str]:
     if job["device"] == "card" and job["alloc_conf"] is not None:
         environ["PYTORCH_CUDA_ALLOC_CONF"] = environ["PYTORCH_ALLOC_CONF"] = job["alloc_conf"]
     return environ
-
-
-def _host_bytes() -> int:
-    """Memory of this machine that is free for the program, in bytes."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return 0

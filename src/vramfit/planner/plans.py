@@ -1,13 +1,14 @@
-"""A plan: the techniques that were chosen, what they save and cost, and their application to a program."""
+"""A plan, and its application to a program."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 from vramfit.errors import UsageError
+from vramfit.planner.plan_file import PlanContents, PlanFigures, PlanStep, PlanTarget, read_plan, write_plan
 from vramfit.techniques import AttachedProgram, Choice, Numerics, with_choices
 from vramfit.units import format_bytes
 from vramfit.workload import Batch, Workload, check_optimizer
@@ -21,95 +22,7 @@ _PLANNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanFigures:
-    """What a step needs.
-
-    Attributes:
-        peak_allocated_bytes: most bytes that tensors hold at once.
-        peak_reserved_bytes: most bytes that torch's allocator holds.
-        total_bytes: what the device has to have: reserved, and the CUDA context.
-        host_bytes: most that was pinned on the host, and what else techniques hold there.
-        step_seconds: estimated; 0 where it did not come to the end of a step.
-        step_flops: of a step; 0 where nobody counted them.
-    """
-
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    total_bytes: int
-    host_bytes: int = 0
-    step_seconds: float = 0.0
-    step_flops: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanStep:
-    """One technique of a plan.
-
-    Attributes:
-        choice: the technique with its setting.
-        saves_bytes: of the device's total, beyond what the entries before it save; negative where it costs some.
-        costs_seconds: per step, beyond the entries before it; negative where it makes the step quicker.
-    """
-
-    choice: Choice
-    saves_bytes: int = 0
-    costs_seconds: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanTarget:
-    """What a plan was made for.
-
-    Attributes:
-        device: name of the card, or ``CPU``.
-        budget_bytes: what the program may take of the device, the CUDA context included.
-        margin_bytes: of the budget, left free on purpose.
-        host_budget_bytes: memory of the host that may be spent; 0 where none was given.
-        numerics: how far results may differ.
-        objective: ``throughput``, ``memory``, or a size that was made as large as possible.
-        sizes: of the batch.
-        target: the workload, as ``FILE.py:NAME``; empty where it came from Python.
-        torch: its version.
-    """
-
-    device: str
-    budget_bytes: int
-    margin_bytes: int = 0
-    host_budget_bytes: int = 0
-    numerics: Numerics = Numerics.ROUNDING
-    objective: str = "throughput"
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    target: str = ""
-    torch: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SolverStats:
-    """How the plan was found.
-
-    Attributes:
-        status: of the solver, in words.
-        gap: how far its cost may be above the best possible, as a part of it; None where no solver was needed.
-        seconds: that the solver took.
-        runs: how many runs on the device the search took.
-        remembered: how many more were there from an earlier search.
-        search_seconds: all in all.
-        first_plan_seconds: after which there was a plan that fits; None without one.
-        stopped: why the search did not come to its end: ``time`` or ``interrupted``; None where it did.
-    """
-
-    status: str = ""
-    gap: float | None = None
-    seconds: float = 0.0
-    runs: int = 0
-    remembered: int = 0
-    search_seconds: float = 0.0
-    first_plan_seconds: float | None = None
-    stopped: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class Plan(PlanContents):
     """Techniques for one workload on one device.
 
     In your own loop, after the model and its optimizer are made:
@@ -123,21 +36,9 @@ class Plan:
     ...         plan.backward(model(micro).square().mean())
     ...     plan.step()
 
-    Attributes:
-        entries: the techniques, in the order in which they count.
-        aim: what it was made for.
-        before: the plain program; on a device that it does not fit, as if the device were large enough.
-        after: with the plan.
-        solved: how it was found.
-        notes: what a reader should know, a sentence each.
+    What it holds, such as `entries` and `after`, is described at `PlanContents`.
     """
 
-    entries: tuple[PlanStep, ...]
-    aim: PlanTarget
-    before: PlanFigures
-    after: PlanFigures
-    solved: SolverStats = field(default_factory=SolverStats)
-    notes: tuple[str, ...] = ()
     _lives: list[AttachedProgram] = field(default_factory=list, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -145,11 +46,6 @@ class Plan:
         fits = "fits" if self.fits else "does not fit"
         limit = format_bytes(self.aim.budget_bytes - self.aim.margin_bytes)
         return f"<Plan for {self.aim.device}: {names}; {fits}, {format_bytes(self.after.total_bytes)} of {limit}>"
-
-    @property
-    def choices(self) -> tuple[Choice, ...]:
-        """The techniques with their settings."""
-        return tuple(entry.choice for entry in self.entries)
 
     @property
     def numerics(self) -> Numerics:
@@ -260,8 +156,6 @@ class Plan:
         Raises:
             WriteError: the file cannot be written.
         """
-        from vramfit.planner.plan_file import write_plan
-
         write_plan(path, self)
 
     @classmethod
@@ -271,9 +165,7 @@ class Plan:
         Raises:
             UsageError: there is no such file, or it is no plan; the message says where.
         """
-        from vramfit.planner.plan_file import read_plan
-
-        return read_plan(path)
+        return read_plan(path, cls)
 
 
 def plan_of(choices: Iterable[Choice], aim: PlanTarget, before: PlanFigures, after: PlanFigures) -> Plan:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from vramfit.errors import UsageError
-from vramfit.planner.planner_run import PRICE as PRICE
 from vramfit.planner.plans import Plan
 from vramfit.techniques import Numerics, Technique, find_technique
 from vramfit.workload import Workload
 
 THROUGHPUT, MEMORY = "throughput", "memory"
+"""Objectives: the quickest step, and the lowest peak."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,19 +15,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vramfit.errors import UsageError
-from vramfit.planner.activation_ilp.choices import activation_choices
-from vramfit.planner.budget_fit import FittedCandidate, fit_to_budget, not_run
+from vramfit.planner.activation_ilp.decisions import activation_choices
 from vramfit.planner.candidates import Candidate, Candidates, ScoredCandidate, choice_key, key_of
 from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.memory_estimate import Effect, MemoryEstimate, Part, Parts, guesses
-from vramfit.planner.micro_batch_trial.batch_trial import MicroBatchVerdict
-from vramfit.planner.plan_builder import SearchResult, build_plan
+from vramfit.planner.micro_batch_trial import MicroBatchVerdict
+from vramfit.planner.plan_builder import (
+    FittedCandidate,
+    SearchResult,
+    build_plan,
+    check_budget,
+    fit_to_budget,
+    not_run,
+)
 from vramfit.planner.plans import Plan
 from vramfit.planner.request import MEMORY, THROUGHPUT, PlanRequest
-from vramfit.planner.search_cache.cache import SearchCache
-from vramfit.planner.search_cache.runs import Runs
+from vramfit.planner.search_cache import Runs, SearchCache
 from vramfit.planner.search_clock import INTERRUPTED, SearchClock, SearchStopped
-from vramfit.planner.workload_check import check_budget
 from vramfit.techniques import Choice, check_together
 
 Progress = Callable[[str], None]

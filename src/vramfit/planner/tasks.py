@@ -13,14 +13,15 @@ from vramfit.planner.cheapest_card import cheapest_plan
 from vramfit.planner.devices.card_backend import CardBackend
 from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.devices.virtual_backend import VirtualBackend
+from vramfit.planner.gradient_check import promised_plan
 from vramfit.planner.largest_size import CardCheck, largest, largest_up_to
+from vramfit.planner.memory_budget import PRICE
 from vramfit.planner.plan_file import plan_to_toml
 from vramfit.planner.plans import Plan
-from vramfit.planner.promised_plan_search import promised_plan
-from vramfit.planner.request import PRICE, NothingFits, PlanRequest
-from vramfit.planner.search_cache.cache import SearchCache
-from vramfit.planner.search_cache.search_files import NAME
+from vramfit.planner.request import NothingFits, PlanRequest
+from vramfit.planner.search_cache import SearchCache
 from vramfit.planner.search_clock import SearchClock, interruptible
+from vramfit.planner.search_evidence import SEARCH_FILE
 from vramfit.planner.verification import compare, run_on, simulate, smaller_sizes, too_large
 from vramfit.planner.workload_check import check_workload
 from vramfit.techniques import Numerics, with_choices
@@ -47,7 +48,7 @@ def plan(
     workload: Workload, device: DeviceBackend, job: dict[str, Any], progress: Progress
 ) -> dict[str, Any]:
     """The best plan for a budget, and the frontier if it was asked for."""
-    request = _request(workload, job)
+    request = plan_request(workload, job)
     check_workload(workload, request.sizes, progress)
     clock = SearchClock(limit=request.search_seconds)
     try:
@@ -74,13 +75,18 @@ def _card_maker(job: dict[str, Any]) -> Callable[[GpuSpec], DeviceBackend]:
 def _search_cache(job: dict[str, Any]) -> SearchCache | None:
     """Of earlier searches on a virtual card. Other devices measure, and nothing is twice the same there."""
     evidence = job.get("evidence")
-    return None if evidence is None else SearchCache(evidence.beside / NAME, evidence)
+    return None if evidence is None else SearchCache(evidence.beside / SEARCH_FILE, evidence)
 
 
-def _request(workload: Workload, job: dict[str, Any]) -> PlanRequest:
+def plan_request(workload: Workload, job: dict[str, Any]) -> PlanRequest:
+    """What a job asks a plan for.
+
+    Raises:
+        UsageError: a size, a technique or the numerics are none.
+    """
     return PlanRequest(
         workload=workload,
-        sizes=sizes_of(workload, job["sizes"]),
+        sizes=sizes_of(workload, job["sizes"] or {}),
         budget_bytes=job["budget"],
         margin_bytes=job["margin"],
         host_bytes=job["host_bytes"],
@@ -88,7 +94,7 @@ def _request(workload: Workload, job: dict[str, Any]) -> PlanRequest:
         objective=job["objective"],
         allowed=None if job["allow"] is None else frozenset(job["allow"]),
         forbidden=frozenset(job["forbid"]),
-        target=job["target"],
+        target=job.get("target", ""),
         time_limit=job["time_limit"],
         search_seconds=job.get("search_seconds"),
     )

@@ -32,7 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from vramfit.planner.devices.cost import DeviceBackend
-from vramfit.planner.plans import Plan, PlanFigures
+from vramfit.planner.plan_file import PlanFigures
+from vramfit.planner.plans import Plan
 from vramfit.techniques import Numerics, live_of
 from vramfit.techniques.micro_batching import batch_size_name
 from vramfit.techniques.support.silencing import silence_dropout

@@ -1,19 +1,16 @@
-"""Looks at a workload before anything is run: what is wrong with its batches is said in one line."""
+"""What is wrong with a workload, in one line: with its batches before anything runs, or in its code when it fails."""
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 
-from vramfit.errors import UsageError
-from vramfit.planner.candidates import Candidates
-from vramfit.planner.plans import Plan, PlanFigures, PlanTarget
-from vramfit.planner.request import NothingFits
-from vramfit.techniques import find_technique
-from vramfit.units import format_bytes
+from vramfit.errors import UsageError, VramfitError, error_to_plain
 from vramfit.workload import Workload
 
 
@@ -22,9 +19,8 @@ def check_workload(
 ) -> None:
     """Make sure that a workload's batches follow its sizes and lie on the CPU.
 
-    Its model and loss are looked at where they first run: `vramfit.techniques.AttachedProgram.weighted` refuses a loss
-        that is no
-    scalar, for plain workloads too.
+    Its model and loss are looked at where they first run: `AttachedProgram.weighted` refuses a
+    loss that is no scalar, for plain workloads too.
 
     Raises:
         UsageError: the batch function fails, ignores a size, or makes its batch on a card.
@@ -86,52 +82,68 @@ def _words(shapes: list[tuple[int, ...]]) -> str:
     return ", ".join(str(list(shape)) for shape in shapes)
 
 
-_LIGHTER = ("parameter-offload", "low-precision-training", "parameter-sharing")
-"""Techniques with which parameters take less of the device."""
+_MOST = 200
+"""Characters of a message: torch lists every backend that it has in one line."""
+
+_NO_CARD = re.compile(
+    r"Could not run '\S+' with arguments from the 'CUDA' backend"
+    r"|Torch not compiled with CUDA enabled"
+    r"|Found no NVIDIA driver"
+    r"|No CUDA GPUs are available"
+)
+_MIXED = re.compile(r"[Ee]xpected all tensors to be on the same device|is not on the expected device")
 
 
-def check_budget(candidates: Candidates) -> None:
-    """Make sure that the budget has room for what every plan of this request takes.
+def told(error: Exception, target: str) -> dict[str, Any]:
+    """An error as plain values, as `error_to_plain` gives them, and what was found all the same.
 
-    Raises:
-        NothingFits: it has none; the plan is that without techniques.
+    Args:
+        error: raised on purpose, or by the workload's own code.
+        target: the workload, as ``FILE.py:NAME``.
     """
-    request, plain = candidates.request, candidates.plain
-    context = plain.profile.outside_bytes
-    parameters = sum(one.numel() * one.element_size() for one in plain.profile.model.parameters())
-    lighter = any(
-        request.may(technique) and technique.numerics <= request.numerics
-        for technique in map(find_technique, _LIGHTER)
-    )
-    limit = format_bytes(request.limit)
-    if context >= request.limit:
-        message = f"nothing fits {limit}: the CUDA context alone takes {format_bytes(context)}"
-        hint = "Give a larger budget: the context counts"
-    elif not lighter and context + parameters > request.limit:
-        beside = f", and the CUDA context {format_bytes(context)}" if context else ""
-        message = f"nothing fits {limit}: the parameters alone take {format_bytes(parameters)}{beside}"
-        hint = (
-            "Allow parameter-offload or lower precision, take a larger card, or shard the model over several"
-        )
-    else:
-        return
-    profile = plain.profile
-    figures = PlanFigures(
-        peak_allocated_bytes=profile.peak_allocated_bytes,
-        peak_reserved_bytes=profile.peak_reserved_bytes,
-        total_bytes=profile.peak_reserved_bytes + context,
-        host_bytes=profile.host_peak_bytes,
-        step_seconds=plain.step.seconds,
-        step_flops=plain.step.flops,
-    )
-    aim = PlanTarget(
-        device=candidates.device.name,
-        budget_bytes=request.budget_bytes,
-        margin_bytes=request.margin_bytes,
-        host_budget_bytes=request.host_bytes,
-        numerics=request.numerics,
-        objective=request.objective,
-        sizes=dict(request.sizes),
-        target=request.target,
-    )
-    raise NothingFits(message, hint, Plan(entries=(), aim=aim, before=figures, after=figures))
+    if not isinstance(error, VramfitError):
+        return workload_failure(error, target)
+    found: dict[str, Any] = getattr(error, "found", {})
+    return error_to_plain(error) | found
+
+
+def workload_failure(error: Exception, target: str) -> dict[str, Any]:
+    """What is told of an error of the workload's own.
+
+    Args:
+        error: with its traceback.
+        target: the workload, as ``FILE.py:NAME``.
+    """
+    file = target.rpartition(":")[0]
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(file)
+    ]
+    where = f"{file}:{lines[-1]}: " if lines else ""
+    text = (str(error).splitlines() or [""])[0]
+    if found := _NO_CARD.search(text):
+        return {
+            "message": f"{where}a tensor is made on a card, outside of the run on one ({found[0]})",
+            "hint": "Make model and batches on the CPU: they are moved to the device",
+            "code": 2,
+        }
+    if _MIXED.search(text):
+        return {
+            "message": f"{where}tensors on different devices meet ({_short(text)})",
+            "hint": "Model and batch are moved to the device: let the model hold its other tensors as buffers, and "
+            "make new ones on the device of its inputs",
+            "code": 2,
+        }
+    return {
+        "message": f"{where}{brief(error)}",
+        "hint": "The workload itself fails: run one step of it on its own to see more",
+        "code": 1,
+    }
+
+
+def brief(error: Exception) -> str:
+    """An error's kind and the first line of its message."""
+    return f"{type(error).__name__}: {_short((str(error).splitlines() or [''])[0])}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST else text[: _MOST - 1] + "…"

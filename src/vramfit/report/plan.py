@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from vramfit.console import SafeConsole
-from vramfit.planner.plans import Plan, PlanFigures
+from vramfit.planner.plan_file import PlanFigures
+from vramfit.planner.plans import Plan
 from vramfit.planner.search import FrontierPoint
 from vramfit.report.folding import broken, table
 from vramfit.report.text import print_lines, seconds

@@ -12,8 +12,7 @@ from functools import cache
 from tests.techniques.gradients.architectures import all_architectures
 
 from vramfit.errors import UsageError
-from vramfit.planner.activation_ilp.choices import finer_places, places
-from vramfit.planner.activation_ilp.decisions import savable_ops
+from vramfit.planner.activation_ilp.decisions import finer_places, places, savable_ops
 from vramfit.planner.devices.cpu_backend import CpuBackend
 from vramfit.techniques import Choice, Numerics, Profile, Setting, Technique, all_techniques
 from vramfit.techniques.activation_checkpointing import Checkpointing, setting_for

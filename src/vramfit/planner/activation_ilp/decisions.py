@@ -1,19 +1,52 @@
-"""What can be decided for a block, and what a decision frees and costs."""
+"""What can be decided for a block, what a decision frees and costs, and the techniques that carry it out."""
 
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import numpy as np
+from torch import nn
 
-from vramfit.planner.activation_ilp.recent_answers import remembered
 from vramfit.planner.step_profiler import StepInterval, StepProfile
-from vramfit.techniques import BlockOp, ModelBlock
+from vramfit.techniques import BlockOp, Choice, ModelBlock, find_technique
+from vramfit.techniques.activation_checkpointing import setting_for
+from vramfit.techniques.activation_offload import ActivationOffloadSetting
+from vramfit.techniques.support.blocks import find_blocks
+from vramfit.techniques.support.rerunning import reason_against_rerun
+
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
+
+KEPT = 64
+"""Answers of one function that are remembered."""
+
+
+def remembered(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A function of a step profile, by its identity, and of what else can be hashed, which is asked often.
+
+    A step profile holds thousands of operations: to hash it takes longer than most of what is asked about it. It is
+    held as long as its answers are, so that no other has its identity.
+    """
+    known: OrderedDict[Hashable, tuple[object, _T]] = OrderedDict()
+
+    @functools.wraps(function)
+    def asked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        step, *others = cast("tuple[Any, ...]", args)
+        key = (id(step), *others, *kwargs.items())
+        if key not in known:
+            known[key] = step, function(*args, **kwargs)
+            while len(known) > KEPT:
+                known.popitem(last=False)
+        known.move_to_end(key)
+        return known[key][1]
+
+    return asked
+
 
 OVERHEAD_SECONDS = 30e-6
 """Estimated cost of recomputing one block beyond its operations: the checkpoint's own work on the host."""
@@ -314,3 +347,53 @@ def may_offload(step: StepProfile, block: ModelBlock, options: IlpOptions) -> bo
 def passes(block: ModelBlock) -> tuple[float, float]:
     """Seconds of a block's forward and of its backward pass."""
     return block.forward_seconds, block.backward_seconds
+
+
+_LEAST_WINDOW = 1 << 20
+
+_LAYERS = 400
+"""Of a model whose results are decided on one by one; with more there are too many for the solver."""
+
+
+def places(model: nn.Module) -> Sequence[str]:
+    """The paths of a model's blocks."""
+    return [place.path for place in find_blocks(model)]
+
+
+def finer_places(model: nn.Module) -> Sequence[str]:
+    """The model as a whole, whose results are then decided on one by one; of a large one, the parts of its blocks."""
+    layers = sum(1 for module in model.modules() if next(module.children(), None) is None)
+    if layers <= _LAYERS and reason_against_rerun(model) is None:
+        return [""]
+    found: list[str] = []
+    for place in find_blocks(model):
+        found += place.parts or (place.path,)
+    return found
+
+
+def window_bytes(step: StepProfile) -> int:
+    """The window through which activations go to the host: what two blocks keep, within bounds."""
+    most = max((block.kept_bytes for block in step.blocks), default=0)
+    return min(max(2 * most, _LEAST_WINDOW), ActivationOffloadSetting().window)
+
+
+def activation_choices(step: StepProfile, decisions: Mapping[str, Decision]) -> tuple[Choice, ...]:
+    """The techniques that carry decisions out."""
+    choices = []
+    recomputed = {
+        block.path: kept_results(block, decisions[block.path].saved)
+        for block in step.blocks
+        if block.path in decisions and decisions[block.path].kind is DecisionKind.RECOMPUTE
+    }
+    offloaded = tuple(path for path, decision in decisions.items() if decision.kind is DecisionKind.OFFLOAD)
+    if recomputed:
+        setting = setting_for(recomputed, step.blocks)
+        choices.append(Choice(technique=find_technique("activation-checkpointing"), setting=setting))
+    if offloaded:
+        choices.append(
+            Choice(
+                technique=find_technique("activation-offload"),
+                setting=ActivationOffloadSetting(modules=offloaded, window=window_bytes(step)),
+            )
+        )
+    return tuple(choices)

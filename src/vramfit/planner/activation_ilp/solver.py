@@ -35,9 +35,9 @@ from vramfit.planner.activation_ilp.decisions import (
     predicted_peak,
     recompute_flops,
     recompute_seconds,
+    remembered,
     savable_ops,
 )
-from vramfit.planner.activation_ilp.recent_answers import remembered
 from vramfit.planner.activation_ilp.transfers import spread, waiting_seconds
 from vramfit.planner.step_profiler import StepProfile
 from vramfit.techniques import ModelBlock

@@ -15,9 +15,8 @@ import torch
 
 from vramfit.errors import UsageError, VramfitError
 from vramfit.gpus import find_gpu
-from vramfit.planner.devices.cost import StepCost
+from vramfit.planner.devices.cost import StepCost, profile_of
 from vramfit.planner.step_profiler import StepProfile, StepProfiler
-from vramfit.planner.workload_profile import profile_of
 from vramfit.techniques import AttachedProgram, Profile, live_of
 from vramfit.workload import Batch, State, Workload
 

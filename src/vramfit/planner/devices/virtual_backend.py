@@ -11,9 +11,8 @@ import torch
 
 from vramfit.errors import VramfitError
 from vramfit.gpus import GpuSpec
-from vramfit.planner.devices.cost import StepCost
+from vramfit.planner.devices.cost import StepCost, profile_of
 from vramfit.planner.step_profiler import StepProfile, StepProfiler
-from vramfit.planner.workload_profile import profile_of
 from vramfit.techniques import AttachedProgram, Profile, live_of
 from vramfit.trace import Run
 from vramfit.virtual.gpu import VirtualGPU

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vramfit.arguments import (
     LONGEST,
@@ -22,14 +22,8 @@ from vramfit.arguments import (
 )
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.launch.interrupts import signals_kept
-from vramfit.planner.planner_run import (
-    PRICE,
-    MemoryBudget,
-    fit_in_child,
-    plan_in_child,
-    priced_room,
-    verify_in_child,
-)
+from vramfit.planner.memory_budget import PRICE, MemoryBudget, budget_for_any_card
+from vramfit.planner.planner_run import fit_in_child, plan_in_child, verify_in_child
 from vramfit.workload import Workload
 
 if TYPE_CHECKING:
@@ -94,10 +88,7 @@ def plan(
         EnvironmentUnfitError: this process cannot carry the virtual GPU; give ``FILE.py:NAME``.
         VramfitError: the workload itself fails.
     """
-    room = _room(gpu, budget, margin, host_budget, alloc_conf)
-    sizes = None if sizes is None else sizes_argument("sizes", sizes)
-    allow = None if allow is None else names_argument("allow", allow)
-    forbid = names_argument("forbid", forbid)
+    memory = _memory_budget(gpu, budget, margin, host_budget, alloc_conf)
     number_argument("time_limit", time_limit, least=0, most=LONGEST, inside=True)
     if search_seconds is not None:
         number_argument("search_seconds", search_seconds, least=0, most=LONGEST, inside=True)
@@ -107,34 +98,21 @@ def plan(
     if progress is not None:
         call_argument("progress", progress)
     if objective == PRICE:
-        room = priced_room(room)
+        memory = budget_for_any_card(memory)
+    asked = {
+        "sizes": None if sizes is None else sizes_argument("sizes", sizes),
+        "numerics": numerics,
+        "objective": objective,
+        "allow": None if allow is None else names_argument("allow", allow),
+        "forbid": names_argument("forbid", forbid),
+        "time_limit": time_limit,
+        "search_seconds": search_seconds,
+    }
     if isinstance(workload, Workload):
-        return _here(
-            workload,
-            room,
-            sizes,
-            numerics,
-            objective,
-            allow,
-            forbid,
-            time_limit,
-            search_seconds,
-            progress,
-        )
+        return _plan_here(workload, memory, asked, progress or _silent)
     with signals_kept():
-        found = plan_in_child(
-            path_argument("workload", workload),
-            room,
-            sizes=sizes,
-            numerics=numerics,
-            objective=objective,
-            allow=allow,
-            forbid=forbid,
-            time_limit=time_limit,
-            search_seconds=search_seconds,
-            fresh=fresh,
-            progress=progress,
-        )
+        target = path_argument("workload", workload)
+        found = plan_in_child(target, memory, **asked, fresh=fresh, progress=progress)
     if found.failure is not None:
         from vramfit.planner.request import NothingFits
 
@@ -142,58 +120,33 @@ def plan(
     return found.plan
 
 
-def _here(
-    workload: Workload,
-    room: MemoryBudget,
-    sizes: Mapping[str, int] | None,
-    numerics: str,
-    objective: str,
-    allow: Sequence[str] | None,
-    forbid: Sequence[str],
-    time_limit: float,
-    search_seconds: float | None,
-    progress: Progress | None,
-) -> Plan:
-    from vramfit.planner.promised_plan_search import promised_plan
-    from vramfit.planner.request import PlanRequest
-    from vramfit.planner.tasks import sizes_of
+def _plan_here(workload: Workload, memory: MemoryBudget, asked: dict[str, Any], progress: Progress) -> Plan:
+    """Plan in this process."""
+    from vramfit.planner.gradient_check import promised_plan
+    from vramfit.planner.tasks import plan_request
     from vramfit.planner.workload_check import check_workload
-    from vramfit.techniques import Numerics
 
-    job = room.job()
-    request = PlanRequest(
-        workload=workload,
-        sizes=sizes_of(workload, dict(sizes or {})),
-        budget_bytes=job["budget"],
-        margin_bytes=job["margin"],
-        host_bytes=job["host_bytes"],
-        numerics=Numerics.parse(numerics),
-        objective=objective,
-        allowed=None if allow is None else frozenset(allow),
-        forbidden=frozenset(forbid),
-        time_limit=time_limit,
-        search_seconds=search_seconds,
-    )
+    job = memory.job() | asked
+    request = plan_request(workload, job)
     check_workload(workload, request.sizes)
-    if objective == PRICE:
+    if request.objective == PRICE:
         from vramfit.planner.cheapest_card import cheapest_plan
 
         def device_of(card: GpuSpec) -> DeviceBackend:
-            return _device(replace(room, gpu=card), job["host_bytes"])
+            return _device(replace(memory, gpu=card), job["host_bytes"])
 
-        return cheapest_plan(device_of, request, progress or _silent)[1]
-    device = _device(room, job["host_bytes"])
-    return promised_plan(device, request, progress or _silent)[1]
+        return cheapest_plan(device_of, request, progress)[1]
+    return promised_plan(_device(memory, job["host_bytes"]), request, progress)[1]
 
 
-def _device(room: MemoryBudget, host_bytes: int) -> DeviceBackend:
-    if room.gpu is None:
+def _device(memory: MemoryBudget, host_bytes: int) -> DeviceBackend:
+    if memory.gpu is None:
         from vramfit.planner.devices.cpu_backend import CpuBackend
 
         return CpuBackend()
     from vramfit.planner.devices.virtual_backend import VirtualBackend
 
-    return VirtualBackend(room.gpu, alloc_conf=room.alloc_conf, host_bytes=host_bytes)
+    return VirtualBackend(memory.gpu, alloc_conf=memory.alloc_conf, host_bytes=host_bytes)
 
 
 def _check_card(card: bool | None, progress: Progress | None) -> None:
@@ -242,14 +195,14 @@ def fit(
         UsageError: the workload or the size is not there.
         VramfitError: the workload itself fails.
     """
-    room = _room(gpu, budget, margin, None, alloc_conf)
+    memory = _memory_budget(gpu, budget, margin, None, alloc_conf)
     file = None if plan is None else Path(path_argument("plan", plan))
     sizes = None if sizes is None else sizes_argument("sizes", sizes)
     if size is not None:
         text_argument("size", size)
     _check_card(card, progress)
     with signals_kept():
-        return fit_in_child(workload, room, size=size, sizes=sizes, plan=file, card=card, progress=progress)
+        return fit_in_child(workload, memory, size=size, sizes=sizes, plan=file, card=card, progress=progress)
 
 
 def verify(
@@ -309,7 +262,7 @@ def verify(
         )
 
 
-def _room(
+def _memory_budget(
     gpu: str | os.PathLike[str] | GpuSpec | None,
     budget: str | float | None,
     margin: str | float | None,

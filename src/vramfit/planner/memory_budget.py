@@ -1,0 +1,84 @@
+"""The memory that a plan may take of a card and of the host. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vramfit.errors import UsageError
+from vramfit.gpus import GpuSpec, catalogue
+from vramfit.virtual.virtual_job import plain_spec
+
+PRICE = "price"
+"""The objective that chooses the card, and with it the budget."""
+
+MARGIN = 0.02
+"""Part of a card that is left free where no budget is given: drivers, displays and neighbours differ by that much."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryBudget:
+    """What a workload may take.
+
+    Attributes:
+        gpu: the virtual card; None for this machine's CPU.
+        budget: bytes of it; None for the card.
+        margin: bytes of the budget that are left free; None for 2 % of the card, and nothing of a given budget.
+        host_bytes: of the host that may be spent; None for what this machine has.
+        alloc_conf: allocator settings; None reads the environment.
+    """
+
+    gpu: GpuSpec | None
+    budget: int | None = None
+    margin: int | None = None
+    host_bytes: int | None = None
+    alloc_conf: str | None = None
+
+    def job(self) -> dict[str, Any]:
+        """As plain values.
+
+        Raises:
+            UsageError: the CPU has no budget, or nothing is left of it.
+        """
+        if self.gpu is None and self.budget is None:
+            raise UsageError("the CPU needs a budget", "Give one, such as --budget 2GiB")
+        budget = self.gpu.total_bytes if self.budget is None and self.gpu is not None else self.budget
+        assert budget is not None
+        margin = self.margin
+        if margin is None:
+            margin = round(MARGIN * budget) if self.budget is None else 0
+        if margin >= budget:
+            raise UsageError("nothing is left of the budget beside the margin", "Give a smaller margin")
+        return {
+            "device": "cpu" if self.gpu is None else "cuda",
+            "gpu": None if self.gpu is None else plain_spec(self.gpu),
+            "budget": budget,
+            "margin": margin,
+            "host_bytes": _host_bytes() if self.host_bytes is None else self.host_bytes,
+            "host_budget": self.host_bytes,
+            "alloc_conf": self.alloc_conf,
+        }
+
+
+def budget_for_any_card(budget: MemoryBudget) -> MemoryBudget:
+    """The budget of a search for the cheapest card: each card's own memory.
+
+    Raises:
+        UsageError: a card or a budget was given.
+    """
+    if budget.gpu is not None or budget.budget is not None or budget.margin is not None:
+        raise UsageError(
+            "the objective price chooses the card, and its whole memory is the budget",
+            "Leave card, budget and margin out, or take another objective",
+        )
+    card = next(card for card in catalogue() if card.price is not None and card.price.unit == "USD/h")
+    return replace(budget, gpu=card)
+
+
+def _host_bytes() -> int:
+    """Memory of this machine that is free for the program, in bytes."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return 0

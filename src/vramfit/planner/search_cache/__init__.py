@@ -1,1 +1,0 @@
-"""What searches ran, kept for later ones."""
