@@ -276,13 +276,10 @@ def bisected(holds: Callable[[int], bool], low: int, high: int, *, closer: int =
 
 Progress = Callable[[str], None]
 
-
 _ALIASES = ("batch", "sequence")
-
 
 _CLOSE = 64
 """The largest size is looked for up to this part of it."""
-
 
 _GROWTHS = 4
 """Times that a plan for the largest size is tried at larger ones."""

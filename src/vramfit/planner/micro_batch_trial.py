@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from vramfit.errors import UsageError
 from vramfit.planner.devices.cost import DeviceBackend
+from vramfit.planner.flop_counting import tensors_of
 from vramfit.planner.search_clock import SearchClock, TimeOver, limited
 from vramfit.planner.trial_attempts import TrialAttempt, most_model_bytes, ways_to_try
 from vramfit.planner.workload_check import brief
@@ -203,78 +204,25 @@ def _trials(workload: Workload, profile: Profile) -> Iterator[TrialAttempt]:
 _EXAMPLES = 5
 """B: more than one, so that nothing is broadcast, and not the size of much else."""
 
-_LINEAR = frozenset(
-    {
-        "add",
-        "sub",
-        "rsub",
-        "neg",
-        "sum",
-        "mean",
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-    }
-    | {
-        "clone",
-        "detach",
-        "alias",
-        "_to_copy",
-        "to",
-        "select",
-        "slice",
-        "stack",
-        "cat",
-        "t",
-        "transpose",
-        "permute",
-    }
-    | {
-        "copy_",
-        "add_",
-        "sub_",
-        "index",
-        "index_select",
-        "gather",
-        "split",
-        "unbind",
-        "diagonal",
-        "where",
-        "as_strided",
-    }
-    | {
-        "split_with_sizes",
-        "lift_fresh",
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "new_zeros",
-        "_reshape_alias",
-    }
-)
+# Names of operations read better several in a line:
+# fmt: off
+_LINEAR = frozenset({
+    "add", "sub", "rsub", "neg", "sum", "mean", "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze",
+    "expand", "clone", "detach", "alias", "_to_copy", "to", "select", "slice", "stack", "cat", "t",
+    "transpose", "permute", "copy_", "add_", "sub_", "index", "index_select", "gather", "split", "unbind",
+    "diagonal", "where", "as_strided", "split_with_sizes", "lift_fresh", "zeros_like", "ones_like",
+    "empty_like", "new_zeros", "_reshape_alias",
+})
 """Operations that add what they are given, or put it elsewhere."""
 
 _PRODUCTS = frozenset({"mul", "mul_", "div", "div_", "mm", "bmm", "addmm", "dot", "mv", "baddbmm", "linear"})
 """Linear in each operand: examples are coupled where two of them depend on the batch. Not so a divisor."""
 
-_STATISTICS = frozenset(
-    {
-        "var",
-        "std",
-        "var_mean",
-        "std_mean",
-        "norm",
-        "linalg_vector_norm",
-        "logsumexp",
-        "prod",
-        "median",
-        "aminmax",
-    }
-    | {"max", "amax", "min", "amin"}
-)
+_STATISTICS = frozenset({
+    "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "logsumexp", "prod", "median",
+    "aminmax", "max", "amax", "min", "amin",
+})
+# fmt: on
 """Reductions that are no sums of what each example gives."""
 
 _SOFTMAX = frozenset({"_softmax", "_log_softmax"})
@@ -379,9 +327,9 @@ class _Shapes(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """One operation."""
-        inputs = tuple(self._operand(tensor) for tensor in _tensors((args, kwargs or {})))
+        inputs = tuple(self._operand(tensor) for tensor in tensors_of((args, kwargs or {})))
         result = func(*args, **(kwargs or {}))
-        outputs = tuple(self._operand(tensor) for tensor in _tensors(result))
+        outputs = tuple(self._operand(tensor) for tensor in tensors_of(result))
         name = func.overloadpacket.__name__
         dim = args[1] if name in _SOFTMAX and isinstance(args[1], int) else None
         self.seen.ops.append(_CoupledOp(name, inputs, outputs, dim))
@@ -389,17 +337,6 @@ class _Shapes(TorchDispatchMode):
 
     def _operand(self, tensor: torch.Tensor) -> _Operand:
         return _Operand(self.number(tensor), tuple(tensor.shape), tensor.requires_grad)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _tensors(inner)
 
 
 def _judged(first: _SeenTensor, second: _SeenTensor) -> str:

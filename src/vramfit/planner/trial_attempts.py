@@ -43,46 +43,21 @@ _STD = 0.02
 _NARROW = "_vramfit_narrow"
 """What says of a config that it is narrow already."""
 
-_DEPTHS = frozenset(
-    {
-        "num_hidden_layers",
-        "num_layers",
-        "num_encoder_layers",
-        "num_decoder_layers",
-        "encoder_layers",
-        "decoder_layers",
-        "n_layer",
-        "n_layers",
-    }
-)
-_HEADS = frozenset(
-    {
-        "num_attention_heads",
-        "num_key_value_heads",
-        "num_heads",
-        "encoder_attention_heads",
-        "decoder_attention_heads",
-        "n_head",
-        "n_heads",
-    }
-)
-_WIDTHS = frozenset(
-    {
-        "hidden_size",
-        "intermediate_size",
-        "projection_dim",
-        "embed_dim",
-        "ffn_dim",
-        "encoder_ffn_dim",
-        "decoder_ffn_dim",
-        "n_embd",
-        "n_inner",
-        "d_model",
-        "d_ff",
-        "dim",
-        "hidden_dim",
-    }
-)
+# Names in configs read better several in a line:
+# fmt: off
+_DEPTHS = frozenset({
+    "num_hidden_layers", "num_layers", "num_encoder_layers", "num_decoder_layers", "encoder_layers",
+    "decoder_layers", "n_layer", "n_layers",
+})
+_HEADS = frozenset({
+    "num_attention_heads", "num_key_value_heads", "num_heads", "encoder_attention_heads",
+    "decoder_attention_heads", "n_head", "n_heads",
+})
+_WIDTHS = frozenset({
+    "hidden_size", "intermediate_size", "projection_dim", "embed_dim", "ffn_dim", "encoder_ffn_dim",
+    "decoder_ffn_dim", "n_embd", "n_inner", "d_model", "d_ff", "dim", "hidden_dim",
+})
+# fmt: on
 """Names in configs of transformers; n_embd and n_head are GPT-2's, dim and hidden_dim DistilBERT's."""
 
 

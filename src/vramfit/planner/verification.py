@@ -42,33 +42,25 @@ from vramfit.workload import State, Workload
 ROUNDING_ERROR = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Part of a gradient's norm by which another order of sums may change it, by the dtype of the parameter."""
 
-
 PRECISION_ERROR = 0.1
 """Part of a gradient's norm by which bfloat16 products may change it: 8 bits of mantissa, through some dozen layers."""
-
 
 TINY = 1e-6
 """Part of the largest gradient's norm that is rounding: some units of float32."""
 
-
 _BFLOAT16 = 2.0**-8
 """What bfloat16 rounds of the largest gradient's norm: one unit of its mantissa."""
-
 
 LOSS_SHARE = 0.1
 """Part of the plain curve's fall by which a planned curve may end above it."""
 
-
 STEPS = 50
-
 
 _LAST = 5
 """Steps at the end of a curve that are averaged."""
 
-
 _SCALES = 32
 """Halvings of a scaler's scale that are tried: from any that float32 holds in practice down to below 1."""
-
 
 _STATES = 5
 """Copies of the parameters that training takes: values, gradients, two states of an optimizer, and one for the plan."""
@@ -534,7 +526,6 @@ def run_on(device: DeviceBackend, workload: Workload, sizes: dict[str, int], lim
 
 
 _HALVES = (torch.bfloat16, torch.float16)
-
 
 _LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 

@@ -51,7 +51,6 @@ def remembered(function: Callable[_P, _T]) -> Callable[_P, _T]:
 OVERHEAD_SECONDS = 30e-6
 """Estimated cost of recomputing one block beyond its operations: the checkpoint's own work on the host."""
 
-
 Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
 Positions: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 

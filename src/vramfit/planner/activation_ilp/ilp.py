@@ -51,14 +51,11 @@ from vramfit.techniques import ModelBlock
 _LOWEST_SECONDS = 1.0
 """For the lowest peak of one combination where the host is what limits it: it is asked for often."""
 
-
 _ALIKE = 0.005
 """Part of their seconds by which blocks may differ that are taken to be equal."""
 
-
 _MIB = float(1 << 20)
 """Conditions are in MiB: the solver's tolerances are absolute."""
-
 
 Counts = np.ndarray[tuple[int], np.dtype[np.float64]]
 

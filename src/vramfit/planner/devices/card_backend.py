@@ -15,7 +15,7 @@ import torch
 
 from vramfit.errors import UsageError, VramfitError
 from vramfit.gpus import find_gpu
-from vramfit.planner.devices.cost import StepCost, profile_of
+from vramfit.planner.devices.cost import PeakMeter, StepCost, profile_of
 from vramfit.planner.step_profiler import StepProfile, StepProfiler
 from vramfit.techniques import AttachedProgram, Profile, live_of
 from vramfit.workload import Batch, State, Workload
@@ -294,15 +294,14 @@ def _link_of(name: str) -> float:
         return 0.0
 
 
-class _CardMeter:
+class _CardMeter(PeakMeter):
     """Time and peaks of the card."""
 
     device_type = "cuda"
 
     def __init__(self, index: int) -> None:
+        super().__init__()
         self._index = index
-        self.boundaries = 0
-        self._peaks: list[int] = []
 
     def seconds(self) -> float:
         """Of the clock on the wall, once all work is done."""
@@ -314,10 +313,6 @@ class _CardMeter:
         self.boundaries += 1
         self._peaks.append(torch.cuda.max_memory_allocated(self._index))
         torch.cuda.reset_peak_memory_stats(self._index)
-
-    def peaks(self) -> Sequence[int]:
-        """Peaks of all intervals."""
-        return self._peaks
 
 
 # -- other processes -------------------------------------------------------------------------------------------------

@@ -119,7 +119,6 @@ def profile_of(
 PROFILED_MICRO_BATCHES = 3
 """Micro-batches that are run to profile a step: the first finds no gradients, the last is followed by the step."""
 
-
 COSTED_MICRO_BATCHES = 8
 """Micro-batches that are run for the cost of a plan: what the allocator keeps from one to the next is steady then."""
 
@@ -191,3 +190,19 @@ def step_cost_with(
         step_seconds=cost.step_seconds + passes * (times - 1),
         step_flops=round(cost.step_flops * times),
     )
+
+
+class PeakMeter:
+    """What notes the peak of each interval as it ends; a part of `StepMeter`.
+
+    Attributes:
+        boundaries: how many there were so far.
+    """
+
+    def __init__(self) -> None:
+        self.boundaries = 0
+        self._peaks: list[int] = []
+
+    def peaks(self) -> Sequence[int]:
+        """Peaks of all intervals."""
+        return self._peaks

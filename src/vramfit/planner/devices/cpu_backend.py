@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from vramfit.planner.devices.cost import StepCost, profile_of
+from vramfit.planner.devices.cost import PeakMeter, StepCost, profile_of
 from vramfit.planner.flop_counting import Estimate, FlopMode, tensors_of
 from vramfit.planner.gradient_sums import measure_counts
 from vramfit.planner.step_profiler import StepProfile, StepProfiler
@@ -108,14 +108,10 @@ class CpuBackend:
         return found, step
 
 
-class _Counter:
-    """Peaks between boundaries, from the profiler's list of allocations and frees."""
+class _Counter(PeakMeter):
+    """Peaks between boundaries, from the profiler's list of allocations and frees: known once the run is over."""
 
     device_type = "cpu"
-
-    def __init__(self) -> None:
-        self.boundaries = 0
-        self._peaks: list[int] = []
 
     def seconds(self) -> float:
         """Of the clock on the wall."""
@@ -127,10 +123,6 @@ class _Counter:
         # Below the dispatcher: under a profiler it would be one of the operations that are profiled.
         with torch._C._profiler._RecordFunctionFast(_MARK):
             pass
-
-    def peaks(self) -> Sequence[int]:
-        """Known once the run is over."""
-        return self._peaks
 
     def read(self, events: Iterable[tuple[str, int]]) -> None:
         """Take the run's allocations, frees and boundaries: their names and bytes, negative for a free, in order."""

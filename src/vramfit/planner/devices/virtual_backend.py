@@ -11,7 +11,7 @@ import torch
 
 from vramfit.errors import VramfitError
 from vramfit.gpus import GpuSpec
-from vramfit.planner.devices.cost import StepCost, profile_of
+from vramfit.planner.devices.cost import PeakMeter, StepCost, profile_of
 from vramfit.planner.step_profiler import StepProfile, StepProfiler
 from vramfit.techniques import AttachedProgram, Profile, live_of
 from vramfit.trace import Run
@@ -170,15 +170,14 @@ def _seconds(gpu: VirtualGPU) -> float:
     return gpu._machine.clock_us / 1e6
 
 
-class _VirtualMeter:
+class _VirtualMeter(PeakMeter):
     """Time and peaks of a virtual card."""
 
     device_type = "cuda"
 
     def __init__(self, gpu: VirtualGPU) -> None:
+        super().__init__()
         self._gpu = gpu
-        self.boundaries = 0
-        self._peaks: list[int] = []
 
     def seconds(self) -> float:
         """The simulated clock."""
@@ -190,10 +189,6 @@ class _VirtualMeter:
         # Asked as it is, without making one flat table of all statistics: an operation has a boundary of its own.
         self._peaks.append(torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"])
         torch.cuda.reset_peak_memory_stats()
-
-    def peaks(self) -> Sequence[int]:
-        """Peaks of all intervals."""
-        return self._peaks
 
 
 def _categories(run: Run) -> dict[str, int]:
