@@ -12,6 +12,7 @@ from vramfit.planner.savable_ops import key_of
 
 from frontier_parts.hollow import Hollow
 from frontier_parts.subjects import Subject
+from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.devices.cpu_backend import CpuBackend, arithmetic_seconds_of, rates
 from vramfit.planner.gradient_sums import measure_counts
@@ -130,7 +131,7 @@ def plan_for(
         entries=False,
     )
     try:
-        plan, fits = PlanSearch(device, request, say).plan(), True
+        plan, fits = PlanSearch(Candidates(device=device, request=request, progress=say)).plan(), True
     except NothingFits as error:
         plan, fits = error.plan, False
     return Answer(plan=plan, fits=fits, runs=device.runs - before)

@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import vramfit
 from random_budgets.pairs import Pair
 from vramfit.errors import UsageError
+from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.cpu_backend import CpuBackend
 from vramfit.planner.plan_file import plan_to_toml
 from vramfit.planner.plans import Plan
@@ -66,7 +67,7 @@ def plan(pair: Pair) -> dict[str, Any]:
     )
     began = time.perf_counter()
     try:
-        found, fits = PlanSearch(device=device, request=request).plan(), True
+        found, fits = PlanSearch(Candidates(device=device, request=request)).plan(), True
     except NothingFits as error:
         found, fits = error.plan, False
     return {

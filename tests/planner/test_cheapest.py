@@ -13,6 +13,7 @@ from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.planner import cheapest_card
 from vramfit.planner import search as searching
+from vramfit.planner.candidates import Candidates
 from vramfit.planner.cheapest_card import cheapest_plan, hourly, rented_cards
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.gradient_check import promised_plan
@@ -87,7 +88,7 @@ class Searched:
             step_seconds=self.seconds[device.name],
         )
         aim = PlanTarget(device=device.name, budget_bytes=1)
-        return PlanSearch(device=device, request=request), plan_of((), aim, figures, figures)
+        return PlanSearch(Candidates(device=device, request=request)), plan_of((), aim, figures, figures)
 
 
 def _plain_costs(asked: Workload, names: Iterable[str]) -> dict[str, float]:
@@ -213,6 +214,6 @@ def test_what_no_technique_changes_is_known_before_the_search(
         budget = card.typical_context_bytes + (16 << 20)
     request = PlanRequest(workload=asked, sizes=asked.sizes, budget_bytes=budget, allowed=allowed)
     with pytest.raises(NothingFits) as raised:
-        PlanSearch(device=_device(card), request=request).plan()
+        PlanSearch(Candidates(device=_device(card), request=request)).plan()
     assert message in raised.value.message
     assert raised.value.plan.before.total_bytes > budget

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tests.planner.test_search import CONTEXT, GPU, MIB, workload
 
+from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.request import PlanRequest
 from vramfit.planner.search import PlanSearch
@@ -29,7 +30,7 @@ class Listing(VirtualBackend):
 def test_settings_of_the_allocator_are_tried_only_where_they_could_help(budget: int, tried: bool) -> None:
     # Each result is of 64 MiB: at 800 MiB one less is recomputed with the 24 MiB that the allocator holds beside them.
     asked, device = workload(256, 1 << 16), Listing()
-    PlanSearch(device=device, request=_request(asked, budget * MIB)).best()
+    PlanSearch(Candidates(device=device, request=_request(asked, budget * MIB))).best()
     assert any("allocator-settings" in names for names in device.ran) == tried
 
 
@@ -55,7 +56,7 @@ def test_a_trial_of_micro_batches_waits_until_there_is_a_plan(monkeypatch: pytes
         allowed=frozenset({"activation-checkpointing", "micro-batching", "optimizer-kernel"}),
         entries=False,
     )
-    search = PlanSearch(device=Listing(), request=request, progress=order.append)
+    search = PlanSearch(Candidates(device=Listing(), request=request, progress=order.append))
     search.plan()
     assert "whether batches can be cut" in order
     tried = order.index("whether batches can be cut")

@@ -16,7 +16,7 @@ from torch import nn
 from vramfit.gpus import find_gpu
 from vramfit.planner import tasks
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.workload_check import told, workload_failure
+from vramfit.planner.workload_check import failure_to_plain, workload_failure
 from vramfit.workload import Workload
 
 CARD = find_gpu("RTX 4090")
@@ -92,7 +92,7 @@ def _asked(task: Callable[..., Any], workload: Workload, job: dict[str, Any]) ->
     try:
         task(workload, device, job, lambda _text: None)
     except Exception as error:
-        return told(error, "work.py:training")
+        return failure_to_plain(error, "work.py:training")
     raise AssertionError("nothing was wrong")
 
 

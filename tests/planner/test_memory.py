@@ -12,6 +12,7 @@ import pytest
 from tests.planner.test_search import CONTEXT, GPU, MIB
 from tests.planner.test_search_clock import Second, Timed, request
 
+from vramfit.planner.candidates import Candidates
 from vramfit.planner.memory_budget import MemoryBudget
 from vramfit.planner.planner_run import plan_in_child
 from vramfit.planner.plans import Plan
@@ -30,7 +31,9 @@ def searched(folder: Path, *, limit: float | None = None, **other: Any) -> tuple
     device = Timed(second)
     cache = SearchCache(folder / "search.jsonl", Evidence(JOB, folder))
     search = PlanSearch(
-        device=device, request=request(**other), clock=SearchClock(limit=limit, now=second), cache=cache
+        Candidates(
+            device=device, request=request(**other), clock=SearchClock(limit=limit, now=second), cache=cache
+        )
     )
     return search.plan(), device, cache
 

@@ -76,11 +76,13 @@ def test_techniques_that_fit_only_together_are_found() -> None:
     budget = 70 * MIB
     allowed = frozenset({"low-precision-training", "optimizer-offload", "optimizer-kernel"})
     request = _request(asked, budget, numerics=Numerics.PRECISION, allowed=allowed)
-    search = PlanSearch(device=_device(), request=request)
+    search = PlanSearch(Candidates(device=_device(), request=request))
     plan = search.plan()
     assert {"low-precision-training", "optimizer-offload"} == {choice.name for choice in plan.choices}
     alone = [
-        candidate.profile.peak_reserved_bytes for candidate in search.seen() if len(candidate.choices) == 1
+        candidate.profile.peak_reserved_bytes
+        for candidate in search.candidates.seen()
+        if len(candidate.choices) == 1
     ]
     assert len(alone) >= 7
     assert min(alone) > budget
@@ -98,10 +100,12 @@ def test_a_search_goes_on_from_techniques_that_it_begins_with() -> None:
         numerics=Numerics.PRECISION,
         allowed=frozenset({"low-precision-training", "optimizer-kernel"}),
     )
-    search = PlanSearch(device=_device(), request=request, start=(start,))
+    search = PlanSearch(Candidates(device=_device(), request=request), start=(start,))
     best = search.best()
     assert "low-precision-training" in {choice.name for choice in best.candidate.choices}
-    assert any(len(candidate.choices) > 1 and start in candidate.choices for candidate in search.seen())
+    assert any(
+        len(candidate.choices) > 1 and start in candidate.choices for candidate in search.candidates.seen()
+    )
 
 
 def test_a_size_is_made_as_large_as_fits() -> None:
@@ -138,7 +142,7 @@ def test_the_lowest_peak_is_that_of_a_run() -> None:
     request = _request(
         asked, 1 << 30, objective=MEMORY, allowed=frozenset({"activation-checkpointing", "micro-batching"})
     )
-    plan = PlanSearch(device=_device(), request=request).plan()
+    plan = PlanSearch(Candidates(device=_device(), request=request)).plan()
     assert plan.after.peak_allocated_bytes < plan.before.peak_allocated_bytes / 3
     # Priced by eight of the pieces, run with all of them.
     full = _device().step_cost(plan.apply(asked), dict(asked.sizes), None)
@@ -169,7 +173,7 @@ def test_a_technique_that_breaks_the_model_is_left_out_and_told() -> None:
         optimizer=adamw,
     )
     request = _request(asked, 1 << 30, allowed=frozenset({"channels-last", "tf32"}), entries=False)
-    plan = PlanSearch(device=_device(), request=request).plan()
+    plan = PlanSearch(Candidates(device=_device(), request=request)).plan()
     assert "channels-last" not in {choice.name for choice in plan.choices}
     (note,) = plan.notes
     assert note.startswith("channels-last is left out: the workload fails with it (RuntimeError: ")
@@ -182,7 +186,7 @@ def test_what_is_offloaded_stays_within_the_hosts_budget(host: int) -> None:
         _request(asked, 1 << 30, objective=MEMORY, allowed=frozenset({"activation-offload"}), entries=False),
         host_bytes=host * MIB,
     )
-    plan = PlanSearch(device=_device(), request=request).plan()
+    plan = PlanSearch(Candidates(device=_device(), request=request)).plan()
     assert plan.fits
     assert plan.after.host_bytes <= host * MIB
     assert not replace(plan, aim=replace(plan.aim, host_budget_bytes=1)).fits or not plan.entries
@@ -251,7 +255,9 @@ def test_a_plan_that_cannot_be_run_is_none_and_says_why() -> None:
     device = Breaking(GPU, alloc_conf="", host_bytes=1 << 34)
     asked, allowed = workload(256, 1 << 16), frozenset({"activation-checkpointing"})
     with pytest.raises(NothingFits) as error:
-        PlanSearch(device=device, request=_request(asked, 700 * MIB, allowed=allowed, entries=False)).plan()
+        PlanSearch(
+            Candidates(device=device, request=_request(asked, 700 * MIB, allowed=allowed, entries=False))
+        ).plan()
     assert not error.value.plan.fits
     assert error.value.plan.notes[0] == (
         "activation-checkpointing is left out: the workload fails with it "

@@ -16,6 +16,7 @@ from tests.planner.test_search import CONTEXT, GPU, MIB, workload
 
 from vramfit.errors import UsageError
 from vramfit.planner.api import plan as plan_for
+from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.largest_size import search_for
@@ -73,7 +74,7 @@ def searched(limit: float | None, interrupt_at: int = 0, **other: Any) -> tuple[
     second = Second()
     device = Timed(second, interrupt_at)
     return PlanSearch(
-        device=device, request=request(**other), clock=SearchClock(limit=limit, now=second)
+        Candidates(device=device, request=request(**other), clock=SearchClock(limit=limit, now=second))
     ), device
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
+from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.request import NothingFits, PlanRequest
 from vramfit.planner.search import PlanSearch
@@ -31,7 +32,7 @@ def _plan(workload: Workload, budget: int, *allowed: str) -> None:
     request = PlanRequest(
         workload=workload, sizes=workload.sizes, budget_bytes=budget, allowed=frozenset(allowed)
     )
-    PlanSearch(device=_device(), request=request).plan()
+    PlanSearch(Candidates(device=_device(), request=request)).plan()
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def plan(
 
     Args:
         workload: ``FILE.py:NAME``, planned for in a process of its own, or a `Workload`, planned for in this process:
-            that wants an interpreter in which nothing has gone backward on the CPU yet.
+            that needs an interpreter in which no backward pass has run on the CPU yet.
         gpu: the virtual card; None plans for this machine's CPU, which runs each candidate for real.
         budget: what the program may take, the CUDA context included: ``"16GiB"`` or bytes; None for the whole card.
         margin: what is left free of it; None for 2 % of a card, and nothing of a given budget.
@@ -78,14 +78,14 @@ def plan(
         time_limit: seconds for one solution of the mixed-integer program.
         search_seconds: for the whole search, which then ends with the best plan so far; None for as long as it takes.
             Ctrl-C ends it too. ``plan.solved.stopped`` says so.
-        fresh: whether what earlier searches saw of ``FILE.py:NAME`` is left aside.
+        fresh: whether to ignore what earlier searches saw of ``FILE.py:NAME``.
         progress: called with what is being done.
 
     Raises:
         NothingFits: no plan stays within the budget, or none was found in time; ``error.plan`` came closest.
         KeyboardInterrupt: the search was interrupted before there was a plan.
         UsageError: the workload, a technique or a size is not there, or cannot be planned for.
-        EnvironmentUnfitError: this process cannot carry the virtual GPU; give ``FILE.py:NAME``.
+        EnvironmentUnfitError: this process cannot hold the virtual GPU; give ``FILE.py:NAME``.
         VramfitError: the workload itself fails.
     """
     memory = _memory_budget(gpu, budget, margin, host_budget, alloc_conf)
@@ -99,7 +99,7 @@ def plan(
         call_argument("progress", progress)
     if objective == PRICE:
         memory = budget_for_any_card(memory)
-    asked = {
+    asked: dict[str, Any] = {
         "sizes": None if sizes is None else sizes_argument("sizes", sizes),
         "numerics": numerics,
         "objective": objective,
@@ -218,7 +218,7 @@ def verify(
     seconds: float = 120.0,
     progress: Progress | None = None,
 ) -> Verification:
-    """Hold a plan against a run of its memory, and against the plain program's gradients and losses.
+    """Compare a plan with a run of its memory, and with the plain program's gradients and losses.
 
     >>> vramfit.verify("plan.toml", steps=2)
     <Verification: simulated pass, gradients pass, losses pass>

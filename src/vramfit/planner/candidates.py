@@ -72,7 +72,7 @@ ACTIVATIONS = ("activation-checkpointing", "activation-offload")
 """Techniques that the program chooses settings for."""
 
 _SLACK = 0.02
-"""Part of the budget that the allocator is expected to hold beyond its tensors, at most; runs tell the truth."""
+"""Part of the budget that the allocator is expected to hold beyond its tensors, at most; runs show what it holds."""
 
 _QUICK_GAP, _QUICK_SECONDS = 0.02, 2.0
 """Of solutions that only compare candidates."""
@@ -245,7 +245,7 @@ class Candidates:
     ) -> tuple[Profile, StepProfile] | tuple[None, None]:
         """A combination as it runs now; nothing where it does not run."""
         request, cache = self.request, self.cache
-        if choices or fine:  # without the plain program there is nothing to tell
+        if choices or fine:  # without the plain program there is no plan at all
             self.clock.check()
         find_places: Callable[[nn.Module], Sequence[str]] = finer_places if fine else places
         try:
@@ -502,10 +502,10 @@ def _named(choices: Iterable[Choice]) -> str:
 
 
 def key_of(choices: Iterable[Choice], fine: bool = False) -> Key:
-    """What tells one set of choices from another, in whatever order."""
+    """The key of a set of choices, in whatever order."""
     return (frozenset(map(choice_key, choices)), fine)
 
 
 def choice_key(choice: Choice) -> tuple[str, str]:
-    """What tells one choice from another."""
+    """The key of a choice."""
     return (choice.name, repr(setting_to_plain(choice.setting)))

@@ -27,12 +27,12 @@ from vramfit.techniques import Choice, check_together
 Progress = Callable[[str], None]
 
 _STEPS = 1000
-"""For which hours and dollars are told."""
+"""The steps whose hours and dollars notes give."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """A card for rent, and what training on it comes to.
+    """A card for rent, and what a step on it costs.
 
     Attributes:
         card: with the price of an hour.
@@ -44,12 +44,12 @@ class Offer:
 
     @property
     def dollars(self) -> float:
-        """Of a step."""
+        """What a step costs."""
         return self.seconds / 3600 * hourly(self.card)
 
     @property
     def words(self) -> str:
-        """For a reader."""
+        """The offer as a note gives it."""
         price = self.card.price
         assert price is not None
         hours, dollars = _STEPS * self.seconds / 3600, _STEPS * self.dollars
@@ -150,16 +150,16 @@ class _Choosing:
         return min(self.found, key=lambda one: one.offer.dollars)
 
     def _plain(self, card: GpuSpec) -> Offer:
-        """What the plain program comes to on a card, were it large enough."""
+        """What a plain step costs on a card, if the card were large enough."""
         self.progress(f"a plain step on {card.name}")
         cost = self.device_of(card).step_cost(self.request.workload, dict(self.request.sizes))
         return Offer(card=card, seconds=cost.step_seconds)
 
     def _least(self, offer: Offer) -> Offer:
-        """The least that a card can come to, by what the plans so far quicken a step with.
+        """The least that a step can cost on a card, with what quickens it in the plans so far.
 
         Raises:
-            SearchStopped: there is no time to know.
+            SearchStopped: there is no time left to find out.
         """
         best = self._best.offer.dollars
         if offer.dollars < best:
@@ -176,7 +176,7 @@ class _Choosing:
                 continue
             try:
                 cost = candidates.cost_without_limit(choices, 0.0)
-            except Exception:  # not each card has what a technique wants
+            except Exception:  # not every card has what a technique needs
                 continue
             offer = min(offer, replace(offer, seconds=cost.step_seconds), key=lambda one: one.seconds)
         return offer
@@ -194,7 +194,7 @@ class _Choosing:
         self.found.append(_Found(offer=offer, search=search, plan=plan))
 
     def _note(self, count: int, left: Sequence[Offer], waiting: Sequence[Offer]) -> str:
-        """What the cards come to, how many were searched, and why not all."""
+        """What a step costs on each card, how many were searched, and why not all."""
         best, *others = sorted((one.offer for one in self.found), key=lambda one: one.dollars)
         searched = len(self.found) + len(self.failures)
         note = f"{_STEPS:,} steps on {best.words}, the least of {count} cards for rent; prices are the catalogue's."

@@ -1,4 +1,4 @@
-"""Holds a plan against the plain program's gradients before it is written, as far as this machine can.
+"""Compares a plan's gradients with the plain program's before the plan is written, as far as this machine can.
 
 One small batch is trained on for a few steps, plain and with the plan, on the CPU: the model itself where time and
 memory allow it, else a stand-in of the same code (see trial_attempts.py). Techniques are held to their own
@@ -58,7 +58,7 @@ _LONGEST = 60.0
 """Seconds after which one way to compare is given up: machines are slower than its estimate, a stand-in has none."""
 
 _RUNS = 4
-"""Trainings that it comes to: plain, and with the techniques of each level."""
+"""Trainings of one comparison: plain, and with the techniques of each level."""
 
 _PART, _MOST = 1 / 16, 1 << 29
 """Of the machine's memory that a model's values may take, and at most so many bytes: a training holds five to nine
@@ -70,7 +70,7 @@ _COMPILING = frozenset({"compile", "low-bit-optimizer"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """What became of a comparison.
+    """The result of a comparison.
 
     Attributes:
         note: what was compared and how it ended, or why nothing was; a sentence, empty where there is nothing to say.
@@ -143,11 +143,11 @@ class _Broken:
 
 
 class _NothingToCompareError(UsageError):
-    """The plain program is no measure: its loss is no number, or differs from run to run."""
+    """Nothing can be compared with the plain program: its loss is not finite, or differs from run to run."""
 
 
 def _ways(workload: Workload, plan: Plan, model_bytes: int) -> list[TrialAttempt]:
-    """Ways to compare, with a small batch first and with the plan's own where the workload wants that."""
+    """Ways to compare, with a small batch first and with the plan's own where the workload needs that."""
     sizes = dict(plan.aim.sizes) or dict(workload.sizes)
     name = batch_size_name(sizes)
     found: list[TrialAttempt] = []
@@ -192,7 +192,7 @@ class _Comparison:
         """Hold techniques to their promises, each level with those before it.
 
         Raises:
-            _NothingToCompareError: the plain program is no measure.
+            _NothingToCompareError: nothing can be compared with the plain program.
         """
         check: GradientCheck | None = None
         for level in sorted({choice.promise.numerics for choice in choices}):
@@ -219,7 +219,7 @@ class _Comparison:
         """Which of the techniques does not keep its promise.
 
         Raises:
-            _NothingToCompareError: the plain program is no measure.
+            _NothingToCompareError: nothing can be compared with the plain program.
         """
         choices, level, check = broken.choices, broken.level, broken.check
         self._check_measure()
@@ -251,14 +251,14 @@ class _Comparison:
             rest = [other for other in choices if other is not choice]
             try:
                 check, losses = self._judged(rest, level)
-            except Exception:  # what fails without it does not tell whose fault it was
+            except Exception:  # what fails without it does not say whose fault it was
                 continue
             if rest and check.passes and losses:
                 return choice
         return None
 
     def _check_measure(self) -> None:
-        """Make sure that two runs of the plain program agree: nothing can be told from it otherwise."""
+        """Make sure that two runs of the plain program agree: nothing can be compared with it otherwise."""
         first, second = self._without(cut=False), self._trained((), cut=False)
         check = judge_gradients(first.gradients, second.gradients, Numerics.BITWISE, first.dtypes)
         if not check.passes:
@@ -270,7 +270,7 @@ class _Comparison:
             try_pieces(self._own, sizes=self._way.sizes, model=self._way.model)
         except NotComparableError as error:
             return error.message
-        except Exception:  # its reasons were told when it was tried
+        except Exception:  # its reasons were given when it was tried
             return ""
         return ""
 

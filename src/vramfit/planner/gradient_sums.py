@@ -4,8 +4,8 @@ NOTE [Gradients summed in place]: the engine adds a gradient to ``grad`` in plac
 accumulate_grad.h), and sums those of a tensor that is used twice in place where it alone holds the first one
 (torch/csrc/autograd/input_buffer.cpp, ``can_accumulate_inplace``). Under a dispatch mode it does neither, so that
 whoever watches would see a tensor more than there is: as large as the embedding, where that is tied to the head. An
-``aten.add`` arrives in the mode instead, which is made an ``add_`` here. That only the engine holds a tensor is told
-by use counts, those of Python included, which say whether a backward pass written in Python holds it; how high they
+``aten.add`` arrives in the mode instead, which is made an ``add_`` here. That only the engine holds a tensor is known
+from use counts, those of Python included, which say whether a backward pass written in Python holds it; how high they
 are then depends on how torch calls modes, so they are measured once.
 """
 
@@ -61,7 +61,7 @@ class _Looking(TorchDispatchMode):
 
 
 def _gradients(args: tuple[Any, ...]) -> bool:
-    """Whether these are two tensors of the CPU alike, in a backward pass that is no part of a graph."""
+    """Whether these are two CPU tensors of one shape and dtype, in a backward pass that builds no graph."""
     if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
     if not all(isinstance(given, torch.Tensor) for given in args):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from vramfit.errors import UsageError
-from vramfit.planner.candidates import ACTIVATIONS
+from vramfit.planner.candidates import ACTIVATIONS, Candidates
 from vramfit.planner.devices.cost import DeviceBackend, StepCost
 from vramfit.planner.memory_budget import PRICE
 from vramfit.planner.micro_batch_trial import MicroBatchVerdict
@@ -47,7 +47,7 @@ class CardCheck:
     """What a card said of the largest value that was found on the virtual GPU.
 
     Attributes:
-        card: its name, as torch tells it.
+        card: its name, as torch gives it.
         value: the largest that fits there, of those up to the one that was found; 0 if none does.
         failing: the smallest that did not fit there; 0 if the one that was found fits.
         tries: all runs on it, in order.
@@ -155,7 +155,7 @@ def largest_up_to(
     """The largest value that fits of those up to the one in `sizes`, the smallest that did not (0: none), and the runs.
 
     That one is tried first. Where it does not fit, steps down double until one does: predictions are near, and runs on
-    a card are dear.
+    a card are expensive.
 
     Args:
         device: where to run.
@@ -227,7 +227,7 @@ class _Tries:
 
     @property
     def results(self) -> tuple[Try, ...]:
-        """All of them, in order."""
+        """All runs, in order."""
         return tuple(
             Try(
                 value=value,
@@ -296,8 +296,8 @@ def search_for(
     """The best plan for a request, with the search that found it.
 
     Where the objective is a size, the plan of the lowest peak at the workload's own size is looked for first; with that
-    the size is doubled and bisected, a run each, and the quickest plan at the largest is taken. Micro-batching has no
-    part in it for the size of the batch: with it there is no largest.
+    the size is doubled and bisected, a run each, and the quickest plan at the largest is taken. Micro-batching is
+    forbidden where the size is the batch's: with it there is no largest.
 
     Args:
         device: where steps are run.
@@ -315,12 +315,14 @@ def search_for(
     clock = clock or SearchClock(limit=request.search_seconds)
     if request.objective in (THROUGHPUT, MEMORY):
         search = PlanSearch(
-            device=device,
-            request=request,
-            progress=progress,
-            clock=clock,
-            cache=cache,
-            kept=kept or Runs(),
+            Candidates(
+                device=device,
+                request=request,
+                progress=progress,
+                clock=clock,
+                cache=cache,
+                kept=kept or Runs(),
+            )
         )
         return search, search.plan()
     name = grown_size(request)
@@ -393,11 +395,13 @@ class _Growing:
         request, name = self.request, self.name
         smallest = replace(request, objective=MEMORY, entries=False)
         first = PlanSearch(
-            device=self.device,
-            request=smallest,
-            progress=self.progress,
-            clock=self.clock,
-            cache=self.cache,
+            Candidates(
+                device=self.device,
+                request=smallest,
+                progress=self.progress,
+                clock=self.clock,
+                cache=self.cache,
+            )
         )
         try:
             lean = first.plan()
@@ -409,7 +413,7 @@ class _Growing:
             self.closest = error
         value = max(1, self._largest(request.sizes[name], lean))
         step = 1
-        known = first.known_micro_batching
+        known = first.candidates.known_micro_batching
         while isinstance(found := self._planned(value, lean, known), NothingFits):
             if self.clock.stopped and self.best is not None:
                 return
@@ -457,13 +461,15 @@ class _Growing:
         """The best plan at a size, with another one's to begin with; or that there is none."""
         asked = replace(self.request, sizes={**self.request.sizes, self.name: max(1, value)})
         search = PlanSearch(
-            device=self.device,
-            request=asked,
-            progress=self.progress,
+            Candidates(
+                device=self.device,
+                request=asked,
+                progress=self.progress,
+                known_micro_batching=micro_batching,
+                clock=self.clock,
+                cache=self.cache,
+            ),
             start=tuple(choice for choice in like.choices if choice.name not in ACTIVATIONS),
-            micro_batching=micro_batching,
-            clock=self.clock,
-            cache=self.cache,
         )
         try:
             return search, search.plan()

@@ -28,10 +28,10 @@ _DEPTH = 8
 """Techniques in a combination, at most."""
 
 _NOTABLE = 0.01
-"""Part of the peak below which something is as good as not there."""
+"""Part of the peak below which something does not count."""
 
 _EACH = 0.002
-"""A combination has to be better by this part for each technique that it takes more."""
+"""A combination has to be better by this part for each technique that it adds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +127,7 @@ class Effect:
     after: MemoryEstimate
 
     def on(self, estimate: MemoryEstimate) -> MemoryEstimate:
-        """The estimate of another candidate with the technique.
+        """The estimate of another candidate with the technique added.
 
         Parts change by the same factors; those that the candidate before hardly had grow by the same amounts. A step
         that is taken during the backward pass is no less work than after it.
@@ -147,7 +147,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """A combination, and what may come of it."""
+    """A combination, and the estimate of it."""
 
     parts: Parts
     estimate: MemoryEstimate

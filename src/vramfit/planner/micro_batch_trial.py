@@ -2,8 +2,8 @@
 
 A model that is too large to be tried as it is, is tried at smaller sizes of its batch, and then by a stand-in of the
 same code. A trial that takes too long gives way to the next. What could not be tried is looked at by its shapes
-(see NOTE [Coupling by shapes]), and is not offered, unless micro-batching was allowed by its name and shapes tell
-nothing against it.
+(see NOTE [Coupling by shapes]), and is not offered, unless micro-batching was allowed by its name and nothing in its
+shapes speaks against it.
 
 NOTE [Coupling by shapes]: one step runs with a batch of B examples, one with B + 1. A dimension that differs between
 the two belongs to the batch. Two of them in a tensor that gradients pass through (B x B) compare examples with each
@@ -92,7 +92,7 @@ def try_micro_batching(
         workload: plain.
         profile: of a plain step.
         by_name: whether micro-batching was allowed by its name, and is offered though it could not be tried.
-        probe: why examples are coupled, as far as shapes tell; asked where nothing could be tried.
+        probe: returns why examples are coupled, as far as shapes show; called where nothing could be tried.
         clock: of the search.
     """
     why, over = "the model is too large for it here", False
@@ -123,12 +123,12 @@ def try_micro_batching(
 
 
 def no_time_to_try(*, by_name: bool) -> MicroBatchVerdict:
-    """What is known where a search ended before anything was tried."""
+    """The verdict where a search ended before anything was tried."""
     return _untried(_TIME_OVER, by_name=by_name, over=True)
 
 
 def _untried(why: str, *, by_name: bool, over: bool) -> MicroBatchVerdict:
-    """What is known where nothing could be tried, and shapes tell nothing."""
+    """The verdict where nothing could be tried, and shapes show nothing."""
     tried = (
         f"micro-batching: that pieces of a batch give the gradients of the whole was not tried, since {why}"
     )
@@ -146,11 +146,11 @@ def _untried(why: str, *, by_name: bool, over: bool) -> MicroBatchVerdict:
 
 
 def _tried(workload: Workload, trial: TrialAttempt) -> MicroBatchVerdict:
-    """What one trial tells.
+    """The verdict of one trial.
 
     Raises:
         TimeOver: it takes too long.
-        NotComparableError: it tells nothing.
+        NotComparableError: nothing follows from it.
         UsageError: the batch cannot be cut.
     """
     try:
@@ -161,7 +161,7 @@ def _tried(workload: Workload, trial: TrialAttempt) -> MicroBatchVerdict:
 
 
 def _by_encoders(workload: Workload, trial: TrialAttempt, note: str) -> MicroBatchVerdict:
-    """What is known where the loss cannot be cut: its encoders may be."""
+    """The verdict where the loss cannot be cut: its encoders may run in micro-batches."""
     try:
         found = try_encoders(workload, sizes=trial.sizes, model=trial.model)
     except TimeOver:
@@ -188,7 +188,7 @@ def _words(found: Tried, trial: TrialAttempt) -> str:
 
 
 def _trials(workload: Workload, profile: Profile) -> Iterator[TrialAttempt]:
-    """Ways to try a workload, the truest first, as far as they are not too dear."""
+    """Ways to try a workload, the truest first, that are not too expensive."""
     sizes = dict(profile.sizes)
     examples = EXAMPLES / max(1, sizes[batch_size_name(sizes)])
     return ways_to_try(
@@ -257,7 +257,7 @@ class _SeenTensor:
 
 
 def coupling_by_shapes(device: DeviceBackend, workload: Workload, sizes: Mapping[str, int]) -> str:
-    """Why the examples of a batch are coupled, as far as shapes tell; empty where they tell nothing.
+    """Why the examples of a batch are coupled, as far as shapes show; empty where they show nothing.
 
     Args:
         device: where two steps are run: a virtual one computes nothing.
@@ -279,7 +279,7 @@ def coupling_by_shapes(device: DeviceBackend, workload: Workload, sizes: Mapping
 
 
 class _Watched:
-    """A workload's loss that is watched; what is known is of the last batch."""
+    """A workload's loss that is watched; `seen` is of the last batch."""
 
     def __init__(self, workload: Workload) -> None:
         assert workload.loss is not None
@@ -308,7 +308,7 @@ class _Shapes(TorchDispatchMode):
         self._count = 0
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Of a tensor; a new one the first time."""
+        """The number of a tensor; a new one the first time."""
         if tensor not in self._numbers:
             self._numbers[tensor] = self._count
             self._count += 1
@@ -340,7 +340,7 @@ class _Shapes(TorchDispatchMode):
 
 
 def _judged(first: _SeenTensor, second: _SeenTensor) -> str:
-    """What two forward passes, of B and of B + 1 examples, tell together."""
+    """Why examples are coupled, from two forward passes: of B and of B + 1 examples."""
     if [op.name for op in first.ops] != [op.name for op in second.ops]:
         return ""
     rows: dict[int, tuple[int, ...]] = {}

@@ -1,4 +1,4 @@
-"""From a candidate to a plan: fitted to the budget on the device, and told to the user, or the error that nothing fits.
+"""From a candidate to a plan: fitted to the budget by runs on the device, or the error that nothing fits.
 
 A candidate's decisions are applied and run, and the budget of the program is moved until the run fits.
 """

@@ -23,7 +23,7 @@ from vramfit.launch.telling import tell
 from vramfit.planner import tasks
 from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.search_evidence import Evidence
-from vramfit.planner.workload_check import told
+from vramfit.planner.workload_check import failure_to_plain
 from vramfit.workload import Workload
 from vramfit.workload.loading import load_workload
 
@@ -74,7 +74,7 @@ def main(name: str) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except Exception as error:
-        _write(folder / "failed.json", told(error, job["target"]))
+        _write(folder / "failed.json", failure_to_plain(error, job["target"]))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What a plan is asked for, and the answer that there is none."""
+"""What a plan is asked for, and the error that none fits."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ THROUGHPUT, MEMORY = "throughput", "memory"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
-    """What is asked for.
+    """What a plan is asked for.
 
     Attributes:
-        workload: the plain one.
+        workload: without techniques.
         sizes: of the batch.
         budget_bytes: of the device, the CUDA context included.
         margin_bytes: of it, to be left free.
@@ -50,7 +50,7 @@ class PlanRequest:
     search_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse names that are no technique's."""
+        """Refuse names that belong to no technique."""
         for name in (*sorted(self.allowed or ()), *sorted(self.forbidden)):
             find_technique(name)
 

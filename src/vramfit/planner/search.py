@@ -17,9 +17,7 @@ from typing import Any
 from vramfit.errors import UsageError
 from vramfit.planner.activation_ilp.decisions import activation_choices
 from vramfit.planner.candidates import Candidate, Candidates, ScoredCandidate, choice_key, key_of
-from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.memory_estimate import Effect, MemoryEstimate, Part, Parts, guesses
-from vramfit.planner.micro_batch_trial import MicroBatchVerdict
 from vramfit.planner.plan_builder import (
     FittedCandidate,
     SearchResult,
@@ -30,7 +28,6 @@ from vramfit.planner.plan_builder import (
 )
 from vramfit.planner.plans import Plan
 from vramfit.planner.request import MEMORY, THROUGHPUT, PlanRequest
-from vramfit.planner.search_cache import Runs, SearchCache
 from vramfit.planner.search_clock import INTERRUPTED, SearchClock, SearchStopped
 from vramfit.techniques import Choice, check_together
 
@@ -84,25 +81,12 @@ class PlanSearch:
     """One search for a plan.
 
     Args:
-        device: where steps are run.
-        request: what is asked for.
-        progress: called with what is being done.
+        candidates: to choose from; what was run of them before is not run again.
         start: techniques to run together first.
-        micro_batching: what another search found out about cutting the workload's batches.
-        clock: of this search, and of others for the same answer.
-        cache: of earlier searches; None without one.
-        kept: what others of this process ran for the same workload, sizes and card.
     """
 
-    device: DeviceBackend
-    request: PlanRequest
-    progress: Progress = lambda _text: None
+    candidates: Candidates
     start: tuple[Choice, ...] = ()
-    micro_batching: MicroBatchVerdict | None = None
-    clock: SearchClock = field(default_factory=SearchClock)
-    cache: SearchCache | None = None
-    kept: Runs = field(default_factory=Runs)
-    _candidates: Candidates = field(init=False)
     _choices: dict[Part, Choice] = field(default_factory=dict)
     _effects: dict[Part, Effect] = field(default_factory=dict)
     _tried: set[Any] = field(default_factory=set)
@@ -110,17 +94,18 @@ class PlanSearch:
     _fitted: list[FittedCandidate] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Nothing was run yet."""
-        self._candidates = Candidates(
-            device=self.device,
-            request=self.request,
-            progress=self.progress,
-            clock=self.clock,
-            cache=self.cache,
-            kept=self.kept,
-            known_micro_batching=self.micro_batching,
-        )
+        """The first techniques are known."""
         self._choices.update((choice_key(choice), choice) for choice in self.start)
+
+    @property
+    def request(self) -> PlanRequest:
+        """What is asked for."""
+        return self.candidates.request
+
+    @property
+    def clock(self) -> SearchClock:
+        """The search's clock."""
+        return self.candidates.clock
 
     def plan(self) -> Plan:
         """The best plan, or the best so far where the search is stopped; what was run is not lost then.
@@ -131,8 +116,8 @@ class PlanSearch:
             KeyboardInterrupt: the search was interrupted before there was any plan.
         """
         began = self.clock.seconds
-        plain = self._candidates.plain
-        check_budget(self._candidates)
+        plain = self.candidates.plain
+        check_budget(self.candidates)
         try:
             self._fit_to_budget()
         except SearchStopped:
@@ -144,9 +129,9 @@ class PlanSearch:
             self.clock.interrupt()
         best = min(self._fitted, key=_fit_rank, default=None)
         if best is None:  # there was no time for a run of any plan
-            best = not_run(self._candidates, self._scored(plain))
+            best = not_run(self.candidates, self._scored(plain))
         result = SearchResult(fitted=best, plain=plain, seconds=self.clock.seconds - began)
-        return build_plan(self._candidates, result)
+        return build_plan(self.candidates, result)
 
     def _has_fitting(self) -> bool:
         """Whether a plan was run that fits."""
@@ -166,7 +151,7 @@ class PlanSearch:
                         best = self.best()
                 except SearchStopped:
                     short, best = True, self._best()
-                found = fit_to_budget(self._candidates, best, seen=self._keep)
+                found = fit_to_budget(self.candidates, best, seen=self._keep)
                 if found.cost.fits or best.lowest > self.request.limit:
                     break
                 self._add_excess(best.candidate, found)
@@ -189,7 +174,7 @@ class PlanSearch:
         """A candidate's plans need more than was predicted."""
         key = key_of(candidate.choices, candidate.fine)
         excess = found.cost.total_bytes - max(self._scored(candidate).lowest, self.request.limit)
-        self._candidates.excess[key] = self._candidates.excess.get(key, 0) + max(excess, 1)
+        self.candidates.excess[key] = self.candidates.excess.get(key, 0) + max(excess, 1)
 
     def _fit_first(self, candidate: Candidate) -> None:
         """Where there is no plan yet and a candidate promises one, run it until it fits: the search may be stopped."""
@@ -200,19 +185,10 @@ class PlanSearch:
             return
         with self.clock.sparing(0):
             found = fit_to_budget(
-                self._candidates, scored, seen=self._keep_first, tries=_FIRST_TRIES, quick=True
+                self.candidates, scored, seen=self._keep_first, tries=_FIRST_TRIES, quick=True
             )
         if not found.cost.fits:
             self._add_excess(candidate, found)
-
-    @property
-    def known_micro_batching(self) -> MicroBatchVerdict | None:
-        """What is known by now of cutting the workload's batches, for another search."""
-        return self._candidates.known_micro_batching
-
-    def seen(self) -> tuple[Candidate, ...]:
-        """All combinations that were run so far."""
-        return self._candidates.seen()
 
     def best(self) -> ScoredCandidate:
         """The techniques around the program that the search leads to, as predicted.
@@ -226,8 +202,8 @@ class PlanSearch:
 
     def _climb(self) -> ScoredCandidate:
         """The best candidate that the guesses lead to."""
-        self._fit_first(self._candidates.plain)
-        if self.start and (begun := self._candidates.run(self.start)) is not None:
+        self._fit_first(self.candidates.plain)
+        if self.start and (begun := self.candidates.run(self.start)) is not None:
             self._fit_first(begun)
         best = self._best()
         patience = _PATIENCE
@@ -247,13 +223,13 @@ class PlanSearch:
         return best
 
     def _best(self) -> ScoredCandidate:
-        return min(map(self._scored, self._candidates.seen()), key=self._rank)
+        return min(map(self._scored, self.candidates.seen()), key=self._rank)
 
     def _scored(self, candidate: Candidate) -> ScoredCandidate:
         key = key_of(candidate.choices, candidate.fine)
-        known = (key, self._candidates.excess.get(key, 0))
+        known = (key, self.candidates.excess.get(key, 0))
         if known not in self._scores:
-            self._scores[known] = self._candidates.score(candidate)
+            self._scores[known] = self.candidates.score(candidate)
         return self._scores[known]
 
     def _explore(self, candidate: Candidate) -> None:
@@ -266,9 +242,9 @@ class PlanSearch:
             and scored.solution.extra_seconds < _WORTH * scored.seconds
         )
         if not enough and _FINE not in self._effects:
-            self._learn(_FINE, candidate, self._candidates.run(candidate.choices, fine=True))
+            self._learn(_FINE, candidate, self.candidates.run(candidate.choices, fine=True))
         taken = {choice.name for choice in candidate.choices}
-        for choice in self._candidates.options(candidate, quickening=enough):
+        for choice in self.candidates.options(candidate, quickening=enough):
             part = choice_key(choice)
             tried = (part, key_of(candidate.choices))
             if part in self._effects or tried in self._tried or choice.name in taken:
@@ -279,7 +255,7 @@ class PlanSearch:
             self._choices[part] = choice
             if self._possible(_parts(candidate) | {part}):
                 self._learn(
-                    part, candidate, self._candidates.run((*candidate.choices, choice), fine=candidate.fine)
+                    part, candidate, self.candidates.run((*candidate.choices, choice), fine=candidate.fine)
                 )
 
     def _fragmented(self, scored: ScoredCandidate) -> bool:
@@ -290,8 +266,8 @@ class PlanSearch:
             return loose > _WORTH * scored.lowest
         if scored.solution is None:
             return scored.lowest - loose <= self.request.limit
-        budget = self.request.limit - self._candidates.outside(candidate) + loose
-        without = self._candidates.solve(candidate, budget, quick=True)
+        budget = self.request.limit - self.candidates.outside(candidate) + loose
+        without = self.candidates.solve(candidate, budget, quick=True)
         assert without is not None
         return without.extra_seconds < scored.solution.extra_seconds - _WORTH * scored.seconds
 
@@ -302,9 +278,9 @@ class PlanSearch:
 
     def _promising(self, best: ScoredCandidate) -> Parts | None:
         """The combination of the best guess that was not run yet; None if no guess is better than the best."""
-        seen = {_parts(candidate): self._with_excess(candidate) for candidate in self._candidates.seen()}
+        seen = {_parts(candidate): self._with_excess(candidate) for candidate in self.candidates.seen()}
         for guess in guesses(seen, self._effects, self._possible, self._guessed(best)):
-            if self._candidates.known(self._key(guess.parts)):
+            if self.candidates.known(self._key(guess.parts)):
                 continue
             score, theirs = self._guessed(best)(guess.estimate), self._rank(best)
             better = score[0] < theirs[0] or (score[0] == theirs[0] and score[1] < theirs[1] * (1 - _WORTH))
@@ -312,7 +288,7 @@ class PlanSearch:
         return None
 
     def _with_excess(self, candidate: Candidate) -> MemoryEstimate:
-        excess = self._candidates.excess.get(key_of(candidate.choices, candidate.fine), 0)
+        excess = self.candidates.excess.get(key_of(candidate.choices, candidate.fine), 0)
         return replace(candidate.estimate, outside=candidate.estimate.outside + excess)
 
     def _guessed(self, best: ScoredCandidate) -> Callable[[MemoryEstimate], tuple[float, float]]:
@@ -338,14 +314,14 @@ class PlanSearch:
         except UsageError:
             return False
         key = self._key(parts)
-        return not any(failed <= key[0] and fine <= key[1] for failed, fine in self._candidates.failed())
+        return not any(failed <= key[0] and fine <= key[1] for failed, fine in self.candidates.failed())
 
     def _key(self, parts: Parts) -> tuple[frozenset[Part], bool]:
         return (parts - {_FINE}, _FINE in parts)
 
     def _run(self, parts: Parts) -> Candidate | None:
         choices = tuple(choice for part, choice in self._choices.items() if part in parts)
-        return self._candidates.run(choices, fine=_FINE in parts)
+        return self.candidates.run(choices, fine=_FINE in parts)
 
     def _rank(self, scored: ScoredCandidate) -> tuple[float, float]:
         """The smaller, the better."""
@@ -366,7 +342,7 @@ class PlanSearch:
         """Without the techniques that others made superfluous."""
         for choice in best.candidate.choices:
             rest = tuple(known for known in best.candidate.choices if known is not choice)
-            found = self._candidates.run(rest, fine=best.candidate.fine)
+            found = self.candidates.run(rest, fine=best.candidate.fine)
             if found is not None and not self._better(best, scored := self._scored(found)):
                 best = scored
         return best
@@ -375,14 +351,14 @@ class PlanSearch:
 
     def frontier(self, points: int = _POINTS) -> tuple[FrontierPoint, ...]:
         """The quickest step for each of some budgets between the lowest and the plain peak; none that is dominated."""
-        candidates = self._candidates.seen()
+        candidates = self.candidates.seen()
         low = min(self._scored(candidate).lowest for candidate in candidates)
-        plain = self._candidates.plain
+        plain = self.candidates.plain
         high = max(low, plain.profile.peak_reserved_bytes + plain.profile.outside_bytes)
         found: list[FrontierPoint] = []
         for number in range(points):
             budget = low + (high - low) * number // max(1, points - 1)
-            self.progress(f"the frontier, {number + 1} of {points}")
+            self.candidates.progress(f"the frontier, {number + 1} of {points}")
             best = min(
                 (point for candidate in candidates if (point := self._point(candidate, budget)) is not None),
                 key=lambda point: (point.step_seconds, point.total_bytes),
@@ -393,7 +369,7 @@ class PlanSearch:
         return tuple(found)
 
     def _point(self, candidate: Candidate, budget: int) -> FrontierPoint | None:
-        solution = self._candidates.solve(candidate, budget - candidate.outside, quick=True)
+        solution = self.candidates.solve(candidate, budget - candidate.outside, quick=True)
         if solution is None:
             return None
         chosen = activation_choices(candidate.step, solution.decisions)

@@ -1,6 +1,6 @@
 """What a search saw of a workload, kept for the next search for it: a line of JSON for each run.
 
-NOTE [Trust]: the file begins with everything that a run depends on, as far as it can be told: the workload's name, the
+NOTE [Trust]: the file begins with everything that a run depends on, as far as it can be known: the workload's name, the
 card, the allocator's settings, versions of Python and of all packages, vramfit's own source. Then come the files of the
 user's that were read so far, by their hash. If any of it is another, nothing of the file is believed. And the plain
 program is run in each search all the same: if it is not the same to the byte and to the microsecond as the one that is
@@ -42,7 +42,7 @@ class ProfiledRun:
     Attributes:
         profile: with its model; None where it did not run.
         step: the profile of its step; None where it did not run.
-        failed: why it did not run; empty where that needs no word.
+        failed: why it did not run; empty where that needs no reason.
     """
 
     profile: Profile | None
@@ -55,7 +55,7 @@ class Runs:
     """Runs of searches for the same workload, sizes and card.
 
     Attributes:
-        profiled: combinations without a limit of memory, by what tells them from each other.
+        profiled: combinations without a limit of memory, by their key.
         costs: plans within a budget, with the budget and the seconds of the optimizer as well.
         micro_batching: what is known of cutting the workload's batches; None where nobody asked, or the time was over.
         count: runs of all searches so far.
@@ -79,7 +79,7 @@ class CachedStep:
     Attributes:
         step: of its step.
         figures: the fields of its profile that are numbers.
-        failed: why it is left out, empty where that needs no word; None where it ran.
+        failed: why it is left out, empty where that needs no reason; None where it ran.
     """
 
     step: StepProfile | None

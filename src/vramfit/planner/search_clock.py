@@ -20,7 +20,7 @@ TIME_OVER = "time"
 
 
 class SearchStopped(BaseException):
-    """No further run is begun. No error, as an interrupt is none: nothing that handles errors may take it for one."""
+    """No further run may begin. Like an interrupt it is no `Exception`, so that handlers of errors let it pass."""
 
 
 @dataclass(slots=True)
@@ -28,8 +28,8 @@ class SearchClock:
     """The time of one search, however many parts it has.
 
     Args:
-        limit: seconds that it may take; None for as many as it wants.
-        now: tells the time in seconds.
+        limit: seconds that it may take; None for no limit.
+        now: the clock, in seconds.
 
     Attributes:
         stopped: why it was stopped: `INTERRUPTED` or `TIME_OVER`; empty while it goes on.
@@ -94,7 +94,7 @@ class SearchClock:
             self._spare = before
 
     def interrupt(self) -> None:
-        """Somebody wants no further run."""
+        """Stop the search: somebody interrupted it."""
         self.stopped = INTERRUPTED
 
     def run_out(self) -> None:
@@ -134,7 +134,7 @@ _PART = 0.5
 
 
 class TimeOver(BaseException):
-    """The time of a piece of work is over. No error: nothing that handles those of a workload may take it for one."""
+    """The time of a piece of work is over. It is no `Exception`, so that handlers of workloads' errors let it pass."""
 
 
 @contextmanager

@@ -32,7 +32,7 @@ _PREFIXES = ("CUBLAS_", "CUDA_", "HF_", "NVIDIA_", "PYTORCH_", "TORCH", "TRANSFO
 """Variables that libraries read to do something else."""
 
 _ASIDE = ("VRAMFIT_CACHE_DIR",)
-"""Variables of these that change no run."""
+"""Of these, variables that change no run."""
 
 _LARGE = 1 << 26
 """Bytes of a file from which on its size and time stand for what is in it: checkpoints take long to read."""
@@ -95,14 +95,14 @@ class Evidence:
         return dict(self._digests)
 
     def _of_user(self, path: str) -> bool:
-        """Whether a file is no package's, none of the system's and none of ours."""
+        """Whether a file belongs to the user: to no package, not to the system, and not to vramfit."""
         if path.startswith((*_NOT_OURS, *_installed(), f"{_PACKAGE}{os.sep}", f"{self.beside}{os.sep}")):
             return False
         return f"{os.sep}__pycache__{os.sep}" not in path
 
 
 def digest_of(file: Path) -> str:
-    """The hash of a file's contents; empty where it is no file that can be read."""
+    """The hash of a file's contents; empty where it cannot be read."""
     try:
         about = file.stat()
         if not stat.S_ISREG(about.st_mode):
@@ -171,7 +171,7 @@ def search_folder() -> Path:
 def earlier_searches(folder: Path, job: Mapping[str, Any], target: str, *, fresh: bool) -> Iterator[None]:
     """Lay what earlier searches saw into a job's folder, and keep what is there at the end, however that comes.
 
-    The child decides whether it is to be believed. Where the cache cannot be read or written, nothing is kept.
+    The child decides whether it can be trusted. Where the cache cannot be read or written, nothing is kept.
 
     Args:
         folder: of the job.
@@ -183,7 +183,7 @@ def earlier_searches(folder: Path, job: Mapping[str, Any], target: str, *, fresh
     kept = search_folder() / f"{hashlib.sha256(named.encode()).hexdigest()[:32]}.jsonl.gz"
     here = folder / SEARCH_FILE
     if not fresh:
-        with contextlib.suppress(OSError, EOFError, zlib.error):  # a damaged one is as good as none
+        with contextlib.suppress(OSError, EOFError, zlib.error):  # a damaged one counts as none
             here.write_bytes(gzip.decompress(kept.read_bytes()))
     try:
         yield

@@ -1,7 +1,7 @@
 """Watches one step of a workload: what each block computes, keeps for its backward pass, and when.
 
 NOTE [Intervals]: a step is cut into intervals where another part of the model begins to work: the forward pass of block
-3, what lies between blocks, the backward pass of block 3. Forward passes are told by hooks, backward passes by the
+3, what lies between blocks, the backward pass of block 3. Hooks mark forward passes; backward passes are known by the
 sequence numbers that autograd gives its nodes: those made during the forward pass of a block are the block's. The bytes
 at the peak of each interval are what the planner starts from: whatever a block no longer keeps is missing in all
 intervals between its forward and its backward pass.

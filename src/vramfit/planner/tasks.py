@@ -79,10 +79,10 @@ def _search_cache(job: dict[str, Any]) -> SearchCache | None:
 
 
 def plan_request(workload: Workload, job: dict[str, Any]) -> PlanRequest:
-    """What a job asks a plan for.
+    """The request for a plan that a job holds.
 
     Raises:
-        UsageError: a size, a technique or the numerics are none.
+        UsageError: there is no such size, technique or level of numerics.
     """
     return PlanRequest(
         workload=workload,

@@ -172,7 +172,7 @@ def _with_values(model: nn.Module) -> nn.Module:
 def _narrowed(
     make: Callable[[], nn.Module], model: nn.Module
 ) -> Iterator[tuple[Callable[[], nn.Module], str]]:
-    """Makers of a model of transformers that is narrower, and what it is in words; none where it is no such model.
+    """Makers of a narrower model of transformers, each described in words; none where the model is of another library.
 
     Args:
         make: the workload's, which may put something around it or into it: adapters, a head.
@@ -281,7 +281,7 @@ def ways_to_try(
     model_bytes: int,
     most_bytes: int,
 ) -> Iterator[TrialAttempt]:
-    """Ways to try a workload, as far as they are not too dear.
+    """Ways to try a workload that take no more than the time and memory given.
 
     Args:
         workload: plain.
@@ -310,7 +310,7 @@ def most_model_bytes(part: float, most: int) -> int:
 
 
 def _smaller(sizes: Mapping[str, int], name: str, flops: float, most: float) -> tuple[dict[str, int], float]:
-    """Sizes halved until a trial is quick enough, and what it comes to then; those of examples stay."""
+    """Sizes halved until a trial is quick enough, and its FLOPs then; the number of examples stays."""
     found = dict(sizes)
     while flops > most:
         largest = max((one for one in found if one != name), key=lambda one: found[one], default=None)

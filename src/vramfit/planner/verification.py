@@ -1,4 +1,4 @@
-"""Holds a plan against its own figures and against the plain program's gradients and losses.
+"""Compares a plan with its own figures and with the plain program's gradients and losses.
 
 Gradients and losses are computed for real on this machine's CPU, with the same model, batches and random numbers: once
 plain, once with the plan. They are compared by what the plan promises:
@@ -137,7 +137,7 @@ class LossCheck:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """What became of a plan's claims.
+    """How a plan's promises were kept.
 
     Attributes:
         simulated: its memory; None where that was not asked for.
@@ -162,10 +162,10 @@ class Verification:
     def __repr__(self) -> str:
         names = ("simulated", "measured", "gradients", "losses")
         parts = {name: getattr(self, name) for name in names}
-        told = ", ".join(
+        results = ", ".join(
             f"{name} {'pass' if part.passes else 'fail'}" for name, part in parts.items() if part is not None
         )
-        return f"<Verification: {told or 'nothing was looked at'}>"
+        return f"<Verification: {results or 'nothing was looked at'}>"
 
     @property
     def passes(self) -> bool:
@@ -333,7 +333,7 @@ def judge_gradients(
 
     Args:
         plain: in float64, by parameter.
-        planned: the same.
+        planned: with the plan, in the same form.
         numerics: the promise.
         dtypes: of the plain program's parameters; float32 for those that are not named.
     """
@@ -483,7 +483,7 @@ class Measured:
     """A plan on a card.
 
     Attributes:
-        card: its name, as torch tells it.
+        card: its name, as torch gives it.
         before: the plain program, which may have the whole card.
         after: with the plan, which may have its budget less the margin.
         planned: what the plan says of `after`.

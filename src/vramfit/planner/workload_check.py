@@ -94,7 +94,7 @@ _NO_CARD = re.compile(
 _MIXED = re.compile(r"[Ee]xpected all tensors to be on the same device|is not on the expected device")
 
 
-def told(error: Exception, target: str) -> dict[str, Any]:
+def failure_to_plain(error: Exception, target: str) -> dict[str, Any]:
     """An error as plain values, as `error_to_plain` gives them, and what was found all the same.
 
     Args:
@@ -108,7 +108,7 @@ def told(error: Exception, target: str) -> dict[str, Any]:
 
 
 def workload_failure(error: Exception, target: str) -> dict[str, Any]:
-    """What is told of an error of the workload's own.
+    """An error of the workload's own as plain values: the message, its place in the user's file, and what to do.
 
     Args:
         error: with its traceback.

@@ -56,7 +56,7 @@ Positions: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class DecisionKind(Enum):
-    """What becomes of what a block keeps for its backward pass."""
+    """What is done with what a block keeps for its backward pass."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
@@ -65,7 +65,7 @@ class DecisionKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of a block.
+    """What is done with a block.
 
     Attributes:
         kind: of all that it keeps.
@@ -204,7 +204,7 @@ def absent_bytes(block: ModelBlock, decision: Decision, positions: Positions, *,
     Args:
         block: at work.
         decision: for it.
-        positions: as `StepInterval` has them, shape [n]; nothing is told of negative ones.
+        positions: as `StepInterval` has them, shape [n]; 0 at negative ones.
         backward: which pass.
 
     Returns:
@@ -291,7 +291,7 @@ def held_in(step: StepProfile) -> np.ndarray[tuple[int, int], np.dtype[np.float6
 
 
 def waits(step: StepProfile, block: ModelBlock) -> list[int] | None:
-    """How many calls of a block wait for their backward pass in each interval; None where it cannot be told."""
+    """How many calls of a block wait for their backward pass in each interval; None where that is not known."""
     return _all_waits(step)[block.index]
 
 
@@ -324,8 +324,8 @@ def _goes_on(interval: StepInterval, following: StepInterval | None) -> bool:
     """Whether the next interval belongs to the same pass of the same call."""
     if following is None or interval.call < 0:
         return False
-    one, other = ((it.block, it.backward, it.call) for it in (interval, following))
-    return one == other
+    here, ahead = ((one.block, one.backward, one.call) for one in (interval, following))
+    return here == ahead
 
 
 def overlaps(step: StepProfile, block: ModelBlock) -> bool:

@@ -44,7 +44,7 @@ class CardBackend:
         host_bytes: memory of the host that a plan may spend.
 
     Attributes:
-        name: of the card, as torch tells it.
+        name: of the card, as torch gives it.
         device_type: ``cuda``.
         total_bytes: of the card.
         left_bytes: most bytes of tensors that were still on the card after a run had been cleared away: something
@@ -59,12 +59,12 @@ class CardBackend:
     def __init__(self, *, others_bytes: int = 0, host_bytes: int = 0) -> None:
         if not torch.cuda.is_available():
             raise UsageError(
-                "torch finds no CUDA card here", "Leave --card out: the virtual GPU tells the same"
+                "torch finds no CUDA card here", "Leave --card out: the virtual GPU gives the same figures"
             )
         self.index = torch.cuda.current_device()
         torch.empty(
             1, device=self._device
-        )  # the context, without which nothing can be told of what lies outside
+        )  # the context, without which nothing is known of what lies outside
         self.name = torch.cuda.get_device_name(self.index)
         self.total_bytes = int(torch.cuda.get_device_properties(self.index).total_memory)
         self.host_bytes = host_bytes

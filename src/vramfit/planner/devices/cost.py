@@ -44,7 +44,7 @@ class StepCost:
 
     @property
     def figures(self) -> PlanFigures:
-        """As a plan tells it."""
+        """The cost as a plan holds it."""
         return PlanFigures(
             peak_allocated_bytes=self.peak_allocated_bytes,
             peak_reserved_bytes=self.peak_reserved_bytes,
@@ -134,7 +134,7 @@ def with_fewer_micro_batches(
         count: how many micro-batches.
 
     Returns:
-        the choices, the sizes, and how many times as many micro-batches there are in truth.
+        the choices, the sizes, and how many times as many micro-batches the plan has.
     """
     name = batch_size_name(sizes)
     size = sizes[name]

@@ -160,7 +160,7 @@ class VirtualBackend:
                 raise VramfitError(f"the workload ran out of memory outside the card: {error}") from error
             return ran[0], ran[0].host_pinned_peak_bytes + pageable, True
         finally:
-            gc.collect()  # a model is full of cycles, and the next run wants its memory
+            gc.collect()  # a model is full of cycles, and the next run needs its memory
             if self._own_process:
                 gc.freeze()
         return ran[0], ran[0].host_pinned_peak_bytes + pageable, False
