@@ -25,7 +25,7 @@ from vramfit import Plan, Workload
 from vramfit.gpus import find_gpu
 from vramfit.planner.devices.cost import step_cost_with
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.largest_size import bracket, largest, search_for
+from vramfit.planner.largest_size import SizeSearch, bracket, search_for
 from vramfit.planner.request import NothingFits, PlanRequest
 from vramfit.techniques import Numerics
 from vramfit.units import format_bytes, parse_bytes
@@ -97,7 +97,7 @@ def by_size(case: Case, say: Say) -> Row:
     """A size of the batch that grows."""
     workload, limit = WORKLOADS[case.name], parse_bytes(case.budget)
     sizes = {**workload.sizes, case.grows: case.start}
-    plain = largest(device(), workload, sizes, case.grows, limit, say).value
+    plain = SizeSearch(device(), workload, sizes, case.grows, limit, say).largest().value
     request = PlanRequest(
         workload=workload,
         sizes={**sizes, case.grows: max(1, plain)},

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.planner.test_reducing import _profile, contrastive
+from tests.planner.test_micro_batch_trial import _profile, contrastive
 from tests.techniques.test_trial import CoupledInTraining, Mixture, squares, two_layers, workload
 from torch import nn
 

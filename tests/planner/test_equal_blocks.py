@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from tests.planner.made import MIB, block, op, step_profile
-from tests.planner.test_activations import _best
+from tests.planner.test_activation_ilp import _best
 
 from vramfit.planner.activation_ilp.decisions import IlpOptions, predicted_peak, recompute_seconds
 from vramfit.planner.activation_ilp.ilp import groups_of

@@ -89,11 +89,9 @@ def plan(
         VramfitError: the workload itself fails.
     """
     memory = _memory_budget(gpu, budget, margin, host_budget, alloc_conf)
-    number_argument("time_limit", time_limit, least=0, most=LONGEST, inside=True)
-    if search_seconds is not None:
-        number_argument("search_seconds", search_seconds, least=0, most=LONGEST, inside=True)
-    for name, text in (("numerics", numerics), ("objective", objective)):
-        text_argument(name, text)
+    _check_seconds(time_limit, search_seconds)
+    text_argument("numerics", numerics)
+    text_argument("objective", objective)
     flag_argument("fresh", fresh)
     if progress is not None:
         call_argument("progress", progress)
@@ -111,8 +109,9 @@ def plan(
     if isinstance(workload, Workload):
         return _plan_here(workload, memory, asked, progress or _silent)
     with signals_kept():
-        target = path_argument("workload", workload)
-        found = plan_in_child(target, memory, **asked, fresh=fresh, progress=progress)
+        found = plan_in_child(
+            path_argument("workload", workload), memory, **asked, fresh=fresh, progress=progress
+        )
     if found.failure is not None:
         from vramfit.planner.request import NothingFits
 
@@ -147,6 +146,12 @@ def _device(memory: MemoryBudget, host_bytes: int) -> DeviceBackend:
     from vramfit.planner.devices.virtual_backend import VirtualBackend
 
     return VirtualBackend(memory.gpu, alloc_conf=memory.alloc_conf, host_bytes=host_bytes)
+
+
+def _check_seconds(time_limit: float, search_seconds: float | None) -> None:
+    number_argument("time_limit", time_limit, least=0, most=LONGEST, inside=True)
+    if search_seconds is not None:
+        number_argument("search_seconds", search_seconds, least=0, most=LONGEST, inside=True)
 
 
 def _check_card(card: bool | None, progress: Progress | None) -> None:

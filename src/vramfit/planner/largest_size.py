@@ -102,23 +102,12 @@ class LargestSize:
         return f"<Largest {self.size}: {self.value:,} (usually {self.usual:,}), {taken}>"
 
 
-def largest(
-    device: DeviceBackend,
-    workload: Workload,
-    sizes: Mapping[str, int],
-    name: str,
-    limit: int,
-    progress: Callable[[str], None] = lambda _text: None,
-    *,
-    host_limit: int | None = None,
-) -> LargestSize:
-    """The largest value of a size with which a step stays within a limit of bytes.
-
-    The value is doubled, or halved, until one fits and the next does not; then the interval is halved down to
-    neighbours. Every try is a run with a fresh model, so that nothing is left of those that failed.
+@dataclass(slots=True)
+class SizeSearch:
+    """The search for the largest value of one size: each try is a run with a fresh model, each value runs once.
 
     Args:
-        device: where to run.
+        device: where steps are run.
         workload: with its techniques.
         sizes: of the batch; that of `name` is where the search begins.
         name: of the size.
@@ -126,52 +115,82 @@ def largest(
         progress: called with what is tried.
         host_limit: bytes that techniques may take of the host; None for any.
     """
-    tries = _Tries(device, workload, sizes, name, limit, progress, host_limit)
-    low, high = bracket(tries.fits, sizes[name])
-    best = tries.costs.get(low)
-    return LargestSize(
-        size=name,
-        usual=sizes[name],
-        value=low,
-        failing=0 if low >= CEILING else high,
-        total_bytes=0 if best is None else best.total_bytes,
-        limit_bytes=limit,
-        step_seconds=0.0 if best is None else best.step_seconds,
-        tries=tries.results,
-        least_bytes=0 if low else device.step_cost(workload, {**sizes, name: 1}, None).total_bytes,
-        predicted=low,
-        failure=tries.failure,
-    )
 
+    device: DeviceBackend
+    workload: Workload
+    sizes: Mapping[str, int]
+    name: str
+    limit: int
+    progress: Callable[[str], None] = lambda _text: None
+    host_limit: int | None = None
+    _costs: dict[int, StepCost] = field(default_factory=dict)
+    _failing: int = 0
+    _failure: str = ""
 
-def largest_up_to(
-    device: DeviceBackend,
-    workload: Workload,
-    sizes: Mapping[str, int],
-    name: str,
-    limit: int,
-    progress: Callable[[str], None] = lambda _text: None,
-) -> tuple[int, int, tuple[Try, ...]]:
-    """The largest value that fits of those up to the one in `sizes`, the smallest that did not (0: none), and the runs.
+    def largest(self) -> LargestSize:
+        """The largest value with which a step stays within the limit.
 
-    That one is tried first. Where it does not fit, steps down double until one does: predictions are near, and runs on
-    a card are expensive.
+        The value is doubled, or halved, until one fits and the next does not; then the interval is halved down to
+        neighbours.
+        """
+        low, high = bracket(self.fits, self.sizes[self.name])
+        best = self._costs.get(low)
+        least = 0 if low else self.device.step_cost(self.workload, self._sizes_at(1), None).total_bytes
+        return LargestSize(
+            size=self.name,
+            usual=self.sizes[self.name],
+            value=low,
+            failing=0 if low >= CEILING else high,
+            total_bytes=0 if best is None else best.total_bytes,
+            limit_bytes=self.limit,
+            step_seconds=0.0 if best is None else best.step_seconds,
+            tries=self._tries(),
+            least_bytes=least,
+            predicted=low,
+            failure=self._failure,
+        )
 
-    Args:
-        device: where to run.
-        workload: with its techniques.
-        sizes: of the batch; that of `name` is the largest that is tried.
-        name: of the size.
-        limit: bytes of the device.
-        progress: called with what is tried.
-    """
-    tries = _Tries(device, workload, sizes, name, limit, progress)
-    low, high, step = sizes[name], 0, 1
-    while low and not tries.fits(low):
-        low, high, step = max(0, low - step), low, 2 * step
-    if high:
-        low, high = bisected(tries.fits, low, high)
-    return low, high, tries.results
+    def largest_up_to(self) -> tuple[int, int, tuple[Try, ...]]:
+        """The largest value that fits of those up to the first, the smallest that did not (0: none), and the runs.
+
+        The first is tried first. Where it does not fit, steps down double until one does: predictions are near, and
+        runs on a card are expensive.
+        """
+        low, high, step = self.sizes[self.name], 0, 1
+        while low and not self.fits(low):
+            low, high, step = max(0, low - step), low, 2 * step
+        if high:
+            low, high = bisected(self.fits, low, high)
+        return low, high, self._tries()
+
+    def fits(self, value: int) -> bool:
+        """Whether a step at this value stays within the limit."""
+        if value not in self._costs:
+            self.progress(f"{self.name} {value:,}")
+            try:
+                self._costs[value] = self.device.step_cost(self.workload, self._sizes_at(value), self.limit)
+            except Exception as error:  # a table of positions that ends, a check of the model's own
+                if value <= self.sizes[self.name]:
+                    raise
+                if not self._failing or value < self._failing:
+                    self._failing, self._failure = value, f"{self.name} {value:,} fails: {brief(error)}"
+                self._costs[value] = StepCost(fits=False, peak_allocated_bytes=0, peak_reserved_bytes=0)
+        cost = self._costs[value]
+        return cost.fits and (self.host_limit is None or cost.host_bytes <= self.host_limit)
+
+    def _sizes_at(self, value: int) -> dict[str, int]:
+        return {**self.sizes, self.name: value}
+
+    def _tries(self) -> tuple[Try, ...]:
+        return tuple(
+            Try(
+                value=value,
+                fits=self.fits(value),
+                total_bytes=cost.total_bytes,
+                step_seconds=cost.step_seconds,
+            )
+            for value, cost in self._costs.items()
+        )
 
 
 def with_card(found: LargestSize, check: CardCheck) -> LargestSize:
@@ -187,56 +206,6 @@ def with_card(found: LargestSize, check: CardCheck) -> LargestSize:
         step_seconds=0.0 if best is None else best.step_seconds,
         card=check,
     )
-
-
-class _Tries:
-    """Runs of a workload at values of one size, each value once."""
-
-    def __init__(
-        self,
-        device: DeviceBackend,
-        workload: Workload,
-        sizes: Mapping[str, int],
-        name: str,
-        limit: int,
-        progress: Callable[[str], None],
-        host_limit: int | None = None,
-    ) -> None:
-        self.costs: dict[int, StepCost] = {}
-        self.failure = ""
-        self._failing = 0
-        self._device, self._workload, self._sizes = device, workload, sizes
-        self._name, self._limit, self._progress = name, limit, progress
-        self._host_limit = host_limit
-
-    def fits(self, value: int) -> bool:
-        """Whether a step at this value stays within the limit."""
-        if value not in self.costs:
-            self._progress(f"{self._name} {value:,}")
-            sizes = {**self._sizes, self._name: value}
-            try:
-                self.costs[value] = self._device.step_cost(self._workload, sizes, self._limit)
-            except Exception as error:  # a table of positions that ends, a check of the model's own
-                if value <= self._sizes[self._name]:
-                    raise
-                if not self._failing or value < self._failing:
-                    self._failing, self.failure = value, f"{self._name} {value:,} fails: {brief(error)}"
-                self.costs[value] = StepCost(fits=False, peak_allocated_bytes=0, peak_reserved_bytes=0)
-        cost = self.costs[value]
-        return cost.fits and (self._host_limit is None or cost.host_bytes <= self._host_limit)
-
-    @property
-    def results(self) -> tuple[Try, ...]:
-        """All runs, in order."""
-        return tuple(
-            Try(
-                value=value,
-                fits=self.fits(value),
-                total_bytes=cost.total_bytes,
-                step_seconds=cost.step_seconds,
-            )
-            for value, cost in self.costs.items()
-        )
 
 
 CEILING = 1 << 24

@@ -14,7 +14,7 @@ from vramfit.planner.devices.card_backend import CardBackend
 from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.gradient_check import promised_plan
-from vramfit.planner.largest_size import CardCheck, largest, largest_up_to
+from vramfit.planner.largest_size import CardCheck, SizeSearch
 from vramfit.planner.memory_budget import PRICE
 from vramfit.planner.plan_file import plan_to_toml
 from vramfit.planner.plans import Plan
@@ -113,7 +113,7 @@ def fit(workload: Workload, device: DeviceBackend, job: dict[str, Any], progress
         workload = with_choices(workload, plan.choices)
         host_limit = job["host_budget"] or plan.aim.host_budget_bytes or None
     limit = job["budget"] - job["margin"]
-    return asdict(largest(device, workload, sizes, name, limit, progress, host_limit=host_limit))
+    return asdict(SizeSearch(device, workload, sizes, name, limit, progress, host_limit).largest())
 
 
 def confirm(
@@ -127,7 +127,7 @@ def confirm(
     if job["plan"] is not None:
         workload = with_choices(workload, Plan.load(job["plan"]).choices)
     limit = job["budget"] - job["margin"]
-    value, failing, tries = largest_up_to(card, workload, sizes, job["size"], limit, progress)
+    value, failing, tries = SizeSearch(card, workload, sizes, job["size"], limit, progress).largest_up_to()
     return asdict(
         CardCheck(card=card.name, value=value, failing=failing, tries=tries, left_bytes=card.left_bytes)
     )

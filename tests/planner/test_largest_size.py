@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from vramfit.planner.devices.cost import StepCost
-from vramfit.planner.largest_size import CEILING, CardCheck, LargestSize, largest, largest_up_to, with_card
+from vramfit.planner.largest_size import CEILING, CardCheck, LargestSize, SizeSearch, with_card
 from vramfit.workload import Workload
 
 WORKLOAD = Workload(
@@ -48,7 +48,7 @@ class Formula:
 
 
 def search(device: Formula, limit: int, *, start: int = 8, name: str = "batch_size") -> LargestSize:
-    return largest(device, WORKLOAD, {**WORKLOAD.sizes, name: start}, name, limit)  # type: ignore[arg-type]
+    return SizeSearch(device, WORKLOAD, {**WORKLOAD.sizes, name: start}, name, limit).largest()  # type: ignore[arg-type]
 
 
 @given(
@@ -88,13 +88,13 @@ def test_what_never_fails_ends_at_the_ceiling() -> None:
 )
 def test_a_card_is_asked_from_the_prediction_down(predicted: int, true: int) -> None:
     device = Formula(lambda size, _: size)
-    value, failing, tries = largest_up_to(
+    value, failing, tries = SizeSearch(
         device,  # type: ignore[arg-type]
         WORKLOAD,
         {**WORKLOAD.sizes, "batch_size": predicted},
         "batch_size",
         true,
-    )
+    ).largest_up_to()
     assert value == min(predicted, true)
     assert failing == (0 if predicted <= true else true + 1)
     assert tries[0].value == predicted
@@ -105,7 +105,7 @@ def test_a_card_is_asked_from_the_prediction_down(predicted: int, true: int) -> 
 def test_near_predictions_take_few_runs() -> None:
     device = Formula(lambda size, _: size)
     sizes = {**WORKLOAD.sizes, "batch_size": 1000}
-    _, _, tries = largest_up_to(device, WORKLOAD, sizes, "batch_size", 997)  # type: ignore[arg-type]
+    _, _, tries = SizeSearch(device, WORKLOAD, sizes, "batch_size", 997).largest_up_to()  # type: ignore[arg-type]
     assert len(tries) <= 5
 
 
@@ -116,7 +116,7 @@ def test_near_predictions_take_few_runs() -> None:
 def test_the_card_has_the_last_word(value: int, expected: tuple[int, int, float]) -> None:
     found = search(Formula(lambda size, _: size), 8)
     device = Formula(lambda size, _: size)
-    card, failing, tries = largest_up_to(device, WORKLOAD, WORKLOAD.sizes, "batch_size", value)  # type: ignore[arg-type]
+    card, failing, tries = SizeSearch(device, WORKLOAD, WORKLOAD.sizes, "batch_size", value).largest_up_to()  # type: ignore[arg-type]
     both = with_card(found, CardCheck(card="a card", value=card, failing=failing, tries=tries))
     assert (both.value, both.failing, both.step_seconds) == expected
     assert both.predicted == 8
@@ -149,7 +149,7 @@ def test_what_techniques_take_of_the_host_is_held_to_its_budget() -> None:
 
     device = Offloading(lambda batch, _: batch)
     found = [
-        largest(device, WORKLOAD, WORKLOAD.sizes, "batch_size", 1000, host_limit=limit)  # type: ignore[arg-type]
+        SizeSearch(device, WORKLOAD, WORKLOAD.sizes, "batch_size", 1000, host_limit=limit).largest()  # type: ignore[arg-type]
         for limit in (None, 500)
     ]
     assert [one.value for one in found] == [1000, 50]

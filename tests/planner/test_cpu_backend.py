@@ -90,7 +90,7 @@ def test_arithmetic_can_be_all_that_counts() -> None:
 
 def test_measuring_the_machine_is_no_part_of_a_run() -> None:
     code = (
-        "from tests.planner.test_cpu_device import chain\n"
+        "from tests.planner.test_cpu_backend import chain\n"
         "from vramfit.planner.devices.cpu_backend import CpuBackend\n"
         "from vramfit.planner.activation_ilp.decisions import places\n"
         "looks = [CpuBackend().observe(chain(8, 2), {'batch_size': 8}, places)[1] for _ in range(2)]\n"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.planner.test_reducing import _tall
+from tests.planner.test_micro_batch_trial import _tall
 from tests.techniques.toys import all_toys
 from torch import nn
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.planner.test_comparing import LAYERS, _plan
-from tests.planner.test_memory import JOB
-from tests.planner.test_reducing import _profile, _tall, contrastive
+from tests.planner.test_gradient_check import LAYERS, _plan
+from tests.planner.test_micro_batch_trial import _profile, _tall, contrastive
+from tests.planner.test_search_cache import JOB
 from tests.planner.test_search_clock import Second, Timed
 from tests.techniques.toys import all_toys
 
