@@ -52,7 +52,7 @@ def test_without_a_card_there_is_a_reason_and_a_way_on(capsys: pytest.CaptureFix
         (("--measured", "missing.jsonl"), "cannot read the measurements missing.jsonl"),
         (("--measured", "missing.jsonl"), "no such file"),
         (("--measured", "/"), "is a directory"),
-        (("-o", "same.json", "--json", "same.json", "--list"), "which -o names too"),
+        (("-o", "same.json", "--json", "same.json", "--list"), "which another option names too"),
         (("--minutes", "-1"), "--minutes"),
     ],
 )

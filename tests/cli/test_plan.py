@@ -166,7 +166,7 @@ def test_a_workload_that_fails_names_the_line(file: Path) -> None:
         (
             ["plan", "{file}:training", "--gpu", "8GiB", "--budget", "much"],
             UsageError,
-            "--budget much is not a size",
+            "--budget: 'much' is not a size",
         ),
         (["plan", "{file}:training", "--gpu", "8GiB", "--budget", "0"], UsageError, "must be more than 0"),
         (["plan", "{file}:training", "--gpu", "8GiB", "--margin", "9GiB"], UsageError, "nothing is left"),

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vramfit.cli.options import gpu_names, span
+from vramfit.cli.options import gpu_names, size_of, span
+from vramfit.cli.printing import STANDARD_OUTPUT, check_outputs, wide_console
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ def calibrate_command(
     are, go into a profile that `vramfit run` then prefers for that card and this torch. A run that was stopped goes
     on where it was.
     """
-    _check_outputs(output, json)
-    memory_bytes = _bytes(memory)
+    check_outputs((("-o", output), ("--json", json)))
+    memory_bytes = size_of("--memory", memory)
     spec = None
     if gpu is not None:
         from vramfit.gpus import find_gpu
@@ -79,9 +80,7 @@ def calibrate_command(
         typer.echo(f"{len(names)} cases", err=True)
         return
 
-    from vramfit.cli.printing import wide_console
-
-    console = wide_console(stderr=json == Path("-"))
+    console = wide_console(stderr=json == STANDARD_OUTPUT)
     try:
         if measured is not None:
             found = _again(measured, names, console)
@@ -116,7 +115,7 @@ def _finish(found: Calibration, console: Console, profile: Path | None, json: Pa
     if profile is not None:
         console.print(f"profile: {profile} ({made.calls} calls as measured)", soft_wrap=True)
     text = render_calibration(found, None if profile is None else str(profile))
-    if json == Path("-"):
+    if json == STANDARD_OUTPUT:
         typer.echo(text, nl=False)
     elif json is not None:
         write_text(json, text)
@@ -202,20 +201,6 @@ def _cases(families: Sequence[str]) -> list[str]:
     return [case.name for case in grid(known[name] for name in families)]
 
 
-def _bytes(memory: str | None) -> int | None:
-    from vramfit.units import parse_bytes
-
-    if memory is None:
-        return None
-    try:
-        found = parse_bytes(memory)
-    except ValueError as error:
-        raise UsageError(f"--memory: {error}") from None
-    if found <= 0:
-        raise UsageError("--memory must be more than 0", "Write it as 8GiB")
-    return found
-
-
 def _profile_of(output: Path | None, about: About) -> Path:
     """Where the profile goes. One of a virtual card is not put where it would be found for the real one."""
     from vramfit.gpus.measured_profile import profile_file
@@ -229,14 +214,3 @@ def _profile_of(output: Path | None, about: About) -> Path:
 def _journal_of(profile: Path) -> Path:
     """The measurements lie beside the profile."""
     return profile.with_name(profile.stem + _JOURNAL_SUFFIX)
-
-
-def _check_outputs(output: Path | None, json: Path | None) -> None:
-    """Find a file that cannot be written before minutes are spent."""
-    from vramfit.writing import check_writable
-
-    if output is not None and json is not None and output.absolute() == json.absolute():
-        raise UsageError(f"--json names {json}, which -o names too", "Give each its own file")
-    for path in (output, None if json == Path("-") else json):
-        if path is not None:
-            check_writable(path)

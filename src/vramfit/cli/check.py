@@ -23,11 +23,13 @@ from vramfit.cli.options import (
     Time,
     Written,
     WrittenThrough,
+    check_alloc_conf,
     gpu_names,
+    size_of,
 )
-from vramfit.cli.printing import STANDARD_OUTPUT, write_document
+from vramfit.cli.printing import STANDARD_OUTPUT, check_outputs, write_document
 from vramfit.cli.program import check_source, program_command
-from vramfit.cli.run import apart_from_json, check_alloc_conf, check_outputs
+from vramfit.cli.standard_streams import apart_from_json
 from vramfit.cli.verbs import Verb
 from vramfit.cli.where import ProgramTarget, chosen
 from vramfit.errors import UsageError, VramfitError
@@ -196,7 +198,6 @@ def _asked(
     """Read the options, before anything is run."""
     from vramfit.analysis import DEFAULT_TOLERANCE, Quantity, Tolerance
     from vramfit.trace import read_actual
-    from vramfit.units import parse_bytes
 
     if budget is None and baseline is None and write is None:
         raise UsageError("there is nothing to check", "Give --budget 20GiB, --baseline FILE, or both")
@@ -206,14 +207,7 @@ def _asked(
         raise UsageError("--of needs a budget", "Add --budget 20GiB")
     if tolerance is not None and baseline is None:
         raise UsageError("--tolerance has nothing to compare with", "Name an earlier result: --baseline FILE")
-    size = None
-    if budget is not None:
-        try:
-            size = parse_bytes(budget)
-        except ValueError as error:
-            raise UsageError(f"--budget: {error}", "An example: --budget 20GiB") from None
-        if size <= 0:
-            raise UsageError("--budget must be more than 0", "An example: --budget 20GiB")
+    size = size_of("--budget", budget)
     if baseline is not None and not baseline.exists():
         raise UsageError(f"there is no baseline {baseline}", f"{_NO_BASELINE} {baseline}")
     return _CheckOptions(

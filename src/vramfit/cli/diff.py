@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vramfit.cli.printing import STANDARD_OUTPUT, write_document
+from vramfit.cli.printing import STANDARD_OUTPUT, check_outputs, write_document
 
 
 def diff_command(
@@ -31,11 +31,10 @@ def diff_command(
 ) -> None:
     """Compare what two runs held at their peaks: what grew, what is new, by category, module and line."""
     from vramfit.analysis import diff_states, states
-    from vramfit.report import check_writable, diff_to_json, print_diff
+    from vramfit.report import diff_to_json, print_diff
     from vramfit.trace import read_actual
 
-    if json is not None and json != Path("-"):
-        check_writable(json)
+    check_outputs([("--json", json)])
     found = diff_states(states(read_actual(before)), states(read_actual(after)), device)
     if json is not None:
         write_document(json, diff_to_json(found))

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from vramfit.cli.options import span
+from vramfit.cli.printing import check_outputs, print_result
 
 STRICT_FAILURE = 3
 
@@ -37,20 +38,12 @@ def doctor_command(
     from vramfit.console import SafeConsole
     from vramfit.doctor import Severity, diagnose, gather
     from vramfit.report.doctor import print_doctor, render_doctor_json
-    from vramfit.writing import check_writable, write_text
 
-    apart = json == Path("-")
-    if json is not None and not apart:
-        check_writable(json)
+    check_outputs([("--json", json)])
     progress = SafeConsole(stderr=True)
     with progress.status("looking at this machine") as status:
         facts = gather(timeout=timeout, say=lambda what: status.update(f"looking at {what}"))
     diagnosis = diagnose(facts)
-    if apart:
-        typer.echo(render_doctor_json(diagnosis), nl=False)
-    else:
-        print_doctor(diagnosis, SafeConsole())
-        if json is not None:
-            write_text(json, render_doctor_json(diagnosis))
+    print_result(json, lambda: render_doctor_json(diagnosis), lambda: print_doctor(diagnosis, SafeConsole()))
     if strict and diagnosis.worst is Severity.ERROR:
         raise typer.Exit(STRICT_FAILURE)

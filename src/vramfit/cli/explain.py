@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vramfit.cli.options import Page
-from vramfit.cli.printing import STANDARD_OUTPUT, write_document
+from vramfit.cli.printing import STANDARD_OUTPUT, check_outputs, write_document
 from vramfit.errors import TraceFormatError, UsageError
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ def explain_command(
     report: Page = None,
 ) -> None:
     """Explain a recorded run: what was alive at its peak, by category, module and line, and what would lower it."""
-    from vramfit.cli.run import check_outputs
     from vramfit.report import (
         explanation_to_json,
         fragmentation_to_json,

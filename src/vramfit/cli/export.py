@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from vramfit.cli.printing import check_outputs
 from vramfit.errors import UsageError
 
 
@@ -37,7 +38,6 @@ def export_command(
     ui.perfetto.dev; .pickle a torch snapshot for pytorch.org/memory_viz; .json the report of vramfit run --json;
     .vft a trace.
     """
-    from vramfit.cli.run import check_outputs
     from vramfit.report.forms import Material, devices_of, write_as, writer_of
     from vramfit.trace import read_any
 

@@ -19,9 +19,9 @@ from vramfit.cli.planner_options import (
     Sizes,
     WorkloadName,
     room_of,
-    showing,
     sizes_of,
 )
+from vramfit.cli.printing import check_outputs, print_result, showing, wide_console
 
 DOES_NOT_FIT = 3
 
@@ -52,10 +52,7 @@ def fit_command(
     Each try is a run on the virtual GPU with a model of its own; what was found is run on the card too where this
     machine has one of that kind. The exit code is 3 if not even 1 fits, or less than --at-least.
     """
-    if json is not None and json != Path("-"):
-        from vramfit.writing import check_writable
-
-        check_writable(json)
+    check_outputs([("--json", json)])
     room = room_of(gpu, device, budget, margin, host_budget, alloc_conf)
     with showing() as progress:
         from vramfit.planner.planner_run import fit_in_child
@@ -70,16 +67,12 @@ def fit_command(
             progress=progress,
         )
     from vramfit.report.fit import print_fit, render_fit_json
-    from vramfit.writing import write_text
 
     name = "the CPU" if room.gpu is None else room.gpu.name
-    if json == Path("-"):
-        typer.echo(render_fit_json(found, name, at_least=at_least), nl=False)
-    else:
-        from vramfit.cli.printing import wide_console
-
-        print_fit(found, name, wide_console(), at_least=at_least)
-        if json is not None:
-            write_text(json, render_fit_json(found, name, at_least=at_least))
+    print_result(
+        json,
+        lambda: render_fit_json(found, name, at_least=at_least),
+        lambda: print_fit(found, name, wide_console(), at_least=at_least),
+    )
     if found.value < (at_least or 1):
         raise typer.Exit(DOES_NOT_FIT)

@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from vramfit.arguments import LONGEST
+from vramfit.errors import UsageError
 from vramfit.files.policy import Writes
+from vramfit.units import parse_bytes
 from vramfit.virtual.data_dependent.assume import Assume
 
 _MOST_GPUS = 8
@@ -30,6 +32,32 @@ def span(value: float | None) -> float | None:
     if value is not None and not value <= LONGEST:
         raise typer.BadParameter(f"{value:g} is not a span of time: give a number of at most {LONGEST:g}.")
     return value
+
+
+def check_alloc_conf(alloc_conf: str | None) -> None:
+    """Find a setting that cannot be read before the work starts, and tell of numbers that are read otherwise."""
+    if alloc_conf is not None:
+        from vramfit.allocator.parsing import misread_numbers
+
+        for note in misread_numbers(alloc_conf):
+            typer.echo(f"note: {note}", err=True)
+
+
+def size_of(option: str, text: str | None, *, least: int = 1) -> int | None:
+    """Bytes that an option names; None where it was not given.
+
+    Raises:
+        UsageError: the text is not a size, or too small a one.
+    """
+    if text is None:
+        return None
+    try:
+        found = parse_bytes(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from None
+    if found < least:
+        raise UsageError(f"{option} must be more than 0", "Write it as 20GiB")
+    return found
 
 
 def gpu_names(incomplete: str) -> list[tuple[str, str]]:

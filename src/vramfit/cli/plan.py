@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vramfit.cli.options import AllocConf, span
+from vramfit.cli.options import AllocConf, size_of, span
 from vramfit.cli.planner_options import (
     Budget,
     DeviceName,
@@ -18,10 +18,9 @@ from vramfit.cli.planner_options import (
     Sizes,
     WorkloadName,
     room_of,
-    showing,
-    size_of,
     sizes_of,
 )
+from vramfit.cli.printing import check_outputs, print_result, showing, wide_console
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -139,14 +138,11 @@ def _room_for_price(given: str | None, host_budget: str | None, alloc_conf: str 
 
 def _check(output: Path | None, json: Path | None, frontier: Path | None, numerics: str) -> None:
     from vramfit.techniques import Numerics
-    from vramfit.writing import check_writable
 
     Numerics.parse(numerics)
     if frontier is not None and frontier.suffix != ".svg":
         raise UsageError(f"--frontier {frontier} is not an SVG file", "Give it a name that ends in .svg")
-    for path in (output, json, frontier):
-        if path is not None and path != Path("-"):
-            check_writable(path)
+    check_outputs((("-o", output), ("--json", json), ("--frontier", frontier)))
 
 
 def _tell(planned: Planned, output: Path | None, json: Path | None, frontier: Path | None) -> None:
@@ -156,13 +152,10 @@ def _tell(planned: Planned, output: Path | None, json: Path | None, frontier: Pa
     plan = planned.plan
     if output is not None and planned.failure is None:
         plan.save(output)
-    if json == Path("-"):
-        typer.echo(render_plan_json(plan, planned.frontier), nl=False)
-    else:
-        from vramfit.cli.printing import wide_console
-
-        print_plan(plan, wide_console(), frontier=planned.frontier)
-        if json is not None:
-            write_text(json, render_plan_json(plan, planned.frontier))
+    print_result(
+        json,
+        lambda: render_plan_json(plan, planned.frontier),
+        lambda: print_plan(plan, wide_console(), frontier=planned.frontier),
+    )
     if frontier is not None:
         write_text(frontier, render_frontier_svg(plan, planned.frontier))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vramfit.cli.options import gpu_names
+from vramfit.cli.options import gpu_names, size_of
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -104,25 +103,6 @@ def room_of(
     )
 
 
-def size_of(option: str, text: str | None, *, least: int = 1) -> int | None:
-    """Bytes that an option names.
-
-    Raises:
-        UsageError: the text is not a size, or too small a one.
-    """
-    from vramfit.units import parse_bytes
-
-    if text is None:
-        return None
-    try:
-        found = parse_bytes(text)
-    except (ValueError, OverflowError):
-        raise UsageError(f"{option} {text} is not a size", "Write it as 2GiB") from None
-    if found < least:
-        raise UsageError(f"{option} must be more than 0", "Write it as 2GiB")
-    return found
-
-
 def sizes_of(texts: Sequence[str]) -> dict[str, int]:
     """Sizes as ``NAME=N``.
 
@@ -136,17 +116,3 @@ def sizes_of(texts: Sequence[str]) -> dict[str, int]:
             raise UsageError(f"--size {text} is not of the form NAME=N", "Write it as batch_size=64")
         found[name] = int(value)
     return found
-
-
-@contextmanager
-def showing() -> Iterator[Callable[[str], None]]:
-    """A line on the terminal that says what is going on; gone at the end."""
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    from vramfit.console import SafeConsole
-
-    console = SafeConsole(stderr=True)
-    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda text: bar.update(task, description=text)

@@ -1,19 +1,20 @@
-"""What the command line prints: results on wide lines, JSON documents where ``--json`` names, and errors."""
+"""What the command line prints and writes: results, JSON documents, a line of progress, and errors."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from vramfit import __version__
-from vramfit.errors import VramfitError
+from vramfit.errors import UsageError, VramfitError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,6 +50,65 @@ def write_document(path: Path, document: Mapping[str, Any]) -> None:
     from vramfit.report import write_text
 
     write_text(path, text)
+
+
+def print_result(path: Path | None, render: Callable[[], str], show: Callable[[], object]) -> None:
+    """Show a result, and write it as JSON where that was asked for; on standard output it is shown as JSON alone.
+
+    Args:
+        path: what ``--json`` names; None without it.
+        render: makes the JSON.
+        show: prints the result.
+
+    Raises:
+        WriteError: the file cannot be written.
+    """
+    if path == STANDARD_OUTPUT:
+        typer.echo(render(), nl=False)
+        return
+    show()
+    if path is not None:
+        from vramfit.writing import write_text
+
+        write_text(path, render())
+
+
+def check_outputs(outputs: Iterable[tuple[str, Path | None]]) -> None:
+    """Find a file that cannot be written before minutes of work.
+
+    Args:
+        outputs: each option with what it names; ``-`` is standard output for ``--json`` alone.
+
+    Raises:
+        UsageError: two options name the same file.
+        WriteError: a file cannot be written.
+    """
+    from vramfit.writing import check_writable
+
+    seen: set[Path] = set()
+    for option, path in outputs:
+        if path is None or (option == "--json" and path == STANDARD_OUTPUT):
+            continue
+        if path.absolute() in seen:
+            raise UsageError(
+                f"{option} names {path}, which another option names too", "Give each its own file"
+            )
+        seen.add(path.absolute())
+        check_writable(path)
+
+
+@contextlib.contextmanager
+def showing() -> Iterator[Callable[[str], None]]:
+    """A line on the terminal that says what is going on; gone at the end."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from vramfit.console import SafeConsole
+
+    console = SafeConsole(stderr=True)
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda text: bar.update(task, description=text)
 
 
 def print_error(error: VramfitError) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vramfit.cli.printing import STANDARD_OUTPUT, write_document
+from vramfit.cli.options import check_alloc_conf
+from vramfit.cli.printing import STANDARD_OUTPUT, check_outputs, write_document
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -45,7 +46,6 @@ def replay_command(
 ) -> None:
     """Replay a recording's requests through the allocator and compare addresses, segments and peaks."""
     from vramfit.allocator import AllocatorConfig
-    from vramfit.cli.run import check_alloc_conf, check_outputs
     from vramfit.trace import read_any, replay
 
     check_alloc_conf(alloc_conf)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,9 +24,12 @@ from vramfit.cli.options import (
     Time,
     Written,
     WrittenThrough,
+    check_alloc_conf,
     gpu_names,
 )
+from vramfit.cli.printing import check_outputs
 from vramfit.cli.program import check_source, program_command
+from vramfit.cli.standard_streams import apart_from_json
 from vramfit.cli.where import chosen
 from vramfit.errors import UsageError
 from vramfit.launch.limits import limits_from
@@ -264,56 +264,6 @@ def exit_code(run: Run, verdict: Verdict, found: Reconciliation | None = None) -
     if run.exit_code == 0 and found is not None and not found.within:
         return DIFFERS
     return run.exit_code if run.exit_code >= 0 else 128 - run.exit_code
-
-
-def check_alloc_conf(alloc_conf: str | None) -> None:
-    """Find a setting that cannot be read before the work starts, and tell of numbers that are read otherwise."""
-    if alloc_conf is not None:
-        from vramfit.allocator.parsing import misread_numbers
-
-        for note in misread_numbers(alloc_conf):
-            typer.echo(f"note: {note}", err=True)
-
-
-def check_outputs(outputs: Iterable[tuple[str, Path | None]]) -> None:
-    """Find a file that cannot be written before the program runs for minutes.
-
-    Args:
-        outputs: each option with what it names; ``-`` is standard output for ``--json`` alone.
-
-    Raises:
-        UsageError: two options name the same file.
-        WriteError: a file cannot be written.
-    """
-    from vramfit.writing import check_writable
-
-    seen: set[Path] = set()
-    for option, path in outputs:
-        if path is None or (option == "--json" and path == Path("-")):
-            continue
-        if path.absolute() in seen:
-            raise UsageError(
-                f"{option} names {path}, which another option names too", "Give each its own file"
-            )
-        seen.add(path.absolute())
-        check_writable(path)
-
-
-@contextlib.contextmanager
-def apart_from_json(json: Path | None) -> Iterator[None]:
-    """Send what the program prints to standard error where standard output shall hold nothing but JSON."""
-    if json != Path("-"):
-        yield
-        return
-    sys.stdout.flush()
-    # The child inherits the descriptors, so that is where its output must be turned.
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def _show(run: Run, verdict: Verdict, found: Reconciliation | None, json: Path | None) -> None:

@@ -7,8 +7,10 @@ import io
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TextIO
 
+from vramfit.cli.printing import STANDARD_OUTPUT
 from vramfit.writing import refused
 
 
@@ -106,3 +108,20 @@ def _streams_for_closed_ones() -> Iterator[None]:
             opened.callback(setattr, sys, name, None)
             setattr(sys, name, stream)
         yield
+
+
+@contextlib.contextmanager
+def apart_from_json(json: Path | None) -> Iterator[None]:
+    """Send what the program prints to standard error where standard output shall hold nothing but JSON."""
+    if json != STANDARD_OUTPUT:
+        yield
+        return
+    sys.stdout.flush()
+    # The child inherits the descriptors, so that is where its output must be turned.
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vramfit.cli.options import AllocConf, gpu_names
+from vramfit.cli.options import AllocConf, check_alloc_conf, gpu_names, size_of
+from vramfit.cli.printing import check_outputs, print_result, showing, wide_console
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -67,14 +68,7 @@ def stress_command(
     report = _run(workload, gpu, device, budget, rounds, vary or [], alloc_conf)
     from vramfit.report import print_stress, render_stress_json, render_stress_svg, write_text
 
-    if json == Path("-"):
-        typer.echo(render_stress_json(report), nl=False)
-    else:
-        from vramfit.cli.printing import wide_console
-
-        print_stress(report, wide_console())
-        if json is not None:
-            write_text(json, render_stress_json(report))
+    print_result(json, lambda: render_stress_json(report), lambda: print_stress(report, wide_console()))
     if plot is not None:
         write_text(plot, render_stress_svg(report))
     if not report.fits:
@@ -85,15 +79,10 @@ def stress_command(
 
 def _check(json: Path | None, plot: Path | None, alloc_conf: str | None) -> None:
     """Find what cannot be read or written before minutes of work."""
-    from vramfit.cli.run import check_alloc_conf
-    from vramfit.writing import check_writable
-
     check_alloc_conf(alloc_conf)
     if plot is not None and plot.suffix != ".svg":
         raise UsageError(f"--plot {plot} is not an SVG file", "Give it a name that ends in .svg")
-    for path in (json, plot):
-        if path is not None and path != Path("-"):
-            check_writable(path)
+    check_outputs((("--json", json), ("--plot", plot)))
 
 
 def _run(
@@ -105,9 +94,6 @@ def _run(
     vary: list[str],
     alloc_conf: str | None,
 ) -> StressReport:
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    from vramfit.console import SafeConsole
     from vramfit.stress import Vary, stress
 
     spec = None
@@ -115,31 +101,14 @@ def _run(
         from vramfit.gpus import find_gpu
 
         spec = find_gpu(gpu)
-    console = SafeConsole(stderr=True)
-    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting", total=None)
+    with showing() as progress:
         return stress(
             workload,
             gpu=spec,
             device=device,
-            budget=_bytes(budget),
+            budget=size_of("--budget", budget),
             rounds=rounds,
             vary=[Vary.parse(text) for text in vary],
             alloc_conf=alloc_conf,
-            progress=lambda text: bar.update(task, description=text),
+            progress=progress,
         )
-
-
-def _bytes(budget: str | None) -> int | None:
-    from vramfit.units import parse_bytes
-
-    if budget is None:
-        return None
-    try:
-        found = parse_bytes(budget)
-    except ValueError as error:
-        raise UsageError(f"--budget: {error}", "Write it as 2GiB") from None
-    if found < 1:
-        raise UsageError("--budget must be more than 0", "Write it as 2GiB")
-    return found

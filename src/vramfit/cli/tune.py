@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vramfit.cli.printing import check_outputs, print_result, wide_console
+
 if TYPE_CHECKING:
     from vramfit.analysis import Tuning
     from vramfit.trace import MemoryTrace
@@ -42,22 +44,11 @@ def tune_command(
     """
     from vramfit.trace import read_any
 
-    if json is not None and json != Path("-"):
-        from vramfit.writing import check_writable
-
-        check_writable(json)
+    check_outputs([("--json", json)])
     tuning = _with_progress(read_any(file), device, settings or [])
-    from vramfit.report import render_tuning_json, write_text
+    from vramfit.report import print_tuning, render_tuning_json
 
-    if json == Path("-"):
-        typer.echo(render_tuning_json(tuning), nl=False)
-        return
-    from vramfit.cli.printing import wide_console
-    from vramfit.report import print_tuning
-
-    print_tuning(tuning, wide_console())
-    if json is not None:
-        write_text(json, render_tuning_json(tuning))
+    print_result(json, lambda: render_tuning_json(tuning), lambda: print_tuning(tuning, wide_console()))
 
 
 def _with_progress(trace: MemoryTrace, device: int | None, settings: list[str]) -> Tuning:

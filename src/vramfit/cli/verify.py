@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from vramfit.cli.options import gpu_names, span
-from vramfit.cli.planner_options import JsonFile, OnCard, Sizes, showing, sizes_of
+from vramfit.cli.planner_options import JsonFile, OnCard, Sizes, sizes_of
+from vramfit.cli.printing import check_outputs, print_result, showing, wide_console
 
 BROKEN = 3
 
@@ -49,10 +50,7 @@ def verify_command(
     Memory is that of a run on the virtual GPU; where this machine has the plan's card, it is measured there as well,
     and so is the time of a step. The exit code is 3 if it does not.
     """
-    if json is not None and json != Path("-"):
-        from vramfit.writing import check_writable
-
-        check_writable(json)
+    check_outputs([("--json", json)])
     with showing() as progress:
         from vramfit.gpus import find_gpu
         from vramfit.planner.planner_run import verify_in_child
@@ -70,15 +68,9 @@ def verify_command(
             progress=progress,
         )
     from vramfit.report.verify import print_verification, render_verification_json
-    from vramfit.writing import write_text
 
-    if json == Path("-"):
-        typer.echo(render_verification_json(found), nl=False)
-    else:
-        from vramfit.cli.printing import wide_console
-
-        print_verification(found, wide_console())
-        if json is not None:
-            write_text(json, render_verification_json(found))
+    print_result(
+        json, lambda: render_verification_json(found), lambda: print_verification(found, wide_console())
+    )
     if not found.passes:
         raise typer.Exit(BROKEN)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from vramfit.cli.options import size_of
 from vramfit.errors import UsageError
 from vramfit.files.policy import Writes
-from vramfit.units import parse_bytes
 from vramfit.virtual.data_dependent.assume import Assume
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def chosen(
                 f"{option} is for a virtual GPU: a recorded program writes its files as usual",
                 "Choose a card with --gpu NAME, or leave it out",
             )
-    return Recorded(device=_device(device), budget=None if budget is None else _bytes(budget))
+    return Recorded(device=_device(device), budget=size_of("--budget", budget))
 
 
 def _device(text: str | None) -> str:
@@ -166,13 +166,3 @@ def _device(text: str | None) -> str:
     if not known:
         raise UsageError(f"--device {text} cannot be recorded", _DEVICES)
     return text
-
-
-def _bytes(text: str) -> int:
-    try:
-        found = parse_bytes(text)
-    except ValueError as error:
-        raise UsageError(f"--budget: {error}") from None
-    if found <= 0:
-        raise UsageError("--budget must be more than 0", "Write it as 2GiB")
-    return found
