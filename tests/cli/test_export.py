@@ -45,7 +45,7 @@ def test_a_picture_of_a_device(vramfit: Vramfit, tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["-o", "trace.docx"], "does not say which form"),
-        (["-o", "a.svg", "--device", "7"], "nothing of device 7"),
+        (["-o", "a.svg", "--device", "7"], "no data for device 7"),
         (["-o", "a.svg", "-o", "a.svg"], "which another option names too"),
         (["-o", "nowhere/a.svg"], "Create the folder first"),
     ],

@@ -57,7 +57,7 @@ def test_a_workload_that_does_not_fit_ends_with_3() -> None:
         ([f"{EXAMPLE}:training", "--gpu", "8GiB", "--vary", "batch=x"], UsageError, "cannot be read"),
         ([f"{EXAMPLE}:training", "--device", "cpu"], UsageError, "needs a budget"),
         ([f"{EXAMPLE}:training", "--device", "cpu", "--budget", "much"], UsageError, "--budget"),
-        ([f"{EXAMPLE}:training", "--gpu", "8GiB", "--plot", "a.png"], UsageError, r"no SVG file"),
+        ([f"{EXAMPLE}:training", "--gpu", "8GiB", "--plot", "a.png"], UsageError, r"not an SVG file"),
         ([f"{EXAMPLE}:training", "--gpu", "8GiB", "--alloc-conf", "x:1"], ConfigError, "x"),
         ([f"{EXAMPLE}:training", "--gpu", "8GiB", "--json", "/no/such/folder/a.json"], WriteError, "folder"),
     ],
