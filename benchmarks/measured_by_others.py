@@ -4,15 +4,16 @@
 
 Needs torchvision. ``measured_by_others.csv`` holds figures that the authors of xMem measured (their repository
 Stone-ResearchLife/xMem, files ``plot/data/**/evaluation_result.json``, MIT licence, copyright 2025 Jiabo Shi), copied
-figure by figure: the largest memory that NVML told in use, less its first sample. Programs and settings are in
+figure by figure: the most memory in use according to NVML, less its first sample. Programs and settings are in
 benchmarks/README.md.
 
 NOTE [The first sample]
-The sampling began while the model was taken to the card, and what stood there by then is missing from the figures. With
-model and optimizer added, the 24 trainings of ConvNeXt-Tiny on the RTX 3060 are predicted within 0.3 % in the median,
-those with Adagrad, whose state is made with the optimizer, among them; as they stand all but one of them are
+The sampling began while the model was being moved to the card, and what was there by then is missing from the figures.
+With model and optimizer added, the 24 trainings of ConvNeXt-Tiny on the RTX 3060 are predicted within 0.3 % in the
+median, including those with Adagrad, whose state is made with the optimizer; as they stand, all but one of them are
 predicted too high, by what the parameters take, and those with Adagrad by twice that. Where the model is large, only a
-part of it may have stood. So a figure is told as it is, and with all that stands before the first batch; a model of
+part of it may have been there. A figure is therefore reported as it is, and with all that is allocated before the first
+batch; a model of
 more than 256 MiB counts as measured somewhere between the two.
 """
 

@@ -2,9 +2,9 @@
 
     python benchmarks/overhead.py [--device cpu|cuda] [--pairs N] [--json FILE]
 
-Each pair runs the same steps once plain and once recorded, in an order that alternates, so that whatever else the
-machine does meets both. A pair gives one ratio; the table shows their median and how far they spread. On the CPU the
-time is that of the processor, so that other programs of the machine do not count.
+Each pair runs the same steps once plain and once recorded, in alternating order, so that other load on the machine
+affects both. A pair gives one ratio; the table shows their median and how far they spread. On the CPU the
+time is processor time, so that other programs on the machine do not count.
 
 On the CPU the tensors are metered one op at a time in Python: the smaller the ops, the more that costs. On a card
 torch records in C++, and at most 2 % is the goal.

@@ -5,7 +5,7 @@
     python benchmarks/record.py --gpu H200 ...      the virtual GPU takes the card's place, to test the machinery
 
 Each configuration runs in a process of its own with its own allocator settings, from a warm context and an empty
-allocator. What is recorded already is left alone, so that a run which was stopped is continued by the same command.
+allocator. What is already recorded is left alone, so that the same command continues a stopped run.
 `benchmarks/accuracy.py` compares the predictions with what lies below benchmarks/recordings.
 """
 

@@ -8,10 +8,10 @@ the same in the same order in one process, and writes snapshots with the same fu
 then read by the same code. The first table compares their peaks over the recorded window, the second everything else:
 the state in which recording began, every request for a block and every return in order, segments, blocks of a cuBLAS
 workspace's size held at the end (activations of 32 MiB among them at context 256), and slack and inactive split bytes
-at the peak. The last two also tell where blocks lie: of equal free blocks the allocator takes the lowest, so they
+at the peak. The last two also show where blocks lie: of equal free blocks the allocator takes the lowest, so they
 depend on the addresses that the driver gives to segments.
 
-Which card it was is told by the recordings themselves. gpt-2.7b: workspaces of 32 MiB exist on Hopper alone in torch
+The recordings themselves show which card it was. gpt-2.7b: workspaces of 32 MiB exist on Hopper alone in torch
 2.6, and the buffers of two reductions (164,626,432 and 41,156,608 bytes) fit 132 multiprocessors: an H100 SXM. eor-nn:
 the buffers of its means (576 bytes) are those of 144 blocks, two on each of the 72 multiprocessors of a Quadro RTX
 6000. Its torch 2.2 takes 1 MiB from the allocator for each linear layer (cuBLASLt); newer releases keep that memory.

@@ -15,7 +15,6 @@ making of the model included, has more allocated.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -29,16 +28,17 @@ from random_budgets import processes
 from random_budgets.table import Outcome, outcome, page, pairs_table, summary, terminal_table
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from study_files import keep, kept
 
 RESULTS = Path(__file__).resolve().parent / ".budgets.jsonl"
 
 HEAD = """With {versions}, one thread. `python studies/budgets.py --write docs/budgets.md` makes this page. Each
 pair is a random workload and a random budget between *low*, the peak with all blocks recomputed and, where the numerics
-allow it, single examples, and that of the plain program. The plan is made for the CPU, saved as TOML, read in a process
-of its own and applied; *measured* is the most that torch's profiler counts as allocated there, over the making of the
-model and four steps from another seed. *Planned* is the peak that the plan names. *Own meter* is what `vramfit.track`
-says of two steps: it follows the tensors that the program sees, in blocks of 512 bytes, and not what a kernel
-allocates for itself."""
+allow it, single examples, and the peak of the plain program. The plan is made for the CPU, saved as TOML, read in a
+process of its own and applied. *Measured* is the most that torch's profiler counts as allocated there, while the model
+is made and in four steps from another seed; *planned* is the peak that the plan names; *own meter* is what
+`vramfit.track` reports for two steps: it follows the tensors that the program sees, in blocks of 512 bytes, and not
+what a kernel allocates for itself."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -102,17 +102,8 @@ def _numbers(options: argparse.Namespace, parser: argparse.ArgumentParser) -> li
 
 
 def _known(results: Path, seed: int) -> dict[int, dict[str, Any]]:
-    """What earlier runs found of pairs of this seed; the latest of each, and no line that was cut off."""
-    found: dict[int, dict[str, Any]] = {}
-    if results.is_file():
-        for line in results.read_text(encoding="utf-8").splitlines():
-            try:
-                kept = json.loads(line)
-            except ValueError:
-                continue
-            if kept["seed"] == seed:
-                found[kept["number"]] = kept
-    return found
+    """What earlier runs found of pairs of this seed, the latest of each."""
+    return {result["number"]: result for result in kept(results) if result["seed"] == seed}
 
 
 def _try_all(numbers: list[int], options: argparse.Namespace, console: Console) -> dict[int, dict[str, Any]]:
@@ -134,8 +125,7 @@ def _try_all(numbers: list[int], options: argparse.Namespace, console: Console) 
                     pair,
                     lambda tell=tell: progress.update(task, description=f"{tell}, measured", refresh=True),
                 )
-                with options.results.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(result) + "\n")
+                keep(options.results, result)
                 found[number] = result
                 progress.advance(task)
         except KeyboardInterrupt:

@@ -25,6 +25,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from study_files import keep, kept
 from transformer_families.table import Entry, Status, judge, page, summary, terminal_table
 
 HERE = Path(__file__).resolve().parent
@@ -145,17 +146,9 @@ def _page(found: dict[str, Entry]) -> str:
 
 
 def _known(results: Path) -> dict[str, Entry]:
-    """What earlier runs found; a line that was cut off is left out."""
-    found: dict[str, Entry] = {}
-    if results.is_file():
-        for line in results.read_text(encoding="utf-8").splitlines():
-            try:
-                kept = json.loads(line)
-            except ValueError:
-                continue
-            entry = judge(kept["virtual"], kept["cpu"])
-            found[entry.family] = entry
-    return found
+    """What earlier runs found."""
+    entries = (judge(answers["virtual"], answers["cpu"]) for answers in kept(results))
+    return {entry.family: entry for entry in entries}
 
 
 def _try_all(names: list[str], results: Path, console: Console) -> dict[str, Entry]:
@@ -168,8 +161,7 @@ def _try_all(names: list[str], results: Path, console: Console) -> dict[str, Ent
             for name in names:
                 progress.update(task, description=name)
                 answers = worker.attempt(name)
-                with results.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(answers) + "\n")
+                keep(results, answers)
                 found[name] = judge(answers["virtual"], answers["cpu"])
                 progress.advance(task)
     except KeyboardInterrupt:

@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from study_files import keep, kept
 
 from vramfit import Plan, Workload
 from vramfit.gpus import find_gpu
@@ -178,8 +179,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.fresh:
         KEPT.unlink(missing_ok=True)
-    kept = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
-    rows = {one["name"]: Row(**one | {"techniques": tuple(one["techniques"])}) for one in kept}
+    rows = {one["name"]: Row(**one | {"techniques": tuple(one["techniques"])}) for one in kept(KEPT)}
     columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=None)
@@ -188,9 +188,7 @@ def main() -> None:
                 continue
             work = by_layers if case.grows == "layers" else by_size
             rows[case.name] = work(case, lambda text: bar.update(task, description=text))
-            KEPT.parent.mkdir(exist_ok=True)
-            with KEPT.open("a") as file:
-                file.write(json.dumps(asdict(rows[case.name])) + "\n")
+            keep(KEPT, asdict(rows[case.name]))
     show([rows[case.name] for case in CASES if case.name in rows], Console(width=150))
     if options.json is not None:
         write_text(options.json, json.dumps([asdict(row) for row in rows.values()], indent=2))

@@ -5,7 +5,7 @@
     python studies/plan_gradients.py --write docs/gradients.md
 
 Each workload of `gradient_parts/subjects.py` is planned for its lowest peak, with the techniques that change how
-gradients come about: that takes as many of them as there are. Then a step with the plan and one without are taken for
+gradients come about: that uses as many of them as possible. Then a step with the plan and one without are taken for
 real on the CPU, from the same seed and at the plan's own sizes, and the gradient of each parameter is compared. Where
 micro-batches would be wrong, the plan's own words say why they were left out. The exit code is 3 if a gradient differs
 by more than was promised, or a batch whose examples are coupled was cut under a promise of rounding.
@@ -60,23 +60,23 @@ CARD = "RTX 4090"
 HEAD = """# Gradients of plans
 
 With {versions}. `python studies/plan_gradients.py --write docs/gradients.md` makes this page.
-Small workloads whose gradients are easily got wrong are planned for their lowest peak on a virtual {card} (DETR, whose
-matching needs values, on the CPU), with the techniques that change how gradients come about, and trained for a step on
-the CPU at the plan's own sizes, with and without the plan. *Equal* gradients are so bit for bit; the *worst* is the one
-that comes closest to what is promised, as a part of its norm. *Left out* is what the plan says of a technique that was
-not used, since it would have been wrong or was not tried.
+Small workloads whose gradients are easy to get wrong are planned for their lowest peak on a virtual {card} (DETR, whose
+matching needs values, on the CPU), with the techniques that change how gradients are computed, and trained for a step
+on the CPU at the plan's own sizes, with and without the plan. *Equal* gradients are equal bit for bit; *worst* is the
+one that comes closest to its promised bound, as a fraction of its norm. *Left out* is what the plan says about a
+technique that was not used because it would have been wrong or was not tried.
 """
 
 ALONE = """## Each technique on its own
 
-Techniques that compute with fewer bits or with other mathematics, each setting that they offer on its own: {steps}
-steps of the same workloads, beside as many of the plain program. *Worst gradient* is of the first step, the largest of
-any parameter of any workload, as a part of its norm; *allowed* is what is promised of every one. What an optimizer
-changes shows in the losses alone: *worst loss* is the largest difference of any step, as a part of the plain loss. TF32
-is not a CPU's: inputs of products are rounded to its 10 bits there. Half precision is added up as on a card (a CPU's
-layer norm adds the gradients of its weights in bfloat16, a quarter off with 16,384 rows, and a card in float32).
-*Beyond* names the workloads where the technique alone goes beyond what it promises: plans are compared before they are
-written, and leave it out there.
+Techniques that compute with fewer bits or with other mathematics, each of their settings on its own: {steps} steps of
+the same workloads, compared with as many of the plain program. *Worst gradient* is that of the first step, the largest
+of any parameter of any workload, as a fraction of its norm; *allowed* is the bound that is promised for each. What an
+optimizer changes shows in the losses alone: *worst loss* is the largest difference of any step, as a fraction of the
+plain loss. A CPU has no TF32: the inputs of products are rounded to its 10 bits instead. Half precision is accumulated
+as on a card (a CPU's layer norm adds the gradients of its weights in bfloat16, a quarter off with 16,384 rows, and a
+card in float32). *Beyond* names the workloads where the technique alone exceeds what it promises: plans are compared
+before they are written, and leave it out there.
 """
 
 

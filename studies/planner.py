@@ -165,13 +165,13 @@ def table(rows: Sequence[Row]) -> Table:
 _PAGE = """# How long a plan takes
 
 `python studies/planner.py` plans for models that people train, with their published configurations: one after the
-other, in a process of its own each, with nothing remembered of earlier searches, and {limit:.0f} s at most. Goals: a
-first plan within {first:.0f} s, the end within {end:.0f} s on two cores. *CPU* is the processor's time. *Before* is
-revision {revision}, which told of no first plan and is not held to the goals. {note}
+other, each in a process of its own, with nothing remembered from earlier searches, for at most {limit:.0f} s. Goals: a
+first plan within {first:.0f} s, the end within {end:.0f} s on two cores. *CPU* is processor time. *Before* is
+revision {revision}, which did not report a first plan and is not held to the goals. {note}
 
-- **First plan**: seconds until a plan was known to keep the budget: what a search that is stopped then leaves.
-- **Step**: simulated seconds of a step with the plan, as the revision itself told them: how copies over the link and
-  repeated work are charged has changed in between.
+- **First plan**: seconds until a plan was known to keep the budget; a search that is stopped then returns that plan.
+- **Step**: simulated seconds of a step with the plan, as reported by the revision itself: how copies over the link and
+  repeated work are charged has changed between the two.
 
 {rows}"""
 

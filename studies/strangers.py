@@ -1,4 +1,4 @@
-"""Public scripts that nobody here wrote, each run on a virtual GPU: which of them end with a verdict?
+"""Public scripts that other people wrote, each run on a virtual GPU: which of them end with a verdict?
 
     python studies/strangers.py --work /tmp/strangers                       # all; goes on where it was
     python studies/strangers.py --work /tmp/strangers --only 'ex_*' yolo11   # some, run anew
@@ -22,9 +22,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from stranger_runs.manifest import MANIFEST, Script, read  # noqa: E402
-from stranger_runs.outcome import Outcome, load  # noqa: E402
+from stranger_runs.outcome import GOAL, Outcome, load, share, summary, table  # noqa: E402
 from stranger_runs.running import GPU, Bench  # noqa: E402
-from stranger_runs.table import GOAL, share, summary, table  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Two revisions of vramfit run the same programs in turn, so that whatever else the machine does meets both."""
+"""Two revisions of vramfit run the same programs in turn, so that other load on the machine affects both."""
 
 from __future__ import annotations
 

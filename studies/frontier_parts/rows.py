@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from study_files import keep, kept
+
 from frontier_parts.peers import AUTO_SAC, Peer, peers_of
 from frontier_parts.subjects import MIB, Subject
 
@@ -120,13 +122,8 @@ class Kept:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._found: dict[tuple[str, str], Found] = {}
-        if path.is_file():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    told = json.loads(line)
-                except ValueError:
-                    continue  # cut off by an end in the middle of a line
-                self._take(told)
+        for told in kept(path):
+            self._take(told)
 
     def _take(self, told: dict[str, Any]) -> None:
         row = Row.of(told["row"])
@@ -143,8 +140,6 @@ class Kept:
     def add(self, subject: str, row: Row, value: dict[str, Any]) -> Found:
         """Keep a row at once."""
         told = {"subject": subject, "row": row.key, "found": value}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(told) + "\n")
+        keep(self.path, told)
         self._take(told)
         return self._found[subject, row.key]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from study_files import markdown_table
 
 from frontier_parts.peers import AUTO_SAC, COMPILER, EAGER, SELECTIVE, UNIFORM
 from frontier_parts.picture import Dot, picture
@@ -251,30 +252,30 @@ _INTRODUCTION = """# Peak memory against arithmetic
 the same workloads and measured alike. {versions}, float32, without dropout, on the CPU, one thread.
 
 - **Peak**: the most bytes that tensors hold in a step, by the memory events of `torch.profiler`, less parameters and
-  gradients. Gradients stay allocated from step to step, for everybody. Buffers and the batch count.
+  gradients. Gradients stay allocated from step to step, in every row. Buffers and the batch count.
 - **Extra FLOPs**: multiplications and additions of a step beyond those of the plain program, by the formulas of
-  `torch.utils.flop_counter`, in-place forms and torch's chunked loss included. Torch has no formula for attention on
-  the CPU, which therefore counts for nothing, as with its own counter; *with attention* counts it by the formula of the
+  `torch.utils.flop_counter`, including in-place forms and torch's chunked loss. Torch has no formula for attention on
+  the CPU, which therefore counts as zero, as with its own counter; *with attention* counts it by the formula for the
   kernels of cards.
-- **Extra time**: seconds of a step beyond those of the plain program, all operations that it runs summed up, each taken
-  to be as quick as on an {card} by the rates with which plans for cards are priced. That is an estimate, of operations
-  that run one after the other, the masks among them that transformers leaves out where nothing is masked. The compiler
-  could do pointwise ones along with others; *fused* says what is left if these take no time at all, less than which no
-  compiler comes to.
-- **Plans** are priced for the CPU by their arithmetic, which is what is compared, and know no peers. What they take in
-  time is told, but they are not asked to be quick: a loss in chunks of few rows is not. They may use
+- **Extra time**: seconds of a step beyond those of the plain program, as the sum of all operations that it runs, each
+  as fast as on an {card} by the rates with which plans for cards are priced. That is an estimate for operations that
+  run one after the other, including the masks that transformers leaves out where nothing is masked. The compiler could
+  fuse pointwise operations with others; *fused* says what is left if these take no time at all, a lower bound for any
+  compiler.
+- **Plans** are priced for the CPU by their arithmetic, which is what is compared, and know nothing of the peers. Their
+  time is reported, but they do not optimize it: a loss in chunks of few rows is slow. They may use
   {techniques}; a second table adds `micro-batching`,
-  which no peer does. *Solver* is what the mixed-integer programs took, *search* all of it, and *runs* how often the
-  workload ran for it: budgets of one workload are asked for in turn and share what was run for others. In these runs
-  products of matrices give zeros, which changes no bytes; what is in the tables was run in full afterwards.
+  which no peer does. *Solver* is the time of the mixed-integer programs, *search* the whole time, and *runs* how often
+  the workload ran: budgets of one workload are planned for in turn and share each other's runs. In these runs matrix
+  products give zeros, which changes no bytes; what is in the tables was run in full afterwards.
 - **Best peer**: of all that stay within the budget, the one with the fewest FLOPs. Where all plain products are kept,
-  nothing can be fewer. A plan with more FLOPs than a peer is *MORE* where one with fewer takes no longer, by *fused*
-  for the compiler, and *more, in less time* where none does. The compiler and plans both compute single results again,
-  one at a time.
+  fewer are impossible. A plan with more FLOPs than a peer is *MORE* if a peer with fewer takes no longer (by *fused*
+  for the compiler), and *more, in less time* otherwise. The compiler and plans both recompute single results, one at a
+  time.
 - SAC: `create_selective_checkpoint_contexts` on all blocks, keeping the results that are named; convolutions count as
   products. *Torch's chunks*: `torch.nn.functional.linear_cross_entropy`. Compiler: the activation memory budget of
   `torch.compile`, graphs cut by its partitioner (`aot_eager_decomp_partition`) and run without C++. Auto-SAC:
-  `torch.distributed._tools`, asked for every second budget; its estimator is given the CPU's rates.
+  `torch.distributed._tools`, run for every second budget; its estimator is given the CPU's rates.
 """
 
 
@@ -333,12 +334,8 @@ def _summary(judged: Judged) -> str:
 
 
 def _markdown(heads: Sequence[str], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = ["| " + " | ".join(heads) + " |"]
-    lines.append(
-        "|" + "|".join("---" if head in ("way", "best peer", "plan") else "---:" for head in heads) + "|"
-    )
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+    figures = set(heads) - {"way", "best peer", "plan"}
+    return "\n".join(markdown_table(heads, rows, right=figures)) + "\n"
 
 
 def dots(judged: Judged) -> list[Dot]:

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from rich.table import Table
+from study_files import markdown_table
 
 from random_budgets.workloads import ARCHITECTURES
 
@@ -143,16 +144,9 @@ def page(results: Sequence[dict[str, Any]], versions: str, head: str) -> str:
     """The page for the documentation."""
     lines = ["# Budgets on metered CPU", "", head.format(versions=versions), ""]
     lines += [f"**{summary(results)}.**", ""]
-    lines += _markdown(_HEADS, _rows(results))
+    lines += markdown_table(_HEADS, _rows(results))
     lines += ["", "## The architectures", ""]
     lines += [f"- {name}: {architecture.words}" for name, architecture in ARCHITECTURES.items()]
     lines += ["", "## The pairs", ""]
-    lines += _markdown(_PAIR_HEADS, map(_pair, results))
+    lines += markdown_table(_PAIR_HEADS, map(_pair, results))
     return "\n".join(lines) + "\n"
-
-
-def _markdown(heads: Sequence[str], rows: Iterable[tuple[str, ...]]) -> Iterable[str]:
-    yield "| " + " | ".join(heads) + " |"
-    yield "|" + "---|" * len(heads)
-    for row in rows:
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"

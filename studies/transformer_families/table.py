@@ -190,15 +190,14 @@ def _live_summary(entries: list[Entry]) -> str:
 
 
 _INTRODUCTION = """\
-Each family is built from a tiny configuration, moved to the card, trained for a step with AdamW, run without
-gradients, and asked for four tokens where it generates. It runs if all of that succeeds and every output has
-the type and shape that the same model has for real on the CPU. Peaks are those of
-`torch.cuda.max_memory_allocated`, on a card whose cuBLAS workspaces alone take 8 MiB or more. *live / CPU*
-sets the most bytes of tensors alive at once in a pass without gradients, with attention in plain operators,
-beside those of the real run: there the CPU runs some operators in one piece that a card runs in several, or
-the other way round, so a few differ. *Sizes assumed* means that the size of a result depends on values
-(points found, steps until the end of a text), for which the virtual GPU states an assumption. `python
-studies/families.py --write docs/families.md` makes this page, `--realistic` its last table but one.
+Each family is built from a tiny configuration, moved to the card, trained for a step with AdamW, run without gradients,
+and asked for four tokens if it generates. It runs if all of that succeeds and every output has the type and shape that
+the same model gives for real on the CPU. Peaks are those of `torch.cuda.max_memory_allocated`, on a card whose cuBLAS
+workspaces alone take 8 MiB or more. *live / CPU* compares the most bytes of tensors alive at once in a pass without
+gradients, with attention in plain operators, with those of the real run: the CPU runs some operators in one piece that
+a card runs in several, or the other way round, so a few differ. *Sizes assumed* means that the size of a result depends
+on values (points found, steps until the end of a text), for which the virtual GPU states an assumption.
+`python studies/families.py --write docs/families.md` makes this page, `--realistic` its last table but one.
 """
 
 

@@ -6,21 +6,23 @@ import contextlib
 import gc
 import resource
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import vramfit
 from transformer_families.batches import batch_for
 from transformer_families.kinds import Kind, families, kind_of
-from transformer_families.live import LiveBytes, requested_peak
 from transformer_families.overrides import OVERRIDES, SILENT, UNTRAINED
 from transformer_families.realistic import configuration
 from transformer_families.sizes import tiny
+from vramfit.trace import EventKind, MemoryTrace
 
 Step = Callable[[nn.Module, dict[str, Any], dict[str, Any]], None]
 
@@ -169,3 +171,59 @@ def describe(error: BaseException) -> str:
     """An exception in one line."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 300 else text[:297] + "..."
+
+
+class LiveBytes(TorchDispatchMode):
+    """Sums the storages that operators create, for as long as they live.
+
+    Attributes:
+        live: bytes alive now.
+        peak: most bytes alive at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given | self._known:
+                self._follow(tensor.untyped_storage())
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        size, key = storage.nbytes(), storage._cdata
+        self.live += size
+        self._known.add(key)
+
+        def gone() -> None:
+            self.live -= size
+            self._known.discard(key)
+
+        weakref.finalize(storage, gone)
+
+
+def requested_peak(trace: MemoryTrace, start: int) -> int:
+    """Most bytes that tensors born since an event had requested at once.
+
+    Without what only a card has: workspaces, and temporaries inside kernels.
+
+    Args:
+        trace: of the virtual GPU.
+        start: the first event that counts.
+    """
+    live: dict[int, int] = {}
+    total = peak = 0
+    for row in range(start, len(trace)):
+        kind, address = trace.kind[row], int(trace.address[row])
+        if kind == EventKind.ALLOC and trace.tensor[row] >= 0:
+            live[address] = int(trace.size[row])
+            total += live[address]
+            peak = max(peak, total)
+        elif kind == EventKind.FREE_REQUESTED:
+            total -= live.pop(address, 0)
+    return peak

@@ -31,7 +31,7 @@ __all__ = ["fit_interpreter"]
 STUDIES = Path(__file__).parents[2] / "studies"
 sys.path.insert(0, str(STUDIES))
 import plan_gradients  # noqa: E402
-from gradient_parts import single, tensor_float  # noqa: E402
+from gradient_parts import single  # noqa: E402
 from gradient_parts.subjects import SUBJECTS  # noqa: E402
 
 EXAMPLES = 5
@@ -160,8 +160,8 @@ def test_tf32_is_tried_with_rounded_products() -> None:
 def test_values_of_tf32_have_10_bits() -> None:
     values = torch.tensor([1 + 2**-10, 1 + 2**-11, 1 + 2**-12, -1 - 2**-11, 0.0, math.inf, -math.inf])
     expected = torch.tensor([1 + 2**-10, 1 + 2**-10, 1.0, -1 - 2**-10, 0.0, math.inf, -math.inf])
-    assert torch.equal(tensor_float.rounded(values), expected)
-    assert tensor_float.rounded(values.double()).dtype is torch.float64
+    assert torch.equal(single.rounded(values), expected)
+    assert single.rounded(values.double()).dtype is torch.float64
 
 
 def test_each_technique_alone_is_shown_by_its_worst() -> None:

@@ -13,8 +13,7 @@ import strangers
 from stranger_runs import environments, manifest, running
 from stranger_runs.makers import MAKERS
 from stranger_runs.manifest import REQUIREMENTS, ManifestError, read
-from stranger_runs.outcome import Ending, Outcome, judge, load, save
-from stranger_runs.table import share, summary, table
+from stranger_runs.outcome import Ending, Outcome, judge, load, save, share, summary, table
 
 ROOT = Path(__file__).parents[2]
 
