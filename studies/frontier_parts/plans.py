@@ -8,11 +8,10 @@ from functools import cache
 from typing import Any
 
 from torch import nn
-from vramfit.planner.savable_ops import key_of
 
 from frontier_parts.hollow import Hollow
 from frontier_parts.subjects import Subject
-from vramfit.planner.candidates import Candidates
+from vramfit.planner.candidates import Candidates, key_of
 from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.devices.cpu_backend import CpuBackend, arithmetic_seconds_of, rates
 from vramfit.planner.gradient_sums import measure_counts
