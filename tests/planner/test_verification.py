@@ -12,6 +12,7 @@ from tests.planner.test_plans import _layers, _plan
 from tests.techniques.toys import all_toys
 from torch import nn
 
+from vramfit.planner.silenced_dropout import silence_dropout
 from vramfit.planner.verification import (
     LOSS_SHARE,
     ROUNDING_ERROR,
@@ -24,7 +25,6 @@ from vramfit.planner.verification import (
 )
 from vramfit.report.verify import print_verification
 from vramfit.techniques import Numerics
-from vramfit.techniques.support.silencing import silence_dropout
 
 
 def test_a_bitwise_plan_is_equal_in_every_gradient_and_loss() -> None:

@@ -23,9 +23,7 @@ from vramfit.techniques.activation_compression import (
     Compressing,
     Method,
 )
-from vramfit.techniques.activation_offload import ActivationOffload, ActivationOffloadSetting
-from vramfit.techniques.core.model_profile import BlockOp, ModelBlock
-from vramfit.techniques.support.compressed_tensor import (
+from vramfit.techniques.activation_compression.compressed_tensor import (
     Bits,
     Groups,
     LargestOfGroup,
@@ -33,6 +31,8 @@ from vramfit.techniques.support.compressed_tensor import (
     pack_small,
     unpack_small,
 )
+from vramfit.techniques.activation_offload import ActivationOffload, ActivationOffloadSetting
+from vramfit.techniques.core.model_profile import BlockOp, ModelBlock
 from vramfit.techniques.support.host_lane import CopyLane
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
@@ -266,7 +266,7 @@ def test_top_k_keeps_the_largest(group: int) -> None:
 def test_work_goes_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     flat = numbers(1000)
     whole = Groups(flat, 4, 8).restore(), LargestOfGroup(flat, 0.5, 8).restore()
-    monkeypatch.setattr("vramfit.techniques.support.compressed_tensor._PART", 40)
+    monkeypatch.setattr("vramfit.techniques.activation_compression.compressed_tensor._PART", 40)
     assert torch.equal(Groups(flat, 4, 8).restore(), whole[0])
     assert torch.equal(LargestOfGroup(flat, 0.5, 8).restore(), whole[1])
 

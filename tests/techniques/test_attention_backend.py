@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vramfit.errors import UsageError
 from vramfit.techniques import AttachedProgram, Numerics, Profile, setting_from_plain, setting_to_plain
-from vramfit.techniques.attention_backend import AttentionBackend, AttentionSetting, SdpaName
-from vramfit.techniques.attention_backend.unread import unread_weights
+from vramfit.techniques.attention_backend import AttentionBackend, AttentionSetting, SdpaName, unread_weights
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 

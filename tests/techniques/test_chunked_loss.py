@@ -17,9 +17,9 @@ from torch import nn
 
 from vramfit.errors import UsageError, VramfitError
 from vramfit.techniques import AttachedProgram, Choice, Numerics, Profile
-from vramfit.techniques.chunked_loss import ChunkedLoss, ChunkedLossSetting, find_head
-from vramfit.techniques.chunked_loss.chunking import DeferHead
-from vramfit.techniques.chunked_loss.deferred import Chunking, DeferredLogits, defer
+from vramfit.techniques.chunked_loss import ChunkedLoss, ChunkedLossSetting, DeferHead, find_head
+from vramfit.techniques.chunked_loss.deferred import Chunking, DeferredLogits
+from vramfit.techniques.chunked_loss.operations import defer
 from vramfit.techniques.core.surround import release, surround
 from vramfit.virtual.gpu import VirtualGPU
 

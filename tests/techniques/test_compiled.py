@@ -33,7 +33,6 @@ from vramfit.techniques.compiled import Compile, CompileMode, CompileSetting
 from vramfit.techniques.early_release import EarlyRelease, EarlyReleaseSetting
 from vramfit.techniques.fused_norms import FusedNorms, FusedNormSetting
 from vramfit.techniques.in_place_activations import InPlaceActivations, InPlaceSetting
-from vramfit.techniques.support import compiled_draws
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 
@@ -229,7 +228,7 @@ def test_budgets_in_one_process_do_not_mix_on_the_card(gpu: VirtualGPU) -> None:
 def test_what_was_drawn_is_kept_on_the_card(
     gpu: VirtualGPU, monkeypatch: pytest.MonkeyPatch, redraws: bool, marks: bool, kept: int
 ) -> None:
-    monkeypatch.setattr(compiled_draws, "marks_hold", lambda: marks)
+    monkeypatch.setattr("vramfit.techniques.compiled.marks_hold", lambda: marks)
     plain = Workload(
         model=Dropping,
         batch=lambda batch_size: torch.zeros(batch_size, 16),

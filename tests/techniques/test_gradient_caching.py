@@ -17,10 +17,10 @@ from vramfit.gpus import find_gpu
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.gradient_check import promised_plan
 from vramfit.planner.request import PlanRequest
+from vramfit.planner.whole_and_pieces import NoPiecesError, try_encoders, try_pieces
 from vramfit.techniques import AttachedProgram, gradient_caching, with_choices
 from vramfit.techniques.core.technique import Choice
 from vramfit.techniques.gradient_caching import GradientCaching, GradientCachingSetting, InPieces
-from vramfit.techniques.support.trial import NoPiecesError, try_encoders, try_pieces
 from vramfit.workload import Batch, Workload
 
 

@@ -14,9 +14,12 @@ from torch import nn
 
 from vramfit.errors import UsageError
 from vramfit.techniques import AttachedProgram, Choice, Numerics
-from vramfit.techniques.gradient_projection import GradientProjection, GradientProjectionSetting
+from vramfit.techniques.gradient_projection import (
+    GradientProjection,
+    GradientProjectionSetting,
+    ProjectedAdam,
+)
 from vramfit.techniques.step_in_backward import StepInBackward, StepInBackwardSetting
-from vramfit.techniques.support.gradient_projection_adam import ProjectedAdam
 from vramfit.virtual.gpu import VirtualGPU
 
 SMALL = GradientProjectionSetting(rank=16, update_interval=10, scale=1.0)

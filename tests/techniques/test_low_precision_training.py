@@ -21,10 +21,10 @@ from vramfit.techniques.low_precision_training import (
     LowPrecisionTraining,
     LowPrecisionTrainingSetting,
     Master,
-    slices,
 )
-from vramfit.techniques.low_precision_training.stochastic_rounding import join_, round_at_random, split
 from vramfit.techniques.step_in_backward import StepInBackward, StepInBackwardSetting
+from vramfit.techniques.support import float32_steps
+from vramfit.techniques.support.float32_steps import join_, round_at_random, split
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Batch, State, Workload
 
@@ -141,12 +141,12 @@ def _with_weights_kept_by_hand(make: Callable[..., torch.optim.Optimizer], steps
     return kept
 
 
-@pytest.mark.parametrize("limit", [slices._SMALLEST_CHUNK, 50])
+@pytest.mark.parametrize("limit", [float32_steps._SMALLEST_CHUNK, 50])
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_float32_weights_are_those_of_the_recipe(
     name: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slices, "_SMALLEST_CHUNK", limit)  # 50 elements cut a weight into pieces
+    monkeypatch.setattr(float32_steps, "_SMALLEST_CHUNK", limit)  # 50 elements cut a weight into pieces
     model = _mlp()
     live = AttachedProgram(model, OPTIMIZERS[name](model.parameters()))
     LowPrecisionTraining().attach(live, FLOAT32)
@@ -158,12 +158,12 @@ def test_float32_weights_are_those_of_the_recipe(
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("limit", [slices._SMALLEST_CHUNK, 50])
+@pytest.mark.parametrize("limit", [float32_steps._SMALLEST_CHUNK, 50])
 @pytest.mark.parametrize("setting", KEPT)
 def test_states_have_the_dtype_of_the_setting(
     setting: LowPrecisionTrainingSetting, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slices, "_SMALLEST_CHUNK", limit)
+    monkeypatch.setattr(float32_steps, "_SMALLEST_CHUNK", limit)
     model = _mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     live = AttachedProgram(model, optimizer)
@@ -263,7 +263,7 @@ class Counting(torch.optim.SGD):
 def test_an_unknown_optimizer_sees_all_parameters_at_once_and_keeps_what_it_counts(
     islands: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slices, "_SMALLEST_CHUNK", 50)
+    monkeypatch.setattr(float32_steps, "_SMALLEST_CHUNK", 50)
     model = _mlp()
     optimizer = Counting(
         [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.2}], lr=0.1
@@ -634,7 +634,7 @@ def test_the_steps_room_is_that_of_a_chunk(
     setting: LowPrecisionTrainingSetting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def beyond(limit: int) -> int:
-        monkeypatch.setattr(slices, "_SMALLEST_CHUNK", limit)
+        monkeypatch.setattr(float32_steps, "_SMALLEST_CHUNK", limit)
         workload = LowPrecisionTraining().apply(_perceptron(1), setting)
         with VirtualGPU("RTX 4090", alloc_conf="", context_bytes=256 << 20):
             state = workload.start("cuda")

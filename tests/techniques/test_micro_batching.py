@@ -27,6 +27,7 @@ from tests.techniques.toys import (
 from torch import nn
 
 from vramfit.errors import UsageError
+from vramfit.planner.whole_and_pieces import try_pieces
 from vramfit.techniques import AttachedProgram, Choice, Numerics, Profile, live_of
 from vramfit.techniques.micro_batching import (
     BatchNormalisation,
@@ -34,10 +35,9 @@ from vramfit.techniques.micro_batching import (
     MicroBatchingSetting,
     Reduction,
     Splitter,
+    find_cut,
     spans_of,
 )
-from vramfit.techniques.support.batch_cutting import find_cut
-from vramfit.techniques.support.trial import try_pieces
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload
 

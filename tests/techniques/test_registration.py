@@ -89,7 +89,7 @@ def test_one_that_follows_none_is_refused(folder: Path) -> None:
         names()
 
 
-@pytest.mark.parametrize("package", ["core"])
+@pytest.mark.parametrize("package", ["core", "support"])
 def test_what_techniques_share_imports_none_of_them(package: str) -> None:
     below = {"core": ("core",), "support": ("core", "support")}[package]
     allowed = tuple(f"vramfit.techniques.{one}" for one in below)

@@ -29,6 +29,7 @@ from vramfit.planner.search_cache import Runs, SearchCache
 from vramfit.planner.search_clock import SearchClock, TimeOver, limited
 from vramfit.planner.trial_attempts import TrialAttempt, most_model_bytes, ways_to_try
 from vramfit.planner.verification import GradientCheck, Training, judge_gradients
+from vramfit.planner.whole_and_pieces import NotComparableError, try_pieces
 from vramfit.planner.workload_check import brief
 from vramfit.techniques import (
     Choice,
@@ -40,7 +41,6 @@ from vramfit.techniques import (
 )
 from vramfit.techniques.gradient_caching import GradientCachingSetting
 from vramfit.techniques.micro_batching import MicroBatchingSetting, batch_size_name
-from vramfit.techniques.support.trial import NotComparableError, try_pieces
 from vramfit.workload import Workload
 
 Progress = Callable[[str], None]

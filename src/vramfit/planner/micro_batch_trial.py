@@ -28,10 +28,7 @@ from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.flop_counting import tensors_of
 from vramfit.planner.search_clock import SearchClock, TimeOver, limited
 from vramfit.planner.trial_attempts import TrialAttempt, most_model_bytes, ways_to_try
-from vramfit.planner.workload_check import brief
-from vramfit.techniques import Profile
-from vramfit.techniques.micro_batching import MicroBatchingSetting, batch_size_name
-from vramfit.techniques.support.trial import (
+from vramfit.planner.whole_and_pieces import (
     EXAMPLES,
     NoPiecesError,
     NotComparableError,
@@ -39,6 +36,9 @@ from vramfit.techniques.support.trial import (
     try_encoders,
     try_pieces,
 )
+from vramfit.planner.workload_check import brief
+from vramfit.techniques import Profile
+from vramfit.techniques.micro_batching import MicroBatchingSetting, batch_size_name
 from vramfit.workload import Batch, Workload
 
 _SECONDS = 30.0

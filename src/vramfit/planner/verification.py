@@ -34,9 +34,9 @@ from torch.utils._pytree import tree_map_only
 from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.plan_file import PlanFigures
 from vramfit.planner.plans import Plan
+from vramfit.planner.silenced_dropout import silence_dropout
 from vramfit.techniques import Numerics, live_of
 from vramfit.techniques.micro_batching import batch_size_name
-from vramfit.techniques.support.silencing import silence_dropout
 from vramfit.workload import State, Workload
 
 ROUNDING_ERROR = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}

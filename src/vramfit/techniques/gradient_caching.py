@@ -19,8 +19,7 @@ from vramfit.techniques.core.attached_program import AttachedProgram, AttachStag
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
 from vramfit.techniques.micro_batching import batch_norms, batch_size_name, spans_of
-from vramfit.techniques.support.blocks import checked_module, find_blocks
-from vramfit.techniques.support.rerunning import reason_against_rerun
+from vramfit.techniques.support.blocks import checked_module, find_blocks, reason_against_rerun
 
 _MOST = 16
 """Pieces, at most: each is run twice, and smaller ones fill no card."""

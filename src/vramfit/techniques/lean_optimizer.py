@@ -15,13 +15,13 @@ from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
-from vramfit.techniques.optimizer_kernel import fused_refused
 from vramfit.techniques.support.optimizer_exchange import (
     Optimizer,
     base_rate,
     carried_groups,
     exchange,
     exchangeable,
+    fused_refused,
     is_adam,
     others_excluded,
     parameters_of,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -13,7 +13,13 @@ from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
-from vramfit.techniques.support.optimizer_exchange import Optimizer, optimizer_of, parameters_of
+from vramfit.techniques.support.optimizer_exchange import (
+    Optimizer,
+    fused_refused,
+    optimizer_of,
+    parameters_of,
+    place_counters,
+)
 
 # torch.optim.Adafactor takes the loop unless it is told otherwise (torch/optim/_adafactor.py).
 _LOOPS_BY_DEFAULT = (torch.optim.Adafactor,)
@@ -112,19 +118,6 @@ class OptimizerKernel(Technique[OptimizerKernelSetting]):
         live.on_undo(back)
 
 
-def fused_refused(kind: type[Optimizer], parameters: Iterable[torch.Tensor]) -> str | None:
-    """Why torch's fused kernel of an optimizer cannot be used with parameters; None where it can."""
-    for parameter in parameters:
-        if not parameter.is_floating_point():
-            return f"a parameter is of {parameter.dtype}"
-        if parameter.device.type not in ("cuda", "cpu", "mps", "xpu"):
-            return f"there is no fused kernel for {parameter.device.type}"
-        halves = parameter.dtype in (torch.bfloat16, torch.float16)
-        if parameter.device.type == "cpu" and issubclass(kind, torch.optim.SGD) and halves:
-            return f"fused SGD on the CPU is wrong for {parameter.dtype}"
-    return None
-
-
 def implementation_refused(optimizer: Optimizer, wanted: Implementation) -> str | None:
     """Why an optimizer cannot run an implementation; None where it can."""
     group, kind = optimizer.param_groups[0], type(optimizer)
@@ -162,14 +155,3 @@ def _choose(optimizer: Optimizer, wanted: Implementation) -> None:
         # What GradScaler looks at: a fused kernel divides by the scale and skips the step itself.
         vars(optimizer)["_step_supports_amp_scaling"] = fused
     place_counters(optimizer)
-
-
-def place_counters(optimizer: Optimizer) -> None:
-    """Put the step counters where the implementation wants them: on the card for fused and capturable ones."""
-    for group in optimizer.param_groups:
-        on_card = bool(group.get("fused") or group.get("capturable"))
-        for parameter in group["params"]:
-            states: dict[str, Any] = optimizer.state.get(parameter) or {}
-            counter = states.get("step")
-            if isinstance(counter, torch.Tensor):
-                states["step"] = counter.to(parameter.device if on_card else "cpu", torch.float32)

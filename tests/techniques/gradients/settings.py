@@ -14,11 +14,11 @@ from tests.techniques.gradients.architectures import all_architectures
 from vramfit.errors import UsageError
 from vramfit.planner.activation_ilp.decisions import finer_places, places, savable_ops
 from vramfit.planner.devices.cpu_backend import CpuBackend
+from vramfit.planner.whole_and_pieces import try_encoders, try_pieces
 from vramfit.techniques import Choice, Numerics, Profile, Setting, Technique, all_techniques
 from vramfit.techniques.activation_checkpointing import Checkpointing, setting_for
 from vramfit.techniques.activation_offload import ActivationOffloadSetting
 from vramfit.techniques.gradient_caching import GradientCachingSetting
-from vramfit.techniques.support.trial import try_encoders, try_pieces
 
 _WIDER = 1 << 16
 """How many times the bytes of a test a model would have for which techniques are chosen."""

@@ -16,8 +16,7 @@ from vramfit.planner.step_profiler import StepInterval, StepProfile
 from vramfit.techniques import BlockOp, Choice, ModelBlock, find_technique
 from vramfit.techniques.activation_checkpointing import setting_for
 from vramfit.techniques.activation_offload import ActivationOffloadSetting
-from vramfit.techniques.support.blocks import find_blocks
-from vramfit.techniques.support.rerunning import reason_against_rerun
+from vramfit.techniques.support.blocks import find_blocks, reason_against_rerun
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")

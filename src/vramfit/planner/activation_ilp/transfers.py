@@ -4,7 +4,8 @@ NOTE [Copies beside the computation]: each result that goes to the host is one c
 So a step waits not only where the link is slower than the computation as a whole: in the forward pass as soon as more
 than the window is on its way, in the backward pass for each result that could not be called back in time. What one
 block leaves in the window when its pass is over, the next one cannot use. So the copies of all blocks are followed one
-by one, in the order of offload_ledger.py, from when each result was saved and needed in the profiled step.
+by one, in the order of `vramfit.techniques.activation_offload.Ledger`, from when each result was saved and needed in
+the profiled step.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Copy:
 
 @dataclass(slots=True)
 class _Lane:
-    """The window and the link, as `vramfit.techniques.support.offload_ledger.Ledger` uses them.
+    """The window and the link, as `vramfit.techniques.activation_offload.Ledger` uses them.
 
     Attributes:
         now: what the device has computed so far, in seconds, with all waiting.

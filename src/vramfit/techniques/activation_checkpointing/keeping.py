@@ -31,14 +31,14 @@ from torch.utils.checkpoint import (
 from vramfit.errors import UsageError
 from vramfit.techniques.activation_checkpointing.op_facts import (
     CAST,
+    Matcher,
     alias_of,
     changed_arguments,
     is_cached_by_autocast,
     op_facts,
     tensors_in,
 )
-from vramfit.techniques.activation_checkpointing.random_state import RandomState
-from vramfit.techniques.activation_checkpointing.specs import Matcher
+from vramfit.techniques.activation_checkpointing.rerun_state import RandomState
 
 
 class Keeping:

@@ -31,14 +31,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from vramfit.techniques.activation_checkpointing.op_facts import (
+    Matcher,
     alias_of,
     changed_arguments,
     op_facts,
     repeats,
     tensors_in,
 )
-from vramfit.techniques.activation_checkpointing.random_state import RandomState
-from vramfit.techniques.activation_checkpointing.specs import Matcher
+from vramfit.techniques.activation_checkpointing.rerun_state import RandomState
 
 _STATISTICS = frozenset({"running_mean", "running_var"})
 """Arguments that batch norm updates in place, whatever its schema says."""

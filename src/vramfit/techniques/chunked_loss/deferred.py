@@ -73,6 +73,7 @@ class LogitsFamily:
         bias: of the head, or None.
         casting: autocast at the call.
         chunking: how losses are computed.
+        run: runs an operation that has such logits among its arguments.
         versions: of the three tensors at the call.
         real: whether the logits exist by now.
         members: all that are alive, parents before children.
@@ -83,6 +84,7 @@ class LogitsFamily:
     bias: torch.Tensor | None
     casting: Casting
     chunking: Chunking
+    run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
     versions: tuple[int, ...] = ()
     real: bool = False
     members: list[weakref.ref[DeferredLogits]] = field(default_factory=list)
@@ -226,9 +228,9 @@ class DeferredLogits(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        from vramfit.techniques.chunked_loss import operations
-
-        return operations.call(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        first = next(deferred_in((args, kwargs)))
+        return first.family.run(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out the function
@@ -241,18 +243,6 @@ class DeferredLogits(torch.Tensor):
         """Torch came past ``__torch_function__``: autograd has its node, so the values are enough."""
         args, kwargs = tree_map_only(DeferredLogits, DeferredLogits.look, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-def defer(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunking: Chunking
-) -> DeferredLogits:
-    """What ``F.linear(hidden, weight, bias)`` would give, deferred."""
-    casting = Casting.now(hidden.device.type)
-    family = LogitsFamily(hidden=hidden, weight=weight, bias=bias, casting=casting, chunking=chunking)
-    family.versions = tuple(tensor._version for tensor in family.inputs)
-    shape = (*hidden.shape[:-1], weight.shape[0])
-    recipe = LogitsRecipe(rows=hidden, shape=shape, dtype=casting.of(weight.dtype), class_dim=len(shape) - 1)
-    return DeferredLogits.make(family, recipe, None)
 
 
 def default_rows(rows: int, width: int, classes: int) -> int:

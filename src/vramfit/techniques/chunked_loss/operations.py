@@ -10,10 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vramfit.techniques.chunked_loss import chunked_losses
+from vramfit.techniques.chunked_loss import cross_entropy
 from vramfit.techniques.chunked_loss.deferred import (
     Casting,
+    Chunking,
     DeferredLogits,
+    LogitsFamily,
+    LogitsRecipe,
     deferred_in,
     looked_at,
     real,
@@ -22,6 +25,20 @@ from vramfit.techniques.chunked_loss.deferred import (
 _Handler: TypeAlias = Callable[..., Any]
 
 _NEVER = -(1 << 62)  # an index to ignore that no target has
+
+
+def defer(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunking: Chunking
+) -> DeferredLogits:
+    """What ``F.linear(hidden, weight, bias)`` would give, deferred."""
+    casting = Casting.now(hidden.device.type)
+    family = LogitsFamily(
+        hidden=hidden, weight=weight, bias=bias, casting=casting, chunking=chunking, run=call
+    )
+    family.versions = tuple(tensor._version for tensor in family.inputs)
+    shape = (*hidden.shape[:-1], weight.shape[0])
+    recipe = LogitsRecipe(rows=hidden, shape=shape, dtype=casting.of(weight.dtype), class_dim=len(shape) - 1)
+    return DeferredLogits.make(family, recipe, None)
 
 
 def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -229,7 +246,7 @@ def _log_softmax(func: _Handler, x: DeferredLogits, dim: int | None = None, *arg
         return NotImplemented
     casting = Casting.now(x.device.type)
     steps = x.recipe.steps if dtype is None else (*x.recipe.steps, ("to", dtype))
-    result = chunked_losses.loss_dtype(x.dtype, casting) if dtype is None else dtype
+    result = cross_entropy.loss_dtype(x.dtype, casting) if dtype is None else dtype
     return x.derive(func, (dim, *args), kwargs, steps=steps, normalised=True, dtype=result)
 
 
@@ -256,10 +273,10 @@ _HANDLERS: dict[Callable[..., Any], _Handler] = {
 }
 
 _REDUCERS: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.cross_entropy: chunked_losses.cross_entropy,
-    F.nll_loss: chunked_losses.nll_loss,
-    **dict.fromkeys((Tensor.gather, torch.gather), chunked_losses.gather),
-    **dict.fromkeys((Tensor.argmax, torch.argmax), chunked_losses.argmax),
+    F.cross_entropy: cross_entropy.cross_entropy,
+    F.nll_loss: cross_entropy.nll_loss,
+    **dict.fromkeys((Tensor.gather, torch.gather), cross_entropy.gather),
+    **dict.fromkeys((Tensor.argmax, torch.argmax), cross_entropy.argmax),
 }
 
 # What a tensor without values can tell.

@@ -135,8 +135,6 @@ class Technique(ABC, Generic[S]):
         Raises:
             UsageError: it cannot be combined with what the workload has already.
         """
-        from vramfit.techniques.core.technique import with_choice
-
         return with_choice(workload, Choice(technique=self, setting=setting))
 
 

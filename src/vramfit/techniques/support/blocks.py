@@ -1,19 +1,24 @@
-"""Finds a model's blocks: the parts that repeat, such as transformer layers, bottlenecks and levels of a U-Net."""
+"""Finds a model's blocks: the parts that repeat, such as transformer layers, bottlenecks and levels of a U-Net.
+
+It says which of them can run a second time and give the same, and of which it pays most to move something over the
+link.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice
 
+import torch
 from torch import nn
 
 from vramfit.errors import UsageError
+from vramfit.techniques.core.model_profile import ModelBlock
 from vramfit.techniques.core.surround import plain_class
-from vramfit.techniques.support.rerunning import reason_against_rerun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -284,3 +289,81 @@ def _named(model: nn.Module, wanted: tuple[str, ...]) -> Iterator[BlockPlace]:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+# -- whether a forward pass can run a second time and give the same ------------------------------------------------
+
+
+def reason_against_rerun(module: nn.Module) -> str | None:
+    """Why a module's forward pass must not run a second time; None where nothing is seen that speaks against it."""
+    first = _first_layer(module)
+    if getattr(first, "inplace", False) is True:
+        return f"its first layer, {plain_class(first).__name__}, changes the block's input in place"
+    for path, inner in module.named_modules():
+        reason = _reason_of_one(inner)
+        if reason is not None:
+            return f"{path or plain_class(inner).__name__} {reason}"
+    return None
+
+
+def _reason_of_one(module: nn.Module) -> str | None:
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is scripted"
+    if isinstance(module, nn.RNNBase) and module.dropout > 0 and module.num_layers > 1:
+        return "draws dropout from cuDNN's own random state, which cannot be restored"
+    kind = plain_class(module)
+    hooks = (*module._forward_pre_hooks.values(), module)
+    if any(type(hook).__name__ in ("SpectralNorm", "_SpectralNorm") for hook in hooks):
+        return "changes its buffers in each forward pass (spectral norm)"
+    if kind.__module__.startswith(("torch.ao.quantization", "torch.quantization")):
+        return "observes values in each forward pass (quantization)"
+    if kind.__name__ == "CheckpointWrapper":
+        return "is checkpointed already"
+    for flag in ("gradient_checkpointing", "use_checkpoint"):
+        if getattr(module, flag, False) is True:
+            return f"is checkpointed already ({flag} is set)"
+    return None
+
+
+def _first_layer(module: nn.Module) -> nn.Module:
+    while plain_class(module).forward is nn.Sequential.forward:
+        first = next(module.children(), None)
+        if first is None:
+            return module
+        module = first
+    return module
+
+
+# -- which blocks it pays most to move something of over the link --------------------------------------------------
+
+
+def best_blocks(
+    blocks: list[ModelBlock], count: int, crossing_bytes: Callable[[ModelBlock], int], link: float
+) -> list[ModelBlock]:
+    """Those that wait least for what crosses, in the order in which they run.
+
+    Equal ones are taken apart from one another, so that the link is never idle.
+
+    Args:
+        blocks: to choose from.
+        count: how many to choose.
+        crossing_bytes: what crosses the link in the forward pass of a block, and again in its backward pass.
+        link: bytes per second.
+    """
+
+    def waits(block: ModelBlock) -> float:
+        crossing = crossing_bytes(block) / link
+        waiting = max(0.0, crossing - block.forward_seconds) + max(0.0, crossing - block.backward_seconds)
+        return waiting / crossing
+
+    def chosen() -> Iterator[ModelBlock]:
+        alike: dict[int, list[ModelBlock]] = {}
+        for block in blocks:
+            alike.setdefault(block.like, []).append(block)
+        left = count
+        for kind in sorted(alike.values(), key=lambda same: (waits(same[0]), -crossing_bytes(same[0]))):
+            taken = min(left, len(kind))
+            yield from (kind[index * len(kind) // taken] for index in range(taken))
+            left -= taken
+
+    return sorted(chosen(), key=lambda block: block.index)

@@ -47,7 +47,7 @@ _SEPARABLE = (
 )
 _SEPARABLE_MODULES = (
     "torchao.optim.adam",
-    "vramfit.techniques.support.gradient_projection_adam",
+    "vramfit.techniques.gradient_projection",
     "vramfit.techniques.low_bit_optimizer",
 )
 
@@ -264,3 +264,27 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _name(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
+
+
+def fused_refused(kind: type[Optimizer], parameters: Iterable[torch.Tensor]) -> str | None:
+    """Why torch's fused kernel of an optimizer cannot be used with parameters; None where it can."""
+    for parameter in parameters:
+        if not parameter.is_floating_point():
+            return f"a parameter is of {parameter.dtype}"
+        if parameter.device.type not in ("cuda", "cpu", "mps", "xpu"):
+            return f"there is no fused kernel for {parameter.device.type}"
+        halves = parameter.dtype in (torch.bfloat16, torch.float16)
+        if parameter.device.type == "cpu" and issubclass(kind, torch.optim.SGD) and halves:
+            return f"fused SGD on the CPU is wrong for {parameter.dtype}"
+    return None
+
+
+def place_counters(optimizer: Optimizer) -> None:
+    """Put the step counters where the implementation wants them: on the card for fused and capturable ones."""
+    for group in optimizer.param_groups:
+        on_card = bool(group.get("fused") or group.get("capturable"))
+        for parameter in group["params"]:
+            states: dict[str, Any] = optimizer.state.get(parameter) or {}
+            counter = states.get("step")
+            if isinstance(counter, torch.Tensor):
+                states["step"] = counter.to(parameter.device if on_card else "cpu", torch.float32)

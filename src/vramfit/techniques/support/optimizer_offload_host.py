@@ -21,10 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.techniques.low_precision_training.float32_steps import Float32Steps
-from vramfit.techniques.low_precision_training.stochastic_rounding import REMAINDERS, join_, lost_bits
-from vramfit.techniques.optimizer_kernel import fused_refused, place_counters
-from vramfit.techniques.support.optimizer_exchange import Optimizer, parameters_of, state_tensors
+from vramfit.techniques.support.float32_steps import REMAINDERS, Float32Steps, join_, lost_bits
+from vramfit.techniques.support.optimizer_exchange import (
+    Optimizer,
+    fused_refused,
+    parameters_of,
+    place_counters,
+    state_tensors,
+)
 
 _NOT_SHARED = ("params", "param_names", "foreach", "fused", "capturable", "initial_lr")
 

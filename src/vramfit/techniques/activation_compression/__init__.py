@@ -12,12 +12,19 @@ import torch
 from torch import nn
 
 from vramfit.errors import UsageError
+from vramfit.techniques.activation_compression.compressed_tensor import (
+    POOLS,
+    Bits,
+    Compressed,
+    Groups,
+    LargestOfGroup,
+    ShortIndices,
+    Signs,
+)
 from vramfit.techniques.activation_offload import chosen_modules
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
-from vramfit.techniques.support.compressed_tensor import Bits, Compressed, Groups, LargestOfGroup, Signs
-from vramfit.techniques.support.pool_indices import POOLS, ShortIndices
 from vramfit.techniques.support.saved import (
     Found,
     Kept,

@@ -1,8 +1,10 @@
-"""The choice of what computes attention, attached to a model."""
+"""Which kernels compute attention: fused ones in place of one that writes all weights out."""
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -13,8 +15,6 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vramfit.errors import UsageError
-from vramfit.techniques.attention_backend.eager import drops_weights, eager_models, make_fused
-from vramfit.techniques.attention_backend.unread import BEFORE_NEED_WEIGHTS, unread_weights
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.surround import plain_class
@@ -211,3 +211,141 @@ def _some_fused_is_allowed() -> bool:
     switches: Any = torch.backends.cuda
     enabled = (switches.flash_sdp_enabled, switches.mem_efficient_sdp_enabled, switches.cudnn_sdp_enabled)
     return any(switch() for switch in enabled)
+
+
+# -- ``nn.MultiheadAttention`` whose weights are asked for by default and thrown away ------------------------------
+
+
+BEFORE_NEED_WEIGHTS = 4  # query, key, value, key_padding_mask
+
+
+def unread_weights(model: nn.Module) -> list[str]:
+    """Names of the modules of ``nn.MultiheadAttention`` whose caller takes the first of their two results alone.
+
+    Read from the source of the class that holds each: ``self.attention(...)[0]``, or ``out, _ = self.attention(...)``
+    where that second name is not read in the function. Where the source is not to be had, or the class uses the module
+    in any other way, it is left out. Code outside of that class is not read.
+    """
+    found = []
+    for path, parent in model.named_modules():
+        for name, child in parent.named_children():
+            attends = plain_class(child) is nn.MultiheadAttention and not child._forward_hooks
+            if attends and _only_first(plain_class(parent), name):
+                found.append(f"{path}.{name}" if path else name)
+    return found
+
+
+def _only_first(kind: type[nn.Module], name: str) -> bool:
+    """Whether all uses of ``self.<name>`` in a class and its bases throw the weights away, and there is one."""
+    uses = 0
+    for base in kind.__mro__:
+        if base is nn.Module:
+            break
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError, SyntaxError):
+            return False
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef):
+                for good in _uses(function, name):
+                    if not good:
+                        return False
+                    uses += 1
+    return uses > 0
+
+
+def _uses(function: ast.FunctionDef, name: str) -> Iterator[bool]:
+    """For each use of ``self.<name>`` in a function, whether it throws the weights away."""
+    parents = {child: node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
+    read = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    for node in ast.walk(function):
+        if not (isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load)):
+            continue
+        if not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+            continue
+        parent = parents[node]
+        if isinstance(parent, ast.Attribute):
+            continue  # its own attributes: self.attention.in_proj_weight
+        yield isinstance(parent, ast.Call) and parent.func is node and _unread(parent, parents, read)
+
+
+def _unread(call: ast.Call, parents: dict[ast.AST, ast.AST], read: set[str]) -> bool:
+    """Whether a call asks for weights and throws them away."""
+    if len(call.args) > BEFORE_NEED_WEIGHTS or any(isinstance(item, ast.Starred) for item in call.args):
+        return False
+    if any(keyword.arg in (None, "need_weights") for keyword in call.keywords):
+        return False
+    outer = parents[call]
+    if isinstance(outer, ast.Subscript):
+        return isinstance(outer.slice, ast.Constant) and outer.slice.value == 0
+    if not isinstance(outer, ast.Assign) or len(outer.targets) != 1:
+        return False
+    target = outer.targets[0]
+    if not isinstance(target, ast.Tuple) or len(target.elts) != 2:
+        return False
+    second = target.elts[1]
+    return isinstance(second, ast.Name) and second.id not in read
+
+
+# -- models of transformers that compute attention step by step ----------------------------------------------------
+
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+
+
+def eager_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost ones that write attention weights out, and need not: by name."""
+    inside: list[str] = []
+    for path, module in model.named_modules():
+        if any(path.startswith(outer) for outer in inside) or not hasattr(module, "set_attn_implementation"):
+            continue
+        inside.append(f"{path}." if path else "")
+        eager = any(config._attn_implementation == "eager" for config in _configs(module))
+        if eager and getattr(module, "_supports_sdpa", False) and not _shows_attentions(module):
+            yield path, module
+
+
+def drops_weights(model: nn.Module) -> bool:
+    """Whether the configuration of a model that trains says that attention weights are dropped."""
+    configs = [getattr(module, "config", None) for module in model.modules() if module.training]
+    return any((getattr(config, name, 0.0) or 0.0) > 0 for config in configs for name in _DROPOUTS)
+
+
+def make_fused(live: AttachedProgram, path: str, module: Any) -> None:
+    """Let a model of transformers call ``scaled_dot_product_attention`` until the undo.
+
+    Raises:
+        UsageError: it cannot; nothing has been changed then.
+    """
+    configs = list(_configs(module))
+    before = [(config, config._attn_implementation_internal) for config in configs]
+
+    def undo() -> None:
+        for config, value in before:
+            config._attn_implementation_internal = value
+
+    try:
+        module.set_attn_implementation("sdpa")
+        problem = "" if module.config._attn_implementation == "sdpa" else "its attention cannot be exchanged"
+    except ValueError as error:
+        problem = str(error).strip().splitlines()[0]
+    if problem:
+        undo()
+        raise UsageError(
+            f"{path or type(module).__name__} does not take fused attention: {problem}",
+            "Leave eager at false",
+        )
+    live.on_undo(undo)
+
+
+def _shows_attentions(module: Any) -> bool:
+    return any(getattr(config, "output_attentions", False) for config in _configs(module))
+
+
+def _configs(module: nn.Module) -> Iterator[Any]:
+    """Configurations of a model and of the models in it, each once."""
+    seen: set[int] = set()
+    for inner in module.modules():
+        config: Any = getattr(inner, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation_internal") and id(config) not in seen:
+            seen.add(id(config))
+            yield config

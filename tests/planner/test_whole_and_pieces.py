@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from vramfit.errors import UsageError
+from vramfit.planner.whole_and_pieces import NoPiecesError, NotComparableError, try_pieces
 from vramfit.techniques.micro_batching import MicroBatchingSetting, Reduction, Splitter
-from vramfit.techniques.support.trial import NoPiecesError, NotComparableError, try_pieces
 from vramfit.workload import Workload
 
 WIDTH, LENGTH = 8, 6

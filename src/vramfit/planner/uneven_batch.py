@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vramfit.techniques.support.batch_cutting import Cut, mapped
+from vramfit.techniques.micro_batching import Cut, mapped
 from vramfit.workload import Batch
 
 IGNORED = (-100, -1, 255, 0)

@@ -6,30 +6,26 @@ parameters, and the weights come back rounded. The parameters keep their dtype t
 autograd drop the gradient accumulators that distributed data parallel hangs its hooks on. For the rest of the
 optimizer's step, which follows, the parameters that are done have no gradient, so that it leaves them out. States live
 in ``optimizer.state`` under the parameter, as always.
+
+NOTE [Two halves]: bfloat16 is the upper half of float32. A float32 weight is kept as its bfloat16 rounding, which the
+model computes with, and the 16 bits by which the two differ as integers: 4 bytes together, as float32 alone
+(NVIDIA Apex keeps such remainders: apex/contrib/optimizers/distributed_fused_adam.py, ``store_param_remainders``).
+The weights may be changed by others in between (clamped, averaged, loaded): the remainder is then off by at most half
+a unit of bfloat16, which is what rounding would have lost.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from vramfit.techniques.low_precision_training.slices import (
-    Chunk,
-    Slice,
-    chunks_of,
-    is_elementwise,
-    resting_dtype,
-)
-from vramfit.techniques.low_precision_training.stochastic_rounding import (
-    REMAINDERS,
-    join_,
-    round_at_random,
-    split,
-)
+from vramfit.techniques.support.optimizer_exchange import is_separable
 
 Optimizer = torch.optim.Optimizer
 
@@ -241,3 +237,196 @@ def _widen_gradients(chunk: Chunk, wide: list[torch.Tensor]) -> None:
             dense.append((part, piece.of(gradient)))
     if dense:
         torch._foreach_copy_([part for part, _ in dense], [gradient for _, gradient in dense])
+
+
+# -- between float32 and bfloat16: without loss, as two halves, or at random, right on average ---------------------
+
+
+REMAINDERS = "float32_remainders"
+"""Where they are in an optimizer's ``state_dict``, beside ``state`` and ``param_groups``: by parameter's number."""
+
+_HALF_UNIT = 1 << 15
+_UNIT = 1 << 16
+
+
+def split(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A float32 tensor as bfloat16 (rounded to nearest, ties upwards in size) and int16 remainders.
+
+    Shapes are those of `wide`. NaN stays NaN.
+    """
+    half = wide.to(torch.bfloat16)
+    lost = _upper_bits(half).neg_().add_(wide.view(torch.int32))
+    # Ties go to the even neighbour in torch. One that went downwards lost half a unit, which int16 does not hold.
+    tie = lost == _HALF_UNIT
+    half.view(torch.int16).add_(tie)
+    lost.masked_fill_(tie, -_HALF_UNIT)
+    return half, lost.to(torch.int16)
+
+
+def lost_bits(wide: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
+    """The remainders of a float32 tensor that torch rounded to bfloat16: int16.
+
+    A tie that went to the lower neighbour lost half a unit, which int16 does not hold: it gets a unit of float32 less.
+    """
+    lost = _upper_bits(half).neg_().add_(wide.view(torch.int32))
+    return lost.clamp_(max=_HALF_UNIT - 1).to(torch.int16)
+
+
+def join_(wide: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """Give a float32 tensor that came of bfloat16 its remainders back, in place."""
+    lost = remainder.to(torch.int32)
+    # A weight that somebody set to zero has no remainder below: its bits would wrap around to NaN.
+    lost.masked_fill_((wide == 0) & (lost < 0), 0)
+    wide.view(torch.int32).add_(lost)
+    return wide
+
+
+def round_at_random(wide: torch.Tensor) -> torch.Tensor:
+    """A float32 tensor in bfloat16, each value to one of its two neighbours, to the nearer with more probability.
+
+    The expected value is the value (Zamirai et al., 2020, arXiv:2010.06192, "Revisiting BFloat16 Training"). The random
+    numbers are those of the device's default generator.
+    """
+    bits = torch.empty_like(wide, dtype=torch.int32).random_(0, _UNIT)
+    bits.add_(wide.view(torch.int32)).bitwise_and_(-_UNIT)
+    half = bits.view(torch.float32).to(torch.bfloat16)
+    return half.masked_fill_(wide.isnan(), torch.nan)  # the bits of a NaN may have wrapped around to a number
+
+
+def _upper_bits(half: torch.Tensor) -> torch.Tensor:
+    return half.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+
+
+# Beside the parameters a chunk holds about 28 bytes an element: weights, gradients and states in float32, random bits,
+# and what the optimizer's foreach kernels need. A 128th of the parameters keeps that below a quarter of a byte for each
+# parameter; fewer than 4 million elements would be more launches than work.
+# -- parameters as pieces of a limited size, updated one chunk after another ---------------------------------------
+
+
+_SMALLEST_CHUNK = 4 << 20
+_CHUNKS = 128
+_ALIGNED = 4  # elements of float32 that a vectorised kernel takes at once
+
+# Each element's update depends on its own gradient and state alone, so that a parameter may be cut anywhere.
+_ELEMENTWISE = frozenset(
+    {
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Slice:
+    """Elements of a parameter.
+
+    Attributes:
+        group: index of the optimizer's group that the parameter is in.
+        parameter: it.
+        start: the first element.
+        stop: the element after the last.
+    """
+
+    group: int
+    parameter: torch.Tensor
+    start: int
+    stop: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the parameter as a whole."""
+        return self.stop - self.start == self.parameter.numel()
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """These elements of a tensor that is shaped as the parameter: a view."""
+        return tensor if self.whole else tensor.view(-1)[self.start : self.stop]
+
+
+def is_elementwise(name: str, value: Any, shape: torch.Size) -> bool:
+    """Whether a state of a parameter of that shape is a floating number for each element."""
+    return (
+        name != "step"  # a scalar, as the parameter may be
+        and not is_traceable_wrapper_subclass(value)  # codes of a low-bit optimizer stay as they are
+        and isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.shape == shape
+    )
+
+
+def resting_dtype(parameter: torch.Tensor, *, half_states: bool) -> torch.dtype:
+    """The dtype that such states have between steps; those of a scalar are too few to save, and may be counters."""
+    return torch.bfloat16 if half_states and parameter.dim() > 0 else torch.float32
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Chunk:
+    """Slices on one device that are updated together.
+
+    Attributes:
+        slices: they.
+    """
+
+    slices: tuple[Slice, ...]
+
+    def room(self, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor with an element for each element of the slices, and a few between them; without values."""
+        total = sum(map(_aligned, self.slices))
+        return self.slices[0].parameter.new_empty(total, dtype=dtype)
+
+    def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each slice's part of such a tensor, in the parameter's shape where it is the whole parameter."""
+        found, start = [], 0
+        for piece in self.slices:
+            part = flat[start : start + piece.stop - piece.start]
+            found.append(part.view(piece.parameter.shape) if piece.whole else part)
+            start += _aligned(piece)
+        return found
+
+
+def chunks_of(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[int, torch.Tensor]]
+) -> Iterator[Chunk]:
+    """Parameters, each with the index of its group, in chunks; several small ones together, large ones cut.
+
+    A parameter is cut only where the optimizer treats each element on its own. An optimizer that is not known to treat
+    each parameter on its own gets all of a device at once.
+    """
+    limit = max(_SMALLEST_CHUNK, sum(parameter.numel() for _, parameter in parameters) // _CHUNKS)
+    if not is_separable(optimizer):
+        limit = sum(parameter.numel() for _, parameter in parameters)
+    chunk: list[Slice] = []
+    room = limit
+    for group, parameter in parameters:
+        count = parameter.numel()
+        step = limit if _may_be_cut(optimizer, parameter) else count
+        for start in range(0, count, max(1, step)):
+            piece = Slice(group, parameter, start, min(start + step, count))
+            if chunk and (piece.stop - piece.start > room or chunk[0].parameter.device != parameter.device):
+                yield Chunk(tuple(chunk))
+                chunk, room = [], limit
+            chunk.append(piece)
+            room -= piece.stop - piece.start
+    if chunk:
+        yield Chunk(tuple(chunk))
+
+
+def _may_be_cut(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    tensors = (parameter, parameter.grad, *optimizer.state.get(parameter, {}).values())
+    return type(optimizer) in _ELEMENTWISE and all(
+        tensor.layout is torch.strided and tensor.is_contiguous()
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor)
+    )
+
+
+def _aligned(piece: Slice) -> int:
+    return -(-(piece.stop - piece.start) // _ALIGNED) * _ALIGNED

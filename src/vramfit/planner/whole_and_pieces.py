@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vramfit.errors import UsageError
+from vramfit.planner.silenced_dropout import NothingDropped, silence_dropout
+from vramfit.planner.uneven_batch import Varied, made_ragged
 from vramfit.techniques.core.attached_program import AttachedProgram
 from vramfit.techniques.core.technique import Choice
 from vramfit.techniques.gradient_caching import (
@@ -21,15 +23,15 @@ from vramfit.techniques.gradient_caching import (
     encoder_candidates,
 )
 from vramfit.techniques.micro_batching import (
+    Cut,
     MicroBatchingSetting,
     Reduction,
     Splitter,
     batch_norms,
     batch_size_name,
+    find_cut,
+    mapped,
 )
-from vramfit.techniques.support.batch_cutting import Cut, find_cut, mapped
-from vramfit.techniques.support.ragged import Varied, made_ragged
-from vramfit.techniques.support.silencing import NothingDropped, silence_dropout
 from vramfit.workload import Batch, Workload
 
 EXAMPLES = 4
