@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import tomllib
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 import tomlkit
 from tomlkit.items import Table
 
+from vramfit.decoding import decode
 from vramfit.errors import UsageError
 from vramfit.masking import mask_text
 from vramfit.techniques import (
@@ -265,7 +265,7 @@ def read_plan(path: str | os.PathLike[str], kind: type[P]) -> P:
         kind: `PlanContents`, or what has more on top of it.
 
     Raises:
-        UsageError: there is no such file, or it is no plan; the message says where.
+        UsageError: there is no such file, or it is not a plan; the message says where.
     """
     file = Path(path)
     try:
@@ -290,23 +290,20 @@ def plan_from_toml(text: str, kind: type[P], *, name: str = "the plan") -> P:
         name: the plan's name in errors.
 
     Raises:
-        UsageError: it is no plan; the message says where.
+        UsageError: it is not a plan; the message says where.
     """
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(
-            f"{name} is no TOML: {error}", "Correct it, or make it anew with vramfit plan"
+            f"{name} is not valid TOML: {error}", "Correct it, or make it anew with vramfit plan"
         ) from error
     if document.get("schema") != SCHEMA:
         raise UsageError(
-            f"{name} is no plan: its schema is {document.get('schema')!r}, not {SCHEMA!r}",
+            f"{name} is not a plan: its schema is {document.get('schema')!r}, not {SCHEMA!r}",
             "Give a file that vramfit plan wrote",
         )
     try:
-        notes = document.get("notes", [])
-        if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
-            raise UsageError("notes is no list of texts")
         if unknown := sorted(set(document) - _KEYS):
             raise UsageError(f"it has an unknown key {unknown[0]!r}", f"It has {', '.join(sorted(_KEYS))}")
         found = kind(
@@ -315,7 +312,7 @@ def plan_from_toml(text: str, kind: type[P], *, name: str = "the plan") -> P:
             before=_read(PlanFigures, document.get("before", {}), "before"),
             after=_read(PlanFigures, document.get("after", {}), "after"),
             solved=_read(SolverStats, document.get("solved", {}), "solved"),
-            notes=tuple(notes),
+            notes=decode(document.get("notes", []), tuple[str, ...], "notes"),
         )
         check_together(found.choices)
         return found
@@ -325,7 +322,7 @@ def plan_from_toml(text: str, kind: type[P], *, name: str = "the plan") -> P:
 
 def _tables(found: Any) -> list[Mapping[str, Any]]:
     if not isinstance(found, list) or not all(isinstance(entry, Mapping) for entry in found):
-        raise UsageError("technique is no list of tables", "Write [[technique]] above each")
+        raise UsageError("technique is not a list of tables", "Write [[technique]] above each")
     return found
 
 
@@ -336,7 +333,7 @@ def _read_entry(table: Mapping[str, Any]) -> PlanStep:
     technique = find_technique(name)
     setting = table.get("setting", {})
     if not isinstance(setting, Mapping):
-        raise UsageError(f"the setting of {name} is no table", "Write [technique.setting] below it")
+        raise UsageError(f"the setting of {name} is not a table", "Write [technique.setting] below it")
     rest = {key: value for key, value in table.items() if key in ("saves_bytes", "costs_seconds")}
     unknown = sorted(set(table) - {"name", "promise", "setting", *rest})
     if unknown:
@@ -354,7 +351,7 @@ def _read_entry(table: Mapping[str, Any]) -> PlanStep:
 
 def _read(kind: type[T], table: Any, where: str) -> T:
     if not isinstance(table, Mapping):
-        raise UsageError(f"{where} is no table", f"Write [{where}] above its values")
+        raise UsageError(f"{where} is not a table", f"Write [{where}] above its values")
     values = _values(kind, table, where)
     for one in dataclasses.fields(kind):  # type: ignore[arg-type]
         if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING:
@@ -368,7 +365,8 @@ def _values(kind: type, table: Mapping[str, Any], where: str) -> dict[str, Any]:
     for name, value in table.items():
         if name not in hints:
             raise UsageError(f"{where} has an unknown key {name!r}", f"It has {', '.join(hints)}")
-        values[name] = _checked(value, hints[name], f"{name} of {where}")
+        parsed = hints[name] is Numerics and isinstance(value, str)
+        values[name] = Numerics.parse(value) if parsed else decode(value, hints[name], f"{name} of {where}")
         if kind is not PlanStep:  # what a technique saves and costs may be less than nothing
             _check_not_negative(values[name], f"{name} of {where}")
     return values
@@ -380,19 +378,4 @@ def _check_not_negative(value: Any, what: str) -> None:
             if size < 1:
                 raise UsageError(f"{name} in {what} is {size}", "Sizes are whole numbers from 1 on")
     elif isinstance(value, int | float) and not value >= 0:
-        raise UsageError(f"{what} is {value}", "It cannot be less than nothing")
-
-
-def _checked(value: Any, kind: Any, what: str) -> Any:
-    if typing.get_origin(kind) is types.UnionType:
-        kind = typing.get_args(kind)[0]
-    if kind is Numerics and isinstance(value, str):
-        return Numerics.parse(value)
-    if kind is float and type(value) is int:
-        return float(value)
-    if typing.get_origin(kind) is not None:
-        if isinstance(value, Mapping) and all(type(item) is int for item in value.values()):
-            return dict(value)
-    elif type(value) is kind:
-        return value
-    raise UsageError(f"{what} is {value!r}", f"It has to be of type {getattr(kind, '__name__', kind)}")
+        raise UsageError(f"{what} is {value}", "It cannot be negative")

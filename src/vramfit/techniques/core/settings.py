@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import types
 import typing
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, TypeVar
 
+from vramfit.decoding import decode
 from vramfit.errors import UsageError
 
 S = TypeVar("S")
@@ -48,15 +48,15 @@ def read_setting(technique: str, kind: type[S], plain: Mapping[str, Any]) -> S:
         raise UsageError(
             f"{technique} has no setting {unknown[0]!r}", f"It has {', '.join(fields) or 'none'}"
         )
+    for name, value in plain.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{name} of {technique} is {value}", "Give a number")
     hints = typing.get_type_hints(kind)
-    values = {name: _read(technique, name, value, hints[name]) for name, value in plain.items()}
-    try:
-        return kind(**values)
-    except TypeError as error:
-        missing = [n for n, f in fields.items() if _default(f) is dataclasses.MISSING and n not in values]
-        if not missing:
-            raise
-        raise UsageError(f"{technique} needs the setting {missing[0]!r}", "Give it") from error
+    values = {name: decode(value, hints[name], f"{name} of {technique}") for name, value in plain.items()}
+    for name, field in fields.items():
+        if name not in values and _default(field) is dataclasses.MISSING:
+            raise UsageError(f"{technique} needs the setting {name!r}", "Give it")
+    return kind(**values)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -80,36 +80,3 @@ def _words(plain: Any) -> str:
         shown = ", ".join(map(str, plain[:3]))
         return shown if len(plain) <= 3 else f"{shown} and {len(plain) - 3} more"
     return str(plain)
-
-
-def _read(technique: str, name: str, value: Any, kind: Any) -> Any:
-    """A plain value as the type that a setting's field has."""
-    origin = typing.get_origin(kind)
-    if origin in (typing.Union, types.UnionType):
-        parts = [part for part in typing.get_args(kind) if part is not type(None)]
-        return _read(technique, name, value, parts[0])
-    if origin is tuple and isinstance(value, list | tuple):
-        of = typing.get_args(kind)[0]
-        return tuple(_read(technique, name, item, of) for item in value)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        try:
-            return kind(value)
-        except ValueError:
-            known = ", ".join(str(member.value) for member in kind)
-            raise UsageError(f"{name} of {technique} is {value!r}", f"Give one of {known}") from None
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is float and not math.isfinite(value):
-        raise UsageError(f"{name} of {technique} is {value}", "Give a number")
-    if isinstance(kind, type) and type(value) is kind:
-        return value
-    if (
-        origin is not None
-        and isinstance(origin, type)
-        and isinstance(value, Mapping)
-        and issubclass(origin, Mapping)
-    ):
-        of = typing.get_args(kind)[1]
-        return {str(key): _read(technique, name, item, of) for key, item in value.items()}
-    wanted = kind.__name__ if isinstance(kind, type) else str(kind)
-    raise UsageError(f"{name} of {technique} is {value!r}", f"It has to be of type {wanted}")
