@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.planner.test_micro_batch_trial import _profile, contrastive
-from tests.techniques.test_trial import CoupledInTraining, Mixture, squares, two_layers, workload
+from tests.planner.test_whole_and_pieces import CoupledInTraining, Mixture, squares, two_layers, workload
 from torch import nn
 
 from vramfit.gpus import find_gpu

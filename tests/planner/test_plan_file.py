@@ -138,13 +138,13 @@ def test_a_plan_by_hand_needs_no_figures() -> None:
         ),
         (
             f'schema = "{SCHEMA}"\n[[technique]]\nname = "tf32"\n[[technique]]\nname = "tf32"',
-            "tf32 is there twice",
+            "tf32 appears twice",
         ),
         (
             f'schema = "{SCHEMA}"\n[[technique]]\nname = "lean-optimizer"\n[technique.setting]\nlr = nan',
             "lr of lean-optimizer is nan",
         ),
-        (f'schema = "{SCHEMA}"\n[aim]\nnumerics = "exact"', "'exact' is no level of numerics"),
+        (f'schema = "{SCHEMA}"\n[aim]\nnumerics = "exact"', "'exact' is not a level of numerics"),
     ],
 )
 def test_what_is_no_plan_is_refused(text: str, message: str) -> None:

@@ -157,7 +157,7 @@ def test_named_modules_alone() -> None:
     model = Net(Rms)
     attached(model, "norms.1")
     assert [len(surroundings_of(norm)) for norm in model.norms] == [0, 1, 0]
-    with pytest.raises(UsageError, match=r"'layers\.0' is no hand-written norm"):
+    with pytest.raises(UsageError, match=r"'layers\.0' is not a hand-written norm"):
         attached(Net(Rms), "layers.0")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.techniques.test_trial import CoupledInTraining, workload
+from tests.planner.test_whole_and_pieces import CoupledInTraining, workload
 from tests.techniques.toys import Block, gradients
 from torch import nn
 

@@ -126,14 +126,14 @@ def test_what_one_cannot_attach_leaves_nothing_of_the_others() -> None:
 
 def test_the_same_technique_twice_is_refused() -> None:
     choice = Choice(technique=Split(), setting=Halves())
-    with pytest.raises(UsageError, match="split is there twice"):
+    with pytest.raises(UsageError, match="split appears twice"):
         with_choices(all_toys()["mlp"], (choice, choice))
 
 
 def test_techniques_that_exclude_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Refuses, "excludes", {"split": "both cut"})
     choices = (Choice(technique=Split(), setting=Halves()), Choice(technique=Refuses(), setting=Nothing()))
-    with pytest.raises(UsageError, match="refuses cannot go with split: both cut"):
+    with pytest.raises(UsageError, match="refuses cannot be combined with split: both cut"):
         with_choices(all_toys()["mlp"], choices)
 
 

@@ -161,7 +161,7 @@ def test_what_it_cannot_take_over_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     hooked = _live()
     assert hooked.optimizer is not None
     hooked.optimizer.register_step_pre_hook(lambda *_: None)
-    refused(hooked, "would leave the step hooks behind that AdamW has")
+    refused(hooked, "would leave behind the step hooks of AdamW")
     monkeypatch.setitem(sys.modules, "torchao", None)
     refused(_live(), r"needs torchao, which is not installed. pip install vramfit\[torchao\]")
 
@@ -173,7 +173,7 @@ def test_two_optimizers_cannot_have_one_place() -> None:
     for one, other in itertools.permutations(names, 2):
         first, second = find_technique(one), find_technique(other)
         choices = tuple(Choice(technique=t, setting=t.setting_type()) for t in (first, second))
-        with pytest.raises(UsageError, match="cannot go with"):
+        with pytest.raises(UsageError, match="cannot be combined with"):
             with_choices(wide(), choices)
 
 

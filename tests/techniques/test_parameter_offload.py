@@ -428,7 +428,7 @@ def test_a_capturable_optimizer_and_a_model_without_blocks_are_refused() -> None
     model = _language()
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.param_groups[0]["capturable"] = True
-    with pytest.raises(UsageError, match="a capturable optimizer wants parameters on the card"):
+    with pytest.raises(UsageError, match="a capturable optimizer needs its parameters on the card"):
         _live(model, optimizer)
     with pytest.raises(UsageError, match="finds no blocks in the model"):
         _live(nn.Linear(3, 3))

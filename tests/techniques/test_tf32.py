@@ -74,7 +74,7 @@ def test_convolutions_alone_leave_products_as_they_are() -> None:
 
 def test_nothing_at_all_is_refused() -> None:
     live = AttachedProgram(nn.Linear(2, 2), None)
-    with pytest.raises(UsageError, match="allowed for nothing"):
+    with pytest.raises(UsageError, match="allowed neither for products"):
         Tf32().attach(live, Tf32Setting(matmul=False, convolution=False))
     assert torch.get_float32_matmul_precision() == "highest"
 

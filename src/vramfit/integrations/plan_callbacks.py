@@ -42,7 +42,7 @@ def plan_from(plan: Plan | str | os.PathLike[str]) -> Plan:
     """A plan, or what a file of one holds.
 
     Raises:
-        UsageError: there is no such file, or it is no plan.
+        UsageError: there is no such file, or it is not a plan.
     """
     return plan if isinstance(plan, Plan) else Plan.load(plan)
 

@@ -223,7 +223,7 @@ def _is_pytests_own(fixture: pytest.FixtureDef[Any]) -> bool:
 
 
 def _refuse(item: pytest.Item) -> None:
-    """In a worker of pytest-xdist a usage error would end the worker: the test tells it instead."""
+    """In a worker of pytest-xdist a usage error would end the worker: the test reports it instead."""
     from vramfit.integrations.pytest_gates import BadMarker, gates_of
 
     try:

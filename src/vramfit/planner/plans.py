@@ -110,7 +110,7 @@ class Plan(PlanContents):
         """The backward pass of a micro-batch's loss, in place of ``loss.backward()``.
 
         Raises:
-            UsageError: the loss is no scalar.
+            UsageError: the loss is not a scalar.
         """
         self._live().backward(loss)
 
@@ -163,7 +163,7 @@ class Plan(PlanContents):
         """Read what `save` or ``vramfit plan`` wrote.
 
         Raises:
-            UsageError: there is no such file, or it is no plan; the message says where.
+            UsageError: there is no such file, or it is not a plan; the message says where.
         """
         return read_plan(path, cls)
 

@@ -81,7 +81,7 @@ def find_technique(name: str) -> Technique[Any]:
     """The technique of that name.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such one.
     """
     known = {technique.name: technique for technique in all_techniques()}
     if name in known:

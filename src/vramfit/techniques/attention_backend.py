@@ -120,7 +120,7 @@ class AttentionBackend(Technique[AttentionSetting]):
         if not setting.redraws and _drops(model):
             raise UsageError(
                 "attention has dropout, and another backend drops other weights",
-                "Allow it by redraws = true, or set the dropout of attention to 0",
+                "Allow it with redraws = true, or set the dropout of attention to 0",
             )
         for path, module in eager:
             make_fused(live, path, module)
@@ -166,7 +166,9 @@ def _multihead(model: nn.Module, name: str) -> nn.Module:
     except AttributeError:
         module = None
     if module is None or not isinstance(module, nn.MultiheadAttention):
-        raise UsageError(f"{name!r} is no nn.MultiheadAttention of the model", "Correct the name in unread")
+        raise UsageError(
+            f"{name!r} is not an nn.MultiheadAttention of the model", "Correct the name in unread"
+        )
     return module
 
 

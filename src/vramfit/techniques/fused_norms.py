@@ -91,7 +91,7 @@ class FusedNorms(Technique[FusedNormSetting]):
         for name in setting.modules:
             if name not in found:
                 raise UsageError(
-                    f"the module {name!r} is no hand-written norm that fused-norms recognises",
+                    f"the module {name!r} is not a hand-written norm that fused-norms recognises",
                     f"Give some of {', '.join(list(found)[:4])}" if found else "Leave fused-norms out",
                 )
         if not found:

@@ -81,7 +81,7 @@ class GradientCaching(Technique[GradientCachingSetting]):
         """Surround the encoders."""
         if setting.count < 1:
             raise UsageError(
-                f"count of gradient-caching is {setting.count}", "Give the number of pieces, from 1 on"
+                f"count of gradient-caching is {setting.count}", "Give the number of pieces, 1 or more"
             )
         for path in setting.modules or ("",):
             module = checked_module(live.model, path) if path else live.model

@@ -136,7 +136,7 @@ def _check(setting: GradientProjectionSetting) -> None:
     if setting.rank < 1 or setting.update_interval < 1 or setting.scale <= 0:
         raise UsageError(
             f"a projection of rank {setting.rank}, every {setting.update_interval} steps, times {setting.scale:g}",
-            "Give whole numbers from 1 on and a scale above 0",
+            "Give whole numbers of at least 1, and a scale above 0",
         )
 
 

@@ -90,7 +90,7 @@ class InPlaceActivations(Technique[InPlaceSetting]):
         """Surround the chains that hold such activations.
 
         Raises:
-            UsageError: there is none.
+            UsageError: there is no such one.
         """
         found = _plan(live.model, smooth=setting.smooth)
         if not found:

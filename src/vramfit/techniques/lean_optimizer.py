@@ -188,4 +188,4 @@ def _check(setting: LeanOptimizerSetting, old: Optimizer) -> None:
             "Give fewer steps of warm-up than steps in all",
         )
     if setting.kind is LeanKind.ADAFACTOR and any(p.is_complex() for p in parameters_of(old)):
-        raise UsageError("Adafactor is for real parameters", "Leave lean-optimizer out")
+        raise UsageError("Adafactor needs real parameters, and some are complex", "Leave lean-optimizer out")

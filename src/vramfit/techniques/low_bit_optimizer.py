@@ -147,7 +147,7 @@ def _check_card(bits: StateBits, device: torch.device) -> None:
         if capability < _FP8_FROM:
             found = ".".join(map(str, capability))
             raise UsageError(
-                f"float8 states need compute capability 8.9, and the card has {found}", "Take bits 8"
+                f"float8 states need compute capability 8.9, and the card has {found}", "Use bits = 8"
             )
 
 

@@ -77,7 +77,7 @@ class LowPrecisionTraining(Technique[LowPrecisionTrainingSetting]):
     Updates are often smaller than the 2^-8 that bfloat16 resolves, and would vanish (Zamirai et al., 2020,
     arXiv:2010.06192). So steps are computed in float32 for any optimizer, in chunks of a 128th of the parameters, at
     least 4 million elements, which hold about 28 bytes an element in between; an optimizer that is not known to treat
-    each parameter on its own gets all at once. torchao's optimizers round stochastically by themselves and are told to.
+    each parameter on its own gets all at once. torchao's optimizers round stochastically by themselves and are set to.
     That costs a few memory-bound kernels a chunk: AdamW's step takes 4 times as long with float32 weights on a CPU, 7
     times with states in bfloat16. The optimizer stays the same object, with its groups, schedules and ``state_dict``,
     where the lower bits are ``float32_remainders``.
@@ -179,7 +179,7 @@ def _check(live: AttachedProgram, islands: list[nn.Module]) -> None:
         for own, parameter in module.named_parameters(recurse=False):
             if id(parameter) in inside and id(module) not in parts:
                 raise UsageError(
-                    f"{name}.{own} is shared with an island, and can be in one dtype alone",
+                    f"{name}.{own} is shared with an island, and can have only one dtype",
                     f"Make {name} an island too, or leave the other out",
                 )
 
@@ -191,7 +191,7 @@ def _is_steppable(optimizer: torch.optim.Optimizer | None) -> bool:
 def _unsteppable(optimizer: torch.optim.Optimizer) -> UsageError:
     return UsageError(
         f"{type(optimizer).__name__} computes the loss several times in a step, which has to be in float32",
-        "Leave low-precision-training out, or take another optimizer",
+        "Leave low-precision-training out, or use another optimizer",
     )
 
 

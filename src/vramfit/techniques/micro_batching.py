@@ -134,7 +134,7 @@ class MicroBatching(Technique[MicroBatchingSetting]):
         """Cut batches, and let running statistics move as slowly as there are pieces."""
         if setting.count < 1:
             raise UsageError(
-                f"count of micro-batching is {setting.count}", "Give the number of pieces, from 1 on"
+                f"count of micro-batching is {setting.count}", "Give the number of pieces, 1 or more"
             )
         norms = batch_norms(live.model)
         if norms and setting.batch_norm is BatchNormalisation.NONE:

@@ -119,7 +119,7 @@ class MixedPrecision(Technique[MixedPrecisionSetting]):
         if workload.step is not None and setting.dtype is HalfType.FLOAT16:
             raise UsageError(
                 "float16 needs scaled losses, and this workload's own step computes them",
-                "Take bfloat16, or use torch.amp.GradScaler in the step",
+                "Use bfloat16, or use torch.amp.GradScaler in the step",
             )
         return super().apply(workload, setting)
 
@@ -135,7 +135,7 @@ class MixedPrecision(Technique[MixedPrecisionSetting]):
         if scales and live.steps_in_backward:
             raise UsageError(
                 "float16 scales gradients before the step, but the optimizer steps in the backward pass",
-                "Take bfloat16, or forbid step-in-backward in the plan",
+                "Use bfloat16, or forbid step-in-backward in the plan",
             )
         for module in islands:
             live.surround(module, Float32Island())

@@ -21,7 +21,7 @@ from vramfit.techniques.support.optimizer_exchange import (
     place_counters,
 )
 
-# torch.optim.Adafactor takes the loop unless it is told otherwise (torch/optim/_adafactor.py).
+# torch.optim.Adafactor takes the loop unless foreach says otherwise (torch/optim/_adafactor.py).
 _LOOPS_BY_DEFAULT = (torch.optim.Adafactor,)
 
 

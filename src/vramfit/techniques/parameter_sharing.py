@@ -116,7 +116,7 @@ def _tensor(model: nn.Module, name: str) -> torch.Tensor:
     """A parameter or buffer by its name.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such one.
     """
     owner, _, own = name.rpartition(".")
     try:

@@ -94,7 +94,10 @@ class Tf32(Technique[Tf32Setting]):
     def attach(self, live: AttachedProgram, setting: Tf32Setting) -> None:
         """Allow it, in the whole process."""
         if not (setting.matmul or setting.convolution):
-            raise UsageError("tf32 is to be allowed for nothing", "Set matmul or convolution to true")
+            raise UsageError(
+                "tf32 is allowed neither for products nor for convolutions",
+                "Set matmul or convolution to true",
+            )
         before = _Switches.read()
         live.on_undo(before.restore)
         if setting.matmul:

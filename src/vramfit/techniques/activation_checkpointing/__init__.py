@@ -120,19 +120,19 @@ class ActivationCheckpointing(Technique[Checkpointing]):
 
     def describe(self, setting: Checkpointing) -> str:
         """How many blocks, and how much of them is kept: their names would fill a table."""
-        told = [setting.mode.value]
+        words = [setting.mode.value]
         if setting.modules:
-            told.append(f"{len(setting.modules)} block{'s' * (len(setting.modules) > 1)}")
+            words.append(f"{len(setting.modules)} block{'s' * (len(setting.modules) > 1)}")
         if setting.mode is Mode.EVERY:
-            told.append(f"every {setting.every}")
+            words.append(f"every {setting.every}")
         if setting.segments:
-            told.append(f"{setting.segments} segments")
+            words.append(f"{setting.segments} segments")
         if setting.nested:
-            told.append("nested")
+            words.append("nested")
         if setting.save:
             kept = sum(len(specs) for specs in setting.save.values())
-            told.append(f"{kept} results kept")
-        return ", ".join(told)
+            words.append(f"{kept} results kept")
+        return ", ".join(words)
 
     def attach(self, live: AttachedProgram, setting: Checkpointing) -> None:
         """Surround the blocks.
@@ -278,11 +278,11 @@ def _segments(paths: tuple[str, ...], setting: Checkpointing) -> Iterator[tuple[
 
 def _uniform(blocks: tuple[ModelBlock, ...], count: int) -> Iterator[Checkpointing]:
     names = {op.name for block in blocks for op in block.ops}
-    told: set[frozenset[str]] = set()
+    seen: set[frozenset[str]] = set()
     for preset in ("expensive", "matmuls", "convolutions", "attention"):
         here = frozenset(name for name in names if keeps((preset,), (name,))[0])
-        if (here and here not in told) or (not names and preset == "expensive"):
-            told.add(here)
+        if (here and here not in seen) or (not names and preset == "expensive"):
+            seen.add(here)
             yield Checkpointing(mode=Mode.SELECTIVE, save={EVERYWHERE: (preset,)})
     if count > 2:
         yield Checkpointing(mode=Mode.EVERY, every=3)

@@ -188,7 +188,7 @@ class _Step:
     Args:
         func: the op.
         args: its arguments: tensors as `_View` or `_Held`.
-        kwargs: the same by name.
+        kwargs: its keyword arguments.
         state: of the generators before it; None if it draws nothing.
         changes: the result that it changes in place, which holds it.
     """

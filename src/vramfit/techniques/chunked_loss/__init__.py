@@ -196,8 +196,8 @@ def find_head(model: nn.Module) -> str | None:
         if isinstance(module, nn.Linear) and plain_class(module) is nn.Linear
     }
     for module in model.modules():
-        told = getattr(module, "get_output_embeddings", None)
-        found = told() if callable(told) else None
+        head_of = getattr(module, "get_output_embeddings", None)
+        found = head_of() if callable(head_of) else None
         for name, known in linear.items():
             if known is found:
                 return name

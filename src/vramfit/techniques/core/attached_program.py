@@ -45,7 +45,7 @@ class Piece:
     """One micro-batch.
 
     Attributes:
-        batch: it, in the containers of the whole batch.
+        batch: its examples, in the containers of the whole batch.
         weight: what its loss is multiplied with, so that the gradients add up to those of the whole batch.
         last: whether the step follows.
     """
@@ -97,7 +97,7 @@ class AttachedProgram:
         device: where the model goes; None leaves it where it is.
 
     Attributes:
-        model: the same object throughout.
+        model: the same object as long as the program is attached.
         optimizer: what steps; a technique may have exchanged it.
         device: where the model's work is done.
         placed: whether a technique has placed the model, or it had its place before.
@@ -112,7 +112,7 @@ class AttachedProgram:
             elsewhere brings them to the parameters.
         before_step: called before the optimizer steps, after gradients are unscaled.
         after_step: called after the optimizer stepped and the gradients went.
-        pageable: each tells the tensors that a technique keeps on the host without pinning them, beside a card.
+        pageable: each gives the tensors that a technique keeps on the host without pinning them, beside a card.
     """
 
     def __init__(
@@ -204,13 +204,13 @@ class AttachedProgram:
     def pageable_bytes(self) -> int:
         """Bytes that techniques keep on the host without pinning them."""
         return sum(
-            tensor.nbytes for tell in self.pageable for tensor in tell() if tensor.device.type == "cpu"
+            tensor.nbytes for kept in self.pageable for tensor in kept() if tensor.device.type == "cpu"
         )
 
-    def keep_pageable(self, tell: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Count the tensors that `tell` gives, as far as they are on the host, until the undo."""
-        self.pageable.append(tell)
-        self.on_undo(lambda: self.pageable.remove(tell))
+    def keep_pageable(self, kept: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Count the tensors that `kept` gives, as far as they are on the host, until the undo."""
+        self.pageable.append(kept)
+        self.on_undo(lambda: self.pageable.remove(kept))
 
     def on_undo(self, action: Callable[[], None]) -> None:
         """Call `action` when everything is undone, the latest first, also where one before it fails."""
@@ -255,7 +255,7 @@ class AttachedProgram:
         """A micro-batch's loss as its share of the whole batch's.
 
         Raises:
-            UsageError: it is no scalar.
+            UsageError: the loss is not a scalar.
         """
         check_loss(loss)
         self._weighted = True
@@ -267,7 +267,7 @@ class AttachedProgram:
         """The backward pass of a micro-batch's loss, with the weight and the scale that belong to it.
 
         Raises:
-            UsageError: the loss is no scalar.
+            UsageError: the loss is not a scalar.
         """
         loss = self.weighted(loss)
         if self.scaler is not None:

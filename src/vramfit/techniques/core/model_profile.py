@@ -1,4 +1,4 @@
-"""What one run of a workload tells the techniques: its blocks, what they keep, and what they cost."""
+"""What techniques know of a workload from one run: its blocks, what they keep, and what they cost."""
 
 from __future__ import annotations
 

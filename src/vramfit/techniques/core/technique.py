@@ -48,13 +48,13 @@ class Numerics(Enum):
         """The level of that name.
 
         Raises:
-            UsageError: there is none.
+            UsageError: there is no such one.
         """
         try:
             return cls(text.strip().lower())
         except ValueError:
             names = ", ".join(level.value for level in cls)
-            raise UsageError(f"{text!r} is no level of numerics", f"Give one of {names}") from None
+            raise UsageError(f"{text!r} is not a level of numerics", f"Give one of {names}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +162,8 @@ class Choice:
     @property
     def words(self) -> str:
         """The name with the setting: ``micro-batching (count 4)``."""
-        told = self.technique.describe(self.setting)
-        return f"{self.name} ({told})" if told else self.name
+        words = self.technique.describe(self.setting)
+        return f"{self.name} ({words})" if words else self.name
 
     @property
     def promise(self) -> Promise:
@@ -257,7 +257,9 @@ def check_together(choices: tuple[Choice, ...]) -> None:
     names = [choice.name for choice in choices]
     for index, choice in enumerate(choices):
         if choice.name in names[:index]:
-            raise UsageError(f"{choice.name} is there twice", "Leave one out")
+            raise UsageError(f"{choice.name} appears twice", "Leave one out")
         for other in choices:
             if other is not choice and (why := choice.technique.excludes.get(other.name)):
-                raise UsageError(f"{choice.name} cannot go with {other.name}: {why}", "Leave one out")
+                raise UsageError(
+                    f"{choice.name} cannot be combined with {other.name}: {why}", "Leave one out"
+                )

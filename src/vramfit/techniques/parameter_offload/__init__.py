@@ -266,7 +266,7 @@ def _chosen(
         )
     if live.optimizer is not None and any(group.get("capturable") for group in live.optimizer.param_groups):
         raise UsageError(
-            "parameter-offload: a capturable optimizer wants parameters on the card",
+            "parameter-offload: a capturable optimizer needs its parameters on the card",
             "Make it with capturable=False",
         )
     names = setting.modules or tuple(block.path for block in find_blocks(live.model))

@@ -60,7 +60,7 @@ def find_blocks(model: nn.Module, paths: Iterable[str] = ()) -> tuple[BlockPlace
     repeats outside of lists is taken: levels of a U-Net that are attributes. A block holds two layers with a matrix or
     a kernel, or, where there are no such blocks, one.
 
-    What must not be recomputed is left out; `refused_blocks` tells why.
+    What must not be recomputed is left out; `refused_blocks` says why.
 
     Args:
         model: looked at, never run or changed.

@@ -331,7 +331,7 @@ class Slice:
 
     Attributes:
         group: index of the optimizer's group that the parameter is in.
-        parameter: it.
+        parameter: the parameter, in bfloat16.
         start: the first element.
         stop: the element after the last.
     """
@@ -372,7 +372,7 @@ class Chunk:
     """Slices on one device that are updated together.
 
     Attributes:
-        slices: they.
+        slices: the pieces of parameters in it.
     """
 
     slices: tuple[Slice, ...]

@@ -17,15 +17,15 @@ class Lane(Protocol):
     """
 
     def out(self, flat: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """A copy on the host, and what tells its end. Until `wait` for that, `flat` must neither go nor change."""
+        """A copy on the host, and its end, to wait for. Until `wait` for that, `flat` must neither go nor change."""
         ...
 
     def copy_out(self, source: torch.Tensor, host: torch.Tensor) -> Any:
-        """Fill `host`, of the same strides; tells the end. Until then `source` must neither go nor change."""
+        """Fill `host`, of the same strides; gives its end. Until then `source` must neither go nor change."""
         ...
 
     def back(self, hosts: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        """Copies on the device, and what tells their end. They must neither be used nor go before `wait` for that."""
+        """Copies on the device, and their end, to wait for. They must neither be used nor go before `wait` for that."""
         ...
 
     def wait(self, end: Any) -> None:

@@ -80,7 +80,7 @@ def exchangeable(live: AttachedProgram, technique: str) -> Optimizer:
     optimizer = optimizer_of(live, technique)
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise UsageError(
-            f"{technique} would leave the step hooks behind that {_name(optimizer)} has",
+            f"{technique} would leave behind the step hooks of {_name(optimizer)}",
             "Apply the plan first, and register them on the optimizer that it gives",
         )
     for option in ("maximize", "differentiable"):
