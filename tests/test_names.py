@@ -56,7 +56,7 @@ def test_names_are_found_at_all() -> None:
         "vramfit.track",
         "vramfit.check_leaks",
         "vramfit.LeakFoundError",
-        "vramfit.report.render_leaks",
+        "vramfit.report.render",
     } <= found
 
 

@@ -21,7 +21,7 @@ from vramfit.analysis import (
     curves,
     lifetimes,
 )
-from vramfit.report import render_fragmentation
+from vramfit.report import render
 from vramfit.trace import CapacitySource, EventKind, MemoryTrace, TraceBuilder, read_any, replay
 from vramfit.units import GIB, MIB, parse_bytes
 
@@ -183,7 +183,7 @@ def test_a_card_without_room_for_anything_needs_to_be_larger() -> None:
     assert found.main is not None
     assert found.main.evidence.startswith("the CUDA context takes all of the card")
     assert [remedy.kind for remedy in found.main.remedies] == [RemedyKind.LARGER_CARD]
-    assert "at most 0 B" not in render_fragmentation(found)
+    assert "at most 0 B" not in render(found, width=100)
     (device,) = replay(trace).devices
     assert (device.ooms, device.ooms_replayed) == (1, 1)
 

@@ -29,7 +29,7 @@ from vramfit.analysis import (
     verdict,
 )
 from vramfit.errors import TraceFormatError, UsageError
-from vramfit.report import run_to_json
+from vramfit.report import to_json
 from vramfit.trace import Category, EventKind, Frame, MemoryTrace
 from vramfit.units import MIB
 
@@ -176,7 +176,7 @@ def test_changes_always_sum_to_the_difference(
 class TestReports:
     def report(self, run: object = None) -> dict[str, object]:
         found = fitting_run() if run is None else run
-        document: dict[str, object] = json.loads(json.dumps(run_to_json(found, verdict(found))))  # type: ignore[arg-type]
+        document: dict[str, object] = json.loads(json.dumps(to_json(found, verdict(found))))  # type: ignore[arg-type]
         return document
 
     def test_a_report_is_like_the_trace_it_was_made_of(self) -> None:
@@ -195,7 +195,7 @@ class TestReports:
 
     def test_what_the_list_omits_is_told(self) -> None:
         run = fitting_run()
-        document = json.loads(json.dumps(run_to_json(run, verdict(run, tensors=2))))
+        document = json.loads(json.dumps(to_json(run, verdict(run, tensors=2))))
         (state,) = states_from_report(document)
         found = diff(state, state_from_trace(run.trace))
         assert found.allocated is not None

@@ -14,7 +14,7 @@ from analysis.synthetic import (
 )
 from vramfit.analysis import Outcome, verdict
 from vramfit.gpus import GpuKind, GpuSpec, find_gpu
-from vramfit.report import render_terminal, run_to_json
+from vramfit.report import render, to_json
 from vramfit.trace import Category, Frame, OomReport, Run, Source
 from vramfit.units import GIB, MIB
 
@@ -275,8 +275,8 @@ def test_a_verdict_within_what_drivers_differ_by_is_close() -> None:
     spec = find_gpu("RTX 3060")
     run = used_up(spec.name, spec.total_bytes, 100 * MIB)
     assert verdict(run).close
-    assert "This is close" in render_terminal(run, verdict(run))
-    assert run_to_json(run, verdict(run))["close"] is True
+    assert "This is close" in render(run, verdict(run))
+    assert to_json(run, verdict(run))["close"] is True
     assert not verdict(used_up(spec.name, spec.total_bytes, 200 * MIB)).close
     assert not verdict(used_up("8 GiB", 8 * GIB, 100 * MIB)).close, "a size that was chosen is that size"
     assert not verdict(replace(run, source=Source.CARD)).close, "a card that was recorded told its size"
@@ -299,5 +299,5 @@ def test_growth_is_in_the_verdict_with_the_step_at_which_memory_runs_out() -> No
     judged = verdict(run)
     assert judged.grows_by == 64 * MIB
     assert judged.runs_out_at == 16, "steps 0 to 15 fill the GiB"
-    assert "memory runs out about iteration 16" in " ".join(render_terminal(run, judged).split())
-    assert run_to_json(run, judged)["growth"]["runs_out_at_iteration"] == 16
+    assert "memory runs out about iteration 16" in " ".join(render(run, judged).split())
+    assert to_json(run, judged)["growth"]["runs_out_at_iteration"] == 16

@@ -14,7 +14,7 @@ from analysis.synthetic import Recorder, fitting_run, gpt_training, oom_run, vir
 from cli.conftest import FakeRunner, Invocation
 from vramfit.analysis import verdict
 from vramfit.launch.limits import Limits
-from vramfit.report import render_json
+from vramfit.report import json_text
 from vramfit.trace import EventKind, MemoryTrace, Run, Source, TraceBuilder, TraceDevice
 from vramfit.trace.progress import End, Progress, Unit
 
@@ -40,7 +40,7 @@ def trace(tmp_path: Path) -> Path:
 @pytest.fixture
 def report(tmp_path: Path) -> Path:
     path = tmp_path / "run.json"
-    path.write_text(render_json(RUN, verdict(RUN)))
+    path.write_text(json_text(RUN, verdict(RUN)))
     return path
 
 
@@ -346,7 +346,7 @@ class TestWithoutTensors:
         path, report = request.getfixturevalue(kind), tmp_path / "report.json"
         trace = MemoryTrace.load(path)
         run = replace(RUN, trace=trace, devices=(), oom=None)
-        report.write_text(render_json(run, verdict(run)))
+        report.write_text(json_text(run, verdict(run)))
         assert json.loads(report.read_text())["fits"] is None
         assert vramfit("check", path, "--baseline", report).code == 3
         assert "✓" not in vramfit("check", report, "--budget", "1GiB").out

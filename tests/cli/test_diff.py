@@ -11,7 +11,7 @@ import pytest
 from analysis.synthetic import Recorder, fitting_run, gpt_training, virtual_run
 from cli.conftest import Invocation
 from vramfit.analysis import verdict
-from vramfit.report import render_json
+from vramfit.report import json_text
 
 Command = Callable[..., Invocation]
 
@@ -49,7 +49,7 @@ def test_the_same_file_does_not_differ(vramfit: Command, before: Path) -> None:
 def test_a_report_compares_with_a_trace(vramfit: Command, before: Path, tmp_path: Path) -> None:
     run = fitting_run()
     report = tmp_path / "run.json"
-    report.write_text(render_json(run, verdict(run)))
+    report.write_text(json_text(run, verdict(run)))
     assert "no difference" in vramfit("diff", report, before).out
     assert "no difference" in vramfit("diff", before, report).out
 

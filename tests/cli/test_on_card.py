@@ -20,7 +20,7 @@ from vramfit.planner.memory_budget import MemoryBudget
 from vramfit.planner.plan_file import PlanFigures, PlanTarget
 from vramfit.planner.planner_run import measure_in_child
 from vramfit.planner.verification import CardRun, Measured, Verification
-from vramfit.report.verify import print_verification
+from vramfit.report import print_report
 from vramfit.techniques import Numerics
 
 HERE = """
@@ -171,7 +171,7 @@ def test_a_run_that_never_ended_is_shown_as_that() -> None:
         skipped="not asked for",
     )
     stream = io.StringIO()
-    print_verification(found, Console(file=stream, width=100))
+    print_report(found, console=Console(file=stream, width=100))
     assert "✗ measured on a card: does not fit the card: CUDA out of memory." in stream.getvalue()
     assert stream.getvalue().count("out of memory") == 3
     assert not found.passes

@@ -14,7 +14,7 @@ from vramfit.gpus import find_gpu
 from vramfit.planner.devices.cost import step_cost_with
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.plans import Plan
-from vramfit.report.plan import render_plan
+from vramfit.report import render
 
 __all__ = ["fit_interpreter"]
 
@@ -30,7 +30,7 @@ def test_there_is_a_plan_for_each_workload() -> None:
 @pytest.mark.parametrize("name", BUDGETS)
 def test_its_table_stands_in_the_readme(name: str) -> None:
     """With VRAMFIT_UPDATE_GOLDEN=1 it is written there instead."""
-    table = render_plan(Plan.load(FOLDER / f"{name}.toml"), width=100)
+    table = render(Plan.load(FOLDER / f"{name}.toml"), width=100)
     shown = "".join(f"    {line}".rstrip() + "\n" for line in table.splitlines())
     readme = FOLDER / "README.md"
     text = readme.read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ import pytest
 
 import vramfit
 from vramfit.launch.host_meter import HostMemoryMeter
-from vramfit.report import render_json, render_terminal
+from vramfit.report import json_text, render
 from vramfit.trace.host_memory import HostMemory
 from vramfit.units import format_bytes
 
@@ -107,9 +107,9 @@ def test_a_leak_of_the_host_stands_beside_the_card(leaking: vramfit.Report) -> N
     assert MIB <= host.grows_by < MIB + 64 * KIB
     (site,) = host.growing
     assert (Path(site.file).name, site.line) == ("train.py", line_of("# the leak", PROGRAM))
-    text = render_terminal(leaking.run, leaking.verdict, width=100)
+    text = render(leaking.run, leaking.verdict, width=100)
     assert f"{format_bytes(host.grows_by)} more each step, probably a leak" in text
     assert f"train.py:{site.line}" in text
-    told = json.loads(render_json(leaking.run, leaking.verdict))["host_memory"]
+    told = json.loads(json_text(leaking.run, leaking.verdict))["host_memory"]
     assert told["grows_by_bytes"] == host.grows_by
     assert told["sites"][0]["line"] == site.line

@@ -23,7 +23,7 @@ from vramfit.planner.verification import (
     smaller_sizes,
     too_large,
 )
-from vramfit.report.verify import print_verification
+from vramfit.report import print_report
 from vramfit.techniques import Numerics
 
 
@@ -150,7 +150,7 @@ def test_what_was_compared_is_printed() -> None:
             numerics=Numerics.ROUNDING,
         )
         console = Console(width=500, file=io.StringIO())
-        print_verification(found, console)
+        print_report(found, console=console)
         printed = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
         assert printed.startswith("✓ gradients")
         assert told in printed

@@ -23,7 +23,7 @@ from analysis.reconciling import (
 from analysis.synthetic import TRAIN, virtual_run
 from report.golden_files import check_golden
 from vramfit.analysis import Reconciliation, reconcile
-from vramfit.report import against_to_json, print_against, render_against
+from vramfit.report import print_report, render, to_json
 from vramfit.trace import Actual, Category, DeviceFigures, Frame
 from vramfit.units import MIB
 
@@ -91,20 +91,20 @@ MADE: dict[str, Callable[[], Reconciliation]] = {
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("name", MADE)
 def test_a_comparison_is_shown_as_agreed(name: str, width: int) -> None:
-    text = render_against(MADE[name](), width=width, root=ROOT)
+    text = render(MADE[name](), width=width, root=ROOT)
     assert max(len(line) for line in text.splitlines()) <= width
     check_golden(f"against-{name}-{width}.txt", text)
 
 
 @pytest.mark.parametrize("name", ["equal", "differs", "no-history"])
 def test_a_comparison_is_written_as_agreed(name: str) -> None:
-    value = against_to_json(MADE[name]())
+    value = to_json(MADE[name]())
     check_golden(f"against-{name}.json", json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def test_an_ascii_terminal_gets_ascii() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii", errors="strict")
-    print_against(differs(), Console(file=stream, width=80), root=ROOT)
+    print_report(differs(), console=Console(file=stream, width=80), root=ROOT)
     stream.flush()
     assert raw.getvalue().decode("ascii").startswith("x differs from card.pickle")

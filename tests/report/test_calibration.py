@@ -13,7 +13,7 @@ from vramfit.calibrate.calibration_result import Calibration
 from vramfit.calibrate.measurement_journal import About, Failure
 from vramfit.calibrate.records import CaseRecord, OpRecord, from_text
 from vramfit.gpus.measured_profile import Rates
-from vramfit.report.calibrate import calibration_to_json, print_calibration
+from vramfit.report import print_report, to_json
 
 from .golden_files import check_golden
 
@@ -73,13 +73,13 @@ def found() -> Calibration:
 
 def test_tables_are_as_agreed() -> None:
     console = Console(width=110, record=True, file=io.StringIO())
-    print_calibration(found(), console)
+    print_report(found(), console=console)
     text = "\n".join(line.rstrip() for line in console.export_text().splitlines())
     check_golden("calibration.txt", text + "\n")
 
 
 def test_json_is_as_agreed() -> None:
-    document = calibration_to_json(found(), "p.json")
+    document = to_json(found(), "p.json")
     check_golden("calibration.json", json.dumps(document, indent=1) + "\n")
 
 
@@ -94,5 +94,5 @@ def test_share_is_never_rounded_to_all() -> None:
         predicted={"a/b": CaseRecord(case="a/b", ops=(*many, *ops))},
     )
     console = Console(width=200, record=True, file=io.StringIO())
-    print_calibration(compared, console)
+    print_report(compared, console=console)
     assert "5000 of 5001 ops exact in bytes (99.9 %)" in console.export_text()

@@ -26,16 +26,7 @@ from vramfit.analysis import (
     verdict,
 )
 from vramfit.analysis._states import Holding, states_from_report
-from vramfit.report import (
-    Check,
-    Explanation,
-    diff_to_json,
-    print_diff,
-    render_check,
-    render_diff,
-    render_explanation,
-    run_to_json,
-)
+from vramfit.report import Check, Explanation, print_report, render, to_json
 from vramfit.trace import Category, Frame, MemoryTrace
 from vramfit.units import GIB, MIB
 
@@ -77,7 +68,7 @@ def changed() -> TraceDiff:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_comparison_reads_as_agreed(width: int) -> None:
-    check_golden(f"diff-{width}.txt", render_diff([changed()], width=width, root=ROOT))
+    check_golden(f"diff-{width}.txt", render([changed()], width=width, root=ROOT))
 
 
 def test_two_devices_and_a_run_that_ran_out() -> None:
@@ -86,7 +77,7 @@ def test_two_devices_and_a_run_that_ran_out() -> None:
     figures = diff(
         PeakState(name="card.json", device=1, reserved=MIB), PeakState(name="b", device=1, reserved=3 * MIB)
     )
-    check_golden("diff-devices.txt", render_diff([diff(same, failed), figures], root=ROOT))
+    check_golden("diff-devices.txt", render([diff(same, failed), figures], root=ROOT))
 
 
 def gpt(layers: int) -> MemoryTrace:
@@ -103,31 +94,29 @@ def test_gates_read_as_agreed() -> None:
         *budget_gates(after, 8 << 30),
         *baseline_gates(after, before, Tolerance.parse("1%")),
     )
-    check_golden(
-        "check-failed.txt", render_check(Check(target="train.py", gates=gates, diffs=diffs), root=ROOT)
-    )
+    check_golden("check-failed.txt", render(Check(target="train.py", gates=gates, diffs=diffs), root=ROOT))
     passed = Check(target="train.py", gates=budget_gates(after, 24 << 30))
-    check_golden("check-passed.txt", render_check(passed))
+    check_golden("check-passed.txt", render(passed))
     ran_out = Check(target="train.py", gates=card_gates([state_from_trace(oom_run().trace)]))
-    check_golden("check-ran-out.txt", render_check(ran_out))
+    check_golden("check-ran-out.txt", render(ran_out))
 
 
 @pytest.mark.parametrize("name", ["fits", "oom"])
 def test_an_explanation_reads_as_agreed(name: str) -> None:
     run = fitting_run() if name == "fits" else oom_run()
     found = Explanation(run=run, verdict=verdict(run), peaks=peaks(run.trace, most=3))
-    check_golden(f"explain-{name}.txt", render_explanation(found, root=ROOT))
+    check_golden(f"explain-{name}.txt", render(found, root=ROOT))
 
 
 def test_narrow_terminals_get_no_longer_lines() -> None:
-    for line in render_diff([changed()], width=50).splitlines():
+    for line in render([changed()], width=50).splitlines():
         assert len(line) <= 50
 
 
 def test_plain_characters_where_others_cannot_be_shown(tmp_path: Path) -> None:
     path = tmp_path / "out.txt"
     with path.open("w", encoding="ascii") as stream:
-        print_diff([changed()], Console(file=stream, width=80, color_system=None))
+        print_report([changed()], console=Console(file=stream, width=80, color_system=None))
     assert "12 x 3.00>6.00 MiB" in path.read_text(encoding="ascii")
 
 
@@ -136,7 +125,7 @@ def test_plain_characters_where_others_cannot_be_shown(tmp_path: Path) -> None:
 def test_columns_never_run_together(size: int, more: int) -> None:
     found = changed()
     pair = Pair(before=size, after=size + more)
-    text = render_diff([replace(found, allocated=pair, reserved=pair)], width=80)
+    text = render([replace(found, allocated=pair, reserved=pair)], width=80)
     row = next(line for line in text.splitlines() if line.startswith("peak allocated"))
     assert re.fullmatch(r"peak allocated( +[+-]?[0-9.]+ [KMGT]?i?B){3} +[+-]?[0-9.,e+]+ %", row)
 
@@ -178,9 +167,9 @@ def test_several_are_told_beside_their_sum(
             ("b", [holding(*after)] if after else []),
         )
     ]
-    text = render_diff([diff(*sides)], width=80)
+    text = render([diff(*sides)], width=80)
     assert re.search(rf"{re.escape(said)} +mm$", text, re.MULTILINE), text
-    row = diff_to_json([diff(*sides)])["devices"][0]["changes"][0]
+    row = to_json([diff(*sides)])["devices"][0]["changes"][0]
     for found, side in ((row["block_bytes_before"], before), (row["block_bytes_after"], after)):
         assert found == (side[2] if side is not None and len(side) == 3 else None)
 
@@ -188,7 +177,7 @@ def test_several_are_told_beside_their_sum(
 def test_a_trace_and_its_report_tell_what_one_of_several_takes() -> None:
     trace = fitting_run().trace
     run = fitting_run()
-    (report,) = states_from_report(json.loads(json.dumps(run_to_json(run, verdict(run)))), "a")
+    (report,) = states_from_report(json.loads(json.dumps(to_json(run, verdict(run)))), "a")
     for state in (state_from_trace(trace), report):
         for one in state.holdings:
             assert one.block_bytes in (0, one.total_bytes // one.count)

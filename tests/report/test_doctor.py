@@ -6,11 +6,11 @@ import pytest
 from tests.doctor.machines import MACHINES, QUIET_BOX, SHARED_BOX
 
 from vramfit.doctor import Facts, diagnose
-from vramfit.report.doctor import doctor_to_json, render_doctor, render_doctor_json
+from vramfit.report import json_text, render, to_json
 
 
 def test_a_finding_stands_with_its_reason_and_its_fix() -> None:
-    lines = render_doctor(diagnose(SHARED_BOX)).splitlines()
+    lines = render(diagnose(SHARED_BOX), width=100).splitlines()
     assert lines[0].startswith("warning  cards: GPU 0: other processes hold")
     told = [line[:8] for line in lines[1:] if not line.startswith(" " * 8)]
     assert told[:2] == ["  why   ", "  fix   "]
@@ -18,7 +18,7 @@ def test_a_finding_stands_with_its_reason_and_its_fix() -> None:
 
 
 def test_the_bytes_of_the_card_are_listed() -> None:
-    text = render_doctor(diagnose(QUIET_BOX))
+    text = render(diagnose(QUIET_BOX), width=100)
     assert "GPU 0, NVIDIA GeForce RTX 4090 (cuda:0)" in text
     assert "CUDA context of one process" in text
     assert "400.00 MiB" in text
@@ -27,8 +27,8 @@ def test_the_bytes_of_the_card_are_listed() -> None:
 @pytest.mark.parametrize("facts", MACHINES.values(), ids=MACHINES.keys())
 def test_the_document_holds_facts_findings_and_cards(facts: Facts) -> None:
     diagnosis = diagnose(facts)
-    document = json.loads(render_doctor_json(diagnosis))
-    assert document == doctor_to_json(diagnosis)
+    document = json.loads(json_text(diagnosis))
+    assert document == to_json(diagnosis)
     assert document["schema"] == "vramfit.doctor/1"
     assert document["worst"] == diagnosis.worst.value
     assert sum(document["counts"].values()) == len(document["findings"])

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from analysis import fragmentation_cases as cases
 from vramfit.analysis import CauseKind, Remedy, RemedyKind, causes
 from vramfit.cli import app
-from vramfit.report import fragmentation_to_json, render_fragmentation
+from vramfit.report import render, to_json
 from vramfit.report.fragmentation import remedy_text
 from vramfit.trace import MemoryTrace
 from vramfit.units import MIB
@@ -18,7 +18,7 @@ RECORDINGS = Path(__file__).parents[1] / "data" / "traces"
 
 def test_a_case_is_told_with_its_story() -> None:
     found = causes(cases.checkpoint_in_a_step())
-    text = render_fragmentation(found, width=100, root=Path("/home/ada"))
+    text = render(found, width=100, root=Path("/home/ada"))
     assert text.startswith(
         "Reserved but not asked for: 40.00 MiB of 1.29 GiB (3.0 %) at step 2/forward, empty, train.py:1"
     )
@@ -36,7 +36,7 @@ def test_a_case_is_told_with_its_story() -> None:
 
 
 def test_a_remedy_is_told_once() -> None:
-    text = render_fragmentation(causes(cases.many_sizes()))
+    text = render(causes(cases.many_sizes()), width=100)
     assert text.count("let segments grow by pages") == 1
     assert "as above: expandable_segments:True" in text
     assert "no help, peak reserved" not in text.split("→")[1]
@@ -47,8 +47,8 @@ def test_a_remedy_is_told_once() -> None:
 )
 def test_no_sentence_is_cut(make: Callable[[], MemoryTrace]) -> None:
     found = causes(make(), proven=False)
-    wide = render_fragmentation(found, width=140).split()
-    assert render_fragmentation(found, width=60).split() == wide
+    wide = render(found, width=140).split()
+    assert render(found, width=60).split() == wide
     assert "…" not in "".join(wide)
 
 
@@ -93,17 +93,17 @@ def test_a_setting_that_serves_what_failed_is_tried_with_it() -> None:
 
 
 def test_an_out_of_memory_is_answered() -> None:
-    text = render_fragmentation(causes(cases.oom_of_alternating_blocks()))
+    text = render(causes(cases.oom_of_alternating_blocks()), width=100)
     assert "Would the request of 100.00 MiB have fitted?" in text
     assert "  with expandable segments  misses by 80.00 MiB\n" in text
     assert "  defragmented              fits, 120.00 MiB to spare\n" in text
     assert "Only if the free memory lay together, which no setting tried brings about" in text
-    served = render_fragmentation(causes(cases.oom_of_holes()))
+    served = render(causes(cases.oom_of_holes()), width=100)
     assert "→ Yes, with expandable segments (expandable_segments:True)." in served
 
 
 def test_values_for_other_programs() -> None:
-    value = fragmentation_to_json(causes(cases.oom_of_live_memory()))
+    value = to_json(causes(cases.oom_of_live_memory()))
     assert json.loads(json.dumps(value)) == value
     assert value["causes"][0]["kind"] == "live_memory"
     assert value["oom"]["verdict"] == "not_at_all"

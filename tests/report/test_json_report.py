@@ -7,7 +7,7 @@ import pytest
 from analysis.synthetic import Recorder, fitting_run, oom_run, virtual_run
 from report.golden_files import check_golden
 from vramfit.analysis import verdict
-from vramfit.report import SCHEMA, render_json
+from vramfit.report import SCHEMA, json_text
 from vramfit.trace import Run
 
 KEYS = {
@@ -44,14 +44,14 @@ CATEGORIES = [
 
 
 def report(run: Run) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(render_json(run, verdict(run, cards=())))
+    loaded: dict[str, Any] = json.loads(json_text(run, verdict(run, cards=())))
     return loaded
 
 
 @pytest.mark.parametrize(("name", "make"), [("fits", fitting_run), ("does-not-fit", oom_run)])
 def test_report_is_as_agreed(name: str, make: Any) -> None:
     run = make()
-    check_golden(f"{name}.json", render_json(run, verdict(run, cards=())))
+    check_golden(f"{name}.json", json_text(run, verdict(run, cards=())))
 
 
 def test_the_promised_keys_are_there() -> None:

@@ -9,7 +9,7 @@ from tests.analysis.synthetic import MODEL, TORCH_LINEAR, TRAIN, TRAINER, Record
 
 from vramfit.analysis import LeakReport, LeakVerdict, Release, leaks
 from vramfit.record.chains import Link, OwnerChain, Root, Through
-from vramfit.report import render_leaks
+from vramfit.report import render
 from vramfit.trace import Category, Frame
 
 LOSS = (TORCH_LINEAR, Frame(MODEL, 40, "forward"), TRAINER, Frame(TRAIN, 33, "main"))
@@ -75,14 +75,14 @@ def test_the_report_names_rate_place_and_owner() -> None:
     report = found()
     report = replace(report, growing=(replace(report.growing[0], owners=(CHAIN,)),))
     assert report.verdict is LeakVerdict.GROWING
-    assert render_leaks(report) == GOLDEN
+    assert render(report) == GOLDEN
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 110, 200])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     report = found()
     report = replace(report, growing=(replace(report.growing[0], owners=(CHAIN,)),))
-    lines = render_leaks(report, width=width).splitlines()
+    lines = render(report, width=width).splitlines()
     assert max(map(len, lines)) <= width
 
 
@@ -95,7 +95,7 @@ def test_dead_cycles_are_told() -> None:
         cycle=("Node",),
     )
     growing = replace(report.growing[0], owners=(cycle,), release=Release.COLLECTOR)
-    text = render_leaks(replace(report, growing=(growing,)), width=110)
+    text = render(replace(report, growing=(growing,)), width=110)
     assert "dead: nothing reaches it, only the garbage collector frees it" in text
     assert "      dead reference cycle of Node: Node.batch" in text
 
@@ -110,21 +110,21 @@ def test_dead_cycles_are_told() -> None:
     ],
 )
 def test_every_verdict_has_its_words(verdict: LeakVerdict, words: str) -> None:
-    assert render_leaks(replace(found(), verdict=verdict), width=140).startswith(words)
+    assert render(replace(found(), verdict=verdict), width=140).startswith(words)
 
 
 def test_a_leak_that_no_line_stands_out_of_says_so() -> None:
-    assert "spread over many lines" in render_leaks(replace(found(), growing=()), width=140)
+    assert "spread over many lines" in render(replace(found(), growing=()), width=140)
 
 
 def test_many_growing_stacks_are_summed_up() -> None:
     report = found()
-    text = render_leaks(replace(report, growing=report.growing * 20))
+    text = render(replace(report, growing=report.growing * 20))
     assert "8 stacks more: 24.00 MiB in all" in text
 
 
 def test_an_empty_trace_has_a_report() -> None:
-    assert render_leaks(leaks(Recorder().finish())).startswith("? too few steps: 0 seen")
+    assert render(leaks(Recorder().finish())).startswith("? too few steps: 0 seen")
 
 
 @pytest.mark.parametrize(
@@ -137,4 +137,4 @@ def test_an_empty_trace_has_a_report() -> None:
 )
 def test_rises_that_prove_nothing_yet_are_told(levels: tuple[int, ...], hint: bool) -> None:
     steady = replace(found(), verdict=LeakVerdict.STEADY, warmup=2, levels=levels)
-    assert ("rose in 2 of them and never fell" in render_leaks(steady)) == hint
+    assert ("rose in 2 of them and never fell" in render(steady)) == hint

@@ -19,19 +19,7 @@ from vramfit.analysis import causes, leaks, peaks, tune, verdict
 from vramfit.cli import gpus
 from vramfit.doctor import diagnose
 from vramfit.gpus import match_gpu
-from vramfit.report import (
-    Explanation,
-    render_against,
-    render_diff,
-    render_explanation,
-    render_fragmentation,
-    render_leaks,
-    render_stress,
-    render_terminal,
-    render_tuning,
-)
-from vramfit.report.calibrate import print_calibration
-from vramfit.report.doctor import render_doctor
+from vramfit.report import Explanation, print_report, render
 from vramfit.report.folding import NARROW, broken, folded, table
 from vramfit.trace import read_any
 
@@ -44,7 +32,7 @@ def explained(width: int) -> str:
     found = Explanation(
         run=run, verdict=verdict(run), peaks=peaks(run.trace, most=3), leaks=leaks(run.trace, 0)
     )
-    return render_explanation(found, width=width)
+    return render(found, width=width)
 
 
 def told(report: Callable[[Console], None], width: int) -> str:
@@ -59,28 +47,26 @@ def card(name: str | None, width: int) -> str:
 
 
 REPORTS: dict[str, Callable[[int], str]] = {
-    "against": lambda width: render_against(test_against.differs(), width=width),
+    "against": lambda width: render(test_against.differs(), width=width),
     "calibrate": lambda width: told(
-        lambda console: print_calibration(test_calibration.found(), console), width
+        lambda console: print_report(test_calibration.found(), console=console), width
     ),
-    "diff": lambda width: render_diff([test_diff.changed()], width=width),
-    "doctor": lambda width: render_doctor(diagnose(SHARED_BOX), width=width),
+    "diff": lambda width: render([test_diff.changed()], width=width),
+    "doctor": lambda width: render(diagnose(SHARED_BOX), width=width),
     "explain": explained,
-    "fragmentation": lambda width: render_fragmentation(causes(cases.checkpoint_in_a_step()), width=width),
-    "fragmentation-oom": lambda width: render_fragmentation(
-        causes(cases.oom_of_alternating_blocks()), width=width
-    ),
+    "fragmentation": lambda width: render(causes(cases.checkpoint_in_a_step()), width=width),
+    "fragmentation-oom": lambda width: render(causes(cases.oom_of_alternating_blocks()), width=width),
     "gpus": lambda width: card(None, width),
     "gpus-one": lambda width: card("RTX 4090", width),
     "gpus-several": lambda width: card("A100", width),
     "gpus-size": lambda width: card("24GiB", width),
-    "leaks": lambda width: render_leaks(test_leaks.found(), width=width),
-    "run": lambda width: render_terminal(fitting_run(), verdict(fitting_run(), cards=()), width=width),
-    "run-two-cards": lambda width: render_terminal(
+    "leaks": lambda width: render(test_leaks.found(), width=width),
+    "run": lambda width: render(fitting_run(), verdict(fitting_run(), cards=()), width=width),
+    "run-two-cards": lambda width: render(
         test_terminal.two_cards(), verdict(test_terminal.two_cards(), cards=()), width=width
     ),
-    "stress": lambda width: render_stress(test_stress.report(), width=width),
-    "tune": lambda width: render_tuning(tune(cases.growing_trap()), width=width),
+    "stress": lambda width: render(test_stress.report(), width=width),
+    "tune": lambda width: render(tune(cases.growing_trap()), width=width),
 }
 
 
@@ -98,7 +84,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_figure_is_cut(name: str, widt
 @pytest.mark.parametrize("width", [20, 40, 80])
 def test_the_line_for_the_shell_stays_whole(width: int) -> None:
     recording = Path(__file__).parents[1] / "data" / "traces" / "gpt-small-forward.json.gz"
-    text = render_tuning(tune(read_any(recording)), width=width)
+    text = render(tune(read_any(recording)), width=width)
     assert "\n    export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n" in text
 
 

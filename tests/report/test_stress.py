@@ -10,7 +10,7 @@ from vramfit.analysis import (
     StressReport,
     stability,
 )
-from vramfit.report import STRESS_SCHEMA, render_stress, render_stress_json, render_stress_svg
+from vramfit.report import STRESS_SCHEMA, json_text, render, render_stress_svg
 from vramfit.trace import RunWarning
 from vramfit.units import GIB, MIB
 
@@ -57,7 +57,7 @@ def report(reserved: tuple[int, ...] = (1000, 1000, 1000, 1000)) -> StressReport
 
 
 def test_the_terminal_tells_baseline_limit_and_stability() -> None:
-    text = render_stress(report())
+    text = render(report(), width=100)
     assert "✓ fits Example <1GB> at batch_size 8, length 128: peak reserved 600.00 MiB of 1.00 GiB" in text
     assert "batch_size      8                 16        20  900.00 MiB  1000.00 MiB" in text
     assert "   2  batch_size 16  ███████████████████████████░░░  900.00 MiB / 1000.00 MiB" in text
@@ -67,10 +67,10 @@ def test_the_terminal_tells_baseline_limit_and_stability() -> None:
 
 def test_growth_and_failures_are_told() -> None:
     grown = report((920, 940, 960, 990))
-    text = render_stress(grown)
+    text = render(grown, width=100)
     assert "! reserved memory grows by 25.00 MiB a cycle for the same sizes: fragmentation" in text
     rounds = (*grown.rounds[:-1], one(16, 900, 1000, RoundOutcome.OUT_OF_MEMORY))
-    text = render_stress(replace(grown, rounds=rounds, stability=stability(rounds, 2)), width=120)
+    text = render(replace(grown, rounds=rounds, stability=stability(rounds, 2)), width=120)
     assert "✗ out of memory" in text
     out = "! runs out by fragmentation: 1 of 8 rounds ran out of memory, 1 of them at sizes that fit by themselves"
     assert out in " ".join(text.split())
@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_the_headline() -> None:
     failed = replace(
         report(), baseline=one(8, 900, 1000, RoundOutcome.OUT_OF_MEMORY), rounds=(), stability=None
     )
-    text = render_stress(failed)
+    text = render(failed, width=100)
     assert text.startswith("✗ does not fit Example <1GB> at batch_size 8, length 128\n")
     assert "Rounds" not in text
 
@@ -93,7 +93,7 @@ def test_an_out_of_memory_is_told_whole_without_the_hints_of_torch() -> None:
     )
     hints = " If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     baseline = replace(one(8, 0, 0, RoundOutcome.OUT_OF_MEMORY), message=f"{message}{hints}")
-    text = render_stress(replace(report(), baseline=baseline, rounds=(), stability=None), width=80)
+    text = render(replace(report(), baseline=baseline, rounds=(), stability=None), width=80)
     assert f"{message} size usual" in " ".join(text.split())
 
 
@@ -102,15 +102,15 @@ def test_warnings_of_the_virtual_card_are_told() -> None:
         RunWarning(code="guess", message=f"value {number} was guessed", location="loads.py:7", count=number)
         for number in range(1, 8)
     )
-    text = render_stress(replace(report(), warnings=warnings))
+    text = render(replace(report(), warnings=warnings), width=100)
     assert "! value 1 was guessed (loads.py:7)\n! value 2 was guessed (loads.py:7) ×2\n" in text
     assert "  2 more; --json has them" in text
-    value = json.loads(render_stress_json(replace(report(), warnings=warnings)))
+    value = json.loads(json_text(replace(report(), warnings=warnings)))
     assert value["warnings"][6]["count"] == 7
 
 
 def test_json_holds_every_step() -> None:
-    value = json.loads(render_stress_json(report()))
+    value = json.loads(json_text(report()))
     assert value["schema"] == STRESS_SCHEMA
     assert value["fits"] is True
     assert [step["outcome"] for step in value["limits"][0]["steps"]] == ["fits", "fits", "out_of_memory"]

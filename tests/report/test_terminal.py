@@ -9,7 +9,7 @@ from rich.console import Console
 from analysis.synthetic import TRAIN, Recorder, fitting_run, no_room_run, oom_run, outcome, virtual_run
 from report.golden_files import check_golden
 from vramfit.analysis import verdict
-from vramfit.report import print_terminal, render_html, render_terminal
+from vramfit.report import print_report, render, render_html
 from vramfit.report.html.page import run_summary
 from vramfit.report.terminal import headline
 from vramfit.trace import Category, Frame, Run, RunWarning
@@ -92,7 +92,7 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_report_is_as_agreed(name: str, width: int) -> None:
     run = RUNS[name]()
-    text = render_terminal(run, verdict(run, cards=()), width=width, root=ROOT)
+    text = render(run, verdict(run, cards=()), width=width, root=ROOT)
     check_golden(f"{name}-{width}.txt", text)
 
 
@@ -101,7 +101,7 @@ def test_report_is_as_agreed(name: str, width: int) -> None:
 def test_a_report_keeps_to_the_width_and_to_sixty_lines(make: object, width: int) -> None:
     assert callable(make)
     run = make()
-    lines = render_terminal(run, verdict(run, cards=()), width=width, root=ROOT).splitlines()
+    lines = render(run, verdict(run, cards=()), width=width, root=ROOT).splitlines()
     assert len(lines) <= (60 if width >= 80 else 70)
     assert max(len(line) for line in lines) <= width
     assert all(line == line.rstrip() for line in lines)
@@ -110,15 +110,15 @@ def test_a_report_keeps_to_the_width_and_to_sixty_lines(make: object, width: int
 def test_the_verdict_comes_first() -> None:
     for make, first in ((fitting_run, "✓ fits RTX 4090"), (oom_run, "✗ does not fit Example 14GB")):
         run = make()
-        assert render_terminal(run, verdict(run, cards=()), root=ROOT).startswith(first)
+        assert render(run, verdict(run, cards=()), root=ROOT).startswith(first)
 
 
 def test_a_pipe_gets_no_colour_and_a_terminal_does() -> None:
     run = fitting_run()
-    assert "\x1b" not in render_terminal(run, verdict(run, cards=()))
+    assert "\x1b" not in render(run, verdict(run, cards=()))
     stream = io.StringIO()
     terminal = Console(file=stream, width=80, force_terminal=True, color_system="standard")
-    print_terminal(run, verdict(run, cards=()), terminal)
+    print_report(run, verdict(run, cards=()), console=terminal)
     assert "\x1b[" in stream.getvalue()
 
 
@@ -126,7 +126,7 @@ def test_who_wants_no_colour_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     run, stream = oom_run(), io.StringIO()
     terminal = Console(file=stream, width=80, force_terminal=True, color_system="truecolor")
-    print_terminal(run, verdict(run, cards=()), terminal)
+    print_report(run, verdict(run, cards=()), console=terminal)
     codes = {
         part for found in re.findall(r"\x1b\[([0-9;]*)m", stream.getvalue()) for part in found.split(";")
     }
@@ -139,7 +139,7 @@ def test_an_ascii_terminal_gets_ascii(make: object) -> None:
     run = make()
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii", errors="strict")
-    print_terminal(run, verdict(run, cards=()), Console(file=stream, width=80), root=ROOT)
+    print_report(run, verdict(run, cards=()), console=Console(file=stream, width=80), root=ROOT)
     stream.flush()
     assert raw.getvalue().decode("ascii").startswith(("+ fits", "x does not fit"))
 
@@ -151,15 +151,15 @@ def test_a_wide_report_names_the_library_between() -> None:
     recorder.alloc("float32[8]", 32, Category.ACTIVATIONS, stack=(layer, user))
     run = virtual_run(recorder.finish())
     found = verdict(run, cards=())
-    assert "train.py:5 via layers/mlp.py:9" in render_terminal(run, found, width=120, root=ROOT)
-    assert "mlp.py" not in render_terminal(run, found, width=80, root=ROOT)
+    assert "train.py:5 via layers/mlp.py:9" in render(run, found, width=120, root=ROOT)
+    assert "mlp.py" not in render(run, found, width=80, root=ROOT)
 
 
 def test_a_long_error_is_cut_with_a_mark() -> None:
     error = "ValueError: the data set\n" + "lacks a column and " * 40
     for make in (fitting_run, never_used):
         run = replace(make(), exit_code=1, error=error)
-        text = " ".join(render_terminal(run, verdict(run, cards=())).split())
+        text = " ".join(render(run, verdict(run, cards=())).split())
         assert "ValueError: the data set lacks a column and lacks" in text
         assert "…" in text
         assert 10 < text.count("lacks a column") < 20
@@ -171,10 +171,10 @@ def test_a_leak_is_pointed_out() -> None:
         recorder.phase(f"step {iteration}/forward")
         recorder.alloc("", 3 * MIB, Category.OTHER)
     run = virtual_run(recorder.finish())
-    text = " ".join(render_terminal(run, verdict(run, cards=())).split())
+    text = " ".join(render(run, verdict(run, cards=())).split())
     assert "leaves 3.00 MiB more than the last, probably a leak: memory runs out about iteration" in text
     run = fitting_run()
-    assert "leak" not in render_terminal(run, verdict(run, cards=()))
+    assert "leak" not in render(run, verdict(run, cards=()))
 
 
 @pytest.mark.parametrize("width", range(60, 121, 6))
@@ -185,7 +185,7 @@ def test_a_warning_is_told_whole_and_counts_the_places_it_leaves_out(width: int,
         for line in range(1, 31)
     )
     run = replace(fitting_run(), warnings=warnings)
-    text = render_terminal(run, verdict(run), width=width, root=ROOT)
+    text = render(run, verdict(run), width=width, root=ROOT)
     told = " ".join(text[text.index("Warnings") :].split())
     assert f"{message.strip()} [model.py:1, " in told
     places = told.partition("[")[2].partition("]")[0]
@@ -197,7 +197,7 @@ def test_a_warning_is_told_whole_and_counts_the_places_it_leaves_out(width: int,
 def test_no_mark_of_success_for_a_card_that_was_not_used() -> None:
     run = never_used()
     judged = verdict(run)
-    for text in (render_terminal(run, judged), render_html(run, judged), run_summary(run, judged)):
+    for text in (render(run, judged), render_html(run, judged), run_summary(run, judged)):
         assert "the program never used the card RTX 4090" in text
         assert "✓" not in text.partition("<script")[0]
 

@@ -12,7 +12,7 @@ from torchvision_networks import convnext_tiny, inverted, mnasnet, regnet_x_400m
 
 from vramfit.analysis import DeviceVerdict, Outcome, verdict
 from vramfit.gpus import GpuSpec, find_gpu
-from vramfit.report import render_json, render_terminal
+from vramfit.report import json_text, render
 from vramfit.trace import Estimate, EventKind, ReservedBar, Run, reserved_bar
 from vramfit.units import MIB
 from vramfit.virtual.gpu import VirtualGPU
@@ -125,9 +125,9 @@ def test_the_answer_is_uncertain_where_the_reserved_bar_reaches_beyond_the_card(
 
 def test_the_report_tells_the_bar(convolutional: Run) -> None:
     judged = verdict(convolutional)
-    text = render_terminal(convolutional, judged)
+    text = render(convolutional, judged)
     assert "Some sizes are estimated: the peak may be up to" in text
-    assert f'"above_bytes": {judged.device.reserved_bar.above}' in render_json(convolutional, judged)
+    assert f'"above_bytes": {judged.device.reserved_bar.above}' in json_text(convolutional, judged)
 
 
 def test_a_program_without_estimates_has_no_bar() -> None:

@@ -16,7 +16,7 @@ from vramfit.analysis import GrowingStack, LeakReport, Release, leaks
 from vramfit.analysis._leaks import ALPHA
 from vramfit.arguments import number_argument
 from vramfit.errors import UsageError, VramfitError
-from vramfit.report.leaks import render_leaks
+from vramfit.report import render
 from vramfit.trace import MemoryTrace
 from vramfit.trace.mark_events import marks
 
@@ -49,7 +49,7 @@ class LeakFoundError(VramfitError):
     exit_code = 3
 
     def __init__(self, report: LeakReport) -> None:
-        super().__init__(render_leaks(report, width=110).rstrip())
+        super().__init__(render(report, width=110).rstrip())
         self.report = report
 
 

@@ -32,14 +32,7 @@ from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.launch.limits import limits_from
 from vramfit.record.record_job import AUTO
 from vramfit.record.record_run import record_in_child
-from vramfit.report import (
-    print_against,
-    print_terminal,
-    render_against,
-    render_json,
-    render_terminal,
-    run_to_json,
-)
+from vramfit.report import json_text, print_report, render, to_json
 from vramfit.report.forms import Material, write_as
 from vramfit.report.html.page import run_summary, summary_lines
 from vramfit.trace import Actual, MemoryTrace, Run, read_actual
@@ -120,11 +113,11 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as ``vramfit run --json`` writes it."""
-        return run_to_json(self.run, self.verdict, self.against)
+        return to_json(self.run, self.verdict, self.against)
 
     def to_json(self) -> str:
         """The same as text."""
-        return render_json(self.run, self.verdict, self.against)
+        return json_text(self.run, self.verdict, self.against)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the run in the form that the file's ending asks for, as ``vramfit export`` does.
@@ -145,10 +138,10 @@ class Report:
         # In a notebook rich would make an output of every line, each as HTML and once more as text; and what is
         # written line by line would be an output each.
         with SafeConsole(force_jupyter=False) as console:
-            print_terminal(self.run, self.verdict, console, root=Path.cwd())
+            print_report(self.run, self.verdict, console=console, root=Path.cwd())
             if self.against is not None:
                 console.print()
-                print_against(self.against, console, root=Path.cwd())
+                print_report(self.against, console=console, root=Path.cwd())
 
     def __repr__(self) -> str:
         return f"<Report: {summary_lines(self.run, self.verdict)[0].lstrip(_MARKS)}>"
@@ -159,8 +152,8 @@ class Report:
 
     def __str__(self) -> str:
         """The report as plain text."""
-        text = render_terminal(self.run, self.verdict)
-        return text if self.against is None else f"{text}\n{render_against(self.against)}"
+        text = render(self.run, self.verdict)
+        return text if self.against is None else f"{text}\n{render(self.against)}"
 
 
 def run(

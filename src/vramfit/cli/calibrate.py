@@ -105,16 +105,16 @@ def calibrate_command(
 def _finish(found: Calibration, console: Console, profile: Path | None, json: Path | None) -> None:
     """Write the files and print the report."""
     from vramfit.gpus.measured_profile import save_profile
-    from vramfit.report.calibrate import print_calibration, render_calibration
+    from vramfit.report import json_text, print_report
     from vramfit.writing import write_text
 
     made = found.profile()
     if profile is not None:
         save_profile(made, profile)
-    print_calibration(found, console)
+    print_report(found, console=console)
     if profile is not None:
         console.print(f"profile: {profile} ({made.calls} calls as measured)", soft_wrap=True)
-    text = render_calibration(found, None if profile is None else str(profile))
+    text = json_text(found, None if profile is None else str(profile), indent=1)
     if json == STANDARD_OUTPUT:
         typer.echo(text, nl=False)
     elif json is not None:

@@ -297,7 +297,7 @@ def _total_for(budget: int, of: str) -> int:
 
 def _of_file(file: Path) -> _CheckedTarget:
     from vramfit.analysis import run_from_trace, states, verdict
-    from vramfit.report import run_to_json
+    from vramfit.report import to_json
     from vramfit.trace import read_actual
 
     actual = read_actual(file)
@@ -306,7 +306,7 @@ def _of_file(file: Path) -> _CheckedTarget:
     run = run_from_trace(actual.trace, name=file.name)
     judged = verdict(run)
     return _CheckedTarget(
-        name=file.name, states=states(actual), report=run_to_json(run, judged), run=run, verdict=judged
+        name=file.name, states=states(actual), report=to_json(run, judged), run=run, verdict=judged
     )
 
 
@@ -314,7 +314,7 @@ def _of_program(
     command: list[str], where: ProgramTarget, alloc_conf: str | None, limits: Limits
 ) -> _CheckedTarget:
     from vramfit.analysis import no_card, verdict
-    from vramfit.report import run_to_json
+    from vramfit.report import to_json
 
     try:
         run = where.run(command, alloc_conf=alloc_conf, journal=None, limits=limits)
@@ -325,7 +325,7 @@ def _of_program(
     return _CheckedTarget(
         name=name,
         states=tuple(_states_of_run(run, judged, name)) or (no_card(name),),
-        report=run_to_json(run, judged),
+        report=to_json(run, judged),
         run=run,
         verdict=judged,
         ran_here=True,
@@ -423,24 +423,24 @@ def _tell(check: Check, found: _CheckedTarget, json: Path | None) -> None:
     """Print what was found; where a budget is not kept, also where the bytes are."""
 
     from vramfit.analysis import Bound
-    from vramfit.report import Explanation, check_to_json, print_check, print_explanation, print_terminal
+    from vramfit.report import Explanation, print_report, to_json
 
     if json is not None:
-        write_document(json, check_to_json(check))
+        write_document(json, to_json(check))
     if json == STANDARD_OUTPUT:
         return
     from vramfit.console import SafeConsole
 
     console = SafeConsole()
-    print_check(check, console, root=Path.cwd())
+    print_report(check, console=console, root=Path.cwd())
     missed = any(gate.bound is not Bound.BASELINE and not gate.passed for gate in check.gates)
     if missed and found.run is not None and found.verdict is not None:
         console.print()
         if found.ran_here:
-            print_terminal(found.run, found.verdict, console, root=Path.cwd())
+            print_report(found.run, found.verdict, console=console, root=Path.cwd())
         else:
             explained = Explanation(run=found.run, verdict=found.verdict, peaks=())
-            print_explanation(explained, console, root=Path.cwd())
+            print_report(explained, console=console, root=Path.cwd())
 
 
 def _write_baseline(path: Path, found: _CheckedTarget) -> None:

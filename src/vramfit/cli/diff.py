@@ -31,14 +31,14 @@ def diff_command(
 ) -> None:
     """Compare what two runs held at their peaks: what grew, what is new, by category, module and line."""
     from vramfit.analysis import diff_states, states
-    from vramfit.report import diff_to_json, print_diff
+    from vramfit.report import print_report, to_json
     from vramfit.trace import read_actual
 
     check_outputs([("--json", json)])
     found = diff_states(states(read_actual(before)), states(read_actual(after)), device)
     if json is not None:
-        write_document(json, diff_to_json(found))
+        write_document(json, to_json(found))
     if json != STANDARD_OUTPUT:
         from vramfit.console import SafeConsole
 
-        print_diff(found, SafeConsole(), root=Path.cwd())
+        print_report(found, console=SafeConsole(), root=Path.cwd())

@@ -37,13 +37,13 @@ def doctor_command(
     """
     from vramfit.console import SafeConsole
     from vramfit.doctor import Severity, diagnose, gather
-    from vramfit.report.doctor import print_doctor, render_doctor_json
+    from vramfit.report import json_text, print_report
 
     check_outputs([("--json", json)])
     progress = SafeConsole(stderr=True)
     with progress.status("looking at this machine") as status:
         facts = gather(timeout=timeout, say=lambda what: status.update(f"looking at {what}"))
     diagnosis = diagnose(facts)
-    print_result(json, lambda: render_doctor_json(diagnosis), lambda: print_doctor(diagnosis, SafeConsole()))
+    print_result(json, lambda: json_text(diagnosis), lambda: print_report(diagnosis, console=SafeConsole()))
     if strict and diagnosis.worst is Severity.ERROR:
         raise typer.Exit(STRICT_FAILURE)

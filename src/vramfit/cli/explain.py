@@ -56,13 +56,7 @@ def explain_command(
     report: Page = None,
 ) -> None:
     """Explain a recorded run: what was alive at its peak, by category, module and line, and what would lower it."""
-    from vramfit.report import (
-        explanation_to_json,
-        fragmentation_to_json,
-        print_explanation,
-        print_fragmentation,
-        write_page,
-    )
+    from vramfit.report import print_report, to_json, write_page
 
     bound = _lower(lower)
     check_outputs((("--json", json), ("--report", report)))
@@ -70,8 +64,8 @@ def explain_command(
     wanted = found.run.oom is not None if fragmentation is None else fragmentation
     causes = _causes(found) if wanted else None
     if json is not None:
-        told = {} if causes is None else {"fragmentation_causes": fragmentation_to_json(causes)}
-        write_document(json, explanation_to_json(found) | told)
+        told = {} if causes is None else {"fragmentation_causes": to_json(causes)}
+        write_document(json, to_json(found) | told)
     if report is not None:
         write_page(report, found.run, found.verdict, root=Path.cwd())
     if json == STANDARD_OUTPUT:
@@ -79,10 +73,10 @@ def explain_command(
     from vramfit.console import SafeConsole
 
     console = SafeConsole()
-    print_explanation(found, console, root=Path.cwd())
+    print_report(found, console=console, root=Path.cwd())
     if causes is not None:
         console.print()
-        print_fragmentation(causes, console, root=Path.cwd())
+        print_report(causes, console=console, root=Path.cwd())
 
 
 def _causes(found: Explanation) -> FragmentationCauses | None:

@@ -66,13 +66,13 @@ def fit_command(
             card=card,
             progress=progress,
         )
-    from vramfit.report.fit import print_fit, render_fit_json
+    from vramfit.report import json_text, print_report
 
     name = "the CPU" if room.gpu is None else room.gpu.name
     print_result(
         json,
-        lambda: render_fit_json(found, name, at_least=at_least),
-        lambda: print_fit(found, name, wide_console(), at_least=at_least),
+        lambda: json_text(found, name, at_least, ascii_only=True),
+        lambda: print_report(found, name, at_least, console=wide_console()),
     )
     if found.value < (at_least or 1):
         raise typer.Exit(DOES_NOT_FIT)

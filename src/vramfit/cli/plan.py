@@ -146,7 +146,8 @@ def _check(output: Path | None, json: Path | None, frontier: Path | None, numeri
 
 
 def _tell(planned: Planned, output: Path | None, json: Path | None, frontier: Path | None) -> None:
-    from vramfit.report.plan import print_plan, render_frontier_svg, render_plan_json
+    from vramfit.report import json_text, print_report
+    from vramfit.report.plan import render_frontier_svg
     from vramfit.writing import write_text
 
     plan = planned.plan
@@ -154,8 +155,8 @@ def _tell(planned: Planned, output: Path | None, json: Path | None, frontier: Pa
         plan.save(output)
     print_result(
         json,
-        lambda: render_plan_json(plan, planned.frontier),
-        lambda: print_plan(plan, wide_console(), frontier=planned.frontier),
+        lambda: json_text(plan, planned.frontier, ascii_only=True),
+        lambda: print_report(plan, planned.frontier, console=wide_console()),
     )
     if frontier is not None:
         write_text(frontier, render_frontier_svg(plan, planned.frontier))

@@ -269,26 +269,26 @@ def exit_code(run: Run, verdict: Verdict, found: Reconciliation | None = None) -
 def _show(run: Run, verdict: Verdict, found: Reconciliation | None, json: Path | None) -> None:
     """Print the report, as JSON where that was asked for on standard output."""
     if json == Path("-"):
-        from vramfit.report import render_json
+        from vramfit.report import json_text
 
-        typer.echo(render_json(run, verdict, found), nl=False)
+        typer.echo(json_text(run, verdict, found), nl=False)
         return
     from vramfit.console import SafeConsole
-    from vramfit.report import print_against, print_terminal
+    from vramfit.report import print_report
 
     console = SafeConsole()
-    print_terminal(run, verdict, console, root=Path.cwd())
+    print_report(run, verdict, console=console, root=Path.cwd())
     if found is not None:
         console.print()
-        print_against(found, console, root=Path.cwd())
+        print_report(found, console=console, root=Path.cwd())
 
 
 def _write(run: Run, verdict: Verdict, found: Reconciliation | None, outputs: _Outputs) -> None:
     """Write the files that were asked for, each whole or not at all."""
-    from vramfit.report import render_json, write_text
+    from vramfit.report import json_text, write_text
 
     if outputs.json is not None and outputs.json != Path("-"):
-        write_text(outputs.json, render_json(run, verdict, found))
+        write_text(outputs.json, json_text(run, verdict, found))
     if outputs.trace is not None:
         run.trace.save(outputs.trace)
     if outputs.snapshot is not None:

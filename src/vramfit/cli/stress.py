@@ -66,9 +66,9 @@ def stress_command(
     """
     _check(json, plot, alloc_conf)
     report = _run(workload, gpu, device, budget, rounds, vary or [], alloc_conf)
-    from vramfit.report import print_stress, render_stress_json, render_stress_svg, write_text
+    from vramfit.report import json_text, print_report, render_stress_svg, write_text
 
-    print_result(json, lambda: render_stress_json(report), lambda: print_stress(report, wide_console()))
+    print_result(json, lambda: json_text(report), lambda: print_report(report, console=wide_console()))
     if plot is not None:
         write_text(plot, render_stress_svg(report))
     if not report.fits:

@@ -46,9 +46,9 @@ def tune_command(
 
     check_outputs([("--json", json)])
     tuning = _with_progress(read_any(file), device, settings or [])
-    from vramfit.report import print_tuning, render_tuning_json
+    from vramfit.report import json_text, print_report
 
-    print_result(json, lambda: render_tuning_json(tuning), lambda: print_tuning(tuning, wide_console()))
+    print_result(json, lambda: json_text(tuning), lambda: print_report(tuning, console=wide_console()))
 
 
 def _with_progress(trace: MemoryTrace, device: int | None, settings: list[str]) -> Tuning:

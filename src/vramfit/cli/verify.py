@@ -67,10 +67,10 @@ def verify_command(
             seconds=seconds,
             progress=progress,
         )
-    from vramfit.report.verify import print_verification, render_verification_json
+    from vramfit.report import json_text, print_report
 
     print_result(
-        json, lambda: render_verification_json(found), lambda: print_verification(found, wide_console())
+        json, lambda: json_text(found, ascii_only=True), lambda: print_report(found, console=wide_console())
     )
     if not found.passes:
         raise typer.Exit(BROKEN)

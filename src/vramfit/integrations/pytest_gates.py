@@ -294,7 +294,7 @@ def repeat(gate: NoLeak, once: Callable[[], Any], root: Path) -> str:
     """
     from vramfit.analysis import Release
     from vramfit.api.leak_check import check_leaks
-    from vramfit.report.leaks import render_leaks
+    from vramfit.report import render
 
     done = 0
 
@@ -311,4 +311,4 @@ def repeat(gate: NoLeak, once: Callable[[], Any], root: Path) -> str:
     held = [growing for growing in report.growing if growing.release is Release.HELD]
     if not report.leaks or (report.growing and not held):
         return ""
-    return render_leaks(report, width=_WIDTH, root=root).rstrip()
+    return render(report, width=_WIDTH, root=root).rstrip()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from vramfit.analysis import short_location
@@ -25,8 +23,8 @@ from vramfit.analysis.reconciliation import (
     When,
 )
 from vramfit.analysis.requests import RequestLabel
-from vramfit.console import SafeConsole
 from vramfit.report.folding import NARROW, broken
+from vramfit.report.rendering import Destination, json_values, printer
 from vramfit.report.text import each, elide_left, print_lines, relative, short_op
 from vramfit.trace import Frame
 from vramfit.units import format_bytes
@@ -42,24 +40,11 @@ _ROW = _NAME + 3 * _FIGURE + _SHARE
 _SAME = "="
 
 
-def print_against(reconciliation: Reconciliation, console: Console, *, root: Path | None = None) -> None:
-    """Print a reconciliation.
-
-    Args:
-        reconciliation: what `vramfit.analysis.reconcile` says.
-        console: where to; its width, colour and encoding are respected.
-        root: the user's folder; file names below it are shown relative to it.
-    """
-    width = min(console.width, _WIDEST)
-    print_lines(console, _ReconciliationReport(width, root).lines(reconciliation), width)
-
-
-def render_against(reconciliation: Reconciliation, *, width: int = 80, root: Path | None = None) -> str:
-    """The same as plain text of ``width`` columns, without colour."""
-    stream = io.StringIO()
-    console = SafeConsole(file=stream, width=width, color_system=None, force_terminal=False)
-    print_against(reconciliation, console, root=root)
-    return stream.getvalue()
+@printer.register(Reconciliation)
+def _print(reconciliation: Reconciliation, *, to: Destination) -> None:
+    """Print a reconciliation."""
+    width = min(to.console.width, _WIDEST)
+    print_lines(to.console, _ReconciliationReport(width, to.root).lines(reconciliation), width)
 
 
 class _ReconciliationReport:
@@ -306,7 +291,8 @@ def _counterfactual(found: Counterfactual) -> str:
 # -- JSON ----------------------------------------------------------------------------------------------------
 
 
-def against_to_json(found: Reconciliation) -> dict[str, Any]:
+@json_values.register(Reconciliation)
+def _json_values(found: Reconciliation) -> dict[str, Any]:
     """The reconciliation as values that `json` can write; docs/json.md describes them. Sizes are in bytes."""
     return {
         "file": found.name,

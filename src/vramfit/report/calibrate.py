@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from vramfit.calibrate.calibration_result import Calibration
@@ -14,6 +12,7 @@ from vramfit.calibrate.compare import OpComparison, OpVerdict, Tally
 from vramfit.calibrate.records import OpRecord, to_text
 from vramfit.gpus.measured_profile import Rates
 from vramfit.report.folding import table
+from vramfit.report.rendering import Destination, json_values, printer
 from vramfit.report.text import print_lines
 from vramfit.units import format_bytes
 
@@ -27,9 +26,10 @@ _VERDICT_STYLES = {
 }
 
 
-def print_calibration(found: Calibration, console: Console) -> None:
+@printer.register(Calibration)
+def _print(found: Calibration, *, to: Destination) -> None:
     """Print the tables of families, of first uses, of speeds and of disagreements."""
-    print_lines(console, _lines(found, console.width), console.width)
+    print_lines(to.console, _lines(found, to.console.width), to.console.width)
 
 
 def _lines(found: Calibration, width: int) -> Iterator[Text]:
@@ -190,7 +190,8 @@ def _percent(part: int, whole: int) -> str:
 # -- JSON ----------------------------------------------------------------------------------------------------
 
 
-def calibration_to_json(found: Calibration, profile: str | None) -> dict[str, Any]:
+@json_values.register(Calibration)
+def _json_values(found: Calibration, profile: str | None) -> dict[str, Any]:
     """Everything as values that `json` can write. Sizes are bytes.
 
     Args:
@@ -228,11 +229,6 @@ def calibration_to_json(found: Calibration, profile: str | None) -> dict[str, An
         ],
         "unpredicted": [{"case": case, "reason": reason} for case, reason in found.unpredicted.items()],
     }
-
-
-def render_calibration(found: Calibration, profile: str | None) -> str:
-    """The same as text, ending with a newline."""
-    return json.dumps(calibration_to_json(found, profile), indent=1, ensure_ascii=False) + "\n"
 
 
 def _tally(tally: Tally) -> dict[str, Any]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from vramfit.analysis import Bound, Gate, PeakState, Quantity, TraceDiff
-from vramfit.console import SafeConsole
-from vramfit.report.diff import DiffLines, diff_to_json
+from vramfit.report.diff import DiffLines
+from vramfit.report.rendering import Destination, json_values, printer, to_json
 from vramfit.report.run_words import ending_words
 from vramfit.report.sections import Sections
 from vramfit.report.text import print_lines, relative
@@ -58,24 +55,11 @@ class Check:
         return all(gate.passed for gate in self.gates)
 
 
-def print_check(check: Check, console: Console, *, root: Path | None = None) -> None:
-    """Print what the gates found, and where one failed against a baseline also what changed.
-
-    Args:
-        check: what was found.
-        console: where to; its width, colour and encoding are respected.
-        root: the user's folder; file names below it are shown relative to it.
-    """
-    page = _CheckReport(console.width, root)
-    print_lines(console, page.lines(check), page.width)
-
-
-def render_check(check: Check, *, width: int = 80, root: Path | None = None) -> str:
-    """The same as plain text of ``width`` columns, without colour."""
-    stream = io.StringIO()
-    console = SafeConsole(file=stream, width=width, color_system=None, force_terminal=False)
-    print_check(check, console, root=root)
-    return stream.getvalue()
+@printer.register(Check)
+def _print(check: Check, *, to: Destination) -> None:
+    """Print what the gates found, and where one failed against a baseline also what changed."""
+    page = _CheckReport(to.console.width, to.root)
+    print_lines(to.console, page.lines(check), page.width)
 
 
 class _CheckReport(Sections):
@@ -117,7 +101,8 @@ def gate_words(gate: Gate) -> str:
     return f"{amount} ({against}){over}"
 
 
-def check_to_json(check: Check) -> dict[str, Any]:
+@json_values.register(Check)
+def _json_values(check: Check) -> dict[str, Any]:
     """The same as values that `json` can write; docs/json.md describes them. Sizes are bytes."""
     return {
         "schema": CHECK_SCHEMA,
@@ -138,5 +123,5 @@ def check_to_json(check: Check) -> dict[str, Any]:
             }
             for gate in check.gates
         ],
-        "diff": diff_to_json(check.diffs) if check.diffs else None,
+        "diff": to_json(check.diffs) if check.diffs else None,
     }

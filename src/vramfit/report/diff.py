@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from vramfit.analysis import NAMES, Change, HoldingChange, Pair, PeakState, TraceDiff, short_location
-from vramfit.console import SafeConsole
 from vramfit.report.folding import NARROW, broken
 from vramfit.report.json_report import frame_to_json
+from vramfit.report.rendering import Destination, json_values, printer
 from vramfit.report.text import elide_left, print_lines, relative, short_op
 from vramfit.trace import Category, Frame
 from vramfit.units import format_bytes
@@ -38,25 +36,11 @@ _SIGNS = {
 }
 
 
-def print_diff(found: Sequence[TraceDiff], console: Console, *, root: Path | None = None) -> None:
-    """Print what `vramfit.analysis.diff` found for each device.
-
-    Args:
-        found: one comparison for each device.
-        console: where to; its width, colour and encoding are respected.
-        root: the user's folder; file names below it are shown relative to it.
-    """
-    width = min(console.width, _WIDEST)
-    print_lines(console, DiffLines(width, root).lines(found), width)
-
-
-def render_diff(found: Sequence[TraceDiff], *, width: int = 80, root: Path | None = None) -> str:
-    """The same as plain text of ``width`` columns, without colour."""
-    stream = io.StringIO()
-    print_diff(
-        found, SafeConsole(file=stream, width=width, color_system=None, force_terminal=False), root=root
-    )
-    return stream.getvalue()
+@printer.register(Sequence)
+def _print(found: Sequence[TraceDiff], *, to: Destination) -> None:
+    """Print what `vramfit.analysis.diff` found for each device."""
+    width = min(to.console.width, _WIDEST)
+    print_lines(to.console, DiffLines(width, to.root).lines(found), width)
 
 
 class DiffLines:
@@ -277,7 +261,8 @@ def _signed(size: int) -> str:
     return f"+{format_bytes(size)}" if size > 0 else format_bytes(size)
 
 
-def diff_to_json(found: Sequence[TraceDiff]) -> dict[str, Any]:
+@json_values.register(Sequence)
+def _json_values(found: Sequence[TraceDiff]) -> dict[str, Any]:
     """The comparison as values that `json` can write; docs/json.md describes them. Sizes are bytes."""
     return {"schema": DIFF_SCHEMA, "devices": [_device(one) for one in found]}
 

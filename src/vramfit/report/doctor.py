@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vramfit.doctor.card_accounting import CardAccount, account_lines, accounts
 from vramfit.doctor.facts import to_plain
 from vramfit.doctor.findings import Diagnosis, Finding, Severity
+from vramfit.report.rendering import Destination, json_values, printer
 from vramfit.units import format_bytes
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.text import Text
 
 SCHEMA = "vramfit.doctor/1"
@@ -27,7 +26,8 @@ _STYLES = {
 }
 
 
-def doctor_to_json(diagnosis: Diagnosis) -> dict[str, Any]:
+@json_values.register(Diagnosis)
+def _json_values(diagnosis: Diagnosis) -> dict[str, Any]:
     """The document of ``vramfit doctor --json``; see docs/doctor.md."""
     return {
         "schema": SCHEMA,
@@ -39,28 +39,13 @@ def doctor_to_json(diagnosis: Diagnosis) -> dict[str, Any]:
     }
 
 
-def render_doctor_json(diagnosis: Diagnosis) -> str:
-    """The same as text."""
-    return json.dumps(doctor_to_json(diagnosis), indent=2, ensure_ascii=False) + "\n"
-
-
-def print_doctor(diagnosis: Diagnosis, console: Console) -> None:
+@printer.register(Diagnosis)
+def _print(diagnosis: Diagnosis, *, to: Destination) -> None:
     """Print the findings, the heaviest first, then where each card's bytes are."""
     from vramfit.report.text import print_lines
 
-    width = min(console.width, _WIDEST)
-    print_lines(console, _all_lines(diagnosis, width), width)
-
-
-def render_doctor(diagnosis: Diagnosis, *, width: int = 100) -> str:
-    """The same as plain text."""
-    from io import StringIO
-
-    from vramfit.console import SafeConsole
-
-    text = StringIO()
-    print_doctor(diagnosis, SafeConsole(file=text, width=width, color_system=None))
-    return text.getvalue()
+    width = min(to.console.width, _WIDEST)
+    print_lines(to.console, _all_lines(diagnosis, width), width)
 
 
 def _all_lines(diagnosis: Diagnosis, width: int) -> Iterator[Text]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from vramfit.analysis import NAMES, LeakReport, LocalPeak, Outcome, Removal, TensorGroup, Verdict
-from vramfit.console import SafeConsole
 from vramfit.report.folding import NARROW, folded
-from vramfit.report.json_report import group_to_json, moment_to_json, run_to_json
-from vramfit.report.leaks import LeakLines, leaks_to_json
+from vramfit.report.json_report import group_to_json, moment_to_json
+from vramfit.report.leaks import LeakLines
+from vramfit.report.rendering import Destination, json_values, printer, to_json
 from vramfit.report.sections import SIZE, Sections
 from vramfit.report.text import each, elide_left, percent, print_lines, short_op
 from vramfit.trace import Run
@@ -44,24 +41,11 @@ class Explanation:
     leaks: LeakReport | None = None
 
 
-def print_explanation(found: Explanation, console: Console, *, root: Path | None = None) -> None:
-    """Print an explanation.
-
-    Args:
-        found: what there is to tell.
-        console: where to; its width, colour and encoding are respected.
-        root: the user's folder; file names below it are shown relative to it.
-    """
-    page = _ExplainReport(console.width, root)
-    print_lines(console, page.lines(found), page.width)
-
-
-def render_explanation(found: Explanation, *, width: int = 80, root: Path | None = None) -> str:
-    """The same as plain text of ``width`` columns, without colour."""
-    stream = io.StringIO()
-    console = SafeConsole(file=stream, width=width, color_system=None, force_terminal=False)
-    print_explanation(found, console, root=root)
-    return stream.getvalue()
+@printer.register(Explanation)
+def _print(found: Explanation, *, to: Destination) -> None:
+    """Print an explanation."""
+    page = _ExplainReport(to.console.width, to.root)
+    print_lines(to.console, page.lines(found), page.width)
 
 
 class _ExplainReport(Sections):
@@ -173,13 +157,14 @@ class _ExplainReport(Sections):
         yield from folded(line, self.width)
 
 
-def explanation_to_json(found: Explanation) -> dict[str, Any]:
+@json_values.register(Explanation)
+def _json_values(found: Explanation) -> dict[str, Any]:
     """The explanation as values that `json` can write; docs/json.md describes them. Sizes are bytes."""
     return {
         "schema": EXPLAIN_SCHEMA,
-        "run": run_to_json(found.run, found.verdict),
+        "run": to_json(found.run, found.verdict),
         "peaks": [_peak(peak) for peak in found.peaks],
-        "leaks": None if found.leaks is None else leaks_to_json(found.leaks),
+        "leaks": None if found.leaks is None else to_json(found.leaks),
     }
 
 

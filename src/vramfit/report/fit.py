@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from vramfit.planner.largest_size import CardCheck, LargestSize, Try
 from vramfit.report.folding import broken, table
+from vramfit.report.rendering import Destination, json_values, printer
 from vramfit.report.text import print_lines, seconds
 from vramfit.units import format_bytes
 
@@ -19,17 +18,11 @@ FIT_SCHEMA = "vramfit.fit/1"
 _WIDEST = 120
 
 
-def print_fit(found: LargestSize, device: str, console: Console, *, at_least: int | None = None) -> None:
-    """Print the largest size that fits, whether it is enough, and the runs that showed it.
-
-    Args:
-        found: what fits.
-        device: the name of the card.
-        console: where to print.
-        at_least: the value that is asked for; None asks for nothing.
-    """
-    width = min(console.width, _WIDEST)
-    print_lines(console, _lines(found, device, at_least, width), width)
+@printer.register(LargestSize)
+def _print(found: LargestSize, device: str, at_least: int | None = None, *, to: Destination) -> None:
+    """Print the largest size that fits, whether it is enough, and the runs that showed it."""
+    width = min(to.console.width, _WIDEST)
+    print_lines(to.console, _lines(found, device, at_least, width), width)
 
 
 def _lines(found: LargestSize, device: str, at_least: int | None, width: int) -> Iterator[Text]:
@@ -99,7 +92,8 @@ def _runs(size: str, tries: Sequence[Try], step: str, width: int) -> Iterator[Te
     yield from table((size, "", "total", step, f"{size} a second"), rows, width)
 
 
-def fit_to_json(found: LargestSize, device: str, *, at_least: int | None = None) -> dict[str, Any]:
+@json_values.register(LargestSize)
+def _json_values(found: LargestSize, device: str, at_least: int | None = None) -> dict[str, Any]:
     """What fits as plain values; docs/json.md describes them."""
     return {
         "schema": FIT_SCHEMA,
@@ -108,8 +102,3 @@ def fit_to_json(found: LargestSize, device: str, *, at_least: int | None = None)
         "at_least": at_least,
         **asdict(found),
     }
-
-
-def render_fit_json(found: LargestSize, device: str, *, at_least: int | None = None) -> str:
-    """The same as text."""
-    return json.dumps(fit_to_json(found, device, at_least=at_least), indent=2) + "\n"

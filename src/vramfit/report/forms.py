@@ -15,8 +15,8 @@ from vramfit.analysis import verdict as judge
 from vramfit.errors import UsageError
 from vramfit.report.drawing import to_png, to_svg
 from vramfit.report.html import write_page
-from vramfit.report.json_report import render_json
 from vramfit.report.perfetto import write_perfetto
+from vramfit.report.rendering import json_text
 from vramfit.report.table_file import write_csv
 from vramfit.report.timeline_picture import draw_timeline
 from vramfit.trace import MemoryTrace, Run, write_snapshot
@@ -111,7 +111,7 @@ def _perfetto(path: Path, material: Material) -> None:
 
 
 def _report(path: Path, material: Material) -> None:
-    write_text(path, render_json(material.run, material.verdict))
+    write_text(path, json_text(material.run, material.verdict))
 
 
 def _snapshot(path: Path, material: Material) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from vramfit.analysis import (
@@ -23,8 +20,8 @@ from vramfit.analysis import (
     Remedy,
     WhatIfAnswer,
 )
-from vramfit.console import SafeConsole
 from vramfit.report.json_report import frame_to_json, group_to_json, moment_to_json
+from vramfit.report.rendering import Destination, json_values, printer
 from vramfit.report.sections import SIZE, Sections
 from vramfit.report.text import each, print_lines, seconds, short_op
 from vramfit.trace import CapacitySource
@@ -35,24 +32,11 @@ _NOTABLE = 0.001
 """Share of the reserved bytes from which a cause is shown in the terminal."""
 
 
-def print_fragmentation(found: FragmentationCauses, console: Console, *, root: Path | None = None) -> None:
-    """Print the causes.
-
-    Args:
-        found: what `vramfit.analysis.causes` says.
-        console: where to; its width, colour and encoding are respected.
-        root: the user's folder; file names below it are shown relative to it.
-    """
-    page = _FragmentationReport(console.width, root)
-    print_lines(console, page.lines(found), page.width)
-
-
-def render_fragmentation(found: FragmentationCauses, *, width: int = 100, root: Path | None = None) -> str:
-    """The same as plain text of ``width`` columns, without colour."""
-    stream = io.StringIO()
-    console = SafeConsole(file=stream, width=width, color_system=None, force_terminal=False)
-    print_fragmentation(found, console, root=root)
-    return stream.getvalue()
+@printer.register(FragmentationCauses)
+def _print(found: FragmentationCauses, *, to: Destination) -> None:
+    """Print the causes."""
+    page = _FragmentationReport(to.console.width, to.root)
+    print_lines(to.console, page.lines(found), page.width)
 
 
 class _FragmentationReport(Sections):
@@ -249,7 +233,8 @@ def verdict_text(oom: OomExplanation) -> str:
     return f"Yes, {oom.verdict.value}{conf}."
 
 
-def fragmentation_to_json(found: FragmentationCauses) -> dict[str, Any]:
+@json_values.register(FragmentationCauses)
+def _json_values(found: FragmentationCauses) -> dict[str, Any]:
     """The causes as values; sizes are in bytes."""
     request, oom = found.request, found.oom
     return {

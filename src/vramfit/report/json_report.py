@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from vramfit.analysis import (
     growth,
     phases,
 )
-from vramfit.report.against import against_to_json
+from vramfit.report.rendering import json_values, to_json
 from vramfit.trace import Category, Frame, OomReport, Run, StillToCome
 from vramfit.trace.host_memory import HostMemory
 from vramfit.trace.progress import Progress
@@ -29,7 +28,8 @@ SCHEMA = "vramfit.run/1"
 _HOLDERS = 20
 
 
-def run_to_json(run: Run, verdict: Verdict, against: Reconciliation | None = None) -> dict[str, Any]:
+@json_values.register(Run)
+def _json_values(run: Run, verdict: Verdict, against: Reconciliation | None = None) -> dict[str, Any]:
     """The whole report as values that `json` can write. Sizes are bytes, times are seconds unless the key
     says else.
 
@@ -86,13 +86,8 @@ def run_to_json(run: Run, verdict: Verdict, against: Reconciliation | None = Non
         "tensors_omitted": {"groups": breakdown.tensors_omitted[0], "bytes": breakdown.tensors_omitted[1]},
         **_phases(run, verdict),
         "devices": [_device(device) for device in verdict.devices if device.index != NO_CARD],
-        "against": None if against is None else against_to_json(against),
+        "against": None if against is None else to_json(against),
     }
-
-
-def render_json(run: Run, verdict: Verdict, against: Reconciliation | None = None) -> str:
-    """The report as text, indented, ending with a newline."""
-    return json.dumps(run_to_json(run, verdict, against), indent=2, ensure_ascii=False) + "\n"
 
 
 def _profile(run: Run) -> dict[str, Any] | None:

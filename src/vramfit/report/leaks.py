@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from vramfit.analysis import (
@@ -21,10 +18,10 @@ from vramfit.analysis import (
     StepSource,
     short_location,
 )
-from vramfit.console import SafeConsole
 from vramfit.record.chains import Root
 from vramfit.report.folding import NARROW
 from vramfit.report.json_report import frame_to_json
+from vramfit.report.rendering import Destination, json_values, printer
 from vramfit.report.sections import SIZE, STYLES, Sections
 from vramfit.report.text import elide_left, print_lines, short_op
 from vramfit.units import counted, format_bytes
@@ -34,25 +31,11 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
 
 
-def print_leaks(report: LeakReport, console: Console, *, root: Path | None = None) -> None:
-    """Print what grows.
-
-    Args:
-        report: what `vramfit.analysis.leaks` or ``vramfit.check_leaks`` found.
-        console: where to; its width, colour and encoding are respected.
-        root: the user's folder; file names below it are shown relative to it.
-    """
-    page = LeakLines(console.width, root)
-    print_lines(console, page.lines(report), page.width)
-
-
-def render_leaks(report: LeakReport, *, width: int = 80, root: Path | None = None) -> str:
-    """The same as plain text of ``width`` columns, without colour."""
-    stream = io.StringIO()
-    print_leaks(
-        report, SafeConsole(file=stream, width=width, color_system=None, force_terminal=False), root=root
-    )
-    return stream.getvalue()
+@printer.register(LeakReport)
+def _print(report: LeakReport, *, to: Destination) -> None:
+    """Print what grows."""
+    page = LeakLines(to.console.width, to.root)
+    print_lines(to.console, page.lines(report), page.width)
 
 
 def per_step(report: LeakReport, amount: float) -> str:
@@ -224,7 +207,8 @@ def _spark(levels: tuple[int, ...], most: int) -> str:
     return "".join(_SPARKS[round((level - least) * 7 / max(most - least, 1))] for level in shown)
 
 
-def leaks_to_json(report: LeakReport) -> dict[str, Any]:
+@json_values.register(LeakReport)
+def _json_values(report: LeakReport) -> dict[str, Any]:
     """What grows as values that `json` can write. Sizes are bytes."""
     return {
         "device": report.device,

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 from xml.sax.saxutils import escape
 
-from rich.console import Console
 from rich.text import Text
 
-from vramfit.console import SafeConsole
 from vramfit.planner.plan_file import PlanFigures
 from vramfit.planner.plans import Plan
 from vramfit.planner.search import FrontierPoint
 from vramfit.report.folding import broken, table
+from vramfit.report.rendering import Destination, json_values, printer
 from vramfit.report.text import print_lines, seconds
 from vramfit.techniques import setting_to_plain
 from vramfit.units import format_bytes
@@ -25,21 +22,11 @@ PLAN_SCHEMA = "vramfit.plan/1"
 _WIDEST = 120
 
 
-def print_plan(plan: Plan, console: Console, *, frontier: Sequence[FrontierPoint] = ()) -> None:
+@printer.register(Plan)
+def _print(plan: Plan, frontier: Sequence[FrontierPoint] = (), *, to: Destination) -> None:
     """Print the verdict, the techniques with what each does, and the frontier."""
-    width = min(console.width, _WIDEST)
-    print_lines(console, _lines(plan, frontier, width), width)
-
-
-def render_plan(plan: Plan, *, frontier: Sequence[FrontierPoint] = (), width: int = 100) -> str:
-    """The same as plain text, without colour."""
-    stream = io.StringIO()
-    print_plan(
-        plan,
-        SafeConsole(file=stream, width=width, color_system=None, force_terminal=False),
-        frontier=frontier,
-    )
-    return stream.getvalue()
+    width = min(to.console.width, _WIDEST)
+    print_lines(to.console, _lines(plan, frontier, width), width)
 
 
 def _lines(plan: Plan, frontier: Sequence[FrontierPoint], width: int) -> Iterator[Text]:
@@ -155,7 +142,8 @@ def _footer(plan: Plan) -> str:
     return f"{solved.runs} runs{more} in {seconds(solved.search_seconds)}{solver}; torch {plan.aim.torch}"
 
 
-def plan_to_json(plan: Plan, frontier: Sequence[FrontierPoint] = ()) -> dict[str, Any]:
+@json_values.register(Plan)
+def _json_values(plan: Plan, frontier: Sequence[FrontierPoint] = ()) -> dict[str, Any]:
     """The plan as plain values; docs/json.md describes them."""
     return {
         "schema": PLAN_SCHEMA,
@@ -180,11 +168,6 @@ def plan_to_json(plan: Plan, frontier: Sequence[FrontierPoint] = ()) -> dict[str
         "notes": list(plan.notes),
         "frontier": [asdict(point) | {"techniques": list(point.techniques)} for point in frontier],
     }
-
-
-def render_plan_json(plan: Plan, frontier: Sequence[FrontierPoint] = ()) -> str:
-    """The same as text."""
-    return json.dumps(plan_to_json(plan, frontier), indent=2) + "\n"
 
 
 # -- the frontier as a picture -----------------------------------------------------------------------------------

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-from rich.console import Console
 from rich.text import Text
 
 from vramfit.analysis._stability import Limit, LimitReason, Round, RoundOutcome, StressReport, Trend
-from vramfit.console import SafeConsole
 from vramfit.report.folding import broken, table
+from vramfit.report.rendering import Destination, json_values, printer
 from vramfit.report.text import print_lines, seconds
 from vramfit.units import GIB, MIB, counted, format_bytes
 
@@ -28,17 +25,11 @@ _SHOWN = 40
 """Rounds that the terminal shows: the last ones."""
 
 
-def print_stress(report: StressReport, console: Console) -> None:
+@printer.register(StressReport)
+def _print(report: StressReport, *, to: Destination) -> None:
     """Print baseline, limits, and the rounds as bars."""
-    width = min(console.width, _WIDEST)
-    print_lines(console, _lines(report, width), width)
-
-
-def render_stress(report: StressReport, *, width: int = 100) -> str:
-    """The same as plain text, without colour."""
-    stream = io.StringIO()
-    print_stress(report, SafeConsole(file=stream, width=width, color_system=None, force_terminal=False))
-    return stream.getvalue()
+    width = min(to.console.width, _WIDEST)
+    print_lines(to.console, _lines(report, width), width)
 
 
 def _lines(report: StressReport, width: int) -> Iterator[Text]:
@@ -204,7 +195,8 @@ def _footer(report: StressReport) -> str:
     return f"{counted(steps, 'step')} {on}, torch {report.torch_version}, in {seconds(report.seconds)}"
 
 
-def stress_to_json(report: StressReport) -> dict[str, Any]:
+@json_values.register(StressReport)
+def _json_values(report: StressReport) -> dict[str, Any]:
     """The whole report; sizes are in bytes."""
     found = report.stability
     return {
@@ -254,11 +246,6 @@ def stress_to_json(report: StressReport) -> dict[str, Any]:
         ],
         "seconds": round(report.seconds, 3),
     }
-
-
-def render_stress_json(report: StressReport) -> str:
-    """The same as text."""
-    return json.dumps(stress_to_json(report), indent=2, ensure_ascii=False) + "\n"
 
 
 def _round(one: Round) -> dict[str, Any]:

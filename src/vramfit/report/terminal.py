@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
 from vramfit.analysis import (
@@ -16,7 +14,7 @@ from vramfit.analysis import (
     Outcome,
     Verdict,
 )
-from vramfit.console import SafeConsole
+from vramfit.report.rendering import Destination, printer
 from vramfit.report.run_words import (
     ending_words,
     files_lines,
@@ -45,25 +43,11 @@ _ERROR = 300
 """Characters of an error that are shown: the program has printed it whole."""
 
 
-def print_terminal(run: Run, verdict: Verdict, console: Console, *, root: Path | None = None) -> None:
-    """Print a run.
-
-    Args:
-        run: what happened.
-        verdict: what `vramfit.analysis.verdict` says about it.
-        console: where to; its width, colour and encoding are respected.
-        root: the user's folder; file names below it are shown relative to it.
-    """
-    page = _RunReport(console.width, root)
-    print_lines(console, page.lines(run, verdict), page.width)
-
-
-def render_terminal(run: Run, verdict: Verdict, *, width: int = 80, root: Path | None = None) -> str:
-    """The same as plain text of ``width`` columns, without colour."""
-    stream = io.StringIO()
-    console = SafeConsole(file=stream, width=width, color_system=None, force_terminal=False)
-    print_terminal(run, verdict, console, root=root)
-    return stream.getvalue()
+@printer.register(Run)
+def _print(run: Run, verdict: Verdict, *, to: Destination) -> None:
+    """Print a run."""
+    page = _RunReport(to.console.width, to.root)
+    print_lines(to.console, page.lines(run, verdict), page.width)
 
 
 def headline(run: Run, verdict: Verdict, *, root: Path | None = None) -> list[str]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from vramfit.analysis.allocator_tuning import DeviceRecording, Trial, Tuning
-from vramfit.console import SafeConsole
 from vramfit.report.folding import broken, table
+from vramfit.report.rendering import Destination, json_values, printer
 from vramfit.report.text import print_lines
 from vramfit.trace import CapacitySource
 from vramfit.units import counted, format_bytes
@@ -23,25 +20,19 @@ _WIDEST = 140
 _DEFAULTS = "(defaults)"
 
 
-def print_tuning(tuning: Tuning, console: Console) -> None:
+@printer.register(Tuning)
+def _print(tuning: Tuning, *, to: Destination) -> None:
     """Print the settings to use, the evidence, and what to keep away from."""
-    width = min(console.width, _WIDEST)
-    print_lines(console, _headline(tuning), width)
+    width = min(to.console.width, _WIDEST)
+    print_lines(to.console, _headline(tuning), width)
     if not tuning.keep:
-        console.print()
+        to.console.print()
         # Whole whatever the width, so that it can be copied.
-        console.print(Text(f"    {tuning.export_line}", style="bold"), soft_wrap=True, highlight=False)
-        console.print()
-        print_lines(console, [Text(f"  {_price(tuning)}")], width)
-    console.print()
-    print_lines(console, _evidence(tuning, width), width)
-
-
-def render_tuning(tuning: Tuning, *, width: int = 100) -> str:
-    """The same as plain text, without colour."""
-    stream = io.StringIO()
-    print_tuning(tuning, SafeConsole(file=stream, width=width, color_system=None, force_terminal=False))
-    return stream.getvalue()
+        to.console.print(Text(f"    {tuning.export_line}", style="bold"), soft_wrap=True, highlight=False)
+        to.console.print()
+        print_lines(to.console, [Text(f"  {_price(tuning)}")], width)
+    to.console.print()
+    print_lines(to.console, _evidence(tuning, width), width)
 
 
 def _evidence(tuning: Tuning, width: int) -> Iterator[Text]:
@@ -182,7 +173,8 @@ def _capacity(device: DeviceRecording) -> str:
     )
 
 
-def tuning_to_json(tuning: Tuning) -> dict[str, Any]:
+@json_values.register(Tuning)
+def _json_values(tuning: Tuning) -> dict[str, Any]:
     """Everything that was tried; sizes are in bytes."""
     return {
         "schema": TUNE_SCHEMA,
@@ -204,11 +196,6 @@ def tuning_to_json(tuning: Tuning) -> dict[str, Any]:
             for trap in tuning.traps
         ],
     }
-
-
-def render_tuning_json(tuning: Tuning) -> str:
-    """The same as text."""
-    return json.dumps(tuning_to_json(tuning), indent=2, ensure_ascii=False) + "\n"
 
 
 def _device(device: DeviceRecording) -> dict[str, Any]:

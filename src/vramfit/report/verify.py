@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from vramfit.planner.verification import GradientCheck, Measured, Simulated, Verification, plain_values
 from vramfit.report.folding import broken, table
+from vramfit.report.rendering import Destination, json_values, printer
 from vramfit.report.text import print_lines, seconds
 from vramfit.units import format_bytes
 
@@ -18,10 +17,11 @@ VERIFY_SCHEMA = "vramfit.verify/1"
 _WIDEST = 120
 
 
-def print_verification(found: Verification, console: Console) -> None:
+@printer.register(Verification)
+def _print(found: Verification, *, to: Destination) -> None:
     """Print what was held against what, and whether it holds."""
-    width = min(console.width, _WIDEST)
-    print_lines(console, _lines(found, width), width)
+    width = min(to.console.width, _WIDEST)
+    print_lines(to.console, _lines(found, width), width)
 
 
 def _lines(found: Verification, width: int) -> Iterator[Text]:
@@ -141,11 +141,7 @@ def _mark(passes: bool) -> tuple[str, str]:
     return ("✓ ", "bold green") if passes else ("✗ ", "bold red")
 
 
-def verification_to_json(found: Verification) -> dict[str, Any]:
+@json_values.register(Verification)
+def _json_values(found: Verification) -> dict[str, Any]:
     """The same as plain values; docs/json.md describes them."""
     return {"schema": VERIFY_SCHEMA, **plain_values(found)}
-
-
-def render_verification_json(found: Verification) -> str:
-    """The same as text."""
-    return json.dumps(verification_to_json(found), indent=2) + "\n"

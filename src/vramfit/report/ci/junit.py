@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 from vramfit.analysis import Bound, Gate
-from vramfit.report.check import QUANTITY_WORDS, Check, gate_words, render_check
+from vramfit.report.check import QUANTITY_WORDS, Check, gate_words
+from vramfit.report.rendering import render
 
 _CLASS = "vramfit.check"
 
@@ -27,7 +28,7 @@ def render_junit(check: Check, *, seconds: float = 0.0) -> str:
     """
     suite = Element("testsuite", {"name": "vramfit check"})
     _case(suite, f"{check.target}: runs", seconds)
-    told = render_check(check)
+    told = render(check)
     for gate in check.gates:
         case = _case(suite, f"{check.target}: {_name(gate)}", 0.0)
         _figures(case, gate)

@@ -1,0 +1,102 @@
+"""One door to every report: what is printed, rendered as text or written as JSON is found by the type of the value."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import singledispatch
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from vramfit.console import SafeConsole
+
+_HOMES = {
+    "vramfit.calibrate": ("vramfit.report.calibrate",),
+    "vramfit.doctor": ("vramfit.report.doctor",),
+    "vramfit.planner": ("vramfit.report.fit", "vramfit.report.plan", "vramfit.report.verify"),
+}
+"""Where values of packages that may need torch are reported: imported with the first such value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Destination:
+    """Where a report is printed.
+
+    Attributes:
+        console: the terminal; its width, colour and encoding are respected.
+        root: the user's folder; file names below it are shown relative to it.
+    """
+
+    console: Console
+    root: Path | None
+
+
+@singledispatch
+def printer(value: object, *_beside: object, to: Destination) -> None:  # noqa: ARG001 - those registered use it
+    """Print one type of value: the modules of this package register theirs."""
+    raise TypeError(f"{type(value).__name__} cannot be printed as a report")
+
+
+@singledispatch
+def json_values(value: object, *_beside: object) -> dict[str, Any]:
+    """Turn one type of value into what `json` can write: the modules of this package register theirs."""
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+
+
+def print_report(value: object, *beside: object, console: Console, root: Path | None = None) -> None:
+    """Print a report.
+
+    Args:
+        value: a run, a plan, a list of `TraceDiff`, a `LeakReport` or any other result.
+        beside: what its report needs as well: the verdict on a run; the frontier of a plan; the card and the value
+            asked for of a largest size.
+        console: the terminal; its width, colour and encoding are respected.
+        root: the user's folder; file names below it are shown relative to it.
+
+    Raises:
+        TypeError: there is no report of such values.
+    """
+    _of(printer, value)(value, *beside, to=Destination(console=console, root=root))
+
+
+def render(value: object, *beside: object, width: int = 80, root: Path | None = None) -> str:
+    """The text that `print_report` prints, in ``width`` columns and without colour."""
+    stream = io.StringIO()
+    console = SafeConsole(file=stream, width=width, color_system=None, force_terminal=False)
+    print_report(value, *beside, console=console, root=root)
+    return stream.getvalue()
+
+
+def to_json(value: object, *beside: object) -> dict[str, Any]:
+    """The report as values that `json` can write; docs/json.md describes them. Sizes are bytes.
+
+    Args:
+        value: as for `print_report`.
+        beside: as for `print_report`; of a run also the reconciliation with a recording, of a calibration the file of
+            its profile.
+
+    Raises:
+        TypeError: there is no JSON of such values.
+    """
+    found: dict[str, Any] = _of(json_values, value)(value, *beside)
+    return found
+
+
+def json_text(value: object, *beside: object, indent: int = 2, ascii_only: bool = False) -> str:
+    """What `to_json` gives as text, ending with a newline."""
+    return json.dumps(to_json(value, *beside), indent=indent, ensure_ascii=ascii_only) + "\n"
+
+
+def _of(registered: Any, value: object) -> Callable[..., Any]:
+    """The function for a value's type, whose module is imported where that has not happened yet."""
+    for package, modules in _HOMES.items():
+        if type(value).__module__.startswith(package):
+            for module in modules:
+                importlib.import_module(module)
+    found: Callable[..., Any] = registered.dispatch(type(value))
+    return found
