@@ -78,6 +78,7 @@ def plan_in_child(
         VramfitError: the workload itself fails.
     """
     from vramfit.planner.plan_file import plan_from_toml
+    from vramfit.planner.plans import Plan
     from vramfit.planner.search import FrontierPoint
 
     job = room.job() | {
