@@ -33,6 +33,7 @@ from recording.store import Source
 from vramfit.errors import VramfitError
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.units import format_bytes
+from vramfit.virtual.virtual_job import VirtualRun
 from vramfit.virtual.virtual_run import run_in_child
 
 ROOT = Path(__file__).parents[1]
@@ -151,7 +152,7 @@ def run_on_virtual_gpu(command: Sequence[str], alloc_conf: str, gpu: GpuSpec) ->
     for name in SETTINGS:
         os.environ.pop(name, None)
     outcome = run_in_child(
-        command, gpu=gpu, alloc_conf=alloc_conf, writes="real"
+        command, VirtualRun(gpu=gpu, alloc_conf=alloc_conf, writes="real")
     )  # it leaves its recording there
     if outcome.exit_code:
         raise Failed(outcome.error or f"ended with code {outcome.exit_code}")

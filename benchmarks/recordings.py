@@ -31,6 +31,7 @@ from recordings_models.streams import Recording, differences
 
 from vramfit.analysis import Measure
 from vramfit.gpus import find_gpu
+from vramfit.virtual.virtual_job import VirtualRun
 from vramfit.virtual.virtual_run import run_in_child
 
 ROOT = Path(__file__).parents[1]
@@ -154,7 +155,9 @@ def run(session: Session, wanted: Sequence[str]) -> Iterator[Comparison]:
     """Run a session on the virtual GPU and compare its snapshots with the wanted recordings."""
     with tempfile.TemporaryDirectory(prefix="vramfit-") as folder:
         command = [str(MODELS / session.script), "--out", folder, *session.arguments]
-        outcome = run_in_child(command, gpu=find_gpu(session.card), alloc_conf="", through=[folder])
+        outcome = run_in_child(
+            command, VirtualRun(gpu=find_gpu(session.card), alloc_conf="", through=[folder])
+        )
         if outcome.exit_code:
             raise SystemExit(f"{session.script} failed: {outcome.error}")
         for name, snapshot in session.snapshots.items():

@@ -18,10 +18,9 @@ from vramfit.errors import (
     UsageError,
     VramfitError,
     WriteError,
-    error_from_plain,
-    error_to_plain,
 )
 from vramfit.gpus import find_gpu
+from vramfit.launch.job import Failure
 from vramfit.planner.request import NothingFits
 from vramfit.trace import read_any
 from vramfit.units import GIB, parse_bytes
@@ -196,13 +195,13 @@ def test_the_planner_refuses_what_is_no_size(argument: str) -> None:
     ],
 )
 def test_an_error_arrives_as_itself(kind: type[VramfitError]) -> None:
-    told = error_from_plain(error_to_plain(kind("it does not go", "Try another")))
+    told = Failure.of(kind("it does not go", "Try another")).error()
     assert type(told) is kind
     assert (told.message, told.hint, told.exit_code) == ("it does not go", "Try another", kind.exit_code)
 
 
 def test_an_error_of_elsewhere_arrives_as_its_nearest_base_with_its_code() -> None:
-    told = error_from_plain(error_to_plain(NothingFits("nothing fits", "", plan=None)))  # type: ignore[arg-type]
+    told = Failure.of(NothingFits("nothing fits", "", plan=None)).error()  # type: ignore[arg-type]
     assert (type(told), told.exit_code) == (UsageError, 3)
 
 

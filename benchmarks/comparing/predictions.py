@@ -23,6 +23,7 @@ from vramfit.analysis import Measure, curves, lifetimes
 from vramfit.errors import VramfitError
 from vramfit.gpus import find_gpu
 from vramfit.trace import EventKind, MemoryTrace, Run, read_any
+from vramfit.virtual.virtual_job import VirtualRun
 from vramfit.virtual.virtual_run import run_in_child
 
 BENCHMARKS = Path(__file__).parents[1]
@@ -145,9 +146,7 @@ def _prediction(recording: store.Recording) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="vramfit-") as folder:
             run = run_in_child(
                 [str(PROGRAM), configuration.name, "--out", folder],
-                gpu=spec,
-                alloc_conf=configuration.alloc_conf,
-                through=[folder],
+                VirtualRun(gpu=spec, alloc_conf=configuration.alloc_conf, through=[folder]),
             )
             if run.exit_code:
                 return _failed(run.error or f"the program ended with code {run.exit_code}")

@@ -12,9 +12,6 @@ VramfitError                exit code 1
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 
 class VramfitError(Exception):
     """Base of every error that vramfit raises on purpose.
@@ -74,7 +71,7 @@ class OutOfMemory(VramfitError):
     exit_code = 3
 
 
-_KINDS: dict[str, type[VramfitError]] = {
+KINDS: dict[str, type[VramfitError]] = {
     kind.__name__: kind
     for kind in (
         VramfitError,
@@ -87,26 +84,5 @@ _KINDS: dict[str, type[VramfitError]] = {
         OutOfMemory,
     )
 }
-"""What an error can be after it has passed between processes: what stands here takes a message and a hint alone."""
-
-
-def error_to_plain(error: VramfitError) -> dict[str, Any]:
-    """An error as plain values, for another process: ``kind``, ``message``, ``hint`` and the exit ``code``.
-
-    A class that is defined elsewhere goes as the nearest of its bases that stands in the tree above.
-    """
-    kind = next(base.__name__ for base in type(error).__mro__ if base in _KINDS.values())
-    return {"kind": kind, "message": error.message, "hint": error.hint, "code": error.exit_code}
-
-
-def error_from_plain(told: Mapping[str, Any]) -> VramfitError:
-    """The error that another process told of.
-
-    Args:
-        told: what `error_to_plain` gave; without ``kind`` it is a `UsageError` or a `VramfitError`, by its ``code``.
-    """
-    plain = UsageError if told["code"] == UsageError.exit_code else VramfitError
-    error = _KINDS.get(told.get("kind", ""), plain)(told["message"], told["hint"])
-    if told["code"] != error.exit_code:
-        error.exit_code = told["code"]
-    return error
+"""The tree by names: what an error can be after it has passed between processes (`vramfit.launch.job.Failure`), for all
+of these take a message and a hint alone."""

@@ -38,7 +38,6 @@ from vramfit.gpus.measured_profile import (
     save_profile,
 )
 from vramfit.virtual.gpu import VirtualGPU
-from vramfit.virtual.virtual_job import plain_spec
 
 from .support import ABOUT, op, record
 
@@ -244,7 +243,7 @@ def test_case_that_needs_more_memory_is_passed_over(tmp_path: Path) -> None:
 
 
 def worker(role: Role = Role.VIRTUAL_CARD, **more: Any) -> WorkerConfig:
-    return WorkerConfig(role=role.value, gpu=plain_spec(H200), **more)
+    return WorkerConfig(role=role, gpu=H200, **more)
 
 
 def test_worker_that_dies_is_explained_and_replaced() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from analysis.synthetic import fitting_run
 from vramfit.cli import main
 from vramfit.trace import Run
+from vramfit.virtual.virtual_job import VirtualRun
 
 
 @dataclass
@@ -29,8 +30,9 @@ class FakeRunner:
     result: Run | BaseException = field(default_factory=fitting_run)
     calls: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
 
-    def run_in_child(self, command: list[str], **options: Any) -> Run:
-        self.calls.append((list(command), options))
+    def run_in_child(self, command: list[str], options: VirtualRun) -> Run:
+        named = {field.name: getattr(options, field.name) for field in fields(options)}
+        self.calls.append((list(command), named))
         if isinstance(self.result, BaseException):
             raise self.result
         return self.result

@@ -14,6 +14,7 @@ from analysis.synthetic import Recorder, fitting_run, gpt_training, oom_run, vir
 from cli.conftest import FakeRunner, Invocation
 from vramfit.analysis import verdict
 from vramfit.launch.limits import Limits
+from vramfit.record.record_job import RecordedRun
 from vramfit.report import json_text
 from vramfit.trace import EventKind, MemoryTrace, Run, Source, TraceBuilder, TraceDevice
 from vramfit.trace.progress import End, Progress, Unit
@@ -166,8 +167,8 @@ class TestForReal:
         """The child that runs a program for real replaced; what it was asked."""
         calls: list[dict[str, object]] = []
 
-        def record_in_child(command: list[str], **options: object) -> Run:
-            calls.append({"command": command, **options})
+        def record_in_child(command: list[str], options: RecordedRun) -> Run:
+            calls.append({"command": command, "device": options.device, "budget": options.budget})
             return replace(RUN, source=Source.CPU)
 
         monkeypatch.setattr("vramfit.record.record_run.record_in_child", record_in_child)

@@ -150,7 +150,7 @@ def test_json_on_standard_output_is_alone_there(vramfit: Command, runner: FakeRu
 def test_what_the_program_prints_does_not_mix_with_json(
     runner: FakeRunner, script: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def prints(command: list[str], **options: Any) -> Run:
+    def prints(command: list[str], options: object) -> Run:
         subprocess.run(["echo", "loss 0.5"], check=True)
         return fitting_run()
 

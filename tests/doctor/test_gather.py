@@ -8,7 +8,8 @@ import pytest
 from tests.doctor.machines import MACHINES
 
 from vramfit.doctor import Facts, Severity, diagnose, gather
-from vramfit.doctor.facts import driver_from_plain, to_plain, torch_from_plain
+from vramfit.doctor.facts import NvidiaDriver, Torch
+from vramfit.plain import from_plain, to_plain
 
 
 def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,9 +51,9 @@ def test_a_broken_driver_only_breaks_a_child(
 @pytest.mark.parametrize("facts", MACHINES.values(), ids=MACHINES.keys())
 def test_facts_pass_between_processes_unchanged(facts: Facts) -> None:
     if facts.driver is not None:
-        assert driver_from_plain(to_plain(facts.driver)) == facts.driver
+        assert from_plain(to_plain(facts.driver), NvidiaDriver) == facts.driver
     if facts.torch is not None:
-        assert torch_from_plain(to_plain(facts.torch)) == facts.torch
+        assert from_plain(to_plain(facts.torch), Torch) == facts.torch
 
 
 def test_the_doctor_itself_imports_no_torch() -> None:

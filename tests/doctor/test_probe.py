@@ -82,7 +82,7 @@ def test_torch_on_a_card() -> None:
     code = """
         import json, vramfit
         from vramfit.doctor import probe
-        from vramfit.doctor.facts import to_plain
+        from vramfit.plain import to_plain
         import torch
         with vramfit.VirtualGPU("RTX 4090"):
             found = [to_plain(probe._device(torch, index)) for index in (0, 1)]

@@ -22,9 +22,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vramfit.files import policy_from_plain
+from vramfit.files import FilePolicy
 from vramfit.files.namespace import Namespace, syscalls, ways, why_not
 from vramfit.files.namespace.mounts import is_under, seen_mounts
+from vramfit.plain import from_plain
 
 
 def main(request: dict[str, Any]) -> None:
@@ -39,7 +40,7 @@ def main(request: dict[str, Any]) -> None:
     if request.get("refuse_folder"):
         refuse_folder()
     os.chdir(request["cwd"])
-    policy = policy_from_plain(request["policy"])
+    policy = from_plain(request["policy"], FilePolicy)
     reason = why_not(policy)
     if reason is not None:
         print(json.dumps({"why_not": reason}))

@@ -17,6 +17,7 @@ from tests.files.planted import NAMES, picture, plant
 from vramfit.files import Backend
 from vramfit.gpus import find_gpu
 from vramfit.trace import ChangeKind, Run
+from vramfit.virtual.virtual_job import VirtualRun
 from vramfit.virtual.virtual_run import run_in_child
 
 BACKENDS = [Backend.PATCHES, Backend.NAMESPACE]
@@ -61,10 +62,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     before = picture(folder) | shared()
     run = run_in_child(
         [str(PROGRAM), str(results / "results.json")],
-        gpu=find_gpu("24GiB"),
-        cwd=folder,
-        through=[results],
-        backend=request.param,
+        VirtualRun(gpu=find_gpu("24GiB"), cwd=folder, through=[results], backend=request.param),
     )
     found = json.loads((results / "results.json").read_text())
     return Ran(run=run, results=found, before=before, after=picture(folder) | shared(), folder=folder)

@@ -24,6 +24,7 @@ from vramfit.files.namespace import attended, settle
 from vramfit.files.namespace.attending import LISTING
 from vramfit.files.namespace.manifest import PLACE, Manifest
 from vramfit.files.namespace.tree import MountedOverlay
+from vramfit.plain import to_plain
 
 INSIDE = Path(__file__).with_name("namespace_inside.py")
 ROOT = Path(__file__).parents[2]
@@ -206,7 +207,7 @@ def run(user: User, place: Path, program: str, **asked: Any) -> Ran:
         "area": str(area),
         "cwd": str(area),
         "program": program,
-        "policy": policy.plain(),
+        "policy": to_plain(policy),
         "drop_right": user.drop_right,
         **asked,
     }

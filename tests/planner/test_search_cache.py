@@ -12,6 +12,7 @@ import pytest
 from tests.planner.test_search import CONTEXT, GPU, MIB
 from tests.planner.test_search_clock import Second, Timed, request
 
+from vramfit.plain import to_plain
 from vramfit.planner.candidates import Candidates
 from vramfit.planner.memory_budget import MemoryBudget
 from vramfit.planner.planner_run import plan_in_child
@@ -20,9 +21,8 @@ from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_cache import SearchCache
 from vramfit.planner.search_clock import TIME_OVER, SearchClock
 from vramfit.planner.search_evidence import SEARCH_FILE, Evidence, digest_of, earlier_searches
-from vramfit.virtual.virtual_job import plain_spec
 
-JOB: dict[str, Any] = {"target": "work.py:training", "gpu": plain_spec(GPU), "alloc_conf": None}
+JOB: dict[str, Any] = {"target": "work.py:training", "gpu": to_plain(GPU), "alloc_conf": None}
 
 
 def searched(folder: Path, *, limit: float | None = None, **other: Any) -> tuple[Plan, Timed, SearchCache]:

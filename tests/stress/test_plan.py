@@ -1,7 +1,8 @@
 import pytest
 
 from vramfit.errors import UsageError
-from vramfit.stress.schedule import Vary, as_plain, chosen, cycle_of, from_plain
+from vramfit.plain import from_plain, to_plain
+from vramfit.stress.schedule import Vary, chosen, cycle_of
 
 
 @pytest.mark.parametrize(
@@ -16,7 +17,7 @@ from vramfit.stress.schedule import Vary, as_plain, chosen, cycle_of, from_plain
 )
 def test_ranges(text: str, expected: Vary) -> None:
     assert Vary.parse(text) == expected
-    assert from_plain(as_plain([expected])) == (expected,)
+    assert from_plain(to_plain(expected), Vary) == expected
 
 
 @pytest.mark.parametrize("text", ["", "=3", "n=", "n=x", "n=8..1", "n=0..3", "n=0,1", "batch size", "n=-3"])

@@ -1,5 +1,6 @@
 """Stress tests of small workloads, in child processes: on a virtual GPU and on metered CPU."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from vramfit.errors import UsageError, VramfitError
 from vramfit.gpus import find_gpu
 from vramfit.stress import Vary, stress
 from vramfit.stress.rounds import CpuMemory, Stress, _memory
-from vramfit.stress.schedule import as_plain
+from vramfit.stress.schedule import StressJob
 from vramfit.stress.stress_run import _report
 from vramfit.trace import Source
 from vramfit.units import MIB
@@ -98,11 +99,12 @@ def test_a_training_step_on_a_virtual_card(file: Path) -> None:
 
 def metered(file: Path, name: str, *, budget: int, rounds: int = 0, vary: str = "") -> StressReport:
     """A stress test on metered CPU in this process: what the child does."""
-    job = {"rounds": rounds, "vary": as_plain([Vary.parse(vary)] if vary else [])}
+    varied = (Vary.parse(vary),) if vary else ()
+    job = StressJob(folder="", target=f"{file}:{name}", device="cpu", rounds=rounds, vary=varied)
     # With a model named, what other tests have left alive in this process does not count.
     with track(model=torch.nn.Identity(), device="cpu", budget=budget) as tracked:
-        found = Stress(load_workload(f"{file}:{name}"), CpuMemory(tracked), job, lambda *_: None).run()
-    found |= {"torch": torch.__version__, "total": 0, "name": "cpu"}
+        found = Stress(load_workload(job.target), CpuMemory(tracked), job, lambda *_: None).run()
+    found = replace(found, torch_version=torch.__version__)
     return _report(name, found, source=Source.CPU, total=budget, alloc_conf="", seconds=0.0)
 
 
@@ -147,7 +149,10 @@ def test_what_cannot_be_run(file: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 def test_without_a_card_the_other_devices_are_named() -> None:
-    with pytest.raises(UsageError, match="no CUDA card here") as caught, _memory({"device": "cuda"}):
+    with (
+        pytest.raises(UsageError, match="no CUDA card here") as caught,
+        _memory(StressJob(folder="", target="")),
+    ):
         pass
     assert "--gpu NAME" in caught.value.hint
 

@@ -30,7 +30,7 @@ from vramfit.errors import UsageError
 from vramfit.files import Writes
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.launch.limits import limits_from
-from vramfit.record.record_job import AUTO
+from vramfit.record.record_job import AUTO, RecordedRun
 from vramfit.record.record_run import record_in_child
 from vramfit.report import json_text, print_report, render, to_json
 from vramfit.report.forms import Material, write_as
@@ -38,7 +38,7 @@ from vramfit.report.html.page import run_summary, summary_lines
 from vramfit.trace import Actual, MemoryTrace, Run, read_actual
 from vramfit.trace.actual import together
 from vramfit.virtual.data_dependent.assume import assumption
-from vramfit.virtual.virtual_job import MOST_GPUS
+from vramfit.virtual.virtual_job import MOST_GPUS, VirtualRun
 from vramfit.virtual.virtual_run import run_in_child
 
 _MARKS = "✓✗~! "
@@ -226,32 +226,24 @@ def run(
     actual = None if against is None else read_actual(*together(against))
     if actual is not None:
         check_device(actual, None)  # a wrong file should not cost a run
+    where: VirtualRun | RecordedRun
     if spec is None:
-        outcome = record_in_child(
-            command,
-            device=device or AUTO,
-            budget=limit,
-            alloc_conf=alloc_conf,
-            environ=added,
-            cwd=folder,
-            limits=limits,
-            host_memory=host_memory,
-        )
+        where = RecordedRun(device=device or AUTO, budget=limit)
     else:
-        outcome = run_in_child(
-            command,
+        where = VirtualRun(
             gpu=spec,
             gpus=count,
-            alloc_conf=alloc_conf,
-            environ=added,
-            cwd=folder,
             assume=assumption(assume).value,
             profile=profile,
-            limits=limits,
-            host_memory=host_memory,
             writes=Writes.DISCARD if writes is None else writes,
             through=paths_argument("writes_through", writes_through),
         )
+    where = replace(
+        where, alloc_conf=alloc_conf, environ=added, cwd=folder, limits=limits, host_memory=host_memory
+    )
+    outcome = (
+        run_in_child(command, where) if isinstance(where, VirtualRun) else record_in_child(command, where)
+    )
     report = Report(run=outcome, verdict=verdict(outcome))
     return report if actual is None else report._beside(actual, None, bound)
 

@@ -18,7 +18,6 @@ from vramfit.errors import UnknownGpuError
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.gpus.measured_profile import NO_PROFILE, Rates, rates_from_plain
 from vramfit.launch.starting import answer
-from vramfit.virtual.virtual_job import plain_spec
 
 CASE_SECONDS = 60.0
 """A case that takes longer is ended."""
@@ -138,12 +137,12 @@ def _outcome(journal: CalibrationJournal, found: _MeasuredCase) -> Calibration:
 
 def _card_config(options: Options) -> WorkerConfig:
     if options.gpu is None:
-        return WorkerConfig(role=Role.CARD.value, device=options.device)
-    return WorkerConfig(role=Role.VIRTUAL_CARD.value, gpu=plain_spec(options.gpu), profile=options.acting)
+        return WorkerConfig(role=Role.CARD, device=options.device)
+    return WorkerConfig(role=Role.VIRTUAL_CARD, gpu=options.gpu, profile=options.acting)
 
 
 def _predictor_config(about: About, gpu: GpuSpec | None) -> WorkerConfig:
-    return WorkerConfig(role=Role.PREDICTOR.value, gpu=plain_spec(gpu or spec_of(about)))
+    return WorkerConfig(role=Role.PREDICTOR, gpu=gpu or spec_of(about))
 
 
 def spec_of(about: About) -> GpuSpec:

@@ -8,15 +8,16 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from vramfit.calibrate.worker import WorkerConfig
 from vramfit.errors import UsageError, VramfitError
-from vramfit.launch.starting import start
+from vramfit.launch.job import Failure
+from vramfit.launch.starting import python_command, start
+from vramfit.plain import from_plain, to_plain
 
 _START_SECONDS = 300.0
 
@@ -57,8 +58,9 @@ class Child:
             return
         self.starts += 1
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  it lives as long as the child
+        command = python_command("vramfit.calibrate.worker", json.dumps(to_plain(self._config)))
         self._process = start(
-            [sys.executable, "-P", "-m", "vramfit.calibrate.worker", json.dumps(asdict(self._config))],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -72,8 +74,7 @@ class Child:
         except CommandFailed as error:
             raise UsageError(f"a worker could not start: {error}", "Check that torch works here") from None
         if "unfit" in first:
-            message, hint = first["unfit"]
-            raise UsageError(message, hint)
+            raise from_plain(first["unfit"], Failure).error()
 
     def limit(self, nbytes: int, timeout: float) -> None:
         """Let it allocate no more than so many bytes, now and whenever it is started anew."""

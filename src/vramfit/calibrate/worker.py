@@ -16,7 +16,9 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TextIO
 
 from vramfit.errors import VramfitError
-from vramfit.virtual.virtual_job import spec_from_plain
+from vramfit.gpus import GpuSpec
+from vramfit.launch.job import Failure
+from vramfit.plain import from_plain, to_plain
 
 if TYPE_CHECKING:
     from vramfit.calibrate.measure import CaseMeter
@@ -40,14 +42,14 @@ class WorkerConfig:
     Attributes:
         role: what it stands for.
         device: index of the card.
-        gpu: the virtual GPU, as `vramfit.virtual.virtual_job.plain_spec` gives it; None for a card.
+        gpu: the virtual GPU; None for a card.
         memory_bytes: most that it may allocate, None without a limit.
         profile: the profile of a virtual card, ``none`` without one.
     """
 
-    role: str
+    role: Role
     device: int = 0
-    gpu: dict[str, Any] | None = None
+    gpu: GpuSpec | None = None
     memory_bytes: int | None = None
     profile: str = "none"
 
@@ -56,11 +58,11 @@ def main(text: str) -> None:
     """Serve commands until there are no more."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what torch or a library prints is no reply
-    config = WorkerConfig(**json.loads(text))
+    config = from_plain(json.loads(text), WorkerConfig)
     try:
         server = _server(config)
     except VramfitError as error:
-        _reply(replies, {"unfit": [error.message, error.hint]})
+        _reply(replies, {"unfit": to_plain(Failure.of(error))})
         return
     _reply(replies, {"ready": True})
     gc.collect()
@@ -206,7 +208,7 @@ class _VirtualServer(_Server):
 
         assert self.config.gpu is not None
         return VirtualGPU(  # no program of a user's runs here
-            spec_from_plain(self.config.gpu), alloc_conf="", profile=self.config.profile, writes="real"
+            self.config.gpu, alloc_conf="", profile=self.config.profile, writes="real"
         )
 
     def _enter(self) -> None:
@@ -233,7 +235,7 @@ class _PredictingServer(_VirtualServer):
         from vramfit.calibrate.predict import PredictingGPU
 
         assert self.config.gpu is not None
-        return PredictingGPU(spec_from_plain(self.config.gpu), alloc_conf="", profile="none")
+        return PredictingGPU(self.config.gpu, alloc_conf="", profile="none")
 
     def do_case(self, name: str, timed: bool = True) -> dict[str, Any]:
         """Predict a case."""
@@ -252,7 +254,7 @@ def _server(config: WorkerConfig) -> _Server:
         Role.VIRTUAL_CARD: _VirtualServer,
         Role.PREDICTOR: _PredictingServer,
     }
-    return kinds[Role(config.role)](config)
+    return kinds[config.role](config)
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,7 +31,7 @@ from vramfit.cli.printing import STANDARD_OUTPUT, check_outputs, write_document
 from vramfit.cli.program import check_source, program_command
 from vramfit.cli.standard_streams import apart_from_json
 from vramfit.cli.verbs import Verb
-from vramfit.cli.where import ProgramTarget, chosen
+from vramfit.cli.where import chosen, run_program
 from vramfit.errors import UsageError, VramfitError
 from vramfit.files.policy import Writes
 from vramfit.launch.limits import limits_from
@@ -40,8 +40,10 @@ from vramfit.virtual.data_dependent.assume import Assume
 if TYPE_CHECKING:
     from vramfit.analysis import Gate, PeakState, Tolerance, Verdict
     from vramfit.launch.limits import Limits
+    from vramfit.record.record_job import RecordedRun
     from vramfit.report import Check
     from vramfit.trace import Actual, Run
+    from vramfit.virtual.virtual_job import VirtualRun
 
 GATE_FAILED = 3
 _SOURCES = {".py", ".pyw"}
@@ -244,7 +246,7 @@ def _where(
     profile: str,
     writes: Writes | None,
     through: Sequence[Path],
-) -> ProgramTarget:
+) -> VirtualRun | RecordedRun:
     """Where to run: as the options say, else as the baseline ran, else on a virtual card of the budget's size."""
     if gpu is None and device is None:
         before = {} if asked.baseline is None else asked.baseline.report or {}
@@ -311,13 +313,13 @@ def _of_file(file: Path) -> _CheckedTarget:
 
 
 def _of_program(
-    command: list[str], where: ProgramTarget, alloc_conf: str | None, limits: Limits
+    command: list[str], where: VirtualRun | RecordedRun, alloc_conf: str | None, limits: Limits
 ) -> _CheckedTarget:
     from vramfit.analysis import no_card, verdict
     from vramfit.report import to_json
 
     try:
-        run = where.run(command, alloc_conf=alloc_conf, journal=None, limits=limits)
+        run = run_program(command, replace(where, alloc_conf=alloc_conf, limits=limits))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     judged = verdict(run)

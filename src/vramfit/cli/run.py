@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,7 +30,7 @@ from vramfit.cli.options import (
 from vramfit.cli.printing import check_outputs
 from vramfit.cli.program import check_source, program_command
 from vramfit.cli.standard_streams import apart_from_json
-from vramfit.cli.where import chosen
+from vramfit.cli.where import chosen, run_program
 from vramfit.errors import UsageError
 from vramfit.launch.limits import limits_from
 from vramfit.virtual.data_dependent.assume import Assume
@@ -170,8 +170,11 @@ def run_command(
     journal = outputs.journal
     try:
         with apart_from_json(json):
-            run = where.run(
-                command, alloc_conf=alloc_conf, journal=journal, limits=limits, host_memory=host_memory
+            run = run_program(
+                command,
+                replace(
+                    where, alloc_conf=alloc_conf, journal=journal, limits=limits, host_memory=host_memory
+                ),
             )
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from vramfit.cli.options import size_of
 from vramfit.errors import UsageError
@@ -13,94 +12,24 @@ from vramfit.files.policy import Writes
 from vramfit.virtual.data_dependent.assume import Assume
 
 if TYPE_CHECKING:
-    from vramfit.gpus import GpuSpec
-    from vramfit.launch.limits import Limits
+    from vramfit.record.record_job import RecordedRun
     from vramfit.trace import Run
+    from vramfit.virtual.virtual_job import VirtualRun
 
 _DEVICES = "Write --device cuda, --device cuda:1 or --device cpu"
 
 
-class ProgramTarget(Protocol):
-    """Runs a program."""
+def run_program(command: list[str], where: VirtualRun | RecordedRun) -> Run:
+    """Run a program to its end; see `vramfit.virtual.virtual_run` and `vramfit.record.record_run`."""
+    from vramfit.virtual.virtual_job import VirtualRun
 
-    def run(
-        self,
-        command: list[str],
-        *,
-        alloc_conf: str | None,
-        journal: Path | None,
-        limits: Limits,
-        host_memory: bool = False,
-    ) -> Run:
-        """Run it to its end; see `vramfit.virtual.virtual_run` and `vramfit.record.record_run`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OnVirtual:
-    """On virtual cards."""
-
-    gpu: GpuSpec
-    gpus: int
-    assume: Assume
-    profile: str
-    writes: Writes = Writes.DISCARD
-    through: tuple[Path, ...] = ()
-
-    def run(
-        self,
-        command: list[str],
-        *,
-        alloc_conf: str | None,
-        journal: Path | None,
-        limits: Limits,
-        host_memory: bool = False,
-    ) -> Run:
-        """Run it on virtual cards."""
+    if isinstance(where, VirtualRun):
         from vramfit.virtual.virtual_run import run_in_child
 
-        return run_in_child(
-            command,
-            gpu=self.gpu,
-            gpus=self.gpus,
-            alloc_conf=alloc_conf,
-            assume=self.assume.value,
-            profile=self.profile,
-            journal=journal,
-            limits=limits,
-            host_memory=host_memory,
-            writes=self.writes,
-            through=self.through,
-        )
+        return run_in_child(command, where)
+    from vramfit.record.record_run import record_in_child
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recorded:
-    """For real, recorded."""
-
-    device: str
-    budget: int | None
-
-    def run(
-        self,
-        command: list[str],
-        *,
-        alloc_conf: str | None,
-        journal: Path | None,
-        limits: Limits,
-        host_memory: bool = False,
-    ) -> Run:
-        """Run it for real."""
-        from vramfit.record.record_run import record_in_child
-
-        return record_in_child(
-            command,
-            device=self.device,
-            budget=self.budget,
-            alloc_conf=alloc_conf,
-            journal=journal,
-            limits=limits,
-            host_memory=host_memory,
-        )
+    return record_in_child(command, where)
 
 
 def chosen(
@@ -113,7 +42,7 @@ def chosen(
     profile: str,
     writes: Writes | None = None,
     through: Sequence[Path] = (),
-) -> ProgramTarget:
+) -> VirtualRun | RecordedRun:
     """What the options choose.
 
     Raises:
@@ -128,16 +57,17 @@ def chosen(
                 "Leave one of them out; a virtual GPU of any size is --gpu 20GiB",
             )
         from vramfit.gpus import find_gpu
+        from vramfit.virtual.virtual_job import VirtualRun
 
         if writes is Writes.REAL and through:
             raise UsageError(
                 "--writes real writes all files, so --writes-through has no effect",
                 "Leave --writes-through out",
             )
-        return OnVirtual(
+        return VirtualRun(
             gpu=find_gpu(gpu),
             gpus=gpus,
-            assume=assume,
+            assume=assume.value,
             profile=profile,
             writes=writes or Writes.DISCARD,
             through=tuple(through),
@@ -155,7 +85,9 @@ def chosen(
                 f"{option} is for a virtual GPU: a recorded program writes its files as usual",
                 "Choose a card with --gpu NAME, or leave it out",
             )
-    return Recorded(device=_device(device), budget=size_of("--budget", budget))
+    from vramfit.record.record_job import RecordedRun
+
+    return RecordedRun(device=_device(device), budget=size_of("--budget", budget))
 
 
 def _device(text: str | None) -> str:

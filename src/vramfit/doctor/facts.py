@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 
 class Tool(Enum):
@@ -268,47 +266,3 @@ RELEVANT = (
     "TMPDIR",
 )
 """Variables that decide about memory."""
-
-
-def to_plain(value: Any) -> Any:
-    """A fact as what JSON can hold."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {key: to_plain(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [to_plain(item) for item in value]
-    return value
-
-
-def driver_from_plain(value: Mapping[str, Any]) -> NvidiaDriver:
-    """The driver that `to_plain` wrote."""
-    return NvidiaDriver(
-        tool=Tool(value["tool"]),
-        version=value["version"],
-        cuda_version=_pair(value["cuda_version"]),
-        cards=tuple(_card(card) for card in value["cards"]),
-    )
-
-
-def _card(value: Mapping[str, Any]) -> Card:
-    changed = {
-        "capability": _pair(value["capability"]),
-        "mig": tuple(MigInstance(**instance) for instance in value["mig"]),
-        "processes": tuple(Process(**process) for process in value["processes"]),
-    }
-    return Card(**{**value, **changed})
-
-
-def torch_from_plain(value: Mapping[str, Any]) -> Torch:
-    """The torch that `to_plain` wrote."""
-    devices = tuple(
-        TorchDevice(**{**device, "capability": _pair(device["capability"])}) for device in value["devices"]
-    )
-    return Torch(**{**value, "architectures": tuple(value["architectures"]), "devices": devices})
-
-
-def _pair(value: Any) -> tuple[int, int] | None:
-    return None if value is None else (int(value[0]), int(value[1]))

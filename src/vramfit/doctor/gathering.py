@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from vramfit.allocator.versions import REFERENCE_VERSION, alloc_conf_from_env, parse_torch_version
-from vramfit.doctor.facts import RELEVANT, Facts, NvidiaDriver, Torch, driver_from_plain, torch_from_plain
+from vramfit.doctor.facts import RELEVANT, Facts, NvidiaDriver, Torch
 from vramfit.doctor.host_facts import read_container, read_host
-from vramfit.doctor.probe import MARK
-from vramfit.launch.starting import answer
+from vramfit.doctor.probe import DriverAnswer, ProbeJob, Question, VirtualAnswer
+from vramfit.launch.job import result_of
+from vramfit.launch.starting import answer, python_command
+
+Answer = TypeVar("Answer")
 
 DEFAULT_TIMEOUT = 60.0
 """Seconds for each child: importing torch from a cold disk takes long, a hanging driver for ever."""
@@ -42,8 +45,7 @@ def gather(
     virtual_error: str | None = None
     if torch is not None:
         tell("the virtual GPU")
-        told, failure = _probe("virtual", timeout)
-        virtual_error = failure or str(told)
+        virtual_error = _virtual(timeout)
     return Facts(
         host=read_host(root),
         container=read_container(root),
@@ -57,36 +59,36 @@ def gather(
 
 
 def _driver(timeout: float) -> tuple[NvidiaDriver | None, str]:
-    told, failure = _probe("driver", timeout)
-    if failure:
-        return None, failure
-    return (driver_from_plain(told["driver"]) if told["driver"] else None), told["error"]
+    told, failure = _ask(Question.DRIVER, DriverAnswer, timeout)
+    return (None, failure) if told is None else (told.driver, told.error)
 
 
 def _torch(timeout: float) -> tuple[Torch | None, str]:
-    told, failure = _probe("torch", timeout)
-    return (None, failure) if failure else (torch_from_plain(told), "")
+    return _ask(Question.TORCH, Torch, timeout)
 
 
-def _probe(question: str, timeout: float) -> tuple[Any, str]:
-    """The answer of a child, or how it failed in one line."""
-    # Settings that torch refuses would end the child at once; they are handed over under another name and tried there.
+def _virtual(timeout: float) -> str:
+    told, failure = _ask(Question.VIRTUAL, VirtualAnswer, timeout)
+    return failure if told is None else told.error
+
+
+def _ask(question: Question, kind: type[Answer], timeout: float) -> tuple[Answer | None, str]:
+    """The answer of a child, or None and how it failed in one line."""
+    # Settings that torch refuses would end the child at once: they travel in the job, and are tried there.
     environ = {name: value for name, value in os.environ.items() if name not in _SETTINGS}
-    environ["VRAMFIT_DOCTOR_SETTINGS"] = alloc_conf_from_env(os.environ, _installed_torch())
-    command = [sys.executable, "-P", "-m", "vramfit.doctor.probe", question]
-    try:
-        done = answer(command, env=environ, stdin=subprocess.DEVNULL, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return None, f"did not answer within {timeout:.0f} s"
-    except OSError as error:
-        return (
-            None,
-            f"could not be asked: cannot start {sys.executable}: {(error.strerror or str(error)).lower()}",
-        )
-    parts = done.stdout.split(MARK)
-    if len(parts) == 3:
-        return json.loads(parts[1]), ""
-    return None, _how_it_died(done.returncode, done.stderr)
+    settings = alloc_conf_from_env(os.environ, _installed_torch())
+    with tempfile.TemporaryDirectory(prefix="vramfit-") as folder:
+        job = ProbeJob(folder=folder, question=question, settings=settings)
+        command = python_command("vramfit.doctor.probe", str(job.write()))
+        try:
+            done = answer(command, env=environ, stdin=subprocess.DEVNULL, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            return None, f"did not answer within {timeout:.0f} s"
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            return None, f"could not be asked: cannot start {sys.executable}: {reason}"
+        found = result_of(Path(folder), kind)
+    return (found, "") if found is not None else (None, _how_it_died(done.returncode, done.stderr))
 
 
 def _how_it_died(code: int, stderr: str) -> str:

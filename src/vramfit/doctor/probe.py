@@ -1,23 +1,57 @@
-"""Runs in a child: asks what may crash or hang, and prints the answer as JSON between two marks.
+"""Runs in a child: asks what may crash or hang, and leaves the answer in the job's folder.
 
-Started as ``python -P -m vramfit.doctor.probe driver|torch|virtual`` by `gather`, one process for each question.
+Started as ``python -P -m vramfit.doctor.probe JOB`` by `gather`, one process for each question.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 from vramfit.doctor.card_accounting import match_card
-from vramfit.doctor.facts import NvidiaDriver, Torch, TorchDevice, to_plain
+from vramfit.doctor.facts import NvidiaDriver, Torch, TorchDevice
+from vramfit.launch.job import Job
 
-MARK = "\x1evramfit-doctor\x1e"
-"""Stands before and after the answer: drivers and libraries print to the same stream."""
+
+class Question(Enum):
+    """What a child finds out."""
+
+    DRIVER = "driver"
+    TORCH = "torch"
+    VIRTUAL = "virtual"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeJob(Job):
+    """A question to a child.
+
+    Attributes:
+        question: what it finds out.
+        settings: of the allocator, to be tried on torch.
+    """
+
+    question: Question
+    settings: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriverAnswer:
+    """The driver and its cards, or why they do not answer."""
+
+    driver: NvidiaDriver | None
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VirtualAnswer:
+    """Why the virtual GPU cannot run here; empty if it can."""
+
+    error: str
 
 
 def query_driver() -> tuple[NvidiaDriver | None, str]:
@@ -44,11 +78,12 @@ def query_driver() -> tuple[NvidiaDriver | None, str]:
         return None, reason or f"nvidia-smi: {error}"
 
 
-def query_torch() -> Torch:
-    """What torch was built with, and each card that it sees with a context of ours on it."""
+def query_torch(settings: str = "") -> Torch:
+    """What torch was built with, what it says to settings of its allocator, and each card that it sees with a context
+    of ours on it."""
     import torch
 
-    settings_error = _try_settings(torch, os.environ.get("VRAMFIT_DOCTOR_SETTINGS"))
+    settings_error = _try_settings(torch, settings)
     found = Torch(
         version=torch.__version__,
         cuda=torch.version.cuda,
@@ -71,7 +106,7 @@ def query_torch() -> Torch:
     return replace(found, count=count, devices=_with_driver(devices), error=error)
 
 
-def _try_settings(torch: Any, settings: str | None) -> str:
+def _try_settings(torch: Any, settings: str) -> str:
     """What torch itself says to the settings of the environment, which this process was started without."""
     setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if not settings or setter is None:
@@ -139,18 +174,16 @@ def _line(error: object) -> str:
     return " ".join(str(error).split())[:500] or type(error).__name__
 
 
-def main(question: str) -> None:
-    """Answer one question on standard output."""
-    answer: Any
-    if question == "driver":
+def main(job_file: str) -> None:
+    """Answer the question of a job."""
+    job = ProbeJob.read(job_file)
+    if job.question is Question.DRIVER:
         driver, reason = query_driver()
-        answer = {"driver": to_plain(driver), "error": reason}
-    elif question == "torch":
-        answer = to_plain(query_torch())
+        job.answer(DriverAnswer(driver=driver, error=reason))
+    elif job.question is Question.TORCH:
+        job.answer(query_torch(job.settings))
     else:
-        answer = query_virtual()
-    sys.stdout.write(f"{MARK}{json.dumps(answer)}{MARK}")
-    sys.stdout.flush()
+        job.answer(VirtualAnswer(error=query_virtual()))
     os._exit(0)  # autograd's threads could abort an interpreter that ends in the ordinary way
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vramfit.files.policy import Backend, FilePolicy, Writes, make_policy, policy_from_plain
+from vramfit.files.policy import Backend, FilePolicy, Writes, make_policy
 
 if TYPE_CHECKING:
     from vramfit.files.protection import Protection, current, protect
@@ -20,7 +20,6 @@ __all__ = [
     "Writes",
     "current",
     "make_policy",
-    "policy_from_plain",
     "protect",
 ]
 

@@ -8,10 +8,9 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from vramfit.errors import UsageError
 
@@ -67,22 +66,6 @@ class FilePolicy:
     through: tuple[str, ...] = ()
     backend: Backend = Backend.AUTO
     cap_bytes: int = MOST_DISK
-
-    def plain(self) -> dict[str, Any]:
-        """The policy as values that JSON can hold."""
-        return asdict(self) | {"writes": self.writes.value, "backend": self.backend.value}
-
-
-def policy_from_plain(values: Mapping[str, Any]) -> FilePolicy:
-    """The policy that `FilePolicy.plain` described."""
-    return FilePolicy(
-        **{**values}
-        | {
-            "writes": Writes(values["writes"]),
-            "backend": Backend(values["backend"]),
-            "through": tuple(values["through"]),
-        }
-    )
 
 
 def make_policy(

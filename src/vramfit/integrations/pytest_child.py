@@ -53,10 +53,9 @@ def run_in_child(item: pytest.Item) -> list[pytest.TestReport]:
     with tempfile.TemporaryDirectory(prefix="vramfit-pytest-") as name:
         folder = Path(name)
         (folder / "job.pickle").write_bytes(pickle.dumps(_job(item, folder / "reports.json")))
-        done = answer(
-            [sys.executable, "-m", "vramfit.integrations.pytest_child", str(folder / "job.pickle")],
-            cwd=item.config.invocation_params.dir,
-        )
+        # Not by `python_command`: tests import what lies in the current folder.
+        command = [sys.executable, "-m", "vramfit.integrations.pytest_child", str(folder / "job.pickle")]
+        done = answer(command, cwd=item.config.invocation_params.dir)
         if (folder / "reports.json").exists():
             written = json.loads((folder / "reports.json").read_text(encoding="utf-8"))
             reports = [_read(item.config, data) for data in written]

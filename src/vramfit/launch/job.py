@@ -1,36 +1,23 @@
-"""What passes between `runner` and a child: a job on its way in, a stage and an outcome on their way out. No torch."""
+"""What passes between a parent and its child processes: a job on its way in, a result or a failure on their way out.
+
+A job has a folder, in which each of them is a file of plain values. Every verb that starts a child has its own kind of
+`Job` and of result, which are dataclasses: what was written as one is read as one. No torch.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from vramfit.errors import VramfitError, error_from_plain, error_to_plain
-from vramfit.launch.limits import NO_LIMITS, Limits
-from vramfit.trace import (
-    ChangeKind,
-    DeviceOutcome,
-    Estimate,
-    FileChange,
-    FileChanges,
-    Frame,
-    MemoryTrace,
-    OomReport,
-    ProfileNote,
-    Run,
-    RunWarning,
-    Source,
-    StillToCome,
-)
-from vramfit.trace.host_memory import host_memory_from_plain
-from vramfit.trace.progress import progress_from_plain
+from vramfit.errors import KINDS, UsageError, VramfitError
+from vramfit.plain import from_plain, to_plain
 
-PARTIAL = "partial.vft"
-"""In a job's folder: what a recording of a card held when it was last looked at."""
+Value = TypeVar("Value")
+
+_JOB, _RESULT, _FAILURE, _STAGE = "job.json", "result.json", "failure.json", "stage"
 
 
 class Stage(Enum):
@@ -44,121 +31,102 @@ class Stage(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What a child runs.
+    """What a child process is asked to do.
 
     Attributes:
-        command: the script and its arguments, or ``-m``, a module and its arguments.
-        folder: where the results go.
-        alloc_conf: allocator settings, None to read the environment.
-        journal: where the trace is written while it happens; None for a file in the folder.
-        limits: when the program is ended.
-        host_memory: whether to follow the host's memory too.
+        folder: where the job, its progress and its results lie.
     """
 
-    command: list[str]
     folder: str
-    alloc_conf: str | None = None
-    journal: str | None = None
-    limits: Limits = NO_LIMITS
-    host_memory: bool = False
-
-    @property
-    def journal_file(self) -> Path:
-        """Where the trace is written while it happens."""
-        return Path(self.folder) / "run.journal" if self.journal is None else Path(self.journal)
 
     def write(self) -> Path:
-        """Write the job into its folder; the file that a child is given."""
-        file = Path(self.folder) / "job.json"
-        file.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+        """Write the job into its folder; the file is what the child is given."""
+        file = Path(self.folder) / _JOB
+        file.write_text(json.dumps(to_plain(self)), encoding="utf-8")
         return file
 
     @classmethod
-    def read(cls, file: str) -> Self:
+    def read(cls, file: str | Path) -> Self:
         """The job that `write` wrote."""
-        values = json.loads(Path(file).read_text(encoding="utf-8"))
-        return cls(**values | {"limits": Limits(**values["limits"])})
+        return from_plain(json.loads(Path(file).read_text(encoding="utf-8")), cls)
 
     def enter(self, stage: Stage) -> None:
         """Note how far the child has come."""
-        (Path(self.folder) / "stage").write_text(stage.value, encoding="utf-8")
+        (Path(self.folder) / _STAGE).write_text(stage.value, encoding="utf-8")
+
+    def answer(self, result: Any) -> None:
+        """Leave a result, a dataclass, for the parent."""
+        write_result(Path(self.folder), result)
 
     def fail(self, error: VramfitError) -> None:
-        """Leave an error of ours for the parent to report."""
-        text = json.dumps(error_to_plain(error))
-        (Path(self.folder) / "error.json").write_text(text, encoding="utf-8")
+        """Leave an error of ours for the parent, which raises it."""
+        Failure.of(error).write(Path(self.folder))
 
-    def save(self, run: Run, *, exit_code: int) -> None:
-        """Leave a run's trace and facts for the parent."""
-        save_outcome(Path(self.folder), run, exit_code=exit_code, command=self.command)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """An error on its way to another process.
+
+    Attributes:
+        kind: the name of its class; empty for a `UsageError` or a `VramfitError`, by its ``code``.
+        message, hint: its own.
+        code: its exit code.
+        found: what was found all the same, by name.
+    """
+
+    kind: str = ""
+    message: str
+    hint: str
+    code: int
+    found: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, error: VramfitError) -> Self:
+        """An error as a failure; a class that `vramfit.errors` does not have goes as the nearest base that it has."""
+        kind = next(base.__name__ for base in type(error).__mro__ if base in KINDS.values())
+        found = getattr(error, "found", {})
+        return cls(kind=kind, message=error.message, hint=error.hint, code=error.exit_code, found=found)
+
+    def error(self) -> VramfitError:
+        """The error, to be raised."""
+        plain = UsageError if self.code == UsageError.exit_code else VramfitError
+        error = KINDS.get(self.kind, plain)(self.message, self.hint)
+        if self.code != error.exit_code:
+            error.exit_code = self.code
+        return error
+
+    def write(self, folder: Path) -> None:
+        """Leave it in a job's folder."""
+        (folder / _FAILURE).write_text(json.dumps(to_plain(self)), encoding="utf-8")
+
+
+def failure_of(folder: Path) -> Failure | None:
+    """The failure that a child left, None if it left none."""
+    return _read(folder / _FAILURE, Failure)
+
+
+def write_result(folder: Path, result: Any) -> None:
+    """Leave a result, a dataclass, in a job's folder."""
+    (folder / _RESULT).write_text(json.dumps(to_plain(result)), encoding="utf-8")
+
+
+def result_of(folder: Path, kind: type[Value]) -> Value | None:
+    """The result that a child left; None when it ended before it could."""
+    return _read(folder / _RESULT, kind)
+
+
+def has_answered(folder: Path) -> bool:
+    """Whether a child left a result or a failure."""
+    return (folder / _RESULT).exists() or (folder / _FAILURE).exists()
 
 
 def stage_of(folder: Path) -> Stage | None:
     """How far the child came, None when it never started."""
-    file = folder / "stage"
+    file = folder / _STAGE
     return Stage(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
-def raise_failure(folder: Path) -> None:
-    """Raise the error that a child left, if it left one."""
-    file = folder / "error.json"
-    if file.exists():
-        raise error_from_plain(json.loads(file.read_text(encoding="utf-8")))
-
-
-def save_outcome(folder: Path, run: Run, *, exit_code: int, command: list[str]) -> None:
-    """Write a run's trace and facts into a folder."""
-    run = dataclasses.replace(run, exit_code=exit_code).with_ending()
-    run.trace.save(folder / "run.vft")
-    facts: dict[str, Any] = {
-        field.name: getattr(run, field.name) for field in dataclasses.fields(run) if field.name != "trace"
-    }
-    facts["exit_code"] = exit_code
-    facts["program"] = command
-    facts["source"] = run.source.value
-    facts["progress"] = run.progress.to_plain()
-    (folder / "run.json").write_text(json.dumps(facts, default=_plain), encoding="utf-8")
-
-
-def load_outcome(folder: Path) -> Run | None:
-    """Read what `save_outcome` wrote; None when the child ended before it could."""
-    if not (folder / "run.json").exists():
+def _read(file: Path, kind: type[Value]) -> Value | None:
+    if not file.exists():
         return None
-    facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    oom = facts.pop("oom")
-    if oom is not None:
-        stack = tuple(Frame(*frame) for frame in oom.pop("stack"))
-        line = oom.pop("user_line")
-        to_come = oom.pop("to_come")
-        if to_come is not None:
-            to_come["optimizers"] = tuple(to_come["optimizers"])
-            to_come = StillToCome(**to_come)
-        oom = OomReport(stack=stack, user_line=Frame(*line) if line else None, to_come=to_come, **oom)
-    profile = facts.pop("profile")
-    host = facts.pop("host")
-    files = facts.pop("files")
-    return Run(
-        trace=MemoryTrace.load(folder / "run.vft"),
-        devices=tuple(DeviceOutcome(**device) for device in facts.pop("devices")),
-        oom=oom,
-        warnings=tuple(RunWarning(**warning) for warning in facts.pop("warnings")),
-        program=tuple(facts.pop("program")),
-        profile=None if profile is None else ProfileNote(**profile),
-        source=Source(facts.pop("source")),
-        progress=progress_from_plain(facts.pop("progress")),
-        files=None if files is None else _changes(files),
-        host=None if host is None else host_memory_from_plain(host),
-        estimates=tuple(Estimate(*estimate) for estimate in facts.pop("estimates")),
-        **facts,
-    )
-
-
-def _changes(values: dict[str, Any]) -> FileChanges:
-    entries = tuple(
-        FileChange(**entry | {"kind": ChangeKind(entry["kind"])}) for entry in values.pop("entries")
-    )
-    return FileChanges(entries=entries, notes=tuple(values.pop("notes")), **values)
-
-
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, Enum) else dataclasses.asdict(value)
+    return from_plain(json.loads(file.read_text(encoding="utf-8")), kind)

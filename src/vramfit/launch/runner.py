@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from vramfit.errors import EnvironmentUnfitError, TraceFormatError, VramfitError
 from vramfit.launch.interrupts import INTERRUPTED, Signals, passed_on, run_child
-from vramfit.launch.job import PARTIAL, Job, Stage, load_outcome, raise_failure, stage_of
+from vramfit.launch.job import Stage, failure_of, stage_of
+from vramfit.launch.program_job import PARTIAL, ProgramJob, load_run
+from vramfit.launch.starting import own_options, python_command
 from vramfit.launch.supervising import EXIT_CODES, Supervisor
 from vramfit.trace import Run, read_any
 from vramfit.trace.partial import partial_run
@@ -21,7 +21,7 @@ from vramfit.trace.progress import End, Progress
 
 
 def run_job(
-    child: str, job: Job, *, environ: Mapping[str, str] | None = None, cwd: Path | None = None
+    child: str, job: ProgramJob, *, environ: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Run:
     """Run a job in a child interpreter; the program's input and output are this process's own.
 
@@ -45,8 +45,9 @@ def run_job(
     with passed_on(folder) as signals:
         supervisor = Supervisor(folder, job.limits, signals)
         code = _spawn(child, job.write(), environ, cwd, signals, supervisor)
-    raise_failure(folder)
-    outcome, stage = load_outcome(folder), stage_of(folder)
+    if (failure := failure_of(folder)) is not None:
+        raise failure.error()
+    outcome, stage = load_run(folder), stage_of(folder)
     if outcome is None and signals.interrupted and stage is not Stage.RUNNING:
         raise KeyboardInterrupt
     if outcome is None and signals.terminated is not None and stage is not Stage.RUNNING:
@@ -64,7 +65,7 @@ def _progress(supervisor: Supervisor, signals: Signals, code: int) -> Progress:
     return replace(found, end=End.INTERRUPTED) if signals.interrupted and code == INTERRUPTED else found
 
 
-def _recover(job: Job, stage: Stage | None, code: int, progress: Progress) -> Run:
+def _recover(job: ProgramJob, stage: Stage | None, code: int, progress: Progress) -> Run:
     """What a process that was killed had written down."""
     for file in (Path(job.folder) / PARTIAL, job.journal_file):
         if stage is Stage.RUNNING and file.exists():
@@ -85,16 +86,10 @@ def _spawn(
     signals: Signals,
     supervisor: Supervisor,
 ) -> int:
-    # -P: the current folder must not shadow our own imports; the child then builds the program's sys.path.
-    arguments = [sys.executable, *_interpreter_options(), "-P", "-m", module, str(job_file)]
+    arguments = python_command(module, str(job_file), options=own_options())
     return run_child(
         arguments, signals, watch=supervisor.watch, env={**os.environ, **(environ or {})}, cwd=cwd
     )
-
-
-def _interpreter_options() -> list[str]:
-    """Options of this interpreter (``-W``, ``-O``, ``-X``) that the program would have had."""
-    return subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined,no-any-return]
 
 
 def _how(code: int) -> str:

@@ -4,11 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vramfit.errors import UsageError
+
+
+def python_command(module: str, *arguments: str, options: Sequence[str] = ()) -> list[str]:
+    """The command line of a module of ours in an interpreter of its own.
+
+    Args:
+        module: as ``python -m`` is given it.
+        arguments: its own.
+        options: of the interpreter.
+    """
+    # -P: the current folder must not shadow our own imports.
+    return [sys.executable, *options, "-P", "-m", module, *arguments]
+
+
+def own_options() -> list[str]:
+    """Options of this interpreter (``-W``, ``-O``, ``-X``) that a program would have had in it."""
+    return subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined,no-any-return]
 
 
 def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:

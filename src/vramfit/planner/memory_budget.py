@@ -8,7 +8,7 @@ from typing import Any
 
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec, catalogue
-from vramfit.virtual.virtual_job import plain_spec
+from vramfit.plain import to_plain
 
 PRICE = "price"
 """The objective that chooses the card, and with it the budget."""
@@ -52,7 +52,7 @@ class MemoryBudget:
             raise UsageError("nothing is left of the budget beside the margin", "Give a smaller margin")
         return {
             "device": "cpu" if self.gpu is None else "cuda",
-            "gpu": None if self.gpu is None else plain_spec(self.gpu),
+            "gpu": None if self.gpu is None else to_plain(self.gpu),
             "budget": budget,
             "margin": margin,
             "host_bytes": _host_bytes() if self.host_bytes is None else self.host_bytes,

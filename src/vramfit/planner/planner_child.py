@@ -17,9 +17,11 @@ from typing import Any
 
 from vramfit.files import Writes, make_policy, protect
 from vramfit.files.protection import stand
+from vramfit.gpus import GpuSpec
 from vramfit.launch.interrupts import note_interrupts
 from vramfit.launch.running import leave_after
 from vramfit.launch.telling import tell
+from vramfit.plain import from_plain
 from vramfit.planner import tasks
 from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.search_evidence import Evidence
@@ -103,9 +105,8 @@ def _device(job: dict[str, Any]) -> tuple[DeviceBackend, Callable[[str], Workloa
         return card_of_this_process(job["host_bytes"]), load_workload
     from vramfit.planner.devices.virtual_backend import VirtualBackend
     from vramfit.virtual.gpu import VirtualGPU
-    from vramfit.virtual.virtual_job import spec_from_plain
 
-    spec = spec_from_plain(job["gpu"])
+    spec = from_plain(job["gpu"], GpuSpec)
 
     def load(target: str) -> Workload:
         with VirtualGPU(spec):  # a file may ask for the card while it is read

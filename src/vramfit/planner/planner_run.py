@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vramfit.errors import UsageError, VramfitError, error_from_plain
+from vramfit.errors import UsageError, VramfitError
 from vramfit.files import Writes, make_policy
 from vramfit.files.namespace import attended
 from vramfit.gpus import GpuSpec
 from vramfit.launch.interrupts import passed_on, run_child
+from vramfit.launch.job import Failure
+from vramfit.launch.starting import python_command
 from vramfit.launch.telling import listening
+from vramfit.plain import from_plain
 from vramfit.planner.memory_budget import MemoryBudget
 from vramfit.planner.search_evidence import earlier_searches
 from vramfit.workload.loading import split_target
@@ -96,11 +99,11 @@ def plan_in_child(
     found = run_task(target, job, progress)
     failed = found.get("failed")
     if failed is not None and "plan" not in found:
-        raise error_from_plain(failed)
+        raise _error(failed)
     return Planned(
         plan=plan_from_toml(found["plan"], Plan),
         frontier=tuple(FrontierPoint(**point) for point in found.get("frontier", ())),
-        failure=None if failed is None else error_from_plain(failed),
+        failure=None if failed is None else _error(failed),
     )
 
 
@@ -304,8 +307,12 @@ def _measured(
 
 def _found(found: dict[str, Any]) -> dict[str, Any]:
     if "failed" in found:
-        raise error_from_plain(found["failed"])
+        raise _error(found["failed"])
     return found
+
+
+def _error(told: Mapping[str, Any]) -> VramfitError:
+    return from_plain(told, Failure).error()
 
 
 def run_task(target: str, job: dict[str, Any], progress: Progress | None) -> dict[str, Any]:
@@ -347,7 +354,7 @@ def run_task(target: str, job: dict[str, Any], progress: Progress | None) -> dic
 
 def child_command(folder: Path, device: str) -> list[str]:  # noqa: ARG001  # tests put another card in the place of one
     """The command line of the child for a folder with a job."""
-    return [sys.executable, "-P", "-m", "vramfit.planner.planner_child", str(folder)]
+    return python_command("vramfit.planner.planner_child", str(folder))
 
 
 def _environ(job: Mapping[str, Any]) -> dict[str, str]:

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from vramfit.errors import UsageError, VramfitError, error_to_plain
+from vramfit.errors import UsageError, VramfitError
+from vramfit.launch.job import Failure
+from vramfit.plain import to_plain
 from vramfit.workload import Workload
 
 
@@ -95,7 +97,7 @@ _MIXED = re.compile(r"[Ee]xpected all tensors to be on the same device|is not on
 
 
 def failure_to_plain(error: Exception, target: str) -> dict[str, Any]:
-    """An error as plain values, as `error_to_plain` gives them, and what was found all the same.
+    """An error as plain values, of a `Failure`, and what was found all the same.
 
     Args:
         error: raised on purpose, or by the workload's own code.
@@ -104,7 +106,7 @@ def failure_to_plain(error: Exception, target: str) -> dict[str, Any]:
     if not isinstance(error, VramfitError):
         return workload_failure(error, target)
     found: dict[str, Any] = getattr(error, "found", {})
-    return error_to_plain(error) | found
+    return {**to_plain(Failure.of(error)), **found}
 
 
 def workload_failure(error: Exception, target: str) -> dict[str, Any]:

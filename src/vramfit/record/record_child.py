@@ -15,13 +15,13 @@ from vramfit.errors import UsageError, VramfitError
 from vramfit.launch import processes
 from vramfit.launch.host_meter import HostMemoryMeter
 from vramfit.launch.interrupts import note_interrupts
-from vramfit.launch.job import PARTIAL, Stage
+from vramfit.launch.job import Stage
 from vramfit.launch.processes import CODE, MESSAGE
+from vramfit.launch.program_job import PARTIAL
 from vramfit.launch.running import leave_after, run_to_end
 from vramfit.launch.stopping import Stopping
 from vramfit.patching import PatchStack
-from vramfit.record.record_job import AUTO, RecordJob
-from vramfit.record.record_run import CPU
+from vramfit.record.record_job import AUTO, CPU, RecordJob
 from vramfit.trace import Run, RunWarning
 
 if TYPE_CHECKING:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vramfit.errors import UsageError, VramfitError, error_to_plain
+from vramfit.analysis._stability import Limit, LimitReason, Round, RoundOutcome
+from vramfit.errors import UsageError, VramfitError
 from vramfit.launch.telling import tell
-from vramfit.stress.schedule import CEILING, CYCLES, Vary, chosen, cycle_of, from_plain
+from vramfit.stress.schedule import CEILING, CYCLES, StressJob, StressResult, Vary, chosen, cycle_of
 from vramfit.workload import State, Workload
 from vramfit.workload.loading import load_workload
 
@@ -118,24 +119,33 @@ class CpuMemory(Memory):
 
 
 class Stress:
-    """One stress test."""
+    """One stress test.
 
-    def __init__(self, workload: Workload, memory: Memory, job: Mapping[str, Any], tell: Any) -> None:
+    Args:
+        workload: what is run.
+        memory: of the device.
+        job: which sizes vary, and for how many rounds.
+        tell: called with what is being done, its number, and of how many (0 if that is open).
+    """
+
+    def __init__(
+        self, workload: Workload, memory: Memory, job: StressJob, tell: Callable[[str, int, int], object]
+    ) -> None:
         self.workload, self.memory, self.job, self.tell = workload, memory, job, tell
-        self.varied = chosen(workload.sizes, from_plain(job["vary"]))
+        self.varied = chosen(workload.sizes, job.vary)
         self.state: State | None = None
         self.usable = False
         self.shown = False
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> StressResult:
         """All of it."""
         usual = dict(self.workload.sizes)
         baseline = self.baseline(usual)
         limits = [self.limit(one, usual) for one in self.varied]
-        largest = {limit["name"]: limit["largest"] for limit in limits}
+        largest = {limit.name: limit.largest for limit in limits}
         cycle = cycle_of(usual, self.varied, largest)
         rounds = []
-        wanted = self.job["rounds"]
+        wanted = self.job.rounds
         count = CYCLES * len(cycle) if wanted is None else wanted
         if count and cycle:
             self.fresh()
@@ -143,19 +153,15 @@ class Stress:
                 sizes = cycle[number % len(cycle)]
                 self.tell("rounds", number + 1, count)
                 rounds.append(self.step(sizes))
-        return {
-            "sizes": usual,
-            "baseline": baseline,
-            "limits": limits,
-            "cycle": [dict(one) for one in cycle],
-            "rounds": rounds,
-        }
+        return StressResult(
+            sizes=usual, baseline=baseline, limits=tuple(limits), cycle=cycle, rounds=tuple(rounds)
+        )
 
-    def baseline(self, usual: dict[str, int]) -> dict[str, Any]:
+    def baseline(self, usual: dict[str, int]) -> Round:
         """Two steps at the usual sizes: the first makes the optimizer's state."""
         self.tell("baseline", 1, 2)
         first = self.probe(usual)
-        if first["outcome"] != "FITS":
+        if not first.fits:
             return first
         self.tell("baseline", 2, 2)
         return self.step(usual)
@@ -167,40 +173,40 @@ class Stress:
         gc.collect()
         self.memory.empty_cache()
 
-    def probe(self, sizes: dict[str, int]) -> dict[str, Any]:
+    def probe(self, sizes: dict[str, int]) -> Round:
         """A step on an empty cache; the model and what the optimizer keeps stay, if they are whole."""
         if not self.usable:
             self.fresh()
         self.memory.empty_cache()
         if self.state is None and self.workload.trains:
             first = self.step(sizes)
-            if first["outcome"] != "FITS":
+            if not first.fits:
                 return first
             self.memory.empty_cache()
         return self.step(sizes)
 
-    def step(self, sizes: Mapping[str, int]) -> dict[str, Any]:
+    def step(self, sizes: Mapping[str, int]) -> Round:
         """One step, whatever comes of it; memory that it held is free afterwards."""
         import torch
 
         self.memory.begin()
-        outcome, message = "FITS", ""
+        outcome, message = RoundOutcome.FITS, ""
         try:
             if self.state is None:
                 self.state = self.workload.start(self.memory.device)
             self.workload.run_step(self.state, sizes)
         except torch.OutOfMemoryError as error:
-            outcome, message = "OUT_OF_MEMORY", _first_line(error)
+            outcome, message = RoundOutcome.OUT_OF_MEMORY, _first_line(error)
         except VramfitError:
             raise
         except Exception as error:
-            outcome, message = "REFUSED", _first_line(error)
+            outcome, message = RoundOutcome.REFUSED, _first_line(error)
             if not self.shown:  # a line alone does not say where; of the same at other sizes, one is enough
                 self.shown = True
                 traceback.print_exc()
         # Only here, the exception and the frames that it held being gone, can the step's tensors go.
-        figures = self.memory.figures() if outcome == "FITS" else None
-        if outcome != "FITS":
+        figures = self.memory.figures() if outcome is RoundOutcome.FITS else None
+        if outcome is not RoundOutcome.FITS:
             self._drop_gradients()
             gc.collect()
             peaks = self.memory.figures()
@@ -215,7 +221,7 @@ class Stress:
         else:
             self.usable = True
         assert figures is not None
-        return {"sizes": dict(sizes), "outcome": outcome, "message": message, **figures}
+        return Round(sizes=dict(sizes), outcome=outcome, message=message, **figures)
 
     def _drop_gradients(self) -> None:
         if self.state is None:
@@ -224,32 +230,34 @@ class Stress:
         if self.state.optimizer is not None:
             self.state.optimizer.zero_grad(set_to_none=True)
 
-    def limit(self, one: Vary, usual: dict[str, int]) -> dict[str, Any]:
+    def limit(self, one: Vary, usual: dict[str, int]) -> Limit:
         """The largest value of a size that fits: doubled until it does not, then halved in between."""
-        rounds: list[dict[str, Any]] = []
+        rounds: list[Round] = []
         start = one.nearest(usual[one.name])
         ceiling = one.high or CEILING
-        tried: dict[int, str] = {}
+        tried: dict[int, RoundOutcome] = {}
 
         def fitting(value: int) -> bool:
             self.tell(f"limit of {one.name}", value, 0)
             found = self.probe({**usual, one.name: value})
             rounds.append(found)
-            tried[value] = found["outcome"]
-            return bool(found["outcome"] == "FITS")
+            tried[value] = found.outcome
+            return found.fits
 
         low, high = self._bracket(one, start, ceiling, fitting)
         low = self._between(one, low, high, fitting)
-        failing = min((value for value, outcome in tried.items() if outcome != "FITS"), default=None)
-        reason = "NOT_REACHED" if failing is None else tried[failing]
-        return {
-            "name": one.name,
-            "usual": usual[one.name],
-            "largest": low,
-            "failing": failing,
-            "reason": reason,
-            "rounds": rounds,
-        }
+        failing = min(
+            (value for value, outcome in tried.items() if outcome is not RoundOutcome.FITS), default=None
+        )
+        reason = LimitReason.NOT_REACHED if failing is None else LimitReason[tried[failing].name]
+        return Limit(
+            name=one.name,
+            usual=usual[one.name],
+            largest=low,
+            failing=failing,
+            reason=reason,
+            rounds=tuple(rounds),
+        )
 
     @staticmethod
     def _bracket(one: Vary, start: int, ceiling: int, fitting: Any) -> tuple[int, int | None]:
@@ -298,11 +306,11 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _memory(job: Mapping[str, Any]) -> Iterator[Memory]:
-    if job["device"] == "cpu":
+def _memory(job: StressJob) -> Iterator[Memory]:
+    if job.device == "cpu":
         from vramfit.api.tracking import track as tracked
 
-        with tracked(device="cpu", budget=job["budget"], alloc_conf=job["alloc_conf"]) as track:
+        with tracked(device="cpu", budget=job.budget, alloc_conf=job.alloc_conf) as track:
             yield CpuMemory(track)
         return
     import torch
@@ -317,25 +325,24 @@ def _memory(job: Mapping[str, Any]) -> Iterator[Memory]:
 
 def main(job_file: str) -> int:
     """Run the job; 0 where results were written."""
-    file = Path(job_file)
-    job = json.loads(file.read_text(encoding="utf-8"))
-    folder = file.parent
+    job = StressJob.read(job_file)
 
     def progress(what: str, number: int, of: int) -> None:
-        tell(folder, f"{what}: {number:,}" + (f" of {of:,}" if of else ""))
+        tell(Path(job.folder), f"{what}: {number:,}" + (f" of {of:,}" if of else ""))
 
     try:
         import torch
 
-        workload = load_workload(job["target"])
+        workload = load_workload(job.target)
         with _memory(job) as memory:
             found = Stress(workload, memory, job, progress).run()
-        found["torch"] = torch.__version__
-        found["total"] = torch.cuda.get_device_properties(0).total_memory if memory.device == "cuda" else 0
-        found["name"] = torch.cuda.get_device_name(0) if memory.device == "cuda" else "cpu"
-        (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
+        found = replace(found, torch_version=torch.__version__)
+        if memory.device == "cuda":
+            total = torch.cuda.get_device_properties(0).total_memory
+            found = replace(found, total_bytes=total, device=torch.cuda.get_device_name(0))
+        job.answer(found)
     except VramfitError as error:
-        (folder / "failed.json").write_text(json.dumps(error_to_plain(error)), encoding="utf-8")
+        job.fail(error)
     return 0
 
 

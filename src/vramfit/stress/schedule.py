@@ -1,13 +1,14 @@
-"""What a stress test does: which sizes it varies, how far, and in what order its rounds go. Imports no torch."""
+"""A stress test: what is asked of it, which sizes it varies in what order, and what it gives. Imports no torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from vramfit.analysis._stability import Limit, Round
 from vramfit.errors import UsageError
+from vramfit.launch.job import Job
 
 CYCLES = 4
 """How often the sizes come round, unless a number of rounds is given: enough to tell a trend."""
@@ -65,6 +66,52 @@ class Vary:
         return max(self.low or 1, min(value, self.high or value))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StressJob(Job):
+    """A stress test.
+
+    Attributes:
+        target: the workload, as ``FILE.py:NAME``.
+        device: ``cuda`` or ``cpu``.
+        budget: bytes that metered CPU may take.
+        rounds: rounds of changing sizes after the limits are known; None makes `CYCLES` cycles.
+        vary: the sizes to vary; without any the first of the workload.
+        alloc_conf: allocator settings; None leaves them to the environment.
+    """
+
+    target: str
+    device: str = "cuda"
+    budget: int | None = None
+    rounds: int | None = None
+    vary: tuple[Vary, ...] = ()
+    alloc_conf: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StressResult:
+    """What a stress test found.
+
+    Attributes:
+        sizes: the usual sizes.
+        baseline: the last step at these.
+        limits: how far each varied size can go.
+        cycle: the sizes that the rounds went through.
+        rounds: the rounds, in order.
+        device: its name.
+        total_bytes: of the device; 0 for a CPU.
+        torch_version: version of torch.
+    """
+
+    sizes: Mapping[str, int]
+    baseline: Round
+    limits: tuple[Limit, ...]
+    cycle: tuple[Mapping[str, int], ...]
+    rounds: tuple[Round, ...]
+    device: str = "cpu"
+    total_bytes: int = 0
+    torch_version: str = ""
+
+
 def _unreadable(text: str) -> UsageError:
     return UsageError(
         f"--vary {text!r} cannot be read",
@@ -115,18 +162,3 @@ def cycle_of(
             if not found or found[-1] != step:
                 found.append(step)
     return tuple(found)
-
-
-def as_plain(varied: Sequence[Vary]) -> list[dict[str, Any]]:
-    """The sizes to vary as values that JSON can hold."""
-    return [
-        {"name": one.name, "low": one.low, "high": one.high, "values": list(one.values)} for one in varied
-    ]
-
-
-def from_plain(values: Sequence[Mapping[str, Any]]) -> tuple[Vary, ...]:
-    """What `as_plain` wrote."""
-    return tuple(
-        Vary(name=one["name"], low=one["low"], high=one["high"], values=tuple(one["values"]))
-        for one in values
-    )

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from vramfit.analysis._stability import Limit, LimitReason, Round, RoundOutcome, StressReport, stability
-from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError, error_from_plain
+from vramfit.analysis._stability import StressReport, stability
+from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError
 from vramfit.gpus import GpuSpec
+from vramfit.launch.job import failure_of, has_answered, result_of
 from vramfit.launch.starting import call
 from vramfit.launch.telling import listening
-from vramfit.stress.schedule import Vary, as_plain
+from vramfit.stress.schedule import StressJob, StressResult, Vary
 from vramfit.trace import Run, RunWarning, Source
+from vramfit.virtual.virtual_job import VirtualRun
+from vramfit.virtual.virtual_run import run_in_child
 from vramfit.workload.loading import split_target
 
 Progress = Callable[[str], None]
@@ -58,18 +59,17 @@ def stress(
     _check_device(gpu, device, budget, rounds)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="vramfit-") as name:
-        folder = Path(name)
-        job = {
-            "target": target,
-            "device": "cpu" if gpu is None and device == "cpu" else "cuda",
-            "budget": budget,
-            "rounds": rounds,
-            "vary": as_plain(vary),
-            "alloc_conf": alloc_conf,
-        }
-        (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        run = _start(folder, gpu, alloc_conf, progress)
-        found = _results(folder)
+        job = StressJob(
+            folder=name,
+            target=target,
+            device="cpu" if gpu is None and device == "cpu" else "cuda",
+            budget=budget,
+            rounds=rounds,
+            vary=tuple(vary),
+            alloc_conf=alloc_conf,
+        )
+        run = _start(job, gpu, progress)
+        found = _result(Path(name))
     source = Source.VIRTUAL if gpu is not None else Source.CPU if device == "cpu" else Source.CARD
     return _report(
         target,
@@ -77,7 +77,7 @@ def stress(
         source=source,
         total=_total(found, gpu, budget, run),
         warnings=() if run is None else run.warnings,
-        alloc_conf=_conf(alloc_conf, found["torch"]),
+        alloc_conf=_conf(alloc_conf, found.torch_version),
         seconds=time.perf_counter() - began,
     )
 
@@ -95,25 +95,18 @@ def _check_device(gpu: GpuSpec | None, device: str | None, budget: int | None, r
         raise UsageError(f"the number of rounds is {rounds}", "Give 0 or more")
 
 
-def _start(
-    folder: Path, gpu: GpuSpec | None, alloc_conf: str | None, progress: Progress | None
-) -> Run | None:
+def _start(job: StressJob, gpu: GpuSpec | None, progress: Progress | None) -> Run | None:
     """Run the child to its end; the run, if it was on a virtual GPU."""
+    folder, file = Path(job.folder), str(job.write())
     with listening(folder, progress):
         if gpu is None:
-            _spawn(folder, alloc_conf)
+            _spawn(file, job.alloc_conf)
             return None
-        from vramfit.virtual.virtual_run import run_in_child
-
-        run = run_in_child(
-            ["-m", "vramfit.stress.rounds", str(folder / "job.json")],
-            gpu=gpu,
-            alloc_conf=alloc_conf,
-            ours=[folder],
-        )
+        options = VirtualRun(gpu=gpu, alloc_conf=job.alloc_conf, ours=[folder])
+        run = run_in_child(["-m", "vramfit.stress.rounds", file], options)
         if run.exit_code == _INTERRUPTED:
             raise KeyboardInterrupt
-        if not (folder / "found.json").exists() and not (folder / "failed.json").exists():
+        if not has_answered(folder):
             raise VramfitError(
                 f"the stress test failed: {run.error or f'exit code {run.exit_code}'}",
                 "The lines above say where",
@@ -121,34 +114,31 @@ def _start(
         return run
 
 
-def _spawn(folder: Path, alloc_conf: str | None) -> None:
+def _spawn(file: str, alloc_conf: str | None) -> None:
     environ = dict(os.environ)
     if alloc_conf is not None:
         environ["PYTORCH_CUDA_ALLOC_CONF"] = environ["PYTORCH_ALLOC_CONF"] = alloc_conf
-    job = str(folder / "job.json")
-    arguments = [sys.executable, "-m", "vramfit.stress.rounds", job]
-    code = call(arguments, env=environ)
+    # Not by `python_command`: workloads may import what lies in the current folder.
+    code = call([sys.executable, "-m", "vramfit.stress.rounds", file], env=environ)
     if code:
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         raise VramfitError(f"the process of the stress test {how}", "The lines above say why")
 
 
-def _results(folder: Path) -> dict[str, Any]:
-    failed = folder / "failed.json"
-    if failed.exists():
-        raise error_from_plain(json.loads(failed.read_text(encoding="utf-8")))
-    file = folder / "found.json"
-    if not file.exists():
+def _result(folder: Path) -> StressResult:
+    if (failure := failure_of(folder)) is not None:
+        raise failure.error()
+    found = result_of(folder, StressResult)
+    if found is None:
         raise EnvironmentUnfitError("the stress test ended without results", "The lines above say why")
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
 
 
-def _total(found: Mapping[str, Any], gpu: GpuSpec | None, budget: int | None, run: Run | None) -> int:
+def _total(found: StressResult, gpu: GpuSpec | None, budget: int | None, run: Run | None) -> int:
     if gpu is not None:
         context = run.devices[0].context_bytes if run is not None and run.devices else 0
         return max(0, gpu.total_bytes - context)
-    return int(budget or found["total"])
+    return budget or found.total_bytes
 
 
 def _conf(alloc_conf: str | None, torch_version: str) -> str:
@@ -161,7 +151,7 @@ def _conf(alloc_conf: str | None, torch_version: str) -> str:
 
 def _report(
     target: str,
-    found: Mapping[str, Any],
+    found: StressResult,
     *,
     source: Source,
     total: int,
@@ -169,46 +159,21 @@ def _report(
     seconds: float,
     warnings: tuple[RunWarning, ...] = (),
 ) -> StressReport:
-    rounds = tuple(_round(one) for one in found["rounds"])
-    cycle = tuple(found["cycle"])
-    limits = tuple(_limit(one) for one in found["limits"])
-    tried = [one for limit in limits for one in limit.rounds]
+    rounds, cycle = found.rounds, found.cycle
+    tried = [one for limit in found.limits for one in limit.rounds]
     return StressReport(
         target=target,
-        device=found["name"],
+        device=found.device,
         source=source.value,
         total_bytes=total,
         alloc_conf=alloc_conf,
-        torch_version=found["torch"],
-        sizes=found["sizes"],
-        baseline=_round(found["baseline"]),
-        limits=limits,
+        torch_version=found.torch_version,
+        sizes=found.sizes,
+        baseline=found.baseline,
+        limits=found.limits,
         cycle=cycle,
         rounds=rounds,
         stability=stability(rounds, len(cycle), tried=tried) if rounds and cycle else None,
         seconds=seconds,
         warnings=warnings,
-    )
-
-
-def _limit(values: Mapping[str, Any]) -> Limit:
-    return Limit(
-        name=values["name"],
-        usual=values["usual"],
-        largest=values["largest"],
-        failing=values["failing"],
-        reason=LimitReason[values["reason"]],
-        rounds=tuple(_round(one) for one in values["rounds"]),
-    )
-
-
-def _round(values: Mapping[str, Any]) -> Round:
-    return Round(
-        sizes=dict(values["sizes"]),
-        outcome=RoundOutcome[values["outcome"]],
-        peak_allocated=values["peak_allocated"],
-        peak_reserved=values["peak_reserved"],
-        allocated=values["allocated"],
-        reserved=values["reserved"],
-        message=values["message"],
     )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vramfit.errors import VramfitError
-from vramfit.files import policy_from_plain, protect
+from vramfit.files import protect
 from vramfit.files.protection import stand
 from vramfit.launch import processes
 from vramfit.launch.host_meter import HostMemoryMeter
@@ -21,7 +21,7 @@ from vramfit.launch.processes import CODE, MESSAGE
 from vramfit.launch.running import leave_after, run_to_end
 from vramfit.launch.stopping import Stopping
 from vramfit.patching import PatchStack
-from vramfit.virtual.virtual_job import VirtualJob, spec_from_plain
+from vramfit.virtual.virtual_job import VirtualJob
 
 
 def main(job_file: str) -> int:
@@ -31,7 +31,7 @@ def main(job_file: str) -> int:
     job.enter(Stage.IMPORTING)
     try:
         # Before torch is imported: a namespace wants a single thread. Never left: the process ends in it.
-        protection = stand(protect(policy_from_plain(job.files), in_child=True))
+        protection = stand(protect(job.files, in_child=True))
     except VramfitError as unfit:
         job.fail(unfit)
         return unfit.exit_code
@@ -43,7 +43,7 @@ def main(job_file: str) -> int:
     try:
         command = alone(job.command, job.gpus)
         gpu = VirtualGPU(
-            spec_from_plain(job.gpu),
+            job.gpu,
             gpus=job.gpus,
             alloc_conf=job.alloc_conf,
             assume=job.assume,

@@ -1,55 +1,59 @@
-"""The job of the virtual GPU's child. No torch."""
+"""How a program is run on virtual GPUs, and the job of the child that runs it. No torch."""
 
 from __future__ import annotations
 
-import dataclasses
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from vramfit.gpus import GpuKind, GpuSpec, Price
-from vramfit.launch.job import Job
+from vramfit.files import Backend, FilePolicy, Writes
+from vramfit.gpus import GpuSpec
+from vramfit.gpus.measured_profile import OWN_PROFILE
+from vramfit.launch.program_job import ProgramJob, ProgramOptions
 
 MOST_GPUS = 8
 """Virtual GPUs of one process (c10/core/impl/FakeGuardImpl.h: kFakeGuardImplMaxDevices)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VirtualJob(Job):
-    """What a child runs on virtual GPUs.
+class VirtualRun(ProgramOptions):
+    """How a program is run on virtual GPUs.
 
     Attributes:
-        gpu: the card, as `plain_spec` gives it.
+        gpu: the card.
+        gpus: how many of them.
+        assume: ``upper`` or ``typical``, for sizes that depend on data.
+        profile: a file of `vramfit calibrate`, ``none``, or ``auto`` for that of this card and torch.
+        writes: what happens to files that the program writes: ``discard``, ``keep`` or ``real``.
+        through: paths that it writes for real even so.
+        ours: such paths of a program of ours, which leaves its results there.
+        backend: what keeps its writes from the real files.
+    """
+
+    gpu: GpuSpec
+    gpus: int = 1
+    assume: str = "upper"
+    profile: str | os.PathLike[str] = OWN_PROFILE
+    writes: Writes | str = Writes.DISCARD
+    through: Iterable[str | os.PathLike[str]] = ()
+    ours: Iterable[str | os.PathLike[str]] = ()
+    backend: Backend | str = Backend.AUTO
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VirtualJob(ProgramJob):
+    """A program to run on virtual GPUs.
+
+    Attributes:
+        gpu: the card.
         gpus: how many.
         assume: what is taken for sizes that depend on data.
         profile: ``auto``, ``none`` or the full path of a file.
-        files: what happens to what it writes, as `FilePolicy.plain` gives it.
+        files: what happens to what it writes.
     """
 
-    gpu: dict[str, Any]
+    gpu: GpuSpec
     gpus: int
-    files: dict[str, Any]
+    files: FilePolicy
     assume: str = "upper"
-    profile: str = "auto"
-
-
-def plain_spec(spec: GpuSpec) -> dict[str, Any]:
-    """A card as plain values that JSON can hold."""
-    values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-    values["kind"] = spec.kind.value
-    values["peak_flops"] = dict(spec.peak_flops)
-    values["price"] = None if spec.price is None else dataclasses.asdict(spec.price)
-    return values
-
-
-def spec_from_plain(values: dict[str, Any]) -> GpuSpec:
-    """The card that `plain_spec` described."""
-    price = values["price"]
-    return GpuSpec(
-        **values
-        | {
-            "kind": GpuKind(values["kind"]),
-            "aliases": tuple(values["aliases"]),
-            "compute_capability": tuple(values["compute_capability"]),
-            "price": None if price is None else Price(**price),
-        }
-    )
+    profile: str = OWN_PROFILE

@@ -1,0 +1,88 @@
+"""The job of running a program, and the run that comes of it. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vramfit.launch.job import Job
+from vramfit.launch.limits import NO_LIMITS, Limits
+from vramfit.plain import from_plain, to_plain
+from vramfit.trace import MemoryTrace, Run
+
+PARTIAL = "partial.vft"
+"""In a job's folder: what a recording of a card held when it was last looked at."""
+
+_TRACE, _FACTS = "run.vft", "run.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramOptions:
+    """How a program is run, wherever that is.
+
+    Attributes:
+        alloc_conf: allocator settings; None leaves them to the environment.
+        environ: variables added to this process's.
+        cwd: folder to run in; None for the current one.
+        journal: where the trace is written while it happens, for the case that this process is killed too; None
+            keeps it in a temporary folder.
+        limits: when the program is ended.
+        host_memory: whether to follow the host's memory too, which costs time.
+    """
+
+    alloc_conf: str | None = None
+    environ: Mapping[str, str] | None = None
+    cwd: Path | None = None
+    journal: Path | None = None
+    limits: Limits = NO_LIMITS
+    host_memory: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramJob(Job):
+    """A program to run.
+
+    Attributes:
+        command: the script and its arguments, or ``-m``, a module and its arguments.
+        alloc_conf: allocator settings, None to read the environment.
+        journal: where the trace is written while it happens; None for a file in the folder.
+        limits: when the program is ended.
+        host_memory: whether to follow the host's memory too.
+    """
+
+    command: list[str]
+    alloc_conf: str | None = None
+    journal: str | None = None
+    limits: Limits = NO_LIMITS
+    host_memory: bool = False
+
+    @property
+    def journal_file(self) -> Path:
+        """Where the trace is written while it happens."""
+        return Path(self.folder) / "run.journal" if self.journal is None else Path(self.journal)
+
+    def save(self, run: Run, *, exit_code: int) -> None:
+        """Leave a run's trace and facts for the parent."""
+        run = dataclasses.replace(run, exit_code=exit_code, program=tuple(self.command)).with_ending()
+        folder = Path(self.folder)
+        run.trace.save(folder / _TRACE)
+        facts = {
+            field.name: to_plain(getattr(run, field.name))
+            for field in dataclasses.fields(run)
+            if field.name != "trace"
+        }
+        (folder / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
+
+
+def load_run(folder: Path) -> Run | None:
+    """The run that `ProgramJob.save` left; None when the child ended before it could."""
+    if not (folder / _FACTS).exists():
+        return None
+    facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+    kinds = typing.get_type_hints(Run)
+    values = {name: from_plain(value, kinds[name]) for name, value in facts.items()}
+    return Run(trace=MemoryTrace.load(folder / _TRACE), **values)
