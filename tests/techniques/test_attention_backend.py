@@ -216,7 +216,7 @@ def test_dropout_has_to_be_allowed_to_draw_otherwise() -> None:
     [
         ({}, "attention-backend has nothing to change"),
         ({"eager": True}, "no eager attention that could be fused"),
-        ({"unread": ("third",)}, r"'third' is no nn\.MultiheadAttention"),
+        ({"unread": ("third",)}, r"'third' is not an nn\.MultiheadAttention"),
     ],
 )
 def test_what_cannot_change_is_refused(setting: dict[str, Any], message: str) -> None:
