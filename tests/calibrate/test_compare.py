@@ -8,7 +8,7 @@ import pytest
 
 from vramfit.calibrate.calibration_result import Calibration
 from vramfit.calibrate.compare import OpVerdict, compare_case, disagreements
-from vramfit.calibrate.measurement_journal import Failure
+from vramfit.calibrate.measurement_journal import CaseFailure
 from vramfit.calibrate.records import CaseRecord, OpRecord, from_text
 from vramfit.gpus.measured_profile import MeasuredCall, MeasuredOp
 
@@ -78,7 +78,7 @@ def test_families_are_counted_apart_and_together() -> None:
     found = calibration(
         [record("sorting/a", sort, seconds=2e-3), record("matmul/b", mm, seconds=1e-3)],
         [record("sorting/a", sort, seconds=1e-3), record("matmul/b", mm, seconds=1e-3)],
-        failures={"matmul/c": Failure(case="matmul/c", kind="memory", text="no")},
+        failures={"matmul/c": CaseFailure(case="matmul/c", kind="memory", text="no")},
     )
     by_name = {tally.name: tally for tally in found.families}
     assert by_name["sorting"].time_ratio == 2.0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vramfit.calibrate.measurement_journal import CalibrationJournal, Failure
+from vramfit.calibrate.measurement_journal import CalibrationJournal, CaseFailure
 from vramfit.errors import UsageError, WriteError
 
 from .support import ABOUT, op, record
@@ -14,7 +14,7 @@ from .support import ABOUT, op, record
 def filled(path: Path) -> CalibrationJournal:
     journal = CalibrationJournal(path, ABOUT)
     journal.add(record("sorting/a", op("o32@0 t5"), seconds=0.5))
-    journal.fail(Failure(case="sorting/b", kind="died", text="signal"))
+    journal.fail(CaseFailure(case="sorting/b", kind="died", text="signal"))
     journal.note("rates", {"bandwidth": 3.0})
     return journal
 

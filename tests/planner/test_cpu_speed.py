@@ -51,5 +51,7 @@ def test_a_verification_reckons_with_the_same_speed(monkeypatch: pytest.MonkeyPa
         return {"sizes": {}, "skipped": "nothing ran"}
 
     monkeypatch.setattr(planner_run, "run_task", run_task)
-    planner_run.verify_in_child(tmp_path / "plan.toml", target=f"{tmp_path}/work.py:w", memory=False)
+    planner_run.verify_in_child(
+        tmp_path / "plan.toml", planner_run.VerifyOptions(memory=False), target=f"{tmp_path}/work.py:w"
+    )
     assert jobs[0]["step_seconds"] == cpu_backend.cpu_seconds(_STEP) == _STEP / cpu_backend.CPU_FLOPS

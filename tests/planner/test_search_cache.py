@@ -15,7 +15,7 @@ from tests.planner.test_search_clock import Second, Timed, request
 from vramfit.plain import to_plain
 from vramfit.planner.candidates import Candidates
 from vramfit.planner.memory_budget import MemoryBudget
-from vramfit.planner.planner_run import plan_in_child
+from vramfit.planner.planner_run import PlanOptions, plan_in_child
 from vramfit.planner.plans import Plan
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_cache import SearchCache
@@ -183,7 +183,9 @@ def test_calls_go_on_from_one_another_until_a_file_is_another(tmp_path: Path) ->
     def planned(*, fresh: bool = False) -> Plan:
         room = MemoryBudget(gpu=GPU, budget=CONTEXT + 80 * MIB, host_bytes=1 << 34)
         chosen = ["activation-checkpointing", "step-in-backward"]
-        return plan_in_child(f"{tmp_path}/work.py:training", room, allow=chosen, fresh=fresh).plan
+        return plan_in_child(
+            f"{tmp_path}/work.py:training", room, PlanOptions(allow=chosen), fresh=fresh
+        ).plan
 
     first = planned()
     assert first.solved.remembered == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vramfit.calibrate.compare import OpComparison, OpVerdict, Tally, compare_case, disagreements, tally
-from vramfit.calibrate.measurement_journal import About, Failure
+from vramfit.calibrate.measurement_journal import About, CaseFailure
 from vramfit.calibrate.records import CaseRecord, OpRecord, as_measured
 from vramfit.gpus.measured_profile import MeasuredCall, MeasuredProfile, Rates
 
@@ -37,7 +37,7 @@ class Calibration:
     about: About
     measured: Mapping[str, CaseRecord]
     predicted: Mapping[str, CaseRecord]
-    failures: Mapping[str, Failure] = field(default_factory=dict)
+    failures: Mapping[str, CaseFailure] = field(default_factory=dict)
     unpredicted: Mapping[str, str] = field(default_factory=dict)
     growths: tuple[Mapping[str, Any], ...] = ()
     expected_growths: tuple[Mapping[str, Any], ...] = ()

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from vramfit.calibrate.calibration_result import Calibration
 from vramfit.calibrate.children import Child, CommandFailed, as_usage_error
-from vramfit.calibrate.measurement_journal import About, CalibrationJournal, Failure
+from vramfit.calibrate.measurement_journal import About, CalibrationJournal, CaseFailure
 from vramfit.calibrate.records import CaseRecord, record_from_plain
 from vramfit.calibrate.worker import Role, WorkerConfig
 from vramfit.errors import UnknownGpuError
@@ -213,7 +213,7 @@ def _surroundings(
         try:
             journal.note("rates", card.ask("rates", _STEP_SECONDS))
         except CommandFailed as error:
-            journal.fail(Failure(case="speeds", kind=error.kind, text=str(error)))
+            journal.fail(CaseFailure(case="speeds", kind=error.kind, text=str(error)))
 
 
 def _first_uses(fresh: Child, witness: Child | None) -> tuple[dict[str, Any], ...]:
@@ -280,11 +280,11 @@ def _measure(card: Child, journal: CalibrationJournal, name: str, found: _Measur
     predicted = found.predicted.get(name)
     if predicted is not None and predicted.peak_bytes > limit:
         text = f"needs about {predicted.peak_bytes:,} bytes of {limit:,}"
-        journal.fail(Failure(case=name, kind="skipped", text=text))
+        journal.fail(CaseFailure(case=name, kind="skipped", text=text))
         return text
     try:
         journal.add(record_from_plain(name, card.ask("case", CASE_SECONDS, name=name)))
     except CommandFailed as error:
-        journal.fail(Failure(case=name, kind=error.kind, text=str(error)))
+        journal.fail(CaseFailure(case=name, kind=error.kind, text=str(error)))
         return str(error)
     return ""

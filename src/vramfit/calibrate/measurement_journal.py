@@ -46,7 +46,7 @@ class About:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
+class CaseFailure:
     """A case that gave no measurement.
 
     Attributes:
@@ -73,7 +73,7 @@ class CalibrationJournal:
         self.path = path
         self.about = about
         self.records: dict[str, CaseRecord] = {}
-        self.failures: dict[str, Failure] = {}
+        self.failures: dict[str, CaseFailure] = {}
         self.facts: dict[str, Any] = {}
         self.set_aside = False
         header = {"schema": SCHEMA, "grid": GRID, "about": _plain(about)}
@@ -125,7 +125,7 @@ class CalibrationJournal:
         """Keep a measurement."""
         self._write({"case": record.case, "record": record_to_plain(record)})
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: CaseFailure) -> None:
         """Keep a failure."""
         self._write({"case": failure.case, "failed": [failure.kind, failure.text]})
 
@@ -154,7 +154,7 @@ class CalibrationJournal:
             self.records[line["case"]] = record_from_plain(line["case"], line["record"])
         else:
             kind, text = line["failed"]
-            self.failures[line["case"]] = Failure(case=line["case"], kind=kind, text=text)
+            self.failures[line["case"]] = CaseFailure(case=line["case"], kind=kind, text=text)
 
 
 def _damaged(path: Path, error: Exception) -> UsageError:

@@ -99,19 +99,21 @@ def plan_command(
     else:
         room = room_of(gpu, device, budget, margin, host_budget, alloc_conf)
     with showing() as progress:
-        from vramfit.planner.planner_run import plan_in_child
+        from vramfit.planner.planner_run import PlanOptions, plan_in_child
 
         planned = plan_in_child(
             workload,
             room,
-            sizes=sizes_of(size or []),
-            numerics=numerics,
-            objective=objective,
-            allow=allow,
-            forbid=forbid or [],
-            frontier=frontier is not None,
-            time_limit=time_limit,
-            search_seconds=search_seconds,
+            PlanOptions(
+                sizes=sizes_of(size or []),
+                numerics=numerics,
+                objective=objective,
+                allow=allow,
+                forbid=forbid or [],
+                frontier=frontier is not None,
+                time_limit=time_limit,
+                search_seconds=search_seconds,
+            ),
             fresh=fresh,
             progress=progress,
         )

@@ -73,7 +73,7 @@ class _Told:
             if not end.exit_code:
                 raise
             raise UsageError(
-                "this shell cannot be completed for, or could not be recognised",
+                "there is no completion for this shell, or it could not be recognised",
                 "Call it from bash, zsh, fish or PowerShell",
             ) from None
         except OSError as error:

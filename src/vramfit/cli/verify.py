@@ -53,18 +53,20 @@ def verify_command(
     check_outputs([("--json", json)])
     with showing() as progress:
         from vramfit.gpus import find_gpu
-        from vramfit.planner.planner_run import verify_in_child
+        from vramfit.planner.planner_run import VerifyOptions, verify_in_child
 
         found = verify_in_child(
             plan,
+            VerifyOptions(
+                memory=memory,
+                values=values,
+                card=card,
+                sizes=sizes_of(size or []),
+                steps=steps,
+                seconds=seconds,
+            ),
             target=workload,
             gpu=None if gpu is None else find_gpu(gpu),
-            memory=memory,
-            values=values,
-            card=card,
-            sizes=sizes_of(size or []),
-            steps=steps,
-            seconds=seconds,
             progress=progress,
         )
     from vramfit.report import json_text, print_report

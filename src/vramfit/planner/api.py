@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vramfit.arguments import (
     LONGEST,
@@ -23,7 +23,13 @@ from vramfit.arguments import (
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.launch.interrupts import signals_kept
 from vramfit.planner.memory_budget import PRICE, MemoryBudget, budget_for_any_card
-from vramfit.planner.planner_run import fit_in_child, plan_in_child, verify_in_child
+from vramfit.planner.planner_run import (
+    PlanOptions,
+    VerifyOptions,
+    fit_in_child,
+    plan_in_child,
+    verify_in_child,
+)
 from vramfit.workload import Workload
 
 if TYPE_CHECKING:
@@ -97,21 +103,20 @@ def plan(
         call_argument("progress", progress)
     if objective == PRICE:
         memory = budget_for_any_card(memory)
-    asked: dict[str, Any] = {
-        "sizes": None if sizes is None else sizes_argument("sizes", sizes),
-        "numerics": numerics,
-        "objective": objective,
-        "allow": None if allow is None else names_argument("allow", allow),
-        "forbid": names_argument("forbid", forbid),
-        "time_limit": time_limit,
-        "search_seconds": search_seconds,
-    }
+    options = PlanOptions(
+        sizes={} if sizes is None else sizes_argument("sizes", sizes),
+        numerics=numerics,
+        objective=objective,
+        allow=None if allow is None else names_argument("allow", allow),
+        forbid=names_argument("forbid", forbid),
+        time_limit=time_limit,
+        search_seconds=search_seconds,
+    )
     if isinstance(workload, Workload):
-        return _plan_here(workload, memory, asked, progress or _silent)
+        return _plan_here(workload, memory, options, progress or _silent)
     with signals_kept():
-        found = plan_in_child(
-            path_argument("workload", workload), memory, **asked, fresh=fresh, progress=progress
-        )
+        target = path_argument("workload", workload)
+        found = plan_in_child(target, memory, options, fresh=fresh, progress=progress)
     if found.failure is not None:
         from vramfit.planner.request import NothingFits
 
@@ -119,13 +124,13 @@ def plan(
     return found.plan
 
 
-def _plan_here(workload: Workload, memory: MemoryBudget, asked: dict[str, Any], progress: Progress) -> Plan:
+def _plan_here(workload: Workload, memory: MemoryBudget, options: PlanOptions, progress: Progress) -> Plan:
     """Plan in this process."""
     from vramfit.planner.gradient_check import promised_plan
     from vramfit.planner.tasks import plan_request
     from vramfit.planner.workload_check import check_workload
 
-    job = memory.job() | asked
+    job = memory.job() | options.job()
     request = plan_request(workload, job)
     check_workload(workload, request.sizes)
     if request.objective == PRICE:
@@ -252,17 +257,15 @@ def verify(
     if workload is not None:
         text_argument("workload", workload)
     _check_card(card, progress)
+    options = VerifyOptions(
+        memory=memory, values=values, card=card, sizes=sizes or {}, steps=steps, seconds=seconds
+    )
     with signals_kept():
         return verify_in_child(
             Path(path_argument("plan", plan)),
+            options,
             target=workload,
             gpu=None if gpu is None else find_gpu(gpu),
-            memory=memory,
-            values=values,
-            card=card,
-            sizes=sizes,
-            steps=steps,
-            seconds=seconds,
             progress=progress,
         )
 

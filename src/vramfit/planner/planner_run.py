@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from vramfit.launch.interrupts import passed_on, run_child
 from vramfit.launch.job import Failure
 from vramfit.launch.starting import python_command
 from vramfit.launch.telling import listening
-from vramfit.plain import from_plain
+from vramfit.plain import from_plain, to_plain
 from vramfit.planner.memory_budget import MemoryBudget
 from vramfit.planner.search_evidence import earlier_searches
 from vramfit.workload.loading import split_target
@@ -56,24 +56,75 @@ class Planned:
     failure: VramfitError | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """What is asked of a plan, beside the memory that it may take, and of the search for it.
+
+    Attributes:
+        sizes: of the batch, in place of the workload's own.
+        numerics: how far results may differ, by name.
+        objective: ``throughput``, ``memory``, ``price``, or a size that is made as large as fits.
+        allow: names of the techniques to choose from; None for all.
+        forbid: names of those to leave out.
+        frontier: whether the frontier of memory and time is asked for too.
+        time_limit: seconds for one solution of the mixed-integer program.
+        search_seconds: for the whole search; None for as long as it takes.
+    """
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    numerics: str = "rounding"
+    objective: str = "throughput"
+    allow: Sequence[str] | None = None
+    forbid: Sequence[str] = ()
+    frontier: bool = False
+    time_limit: float = 10.0
+    search_seconds: float | None = None
+
+    def job(self) -> dict[str, Any]:
+        """As plain values."""
+        values: dict[str, Any] = to_plain(self)
+        return values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyOptions:
+    """What a plan is compared with, and for how long.
+
+    Attributes:
+        memory: whether memory is looked at.
+        values: whether gradients and losses are.
+        card: whether memory and time are measured on this machine's card; None does so if it is of the plan's kind.
+        sizes: of the batches for gradients and losses; empty takes the plan's, smaller where that would take too long.
+        steps: of the loss curve.
+        seconds: for the loss curves, about.
+    """
+
+    memory: bool = True
+    values: bool = True
+    card: bool | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    steps: int = 50
+    seconds: float = 120.0
+
+
 def plan_in_child(
     target: str,
-    room: MemoryBudget,
+    memory: MemoryBudget,
+    options: PlanOptions,
     *,
-    sizes: Mapping[str, int] | None = None,
-    numerics: str = "rounding",
-    objective: str = "throughput",
-    allow: Sequence[str] | None = None,
-    forbid: Sequence[str] = (),
-    frontier: bool = False,
-    time_limit: float = 10.0,
-    search_seconds: float | None = None,
     fresh: bool = False,
     progress: Progress | None = None,
 ) -> Planned:
-    """Find a plan for ``FILE.py:NAME`` in a process of its own; see `vramfit.planner.search.Request`.
+    """Find a plan for ``FILE.py:NAME`` in a process of its own.
 
     Interrupted, it gives the best plan so far; the plan says that it is that.
+
+    Args:
+        target: ``FILE.py:NAME``.
+        memory: what it may take.
+        options: what else is asked of the plan and of the search.
+        fresh: whether what earlier searches saw is left aside.
+        progress: called with what is being done.
 
     Raises:
         KeyboardInterrupt: it was interrupted before there was a plan.
@@ -84,18 +135,7 @@ def plan_in_child(
     from vramfit.planner.plans import Plan
     from vramfit.planner.search import FrontierPoint
 
-    job = room.job() | {
-        "task": "plan",
-        "sizes": dict(sizes or {}),
-        "numerics": numerics,
-        "objective": objective,
-        "allow": None if allow is None else list(allow),
-        "forbid": list(forbid),
-        "frontier": frontier,
-        "time_limit": time_limit,
-        "search_seconds": search_seconds,
-        "fresh": fresh,
-    }
+    job = memory.job() | options.job() | {"task": "plan", "fresh": fresh}
     found = run_task(target, job, progress)
     failed = found.get("failed")
     if failed is not None and "plan" not in found:
@@ -201,15 +241,10 @@ def _on_card(card: bool | None) -> dict[str, Any]:
 
 def verify_in_child(
     file: Path,
+    options: VerifyOptions | None = None,
     *,
     target: str | None = None,
     gpu: GpuSpec | None = None,
-    memory: bool = True,
-    values: bool = True,
-    card: bool | None = None,
-    sizes: Mapping[str, int] | None = None,
-    steps: int = 50,
-    seconds: float = 120.0,
     progress: Progress | None = None,
 ) -> Verification:
     """Hold a plan against a run of its memory, and against the plain program's gradients and losses on this CPU.
@@ -218,14 +253,9 @@ def verify_in_child(
 
     Args:
         file: the plan.
+        options: what is compared; None for all of it.
         target: ``FILE.py:NAME``; None for the one that the plan was made for.
         gpu: the virtual card; None for the one that the plan names.
-        memory: whether memory is looked at.
-        values: whether gradients and losses are.
-        card: whether memory and time are measured on this machine's card; None does so if it is of the plan's kind.
-        sizes: of the batches for gradients and losses; None takes the plan's, smaller where that would take too long.
-        steps: of the loss curve.
-        seconds: for the loss curves, about.
         progress: called with what is done.
 
     Raises:
@@ -238,6 +268,7 @@ def verify_in_child(
     from vramfit.planner.plans import Plan
     from vramfit.planner.verification import GradientCheck, LossCheck, Simulated, Verification
 
+    options = options or VerifyOptions()
     plan = Plan.load(file)
     target = target or plan.aim.target
     if not target:
@@ -249,13 +280,13 @@ def verify_in_child(
         )
     if gpu is None and plan.aim.device != "CPU":
         gpu = find_gpu(plan.aim.device)
-    _check_card(card, gpu)
+    _check_card(options.card, gpu)
     space = MemoryBudget(gpu=gpu, budget=plan.aim.budget_bytes, margin=plan.aim.margin_bytes)
     room = space.job()
-    job = {"plan": os.path.abspath(file), "sizes": dict(sizes or {}), "steps": steps, "seconds": seconds}
+    job: dict[str, Any] = {"plan": os.path.abspath(file), "sizes": dict(options.sizes)}
     simulated, measured = None, None
     notes: tuple[str, ...] = ()
-    if memory:
+    if options.memory:
         found = _found(run_task(target, room | job | {"task": "verify-memory"}, progress))
         simulated = Simulated(
             before=PlanFigures(**found["before"]),
@@ -263,13 +294,14 @@ def verify_in_child(
             planned=PlanFigures(**found["planned"]),
             limit_bytes=found["limit_bytes"],
         )
-        if gpu is not None and (found["card_here"] if card is None else card):
-            measured, notes = _measured(target, space, plan, os.path.abspath(file), card, progress)
+        if gpu is not None and (found["card_here"] if options.card is None else options.card):
+            measured, notes = _measured(target, space, plan, os.path.abspath(file), options.card, progress)
     told: dict[str, Any] = {"sizes": plan.aim.sizes, "skipped": "not asked for"}
-    if values:
-        estimate = {"step_seconds": cpu_seconds(plan.before.step_flops)}
+    if options.values:
+        job |= {"steps": options.steps, "seconds": options.seconds}
+        job["step_seconds"] = cpu_seconds(plan.before.step_flops)
         cpu = MemoryBudget(gpu=None, budget=plan.aim.budget_bytes).job()
-        told = _found(run_task(target, cpu | job | estimate | {"task": "verify-values"}, progress))
+        told = _found(run_task(target, cpu | job | {"task": "verify-values"}, progress))
     gradients, losses = told.get("gradients"), told.get("losses")
     if losses is not None:
         losses |= {name: tuple(losses[name]) for name in ("plain", "planned")}

@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from vramfit.errors import EnvironmentUnfitError, WriteError
 from vramfit.launch.stopping import StepSink
 from vramfit.patching import PatchStack
+from vramfit.record.card_counters import (
+    CardDemand,
+    PeakBytes,
+    peaks_of_card,
+    requests_and_frees,
+    traced_device,
+)
 from vramfit.record.metering import tensors_of
 from vramfit.record.notes import (
     MODULE_PREFIX,
@@ -105,7 +112,7 @@ class CardRecorder(Recorder):
         self._stacks = StackInterner(self._names)
         self._patches = PatchStack()
         self._began: dict[int, int] | None = None
-        self._peaks_before: dict[int, _Peaks] = {}
+        self._peaks_before: dict[int, PeakBytes] = {}
         self._devices: set[int] = set()
         self._held: Moment | None = None
         self._gradients_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]] = (
@@ -162,8 +169,8 @@ class CardRecorder(Recorder):
             "all", context=_CONTEXT, stacks="python", max_entries=self._max_entries, clear_history=True
         )
         _attach_observer()
-        self._began = _counts(range(torch.cuda.device_count()))
-        self._peaks_before = {device: _peaks(device) for device in self._began}
+        self._began = requests_and_frees(range(torch.cuda.device_count()))
+        self._peaks_before = {device: peaks_of_card(device) for device in self._began}
         for name, model in self._subjects.models:
             self._modules.name_tree(model, name)
             self._meet_module(model)
@@ -306,7 +313,7 @@ class CardRecorder(Recorder):
         began = self._began
         assert began is not None
         devices = self._devices | {torch.cuda.current_device()}
-        return {device: count - began.get(device, 0) for device, count in _counts(devices).items()}
+        return {device: count - began.get(device, 0) for device, count in requests_and_frees(devices).items()}
 
     @contextlib.contextmanager
     def _one_moment(self) -> Iterator[None]:
@@ -447,7 +454,7 @@ class CardRecorder(Recorder):
         """The history as a trace, and what must be known of it."""
         if self._began is None:
             empty = TraceBuilder(meta={"source": "card", "torch_version": torch.__version__})
-            return empty.finish(devices=(_device(0, ()),) if torch.cuda.is_available() else ()), []
+            return empty.finish(devices=(traced_device(0, ()),) if torch.cuda.is_available() else ()), []
         if self._result is None:
             self._note_last()
         self._devices = set(self._began)
@@ -469,7 +476,7 @@ class CardRecorder(Recorder):
         trace = annotate(read, snapshot, notes)
         used = {segment["device"] for segment in snapshot["segments"]} | {d for d, n in held.items() if n}
         devices = tuple(
-            _device(device.index, device.segments)
+            traced_device(device.index, device.segments)
             for device in trace.devices
             if device.index in used or device.index == self._index()
         )
@@ -490,7 +497,7 @@ class CardRecorder(Recorder):
         if self._began is not None:
             stats = dict(torch.cuda.memory_stats(index))
             # torch knows peaks that the ring of events has lost. Each of them may be of before the recording.
-            now, before = _peaks(index), self._peaks_before.get(index, _Peaks())
+            now, before = peaks_of_card(index), self._peaks_before.get(index, PeakBytes())
             allocated = max(allocated, now.allocated if now.allocated > before.allocated else 0)
             reserved = max(reserved, now.reserved if now.reserved > before.reserved else 0)
             active = max(allocated, now.active if now.active > before.active else 0)
@@ -504,24 +511,6 @@ class CardRecorder(Recorder):
             peak_reserved_bytes=reserved,
             peak_active_bytes=active,
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Peaks:
-    """The highest figures of a device since torch began to count, in bytes."""
-
-    allocated: int = 0
-    reserved: int = 0
-    active: int = 0
-
-
-def _peaks(device: int) -> _Peaks:
-    stats = torch.cuda.memory_stats(device)
-    return _Peaks(
-        allocated=stats.get("allocated_bytes.all.peak", 0),
-        reserved=stats.get("reserved_bytes.all.peak", 0),
-        active=stats.get("active_bytes.all.peak", 0),
-    )
 
 
 _recording: CardRecorder | None = None
@@ -542,52 +531,6 @@ def _attach_observer() -> None:
     memory: Any = torch._C
     memory._cuda_attach_out_of_memory_observer(observe)
     _observed = True
-
-
-class CardDemand:
-    """The requests that torch's allocator has counted: how many, and of how many bytes."""
-
-    def __init__(self) -> None:
-        self._before: tuple[int, ...] = ()
-
-    def take(self) -> tuple[Hashable, Hashable]:
-        """The requests since the last call, and the peaks so far."""
-        if not torch.cuda.is_initialized():
-            return (), ()
-        found, peaks = [], []
-        for device in range(torch.cuda.device_count()):
-            stats = torch._C._cuda_memoryStats(device)
-            kinds = [stats[name]["all"] for name in ("allocation", "requested_bytes", "reserved_bytes")]
-            found += [kind["allocated"] for kind in kinds[:2]]
-            peaks += [kind["peak"] for kind in kinds[1:]]
-        before = self._before or (0,) * len(found)
-        self._before = tuple(found)
-        return tuple(now - then for now, then in zip(found, before, strict=True)), tuple(peaks)
-
-
-def _counts(devices: Iterable[int]) -> dict[int, int]:
-    """Requests and frees that devices' allocators have counted."""
-    found = {}
-    for device in devices:
-        counted = torch._C._cuda_memoryStats(device)["allocation"]["all"]
-        found[device] = counted["allocated"] + counted["freed"]
-    return found
-
-
-def _device(index: int, segments: Any) -> TraceDevice:
-    """A device as the trace tells of it; what lies outside torch is the context, and what other processes hold."""
-    properties = torch.cuda.get_device_properties(index)
-    outside = 0
-    if segments or torch.cuda.memory_reserved(index):
-        free, total = torch.cuda.mem_get_info(index)
-        outside = max(0, total - free - torch.cuda.memory_reserved(index))
-    return TraceDevice(
-        index=index,
-        name=properties.name,
-        total_bytes=properties.total_memory,
-        context_bytes=outside,
-        segments=segments,
-    )
 
 
 def _address(tensor: torch.Tensor) -> int:

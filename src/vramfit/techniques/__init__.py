@@ -18,7 +18,6 @@ from typing import Any
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage, Piece
 from vramfit.techniques.core.model_profile import BlockOp, ModelBlock, Profile
-from vramfit.techniques.core.settings import setting_to_plain
 from vramfit.techniques.core.technique import (
     AppliedWorkload,
     Choice,
@@ -31,6 +30,7 @@ from vramfit.techniques.core.technique import (
     setting_from_plain,
     with_choices,
 )
+from vramfit.techniques.core.technique_settings import setting_to_plain
 
 __all__ = [
     "AppliedWorkload",

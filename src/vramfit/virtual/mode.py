@@ -46,7 +46,7 @@ from vramfit.virtual.fills import Concern
 from vramfit.virtual.foreign.operators import advice, handler_of
 from vramfit.virtual.noted import Noted
 from vramfit.virtual.op_cache import MAX_PLANS, RememberedCall, Shades, plan_of, plan_of_view
-from vramfit.virtual.ops import OpInfo, OpTable, identity, mutated_tensors, tensors_in
+from vramfit.virtual.ops import OpInfo, OpTable, device_of, identity, kinds_among, mutated_tensors, tensors_in
 from vramfit.virtual.page_locked import PageLocked
 from vramfit.virtual.placing import Placing
 from vramfit.virtual.tensor_subclasses import Twins
@@ -124,9 +124,9 @@ class VirtualMode(TorchDispatchMode):
                 ):
                     return self._repeat(plan, func, info, args, kwargs, tensors, None)
         on_card = False
-        fake, real = _scan(args)
+        fake, real = kinds_among(args)
         if kwargs:
-            fake_too, real_too = _scan(kwargs.values())
+            fake_too, real_too = kinds_among(kwargs.values())
             fake, real = fake or fake_too, real or real_too
             device = kwargs.get("device")
             if device is not None and device.type == "cuda":
@@ -272,7 +272,7 @@ class VirtualMode(TorchDispatchMode):
         if info.view:
             plan: RememberedCall | None = plan_of_view(recipe)
         else:
-            device = _device_of(out, args, kwargs)
+            device = device_of(out, args, kwargs)
             if device is None:
                 return
             plan = plan_of(
@@ -368,7 +368,7 @@ class VirtualMode(TorchDispatchMode):
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Any:
         """Results of an op, the bytes that cuDNN keeps among them as many as were measured."""
-        device, measured = _device_of(out, args, kwargs), self.machine.measured
+        device, measured = device_of(out, args, kwargs), self.machine.measured
         if device is None or measured is None:
             return out
         size = measured.reserve(func, args, kwargs, self.workspaces.context(device))
@@ -411,7 +411,7 @@ class VirtualMode(TorchDispatchMode):
             self.meter.ops += 1
             return 0.0
         microseconds = 0.0
-        device = _device_of(out, args, kwargs)
+        device = device_of(out, args, kwargs)
         if device is not None:
             self.meter.ops += 1
             if self.machine.init_pid is None:
@@ -581,30 +581,3 @@ def _has_wrapper(types: Any) -> bool:
     """Whether a tensor class of the program has a dispatch of its own (quantised tensors, DTensor)."""
     plain = torch.Tensor.__torch_dispatch__
     return any(t not in _PLAIN_TYPES and t.__torch_dispatch__ is not plain for t in types)
-
-
-def _scan(values: Any) -> tuple[bool, bool]:
-    """Whether there are fake tensors, and whether there are others, among arguments (lists one level deep)."""
-    fake = real = False
-    for value in values:
-        kind = type(value)
-        if kind is FakeTensor:
-            fake = True
-        elif kind is list or kind is tuple:
-            for item in value:
-                if type(item) is FakeTensor:
-                    fake = True
-                elif isinstance(item, torch.Tensor):
-                    real = True
-        elif isinstance(value, torch.Tensor):
-            real = True
-    return fake, real
-
-
-def _device_of(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Index of the card on which an op runs, None when it runs on the host."""
-    for tree in (out, args, tuple(kwargs.values())):
-        for tensor in tensors_in(tree):
-            if type(tensor) is FakeTensor and tensor.fake_device.type == "cuda":
-                return tensor.fake_device.index or 0
-    return None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 # Tells ops apart as `id` does, which Python announces to audit hooks at each call: files/ has one (attribution.py).
 identity = object.__hash__
@@ -146,3 +147,30 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, (list, tuple)):
         return [tensor for item in tree for tensor in tensors_in(item)]
     return []
+
+
+def kinds_among(values: Any) -> tuple[bool, bool]:
+    """Whether there are fake tensors, and whether there are others, among arguments (lists one level deep)."""
+    fake = real = False
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            fake = True
+        elif kind is list or kind is tuple:
+            for item in value:
+                if type(item) is FakeTensor:
+                    fake = True
+                elif isinstance(item, torch.Tensor):
+                    real = True
+        elif isinstance(value, torch.Tensor):
+            real = True
+    return fake, real
+
+
+def device_of(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Index of the card on which an op runs, None when it runs on the host."""
+    for tree in (out, args, tuple(kwargs.values())):
+        for tensor in tensors_in(tree):
+            if type(tensor) is FakeTensor and tensor.fake_device.type == "cuda":
+                return tensor.fake_device.index or 0
+    return None

@@ -18,7 +18,7 @@ import torch
 from vramfit.errors import UsageError
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
-from vramfit.techniques.core.settings import describe_setting, read_setting
+from vramfit.techniques.core.technique_settings import describe_setting, read_setting
 from vramfit.workload import State, Workload, call_model, to_device
 
 
