@@ -173,7 +173,7 @@ def test_a_workload_that_fails_names_the_line(file: Path) -> None:
         (
             ["plan", "{file}:training", "--gpu", "8GiB", "--numerics", "exact"],
             UsageError,
-            "no level of numerics",
+            "not a level of numerics",
         ),
         (["plan", "{file}:training", "--gpu", "8GiB", "--objective", "fun"], UsageError, "no objective"),
         (

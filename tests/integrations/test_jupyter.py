@@ -167,7 +167,7 @@ class TestMagic:
             ("--device tpu", "tpu"),
             ("--budget much", "much"),
             ("--what", "--what"),
-            ("-o a.b", "no name of a variable"),
+            ("-o a.b", "not the name of a variable"),
         ],
     )
     def test_what_cannot_be_read_is_told_in_a_line(self, shell: Shell, line: str, reason: str) -> None:
