@@ -93,9 +93,9 @@ def test_measuring_the_machine_is_no_part_of_a_run() -> None:
         "from tests.planner.test_cpu_backend import chain\n"
         "from vramfit.planner.devices.cpu_backend import CpuBackend\n"
         "from vramfit.planner.activation_ilp.decisions import places\n"
-        "looks = [CpuBackend().observe(chain(8, 2), {'batch_size': 8}, places)[1] for _ in range(2)]\n"
-        "assert looks[0].stretches == looks[1].stretches, looks\n"
-        "assert max(s.peak_bytes for s in looks[0].stretches) < 1 << 16, looks\n"
+        "looks = [CpuBackend().profile_step(chain(8, 2), {'batch_size': 8}, places)[1] for _ in range(2)]\n"
+        "assert looks[0].intervals == looks[1].intervals, looks\n"
+        "assert max(s.peak_bytes for s in looks[0].intervals) < 1 << 16, looks\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

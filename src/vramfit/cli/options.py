@@ -56,7 +56,7 @@ def size_of(option: str, text: str | None, *, least: int = 1) -> int | None:
     except ValueError as error:
         raise UsageError(f"{option}: {error}") from None
     if found < least:
-        raise UsageError(f"{option} must be more than 0", "Write it as 20GiB")
+        raise UsageError(f"{option} {text} leaves no memory: it must be more than 0", "Write it as 2GiB")
     return found
 
 
