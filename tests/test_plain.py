@@ -19,7 +19,7 @@ def test_classes_of_texts_and_mappings_are_plain_ones() -> None:
     plain = to_plain(
         {"torch": torch.torch_version.TorchVersion("2.13.0"), "of": MappingProxyType({"a": (1, 2)})}
     )
-    assert plain == {"torch": "2.13.0", "of": {"a": (1, 2)}}
+    assert plain == {"torch": "2.13.0", "of": {"a": [1, 2]}}
     assert type(plain["torch"]) is str
 
 

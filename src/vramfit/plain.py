@@ -12,7 +12,14 @@ Value = TypeVar("Value")
 
 def to_plain(value: Any) -> Any:
     """A value, such as a dataclass, as dicts, lists, texts and numbers; enumerations by their values."""
-    return msgspec.to_builtins(value, enc_hook=_known)
+    return _listed(msgspec.to_builtins(value, enc_hook=_known))
+
+
+def _listed(value: Any) -> Any:
+    """Builtin values with lists in place of tuples."""
+    if isinstance(value, dict):
+        return {key: _listed(item) for key, item in value.items()}
+    return [_listed(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _known(value: Any) -> Any:
