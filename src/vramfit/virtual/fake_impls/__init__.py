@@ -1,42 +1,14 @@
-"""Rules for ops that FakeTensorMode cannot describe, or that mean more than shapes on a virtual card."""
+"""Rules for ops that FakeTensorMode cannot describe, or that mean more than shapes on a virtual card.
 
-from vramfit.virtual.fake_impls import (
-    apart,
-    attention,
-    backward,
-    bitsandbytes,
-    compressed,
-    custom,
-    described,
-    encoder,
-    foreach,
-    gradients,
-    host,
-    random,
-    recurrent,
-    shapes,
-    sparse,
-    storage,
-)
+Every module of this package is imported with it, and adds its rules to the table of registry.py.
+"""
+
+import pkgutil
+from importlib import import_module
+
 from vramfit.virtual.fake_impls.registry import LATE, RULES
 
-__all__ = [
-    "LATE",
-    "RULES",
-    "apart",
-    "attention",
-    "backward",
-    "bitsandbytes",
-    "compressed",
-    "custom",
-    "described",
-    "encoder",
-    "foreach",
-    "gradients",
-    "host",
-    "random",
-    "recurrent",
-    "shapes",
-    "sparse",
-    "storage",
-]
+__all__ = ["LATE", "RULES"]
+
+for _found in pkgutil.iter_modules(__path__):
+    import_module(f"{__name__}.{_found.name}")

@@ -1,60 +1,30 @@
-"""One table of every rule about what a kernel allocates beyond its outputs, looked up by op."""
+"""One table of every rule about what a kernel allocates beyond its outputs, looked up by op.
+
+A module of this package with a table ``RULES`` takes part: there is no list to add it to.
+"""
 
 from __future__ import annotations
 
+import os
+import pkgutil
+from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import torch
 
-from vramfit.virtual.kernels import (
-    attention,
-    convolution,
-    copying,
-    ctc,
-    embedding,
-    fft,
-    indexing,
-    linalg,
-    loss,
-    matmul,
-    norm,
-    optim,
-    reduction,
-    rnn,
-    sampling,
-    scanning,
-    selecting,
-    sorting,
-    sparse,
-    vision,
-)
 from vramfit.virtual.kernels.context import Args, Extras, KernelContext, Kwargs, Rule
 
-_FAMILIES = (
-    attention,
-    convolution,
-    copying,
-    ctc,
-    embedding,
-    fft,
-    indexing,
-    linalg,
-    loss,
-    matmul,
-    norm,
-    optim,
-    reduction,
-    rnn,
-    sampling,
-    scanning,
-    selecting,
-    sorting,
-    sparse,
-    vision,
-)
-_RULES: dict[torch._ops.OpOverload, Rule] = {
-    op: rule for family in _FAMILIES for op, rule in family.RULES.items()
-}
+
+def _families() -> Iterator[dict[torch._ops.OpOverload, Rule]]:
+    """The rules of each module beside this one that has any."""
+    package, _, own = __name__.rpartition(".")
+    for found in pkgutil.iter_modules([__file__.rpartition(os.sep)[0]]):
+        if found.name != own:
+            yield getattr(import_module(f"{package}.{found.name}"), "RULES", {})
+
+
+_RULES = {op: rule for family in _families() for op, rule in family.items()}
 
 
 def extras(
