@@ -41,6 +41,7 @@ MANY_PARAMETERS = {"api", "cli"}
 
 _PUBLIC = "public, by keywords"
 _TORCH = "the parameters of torch's own function or operator"
+_TORCH_AND_OURS = "the parameters of torch's own function or operator, and what we know of the call"
 _COLUMNS = "one parameter a column; it is called for every event, and a value made for it would cost more than the rest"
 LONG_SIGNATURES = {
     "allocator/oom.py:__init__": "each figure of torch's message, by keywords",
@@ -53,15 +54,15 @@ LONG_SIGNATURES = {
     "trace/builder.py:add": _COLUMNS,
     "trace/builder.py:append": _COLUMNS,
     "trace/journal.py:row": _COLUMNS,
-    "virtual/fake_impls/encoder.py:_attend": _TORCH,
+    "virtual/fake_impls/encoder.py:_attend": _TORCH_AND_OURS,
     "virtual/gpu.py:__init__": _PUBLIC,
-    "virtual/kernels/attention.py:_flash_forward": _TORCH,
-    "virtual/kernels/sdpa.py:_math": _TORCH,
+    "virtual/kernels/attention.py:_flash_forward": "each extent that the kernel's requests depend on",
+    "virtual/kernels/sdpa.py:_math": _TORCH_AND_OURS,
     "virtual/kernels/sdpa.py:scaled_dot_product_attention": _TORCH,
     "virtual/op_cache.py:plan_of": "what is known of one call; to become a value, see CIRCLES",
     "virtual/placing.py:place": "what is known of one call; to become a value, see CIRCLES",
     "virtual/torch_cuda/memory.py:_cuda_record_memory_history_legacy": _TORCH,
-    "virtual/torch_patches/rnn.py:run_cudnn": _TORCH,
+    "virtual/torch_patches/rnn.py:run_cudnn": _TORCH_AND_OURS,
 }
 """Functions elsewhere that may as well, with the reason."""
 
