@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from vramfit.calibrate.calibration_result import Calibration
-from vramfit.calibrate.measurement_journal import About, Failure
+from vramfit.calibrate.measurement_journal import About, CaseFailure
 from vramfit.calibrate.records import CaseRecord, OpRecord, from_text
 from vramfit.gpus.measured_profile import Rates
 from vramfit.report import print_report, to_json
@@ -50,7 +50,9 @@ def found() -> Calibration:
         predicted={
             name: CaseRecord(case=name, ops=tuple(ops), seconds=2e-5) for name, ops in predicted.items()
         },
-        failures={"rnn/c": Failure(case="rnn/c", kind="died", text="the process ended by signal SIGSEGV")},
+        failures={
+            "rnn/c": CaseFailure(case="rnn/c", kind="died", text="the process ended by signal SIGSEGV")
+        },
         growths=(
             {"name": "context", "outside": 500 << 20, "kept": 0},
             {"name": "cublas", "outside": 30 << 20, "kept": 32 << 20},
