@@ -97,7 +97,7 @@ class Failure:
 
     def write(self, folder: Path) -> None:
         """Leave it in a job's folder."""
-        (folder / _FAILURE).write_text(json.dumps(to_plain(self)), encoding="utf-8")
+        write_whole(folder / _FAILURE, to_plain(self))
 
 
 def failure_of(folder: Path) -> Failure | None:
@@ -105,9 +105,16 @@ def failure_of(folder: Path) -> Failure | None:
     return _read(folder / _FAILURE, Failure)
 
 
+def write_whole(file: Path, values: Any) -> None:
+    """Write plain values so that a child that is killed meanwhile leaves no half of them."""
+    beside = file.with_name(f"{file.name}.new")
+    beside.write_text(json.dumps(values), encoding="utf-8")
+    beside.replace(file)
+
+
 def write_result(folder: Path, result: Any) -> None:
     """Leave a result, a dataclass, in a job's folder."""
-    (folder / _RESULT).write_text(json.dumps(to_plain(result)), encoding="utf-8")
+    write_whole(folder / _RESULT, to_plain(result))
 
 
 def result_of(folder: Path, kind: type[Value]) -> Value | None:

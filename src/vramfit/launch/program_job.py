@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vramfit.launch.job import Job
+from vramfit.launch.job import Job, write_whole
 from vramfit.launch.limits import NO_LIMITS, Limits
 from vramfit.plain import from_plain, to_plain
 from vramfit.trace import MemoryTrace, Run
@@ -75,7 +75,7 @@ class ProgramJob(Job):
             for field in dataclasses.fields(run)
             if field.name != "trace"
         }
-        (folder / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
+        write_whole(folder / _FACTS, facts)
 
 
 def load_run(folder: Path) -> Run | None:
