@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from tests.cli.test_plan import WORKLOADS, invoke
-from tests.planner.test_plans import _plan
+from tests.planner.test_plan_objects import _plan
 
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu

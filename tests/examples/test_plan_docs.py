@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.planner.test_plans import _layers, _plan
+from tests.planner.test_plan_objects import _layers, _plan
 from tests.virtual.conftest import fit_interpreter
 from torch import nn
 from typer.testing import CliRunner

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.planner.test_plans import _plan
+from tests.planner.test_plan_objects import _plan
 from tests.techniques.toys import all_toys
 from torch import nn
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.planner.test_plans import _plan as _plan_file
+from tests.planner.test_plan_objects import _plan as _plan_file
 from tests.techniques.toys import all_toys
 from torch import nn
 

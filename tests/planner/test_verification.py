@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from rich.console import Console
-from tests.planner.test_plans import _layers, _plan
+from tests.planner.test_plan_objects import _layers, _plan
 from tests.techniques.toys import all_toys
 from torch import nn
 

@@ -11,7 +11,7 @@ import headline
 import pytest
 import torch
 from headline import CASES, Case, Row, by_layers, by_size
-from tests.planner.test_plans import _plan
+from tests.planner.test_plan_objects import _plan
 from torch import nn
 
 from vramfit import Plan, Workload
