@@ -15,6 +15,11 @@ NOTE [How a program is ended]
 SIGTERM, where the program has no handler, ends it at once as it would without us, the results saved before. SIGINT is
 as python has it: a KeyboardInterrupt that the program may catch.
 
+NOTE [Handlers that raise]: a signal to the whole group also kills the workers of a DataLoader, and torch's handler of
+SIGCHLD raises an error of that wherever the main thread is: inside our handler of SIGTERM before its first line, or
+while results are saved. So what a SIGTERM did is read from the child's notes of signals, which C code writes, and
+handlers are taken away before results are saved.
+
 NOTE [No exception between dispatcher and mode]: before each op under a mode torch's C++ asks a function of Python for
 a rule (see dispatching.py of the virtual GPU), where it can take no exception: the process would abort. Handlers run
 where a function of Python begins, so one that raises may be called there. It then does nothing, and the signal is sent
@@ -196,18 +201,19 @@ class Stopping:
             return True
         if _is_of_worker(error):
             threading.Event().wait(0.5)  # handlers of signals run meanwhile
-            return self.asked or signals_noted(self._folder) > 0
+            return self.asked or self._is_terminated() or signals_noted(self._folder) > 0
         return False
 
     def ended(self, code: int, error: BaseException | None) -> tuple[int, BaseException | None]:
         """The exit code and the error to report for a program that has come to its end."""
-        in_main = threading.current_thread() is threading.main_thread()  # others end it by `os._exit`
-        if in_main and _GET_SIGNAL(signal.SIGINT) in (signal.default_int_handler, self._interrupt):
-            _SET_SIGNAL(signal.SIGINT, signal.SIG_IGN)  # what is left to do is ours, and short
+        _disarm_handlers()  # what is left to do is ours, and short
         if _is_out_of_memory(error):  # it does not fit, whatever else was going to end it
             found = code, error
         elif self.progress.was_asked_for:
             found = 0, None
+        elif self._is_terminated():
+            self._end = End.TERMINATED
+            self.leave()
         elif self._is_interrupted(code, error):
             self._end = End.INTERRUPTED
             found = INTERRUPTED, None
@@ -215,6 +221,12 @@ class Stopping:
             found = code, error
         self._tell(ChildState.SAVING)
         return found
+
+    def _is_terminated(self) -> bool:
+        """Whether a SIGTERM came that the program does not handle. See NOTE [Handlers that raise]."""
+        if self._end is End.TERMINATED:
+            return True
+        return not self._own_terminate and signals_noted(self._folder, signal.SIGTERM) > 0
 
     def _is_interrupted(self, code: int, error: BaseException | None) -> bool:
         """Whether an interrupt ended the program: it may have caught it, and failed later for reasons of its own."""
@@ -232,6 +244,7 @@ class Stopping:
         """Save the results and end the process, whatever the program is doing, with nothing left behind."""
         if self._state is ChildState.SAVING:
             return
+        _disarm_handlers()
         self._over = True
         self._tell(ChildState.SAVING)
         terminated = self._end is End.TERMINATED
@@ -242,8 +255,10 @@ class Stopping:
                 self._save(-signal.SIGTERM if terminated else code)
         finally:  # without results the parent reads the journal
             if terminated:
-                _SET_SIGNAL(signal.SIGTERM, signal.SIG_DFL)
-                os.kill(os.getpid(), signal.SIGTERM)
+                with contextlib.suppress(ValueError):  # the program left by `os._exit` in another thread
+                    _SET_SIGNAL(signal.SIGTERM, signal.SIG_DFL)
+                    os.kill(os.getpid(), signal.SIGTERM)
+                code = 128 + signal.SIGTERM
             _flush()
             _EXIT(code)
 
@@ -349,6 +364,22 @@ class Stopping:
             progress=self.progress,
         )
         self._writer.write(status)
+
+
+def _disarm_handlers() -> None:
+    """Let no handler of a signal do anything any longer; signals are still noted. See NOTE [Handlers that raise]."""
+    if threading.current_thread() is not threading.main_thread():  # others may not, and no handler runs in them
+        return
+    armed = {number for number in signal.valid_signals() if callable(_GET_SIGNAL(number))}
+    while armed:
+        with contextlib.suppress(BaseException):  # raised by one of those handlers
+            for number in tuple(armed):
+                _SET_SIGNAL(number, _do_nothing)
+                armed.discard(number)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """The handler of signals that have nothing to say any longer."""
 
 
 def _asks_for_rule(frame: FrameType | None) -> bool:
