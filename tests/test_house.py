@@ -59,8 +59,6 @@ LONG_SIGNATURES = {
     "virtual/kernels/attention.py:_flash_forward": "each extent that the kernel's requests depend on",
     "virtual/kernels/sdpa.py:_math": _TORCH_AND_OURS,
     "virtual/kernels/sdpa.py:scaled_dot_product_attention": _TORCH,
-    "virtual/op_cache.py:plan_of": "what is known of one call; to become a value, see CIRCLES",
-    "virtual/placing.py:place": "what is known of one call; to become a value, see CIRCLES",
     "virtual/torch_cuda/memory.py:_cuda_record_memory_history_legacy": _TORCH,
     "virtual/torch_patches/rnn.py:run_cudnn": _TORCH_AND_OURS,
 }

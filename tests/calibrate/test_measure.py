@@ -17,6 +17,7 @@ from vramfit.calibrate.records import BlockKind, Take
 from vramfit.gpus.measured_profile import MeasuredOp
 from vramfit.virtual import kernels
 from vramfit.virtual.gpu import VirtualGPU
+from vramfit.virtual.op_call import OpCall
 
 aten = torch.ops.aten
 
@@ -55,7 +56,7 @@ def test_measured_temporaries_are_those_of_the_rule(name: str) -> None:
         arguments = inputs()
         context = gpu.mode.workspaces.context(0)
         results = func(*arguments)
-        rule = kernels.extras(func, arguments, {}, results, context)
+        rule = kernels.extras(OpCall(func, gpu.mode.ops[func], arguments, {}, results, 0, context))
         records = CaseMeter(0).watch(lambda: func(*arguments))
     assert rule is not None
     assert [record.op for record in records] == [str(func)]

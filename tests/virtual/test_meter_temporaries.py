@@ -7,7 +7,8 @@ import torch
 
 from vramfit.trace import EventKind
 from vramfit.virtual.gpu import VirtualGPU
-from vramfit.virtual.kernels.context import EMPTY_CACHE, Spare, given_back
+from vramfit.virtual.kernels.rules import given_back
+from vramfit.virtual.op_call import EMPTY_CACHE, Spare
 
 
 def test_a_block_is_given_back_while_the_kernel_runs(gpu: VirtualGPU) -> None:

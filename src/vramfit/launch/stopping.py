@@ -368,7 +368,9 @@ class Stopping:
 
 def _disarm_handlers() -> None:
     """Let no handler of a signal do anything any longer; signals are still noted. See NOTE [Handlers that raise]."""
-    if threading.current_thread() is not threading.main_thread():  # others may not, and no handler runs in them
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # others may not, and no handler runs in them
         return
     armed = {number for number in signal.valid_signals() if callable(_GET_SIGNAL(number))}
     while armed:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.torch_cuda import virtual_generator
 
 _aten = torch.ops.aten
@@ -31,24 +32,24 @@ _NAMES = {
 Check = Callable[[tuple[Any, ...]], None]
 
 
-def check_arguments(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_arguments(call: OpCall) -> None:
     """Raise what the card would raise for arguments that do not go together.
 
     Raises:
         RuntimeError: with the card's own words.
     """
-    check = _CHECKS.get(func)
+    check = _CHECKS.get(call.func)
     if check is not None:
-        check(args)
-    generator = kwargs.get("generator")
-    if generator is not None and virtual_generator(generator) is None and _on_card(args, kwargs):
+        check(call.args)
+    generator = call.kwargs.get("generator")
+    if generator is not None and virtual_generator(generator) is None and _on_card(call):
         raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
 
 
-def _on_card(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    device = kwargs.get("device")
-    if device is None and args and isinstance(args[0], torch.Tensor):
-        device = args[0].device
+def _on_card(call: OpCall) -> bool:
+    device = call.kwargs.get("device")
+    if device is None and call.args and isinstance(call.args[0], torch.Tensor):
+        device = call.args[0].device
     return device is not None and device.type == "cuda"
 
 

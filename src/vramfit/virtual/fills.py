@@ -20,7 +20,7 @@ import torch
 
 from vramfit.virtual.data_dependent.shadow import map_tensors
 from vramfit.virtual.noted import Noted
-from vramfit.virtual.ops import OpInfo, mutated_tensors
+from vramfit.virtual.op_call import OpCall
 
 _aten = torch.ops.aten
 
@@ -41,7 +41,7 @@ class Fill:
     length: int = 0
 
 
-_Rule = Callable[["Fills", tuple[Any, ...], dict[str, Any], Any], Fill | None]
+_Rule = Callable[["Fills", OpCall], Fill | None]
 
 
 class Concern(IntEnum):
@@ -53,11 +53,11 @@ class Concern(IntEnum):
     ALWAYS = 2
 
 
-def concern(func: torch._ops.OpOverload, info: OpInfo) -> Concern:
+def concern(call: OpCall) -> Concern:
     """Whether an op makes fills, or only goes on with those that there are, or has to do with none."""
-    if func in _SOURCES:
+    if call.func in _SOURCES:
         return Concern.ALWAYS
-    return Concern.WITH_FILLS if info.mutated or func in _RULES else Concern.NEVER
+    return Concern.WITH_FILLS if call.info.mutated or call.func in _RULES else Concern.NEVER
 
 
 class Fills:
@@ -78,28 +78,14 @@ class Fills:
         """How many tensors have one."""
         return len(self._noted)
 
-    def follow(
-        self,
-        func: torch._ops.OpOverload,
-        info: OpInfo,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-    ) -> None:
-        """Note what an op gives, and forget what it overwrites.
-
-        Args:
-            func: the op.
-            info: what its schema says.
-            args: its arguments (fake tensors).
-            kwargs: its keyword arguments.
-            out: its results.
-        """
-        rule = _RULES.get(func)
+    def follow(self, call: OpCall) -> None:
+        """Note what an op gives, and forget what it overwrites."""
+        info, out = call.info, call.out
+        rule = _RULES.get(call.func)
         if rule is None and not (info.mutated and len(self._noted)):
             return
-        found = None if rule is None else rule(self, args, kwargs, out)
-        for tensor in mutated_tensors(info, args, kwargs) if info.mutated else ():
+        found = None if rule is None else rule(self, call)
+        for tensor in call.written() if info.mutated else ():
             self._noted.forget(tensor)
         target = out[0] if isinstance(out, (tuple, list)) and out else out
         if found is not None and isinstance(target, torch.Tensor) and target.layout is torch.strided:
@@ -116,63 +102,55 @@ def _sizes(source: torch.Tensor, dims: Any) -> int:
     return math.prod(source.shape[axis] for axis in axes) if source.dim() else 1
 
 
-def _softmax(fills: Fills, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Fill:
-    del fills, out
-    return Fill(1 / max(1, _sizes(args[0], kwargs.get("dim", args[1] if len(args) > 1 else -1))), 0.0, 1.0)
+def _softmax(_fills: Fills, call: OpCall) -> Fill:
+    return Fill(1 / max(1, _sizes(call.args[0], call.argument(1, "dim", -1))), 0.0, 1.0)
 
 
-def _log_softmax(fills: Fills, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Fill:
-    return Fill(math.log(_softmax(fills, args, kwargs, out).value), high=0.0)
+def _log_softmax(fills: Fills, call: OpCall) -> Fill:
+    return Fill(math.log(_softmax(fills, call).value), high=0.0)
 
 
 def _constant(fill: Fill) -> _Rule:
-    def give(fills: Fills, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Fill:
-        del fills, args, kwargs, out
+    def give(_fills: Fills, _call: OpCall) -> Fill:
         return fill
 
     return give
 
 
-def _norm(fills: Fills, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Fill | None:
+def _norm(_fills: Fills, call: OpCall) -> Fill | None:
     """The norm of vectors (``linalg_vector_norm``); of order two, the one by which they are normalised."""
-    del fills, kwargs
-    order = args[1] if len(args) > 1 else 2
-    if order != 2 or not out.numel():
+    order = call.args[1] if len(call.args) > 1 else 2
+    if order != 2 or not call.out.numel():
         return None
-    return Fill(1.0, low=0.0, length=args[0].numel() // out.numel())
+    return Fill(1.0, low=0.0, length=call.args[0].numel() // call.out.numel())
 
 
-def _same(fills: Fills, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Fill | None:
-    del kwargs, out
-    return fills.find(args[0])
+def _same(fills: Fills, call: OpCall) -> Fill | None:
+    return fills.find(call.args[0])
 
 
-def _copied(fills: Fills, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Fill | None:
-    del kwargs, out
-    return fills.find(args[1]) if isinstance(args[1], torch.Tensor) else None
+def _copied(fills: Fills, call: OpCall) -> Fill | None:
+    return fills.find(call.args[1]) if isinstance(call.args[1], torch.Tensor) else None
 
 
-def _joined(fills: Fills, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Fill | None:
-    del kwargs, out
-    found = {fills.find(part) for part in args[0]}
+def _joined(fills: Fills, call: OpCall) -> Fill | None:
+    found = {fills.find(part) for part in call.args[0]}
     return found.pop() if len(found) == 1 else None
 
 
-def _summed(fills: Fills, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Fill | None:
-    del kwargs
-    known = fills.find(args[0])
-    if known is None or not out.numel():
+def _summed(fills: Fills, call: OpCall) -> Fill | None:
+    known = fills.find(call.args[0])
+    if known is None or not call.out.numel():
         return None
-    count = args[0].numel() // out.numel()
+    count = call.args[0].numel() // call.out.numel()
     return Fill(known.value * count, known.low * count if known.low else 0.0, known.high * count)
 
 
 def _computed(func: torch._ops.OpOverload) -> _Rule:
     """Arithmetic on fills and numbers."""
 
-    def compute(fills: Fills, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Fill | None:
-        del out
-        known = [fills.find(value) for value in args if isinstance(value, torch.Tensor)]
+    def compute(fills: Fills, call: OpCall) -> Fill | None:
+        known = [fills.find(value) for value in call.args if isinstance(value, torch.Tensor)]
         given = [fill for fill in known if fill is not None]
         if func is _DIVIDE and known[0] is None and given and given[0].length:
             return Fill(1 / math.sqrt(given[0].length), -1.0, 1.0)
@@ -180,7 +158,7 @@ def _computed(func: torch._ops.OpOverload) -> _Rule:
             return None
         if len(known) == 1 and given[0].length and func in _KEEPING:
             return given[0]
-        value = func(*map_tensors(lambda t: _number(fills, t), args), **kwargs).item()
+        value = func(*map_tensors(lambda t: _number(fills, t), call.args), **call.kwargs).item()
         return replace(Fill(value), low=0.0) if min(fill.low for fill in given) >= 0 <= value else Fill(value)
 
     return compute

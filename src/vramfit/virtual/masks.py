@@ -11,6 +11,7 @@ from vramfit.virtual.data_dependent.assume import Assume
 from vramfit.virtual.data_dependent.expectations import Expectation, is_whole
 from vramfit.virtual.data_dependent.shadow import ShadowStore
 from vramfit.virtual.noted import Noted
+from vramfit.virtual.op_call import OpCall
 
 _aten = torch.ops.aten
 _LOGIC = {
@@ -121,10 +122,12 @@ class Masks:
         used.add(view)
         return known
 
-    def follow(self, func: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
+    def follow(self, call: OpCall) -> None:
         """Let a mask keep its count that an op counts."""
-        if is_counting(func) and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.bool:
-            self.settle(args[0])
+        if is_counting(call.func):
+            mask = call.args[0]
+            if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool:
+                self.settle(mask)
 
     def forget(self, mask: torch.Tensor) -> None:
         """The mask was overwritten."""

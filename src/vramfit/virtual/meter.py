@@ -15,9 +15,9 @@ from vramfit.trace import Category, Estimate, EventKind, TraceBuilder
 from vramfit.virtual.data_dependent.assume import Extent, bounds
 from vramfit.virtual.data_dependent.expectations import NOTHING, Expectation, is_whole
 from vramfit.virtual.data_dependent.resting import Numbers, Resting
-from vramfit.virtual.kernels.context import EMPTY_CACHE, Spare
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.noted import Noted
+from vramfit.virtual.op_call import EMPTY_CACHE, Spare
 from vramfit.virtual.storages import LifetimePeaks, StorageMeter, StorageRecord
 from vramfit.virtual.tensor_subclasses import parts
 

@@ -46,7 +46,8 @@ from vramfit.virtual.fills import Concern
 from vramfit.virtual.foreign.operators import advice, handler_of
 from vramfit.virtual.noted import Noted
 from vramfit.virtual.op_cache import MAX_PLANS, RememberedCall, Shades, plan_of, plan_of_view
-from vramfit.virtual.ops import OpInfo, OpTable, device_of, identity, kinds_among, mutated_tensors, tensors_in
+from vramfit.virtual.op_call import OpCall
+from vramfit.virtual.ops import OpInfo, OpTable, device_of, identity, kinds_among, tensors_in
 from vramfit.virtual.page_locked import PageLocked
 from vramfit.virtual.placing import Placing
 from vramfit.virtual.tensor_subclasses import Twins
@@ -122,7 +123,7 @@ class VirtualMode(TorchDispatchMode):
                     and self._holds(plan, tensors)
                     and not (func is _ADD and self._accumulates(args))
                 ):
-                    return self._repeat(plan, func, info, args, kwargs, tensors, None)
+                    return self._repeat(plan, OpCall(func, info, args, kwargs), tensors, None)
         on_card = False
         fake, real = kinds_among(args)
         if kwargs:
@@ -147,7 +148,7 @@ class VirtualMode(TorchDispatchMode):
             return self._on_host(func, args, kwargs)
         info = self.ops[func]
         if info.handler is not None:
-            return info.handler(self, func, args, kwargs)
+            return info.handler(self, OpCall(func, info, args, kwargs))
         if info.composite:
             # Below autograd's keys, at which torch takes composite ops apart, they arrive whole: in inference mode,
             # on tensors made in it, inside a kernel and inside operators over functions.
@@ -155,8 +156,9 @@ class VirtualMode(TorchDispatchMode):
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
-        check_arguments(func, args, kwargs)
-        return self.run(func, info, args, kwargs, real=real)
+        call = OpCall(func, info, args, kwargs)
+        check_arguments(call)
+        return self.run(call, real=real)
 
     def _higher_order(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, on_card: bool
@@ -193,47 +195,49 @@ class VirtualMode(TorchDispatchMode):
             return out
         info = self.ops[func]
         if info.handler is not None and getattr(info.handler, "on_host", False):
-            return info.handler(self, func, args, kwargs)
+            return info.handler(self, OpCall(func, info, args, kwargs))
         return func(*args, **kwargs)
 
     # -- the general treatment -----------------------------------------------------------------------------------
 
-    def run(
-        self,
-        func: torch._ops.OpOverload,
-        info: OpInfo,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        real: bool = True,
-        category: Category | None = None,
-    ) -> Any:
-        """Run an op on fake tensors, place what it allocates, and keep the shadows true."""
+    def call(self, func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> OpCall:
+        """A call of an op, to be run or settled."""
+        return OpCall(func, self.ops[func], args, kwargs)
+
+    def run(self, call: OpCall, *, real: bool = True, category: Category | None = None) -> Any:
+        """Run an op on fake tensors, place what it allocates, and keep the shadows true.
+
+        Args:
+            call: the op.
+            real: there may be real tensors among its arguments.
+            category: what its results are for; None tells it from the moment.
+        """
         if real:
-            written = [t for t in mutated_tensors(info, args, kwargs) if type(t) is not FakeTensor]
+            written = [t for t in call.written() if type(t) is not FakeTensor]
             if written and written[0].device.type == "cpu":
-                return self._write_host(info, written)
-            args, kwargs = self._wrap_all(args, kwargs)
+                return self._write_host(call.info, written)
+            self._wrap_all(call)
+        func, info, args, kwargs = call.func, call.info, call.args, call.kwargs
         if func is _ADD and self._accumulates(args):
-            return self._accumulate(args)
+            return self._accumulate(call)
         tensors: list[FakeTensor] = []
         unlike = self.describer.never(func) or kwargs.get("pin_memory")  # pages are locked each time
         key = None if unlike else key_of(args, kwargs, tensors)
         if key is not None:
             plan = info.plans.get(key)
             if plan is not None and self._holds(plan, tensors):
-                return self._repeat(plan, func, info, args, kwargs, tensors, category)
+                return self._repeat(plan, call, tensors, category)
         try:
-            out = self.describe(func, args, kwargs)
+            out = self.describe(call)
         except sparse.SparseOperation:
-            return sparse.run(self, func, args, kwargs)
+            return sparse.run(self, call)
         except custom.DynamicSizes:
-            return custom.run(self, func, args, kwargs)
-        worked = self.settle(func, info, args, kwargs, out, category=category)
+            return custom.run(self, call)
+        worked = self.settle(call, out, category=category)
         if key is None:
             compressed.adopt_parts(self, out, info.name)
         elif self.meter.repeats:
-            self._remember(key, func, info, args, kwargs, out, tensors, worked)
+            self._remember(key, call, tensors, worked)
         if kwargs.get("pin_memory") and isinstance(out, torch.Tensor) and out.device.type == "cpu":
             self.page_locked.pin(out)
         return out
@@ -255,36 +259,20 @@ class VirtualMode(TorchDispatchMode):
         """Whether nothing that a call makes rests on assumed sizes."""
         return not plan.named and not any(self.meter.extents_of(t) for t in tensors)
 
-    def _remember(
-        self,
-        key: Any,
-        func: torch._ops.OpOverload,
-        info: OpInfo,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-        tensors: list[FakeTensor],
-        microseconds: float,
-    ) -> None:
-        recipe = recipe_of(out, tensors)
+    def _remember(self, key: Any, call: OpCall, tensors: list[FakeTensor], microseconds: float) -> None:
+        recipe = recipe_of(call.out, tensors)
         if recipe is None:
             return
-        if info.view:
+        if call.info.view:
             plan: RememberedCall | None = plan_of_view(recipe)
         else:
-            device = device_of(out, args, kwargs)
-            if device is None:
+            if call.device is None:
                 return
             plan = plan_of(
-                func,
-                info,
-                args,
-                kwargs,
-                out,
+                call,
+                call.device,
                 recipe,
                 tensors=tensors,
-                device=device,
-                context=self.workspaces.context(device),
                 microseconds=microseconds,
                 builder=self.meter.builder,
             )
@@ -294,49 +282,45 @@ class VirtualMode(TorchDispatchMode):
             self.ops.forget_plans()
             self._plans = 0
         self._plans += 1
-        info.plans[key] = plan
+        call.info.plans[key] = plan
 
     def _repeat(
         self,
         plan: RememberedCall,
-        func: torch._ops.OpOverload,
-        info: OpInfo,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        call: OpCall,
         tensors: list[FakeTensor],
         category: Category | None,
     ) -> Any:
         """What `run` would do, the same in the same order, of which a plan says most."""
         meter = self.meter
-        out = self.describer.build(plan.recipe, tensors)
+        call.out = out = self.describer.build(plan.recipe, tensors)
         meter.ops += 1
         if plan.view:
             return out
-        self.placing.place_again(plan, info.name, out, category)
+        self.placing.place_again(plan, call.info.name, out, category)
         if plan.expects:
-            self._expect(func, info, args, kwargs, out)
-        device = plan.device
+            self._expect(call)
+        call.device = device = plan.device
         self.machine.advance(plan.microseconds, device)
         shading, shades = self.shading, plan.shades
-        if shades is _FOLLOW or (
-            shades is _IF_KNOWN and not shading.stays_unknown(info, args, kwargs, tensors)
-        ):
-            shading.follow(func, info, args, kwargs, out, device)
+        if shades is _FOLLOW or (shades is _IF_KNOWN and not shading.stays_unknown(call, tensors)):
+            shading.follow(call)
             return out
         if shades is _FORGET:
-            shading.forget_written(info, args, kwargs)
+            shading.forget_written(call)
         if plan.counts:
-            shading.masks.follow(func, args)
+            shading.masks.follow(call)
         if plan.fills and (plan.fills == _ALWAYS or len(shading.fills)):
-            shading.fills.follow(func, info, args, kwargs, out)
+            shading.fills.follow(call)
         return out
 
-    def describe(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def describe(self, call: OpCall) -> Any:
         """Results of an op on fake tensors, not placed yet.
 
         Raises:
             NotImplementedError: torch cannot say what the op returns, and vramfit has no rule for it.
         """
+        func, args, kwargs = call.func, call.args, call.kwargs
         if "generator" in kwargs:
             kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
             func = _without_generator(func)
@@ -344,7 +328,7 @@ class VirtualMode(TorchDispatchMode):
             corrected = kernels.METAS.get(func)
             if corrected is not None:
                 out = corrected(self.fake, *args, **kwargs)
-                return out if self.machine.measured is None else self._with_reserve(func, args, kwargs, out)
+                return out if self.machine.measured is None else self._with_reserve(call, out)
             return self.describer.describe(func, args, kwargs)
         except (
             UnsupportedOperatorException,
@@ -364,14 +348,13 @@ class VirtualMode(TorchDispatchMode):
             # torch's descriptions in Python find some misuse that its C++ reports as RuntimeError.
             raise RuntimeError(str(error)) from None
 
-    def _with_reserve(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-    ) -> Any:
+    def _with_reserve(self, call: OpCall, out: Any) -> Any:
         """Results of an op, the bytes that cuDNN keeps among them as many as were measured."""
-        device, measured = device_of(out, args, kwargs), self.machine.measured
+        device, measured = device_of(out, call.args, call.kwargs), self.machine.measured
         if device is None or measured is None:
             return out
-        size = measured.reserve(func, args, kwargs, self.workspaces.context(device))
+        call.runs_on(device, self.workspaces.context(device))
+        size = measured.reserve(call)
         if size is None:
             return out
         return tuple(
@@ -383,10 +366,7 @@ class VirtualMode(TorchDispatchMode):
 
     def settle(
         self,
-        func: torch._ops.OpOverload,
-        info: OpInfo,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        call: OpCall,
         out: Any,
         *,
         category: Category | None = None,
@@ -396,9 +376,7 @@ class VirtualMode(TorchDispatchMode):
         """Place an op's results, temporaries and workspaces on the card, and bring the shadows up to date.
 
         Args:
-            func: the op.
-            info: what its schema says.
-            args, kwargs: its arguments (fake tensors).
+            call: the op, with fake tensors as arguments.
             out: its results, not placed yet.
             category: what they are for; None tells it from the moment.
             extents: assumed sizes of the results, beside those on which the arguments rest.
@@ -407,54 +385,39 @@ class VirtualMode(TorchDispatchMode):
         Returns:
             For how many microseconds a card works on it.
         """
-        if info.view:
+        call.out = out
+        if call.info.view:
             self.meter.ops += 1
             return 0.0
         microseconds = 0.0
-        device = device_of(out, args, kwargs)
+        device = call.find_device()
         if device is not None:
             self.meter.ops += 1
             if self.machine.init_pid is None:
                 # torch remembers in C++ that CUDA was initialised once, and would not say so again.
                 torch.cuda._lazy_init()
             context = self.workspaces.context(device)
-            if context.profile is not None and (library := context.profile.library(func)) is not None:
+            call.runs_on(device, context)
+            if context.profile is not None and (library := context.profile.library(call.func)) is not None:
                 self.machine.devices[device].use_library(library)
-            self.placing.place(
-                func,
-                info,
-                args,
-                kwargs,
-                out,
-                device=device,
-                context=context,
-                category=category,
-                extents=extents,
-            )
+            self.placing.place(call, device, category=category, extents=extents)
             if engine is Engine.COMPUTE:
                 spec, rates = self.machine.devices[device].spec, self.machine.rates
-                microseconds = 1e6 * roofline.seconds(func, args, kwargs, out, spec, rates)
+                microseconds = 1e6 * roofline.seconds(call, spec, rates)
                 self.machine.advance(microseconds, device)
         elif self.meter.phases.phase is ProgramPhase.OPTIMIZER:
             # Steps of an offloaded optimizer; other work of the host has no time of its own.
-            written = mutated_tensors(info, args, kwargs)
-            self.machine.clock.work_host(1e6 * roofline.host_seconds((args, kwargs, out, written)))
-        self._expect(func, info, args, kwargs, out)
-        self.shading.follow(func, info, args, kwargs, out, device)
+            moved = call.args, call.kwargs, out, call.written()
+            self.machine.clock.work_host(1e6 * roofline.host_seconds(moved))
+        self._expect(call)
+        self.shading.follow(call)
         return microseconds
 
-    def _expect(
-        self,
-        func: torch._ops.OpOverload,
-        info: OpInfo,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-    ) -> None:
+    def _expect(self, call: OpCall) -> None:
         """Follow what can be expected of values: what is written loses it, what is made from it may have it."""
-        found = expectation(func, self.meter.expected, args, kwargs, out)
-        if info.mutated:
-            for tensor in mutated_tensors(info, args, kwargs):
+        found = expectation(call, self.meter.expected)
+        if call.info.mutated:
+            for tensor in call.written():
                 if tensor.dtype in WATCHED:
                     known, written = self.meter.expected(tensor), None if found is None else found[1]
                     self.meter.expect(tensor, rewritten(known, tensor, written))
@@ -486,13 +449,14 @@ class VirtualMode(TorchDispatchMode):
             self.page_locked.stand_for(storage, real)
         return fake
 
-    def _wrap_all(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _wrap_all(self, call: OpCall) -> None:
+        """Put fake tensors in the place of real ones among a call's arguments."""
+
         def to_fake(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if type(tensor) is FakeTensor or tensor.device.type == "meta" else self.wrap(tensor)
 
-        return map_tensors(to_fake, args), {k: map_tensors(to_fake, v) for k, v in kwargs.items()}
+        call.args = map_tensors(to_fake, call.args)
+        call.kwargs = {k: map_tensors(to_fake, v) for k, v in call.kwargs.items()}
 
     def _write_host(self, info: OpInfo, written: list[torch.Tensor]) -> Any:
         """A real CPU tensor is to be written from virtual ones: its values stay, and a warning says so."""
@@ -539,14 +503,15 @@ class VirtualMode(TorchDispatchMode):
         limits = self.exclusive_counts
         return limits is not None and counts[0] <= limits[0] and counts[1] <= limits[1]
 
-    def _accumulate(self, args: tuple[Any, ...]) -> torch.Tensor:
+    def _accumulate(self, call: OpCall) -> torch.Tensor:
         self.meter.ops += 1
-        target: torch.Tensor = args[0]
-        self.shading.accumulate(target, args[1])
+        target: torch.Tensor = call.args[0]
+        call.out = target
+        self.shading.accumulate(target, call.args[1])
         if target.device.type == "cuda":
             device = target.device.index or 0
             spec = self.machine.devices[device].spec
-            duration = roofline.seconds(_ADD, args, {}, target, spec, self.machine.rates)
+            duration = roofline.seconds(call, spec, self.machine.rates)
             self.machine.advance(1e6 * duration, device)
         return target
 

@@ -32,7 +32,8 @@ from vramfit.virtual.describe import Output, Recipe
 from vramfit.virtual.fills import Concern, concern
 from vramfit.virtual.kernels import Blas, Extras, KernelContext
 from vramfit.virtual.masks import is_counting
-from vramfit.virtual.ops import OpInfo, mutated_tensors, tensors_in
+from vramfit.virtual.op_call import OpCall
+from vramfit.virtual.ops import OpInfo, tensors_in
 from vramfit.virtual.placing import named_sizes, placed
 from vramfit.virtual.storages import describe
 
@@ -121,43 +122,35 @@ def plan_of_view(recipe: Recipe) -> RememberedCall:
 
 
 def plan_of(
-    func: torch._ops.OpOverload,
-    info: OpInfo,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    out: Any,
+    call: OpCall,
+    device: int,
     recipe: Recipe,
     *,
     tensors: Sequence[torch.Tensor],
-    device: int,
-    context: KernelContext,
     microseconds: float,
     builder: TraceBuilder,
 ) -> RememberedCall | None:
     """What a call did; None where the next one like it may do otherwise.
 
     Args:
-        func: the op.
-        info: what its schema says.
-        args, kwargs: its arguments (fake tensors).
-        out: its results, which rest on nothing assumed.
-        recipe: how they are made.
+        call: the op, whose results rest on nothing assumed.
+        device: index of the card on which it ran.
+        recipe: how its results are made.
         tensors: those among the arguments.
-        device: index of the card.
-        context: what decides how its kernel behaves.
         microseconds: that it worked.
         builder: of the trace.
     """
+    func, info, out, context = call.func, call.info, call.out, call.context
     if context.profile is not None and context.profile.knows(func):
         return None
     ruled = kernels.has_rule(func)
     if ruled and context.cudnn_benchmark:
         return None
-    extras = kernels.extras(func, args, kwargs, out, context) if ruled else None
+    extras = kernels.extras(call) if ruled else None
     plan = RememberedCall()
     plan.recipe, plan.view, plan.device, plan.microseconds = recipe, False, device, microseconds
     plan.extras = extras
-    plan.libraries = kernels.blas_libraries(func, args, kwargs, context)
+    plan.libraries = kernels.blas_libraries(call)
     asked = ruled or kernels.may_use_blas(func) or func._overloadpacket in flop_registry
     plan.context = context if asked else None
     plan.fresh, plan.others = _results(info, out, recipe[1], builder)
@@ -165,15 +158,15 @@ def plan_of(
         return None
     plan.op = builder.op(info.name) if any(nbytes for _, nbytes, _ in plan.fresh) else -1
     made = {size for tensor in tensors_in(out) for size in tensor.shape}
-    plan.named = tuple(size for size in named_sizes(args, kwargs) & made if size >= TELLING)
-    written = mutated_tensors(info, args, kwargs) if info.mutated else []
-    plan.expects = may_be_expected(func, out, written)
-    plan.counts, plan.fills = is_counting(func), concern(func, info)
+    plan.named = tuple(size for size in named_sizes(call) & made if size >= TELLING)
+    written = call.written() if info.mutated else []
+    plan.expects = may_be_expected(call, written)
+    plan.counts, plan.fills = is_counting(func), concern(call)
     # How many elements of a large mask hold may have been told; once it is overwritten that counts no more.
     plan.shades = Shades.FORGET if any(tensor.dtype in WATCHED for tensor in written) else Shades.NOT
     if follows(info, out, written, [kind for kind, _ in recipe[1]]):
         plan.shades = Shades.FOLLOW
-        if is_quiet(func, info, out):
+        if is_quiet(call):
             large = any(tensor.numel() > most_known(tensor) for tensor in tensors)
             plan.shades = Shades.FORGET if large else Shades.IF_KNOWN
     return plan

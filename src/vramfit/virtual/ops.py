@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 # Tells ops apart as `id` does, which Python announces to audit hooks at each call: files/ has one (attribution.py).
 identity = object.__hash__
 
-Handler = Callable[[Any, torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+Handler = Callable[..., Any]
+"""What a rule does for an op: it is given the mode and the call."""
 
 
 _LAST_FIRST = frozenset({"aten.native_dropout", "aten._fused_dropout"})

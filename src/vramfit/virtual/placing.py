@@ -13,7 +13,8 @@ from vramfit.virtual import kernels
 from vramfit.virtual.data_dependent.assume import Extent, bounds, merged
 from vramfit.virtual.data_dependent.resting import Resting, concatenated
 from vramfit.virtual.kernels import Blas, Extras, KernelContext
-from vramfit.virtual.ops import OpInfo, tensors_in
+from vramfit.virtual.op_call import OpCall
+from vramfit.virtual.ops import tensors_in
 
 if TYPE_CHECKING:
     from vramfit.virtual.meter import Held, Meter
@@ -42,39 +43,25 @@ class Placing:
         self._workspaces = workspaces
 
     def place(
-        self,
-        func: torch._ops.OpOverload,
-        info: OpInfo,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-        *,
-        device: int,
-        context: KernelContext,
-        category: Category | None,
-        extents: tuple[Extent, ...],
+        self, call: OpCall, device: int, *, category: Category | None, extents: tuple[Extent, ...]
     ) -> None:
         """Place an op's results; its temporaries are gone afterwards.
 
         Args:
-            func: the op.
-            info: what its schema says.
-            args, kwargs: its arguments (fake tensors).
-            out: its results, not placed yet.
-            device: index of the card.
-            context: what decides how its kernel behaves.
+            call: the op, whose results are not placed yet.
+            device: index of the card on which it runs.
             category: what the results are for; None tells it from the moment.
             extents: assumed sizes of the results, beside those on which the arguments rest.
 
         Raises:
             torch.OutOfMemoryError: the card is full.
         """
-        name = info.name
-        extras = kernels.extras(func, args, kwargs, out, context) or NO_EXTRAS
+        info, out, name = call.info, call.out, call.info.name
+        extras = kernels.extras(call) or NO_EXTRAS
         rests, scale = _CERTAIN, (1.0, 1.0)
         if self._meter.assuming:
-            rests, scale = self._resting(func, args, kwargs, out, extents)
-        libraries = kernels.blas_libraries(func, args, kwargs, context)
+            rests, scale = self._resting(call, extents)
+        libraries = kernels.blas_libraries(call)
 
         def results() -> None:
             if extras.between:
@@ -82,7 +69,7 @@ class Placing:
             elif info.fresh or info.mutated:
                 self._adopt(out[::-1] if info.last_first else out, name, category, rests)
 
-        self.take(name, extras, libraries, results, device=device, context=context, scale=scale)
+        self.take(name, extras, libraries, results, device=device, context=call.context, scale=scale)
 
     def place_again(self, plan: RememberedCall, name: str, out: Any, category: Category | None) -> None:
         """`place` for a call of which a plan says what it takes.
@@ -212,21 +199,18 @@ class Placing:
 
     def _resting(
         self,
-        func: torch._ops.OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
+        call: OpCall,
         extents: tuple[Extent, ...],
     ) -> tuple[Resting, tuple[float, float]]:
         """What the results may rest on, and by which factors temporaries may be less and more than told."""
-        given = [
-            (tensor, self._meter.extents_of(tensor)) for tensor in placed((args, tuple(kwargs.values())))
-        ]
-        named = named_sizes(args, kwargs)
+        out = call.out
+        arguments = placed((call.args, tuple(call.kwargs.values())))
+        given = [(tensor, self._meter.extents_of(tensor)) for tensor in arguments]
+        named = named_sizes(call)
         made = {size for tensor in tensors_in(out) for size in tensor.shape}
         known = named.union(*(tensor.shape for tensor, _ in given))
-        if func is _CAT and isinstance(out, torch.Tensor) and out.dim():
-            axis = kwargs.get("dim", args[1] if len(args) > 1 else 0) % out.dim()
+        if call.func is _CAT and isinstance(out, torch.Tensor) and out.dim():
+            axis = call.argument(1, "dim", 0) % out.dim()
             parts = [(t.shape, found) for t, found in given]
             along = concatenated(parts, axis, out.shape[axis])
             # No other dimension of its result differs from those of its parts.
@@ -236,7 +220,7 @@ class Placing:
             rests = Resting(merged(extents, () if along is None else (along,), across), known)
         else:
             found = [extents, *(found for _, found in given), self._meter.numbers.named(named & made)]
-            rests = Resting(merged(*found), known, joined=func in _JOINING)
+            rests = Resting(merged(*found), known, joined=call.func in _JOINING)
         low = high = 1.0
         for tensor, of in (*given, *((t, rests.of(t.shape)) for t in placed(out))):
             if of and tensor.nbytes:
@@ -275,9 +259,9 @@ def placed(tree: Any) -> list[torch.Tensor]:
     ]
 
 
-def named_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
+def named_sizes(call: OpCall) -> frozenset[int]:
     """The whole numbers that a call names."""
-    return frozenset(_numbers((args, tuple(kwargs.values()))))
+    return frozenset(_numbers((call.args, tuple(call.kwargs.values()))))
 
 
 def _numbers(tree: Any) -> list[int]:

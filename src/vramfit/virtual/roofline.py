@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from vramfit.gpus import GpuSpec
 from vramfit.gpus.measured_profile import Rates
+from vramfit.virtual.op_call import OpCall
 
 # What large, well-shaped kernels reach of the data sheet's figures (dense matmul and device copy).
 COMPUTE_EFFICIENCY = 0.7
@@ -41,31 +42,22 @@ _WITHOUT_KERNEL = {
 _UNMEASURED = Rates()
 
 
-def seconds(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    out: Any,
-    spec: GpuSpec,
-    rates: Rates | None = None,
-) -> float:
+def seconds(call: OpCall, spec: GpuSpec, rates: Rates | None = None) -> float:
     """Estimated seconds of one op on a card.
 
     Args:
-        func: the op overload.
-        args: its arguments (fake tensors carry the shapes).
-        kwargs: its keyword arguments.
-        out: its results.
+        call: the op, whose results are known.
         spec: the card.
         rates: what was measured on it, None without a profile.
     """
-    if func._overloadpacket in _WITHOUT_KERNEL:
+    packet, args, kwargs, out = call.func._overloadpacket, call.args, call.kwargs, call.out
+    if packet in _WITHOUT_KERNEL:
         return 0.0
     rates = rates or _UNMEASURED
     launch = LAUNCH_SECONDS if rates.launch_seconds is None else rates.launch_seconds
     moved = _nbytes(args) + _nbytes(tuple(kwargs.values())) + _nbytes(out)
     time = moved / (rates.bandwidth or spec.bandwidth * BANDWIDTH_EFFICIENCY)
-    count = flop_registry.get(func._overloadpacket)
+    count = flop_registry.get(packet)
     if count is not None:
         try:
             flops = count(*args, **kwargs, out_val=out)

@@ -8,7 +8,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vramfit.gpus import find_gpu
-from vramfit.virtual.kernels import Extras, KernelContext, extras
+from vramfit.virtual import kernels
+from vramfit.virtual.kernels import Blas, Extras, KernelContext
+from vramfit.virtual.op_call import OpCall
+from vramfit.virtual.ops import OpInfo
 
 aten = torch.ops.aten
 FAKE = FakeTensorMode(allow_fallback_kernels=False)
@@ -33,3 +36,30 @@ def ask(
         with FAKE:
             outputs = func(*args, **kwargs)
     return extras(func, args, kwargs, outputs, ctx or context())
+
+
+def call_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, ctx: KernelContext
+) -> OpCall:
+    """A call on a card whose kernels have that context."""
+    return OpCall(func, OpInfo(func, None), args, kwargs, outputs, 0, ctx)
+
+
+def extras(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, ctx: KernelContext
+) -> Extras | None:
+    """What `kernels.extras` says of a call with these results."""
+    return kernels.extras(call_of(func, args, kwargs, outputs, ctx))
+
+
+def blas_libraries(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: KernelContext
+) -> tuple[Blas, ...]:
+    """What `kernels.blas_libraries` says of a call."""
+    return kernels.blas_libraries(call_of(func, args, kwargs, None, ctx))
+
+
+def blas_library(func: Any, args: tuple[Any, ...], ctx: KernelContext) -> Blas | None:
+    """Whose workspace an op uses; ``CUBLAS`` for both libraries where they share one."""
+    libraries = blas_libraries(func, args, {}, ctx)
+    return libraries[-1] if libraries else None

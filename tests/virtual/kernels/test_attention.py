@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from vramfit.virtual.kernels import METAS, Extras, extras
+from vramfit.virtual.kernels import METAS, Extras
 from vramfit.virtual.kernels.attention import flash_splits
 
-from .support import FAKE, ask, aten, context, cuda
+from .support import FAKE, ask, aten, context, cuda, extras
 
 HALF = torch.bfloat16
 

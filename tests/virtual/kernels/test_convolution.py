@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from vramfit.virtual.kernels import Blas, Extras, blas_libraries, extras
-from vramfit.virtual.kernels.context import EMPTY_CACHE, Spare, given_back
+from vramfit.virtual.kernels import Blas, Extras
 from vramfit.virtual.kernels.conv_workspace import uses_tensor_cores
 from vramfit.virtual.kernels.convolution import ConvBackend, Convolution, conv_layout
+from vramfit.virtual.kernels.rules import given_back
+from vramfit.virtual.op_call import EMPTY_CACHE, Spare
 
-from .support import FAKE, ask, aten, context, cuda
+from .support import FAKE, ask, aten, blas_libraries, context, cuda, extras
 
 HALF = torch.float16
 

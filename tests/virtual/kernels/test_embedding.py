@@ -2,11 +2,11 @@
 
 import torch
 
-from vramfit.virtual.kernels import Extras, extras
-from vramfit.virtual.kernels.context import given_back
+from vramfit.virtual.kernels import Extras
 from vramfit.virtual.kernels.cub import scan_bytes, select_bytes, sort_bytes
+from vramfit.virtual.kernels.rules import given_back
 
-from .support import FAKE, ask, aten, context, cuda
+from .support import FAKE, ask, aten, context, cuda, extras
 
 
 def embedding(tokens, weights=50_257, width=768, dtype=torch.float32, ctx=None, by_frequency=False):

@@ -2,11 +2,11 @@
 
 import torch
 
-from vramfit.virtual.kernels import Extras, extras
-from vramfit.virtual.kernels.context import given_back
+from vramfit.virtual.kernels import Extras
 from vramfit.virtual.kernels.cub import sort_bytes
+from vramfit.virtual.kernels.rules import given_back
 
-from .support import FAKE, aten, context, cuda
+from .support import FAKE, aten, context, cuda, extras
 
 
 def backward_write(target, indices, values, ctx=None):

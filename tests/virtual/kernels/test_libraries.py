@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from vramfit.virtual.kernels import Extras, extras
-from vramfit.virtual.kernels.context import given_back
+from vramfit.virtual.kernels import Extras
+from vramfit.virtual.kernels.rules import given_back
 
-from .support import FAKE, ask, aten, context, cuda
+from .support import FAKE, ask, aten, context, cuda, extras
 
 COMPLEX = torch.complex64
 

@@ -3,17 +3,14 @@ import torch
 
 from vramfit.virtual.kernels import (
     Blas,
-    blas_libraries,
-    blas_library,
     cublas_workspace_bytes,
     cublaslt_workspace_bytes,
-    extras,
     workspace_bytes,
     workspace_is_cached,
     workspaces_are_unified,
 )
 
-from .support import FAKE, ask, aten, context, cuda
+from .support import FAKE, ask, aten, blas_libraries, blas_library, context, cuda, extras
 
 # parseChosenWorkspaceSize: 4096 KiB x 2 + 16 KiB x 8
 SMALL = 8_519_680

@@ -11,10 +11,10 @@ import torch
 from vramfit.gpus import find_gpu
 from vramfit.gpus.measured_profile import MeasuredCall, MeasuredOp, MeasuredProfile, Rates
 from vramfit.virtual.gpu import VirtualGPU
-from vramfit.virtual.kernels.context import Extras
 from vramfit.virtual.kernels.measured import MeasuredTable, Switches, library_of, signature
+from vramfit.virtual.op_call import Extras
 
-from .support import FAKE, ask, aten, context, cuda
+from .support import FAKE, ask, aten, call_of, context, cuda
 
 USUAL = Switches.of(context())
 
@@ -86,13 +86,13 @@ def test_first_call_of_a_process_is_told_once() -> None:
         measured("aten.mm.default", "1", MeasuredOp(after=(2,)), first=MeasuredOp(after=(200,)))
     )
     ctx = context(profile=table)
-    found = [table.extras(aten.mm.default, (1,), {}, ctx) for _ in range(3)]
+    found = [table.extras(call_of(aten.mm.default, (1,), {}, None, ctx)) for _ in range(3)]
     assert [extras.after for extras in found if extras is not None] == [(200,), (2,), (2,)]
 
 
 def test_ops_that_this_torch_lacks_are_passed_over() -> None:
     table = MeasuredTable(measured("aten.no_such_op.default", "1", MeasuredOp()))
-    assert table.extras(aten.mm.default, (1,), {}, context()) is None
+    assert table.extras(call_of(aten.mm.default, (1,), {}, None, context())) is None
 
 
 @pytest.mark.parametrize(

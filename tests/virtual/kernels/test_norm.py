@@ -1,9 +1,9 @@
 import torch
 
-from vramfit.virtual.kernels import METAS, Extras, extras
+from vramfit.virtual.kernels import METAS, Extras
 from vramfit.virtual.kernels.norm import channels_last_grid, partial_rows
 
-from .support import FAKE, ask, aten, context, cuda
+from .support import FAKE, ask, aten, context, cuda, extras
 
 
 def layer_norm_backward(rows, width, ctx):

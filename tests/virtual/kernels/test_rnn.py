@@ -1,9 +1,9 @@
 """cuDNN's recurrent networks: what they copy, keep and hold for a pass."""
 
-from vramfit.virtual.kernels import METAS, Extras, extras
+from vramfit.virtual.kernels import METAS, Extras
 from vramfit.virtual.kernels.rnn import reserve_bytes
 
-from .support import FAKE, aten, context, cuda
+from .support import FAKE, aten, context, cuda, extras
 
 GATES = 10 * 4 * 8 * 4 * 4  # rows x hidden x four gates x 4 bytes
 

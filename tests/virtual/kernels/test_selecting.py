@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from vramfit.virtual.kernels import Extras, extras
-from vramfit.virtual.kernels.context import given_back
+from vramfit.virtual.kernels import Extras
 from vramfit.virtual.kernels.cub import reduce_bytes, select_bytes, sort_bytes
+from vramfit.virtual.kernels.rules import given_back
 from vramfit.virtual.kernels.sampling import key_bits
 
-from .support import FAKE, ask, aten, context, cuda
+from .support import FAKE, ask, aten, context, cuda, extras
 
 
 def test_nonzero_counts_first_and_then_writes_positions():

@@ -3,9 +3,8 @@
 import torch
 
 from vramfit.virtual.kernels import Extras
-from vramfit.virtual.kernels.context import given_back
 from vramfit.virtual.kernels.cub import scan_bytes, segmented_sort_bytes, sort_bytes
-from vramfit.virtual.kernels.scratch import Scratch
+from vramfit.virtual.kernels.rules import Scratch, given_back
 from vramfit.virtual.kernels.sorting import stable_sort
 
 from .support import FAKE, ask, aten, context, cuda

@@ -2,10 +2,10 @@
 
 import torch
 
-from vramfit.virtual.kernels import Extras, extras
+from vramfit.virtual.kernels import Extras
 from vramfit.virtual.kernels.reduction import reduce_dense
 
-from .support import FAKE, ask, aten, context, cuda
+from .support import FAKE, ask, aten, context, cuda, extras
 
 
 def channels_last(*shape):

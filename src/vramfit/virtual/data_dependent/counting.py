@@ -6,12 +6,12 @@ Programs split tensors by such counts, so guessed ones sum to what is counted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from vramfit.virtual.data_dependent.assume import Assume, Extent
 from vramfit.virtual.data_dependent.expectations import Expectation
+from vramfit.virtual.op_call import OpCall
 
 _aten = torch.ops.aten
 _SUMS = {
@@ -28,8 +28,7 @@ COUNTING = frozenset((_aten.histc.default,))
 
 
 def counts(
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
+    call: OpCall,
     out: torch.Tensor,
     expected: Callable[[torch.Tensor], Expectation],
     assume: Assume,
@@ -37,16 +36,15 @@ def counts(
     """Plausible values for the small result of an op that counts; None for other ops.
 
     Args:
-        func: the op.
-        args: its arguments; the first is a tensor without values.
-        out: its result, whose values are wanted.
+        call: the op, whose first argument is a tensor without values.
+        out: the result whose values are wanted.
         expected: gives what is expected of an argument.
         assume: whether the most or the usual is wanted.
 
     Returns:
         The values, and between which bounds each of them could lie; no bounds for those that are sure.
     """
-    source = args[0] if args else None
+    func, source = call.func, call.args[0] if call.args else None
     if not isinstance(source, torch.Tensor) or not out.numel():
         return None
     if func in _HISTOGRAMS:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from vramfit.virtual.op_call import OpCall
+
 _aten = torch.ops.aten
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -66,12 +68,25 @@ Lookup = Callable[[torch.Tensor], Expectation]
 
 @dataclass(frozen=True, slots=True)
 class ExpectedCall:
-    """An op with its arguments and its result, and what is expected of its arguments."""
+    """A call, and what is expected of its arguments."""
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    out: Any
+    op: OpCall
     look: Lookup
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The arguments."""
+        return self.op.args
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]:
+        """The arguments by name."""
+        return self.op.kwargs
+
+    @property
+    def out(self) -> Any:
+        """The results."""
+        return self.op.out
 
     @property
     def source(self) -> torch.Tensor:
@@ -91,39 +106,29 @@ _FEW = 4096
 Rule = Callable[[ExpectedCall], Expectation | None]
 
 
-def may_be_expected(func: torch._ops.OpOverload, out: Any, written: Sequence[torch.Tensor]) -> bool:
-    """Whether `expectation` may say something of an op's result, or its writing ends what was expected.
-
-    Args:
-        func: the op.
-        out: its result.
-        written: the arguments that it writes.
-    """
+def may_be_expected(call: OpCall, written: Sequence[torch.Tensor]) -> bool:
+    """Whether `expectation` may say something of an op's result, or what it writes ends what was expected."""
     if any(tensor.dtype in WATCHED for tensor in written):
         return True
-    results = out if isinstance(out, (tuple, list)) else (out,)
-    return func in _RULES and any(isinstance(t, torch.Tensor) and t.dtype in WATCHED for t in results)
+    results = call.out if isinstance(call.out, (tuple, list)) else (call.out,)
+    return call.func in _RULES and any(isinstance(t, torch.Tensor) and t.dtype in WATCHED for t in results)
 
 
-def expectation(
-    func: torch._ops.OpOverload, look: Lookup, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
-) -> tuple[torch.Tensor, Expectation] | None:
+def expectation(call: OpCall, look: Lookup) -> tuple[torch.Tensor, Expectation] | None:
     """The result of an op of which something is expected, and what; None for most ops.
 
     Args:
-        func: the op.
+        call: the op, whose results are known.
         look: gives what is expected of an argument.
-        args, kwargs: the op's arguments.
-        out: its result.
     """
-    rule = _RULES.get(func)
+    rule = _RULES.get(call.func)
     if rule is None:
         return None
     position, expect = rule
-    target = out[position] if isinstance(out, (tuple, list)) else out
+    target = call.out[position] if isinstance(call.out, (tuple, list)) else call.out
     if not isinstance(target, torch.Tensor) or target.dtype not in WATCHED:
         return None
-    found = expect if isinstance(expect, Expectation) else expect(ExpectedCall(args, kwargs, out, look))
+    found = expect if isinstance(expect, Expectation) else expect(ExpectedCall(call, look))
     return None if found is None or found == NOTHING else (target, found)
 
 

@@ -7,9 +7,9 @@ keep their special tokens.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+
+from vramfit.virtual.op_call import OpCall
 
 _aten = torch.ops.aten
 _AXIS_AT = {_aten.topk.default: 2, _aten.sort.default: 1, _aten.argsort.default: 1}
@@ -23,21 +23,19 @@ _RANKINGS = {
 _FEW = 512
 
 
-def ranks(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor
-) -> torch.Tensor | None:
+def ranks(call: OpCall, out: torch.Tensor) -> torch.Tensor | None:
     """Plausible indices for the small result of a ranking; None for other ops.
 
     Args:
-        func: the op.
-        args, kwargs: its arguments; the first is a tensor without values.
+        call: the op, whose first argument is a tensor without values.
         out: the result that holds the indices.
     """
+    func, args = call.func, call.args
     source = args[0] if args else None
     if func not in _RANKINGS or not isinstance(source, torch.Tensor) or not source.dim() or not out.numel():
         return None
     at = _AXIS_AT.get(func, len(args))
-    axis = kwargs.get("dim", args[at] if len(args) > at else -1) % source.dim()
+    axis = call.kwargs.get("dim", args[at] if len(args) > at else -1) % source.dim()
     choices, taken = source.shape[axis], out.shape[axis]
     rows = out.numel() // taken
     first = torch.full((rows, 1), choices // 3, device="cpu")

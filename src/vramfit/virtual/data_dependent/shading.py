@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,8 @@ from vramfit.virtual.data_dependent.shadow import (
 )
 from vramfit.virtual.fills import Fills
 from vramfit.virtual.masks import Masks
-from vramfit.virtual.ops import OpInfo, mutated_tensors, tensors_in
+from vramfit.virtual.op_call import OpCall
+from vramfit.virtual.ops import tensors_in
 from vramfit.virtual.torch_cuda import VirtualGenerator, default_generator, virtual_generator
 
 if TYPE_CHECKING:
@@ -37,11 +38,11 @@ _WHERE = torch.ops.aten.where.self
 _TO_COPY = torch.ops.aten._to_copy.default
 
 
-def is_quiet(func: torch._ops.OpOverload, info: OpInfo, out: Any) -> bool:
+def is_quiet(call: OpCall) -> bool:
     """Whether an op that reads something unknown leaves nothing but unknown values: none are drawn or guessed."""
-    if info.random or func is _WHERE or func in COUNTING:
+    if call.info.random or call.func is _WHERE or call.func in COUNTING:
         return False
-    return not info.fresh or all(t.is_floating_point() for t in tensors_in(out))
+    return not call.info.fresh or all(t.is_floating_point() for t in tensors_in(call.out))
 
 
 class Shading:
@@ -62,42 +63,26 @@ class Shading:
         self.fills = Fills()
         self.masks = Masks(machine.assume, shadows, expected, ends)
 
-    def follow(
-        self,
-        func: torch._ops.OpOverload,
-        info: OpInfo,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-        device: int | None,
-    ) -> None:
-        """Bring shadows up to date after an op: compute small results, or guess or forget them.
-
-        Args:
-            func: the op.
-            info: what its schema says.
-            args: its arguments (fake tensors).
-            kwargs: its keyword arguments.
-            out: its results.
-            device: index of the card on which it ran, None on the host.
-        """
-        self.fills.follow(func, info, args, kwargs, out)
-        self.masks.follow(func, args)
-        drawn = self._draw(args, kwargs, out, device) if info.random and device is not None else None
+    def follow(self, call: OpCall) -> None:
+        """Bring shadows up to date after an op: compute small results, or guess or forget them."""
+        self.fills.follow(call)
+        self.masks.follow(call)
+        func, info, args, out = call.func, call.info, call.args, call.out
+        drawn = self._draw(call, call.device) if info.random and call.device is not None else None
         fits = (
             may_carry if info.random else may_be_known
         )  # many draws are better counted than drawn otherwise
         fresh = [t for t in tensors_in(out) if fits(t)] if info.fresh else []
-        written = mutated_tensors(info, args, kwargs) if info.mutated else []
+        written = call.written() if info.mutated else []
         for tensor in written:
             self.masks.forget(tensor)
         if not fresh and not any(w.numel() <= most_known(w) for w in written):
             return
         read = self._chosen(args) if func is _WHERE else args
-        if info.shadowed and (inputs := self.arguments(read, kwargs)) is not None:
+        if info.shadowed and (inputs := self.arguments(read, call.kwargs)) is not None:
             real_args, real_kwargs, guessed = inputs
             try:
-                result = self._compute(func, info, real_args, real_kwargs, drawn)
+                result = self._compute(call, real_args, real_kwargs, drawn)
             except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):
                 # Not every CUDA op exists on the CPU: such an op's results are guessed from now on.
                 info.shadowed = False
@@ -116,35 +101,32 @@ class Shading:
                             shadow.guessed = True
                             self.masks.rewrite(func, tensor)
                 return
-        self.forget_written(info, args, kwargs)
+        self.forget_written(call)
         for tensor in fresh:
             # Fractions are guessed when someone looks; answers and indices here, where the op tells which are usual.
             if not may_carry(tensor) or (tensor.is_floating_point() and func not in COUNTING):
                 continue
             if not any(tensor is w for w in written):
-                self.shadows.set(tensor, self._guess(func, tensor, args, kwargs), guessed=True)
+                self.shadows.set(tensor, self._guess(call, tensor), guessed=True)
 
-    def stays_unknown(
-        self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Iterable[torch.Tensor]
-    ) -> bool:
+    def stays_unknown(self, call: OpCall, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether an op reads something unknown, so that what it writes is forgotten and `follow` has nothing to do.
 
         It is for ops that draw nothing, of whose results none is guessed at once.
 
         Args:
-            info: what the op's schema says.
-            args, kwargs: its arguments.
-            tensors: those among them, all of them small.
+            call: the op.
+            tensors: those among its arguments, all of them small.
         """
-        if info.shadowed and self.shadows.has_all(tensors):
+        if call.info.shadowed and self.shadows.has_all(tensors):
             return False
-        self.forget_written(info, args, kwargs)
+        self.forget_written(call)
         return True
 
-    def forget_written(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def forget_written(self, call: OpCall) -> None:
         """Nothing is known any more of the values of what an op writes."""
-        if info.mutated:
-            for tensor in mutated_tensors(info, args, kwargs):
+        if call.info.mutated:
+            for tensor in call.written():
                 self.shadows.forget(tensor)
                 self.masks.forget(tensor)
 
@@ -157,10 +139,9 @@ class Shading:
             return args[0], args[1], args[1]
         return args if bool(condition.any()) else (args[0], args[2], args[2])
 
-    def _guess(
-        self, func: torch._ops.OpOverload, out: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.Tensor:
+    def _guess(self, call: OpCall, out: torch.Tensor) -> torch.Tensor:
         """Values for a small result that nobody computed."""
+        func, args = call.func, call.args
         if out.dtype is torch.bool and out.numel() > 1:
             return self.masks.values(out)
         source = args[0] if args else None
@@ -172,13 +153,13 @@ class Shading:
             # Compare what the program would be told if it looked: `loss < best` agrees with the values of both.
             answer: torch.Tensor = func(*map_tensors(self._assumed, args))
             return answer
-        counted = counts(func, args, out, self.expected, self.machine.assume)
+        counted = counts(call, out, self.expected, self.machine.assume)
         if counted is not None:
             values, bounds = counted
             if bounds is not None:
                 self.note_count(bounds)
             return values
-        ranked = ranks(func, args, kwargs, out)
+        ranked = ranks(call, out)
         if ranked is not None:
             return ranked
         return torch.full(out.shape, guess_value(func, out.dtype, args), dtype=out.dtype, device="cpu")
@@ -207,7 +188,7 @@ class Shading:
             shadow.guessed = True
 
     def arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], bool] | None:
         """Arguments with shadows in place of fake tensors, and whether one was a guess; None if one is missing."""
         guessed = False
@@ -235,12 +216,13 @@ class Shading:
 
     def _compute(
         self,
-        func: torch._ops.OpOverload,
-        info: OpInfo,
+        call: OpCall,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         drawn: VirtualGenerator | None,
     ) -> Any:
+        """Run an op on true values of its arguments."""
+        func, info = call.func, call.info
         generator = kwargs.pop("generator", None)
         if not info.random:
             return func(*args, **kwargs)
@@ -256,14 +238,14 @@ class Shading:
         finally:
             torch.set_rng_state(state)
 
-    def _draw(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device: int) -> VirtualGenerator:
+    def _draw(self, call: OpCall, device: int) -> VirtualGenerator:
         """Consume random numbers of a card; gives the generator from which the true values of small tensors come.
 
         The same state gives the same values, as on a card (but not the card's values). How far the state moves is
         ATen/native/cuda/DistributionTemplates.h: calc_execution_policy, four numbers a thread and round.
         """
         spec = self.machine.devices[device].spec
-        generator = virtual_generator(kwargs.get("generator")) or default_generator(device)
-        numel = max((t.numel() for t in (*tensors_in(out), *tensors_in(args))), default=1)
+        generator = virtual_generator(call.kwargs.get("generator")) or default_generator(device)
+        numel = max((t.numel() for t in (*tensors_in(call.out), *tensors_in(call.args))), default=1)
         threads = 256 * max(1, min(spec.sm_count * (spec.max_threads_per_sm // 256), -(-numel // 256)))
         return generator.draw(4 * -(-numel // (threads * 4)))

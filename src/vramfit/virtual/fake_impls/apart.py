@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vramfit.virtual.fake_impls.registry import RULES, find_overload
+from vramfit.virtual.op_call import OpCall
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -45,10 +46,10 @@ _OPS = (
 
 
 def _taken_apart(key: Any) -> Handler:
-    def handler(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handler(mode: VirtualMode, call: OpCall) -> Any:
         """Run an op's own C++ on the parts that it calls."""
         with mode:
-            return func._op_dk(key, *args, **kwargs)
+            return call.func._op_dk(key, *call.args, **call.kwargs)
 
     return handler
 

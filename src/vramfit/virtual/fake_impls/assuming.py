@@ -18,30 +18,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 from vramfit.virtual.data_dependent.assume import Assume, Extent
 from vramfit.virtual.data_dependent.expectations import Expectation
 from vramfit.virtual.data_dependent.shadow import may_carry
+from vramfit.virtual.op_call import OpCall
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
 
 
-def finish(
-    mode: VirtualMode,
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    out: Any,
-    extent: Extent | None = None,
-) -> Any:
+def finish(mode: VirtualMode, call: OpCall, out: Any, extent: Extent | None = None) -> Any:
     """Place a result, which may rest on an assumed size."""
-    mode.settle(func, mode.ops[func], args, kwargs, out, extents=() if extent is None else (extent,))
+    mode.settle(call, out, extents=() if extent is None else (extent,))
     return out
 
 
-def true_result(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def true_result(mode: VirtualMode, call: OpCall) -> Any:
     """What the op gives on shadows, None without them."""
-    found = mode.shading.arguments(args, kwargs)
+    found = mode.shading.arguments(call.args, call.kwargs)
     if found is None or found[2]:
         return None
-    return func(*found[0], **found[1])
+    return call.func(*found[0], **found[1])
 
 
 def selected(mode: VirtualMode, name: str, mask: torch.Tensor, elements: int) -> Extent:

@@ -8,28 +8,25 @@ import torch
 
 from vramfit.virtual.fake_impls.registry import rule
 from vramfit.virtual.kernels import sdpa
+from vramfit.virtual.op_call import OpCall
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
 
 
 @rule("aten.scaled_dot_product_attention.default")
-def attention(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def attention(mode: VirtualMode, call: OpCall) -> Any:
     """Choose the backend as a card does; the ops of that backend come back to the mode."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
-    given = defaults | dict(zip(names, args, strict=False)) | kwargs
+    given = call.by_name()
     context = mode.workspaces.context(given["query"].device.index or 0)
     with mode:
         return sdpa.scaled_dot_product_attention(ctx=context, **given)
 
 
 @rule("aten._fused_sdp_choice.default")
-def choice(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def choice(mode: VirtualMode, call: OpCall) -> int:
     """The number of the backend that attention would take (transformers/cuda/sdp_utils.cpp, ``select_sdp_backend``)."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
-    given = defaults | dict(zip(names, args, strict=False)) | kwargs
+    given = call.by_name()
     context = mode.workspaces.context(given["query"].device.index or 0)
     del given["scale"]
     return int(sdpa.choose_backend(ctx=context, **given))
@@ -39,20 +36,9 @@ _PACKED = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k")
 
 
 @rule("torch_attn._varlen_attn.default")
-def packed_attention(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def packed_attention(mode: VirtualMode, call: OpCall) -> Any:
     """Attention over packed sequences (torch/nn/attention/varlen.py): flash attention, and a state it never reads."""
-    names = (
-        *_PACKED,
-        "is_causal",
-        "scale",
-        "window_size",
-        "enable_gqa",
-        "seqused_k",
-        "block_table",
-        "num_splits",
-    )
-    given = {argument.name: argument.default_value for argument in func._schema.arguments}
-    given |= dict(zip(names, args, strict=False)) | kwargs
+    given = call.by_name()
     left, right = given.get("window_size") or (-1, -1)
     with mode:
         results = torch.ops.aten._flash_attention_forward(
@@ -70,14 +56,10 @@ def packed_attention(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs
 
 
 @rule("torch_attn._varlen_attn_backward.default")
-def packed_attention_backward(
-    mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def packed_attention_backward(mode: VirtualMode, call: OpCall) -> Any:
     """Its gradients."""
     first = ("grad_out", "query", "key", "value", "out", "lse", "cu_seq_q", "cu_seq_k", "max_q", "max_k")
-    names = (*first, "is_causal", "rng_state", "scale", "window_size")
-    given = {argument.name: argument.default_value for argument in func._schema.arguments}
-    given |= dict(zip(names, args, strict=False)) | kwargs
+    given = call.by_name()
     left, right = given["window_size"] or (-1, -1)
     with mode:
         unused = torch.empty(0, device=given["query"].device)

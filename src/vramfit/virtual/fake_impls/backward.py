@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.virtual.fake_impls import compressed
 from vramfit.virtual.fake_impls.registry import rule
+from vramfit.virtual.op_call import OpCall
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -24,57 +25,55 @@ _NO_REDUCTION = 0  # at::Reduction::None
     "aten._pdist_backward.default",
     "aten.glu_jvp.default",
 )
-def like_input(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def like_input(mode: VirtualMode, call: OpCall) -> Any:
     """A gradient shaped like the op's input, which follows the incoming gradient among the arguments."""
-    out = mode.fake_like(args[1])
-    mode.settle(func, mode.ops[func], args, kwargs, out)
+    out = mode.fake_like(call.args[1])
+    mode.settle(call, out)
     return out
 
 
 @rule("aten.cudnn_grid_sampler.default")
-def grid_sampler(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def grid_sampler(mode: VirtualMode, call: OpCall) -> Any:
     """cuDNN's grid sampler: the input's channels at the grid's places (native/cudnn/GridSampler.cpp)."""
-    source, grid = args
+    source, grid = call.args
     shape = (*source.shape[:2], *grid.shape[1:3])
     out = mode.fake_empty(shape, source.dtype, source.device)
-    mode.settle(func, mode.ops[func], args, kwargs, out)
+    mode.settle(call, out)
     return out
 
 
 @rule("aten.cudnn_grid_sampler_backward.default")
-def grid_sampler_backward(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def grid_sampler_backward(mode: VirtualMode, call: OpCall) -> Any:
     """The gradients of its input and its grid."""
-    out = tuple(mode.fake_empty(tuple(t.shape), t.dtype, t.device) for t in args[:2])
-    mode.settle(func, mode.ops[func], args, kwargs, out)
+    out = tuple(mode.fake_empty(tuple(t.shape), t.dtype, t.device) for t in call.args[:2])
+    mode.settle(call, out)
     return out
 
 
 @rule("aten.multi_margin_loss.default")
-def multi_margin_loss(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def multi_margin_loss(mode: VirtualMode, call: OpCall) -> Any:
     """One loss per sample, or one for all."""
-    bound = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
+    bound = call.by_name()
     source: torch.Tensor = bound["self"]
     each = bound.get("reduction", 1) == _NO_REDUCTION and source.dim() > 1
     out = mode.fake_empty((source.shape[0],) if each else (), source.dtype, source.device)
-    mode.settle(func, mode.ops[func], args, kwargs, out)
+    mode.settle(call, out)
     return out
 
 
 @rule("aten.multilabel_margin_loss_forward.default")
-def multilabel_margin_loss(
-    mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def multilabel_margin_loss(mode: VirtualMode, call: OpCall) -> Any:
     """The loss and a mask of the targets."""
-    source, _, reduction = args
+    source, _, reduction = call.args
     each = reduction == _NO_REDUCTION and source.dim() > 1
     loss = mode.fake_empty((source.shape[0],) if each else (), source.dtype, source.device)
     out = (loss, mode.fake_like(source))
-    mode.settle(func, mode.ops[func], args, kwargs, out)
+    mode.settle(call, out)
     return out
 
 
 @rule("aten._nested_tensor_from_mask_left_aligned.default")
-def left_aligned(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def left_aligned(mode: VirtualMode, call: OpCall) -> bool:
     """Whether a padding mask is left-aligned: no, so that an encoder keeps to dense tensors."""
     mode.machine.warn(
         "nested-tensors-avoided",
@@ -84,25 +83,25 @@ def left_aligned(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 @rule("aten._use_miopen_ctc_loss.default", "aten._use_miopen_ctc_loss.Tensor")
-def use_miopen(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def use_miopen(mode: VirtualMode, call: OpCall) -> bool:
     """MIOpen is AMD's: never on a CUDA card."""
     return False
 
 
 @rule("aten._sparse_addmm.default", "aten.sparse_sampled_addmm.default")
-def sparse_addmm(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def sparse_addmm(mode: VirtualMode, call: OpCall) -> Any:
     """A dense matrix plus a sparse one times a dense one: shaped like the first."""
-    if compressed.is_product(func, args):
-        return compressed.multiply(mode, func, args)
-    out = mode.fake_empty(tuple(args[0].shape), args[0].dtype, args[0].device)
-    mode.settle(func, mode.ops[func], args, kwargs, out)
+    if compressed.is_product(call.func, call.args):
+        return compressed.multiply(mode, call)
+    out = mode.fake_empty(tuple(call.args[0].shape), call.args[0].dtype, call.args[0].device)
+    mode.settle(call, out)
     return out
 
 
 @rule("aten._ctc_loss.default", "aten._ctc_loss.Tensor")
-def ctc_loss(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def ctc_loss(mode: VirtualMode, call: OpCall) -> Any:
     """One loss per sequence, and log alphas over time and the extended target (native/cuda/LossCTC.cu)."""
-    log_probs, targets, _, target_lengths, *_ = args
+    log_probs, targets, _, target_lengths, *_ = call.args
     lengths = target_lengths
     if isinstance(lengths, torch.Tensor):
         known = mode.shadows.view(lengths) if isinstance(lengths, FakeTensor) else lengths
@@ -114,26 +113,26 @@ def ctc_loss(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[s
         mode.fake_empty((batch,), log_probs.dtype, log_probs.device),
         mode.fake_empty((batch, steps, 2 * longest + 1), log_probs.dtype, log_probs.device),
     )
-    mode.settle(func, mode.ops[func], args, kwargs, out)
+    mode.settle(call, out)
     return out
 
 
 @rule("aten._ctc_loss_backward.default", "aten._ctc_loss_backward.Tensor")
-def ctc_loss_backward(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def ctc_loss_backward(mode: VirtualMode, call: OpCall) -> Any:
     """A contiguous gradient of the log probabilities (native/cuda/LossCTC.cu)."""
-    log_probs = args[1]
+    log_probs = call.args[1]
     out = mode.fake_empty(tuple(log_probs.shape), log_probs.dtype, log_probs.device)
-    mode.settle(func, mode.ops[func], args, kwargs, out)
+    mode.settle(call, out)
     return out
 
 
 @rule("aten._cudnn_ctc_loss.default", "aten._cudnn_ctc_loss.Tensor")
-def cudnn_ctc_loss(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def cudnn_ctc_loss(mode: VirtualMode, call: OpCall) -> Any:
     """One loss per sequence, and their gradient at once (native/cudnn/LossCTC.cpp ``_cudnn_ctc_loss``)."""
-    log_probs = args[0]
+    log_probs = call.args[0]
     losses = mode.fake_empty((log_probs.shape[1],), log_probs.dtype, log_probs.device)
     gradient = mode.fake_empty(tuple(log_probs.shape), log_probs.dtype, log_probs.device)
-    mode.settle(func, mode.ops[func], args, kwargs, (losses, gradient))
+    mode.settle(call, (losses, gradient))
     return losses, gradient
 
 
@@ -143,33 +142,33 @@ def _column_major(mode: VirtualMode, shape: tuple[int, ...], like: torch.Tensor)
 
 
 @rule("aten.geqrf.default")
-def geqrf(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def geqrf(mode: VirtualMode, call: OpCall) -> Any:
     """Householder reflectors below R, and their factors (native/BatchLinearAlgebra.cpp ``geqrf``)."""
-    source: torch.Tensor = args[0]
+    source: torch.Tensor = call.args[0]
     shape = tuple(source.shape)
     factors = mode.fake_empty((*shape[:-2], min(shape[-2:])), source.dtype, source.device)
     out = (_column_major(mode, shape, source), factors)
-    mode.settle(func, mode.ops[func], args, kwargs, out)
+    mode.settle(call, out)
     return out
 
 
 @rule("aten.ormqr.default")
-def ormqr(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def ormqr(mode: VirtualMode, call: OpCall) -> Any:
     """A matrix times an orthogonal one: shaped like the matrix (native/BatchLinearAlgebra.cpp ``ormqr``)."""
-    other: torch.Tensor = args[2]
+    other: torch.Tensor = call.args[2]
     out = _column_major(mode, tuple(other.shape), other)
-    mode.settle(func, mode.ops[func], args, kwargs, out)
+    mode.settle(call, out)
     return out
 
 
 @rule("aten.linalg_lstsq.default")
-def lstsq(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def lstsq(mode: VirtualMode, call: OpCall) -> Any:
     """Least squares on a card (driver ``gels``): solution and residuals, no rank and no singular values.
 
     As native/BatchLinearAlgebra.cpp ``linalg_lstsq_out_info`` does it, the solution is cut from the right-hand side's
     copy and keeps its storage; a copy of the matrix lives meanwhile, and for residuals their unsummed form.
     """
-    left, right = args[:2]
+    left, right = call.args[:2]
     rows, columns = left.shape[-2:]
     vector = right.dim() == 1 or right.shape == left.shape[:-1]
     count = 1 if vector else right.shape[-1]
@@ -178,10 +177,10 @@ def lstsq(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     real = left.real.dtype if left.is_complex() else left.dtype
     residuals = mode.fake_empty((*batch, count) if rows > columns else (0,), real, left.device)
     rest = (mode.fake_empty((0,), torch.int64, left.device), mode.fake_empty((0,), real, left.device))
-    name, device = mode.ops[func].name, left.device.index or 0
+    name, device = call.info.name, left.device.index or 0
     sizes = [left.nbytes, right.nbytes if rows > columns else 0]
     held = mode.meter.temporary([size for size in sizes if size], device, name)
-    mode.settle(func, mode.ops[func], args, kwargs, (whole, residuals, *rest))
+    mode.settle(call, (whole, residuals, *rest))
     mode.meter.give_back(held, device)
     for tensor in (whole, residuals):
         mode.shadows.forget(tensor)  # the host's default driver answers in another form

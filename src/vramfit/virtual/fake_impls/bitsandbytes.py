@@ -11,7 +11,8 @@ from vramfit.trace import Category
 from vramfit.virtual import roofline
 from vramfit.virtual.attribution import ProgramPhase
 from vramfit.virtual.fake_impls.registry import LATE
-from vramfit.virtual.ops import mutated_tensors, tensors_in
+from vramfit.virtual.op_call import OpCall
+from vramfit.virtual.ops import tensors_in
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -20,28 +21,25 @@ _QUANTISING = {"quantize_4bit", "quantize_blockwise", "int8_vectorwise_quant"}
 _KEYS = (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CompositeExplicitAutograd)
 
 
-def on_card(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def on_card(mode: VirtualMode, call: OpCall) -> Any:
     """Run the op's own Python for a card, whose allocations arrive one by one; values are not known afterwards."""
-    info = mode.ops[func]
-    card = next((t.device.index or 0 for t in _tensors(args, kwargs) if t.device.type == "cuda"), None)
-    key = next((k for k in _KEYS if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), k)), None)
+    card = next((t.device.index or 0 for t in call.tensors() if t.device.type == "cuda"), None)
+    key = next(
+        (k for k in _KEYS if torch._C._dispatch_has_kernel_for_dispatch_key(call.func.name(), k)), None
+    )
     if card is None or key is None:
-        return mode.run(func, info, args, kwargs)
+        return mode.run(call)
     with mode:
-        out = func._op_dk(key, *args, **kwargs)
-    for tensor in (*tensors_in(out), *mutated_tensors(info, args, kwargs)):
+        call.out = out = call.func._op_dk(key, *call.args, **call.kwargs)
+    for tensor in (*tensors_in(out), *call.written()):
         if type(tensor) is FakeTensor:
             mode.shadows.forget(tensor)
             # Before anything runs, weights are quantised: packed, and their scales.
-            if mode.meter.phases.phase is ProgramPhase.SETUP and func._opname in _QUANTISING:
+            if mode.meter.phases.phase is ProgramPhase.SETUP and call.func._opname in _QUANTISING:
                 mode.meter.tag(tensor, Category.PARAMETERS)
     spec, rates = mode.machine.devices[card].spec, mode.machine.rates
-    mode.machine.advance(1e6 * roofline.seconds(func, args, kwargs, out, spec, rates), card)
+    mode.machine.advance(1e6 * roofline.seconds(call, spec, rates), card)
     return out
-
-
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
 
 
 LATE["bitsandbytes.*"] = on_card

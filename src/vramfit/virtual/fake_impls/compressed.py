@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.virtual.fake_impls.registry import rule
+from vramfit.virtual.op_call import OpCall
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -64,18 +65,18 @@ def build(
     "aten.sparse_compressed_tensor.comp_plain_value_size",
     "aten._sparse_compressed_tensor_unsafe.default",
 )
-def make(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def make(mode: VirtualMode, call: OpCall) -> torch.Tensor:
     """``torch.sparse_csr_tensor(crow, col, values)``: the parts as they are, moved to the card where they are not."""
-    compressed, plain, values, size = args
-    device = kwargs.get("device") or values.device
-    dtype = kwargs.get("dtype") or values.dtype
+    compressed, plain, values, size = call.args
+    device = call.kwargs.get("device") or values.device
+    dtype = call.kwargs.get("dtype") or values.dtype
     with mode:
         moved = [compressed.to(device), plain.to(device), values.to(device, dtype)]
     fakes = [part if type(part) is FakeTensor else mode.wrap(part) for part in moved]
-    return build(mode, fakes, tuple(size), kwargs["layout"])
+    return build(mode, fakes, tuple(size), call.kwargs["layout"])
 
 
-def multiply(mode: VirtualMode, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> torch.Tensor:
+def multiply(mode: VirtualMode, call: OpCall) -> torch.Tensor:
     """A CSR or CSC matrix times a dense matrix or vector.
 
     ``mm`` makes a CSR matrix of a CSC one, zeros to add to, and the sum (native/sparse/SparseCsrTensorMath.cpp,
@@ -85,23 +86,24 @@ def multiply(mode: VirtualMode, func: torch._ops.OpOverload, args: tuple[Any, ..
     Raises:
         NotImplementedError: the other factor is sparse, too, or the first one is dense.
     """
-    first = _PRODUCTS[func]
-    matrix, dense = args[first : first + 2]
+    first = _PRODUCTS[call.func]
+    matrix, dense = call.args[first : first + 2]
     if matrix.layout not in LAYOUTS or dense.layout is not torch.strided:
-        message = f"the virtual GPU has no rule for {func} of {matrix.layout} and {dense.layout} tensors yet"
+        message = (
+            f"the virtual GPU has no rule for {call.func} of {matrix.layout} and {dense.layout} tensors yet"
+        )
         mode.machine.warn("op-without-rule", message, location=mode.guesses.location())
         raise NotImplementedError(f"vramfit: {message}")
     out = mode.fake_empty((matrix.shape[0], *dense.shape[1:]), dense.dtype, dense.device)
-    info = mode.ops[_SPARSE_ADDMM]
     if first == 0 and dense.dim() == 2:
         by_rows = _by_rows(mode, matrix)
         with mode:
             start = dense.new_zeros(out.shape)
     else:
-        start = args[0] if first else out
-        mode.meter.adopt(out, info.name)
+        start = call.args[0] if first else out
+        mode.meter.adopt(out, mode.ops[_SPARSE_ADDMM].name)
         by_rows = _by_rows(mode, matrix)
-    mode.settle(_SPARSE_ADDMM, info, (start, by_rows, dense), {}, out)
+    mode.settle(mode.call(_SPARSE_ADDMM, start, by_rows, dense), out)
     return out
 
 

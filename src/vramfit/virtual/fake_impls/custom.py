@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from vramfit.virtual.data_dependent.assume import Assume
 from vramfit.virtual.fake_impls import assuming, shapes
 from vramfit.virtual.fake_impls.registry import rule
+from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.ops import tensors_in
 
 if TYPE_CHECKING:
@@ -40,41 +41,39 @@ def asks_for_sizes(func: torch._ops.OpOverload) -> bool:
     return _fake_implementation(func) is not None
 
 
-def run(mode: VirtualMode, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(mode: VirtualMode, call: OpCall) -> Any:
     """The operator's results, with sizes that are assumed where its arguments are not known."""
-    if (true := _true_result(mode, func, args, kwargs)) is not None:
+    if (true := _true_result(mode, call)) is not None:
         return true
-    name, given = func.name(), tensors_in((args, tuple(kwargs.values())))
+    name, given = call.func.name(), tensors_in((call.args, tuple(call.kwargs.values())))
     rows = max((t.shape[0] for t in given if t.dim()), default=0)
     if name in _ROWS_OF_FIRST:
-        sizes = _Sizes(mode, func, args[0].shape[0], binding=True)
+        sizes = _Sizes(mode, call.func, call.args[0].shape[0], binding=True)
     else:
-        sizes = _Sizes(mode, func, rows, binding=False)
-    out = _describe(mode, func, args, kwargs, sizes)
+        sizes = _Sizes(mode, call.func, rows, binding=False)
+    out = _describe(mode, call, sizes)
     if not sizes.binding and (source := _located(out, given)) is not None:
-        sizes = _Sizes(mode, func, source.numel(), binding=False)
-        out = _describe(mode, func, args, kwargs, sizes)
+        sizes = _Sizes(mode, call.func, source.numel(), binding=False)
+        out = _describe(mode, call, sizes)
     extents = sizes.tell()
-    mode.settle(func, mode.ops[func], args, kwargs, out, extents=extents)
+    mode.settle(call, out, extents=extents)
     for part in tensors_in(out):
         if part.dim() == 1 and part.dtype is torch.int64 and part.numel() in {e.shown for e in extents}:
             assuming.number_rows(mode, sizes.bound, part)
     return out
 
 
-def _true_result(
-    mode: VirtualMode, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _true_result(mode: VirtualMode, call: OpCall) -> Any:
     """What the operator gives on true values, where it runs on the host; None without them."""
-    if mode.ops[func].mutated:
+    if call.info.mutated:
         return None
     try:
-        true = assuming.true_result(mode, func, args, kwargs)
+        true = assuming.true_result(mode, call)
     except NotImplementedError:  # it has no kernel for the host
         return None
     if true is None:
         return None
-    return assuming.finish(mode, func, args, kwargs, assuming.like(mode, true, assuming.device_of(args)))
+    return assuming.finish(mode, call, assuming.like(mode, true, assuming.device_of(call.args)))
 
 
 def _fake_implementation(func: torch._ops.OpOverload) -> Any:
@@ -83,13 +82,11 @@ def _fake_implementation(func: torch._ops.OpOverload) -> Any:
 
 def _describe(
     mode: VirtualMode,
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: OpCall,
     sizes: _Sizes,
 ) -> Any:
     with set_ctx_getter(lambda: sizes), mode.fake:
-        return _fake_implementation(func)(*args, **kwargs)
+        return _fake_implementation(call.func)(*call.args, **call.kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +161,17 @@ def _located(out: Any, given: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 @rule("torchvision.nms.default")
-def nms(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def nms(mode: VirtualMode, call: OpCall) -> Any:
     """``torchvision.ops.nms`` on a card: boxes sorted by score, a bit for each pair, a mask of what is kept.
 
     vision/csrc/ops/cuda/nms_kernel.cu: ``nms_kernel``, since torchvision 0.21 without a copy to the host
     (https://github.com/pytorch/vision/pull/8766).
     """
-    boxes, scores = args[:2]
+    boxes, scores = call.args[:2]
     if type(boxes) is not FakeTensor or boxes.fake_device.type != "cuda" or not boxes.numel():
-        return run(mode, func, args, kwargs)
-    _describe(mode, func, args, kwargs, _Sizes(mode, func, 0, binding=True))  # what it says of its arguments
-    if (true := _true_result(mode, func, args, kwargs)) is not None:
+        return run(mode, call)
+    _describe(mode, call, _Sizes(mode, call.func, 0, binding=True))  # what it says of its arguments
+    if (true := _true_result(mode, call)) is not None:
         return true
     count = boxes.shape[0]
     with mode:  # metered like ops of the program
@@ -185,7 +182,7 @@ def nms(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     mode.shadows.forget(kept)
     mode.meter.expect(kept, None)
     del ordered
-    found = shapes.select_masked(mode, _MASKED_SELECT, (order, kept), {}, func.name())
+    found = shapes.select_masked(mode, mode.call(_MASKED_SELECT, order, kept), call.func.name())
     del pairs
     assuming.number_rows(mode, count, found)
     return found

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vramfit.virtual.fake_impls.registry import RULES, find_overload, rule
+from vramfit.virtual.op_call import OpCall
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -61,10 +62,10 @@ _OPS: dict[str, _Describe] = {
 
 
 @rule("aten._is_all_true.default")
-def is_all_true(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def is_all_true(mode: VirtualMode, call: OpCall) -> Any:
     """What ``torch.distributions`` asks of its arguments: yes, unless their true values say otherwise."""
-    out = mode.fake_empty((), torch.bool, args[0].device)
-    mode.settle(func, mode.ops[func], args, kwargs, out)
+    out = mode.fake_empty((), torch.bool, call.args[0].device)
+    mode.settle(call, out)
     shadow = mode.shadows.find(out)
     if shadow is None or shadow.guessed:
         mode.shadows.set(out, torch.tensor(True, device="cpu"), guessed=True)
@@ -72,9 +73,9 @@ def is_all_true(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dic
 
 
 def _handler(describe: _Describe) -> Handler:
-    def handler(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = describe(mode, args)
-        mode.settle(func, mode.ops[func], args, kwargs, out)
+    def handler(mode: VirtualMode, call: OpCall) -> Any:
+        out = describe(mode, call.args)
+        mode.settle(call, out)
         return out
 
     return handler

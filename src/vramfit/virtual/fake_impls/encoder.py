@@ -13,6 +13,7 @@ import torch
 
 from vramfit.virtual.fake_impls.registry import rule
 from vramfit.virtual.kernels import SdpaBackend, choose_backend, sdpa
+from vramfit.virtual.op_call import OpCall
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -20,39 +21,19 @@ if TYPE_CHECKING:
 _MASK_OF_KEYS = 1  # mask_type of src_key_padding_mask
 _SHORT_ROW = 1024
 
-_ATTENTION = (
-    *("query", "key", "value", "embed_dim", "num_head", "qkv_weight", "qkv_bias", "proj_weight", "proj_bias"),
-    *("mask", "need_weights", "average_attn_weights", "mask_type"),
-)
-_LAYER = (
-    *("src", "embed_dim", "num_heads", "qkv_weight", "qkv_bias", "proj_weight", "proj_bias", "use_gelu"),
-    *("norm_first", "eps", "norm_weight_1", "norm_bias_1", "norm_weight_2", "norm_bias_2"),
-    *("ffn_weight_1", "ffn_bias_1", "ffn_weight_2", "ffn_bias_2", "mask", "mask_type"),
-)
-
 
 @rule("aten._native_multi_head_attention.default")
-def attention(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def attention(mode: VirtualMode, call: OpCall) -> Any:
     """Attention with packed projections, and its weights where they are wanted."""
-    del func
-    given: dict[str, Any] = {
-        "mask": None,
-        "need_weights": True,
-        "average_attn_weights": True,
-        "mask_type": None,
-    }
-    given |= dict(zip(_ATTENTION, args, strict=False)) | kwargs
     with mode:
-        return _attend(mode, **given)
+        return _attend(mode, **call.by_name())
 
 
 @rule("aten._transformer_encoder_layer_fwd.default")
-def encoder_layer(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def encoder_layer(mode: VirtualMode, call: OpCall) -> Any:
     """A whole layer: attention and two feed-forward products, each with its residual and its norm."""
-    del func
-    given: dict[str, Any] = {"mask": None, "mask_type": None} | dict(zip(_LAYER, args, strict=False)) | kwargs
     with mode:
-        return _layer(mode, given)
+        return _layer(mode, call.by_name())
 
 
 def _layer(mode: VirtualMode, given: dict[str, Any]) -> torch.Tensor:

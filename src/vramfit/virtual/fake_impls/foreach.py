@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.virtual.fake_impls.registry import RULES, find_overload, rule
+from vramfit.virtual.op_call import OpCall
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -20,29 +21,29 @@ if TYPE_CHECKING:
 _OTHERWISE = {"_foreach_norm", "_foreach_max", "_foreach_copy", "_foreach_powsum"}
 
 
-def in_place(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def in_place(mode: VirtualMode, call: OpCall) -> Any:
     """An in-place list op: shapes stay; only temporaries, time and shadows matter."""
-    info = mode.ops[func]
     written = (
-        [t for t in args[0] if isinstance(t, torch.Tensor)] if isinstance(args[0], (list, tuple)) else []
+        [t for t in call.args[0] if isinstance(t, torch.Tensor)]
+        if isinstance(call.args[0], (list, tuple))
+        else []
     )
-    mode.settle(func, info, args, kwargs, written)
-    return None if not func._schema.returns else args[0]
+    mode.settle(call, written)
+    return None if not call.func._schema.returns else call.args[0]
 
 
-def like_first(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def like_first(mode: VirtualMode, call: OpCall) -> Any:
     """An out-of-place list op: one result like each tensor of the first list, in the list's order."""
-    info = mode.ops[func]
-    if any(type(t) is not FakeTensor for t in args[0]):
-        return mode.run(func, info, args, kwargs)
-    other = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else args[0]
-    peers = other if len(other) == len(args[0]) and isinstance(other[0], torch.Tensor) else args[0]
-    if any(a.dtype != b.dtype or a.shape != b.shape for a, b in zip(args[0], peers, strict=True)) or any(
-        not t.dtype.is_floating_point for t in args[0]
+    if any(type(t) is not FakeTensor for t in call.args[0]):
+        return mode.run(call)
+    other = call.args[1] if len(call.args) > 1 and isinstance(call.args[1], (list, tuple)) else call.args[0]
+    peers = other if len(other) == len(call.args[0]) and isinstance(other[0], torch.Tensor) else call.args[0]
+    if any(a.dtype != b.dtype or a.shape != b.shape for a, b in zip(call.args[0], peers, strict=True)) or any(
+        not t.dtype.is_floating_point for t in call.args[0]
     ):
-        return mode.run(func, info, args, kwargs)  # type promotion or broadcasting: let torch say
-    out = [mode.fake_like(t) for t in args[0]]
-    mode.settle(func, info, args, kwargs, out)
+        return mode.run(call)  # type promotion or broadcasting: let torch say
+    out = [mode.fake_like(t) for t in call.args[0]]
+    mode.settle(call, out)
     return out
 
 
@@ -69,15 +70,13 @@ _register()
 
 
 @rule("aten._amp_foreach_non_finite_check_and_unscale_.default")
-def unscale_(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def unscale_(mode: VirtualMode, call: OpCall) -> None:
     """GradScaler's check: gradients that nobody computed are taken as finite, so ``found_inf`` keeps its value."""
-    info = mode.ops[func]
-    grads, found_inf, inverse_scale = args
+    grads, _found_inf, inverse_scale = call.args
     views = [mode.shadows.view(g) for g in grads]
     if all(v is not None for v in views):
-        mode.settle(func, info, args, kwargs, None)
+        mode.settle(call, None)
         return
     for gradient in grads:
         mode.shadows.forget(gradient)
-    mode.settle(func, info, ((), (), inverse_scale), kwargs, None)
-    del found_inf
+    mode.settle(call.with_arguments((), (), inverse_scale), None)

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.virtual.fake_impls import shapes
 from vramfit.virtual.fake_impls.registry import RULES, find_overload
+from vramfit.virtual.op_call import OpCall
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -44,8 +45,9 @@ def _in_place(plain: Any, written: Any, nodes: tuple[str, ...]) -> Handler:
     usual = RULES.get(plain)
     names = frozenset(node + "Backward" for node in nodes)
 
-    def handler(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handler(mode: VirtualMode, call: OpCall) -> Any:
         """Run the in-place op where the node at work does so on a card. See the NOTE above."""
+        args = call.args
         if (
             torch._C._current_graph_task_id() != -1
             and not torch.is_grad_enabled()
@@ -57,12 +59,14 @@ def _in_place(plain: Any, written: Any, nodes: tuple[str, ...]) -> Handler:
             if written is _INDEX_PUT:
                 args = (*args[:3], True, True)  # accumulating, with indices that the forward pass has checked
                 if any(i is not None and i.dtype in _MASKS for i in args[1]):
-                    return shapes.index_put(mode, written, args, kwargs)  # a mask becomes indices first
-            mode.settle(written, mode.ops[written], args, kwargs, args[0])
+                    return shapes.index_put(
+                        mode, mode.call(written, *args, **call.kwargs)
+                    )  # a mask becomes indices first
+            mode.settle(mode.call(written, *args, **call.kwargs), args[0])
             return args[0]
         if usual is not None:
-            return usual(mode, func, args, kwargs)
-        return mode.run(func, mode.ops[func], args, kwargs)
+            return usual(mode, call)
+        return mode.run(call)
 
     handler.backward_only = usual is None  # type: ignore[attr-defined]
     return handler

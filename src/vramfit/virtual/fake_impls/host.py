@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from vramfit.virtual.clock import Engine
 from vramfit.virtual.data_dependent.guesses import GUESSED
 from vramfit.virtual.fake_impls import compressed
 from vramfit.virtual.fake_impls.registry import rule
+from vramfit.virtual.op_call import OpCall
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -31,26 +33,24 @@ _MMAP: dict[str, int] = (
 
 
 @rule("aten._to_copy.default", hands_on=True)
-def to_copy(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def to_copy(mode: VirtualMode, call: OpCall) -> Any:
     """``tensor.to(...)``: to the card gives a fake tensor, to the host a real one."""
-    source: torch.Tensor = args[0]
-    device = kwargs.get("device") or source.device
+    source: torch.Tensor = call.args[0]
+    device = call.kwargs.get("device") or source.device
     if device.type == "meta":
         return torch.empty_strided(
-            source.shape, source.stride(), dtype=kwargs.get("dtype") or source.dtype, device="meta"
+            source.shape, source.stride(), dtype=call.kwargs.get("dtype") or source.dtype, device="meta"
         )
-    info = mode.ops[func]
     if type(source) is not FakeTensor:
-        return _upload(mode, source, device, kwargs)
+        return _upload(mode, source, device, call.kwargs)
     if device.type == "cpu" and source.fake_device.type == "cuda":
-        return download(mode, source, kwargs)
-    return mode.run(func, info, args, kwargs, real=False)
+        return download(mode, source, call.kwargs)
+    return mode.run(call, real=False)
 
 
 def _upload(
-    mode: VirtualMode, source: torch.Tensor, device: torch.device, kwargs: dict[str, Any]
+    mode: VirtualMode, source: torch.Tensor, device: torch.device, kwargs: Mapping[str, Any]
 ) -> torch.Tensor:
-    info = mode.ops[_TO_COPY]
     if source.device.type == "meta":
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
     if source.layout is torch.sparse_coo:
@@ -62,9 +62,9 @@ def _upload(
         mode.machine.warn("op-without-rule", message, location=mode.guesses.location())
         raise NotImplementedError(f"vramfit: {message}")
     fake = mode.wrap(source)
-    out = mode.describe(_TO_COPY, (fake,), {**kwargs, "device": device})
-    kwargs = {**kwargs, "device": device}
-    mode.settle(_TO_COPY, info, (fake,), kwargs, out, category=Category.INPUTS, engine=Engine.UPWARDS)
+    call = mode.call(_TO_COPY, fake, **{**kwargs, "device": device})
+    out = mode.describe(call)
+    mode.settle(call, out, category=Category.INPUTS, engine=Engine.UPWARDS)
     waits = not kwargs.get("non_blocking")
     _pass_link(
         mode, device.index or 0, source.nbytes, Engine.UPWARDS, mode.page_locked.holds(source), waits=waits
@@ -74,7 +74,7 @@ def _upload(
 
 
 def _upload_sparse(
-    mode: VirtualMode, source: torch.Tensor, device: torch.device, kwargs: dict[str, Any]
+    mode: VirtualMode, source: torch.Tensor, device: torch.device, kwargs: Mapping[str, Any]
 ) -> torch.Tensor:
     """Indices and values of a sparse COO tensor cross one by one (native/sparse/SparseTensor.cpp, copy_sparse_)."""
     dtype = kwargs.get("dtype")
@@ -87,7 +87,7 @@ def _upload_sparse(
 
 
 def _upload_compressed(
-    mode: VirtualMode, source: torch.Tensor, device: torch.device, kwargs: dict[str, Any]
+    mode: VirtualMode, source: torch.Tensor, device: torch.device, kwargs: Mapping[str, Any]
 ) -> torch.Tensor:
     """The three parts of a CSR or CSC tensor cross one by one (native/TensorConversions.cpp, ``_to_copy``)."""
     dtype = kwargs.get("dtype")
@@ -97,7 +97,7 @@ def _upload_compressed(
     return compressed.build(mode, parts, tuple(source.shape), source.layout)
 
 
-def download(mode: VirtualMode, source: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+def download(mode: VirtualMode, source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
     """A real CPU tensor for a virtual one: its shadow, or values nobody knows."""
     if source.layout in compressed.LAYOUTS:
         return compressed.download(
@@ -172,11 +172,10 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @rule("aten.copy_.default")
-def copy_(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def copy_(mode: VirtualMode, call: OpCall) -> Any:
     """``target.copy_(source)`` in each direction."""
-    target, source = args[0], args[1]
-    non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
-    info = mode.ops[func]
+    target, source = call.args[0], call.args[1]
+    non_blocking = bool(call.args[2] if len(call.args) > 2 else call.kwargs.get("non_blocking"))
     if type(target) is FakeTensor:
         host = source if type(source) is not FakeTensor else None
         if host is not None:
@@ -187,14 +186,14 @@ def copy_(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str,
             crosses = target.fake_device.type != source.fake_device.type
             upwards = target.fake_device.type == "cuda"
             engine = (Engine.UPWARDS if upwards else Engine.DOWNWARDS) if crosses else Engine.COMPUTE
-            mode.settle(func, info, (target, source), kwargs, target, engine=engine)
+            mode.settle(call.with_arguments(target, source), target, engine=engine)
             if crosses:
                 card, other = (target, host if host is not None else source) if upwards else (source, target)
                 pinned, nbytes = mode.page_locked.holds(other), source.nbytes
                 _pass_link(mode, card.device.index or 0, nbytes, engine, pinned, waits=not non_blocking)
             return target
-        return mode.run(func, info, (target, source, *args[2:]), kwargs, real=False)
-    return _fill_host(mode, func, target, source, non_blocking=non_blocking)
+        return mode.run(call.with_arguments(target, source, *call.args[2:]), real=False)
+    return _fill_host(mode, call.func, target, source, non_blocking=non_blocking)
 
 
 def _fill_host(
@@ -216,23 +215,21 @@ def _fill_host(
 
 
 @rule("aten._copy_from.default", "aten._copy_from_and_resize.default")
-def copy_from(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def copy_from(mode: VirtualMode, call: OpCall) -> Any:
     """``_copy_from(source, target)``."""
-    del func
-    return copy_(mode, _COPY_, (args[1], args[0]), kwargs)
+    return copy_(mode, mode.call(_COPY_, call.args[1], call.args[0], **call.kwargs))
 
 
 @rule("aten._local_scalar_dense.default")
-def item(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def item(mode: VirtualMode, call: OpCall) -> Any:
     """``tensor.item()``: the shadow's value, else a guess with a warning."""
-    del kwargs
-    tensor: torch.Tensor = args[0]
+    tensor: torch.Tensor = call.args[0]
     if tensor.device.type == "cuda":
         mode.machine.wait_for_stream(tensor.device.index or 0)
     shadow = mode.shadows.find(tensor)
     view = mode.shadows.view(tensor)
     if view is not None and shadow is not None:
-        value = func(view)
+        value = call.func(view)
         return mode.guesses.answer(value) if shadow.guessed else value
     value = mode.shading.number(tensor)
     fill = mode.shading.fills.find(tensor)
@@ -242,48 +239,45 @@ def item(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 @rule("aten.equal.default")
-def equal(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def equal(mode: VirtualMode, call: OpCall) -> Any:
     """``torch.equal``: true values where both have shadows, else by shape, with a warning."""
-    del kwargs
-    first, second = args
+    first, second = call.args
     if first.shape != second.shape:
         return False
     views = [mode.shadows.view(t) if type(t) is FakeTensor else t for t in (first, second)]
     if all(v is not None for v in views):
-        return func(*views)
+        return call.func(*views)
     return mode.guesses.answer(True)
 
 
 @rule("aten.allclose.default")
-def allclose(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def allclose(mode: VirtualMode, call: OpCall) -> Any:
     """``torch.allclose``: as `equal`, of tensors that broadcast."""
-    torch.broadcast_shapes(args[0].shape, args[1].shape)
-    views = [mode.shadows.view(t) if type(t) is FakeTensor else t for t in args[:2]]
+    torch.broadcast_shapes(call.args[0].shape, call.args[1].shape)
+    views = [mode.shadows.view(t) if type(t) is FakeTensor else t for t in call.args[:2]]
     if all(v is not None for v in views):
-        return func(*views, *args[2:], **kwargs)
+        return call.func(*views, *call.args[2:], **call.kwargs)
     return mode.guesses.answer(True)
 
 
 @rule("aten.is_pinned.default", on_host=True)
-def is_pinned(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_pinned(mode: VirtualMode, call: OpCall) -> bool:
     """Whether a CPU tensor lies in pinned memory."""
-    del func, kwargs
-    tensor: torch.Tensor = args[0]
+    tensor: torch.Tensor = call.args[0]
     if tensor.device.type != "cpu":
         return False
     return mode.page_locked.holds(tensor)
 
 
 @rule("aten._pin_memory.default", "aten.pin_memory.default", on_host=True)
-def pin_memory(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def pin_memory(mode: VirtualMode, call: OpCall) -> torch.Tensor:
     """``tensor.pin_memory()``: a copy, counted as pinned host memory."""
-    del func, kwargs
-    tensor: torch.Tensor = args[0]
+    tensor: torch.Tensor = call.args[0]
     if tensor.device.type != "cpu":
         raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
     out: torch.Tensor
     if type(tensor) is FakeTensor:
-        out = mode.run(_CLONE, mode.ops[_CLONE], (tensor,), {}, real=False)
+        out = mode.run(mode.call(_CLONE, tensor), real=False)
     else:
         out = _clone(tensor)
     mode.page_locked.pin(out)
@@ -291,12 +285,11 @@ def pin_memory(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict
 
 
 @rule("aten.record_stream.default")
-def record_stream(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def record_stream(mode: VirtualMode, call: OpCall) -> None:
     """``tensor.record_stream(stream)``: its block is not reused before that stream has passed."""
-    del func, kwargs
-    record = mode.meter.record_of(args[0])
+    record = mode.meter.record_of(call.args[0])
     if record is not None and record.address:
-        stream = args[1]
+        stream = call.args[1]
         mode.machine.devices[record.device].allocator.record_stream(record.address, stream.stream_id)
 
 

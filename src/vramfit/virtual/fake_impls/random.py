@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vramfit.virtual.fake_impls.registry import rule
+from vramfit.virtual.op_call import OpCall
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     "aten.geometric_.default",
     "aten.log_normal_.default",
 )
-def fill_random_(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def fill_random_(mode: VirtualMode, call: OpCall) -> Any:
     """Fill in place: the tensor itself comes back, and its shadow is drawn from a generator of our own."""
-    mode.settle(func, mode.ops[func], args, kwargs, args[0])
-    return args[0]
+    mode.settle(call, call.args[0])
+    return call.args[0]

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vramfit.virtual.fake_impls.registry import rule
+from vramfit.virtual.op_call import OpCall
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
 
 
 @rule("aten._cudnn_rnn_backward.default")
-def cudnn_rnn_backward(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def cudnn_rnn_backward(mode: VirtualMode, call: OpCall) -> Any:
     """Gradients shaped like the inputs; the weights' gradients are views of one buffer, as in cudnn/RNN.cpp."""
-    bound = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
+    bound = call.by_name()
     wanted = bound["output_mask"]
     data, hx, cx, weights, buffer = (bound[k] for k in ("input", "hx", "cx", "weight", "weight_buf"))
     grad_input = mode.fake_like(data) if wanted[0] else None
@@ -27,7 +28,7 @@ def cudnn_rnn_backward(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwar
         count = buffer.numel() if buffer is not None and buffer.numel() else sum(w.numel() for w in weights)
         flat = mode.fake_empty((count,), weights[0].dtype, data.device)
     out = (grad_input, grad_hx, grad_cx, flat)
-    mode.settle(func, mode.ops[func], args, kwargs, out)
+    mode.settle(call, out)
     if flat is not None:
         offset = 0
         for weight in weights:
@@ -38,18 +39,18 @@ def cudnn_rnn_backward(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwar
 
 
 @rule("aten._thnn_fused_gru_cell.default")
-def gru_cell(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def gru_cell(mode: VirtualMode, call: OpCall) -> Any:
     """The new state, and a workspace for backward (native/cuda/RNN.cu, GRU_WORKSPACE_MULTIPLIER)."""
-    hx: torch.Tensor = args[2]
+    hx: torch.Tensor = call.args[2]
     out = (mode.fake_like(hx), mode.fake_empty((hx.shape[0], 5 * hx.shape[1]), hx.dtype, hx.device))
-    mode.settle(func, mode.ops[func], args, kwargs, out)
+    mode.settle(call, out)
     return out
 
 
 @rule("aten._thnn_fused_gru_cell_backward.default")
-def gru_cell_backward(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def gru_cell_backward(mode: VirtualMode, call: OpCall) -> Any:
     """Gradients of both gate products, of the state, and of the biases (native/cuda/RNN.cu)."""
-    grad, workspace, has_bias = args
+    grad, workspace, has_bias = call.args
     batch, size = workspace.shape[0], workspace.shape[1] // 5
 
     def empty(*shape: int) -> torch.Tensor:
@@ -57,5 +58,5 @@ def gru_cell_backward(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwarg
 
     biases = (empty(3 * size), empty(3 * size)) if has_bias else (None, None)
     out = (empty(batch, 3 * size), empty(batch, 3 * size), mode.fake_like(grad), *biases)
-    mode.settle(func, mode.ops[func], args, kwargs, out)
+    mode.settle(call, out)
     return out

@@ -27,43 +27,42 @@ from vramfit.virtual.fake_impls.assuming import (
     true_result,
 )
 from vramfit.virtual.fake_impls.registry import rule
+from vramfit.virtual.op_call import OpCall
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
 
 
 @rule("aten.nonzero.default")
-def nonzero(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def nonzero(mode: VirtualMode, call: OpCall) -> Any:
     """Indices of the elements that are not zero."""
-    tensor: torch.Tensor = args[0]
-    if (true := true_result(mode, func, args, kwargs)) is not None:
-        return finish(mode, func, args, kwargs, like(mode, true, device_of(args)))
+    tensor: torch.Tensor = call.args[0]
+    if (true := true_result(mode, call)) is not None:
+        return finish(mode, call, like(mode, true, device_of(call.args)))
     extent = selected(mode, "nonzero", tensor, tensor.numel())
     # CUDA returns the transpose of a (dim, n) tensor: aten/src/ATen/native/cuda/Nonzero.cu
     out = mode.fake_empty((tensor.dim(), extent.shown), torch.int64, tensor.device).t()
-    finish(mode, func, args, kwargs, out, extent)
+    finish(mode, call, out, extent)
     mode.meter.expect(out, Expectation(columns=tuple(tensor.shape)))
     guess_positions(mode, tensor, out)
     return out
 
 
 @rule("aten.masked_select.default")
-def masked_select(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def masked_select(mode: VirtualMode, call: OpCall) -> Any:
     """Elements where a mask holds."""
-    return select_masked(mode, func, args, kwargs, "masked_select")
+    return select_masked(mode, call, "masked_select")
 
 
-def select_masked(
-    mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str
-) -> Any:
+def select_masked(mode: VirtualMode, call: OpCall, name: str) -> Any:
     """Elements where a mask holds; ``name`` is what the program asked for."""
-    if (true := true_result(mode, func, args, kwargs)) is not None:
-        return finish(mode, func, args, kwargs, like(mode, true, device_of(args)))
-    elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
-    mask = args[1] if type(args[1]) is FakeTensor else mode.wrap(args[1], args[0].device)
+    if (true := true_result(mode, call)) is not None:
+        return finish(mode, call, like(mode, true, device_of(call.args)))
+    elements = torch.broadcast_shapes(call.args[0].shape, call.args[1].shape).numel()
+    mask = call.args[1] if type(call.args[1]) is FakeTensor else mode.wrap(call.args[1], call.args[0].device)
     extent = selected(mode, name, mask, elements)
-    out = mode.fake_empty((extent.shown,), args[0].dtype, args[0].device)
-    return finish(mode, func, args, kwargs, out, extent)
+    out = mode.fake_empty((extent.shown,), call.args[0].dtype, call.args[0].device)
+    return finish(mode, call, out, extent)
 
 
 def _positions(mode: VirtualMode, indices: Any, device: torch.device) -> list[torch.Tensor | None]:
@@ -74,46 +73,46 @@ def _positions(mode: VirtualMode, indices: Any, device: torch.device) -> list[to
             expanded.append(index)
             continue
         mask = index if type(index) is FakeTensor else mode.wrap(index, device)
-        found = nonzero(mode, torch.ops.aten.nonzero.default, (mask,), {})
+        found = nonzero(mode, mode.call(torch.ops.aten.nonzero.default, mask))
         expanded.extend(torch.ops.aten.select.int(found, 1, axis) for axis in range(mask.dim()))
     return expanded
 
 
 @rule("aten.index.Tensor", hands_on=True)
-def index(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def index(mode: VirtualMode, call: OpCall) -> Any:
     """``x[mask]``: boolean masks become index tensors first, as on the card (expandTensors in IndexingUtils.h)."""
-    tensor, indices = args
+    tensor, indices = call.args
     if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
-        return mode.run(func, mode.ops[func], args, kwargs)
-    return mode.run(func, mode.ops[func], (tensor, _positions(mode, indices, tensor.device)), kwargs)
+        return mode.run(call)
+    return mode.run(call.with_arguments(tensor, _positions(mode, indices, tensor.device)))
 
 
 @rule(*("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default"), hands_on=True)
-def index_put(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def index_put(mode: VirtualMode, call: OpCall) -> Any:
     """``x[mask] = y``: a single number is a masked fill; otherwise the mask's positions are made first."""
-    tensor, indices, *rest = args
+    tensor, indices, *rest = call.args
     if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
-        return mode.run(func, mode.ops[func], args, kwargs)
-    if func is not torch.ops.aten.index_put.default:
-        mask = _filled_by(args, kwargs)
+        return mode.run(call)
+    if call.func is not torch.ops.aten.index_put.default:
+        mask = _filled_by(call)
         if mask is not None:
-            value = args[2].item()
-            return mode.run(_MASKED_FILL, mode.ops[_MASKED_FILL], (tensor, mask, value), {})
+            value = call.args[2].item()
+            return mode.run(mode.call(_MASKED_FILL, tensor, mask, value))
     positions = _positions(mode, indices, tensor.device)  # they live until the kernel is done
-    out = mode.fake_like(tensor) if func is torch.ops.aten.index_put.default else tensor
-    return finish(mode, func, (tensor, positions, *rest), kwargs, out)
+    out = mode.fake_like(tensor) if call.func is torch.ops.aten.index_put.default else tensor
+    return finish(mode, call.with_arguments(tensor, positions, *rest), out)
 
 
 _MASKED_FILL = torch.ops.aten.masked_fill_.Scalar
 
 
-def _filled_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _filled_by(call: OpCall) -> torch.Tensor | None:
     """The mask of a write that is a masked fill (TensorAdvancedIndexing.cpp, ``canDispatchToMaskedFill``).
 
     It writes one number of the host where a single mask on the card says so.
     """
-    tensor, indices, value = args[:3]
-    accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    tensor, indices, value = call.args[:3]
+    accumulates = call.args[3] if len(call.args) > 3 else call.kwargs.get("accumulate", False)
     given = [index for index in indices if index is not None]
     if accumulates or value.numel() != 1 or type(value) is FakeTensor or value.device.type != "cpu":
         return None
@@ -133,16 +132,15 @@ def _filled_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | 
     "aten._unique.default",
     "aten.unique_dim_consecutive.default",
 )
-def unique(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def unique(mode: VirtualMode, call: OpCall) -> Any:
     """Distinct values, their inverse and their counts."""
-    if (true := true_result(mode, func, args, kwargs)) is not None:
-        return finish(mode, func, args, kwargs, like(mode, true, device_of(args)))
-    tensor: torch.Tensor = args[0]
-    bound = {a.name: a.default_value for a in func._schema.arguments[1:]}
-    bound |= dict(zip([a.name for a in func._schema.arguments[1:]], args[1:], strict=False)) | kwargs
+    if (true := true_result(mode, call)) is not None:
+        return finish(mode, call, like(mode, true, device_of(call.args)))
+    tensor: torch.Tensor = call.args[0]
+    bound = call.by_name()
     axis = bound.get("dim")
     elements = tensor.numel() if axis is None else tensor.shape[axis]
-    extent = _distinct(mode, mode.ops[func].name, tensor, elements, whole=axis is not None)
+    extent = _distinct(mode, call.info.name, tensor, elements, whole=axis is not None)
     count = extent.shown
     inverse_shape = tuple(tensor.shape) if axis is None else (elements,)
     values_shape = (
@@ -157,8 +155,8 @@ def unique(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str
         mode.fake_empty(values_shape, tensor.dtype, device),
         mode.fake_empty(inverse_shape if wants_inverse else (0,), torch.int64, device),
         mode.fake_empty((count,) if wants_counts else (0,), torch.int64, device),
-    )[: len(func._schema.returns)]
-    finish(mode, func, args, kwargs, out, extent)
+    )[: len(call.func._schema.returns)]
+    finish(mode, call, out, extent)
     if wants_counts and 0 < count <= MAX_KNOWN:  # programs split by them, so they sum to what is counted
         mode.shadows.set(out[2], evenly(elements, out[2]), guessed=True)
     if wants_inverse:
@@ -186,12 +184,12 @@ def _distinct(mode: VirtualMode, name: str, tensor: torch.Tensor, elements: int,
 
 
 @rule("aten.repeat_interleave.Tensor")
-def repeat_interleave(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def repeat_interleave(mode: VirtualMode, call: OpCall) -> Any:
     """``repeat_interleave(repeats)``: the sum of the repeats, given as ``output_size`` or read from the shadow."""
-    size = kwargs.get("output_size")
+    size = call.kwargs.get("output_size")
     if size is None:
-        size = _repeats(mode, args[0])
-    return finish(mode, func, args, kwargs, mode.fake_empty((size,), args[0].dtype, args[0].device))
+        size = _repeats(mode, call.args[0])
+    return finish(mode, call, mode.fake_empty((size,), call.args[0].dtype, call.args[0].device))
 
 
 def _repeats(mode: VirtualMode, repeats: torch.Tensor) -> int:
@@ -224,12 +222,12 @@ def _unbounded(mode: VirtualMode, name: str, what: str) -> None:
 
 
 @rule("aten.bincount.default")
-def bincount(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def bincount(mode: VirtualMode, call: OpCall) -> Any:
     """Counts of small non-negative integers."""
-    if (true := true_result(mode, func, args, kwargs)) is not None:
-        return finish(mode, func, args, kwargs, like(mode, true, device_of(args)))
-    minlength = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
-    expected = mode.meter.expected(args[0])
+    if (true := true_result(mode, call)) is not None:
+        return finish(mode, call, like(mode, true, device_of(call.args)))
+    minlength = call.kwargs.get("minlength", call.args[2] if len(call.args) > 2 else 0)
+    expected = mode.meter.expected(call.args[0])
     if expected.constant is not None:
         bins = max(minlength, expected.constant + 1)
     elif expected.values:
@@ -240,56 +238,54 @@ def bincount(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[s
         bins = max(minlength, 1)
         if not minlength:
             _unbounded(mode, "bincount", f"{bins:,} bins")
-    weights = kwargs.get("weights", args[1] if len(args) > 1 else None)
+    weights = call.kwargs.get("weights", call.args[1] if len(call.args) > 1 else None)
     dtype = (
         torch.int64 if weights is None else torch.float64 if weights.dtype != torch.float32 else torch.float32
     )
-    return finish(mode, func, args, kwargs, mode.fake_empty((bins,), dtype, args[0].device))
+    return finish(mode, call, mode.fake_empty((bins,), dtype, call.args[0].device))
 
 
 @rule("aten._pack_padded_sequence.default")
-def pack_padded_sequence(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def pack_padded_sequence(mode: VirtualMode, call: OpCall) -> Any:
     """The time steps that are not padding, and how many sequences each step has (a real CPU tensor)."""
-    data, lengths, batch_first = args
+    data, lengths, batch_first = call.args
     lengths = lengths if type(lengths) is not FakeTensor else mode.shadows.view(lengths)
     if lengths is None:
         raise RuntimeError("'lengths' argument should be a 1D CPU int64 tensor")
     steps = data.shape[1] if batch_first else data.shape[0]
     sizes = [int((lengths > step).sum()) for step in range(min(steps, int(lengths.max())))]
     out = mode.fake_empty((int(lengths.sum()), *data.shape[2:]), data.dtype, data.device)
-    finish(mode, func, (data,), kwargs, out)
+    finish(mode, call.with_arguments(data), out)
     return out, torch.tensor(sizes, dtype=torch.int64, device="cpu")
 
 
 @rule("aten._pack_padded_sequence_backward.default")
-def pack_padded_sequence_backward(
-    mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def pack_padded_sequence_backward(mode: VirtualMode, call: OpCall) -> Any:
     """A gradient of the padded shape."""
-    grad, size = args[0], args[1]
-    return finish(mode, func, (grad,), kwargs, mode.fake_empty(tuple(size), grad.dtype, grad.device))
+    grad, size = call.args[0], call.args[1]
+    return finish(mode, call.with_arguments(grad), mode.fake_empty(tuple(size), grad.dtype, grad.device))
 
 
 @rule("aten._to_dense.default")
-def to_dense(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def to_dense(mode: VirtualMode, call: OpCall) -> Any:
     """A dense copy of a sparse tensor."""
-    source: torch.Tensor = args[0]
-    dtype = kwargs.get("dtype") or (args[1] if len(args) > 1 else None) or source.dtype
-    return finish(mode, func, args, kwargs, mode.fake_empty(tuple(source.shape), dtype, source.device))
+    source: torch.Tensor = call.args[0]
+    dtype = call.kwargs.get("dtype") or (call.args[1] if len(call.args) > 1 else None) or source.dtype
+    return finish(mode, call, mode.fake_empty(tuple(source.shape), dtype, source.device))
 
 
 @rule("aten._to_sparse.default", "aten._to_sparse.sparse_dim")
-def to_sparse(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def to_sparse(mode: VirtualMode, call: OpCall) -> Any:
     """A COO copy of a dense tensor: one column of indices per element that is not zero (TensorConversions.cpp,
     ``dense_to_sparse``); per row or block with one, where some dimensions stay dense."""
-    source: torch.Tensor = args[0]
-    layout = kwargs.get("layout") or torch.sparse_coo
-    sparse_dims = args[1] if len(args) > 1 and isinstance(args[1], int) else source.dim()
+    source: torch.Tensor = call.args[0]
+    layout = call.kwargs.get("layout") or torch.sparse_coo
+    sparse_dims = call.args[1] if len(call.args) > 1 and isinstance(call.args[1], int) else source.dim()
     if source.layout is not torch.strided or layout is not torch.sparse_coo:
-        return mode.run(func, mode.ops[func], args, kwargs)  # named as an op without a rule
+        return mode.run(call)  # named as an op without a rule
     with mode:  # metered like ops of the program
         flags = source if sparse_dims == source.dim() else (source != 0).flatten(sparse_dims).any(-1)
-    found = nonzero(mode, torch.ops.aten.nonzero.default, (flags,), {})
+    found = nonzero(mode, mode.call(torch.ops.aten.nonzero.default, flags))
     with mode:
         values = source[found.unbind(1)]
         indices = found.t().contiguous()
@@ -299,10 +295,9 @@ def to_sparse(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 @rule("aten._use_cudnn_ctc_loss.default", "aten._use_cudnn_ctc_loss.Tensor")
-def use_cudnn_ctc_loss(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def use_cudnn_ctc_loss(mode: VirtualMode, call: OpCall) -> bool:
     """Whether cuDNN computes a CTC loss: aten/src/ATen/native/cudnn/LossCTC.cpp ``_use_cudnn_ctc_loss``."""
-    del func, kwargs
-    log_probs, targets, _, target_lengths, blank = args
+    log_probs, targets, _, target_lengths, blank = call.args
     lengths = target_lengths.tolist() if isinstance(target_lengths, torch.Tensor) else list(target_lengths)
     return bool(
         mode.workspaces.context(log_probs.device.index or 0).cudnn_enabled

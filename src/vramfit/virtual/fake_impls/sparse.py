@@ -6,12 +6,13 @@ bound. Other layouts, and products of two sparse matrices, are named in an error
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vramfit.virtual.fake_impls import compressed
+from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.ops import tensors_in
 
 if TYPE_CHECKING:
@@ -28,41 +29,43 @@ class SparseOperation(Exception):
     """An op that FakeTensorMode cannot describe has sparse arguments."""
 
 
-def has_sparse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def has_sparse(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a sparse COO tensor is among the arguments."""
     return any(t.layout is torch.sparse_coo for t in tensors_in((args, tuple(kwargs.values()))))
 
 
-def run(mode: VirtualMode, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(mode: VirtualMode, call: OpCall) -> Any:
     """The op's result, from ops on indices and values.
 
     Raises:
         NotImplementedError: there is no rule for it.
     """
-    if compressed.is_product(func, args):
-        return compressed.multiply(mode, func, args)
-    name = func._schema.name.removeprefix("aten::")
+    if compressed.is_product(call.func, call.args):
+        return compressed.multiply(mode, call)
+    name = call.func._schema.name.removeprefix("aten::")
     with mode:
         if (
             name in _MATRIX_PRODUCTS
-            and args[0].layout is torch.sparse_coo
-            and args[1].layout is torch.strided
+            and call.args[0].layout is torch.sparse_coo
+            and call.args[1].layout is torch.strided
         ):
-            start = args[1].new_zeros((args[0].shape[0], args[1].shape[1]))
-            return torch.ops.aten._sparse_addmm.default(start, args[0], args[1])
+            start = call.args[1].new_zeros((call.args[0].shape[0], call.args[1].shape[1]))
+            return torch.ops.aten._sparse_addmm.default(start, call.args[0], call.args[1])
         if name in _COALESCING:
-            return _coalesced(mode, args[0])
-        if name == "add" and not kwargs:
-            return _sum(args[0], args[1])
+            return _coalesced(mode, call.args[0])
+        if name == "add" and not call.kwargs:
+            return _sum(call.args[0], call.args[1])
         if name == "_sparse_softmax":
-            source = args[0] if args[0].is_coalesced() else _coalesced(mode, args[0])
+            source = call.args[0] if call.args[0].is_coalesced() else _coalesced(mode, call.args[0])
             return _with_values(source, torch.empty_like(source._values()))
         if name == "sparse_mask":
-            return _masked(mode, args[0], args[1])
-        if name in _ON_VALUES and not any(t.dim() for t in tensors_in(args[1:])):
-            source = args[0]
-            return _with_values(source, func(source._values(), *args[1:], **kwargs))
-    message = f"the virtual GPU has no rule for {func} of sparse tensors yet, and does not run ops for real"
+            return _masked(mode, call.args[0], call.args[1])
+        if name in _ON_VALUES and not any(t.dim() for t in tensors_in(call.args[1:])):
+            source = call.args[0]
+            return _with_values(source, call.func(source._values(), *call.args[1:], **call.kwargs))
+    message = (
+        f"the virtual GPU has no rule for {call.func} of sparse tensors yet, and does not run ops for real"
+    )
     mode.machine.warn("op-without-rule", message)
     raise NotImplementedError(f"vramfit: {message}")
 

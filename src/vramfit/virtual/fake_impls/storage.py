@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.virtual.fake_impls.registry import rule
+from vramfit.virtual.op_call import OpCall
 
 if TYPE_CHECKING:
     from vramfit.virtual.mode import VirtualMode
@@ -24,22 +25,22 @@ _SOURCES = (
 
 
 @rule("aten.resize_.default", "aten.resize_as_.default", "aten.set_.default", "aten.resize.default")
-def resize_(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def resize_(mode: VirtualMode, call: OpCall) -> Any:
     """A resized tensor may need a larger storage: the old shadow is gone, the block follows."""
-    tensor: torch.Tensor = args[0]
-    if func is _RESIZE_ and not kwargs and tuple(args[1]) == tuple(tensor.shape):
+    tensor: torch.Tensor = call.args[0]
+    if call.func is _RESIZE_ and not call.kwargs and tuple(call.args[1]) == tuple(tensor.shape):
         return tensor
     mode.shadows.forget(tensor)
-    out = mode.describe(func, args, kwargs)
+    out = mode.describe(call)
     if tensor.device.type == "cuda":
-        mode.meter.adopt(tensor, mode.ops[func].name)
+        mode.meter.adopt(tensor, call.info.name)
     return out
 
 
 @rule(*(f"aten.set_.{source}" for source in _SOURCES))
-def set_(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def set_(mode: VirtualMode, call: OpCall) -> Any:
     """``tensor.set_(source)``: it takes memory that is there already, on its own device."""
-    target, source, *rest = args
+    target, source, *rest = call.args
     where = _device_of(target, source)
     if where != target.device:
         # aten/src/ATen/native/Resize.h: checkSetStorage
@@ -51,7 +52,7 @@ def set_(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
         raise NotImplementedError(
             "vramfit: set_() of a real CPU tensor cannot take memory of a virtual one; assign to its .data"
         )
-    return mode.run(func, mode.ops[func], (target, _virtual(mode, source), *rest), kwargs, real=False)
+    return mode.run(call.with_arguments(target, _virtual(mode, source), *rest), real=False)
 
 
 def _device_of(target: torch.Tensor, source: torch.Tensor | torch.UntypedStorage) -> torch.device:

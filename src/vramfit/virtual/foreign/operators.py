@@ -11,6 +11,7 @@ from torch._library.triton import triton_ops_to_kernels
 
 from vramfit.virtual.foreign.effects import note_launch, virtual_tensors
 from vramfit.virtual.foreign.fake_kernels import KERNELS, FakeKernel
+from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.ops import Handler
 
 if TYPE_CHECKING:
@@ -41,26 +42,26 @@ def handler_of(func: torch._ops.OpOverload) -> Handler | None:
 
 
 def _stand_in(kernel: FakeKernel) -> Handler:
-    def handle(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(mode: VirtualMode, call: OpCall) -> Any:
         with mode:
-            out = kernel.function(*args, **kwargs)
-        names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+            out = kernel.function(*call.args, **call.kwargs)
+        names = [argument.name for argument in call.func._schema.arguments]
+        given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
         declared = {
-            a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+            a.name for a in call.func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
         }
         written = virtual_tensors([given.get(name) for name in declared | kernel.writes])
-        note_launch(mode, kernel.name, virtual_tensors((args, kwargs, out)), written)
+        note_launch(mode, kernel.name, virtual_tensors((call.args, call.kwargs, out)), written)
         return out
 
     return handle
 
 
 def _python(definition: Any) -> Handler:
-    def handle(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(mode: VirtualMode, call: OpCall) -> Any:
         implementation: Callable[..., Any] = definition._backend_fns.get("cuda") or definition._init_fn
         with mode:
-            return implementation(*args, **kwargs)
+            return implementation(*call.args, **call.kwargs)
 
     return handle
 

@@ -4,7 +4,7 @@ version.
 One module per family of kernels. Every rule names the file and function of torch's C++ that it follows;
 where a closed library decides, the figure is an estimate and carries an error bar.
 
-Exact, block by block as the C++ takes and gives them back (scratch.py): embedding and index backward, deterministic
+Exact, block by block as the C++ takes and gives them back (rules.py): embedding and index backward, deterministic
 writes, sorts, topk, scans, reductions, losses, pooling and interpolation, copies. CUB's storage (cub.py) follows CUDA
 13.0's headers for each architecture; other releases may have other tiles, which its error bars cover. Estimates:
 cuDNN's convolutions, recurrent networks and CTC loss, cuFFT's and cuSOLVER's work areas, cuSPARSE's buffers, Thrust's.
@@ -16,11 +16,9 @@ factors and the handles of libraries, which lie outside the allocator; products 
 nested tensors; what quantised kernels keep.
 """
 
-from vramfit.virtual.kernels.context import Extras, KernelContext
 from vramfit.virtual.kernels.matmul import (
     Blas,
     blas_libraries,
-    blas_library,
     cublas_workspace_bytes,
     cublaslt_workspace_bytes,
     may_use_blas,
@@ -31,6 +29,7 @@ from vramfit.virtual.kernels.matmul import (
 from vramfit.virtual.kernels.metas import METAS
 from vramfit.virtual.kernels.registry import covered, extras, has_rule
 from vramfit.virtual.kernels.sdpa import SdpaBackend, choose_backend
+from vramfit.virtual.op_call import Extras, KernelContext
 
 __all__ = [
     "METAS",
@@ -39,7 +38,6 @@ __all__ = [
     "KernelContext",
     "SdpaBackend",
     "blas_libraries",
-    "blas_library",
     "choose_backend",
     "covered",
     "cublas_workspace_bytes",

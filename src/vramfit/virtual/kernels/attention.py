@@ -9,22 +9,10 @@ which the library adds, so these figures are estimates.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from vramfit.virtual.kernels.context import (
-    Args,
-    Extras,
-    KernelContext,
-    Kwargs,
-    Rule,
-    argument,
-    ceil_div,
-    nbytes,
-    round_up,
-    table,
-)
+from vramfit.virtual.kernels.rules import Rule, ceil_div, nbytes, round_up, table
+from vramfit.virtual.op_call import Extras, KernelContext, OpCall
 
 _FLOAT = 4
 
@@ -96,34 +84,32 @@ def _flash_forward(
     return _extras([], [rows * _FLOAT, rows * _flash_head(size) * _FLOAT])
 
 
-def _sdp_flash_forward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    del outputs
-    batch, heads, length, size = args[0].shape
-    _, key_heads, keys, _ = args[1].shape
-    dropout = argument(args, kwargs, 3, "dropout_p", 0.0)
-    return _flash_forward(batch, heads, key_heads, length, keys, size, dropout, ctx)
+def _sdp_flash_forward(call: OpCall) -> Extras | None:
+    batch, heads, length, size = call.args[0].shape
+    _, key_heads, keys, _ = call.args[1].shape
+    dropout = call.argument(3, "dropout_p", 0.0)
+    return _flash_forward(batch, heads, key_heads, length, keys, size, dropout, call.context)
 
 
-def _plain_flash_forward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _plain_flash_forward(call: OpCall) -> Extras | None:
     """``_flash_attention_forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, ...)``."""
-    del outputs
-    query, key, dropout = args[0], args[1], args[7]
-    windows = (
-        argument(args, kwargs, 11 + i, f"window_size_{side}") for i, side in enumerate(("left", "right"))
-    )
+    query, key, dropout = call.args[0], call.args[1], call.args[7]
+    windows = (call.argument(11 + i, f"window_size_{side}") for i, side in enumerate(("left", "right")))
     windowed = any(window is not None and window >= 0 for window in windows)
-    windowed |= argument(args, kwargs, 14, "alibi_slopes") is not None
+    windowed |= call.argument(14, "alibi_slopes") is not None
     heads, size = query.shape[-2:]
     key_heads = key.shape[-2]
-    if args[3] is None:
+    if call.args[3] is None:
         batch, length, keys = query.shape[0], query.shape[1], key.shape[1]
     else:  # packed sequences: split only where single queries have their heads grouped
-        batch, length, keys = args[3].numel() - 1, args[5], args[6]
+        batch, length, keys = call.args[3].numel() - 1, call.args[5], call.args[6]
         if length != 1 or heads == key_heads or windowed:
             return None
-    splits = argument(args, kwargs, 16, "num_splits") or 0
+    splits = call.argument(16, "num_splits") or 0
     return _flash_forward(
-        *(batch, heads, key_heads, length, keys, size, dropout, ctx), windowed=windowed, splits=splits
+        *(batch, heads, key_heads, length, keys, size, dropout, call.context),
+        windowed=windowed,
+        splits=splits,
     )
 
 
@@ -158,25 +144,23 @@ def _flash_backward(
     )
 
 
-def _sdp_flash_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    del kwargs, outputs
-    grad, query, key, _, out = args[:5]
+def _sdp_flash_backward(call: OpCall) -> Extras | None:
+    grad, query, key, _, out = call.args[:5]
     batch, heads, length, size = query.shape
     if not batch:
         return None
     contiguous = grad.transpose(1, 2).is_contiguous(), out.transpose(1, 2).is_contiguous()
     shape = (batch, heads, key.shape[1], batch * key.shape[2], size)
     return _flash_backward(
-        grad, out, contiguous, shape, batch * round_up(length, 128), query.element_size(), ctx
+        grad, out, contiguous, shape, batch * round_up(length, 128), query.element_size(), call.context
     )
 
 
-def _plain_flash_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    del kwargs, outputs
-    grad, query, key, _, out = args[:5]
+def _plain_flash_backward(call: OpCall) -> Extras | None:
+    grad, query, key, _, out = call.args[:5]
     heads, size = query.shape[-2:]
-    if args[6] is not None:  # varlen (mha_varlen_bwd): 128 rows of padding for every sequence
-        batch = args[6].numel() - 1
+    if call.args[6] is not None:  # varlen (mha_varlen_bwd): 128 rows of padding for every sequence
+        batch = call.args[6].numel() - 1
         rows, keys = query.shape[0] + 128 * batch, key.shape[0]
     else:
         batch = query.shape[0]
@@ -185,7 +169,7 @@ def _plain_flash_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelC
         return None
     contiguous = grad.is_contiguous(), out.is_contiguous()
     shape = (batch, heads, key.shape[-2], keys, size)
-    return _flash_backward(grad, out, contiguous, shape, rows, query.element_size(), ctx)
+    return _flash_backward(grad, out, contiguous, shape, rows, query.element_size(), call.context)
 
 
 # -- memory-efficient ----------------------------------------------------------------------------------------
@@ -202,20 +186,18 @@ def _efficient_forward(out: torch.Tensor, query_size: int) -> Extras | None:
 _MOST_BATCHES = (1 << 16) - 1  # of one launch; larger batches are computed in chunks
 
 
-def _efficient_forward_rule(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _efficient_forward_rule(call: OpCall) -> Extras | None:
     """``_scaled_dot_product_efficient_attention_cuda``: the first chunk's results come before those of the whole."""
-    del kwargs, ctx
-    batch = args[0].shape[0]
+    batch = call.args[0].shape[0]
     if batch <= _MOST_BATCHES:
-        return _efficient_forward(outputs[0], args[0].shape[-1])
-    parts = [nbytes(result) // batch * _MOST_BATCHES for result in outputs[:2]]
-    accumulator = _efficient_forward(outputs[0][:_MOST_BATCHES], args[0].shape[-1])
+        return _efficient_forward(call.out[0], call.args[0].shape[-1])
+    parts = [nbytes(result) // batch * _MOST_BATCHES for result in call.out[:2]]
+    accumulator = _efficient_forward(call.out[0][:_MOST_BATCHES], call.args[0].shape[-1])
     return _extras(parts, list(accumulator.after) if accumulator is not None else [])
 
 
-def _plain_efficient_forward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    del kwargs, ctx
-    return _efficient_forward(outputs[0], args[0].shape[-1])
+def _plain_efficient_forward(call: OpCall) -> Extras | None:
+    return _efficient_forward(call.out[0], call.args[0].shape[-1])
 
 
 # Backward kernels in the order in which they are tried: (queries per block, keys per block, widest head).
@@ -298,14 +280,13 @@ def _efficient_backward(
     return summing if sum(summing) > 2 * rows + workspace else [rows, rows, workspace]
 
 
-def _sdp_efficient_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    del outputs
-    grad, query, key, value = args[:4]
+def _sdp_efficient_backward(call: OpCall) -> Extras | None:
+    grad, query, key, value = call.args[:4]
     batch, heads, length, size = query.shape
-    dropout = argument(args, kwargs, 9, "dropout_p", 0.0) > 0
+    dropout = call.argument(9, "dropout_p", 0.0) > 0
     chunk = min(batch, _MOST_BATCHES)
     shape = (chunk, heads, length, key.shape[2], size, value.shape[3])
-    after = _efficient_backward(shape, query.element_size() == 2, dropout, None, ctx)
+    after = _efficient_backward(shape, query.element_size() == 2, dropout, None, call.context)
     copy = _copy_unless(grad.transpose(1, 2).is_contiguous(), grad)
     if chunk == batch:
         return _extras([copy], after)
@@ -315,42 +296,40 @@ def _sdp_efficient_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: Kerne
     return _extras([], [copy // batch * chunk, *gradients, *after])
 
 
-def _plain_efficient_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    del outputs
-    grad, query, key, value = args[:4]
+def _plain_efficient_backward(call: OpCall) -> Extras | None:
+    grad, query, key, value = call.args[:4]
     batch, length, heads, size = query.shape
     keys = key.shape[1]
-    lengths = argument(args, kwargs, 6, "cu_seqlens_q")
+    lengths = call.argument(6, "cu_seqlens_q")
     if lengths is not None:
         batch = lengths.numel() - 1
-        length, keys = argument(args, kwargs, 8, "max_seqlen_q"), argument(args, kwargs, 9, "max_seqlen_k")
-    dropout = argument(args, kwargs, 11, "dropout_p", 0.0) > 0
+        length, keys = call.argument(8, "max_seqlen_q"), call.argument(9, "max_seqlen_k")
+    dropout = call.argument(11, "dropout_p", 0.0) > 0
     shape = (batch, heads, length, keys, size, value.shape[3])
-    splits = kwargs.get("num_splits_key")
-    after = _efficient_backward(shape, query.element_size() == 2, dropout, splits, ctx)
+    splits = call.kwargs.get("num_splits_key")
+    after = _efficient_backward(shape, query.element_size() == 2, dropout, splits, call.context)
     return _extras([_copy_unless(grad.is_contiguous(), grad)], after)
 
 
 # -- cuDNN ---------------------------------------------------------------------------------------------------
 
 
-def _cudnn_forward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _cudnn_forward(call: OpCall) -> Extras | None:
     """Nothing for usual lengths: the forward node of cudnn-frontend lays out no workspace.
 
     Engines for few queries may split the keys, with partial results in float32: up to sixteen of them, unless told.
     """
-    del kwargs, outputs, ctx
-    batch, heads, length, _ = args[0].shape
+    batch, heads, length, _ = call.args[0].shape
     row = batch * heads * length * _FLOAT
     if length > _FEW_QUERIES:
         return Extras(error_bytes=row)
-    return Extras(error_bytes=16 * row * (args[2].shape[3] + 1))
+    return Extras(error_bytes=16 * row * (call.args[2].shape[3] + 1))
 
 
 _FEW_QUERIES = 64
 
 
-def _cudnn_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _cudnn_backward(call: OpCall) -> Extras | None:
     """fp32 dQ and row sums, and whole-head dK and dV for shared keys.
 
     cudnn-frontend, node/scaled_dot_product_flash_attention.h (``SDPABackwardNode``): ``get_fe_workspace_size_node``
@@ -358,8 +337,7 @@ def _cudnn_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext
     tensors, for which the library finds room. What it adds beside them is not known. ``run_cudnn_SDP_bprop`` copies a
     gradient whose last stride is not 1 first.
     """
-    del kwargs, outputs, ctx
-    grad, query, key, value = args[:4]
+    grad, query, key, value = call.args[:4]
     batch, heads, length, size = query.shape
     rows = batch * heads * length * _FLOAT
     accumulator = rows * size
@@ -377,16 +355,15 @@ def _cudnn_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext
 # -- math ----------------------------------------------------------------------------------------------------
 
 
-def _safe_softmax(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _safe_softmax(call: OpCall) -> Extras | None:
     """transformers/attention.cpp, ``_safe_softmax``: the softmax, the mask of -inf, its rows, and two
     scalars."""
-    del kwargs, ctx
-    source = args[0]
+    source = call.args[0]
     if not source.dim():
         return None
-    rows = source.numel() // source.shape[args[1]] if source.numel() else 0
-    element = outputs.element_size()
-    return _extras([nbytes(outputs), element, source.numel(), rows, element], [])
+    rows = source.numel() // source.shape[call.args[1]] if source.numel() else 0
+    element = call.out.element_size()
+    return _extras([nbytes(call.out), element, source.numel(), rows, element], [])
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table(

@@ -57,7 +57,8 @@ from enum import Enum, auto
 
 import torch
 
-from vramfit.virtual.kernels.context import EMPTY_CACHE, KernelContext, Spare, given_back, round_up
+from vramfit.virtual.kernels.rules import given_back, round_up
+from vramfit.virtual.op_call import EMPTY_CACHE, KernelContext, Spare
 
 _MIB = 1 << 20
 _HALVES = (torch.float16, torch.bfloat16)

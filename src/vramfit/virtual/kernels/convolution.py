@@ -25,18 +25,10 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 
-from vramfit.virtual.kernels.context import (
-    Args,
-    Extras,
-    KernelContext,
-    Kwargs,
-    Rule,
-    argument,
-    nbytes,
-    table,
-)
 from vramfit.virtual.kernels.conv_workspace import Pass, Shapes, WorkspaceEstimate, estimate, searched
 from vramfit.virtual.kernels.reduction import reduce_extras
+from vramfit.virtual.kernels.rules import Rule, nbytes, table
+from vramfit.virtual.op_call import Extras, KernelContext, OpCall
 
 
 class ConvBackend(Enum):
@@ -151,23 +143,23 @@ def _followed(copies: tuple[int, ...], workspace: WorkspaceEstimate) -> tuple[in
 # -- forward -------------------------------------------------------------------------------------------------
 
 
-def _forward_rule(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    """``convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)``."""
-    return _forward(
-        Convolution(
-            source=args[0],
-            weight=args[1],
-            stride=argument(args, kwargs, 3, "stride"),
-            padding=argument(args, kwargs, 4, "padding"),
-            dilation=argument(args, kwargs, 5, "dilation"),
-            transposed=argument(args, kwargs, 6, "transposed", False),
-            output_padding=argument(args, kwargs, 7, "output_padding", (0,)),
-            groups=argument(args, kwargs, 8, "groups", 1),
-        ),
-        argument(args, kwargs, 2, "bias"),
-        outputs,
-        ctx,
+def _convolution(call: OpCall, first: int = 0) -> Convolution:
+    """What ``convolution`` computes, of whose arguments ``convolution_backward`` has all, one place further on."""
+    return Convolution(
+        source=call.args[first],
+        weight=call.args[first + 1],
+        stride=call.argument(first + 3, "stride"),
+        padding=call.argument(first + 4, "padding"),
+        dilation=call.argument(first + 5, "dilation"),
+        transposed=call.argument(first + 6, "transposed", False),
+        output_padding=call.argument(first + 7, "output_padding", (0,)),
+        groups=call.argument(first + 8, "groups", 1),
     )
+
+
+def _forward_rule(call: OpCall) -> Extras | None:
+    """``convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)``."""
+    return _forward(_convolution(call), call.argument(2, "bias"), call.out, call.context)
 
 
 def _forward(
@@ -230,36 +222,27 @@ def _workspace(
 # -- backward ------------------------------------------------------------------------------------------------
 
 
-def _backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _backward(call: OpCall) -> Extras | None:
     """``convolution_backward(grad, input, weight, bias_sizes, stride, padding, dilation, transposed,
     output_padding, groups, output_mask)``."""
-    grad = args[0]
-    conv = Convolution(
-        source=args[1],
-        weight=args[2],
-        stride=argument(args, kwargs, 4, "stride"),
-        padding=argument(args, kwargs, 5, "padding"),
-        dilation=argument(args, kwargs, 6, "dilation"),
-        transposed=argument(args, kwargs, 7, "transposed", False),
-        output_padding=argument(args, kwargs, 8, "output_padding", (0,)),
-        groups=argument(args, kwargs, 9, "groups", 1),
-    )
-    backend = conv.backend(ctx)
+    grad = call.args[0]
+    conv = _convolution(call, first=1)
+    backend = conv.backend(call.context)
     if backend is ConvBackend.EMPTY:
         return None
-    summed = _bias_sums(grad, outputs[2], ctx)
+    summed = _bias_sums(grad, call.out[2], call.context)
     if backend is ConvBackend.CUDNN:
-        return _cudnn_backward(conv, grad, outputs, summed, ctx)
+        return _cudnn_backward(conv, grad, call.out, summed, call.context)
     dense = torch.contiguous_format
     before = _kept(layout_copy(grad, dense), layout_copy(conv.source, dense), layout_copy(conv.weight, dense))
     columns: tuple[int, ...] = ()
     if backend is not ConvBackend.DEPTHWISE:
         columns = _kept(conv.columns(grad.shape))
         if conv.groups > 1:  # gradients of single groups, concatenated at the end
-            before += _kept(*(0 if result is None else nbytes(result) for result in outputs[:2]))
+            before += _kept(*(0 if result is None else nbytes(result) for result in call.out[:2]))
     between = (
-        columns if outputs[0] is not None else (),
-        columns if outputs[1] is not None else (),
+        columns if call.out[0] is not None else (),
+        columns if call.out[1] is not None else (),
         summed,
     )
     return Extras(before=before, between=between) if before or any(between) else None
@@ -321,11 +304,11 @@ def _named(names: str, first: int, bias: int | None = None) -> Rule:
     """
     order = names.split()
 
-    def rule(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-        given = {name: argument(args, kwargs, first + i, name) for i, name in enumerate(order)}
+    def rule(call: OpCall) -> Extras | None:
+        given = {name: call.argument(first + i, name) for i, name in enumerate(order)}
         conv = Convolution(
-            source=args[0],
-            weight=args[1],
+            source=call.args[0],
+            weight=call.args[1],
             stride=given["stride"],
             padding=given["padding"],
             dilation=given["dilation"],
@@ -333,33 +316,24 @@ def _named(names: str, first: int, bias: int | None = None) -> Rule:
             output_padding=given.get("output_padding", (0,)),
             groups=given["groups"],
         )
-        missing = bias is not None and argument(args, kwargs, bias, "bias") is None
-        zeros = outputs.shape[1] * outputs.element_size() if missing else 0
-        return _forward(conv, None, outputs, ctx, zeros)
+        missing = bias is not None and call.argument(bias, "bias") is None
+        zeros = call.out.shape[1] * call.out.element_size() if missing else 0
+        return _forward(conv, None, call.out, call.context, zeros)
 
     return rule
 
 
-def multiplies_columns(args: Args, kwargs: Kwargs, ctx: KernelContext) -> bool:
+def multiplies_columns(call: OpCall) -> bool:
     """Whether ``convolution`` takes a kernel that multiplies columns with cuBLAS."""
-    conv = Convolution(
-        source=args[0],
-        weight=args[1],
-        stride=argument(args, kwargs, 3, "stride"),
-        padding=argument(args, kwargs, 4, "padding"),
-        dilation=argument(args, kwargs, 5, "dilation"),
-        transposed=argument(args, kwargs, 6, "transposed", False),
-        output_padding=argument(args, kwargs, 7, "output_padding", (0,)),
-        groups=argument(args, kwargs, 8, "groups", 1),
-    )
-    return conv.backend(ctx) in (ConvBackend.COLUMNS, ConvBackend.COLUMNS_TRANSPOSED)
+    return _convolution(call).backend(call.context) in _BY_COLUMNS
 
 
-def backward_multiplies_columns(args: Args, kwargs: Kwargs, ctx: KernelContext) -> bool:
+def backward_multiplies_columns(call: OpCall) -> bool:
     """The same of ``convolution_backward``."""
-    return multiplies_columns((args[1], args[2], None, *args[4:]), kwargs, ctx)
+    return _convolution(call, first=1).backend(call.context) in _BY_COLUMNS
 
 
+_BY_COLUMNS = (ConvBackend.COLUMNS, ConvBackend.COLUMNS_TRANSPOSED)
 RULES: dict[torch._ops.OpOverload, Rule] = table(
     {
         ("convolution", "_convolution"): _forward_rule,

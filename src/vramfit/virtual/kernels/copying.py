@@ -7,20 +7,10 @@ comes from it without blocking, else on the host.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from vramfit.virtual.kernels.context import (
-    Args,
-    Extras,
-    KernelContext,
-    Kwargs,
-    Rule,
-    argument,
-    table,
-    workspace,
-)
+from vramfit.virtual.kernels.rules import Rule, table, workspace
+from vramfit.virtual.op_call import Extras, OpCall
 
 
 def _is_dense_like(source: torch.Tensor, target: torch.Tensor) -> bool:
@@ -57,21 +47,17 @@ def copy_temporaries(source: torch.Tensor, target: torch.Tensor, non_blocking: b
     return tuple(sizes)
 
 
-def _copy(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _copy(call: OpCall) -> Extras | None:
     """``copy_(self, src, non_blocking)``."""
-    del outputs, ctx
-    source = argument(args, kwargs, 1, "src")
-    return workspace(
-        *copy_temporaries(source, args[0], bool(argument(args, kwargs, 2, "non_blocking", False)))
-    )
+    source = call.argument(1, "src")
+    return workspace(*copy_temporaries(source, call.args[0], bool(call.argument(2, "non_blocking", False))))
 
 
-def _to_copy(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _to_copy(call: OpCall) -> Extras | None:
     """``_to_copy``: a copy into an output of the wanted type and device."""
-    del ctx
-    if not isinstance(outputs, torch.Tensor):
+    if not isinstance(call.out, torch.Tensor):
         return None
-    return workspace(*copy_temporaries(args[0], outputs, bool(kwargs.get("non_blocking", False))))
+    return workspace(*copy_temporaries(call.args[0], call.out, bool(call.kwargs.get("non_blocking", False))))
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table({"copy_": _copy, "_to_copy": _to_copy})

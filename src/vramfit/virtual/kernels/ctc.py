@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from vramfit.virtual.kernels.context import Args, Extras, KernelContext, Kwargs, Rule, nbytes, table
-from vramfit.virtual.kernels.scratch import Scratch, sequence
+from vramfit.virtual.kernels.rules import Rule, Scratch, nbytes, sequence, table
+from vramfit.virtual.op_call import Extras, OpCall
 
 
 def _lengths(scratch: Scratch, lengths: Any) -> None:
@@ -22,32 +22,29 @@ def _lengths(scratch: Scratch, lengths: Any) -> None:
         scratch.take(batch * 8)
 
 
-def _forward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _forward(call: OpCall) -> Extras | None:
     """``_ctc_loss``: its log alphas are an output."""
-    del kwargs, outputs, ctx
     scratch = Scratch()
-    _lengths(scratch, args[2])
+    _lengths(scratch, call.args[2])
     return sequence(after=scratch)
 
 
-def _backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _backward(call: OpCall) -> Extras | None:
     """``_ctc_loss_backward``: log betas as large as the log alphas, before the gradient."""
-    del kwargs, outputs, ctx
     before, after = Scratch(), Scratch()
-    before.take(nbytes(args[6]))
-    _lengths(after, args[3])
+    before.take(nbytes(call.args[6]))
+    _lengths(after, call.args[3])
     return sequence(before, after)
 
 
-def _cudnn(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _cudnn(call: OpCall) -> Extras | None:
     """``_cudnn_ctc_loss``: its workspace is estimated as alphas and betas of the extended targets in float32."""
-    del kwargs, outputs, ctx
-    log_probs, lengths = args[0], args[3]
+    log_probs, lengths = call.args[0], call.args[3]
     longest = 0
     if not isinstance(lengths, torch.Tensor):
         longest = max(lengths, default=0)
-    elif args[1].dim() == 1 and len(lengths):
-        longest = args[1].shape[0] // len(lengths)
+    elif call.args[1].dim() == 1 and len(lengths):
+        longest = call.args[1].shape[0] // len(lengths)
     states = log_probs.shape[0] * len(lengths) * (2 * longest + 1) * 4
     scratch = Scratch()
     scratch.take(2 * states)

@@ -13,7 +13,8 @@ and tuning/tuning_radix_sort.cuh. torch passes the number of items as int64, whi
 
 from __future__ import annotations
 
-from vramfit.virtual.kernels.context import KernelContext, ceil_div, round_up
+from vramfit.virtual.kernels.rules import ceil_div, round_up
+from vramfit.virtual.op_call import KernelContext
 
 _DIGITS = 256  # ONESWEEP_RADIX_BITS is 8 everywhere
 _OFFSET = 8  # bytes of a 64-bit offset

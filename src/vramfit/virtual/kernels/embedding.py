@@ -7,25 +7,12 @@ at once what has few long segments since 2.11.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from vramfit.virtual.kernels.context import (
-    Args,
-    Extras,
-    KernelContext,
-    Kwargs,
-    Rule,
-    argument,
-    ceil_div,
-    nbytes,
-    round_up,
-    table,
-)
 from vramfit.virtual.kernels.cub import scan_bytes, scan_error, select_bytes, sort_bytes, sort_error
-from vramfit.virtual.kernels.scratch import Scratch, sequence
+from vramfit.virtual.kernels.rules import Rule, Scratch, ceil_div, nbytes, round_up, sequence, table
 from vramfit.virtual.kernels.sorting import sort
+from vramfit.virtual.op_call import Extras, KernelContext, OpCall
 
 _UNSORTED = 3072
 _ROWS_PER_THREAD = 10  # NROWS_PER_THREAD
@@ -34,22 +21,21 @@ _BLOCKS_PER_SM = 4  # MAX_ATOMIC_ACCUM_BLOCKS_PER_SM
 _MAX = 2  # EmbeddingBagMode
 
 
-def _dense_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _dense_backward(call: OpCall) -> Extras | None:
     """``embedding_dense_backward(grad, indices, num_weights, padding_idx, scale_grad_by_freq)``.
 
     The gradient table is allocated after the indices are sorted, and before they are split into segments.
     """
-    del outputs
-    grad, indices = args[:2]
-    weights = argument(args, kwargs, 2, "num_weights")
-    by_frequency = bool(argument(args, kwargs, 4, "scale_grad_by_freq"))
+    grad, indices = call.args[:2]
+    weights = call.argument(2, "num_weights")
+    by_frequency = bool(call.argument(4, "scale_grad_by_freq"))
     count, index = indices.numel(), indices.element_size()
     before, after = Scratch(), Scratch()
     before.take(0 if indices.is_contiguous() else nbytes(indices))
     before.take(0 if grad.is_contiguous() else nbytes(grad))
     if count > _UNSORTED or (by_frequency and count):
-        _sorted(before, count, index, ctx, counted=by_frequency)
-        _segments(after, count, index, grad.shape[-1], weights, grad.element_size(), ctx)
+        _sorted(before, count, index, call.context, counted=by_frequency)
+        _segments(after, count, index, grad.shape[-1], weights, grad.element_size(), call.context)
     return sequence(before, after)
 
 
@@ -104,17 +90,16 @@ def _segments(
         scratch.take(partials * width * accumulator)
 
 
-def _renorm(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _renorm(call: OpCall) -> Extras | None:
     """``embedding_renorm_`` (``max_norm``): sorted indices, which are unique among them (Embedding.cu)."""
-    del kwargs, outputs
-    indices = args[1]
+    indices = call.args[1]
     count, index = indices.numel(), indices.element_size()
     if not count:
         return None
     scratch = Scratch()
     scratch.take(count * index)
     order = scratch.take(count * 8)
-    sort(scratch, indices, -1, ctx)
+    sort(scratch, indices, -1, call.context)
     scratch.give(order)
     scratch.take(count * index)
     scratch.take(8)
@@ -122,23 +107,22 @@ def _renorm(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Ext
     return sequence(before=scratch)
 
 
-def _bag_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _bag_backward(call: OpCall) -> Extras | None:
     """``_embedding_bag_dense_backward``: sums and means sort, as above; the largest are added where they came from.
 
     EmbeddingBag.cu ``_embedding_bag_dense_backward_cuda``: an index array of the bags is sorted along. Repeated
     indices are counted when ``scale_grad_by_freq`` is set.
     """
-    del outputs
-    grad, indices = args[:2]
-    weights = argument(args, kwargs, 5, "num_weights")
-    by_frequency = bool(argument(args, kwargs, 6, "scale_grad_by_freq", False))
-    mode = argument(args, kwargs, 7, "mode", 0)
+    grad, indices = call.args[:2]
+    weights = call.argument(5, "num_weights")
+    by_frequency = bool(call.argument(6, "scale_grad_by_freq", False))
+    mode = call.argument(7, "mode", 0)
     count, index = indices.numel(), indices.element_size()
     before, after = Scratch(), Scratch()
     before.take(0 if grad.is_contiguous() else nbytes(grad))
     if mode != _MAX and count:
-        _sorted(before, count, index, ctx, counted=by_frequency)
-        _segments(after, count, index, grad.shape[-1], weights, grad.element_size(), ctx, bags=True)
+        _sorted(before, count, index, call.context, counted=by_frequency)
+        _segments(after, count, index, grad.shape[-1], weights, grad.element_size(), call.context, bags=True)
     return sequence(before, after)
 
 

@@ -9,12 +9,11 @@ nothing for one short dimension whose length has no factor but 2, 3, 5 and 7, wh
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 
-from vramfit.virtual.kernels.context import Args, Extras, KernelContext, Kwargs, Rule, argument, nbytes, table
-from vramfit.virtual.kernels.scratch import Scratch, sequence
+from vramfit.virtual.kernels.rules import Rule, Scratch, nbytes, sequence, table
+from vramfit.virtual.op_call import Extras, OpCall
 
 _MOST_DIMS = 3  # cufft_max_ndim
 _ONE_KERNEL = 4096  # longest smooth length that one kernel transforms
@@ -53,17 +52,16 @@ def _execute(
     scratch.doubt((nbytes_ if smooth else (_WORST - 1) * nbytes_, area))
 
 
-def _plain(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _plain(call: OpCall) -> Extras | None:
     """``_fft_c2c``: up to three dimensions at a time; beyond that a second tensor of the result's size."""
-    del ctx, kwargs
-    source, dims = args[0], [d % args[0].dim() for d in args[1]]
+    source, dims = call.args[0], [d % call.args[0].dim() for d in call.args[1]]
     if not dims or not source.numel():
         return None
     scratch = Scratch()
     if len(dims) > _MOST_DIMS:
-        scratch.take(nbytes(outputs))
+        scratch.take(nbytes(call.out))
     dims = sorted(dims, key=lambda d: source.stride()[d])[:_MOST_DIMS]
-    _execute(scratch, source, dims, [source.shape[d] for d in dims], nbytes(outputs))
+    _execute(scratch, source, dims, [source.shape[d] for d in dims], nbytes(call.out))
     return sequence(after=scratch)
 
 
@@ -72,29 +70,27 @@ def _at_once(dims: list[int]) -> bool:
     return len(dims) <= _MOST_DIMS and not (len(dims) >= 2 and dims[:2] == [0, 1])
 
 
-def _from_real(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _from_real(call: OpCall) -> Extras | None:
     """``_fft_r2c``: where not all dimensions go at once, a second tensor of the result's size."""
-    del ctx, kwargs
-    source = args[0]
-    dims = [d % source.dim() for d in args[1]]
+    source = call.args[0]
+    dims = [d % source.dim() for d in call.args[1]]
     if not dims or not source.numel():
         return None
     scratch = Scratch()
     if not _at_once(dims):
-        scratch.take(nbytes(outputs) if len(dims) > 1 else 0)
+        scratch.take(nbytes(call.out) if len(dims) > 1 else 0)
         dims = dims[-1:]
-    _execute(scratch, source, dims, [source.shape[d] for d in dims], nbytes(outputs))
+    _execute(scratch, source, dims, [source.shape[d] for d in dims], nbytes(call.out))
     return sequence(after=scratch)
 
 
-def _to_real(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _to_real(call: OpCall) -> Extras | None:
     """``_fft_c2r``: of a copy, since cuFFT overwrites its input."""
-    del outputs, ctx
-    source = args[0]
-    dims = [d % source.dim() for d in args[1]]
+    source = call.args[0]
+    dims = [d % source.dim() for d in call.args[1]]
     if not dims or not source.numel():
         return None
-    length = argument(args, kwargs, 3, "last_dim_size")
+    length = call.argument(3, "last_dim_size")
     scratch = Scratch()
     scratch.take(nbytes(source))
     dense = source if source.is_contiguous() else source.new_empty(source.shape)

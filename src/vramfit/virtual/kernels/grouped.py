@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from vramfit.virtual.kernels.context import round_up
+from vramfit.virtual.kernels.rules import round_up
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ROW_BYTES = 16

@@ -8,49 +8,34 @@ nothing but their outputs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from vramfit.virtual.kernels.context import (
-    Args,
-    Extras,
-    KernelContext,
-    Kwargs,
-    Rule,
-    argument,
-    nbytes,
-    table,
-    temporaries,
-    workspace,
-)
 from vramfit.virtual.kernels.cub import scan_bytes, scan_error, sort_bytes, sort_error
 from vramfit.virtual.kernels.reduction import reduce_extras
-from vramfit.virtual.kernels.scratch import Scratch, sequence
+from vramfit.virtual.kernels.rules import Rule, Scratch, nbytes, sequence, table, temporaries, workspace
+from vramfit.virtual.op_call import Extras, KernelContext, OpCall
 
 _INDEX = 8
 _MASKS = (torch.bool, torch.uint8)
 
 
-def _index_put(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _index_put(call: OpCall) -> Extras | None:
     """``index_put_(self, indices, values, accumulate)`` of a program: out-of-range indices are looked for."""
-    del outputs
-    return _written(args, kwargs, ctx, unsafe=False)
+    return _written(call, unsafe=False)
 
 
-def _index_put_impl(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _index_put_impl(call: OpCall) -> Extras | None:
     """``_index_put_impl_``: autograd's own writes are ``unsafe``, forward has checked their indices."""
-    del outputs
-    return _written(args, kwargs, ctx, unsafe=bool(argument(args, kwargs, 4, "unsafe", False)))
+    return _written(call, unsafe=bool(call.argument(4, "unsafe", False)))
 
 
-def _written(args: Args, kwargs: Kwargs, ctx: KernelContext, *, unsafe: bool) -> Extras | None:
-    target, indices, values = args[:3]
-    accumulate = argument(args, kwargs, 3, "accumulate", False)
-    if not (accumulate or (ctx.deterministic and values.numel() > 1)):
+def _written(call: OpCall, *, unsafe: bool) -> Extras | None:
+    target, indices, values = call.args[:3]
+    accumulate = call.argument(3, "accumulate", False)
+    if not (accumulate or (call.context.deterministic and values.numel() > 1)):
         return None
     scratch = Scratch()
-    put_sorted(scratch, target, indices, values, ctx, unsafe=unsafe)
+    put_sorted(scratch, target, indices, values, call.context, unsafe=unsafe)
     return sequence(after=scratch)
 
 
@@ -145,50 +130,47 @@ def _linear_index(
             scratch.give(product)
 
 
-def _index_add(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _index_add(call: OpCall) -> Extras | None:
     """``index_add``: atomic sums; in deterministic mode ``index_put_`` with accumulation of the scaled source."""
-    del outputs
-    target = args[0]
-    if not ctx.deterministic or not target.dim():
+    target = call.args[0]
+    if not call.context.deterministic or not target.dim():
         return None
-    dim, index = argument(args, kwargs, 1, "dim"), argument(args, kwargs, 2, "index")
-    values = argument(args, kwargs, 3, "source")
+    dim, index = call.argument(1, "dim"), call.argument(2, "index")
+    values = call.argument(3, "source")
     scratch = Scratch()
     scratch.take(index.numel() * _INDEX if index.dtype is torch.int32 else 0)
     scratch.take(nbytes(values))  # source * alpha
     indices = [None] * (dim % target.dim()) + [index]
-    put_sorted(scratch, target, indices, values.new_empty(values.shape), ctx, unsafe=False)
+    put_sorted(scratch, target, indices, values.new_empty(values.shape), call.context, unsafe=False)
     return sequence(after=scratch)
 
 
-def _index_copy(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _index_copy(call: OpCall) -> Extras | None:
     """``index_copy``: in deterministic mode ``index_put_`` without accumulation (TensorAdvancedIndexing.cpp)."""
-    del outputs
-    target = args[0]
-    if not ctx.deterministic or not target.dim():
+    target = call.args[0]
+    if not call.context.deterministic or not target.dim():
         return None
-    dim, index = argument(args, kwargs, 1, "dim"), argument(args, kwargs, 2, "index")
-    values = argument(args, kwargs, 3, "source")
+    dim, index = call.argument(1, "dim"), call.argument(2, "index")
+    values = call.argument(3, "source")
     scratch = Scratch()
     if values.numel() > 1:
         indices = [None] * (dim % target.dim()) + [index]
-        put_sorted(scratch, target, indices, values, ctx, unsafe=False)
+        put_sorted(scratch, target, indices, values, call.context, unsafe=False)
     return sequence(after=scratch)
 
 
-def _scatter(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _scatter(call: OpCall) -> Extras | None:
     """``scatter`` and ``scatter_add``: in deterministic mode ``index_put_``.
 
     ``scatter_impl`` calls ``_scatter_via_index_put``: an index expanded over the other dimensions addresses whole
     slices; otherwise each other dimension gets a range of its own. Releases before that change wrote all positions
     into one array first, which the error bar covers.
     """
-    del outputs
-    target = args[0]
-    if not ctx.deterministic or not target.dim():
+    target = call.args[0]
+    if not call.context.deterministic or not target.dim():
         return None
-    dim, index = argument(args, kwargs, 1, "dim") % target.dim(), argument(args, kwargs, 2, "index")
-    source = argument(args, kwargs, 3, "src")
+    dim, index = call.argument(1, "dim") % target.dim(), call.argument(2, "index")
+    source = call.argument(3, "src")
     if not isinstance(source, torch.Tensor) or not index.numel():
         return None
     scratch = Scratch()
@@ -204,40 +186,37 @@ def _scatter(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Ex
             scratch.take(index.shape[axis] * _INDEX)
         indices = [index] * target.dim()
         scratch.doubt((index.numel() * index.dim() * _INDEX, 0))
-    put_sorted(scratch, target, indices, part, ctx, unsafe=False)
+    put_sorted(scratch, target, indices, part, call.context, unsafe=False)
     return sequence(after=scratch)
 
 
-def _scatter_reduce(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _scatter_reduce(call: OpCall) -> Extras | None:
     """``scatter_reduce`` with ``mean`` counts what falls into each place (``scatter_reduce_two``)."""
-    del ctx
-    if argument(args, kwargs, 4, "reduce") != "mean" or not isinstance(outputs, torch.Tensor):
+    if call.argument(4, "reduce") != "mean" or not isinstance(call.out, torch.Tensor):
         return None
-    source = argument(args, kwargs, 3, "src")
-    return temporaries(nbytes(source), nbytes(outputs), outputs.numel())
+    source = call.argument(3, "src")
+    return temporaries(nbytes(source), nbytes(call.out), call.out.numel())
 
 
-def _index(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _index(call: OpCall) -> Extras | None:
     """``index``: 32-bit indices are widened; a copy of one on the host (``make_info``, TensorAdvancedIndexing.cpp);
     positions of a mask, one int64 for each of its dimensions (``expandTensors``)."""
-    del kwargs, ctx
     sizes = []
-    for place, index in enumerate(args[1]):
+    for place, index in enumerate(call.args[1]):
         if index is None:
             continue
         if index.dtype in _MASKS:
-            found = outputs.shape[min(place, outputs.dim() - 1)] if outputs.dim() else 1
+            found = call.out.shape[min(place, call.out.dim() - 1)] if call.out.dim() else 1
             sizes.append(found * index.dim() * _INDEX)
-        elif index.device != args[0].device or index.dtype is torch.int32:
+        elif index.device != call.args[0].device or index.dtype is torch.int32:
             sizes.append(index.numel() * _INDEX)
     return workspace(*sizes)
 
 
-def _masked_scatter(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _masked_scatter(call: OpCall) -> Extras | None:
     """``masked_scatter``: a running count of the mask (IndexKernel.cpp, ``masked_scatter__cuda``; IndexKernel.cu,
     ``launch_masked_scatter_kernel``), of contiguous tensors."""
-    del kwargs, outputs, ctx
-    target, mask, source = args[:3]
+    target, mask, source = call.args[:3]
     count = target.numel()
     scratch = Scratch()
     scratch.take(count * _INDEX)
@@ -249,16 +228,15 @@ def _masked_scatter(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext
     return sequence(after=scratch)
 
 
-def _index_reduce(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _index_reduce(call: OpCall) -> Extras | None:
     """``index_reduce`` with ``mean`` counts what falls into each place (Indexing.cu,
     ``index_reduce_func_cuda_impl``)."""
-    del ctx
-    if argument(args, kwargs, 4, "reduce") != "mean" or not isinstance(outputs, torch.Tensor):
+    if call.argument(4, "reduce") != "mean" or not isinstance(call.out, torch.Tensor):
         return None
     scratch = Scratch()
-    scratch.take(nbytes(outputs))
-    scratch.use(nbytes(argument(args, kwargs, 3, "source")))  # ones
-    scratch.use(outputs.numel())  # where nothing fell
+    scratch.take(nbytes(call.out))
+    scratch.use(nbytes(call.argument(3, "source")))  # ones
+    scratch.use(call.out.numel())  # where nothing fell
     return sequence(after=scratch)
 
 

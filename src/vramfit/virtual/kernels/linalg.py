@@ -8,12 +8,10 @@ ones; the error bars reach from nothing to twice as much and a page.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from vramfit.virtual.kernels.context import Args, Extras, KernelContext, Kwargs, Rule, argument, nbytes, table
-from vramfit.virtual.kernels.scratch import Scratch, sequence
+from vramfit.virtual.kernels.rules import Rule, Scratch, nbytes, sequence, table
+from vramfit.virtual.op_call import Extras, OpCall
 
 _PANEL = 64  # columns that a blocked factorisation works on at a time
 _POINTER = 8
@@ -45,10 +43,9 @@ def _pointers(scratch: Scratch, tensor: torch.Tensor, arrays: int = 1) -> None:
         scratch.take(batch * _POINTER if batch > 1 else 0)
 
 
-def _cholesky(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _cholesky(call: OpCall) -> Extras | None:
     """``linalg_cholesky_ex``: in the output; a batch through pointers."""
-    del kwargs, outputs, ctx
-    source = args[0]
+    source = call.args[0]
     if not source.numel():
         return None
     scratch = Scratch()
@@ -68,20 +65,18 @@ def _factored(scratch: Scratch, source: torch.Tensor) -> None:
         _panels(scratch, source)
 
 
-def _lu(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _lu(call: OpCall) -> Extras | None:
     """``linalg_lu_factor_ex``: a column-major copy is the output."""
-    del kwargs, outputs, ctx
-    if not args[0].numel():
+    if not call.args[0].numel():
         return None
     scratch = Scratch()
-    _factored(scratch, args[0])
+    _factored(scratch, call.args[0])
     return sequence(after=scratch)
 
 
-def _lu_parts(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _lu_parts(call: OpCall) -> Extras | None:
     """``linalg_lu``: pivots, status and the permutation that they mean (``linalg_lu_out``, ``lu_unpack_out``)."""
-    del kwargs, outputs, ctx
-    source = args[0]
+    source = call.args[0]
     if not source.numel():
         return None
     batch, rows, columns = _matrices(source)
@@ -99,20 +94,18 @@ def _solved(scratch: Scratch, source: torch.Tensor) -> None:
         _pointers(scratch, source, arrays=2)
 
 
-def _solve(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _solve(call: OpCall) -> Extras | None:
     """``_linalg_solve_ex``: its factors are outputs, and the right-hand side is copied into the result."""
-    del kwargs, outputs, ctx
-    if not args[0].numel():
+    if not call.args[0].numel():
         return None
     scratch = Scratch()
-    _solved(scratch, args[0])
+    _solved(scratch, call.args[0])
     return sequence(after=scratch)
 
 
-def _inverse(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _inverse(call: OpCall) -> Extras | None:
     """``linalg_inv_ex``: solved for the identity, beside factors and pivots (``linalg_inv_ex_out``)."""
-    del kwargs, outputs, ctx
-    source = args[0]
+    source = call.args[0]
     if not source.numel():
         return None
     batch, rows, _ = _matrices(source)
@@ -123,10 +116,9 @@ def _inverse(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Ex
     return sequence(after=scratch)
 
 
-def _determinant(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _determinant(call: OpCall) -> Extras | None:
     """``_linalg_det``, ``_linalg_slogdet``: factors and pivots are outputs; status, and the diagonal's product."""
-    del kwargs, outputs, ctx
-    source = args[0]
+    source = call.args[0]
     if not source.numel():
         return None
     batch, rows, _ = _matrices(source)
@@ -137,36 +129,33 @@ def _determinant(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -
     return sequence(after=scratch)
 
 
-def _qr(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _qr(call: OpCall) -> Extras | None:
     """``linalg_qr``: the factors of the reflectors; Q is made where they were (``linalg_qr_out``)."""
-    del outputs, ctx
-    source = args[0]
+    source = call.args[0]
     if not source.numel():
         return None
     batch, rows, columns = _matrices(source)
     scratch = Scratch()
-    if argument(args, kwargs, 1, "mode", "reduced") == "r":
+    if call.argument(1, "mode", "reduced") == "r":
         scratch.take(nbytes(source))  # there is no Q to work in
     scratch.take(batch * min(rows, columns) * source.element_size())
     _panels(scratch, source)
     return sequence(after=scratch)
 
 
-def _reflectors(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _reflectors(call: OpCall) -> Extras | None:
     """``geqrf``, ``linalg_householder_product``, ``ormqr``, ``linalg_ldl_factor_ex``: work in their output."""
-    del kwargs, outputs, ctx
-    if not args[0].numel():
+    if not call.args[0].numel():
         return None
     scratch = Scratch()
-    _panels(scratch, args[0])
+    _panels(scratch, call.args[0])
     return sequence(after=scratch)
 
 
-def _svd(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _svd(call: OpCall) -> Extras | None:
     """``_linalg_svd``: a copy that cuSOLVER overwrites, and the vectors even when only values are wanted
     (``svd_cusolver``)."""
-    del outputs, ctx
-    source = args[0]
+    source = call.args[0]
     if not source.numel():
         return None
     batch, rows, columns = _matrices(source)
@@ -174,34 +163,32 @@ def _svd(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras
     scratch = Scratch()
     scratch.take(nbytes(source))
     scratch.take(batch * _STATUS)
-    if not argument(args, kwargs, 2, "compute_uv", True):
+    if not call.argument(2, "compute_uv", True):
         scratch.take(batch * rows * least * element)
         scratch.take(batch * columns * least * element)
     _area(scratch, (rows * columns + 2 * least * least) * element)
     return sequence(after=scratch)
 
 
-def _eigh(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _eigh(call: OpCall) -> Extras | None:
     """``_linalg_eigh``: vectors replace a copy of the matrix, which is an output where they are wanted
     (``linalg_eigh_cusolver``)."""
-    del outputs, ctx
-    source = args[0]
+    source = call.args[0]
     if not source.numel():
         return None
     batch, rows, _ = _matrices(source)
     scratch = Scratch()
-    if not argument(args, kwargs, 2, "compute_v", True):
+    if not call.argument(2, "compute_v", True):
         scratch.take(nbytes(source))
     scratch.take(batch * _STATUS)
     _area(scratch, (2 * rows * rows + 8 * rows) * source.element_size())
     return sequence(after=scratch)
 
 
-def _eig(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _eig(call: OpCall) -> Extras | None:
     """``linalg_eig``: a copy that the solver overwrites; for real matrices also the vectors' real form
     (``linalg_eig_cusolver_xgeev``; MAGMA does it on the host)."""
-    del kwargs, outputs, ctx
-    source = args[0]
+    source = call.args[0]
     if not source.numel():
         return None
     batch, rows, _ = _matrices(source)
@@ -213,36 +200,33 @@ def _eig(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras
     return sequence(after=scratch)
 
 
-def _triangular(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _triangular(call: OpCall) -> Extras | None:
     """``linalg_solve_triangular``, ``triangular_solve``: cuBLAS works in the result; a batch through pointers."""
-    del kwargs, outputs, ctx
-    if not args[0].numel():
+    if not call.args[0].numel():
         return None
     scratch = Scratch()
-    _pointers(scratch, args[0], arrays=2)
+    _pointers(scratch, call.args[0], arrays=2)
     return sequence(after=scratch)
 
 
-def _cholesky_solve(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _cholesky_solve(call: OpCall) -> Extras | None:
     """``cholesky_solve``: a column-major copy of the factor beside that of the right-hand side, the result
     (``_cholesky_solve_helper_cuda``)."""
-    del kwargs, outputs, ctx
-    if not args[0].numel():
+    if not call.args[0].numel():
         return None
     scratch = Scratch()
-    scratch.take(nbytes(args[1]))
-    _pointers(scratch, args[1], arrays=2)
+    scratch.take(nbytes(call.args[1]))
+    _pointers(scratch, call.args[1], arrays=2)
     scratch.take(_STATUS)
     return sequence(after=scratch)
 
 
-def _exponential(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _exponential(call: OpCall) -> Extras | None:
     """``linalg_matrix_exp``: powers and their combinations, as many as the norm asks for.
 
     native/LinearAlgebra.cpp ``compute_T18`` keeps five of each and two products; smaller norms need three.
     """
-    del kwargs, outputs, ctx
-    source = args[0]
+    source = call.args[0]
     if not source.numel() or source.shape[-1] < 2:
         return None
     size = nbytes(source)

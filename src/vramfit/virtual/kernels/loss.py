@@ -9,61 +9,46 @@ from typing import Any
 
 import torch
 
-from vramfit.virtual.kernels.context import (
-    Args,
-    Extras,
-    KernelContext,
-    Kwargs,
-    Rule,
-    argument,
-    nbytes,
-    table,
-    temporaries,
-    workspace,
-)
 from vramfit.virtual.kernels.reduction import reduce_dense
+from vramfit.virtual.kernels.rules import Rule, nbytes, table, temporaries, workspace
+from vramfit.virtual.op_call import Extras, KernelContext, OpCall
 
 
 def _copy(tensor: Any) -> int:
     return 0 if not isinstance(tensor, torch.Tensor) or tensor.is_contiguous() else nbytes(tensor)
 
 
-def _softmax(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _softmax(call: OpCall) -> Extras | None:
     """``host_softmax``: input made contiguous."""
-    del kwargs, outputs, ctx
-    return temporaries(_copy(args[0]))
+    return temporaries(_copy(call.args[0]))
 
 
-def _softmax_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _softmax_backward(call: OpCall) -> Extras | None:
     """``softmax_backward_cuda_out`` multiplies gradient and output into a tensor of their size, beside the
     result; ``host_softmax_backward`` wants both contiguous."""
-    del kwargs, outputs, ctx
-    grad, output = args[:2]
+    grad, output = call.args[:2]
     return temporaries(nbytes(grad), _copy(grad), _copy(output))
 
 
-def _log_softmax_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    del kwargs, outputs, ctx
-    return temporaries(_copy(args[0]), _copy(args[1]))
+def _log_softmax_backward(call: OpCall) -> Extras | None:
+    return temporaries(_copy(call.args[0]), _copy(call.args[1]))
 
 
-def _nll(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _nll(call: OpCall) -> Extras | None:
     """``nll_loss_forward_out_cuda_template``: contiguous log-probabilities, targets and weights; of losses that
     are not reduced the weights alone."""
-    del outputs, ctx
-    weight = argument(args, kwargs, 2, "weight")
-    if argument(args, kwargs, 3, "reduction", 1) == 0 and args[0].dim() != 1:
+    weight = call.argument(2, "weight")
+    if call.argument(3, "reduction", 1) == 0 and call.args[0].dim() != 1:
         return temporaries(_copy(weight))
-    return temporaries(_copy(args[0]), _copy(args[1]), _copy(weight))
+    return temporaries(_copy(call.args[0]), _copy(call.args[1]), _copy(weight))
 
 
-def _nll_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _nll_backward(call: OpCall) -> Extras | None:
     """``nll_loss_backward_out_cuda_template``: likewise; the log-probabilities are not read."""
-    del outputs, ctx
-    weight = argument(args, kwargs, 3, "weight")
-    if argument(args, kwargs, 4, "reduction", 1) == 0 and args[1].dim() != 1:
+    weight = call.argument(3, "weight")
+    if call.argument(4, "reduction", 1) == 0 and call.args[1].dim() != 1:
         return temporaries(_copy(weight))
-    return temporaries(_copy(args[0]), _copy(args[2]), _copy(weight))
+    return temporaries(_copy(call.args[0]), _copy(call.args[2]), _copy(weight))
 
 
 def _reducing(count: int, dtype: torch.dtype, ctx: KernelContext) -> tuple[int, ...]:
@@ -72,41 +57,40 @@ def _reducing(count: int, dtype: torch.dtype, ctx: KernelContext) -> tuple[int, 
     return found.after if found is not None else ()
 
 
-def _elementwise_loss(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _elementwise_loss(call: OpCall) -> Extras | None:
     """``mse_loss_out``, ``smooth_l1_loss_out``: the unreduced loss, reduced into the result.
 
     The result's own storage is as large (see metas.py), so a reduced loss takes the size twice for a moment.
     """
-    if argument(args, kwargs, 2, "reduction", 1) == 0:
+    if call.argument(2, "reduction", 1) == 0:
         return None
-    count = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
-    return temporaries(count * outputs.element_size(), *_reducing(count, outputs.dtype, ctx))
+    count = torch.broadcast_shapes(call.args[0].shape, call.args[1].shape).numel()
+    return temporaries(count * call.out.element_size(), *_reducing(count, call.out.dtype, call.context))
 
 
-def _huber(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _huber(call: OpCall) -> Extras | None:
     """``huber_loss``: the unreduced loss exists first, then its mean (Loss.cpp)."""
-    if argument(args, kwargs, 2, "reduction", 1) == 0:
+    if call.argument(2, "reduction", 1) == 0:
         return None
-    count = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+    count = torch.broadcast_shapes(call.args[0].shape, call.args[1].shape).numel()
     if not count:
         return None
-    return Extras((count * outputs.element_size(),), _reducing(count, outputs.dtype, ctx))
+    return Extras((count * call.out.element_size(),), _reducing(count, call.out.dtype, call.context))
 
 
-def _bce(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _bce(call: OpCall) -> Extras | None:
     """``binary_cross_entropy_out_cuda``: the reduced scalar, which is copied into the whole-size result."""
-    if argument(args, kwargs, 3, "reduction", 1) == 0:
+    if call.argument(3, "reduction", 1) == 0:
         return None
-    count = args[0].numel()
-    return Extras(after=(outputs.element_size(), *_reducing(count, outputs.dtype, ctx)))
+    count = call.args[0].numel()
+    return Extras(after=(call.out.element_size(), *_reducing(count, call.out.dtype, call.context)))
 
 
-def _multilabel(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _multilabel(call: OpCall) -> Extras | None:
     """``multilabel_margin_loss_forward``: one loss a row before they are summed
     (MultiLabelMarginCriterion.cu)."""
-    del ctx, outputs
-    source = args[0]
-    if argument(args, kwargs, 2, "reduction", 1) == 0 or source.dim() < 2:
+    source = call.args[0]
+    if call.argument(2, "reduction", 1) == 0 or source.dim() < 2:
         return workspace(_copy(source))
     return Extras(tuple(s for s in (_copy(source),) if s), (source.shape[0] * source.element_size(),))
 

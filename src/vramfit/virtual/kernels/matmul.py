@@ -25,23 +25,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from enum import Enum
+from typing import Any
 
 import torch
 
 from vramfit.virtual.kernels import convolution
-from vramfit.virtual.kernels.context import (
-    Args,
-    Extras,
-    KernelContext,
-    Kwargs,
-    Rule,
-    argument,
-    nbytes,
-    overloads,
-    round_up,
-    table,
-    temporaries,
-)
+from vramfit.virtual.kernels.rules import Rule, nbytes, overloads, round_up, table, temporaries
+from vramfit.virtual.op_call import Extras, KernelContext, OpCall
 
 _MIB = 1 << 20
 _CONFIG = re.compile(r":([0-9]+):([0-9]+)")
@@ -102,7 +92,7 @@ def workspace_is_cached(blas: Blas, ctx: KernelContext) -> bool:
 # -- which library -------------------------------------------------------------------------------------------
 
 
-def takes_lt(args: Args, ctx: KernelContext) -> bool:
+def takes_lt(args: tuple[Any, ...], ctx: KernelContext) -> bool:
     """Whether ``addmm`` goes to cuBLASLt with its bias in the epilogue.
 
     aten/src/ATen/native/cuda/Blas.cpp, ``isInputCompliesAddmmCudaLt``: beta is 1, the bias is contiguous and
@@ -125,23 +115,26 @@ def _gemm(dtype: torch.dtype, ctx: KernelContext) -> Blas:
     return Blas.CUBLASLT if ctx.prefers_cublaslt and dtype in _FLOATS else Blas.CUBLAS
 
 
-_Library = Callable[[Args, Kwargs, KernelContext], Blas | None]
+_Library = Callable[[OpCall], Blas | None]
 
 
-def _addmm(args: Args, kwargs: Kwargs, ctx: KernelContext) -> Blas | None:
-    if not args[1].numel() or not args[2].numel():
+def _addmm(call: OpCall) -> Blas | None:
+    if not call.args[1].numel() or not call.args[2].numel():
         return None
-    if kwargs.get("beta", 1) == 1 and takes_lt(args, ctx):
+    if call.kwargs.get("beta", 1) == 1 and takes_lt(call.args, call.context):
         return Blas.CUBLASLT
-    return _gemm(args[1].dtype, ctx)
+    return _gemm(call.args[1].dtype, call.context)
 
 
 def _product(first: int, second: int) -> _Library:
     """Products of matrices, or of batches of them."""
 
-    def library(args: Args, kwargs: Kwargs, ctx: KernelContext) -> Blas | None:
-        del kwargs
-        return _gemm(args[first].dtype, ctx) if args[first].numel() and args[second].numel() else None
+    def library(call: OpCall) -> Blas | None:
+        return (
+            _gemm(call.args[first].dtype, call.context)
+            if call.args[first].numel() and call.args[second].numel()
+            else None
+        )
 
     return library
 
@@ -149,42 +142,42 @@ def _product(first: int, second: int) -> _Library:
 def _plain(first: int, second: int) -> _Library:
     """Products with vectors and triangular solves: cuBLAS whatever the program prefers."""
 
-    def library(args: Args, kwargs: Kwargs, ctx: KernelContext) -> Blas | None:
-        del kwargs, ctx
-        return Blas.CUBLAS if args[first].numel() and args[second].numel() else None
+    def library(call: OpCall) -> Blas | None:
+        return Blas.CUBLAS if call.args[first].numel() and call.args[second].numel() else None
 
     return library
 
 
-def _lt(args: Args, kwargs: Kwargs, ctx: KernelContext) -> Blas | None:
-    del args, kwargs, ctx
+def _lt(_call: OpCall) -> Blas | None:
     return Blas.CUBLASLT
 
 
-def _bare_lt(args: Args, kwargs: Kwargs, ctx: KernelContext) -> Blas | None:
+def _bare_lt(call: OpCall) -> Blas | None:
     """``_int_mm`` (CUDABlas.cpp, ``int8_gemm``): a null workspace, but asking for the handle of cuBLASLt sets up
     that of cuBLAS, with its workspace, before 2.12."""
-    del args, kwargs
-    return Blas.CUBLAS if ctx.torch_version < (2, 12) else None
+    return Blas.CUBLAS if call.context.torch_version < (2, 12) else None
 
 
-def _grouped_is_fused(args: Args, kwargs: Kwargs, ctx: KernelContext) -> bool:
+def _grouped_is_fused(call: OpCall) -> bool:
     """Whether one CUTLASS kernel computes all groups (GroupedBlas.cpp, ``_grouped_mm_cuda``)."""
     bfloat16 = torch.bfloat16
-    wanted = argument(args, kwargs, 4, "out_dtype") or bfloat16
-    return ctx.capability[0] in (9, 10) and args[0].dtype == args[1].dtype == wanted == bfloat16
+    wanted = call.argument(4, "out_dtype") or bfloat16
+    return (
+        call.context.capability[0] in (9, 10)
+        and call.args[0].dtype == call.args[1].dtype == wanted == bfloat16
+    )
 
 
-def _grouped(args: Args, kwargs: Kwargs, ctx: KernelContext) -> Blas | None:
+def _grouped(call: OpCall) -> Blas | None:
     """``_grouped_mm``: elsewhere one ``mm_out`` or ``bmm_out`` for each group (``_grouped_mm_fallback``)."""
-    return None if _grouped_is_fused(args, kwargs, ctx) else _gemm(args[0].dtype, ctx)
+    return None if _grouped_is_fused(call) else _gemm(call.args[0].dtype, call.context)
 
 
-def _when(multiplies: Callable[[Args, Kwargs, KernelContext], bool]) -> _Library:
+def _when(multiplies: Callable[[OpCall], bool]) -> _Library:
     """Ops some of whose kernels call cuBLAS."""
 
-    def library(args: Args, kwargs: Kwargs, ctx: KernelContext) -> Blas | None:
-        return Blas.CUBLAS if multiplies(args, kwargs, ctx) else None
+    def library(call: OpCall) -> Blas | None:
+        return Blas.CUBLAS if multiplies(call) else None
 
     return library
 
@@ -210,21 +203,17 @@ _LIBRARY: dict[torch._ops.OpOverload, _Library] = {
 }
 
 
-def blas_libraries(
-    func: torch._ops.OpOverload, args: Args, kwargs: Kwargs, ctx: KernelContext
-) -> tuple[Blas, ...]:
+def blas_libraries(call: OpCall) -> tuple[Blas, ...]:
     """Workspaces that an op makes sure of, in order: none, the one that its library uses, or two (see the
     NOTE)."""
-    rule = _LIBRARY.get(func)
-    library = rule(args, kwargs, ctx) if rule is not None else None
+    rule = _LIBRARY.get(call.func)
+    library = rule(call) if rule is not None else None
     if library is None:
         return ()
-    if library is Blas.CUBLAS or workspaces_are_unified(ctx):
+    if library is Blas.CUBLAS or workspaces_are_unified(call.context):
         return (Blas.CUBLAS,)
-    if ctx.torch_version < (
-        2,
-        12,
-    ):  # asking for the handle of cuBLASLt sets up that of cuBLAS, workspace and all
+    if call.context.torch_version < (2, 12):
+        # Asking for the handle of cuBLASLt sets up that of cuBLAS, workspace and all.
         return (Blas.CUBLAS, Blas.CUBLASLT)
     return (Blas.CUBLASLT,)
 
@@ -232,12 +221,6 @@ def blas_libraries(
 def may_use_blas(func: torch._ops.OpOverload) -> bool:
     """Whether `blas_libraries` asks anything to answer for an op."""
     return func in _LIBRARY
-
-
-def blas_library(func: torch._ops.OpOverload, args: Args, ctx: KernelContext) -> Blas | None:
-    """Whose workspace an op uses; ``CUBLAS`` for both libraries when they share one. None: it needs none."""
-    libraries = blas_libraries(func, args, {}, ctx)
-    return libraries[-1] if libraries else None
 
 
 # -- copies of operands --------------------------------------------------------------------------------------
@@ -287,11 +270,10 @@ def _result_copy(outputs: object) -> int:
 
 
 def _copies(first: int, second: int) -> Rule:
-    def rule(args: Args, kwargs: Kwargs, outputs: object, ctx: KernelContext) -> Extras | None:
-        del kwargs, ctx
-        one, other = args[first], args[second]
+    def rule(call: OpCall) -> Extras | None:
+        one, other = call.args[first], call.args[second]
         copy = _matrix_copy if one.dim() == 2 else _batch_copy
-        return temporaries(_result_copy(outputs), copy(other), copy(one))
+        return temporaries(_result_copy(call.out), copy(other), copy(one))
 
     return rule
 
@@ -299,46 +281,43 @@ def _copies(first: int, second: int) -> Rule:
 def _vector_copies(matrix: int) -> Rule:
     """``addmv_out_cuda``: a matrix of other strides is made contiguous, and a vector expanded from one value."""
 
-    def rule(args: Args, kwargs: Kwargs, outputs: object, ctx: KernelContext) -> Extras | None:
-        del kwargs, outputs, ctx
-        vector = args[matrix + 1]
+    def rule(call: OpCall) -> Extras | None:
+        vector = call.args[matrix + 1]
         expanded = vector.stride(0) == 0 and vector.numel() > 1
-        rows, columns = args[matrix].shape
-        row_stride, column_stride = args[matrix].stride()
+        rows, columns = call.args[matrix].shape
+        row_stride, column_stride = call.args[matrix].stride()
         by_row = column_stride == 1 and row_stride >= max(1, columns)
         fits = by_row or (row_stride == 1 and column_stride >= max(1, rows))
-        copied = not fits and not args[matrix].is_contiguous()
-        return temporaries(nbytes(vector) if expanded else 0, nbytes(args[matrix]) if copied else 0)
+        copied = not fits and not call.args[matrix].is_contiguous()
+        return temporaries(nbytes(vector) if expanded else 0, nbytes(call.args[matrix]) if copied else 0)
 
     return rule
 
 
-def _int_mm(args: Args, kwargs: Kwargs, outputs: object, ctx: KernelContext) -> Extras | None:
+def _int_mm(call: OpCall) -> Extras | None:
     """``_int_mm``: operands are prepared as for any product."""
-    del ctx, outputs
-    return temporaries(_matrix_copy(argument(args, kwargs, 1, "mat2")), _matrix_copy(args[0]))
+    return temporaries(_matrix_copy(call.argument(1, "mat2")), _matrix_copy(call.args[0]))
 
 
 _TENSOR_MAP = 128  # bytes of a CUtensorMap
 
 
-def _grouped_mm(args: Args, kwargs: Kwargs, outputs: object, ctx: KernelContext) -> Extras | None:
+def _grouped_mm(call: OpCall) -> Extras | None:
     """``_grouped_mm`` in one kernel: pointers, strides and shapes of the groups, then CUTLASS's workspace.
 
     GroupMM.cu, ``bf16bf16_grouped_gemm_impl_sm90_sm100``. The workspace is CUTLASS's own: a tensor map of each
     operand and of the result for every multiprocessor, give or take one.
     """
-    del outputs
-    if not _grouped_is_fused(args, kwargs, ctx):
+    if not _grouped_is_fused(call):
         return None
-    first, second, offsets = args[0], args[1], argument(args, kwargs, 2, "offs")
+    first, second, offsets = call.args[0], call.args[1], call.argument(2, "offs")
     if first.dim() == second.dim() == 2:
         groups = offsets.numel()
     else:
         groups = (second if first.dim() == 2 else first).shape[0]
     pointers = 3 * 8 * round_up(groups, 2)
     shapes, strides = 3 * 4 * groups, 3 * 8 * groups
-    maps = _TENSOR_MAP * ctx.spec.sm_count
+    maps = _TENSOR_MAP * call.context.spec.sm_count
     return temporaries(pointers + shapes + strides, 3 * maps, error_bytes=maps, error_below_bytes=maps)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vramfit.gpus.measured_profile import MeasuredCall, MeasuredProfile
-from vramfit.virtual.kernels.context import Args, Extras, KernelContext, Kwargs
+from vramfit.virtual.op_call import Extras, KernelContext, OpCall
 
 _LONGEST = 400
 """A longer signature (lists of many tensors) is replaced by its digest."""
@@ -83,7 +83,9 @@ class Switches(NamedTuple):
         return " ".join(word for word in words if word)
 
 
-def signature(func: torch._ops.OpOverload, args: Args, kwargs: Kwargs, switches: Switches) -> str:
+def signature(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], switches: Switches
+) -> str:
     """What decides the temporaries of a call: shapes, types and layouts, numbers, and switches.
 
     Real and fake tensors give the same text. Of a float only whether it is 0 or 1 is told, and where a tensor lies
@@ -182,22 +184,16 @@ class MeasuredTable:
         self._libraries: dict[torch._ops.OpOverload, str | None] = {}
         self._switches: tuple[KernelContext, Switches] | None = None
 
-    def extras(
-        self, func: torch._ops.OpOverload, args: Args, kwargs: Kwargs, ctx: KernelContext
-    ) -> Extras | None:
+    def extras(self, call: OpCall) -> Extras | None:
         """Temporaries of a call as they were measured, without an error bar; None if it was not."""
-        calls = self._calls.get(func)
-        if calls is None:
-            return None
-        key = self._key(func, args, kwargs, ctx)
-        call = calls.get(key)
-        if call is None:
+        measured, key = self._find(call)
+        if measured is None:
             return None
         self.used += 1
-        found = call.usual
-        if call.first is not None and (func, key) not in ctx.searched:
-            ctx.searched.add((func, key))
-            found = call.first
+        found = measured.usual
+        if measured.first is not None and (call.func, key) not in call.context.searched:
+            call.context.searched.add((call.func, key))
+            found = measured.first
         return Extras(before=found.before, between=found.between, after=found.after)
 
     def knows(self, func: torch._ops.OpOverload) -> bool:
@@ -210,18 +206,21 @@ class MeasuredTable:
             self._libraries[func] = library_of(func)
         return self._libraries[func]
 
-    def reserve(
-        self, func: torch._ops.OpOverload, args: Args, kwargs: Kwargs, ctx: KernelContext
-    ) -> int | None:
+    def reserve(self, call: OpCall) -> int | None:
         """Size of the result that a library decides, as measured; None if it was not."""
-        calls = self._calls.get(func)
-        call = calls.get(self._key(func, args, kwargs, ctx)) if calls is not None else None
-        return None if call is None else call.usual.reserve
+        measured, _ = self._find(call)
+        return None if measured is None else measured.usual.reserve
 
-    def _key(self, func: torch._ops.OpOverload, args: Args, kwargs: Kwargs, ctx: KernelContext) -> str:
-        if self._switches is None or self._switches[0] is not ctx:
-            self._switches = ctx, Switches.of(ctx)
-        return signature(func, args, kwargs, self._switches[1])
+    def _find(self, call: OpCall) -> tuple[MeasuredCall | None, str]:
+        """What was measured of calls like this one, and the text by which they are found."""
+        calls = self._calls.get(call.func)
+        if calls is None:
+            return None, ""
+        context = call.context
+        if self._switches is None or self._switches[0] is not context:
+            self._switches = context, Switches.of(context)
+        key = signature(call.func, call.args, call.kwargs, self._switches[1])
+        return calls.get(key), key
 
 
 def _overload(name: str) -> torch._ops.OpOverload | None:

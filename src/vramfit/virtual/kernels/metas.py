@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from vramfit.virtual import direct
 from vramfit.virtual.kernels import grouped, rnn
-from vramfit.virtual.kernels.context import overloads
+from vramfit.virtual.kernels.rules import overloads
 
 Meta = Callable[..., Any]
 

@@ -11,19 +11,9 @@ from typing import Any
 
 import torch
 
-from vramfit.virtual.kernels.context import (
-    Args,
-    Extras,
-    KernelContext,
-    Kwargs,
-    Rule,
-    argument,
-    ceil_div,
-    nbytes,
-    table,
-    temporaries,
-)
 from vramfit.virtual.kernels.reduction import reduce_extras
+from vramfit.virtual.kernels.rules import Rule, ceil_div, nbytes, table, temporaries
+from vramfit.virtual.op_call import Extras, KernelContext, OpCall
 
 
 def _dense_copy(tensor: torch.Tensor | None) -> int:
@@ -42,17 +32,15 @@ def _accumulator(tensor: torch.Tensor) -> int:
 # -- layer norm and RMS norm --------------------------------------------------------------------------------
 
 
-def _layer_norm(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _layer_norm(call: OpCall) -> Extras | None:
     """``layer_norm_cuda``: works on contiguous input and parameters."""
-    del outputs, ctx
-    weight, bias = argument(args, kwargs, 2, "weight"), argument(args, kwargs, 3, "bias")
-    return _before(_dense_copy(args[0]), _dense_copy(weight), _dense_copy(bias))
+    weight, bias = call.argument(2, "weight"), call.argument(3, "bias")
+    return _before(_dense_copy(call.args[0]), _dense_copy(weight), _dense_copy(bias))
 
 
-def _rms_norm(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _rms_norm(call: OpCall) -> Extras | None:
     """``_fused_rms_norm_cuda``: likewise."""
-    del outputs, ctx
-    return _before(_dense_copy(args[0]), _dense_copy(argument(args, kwargs, 2, "weight")))
+    return _before(_dense_copy(call.args[0]), _dense_copy(call.argument(2, "weight")))
 
 
 def partial_rows(rows: int, width: int, sm_count: int) -> int:
@@ -77,49 +65,45 @@ def _parameter_partials(source: torch.Tensor, normalized: Any, count: int, ctx: 
     )
 
 
-def _layer_norm_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _layer_norm_backward(call: OpCall) -> Extras | None:
     """``layer_norm_backward_cuda``: contiguous gradient and input, and partial sums for tall inputs."""
-    del kwargs
-    grad, source, normalized, weight = args[0], args[1], args[2], args[5]
-    wanted = sum(result is not None for result in outputs[1:3])
+    grad, source, normalized, weight = call.args[0], call.args[1], call.args[2], call.args[5]
+    wanted = sum(result is not None for result in call.out[1:3])
     copies = tuple(s for s in (_dense_copy(source), _dense_copy(weight), _dense_copy(grad)) if s)
-    partials = tuple(s for s in _parameter_partials(source, normalized, wanted, ctx) if s)
+    partials = tuple(s for s in _parameter_partials(source, normalized, wanted, call.context) if s)
     return Extras(copies, partials) if copies or partials else None
 
 
-def _rms_norm_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _rms_norm_backward(call: OpCall) -> Extras | None:
     """``_fused_rms_norm_backward_cuda(grad, input, normalized_shape, rstd, weight, mask)``: likewise."""
-    del kwargs
-    grad, source, normalized, weight = args[0], args[1], args[2], args[4]
-    wanted = 1 if outputs[1] is not None else 0
+    grad, source, normalized, weight = call.args[0], call.args[1], call.args[2], call.args[4]
+    wanted = 1 if call.out[1] is not None else 0
     copies = tuple(s for s in (_dense_copy(source), _dense_copy(weight), _dense_copy(grad)) if s)
-    partials = tuple(s for s in _parameter_partials(source, normalized, wanted, ctx) if s)
+    partials = tuple(s for s in _parameter_partials(source, normalized, wanted, call.context) if s)
     return Extras(copies, partials) if copies or partials else None
 
 
 # -- group norm ---------------------------------------------------------------------------------------------
 
 
-def _group_norm(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _group_norm(call: OpCall) -> Extras | None:
     """``GroupNormKernelImplInternal``: fused scale and shift of every channel, two of N x C accumulators."""
-    del kwargs, outputs, ctx
-    source, weight, bias, batch, channels, pixels = args[:6]
+    source, weight, bias, batch, channels, pixels = call.args[:6]
     if pixels == 1 or (weight is None and bias is None):
         return None
     size = batch * channels * _accumulator(source)
     return temporaries(size, size)
 
 
-def _group_norm_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _group_norm_backward(call: OpCall) -> Extras | None:
     """``GroupNormBackwardKernelImplInternal``: sums per channel, and the coefficients of the input's
     gradient."""
-    del kwargs, ctx
-    source, weight, batch, channels, pixels, groups = args[1], *args[4:9]
+    source, weight, batch, channels, pixels, groups = call.args[1], *call.args[4:9]
     element = _accumulator(source)
     per_channel, per_group = batch * channels * element, batch * groups * element
     sizes = [per_channel, per_channel]
     coefficients = []
-    if outputs[0] is not None:
+    if call.out[0] is not None:
         coefficients = [per_group, per_group, per_channel if weight is not None and pixels > 1 else 0]
     return temporaries(*sizes, *coefficients)
 
@@ -166,14 +150,13 @@ def _staging(source: torch.Tensor, values: int) -> tuple[int, int]:
     return values * channels * grid * 4, ceil_div(channels, block_x) * 4
 
 
-def _native_batch_norm(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _native_batch_norm(call: OpCall) -> Extras | None:
     """``batch_norm_cuda``: channels-last statistics over several blocks (``batch_norm_stats_channels_last``), and
     those of any other strides by ``var_mean``."""
-    del outputs
-    source = args[0]
-    if not argument(args, kwargs, 5, "training", False):
+    source = call.args[0]
+    if not call.argument(5, "training", False):
         return None
-    return _statistics(source, ctx)
+    return _statistics(source, call.context)
 
 
 def _statistics(source: torch.Tensor, ctx: KernelContext) -> Extras | None:
@@ -185,21 +168,17 @@ def _statistics(source: torch.Tensor, ctx: KernelContext) -> Extras | None:
     return reduce_extras(source, [d for d in range(source.dim()) if d != 1], welford, ctx, vector=2)
 
 
-def _batch_norm_stats(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _batch_norm_stats(call: OpCall) -> Extras | None:
     """``batch_norm_stats`` and ``batch_norm_update_stats``, of synchronised batch norm."""
-    del kwargs, outputs
-    return _statistics(args[0], ctx)
+    return _statistics(call.args[0], call.context)
 
 
-def _native_batch_norm_backward(
-    args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext
-) -> Extras | None:
+def _native_batch_norm_backward(call: OpCall) -> Extras | None:
     """``batch_norm_backward_cuda``: channels-last reductions stage two sums a channel, and keep both.
 
     Where only one of gradient and input is channels-last, both are made dense (``reshape`` to three dimensions).
     """
-    del kwargs, outputs, ctx
-    grad, source = args[0], args[1]
+    grad, source = call.args[0], call.args[1]
     if not _channels_last_backward(source):
         return _before(_dense_copy(grad))
     sums = source.shape[1] * 4
@@ -210,25 +189,21 @@ def _native_batch_norm_backward(
     return temporaries(sums, sums, *_staging(source, 2))
 
 
-def _batch_norm_backward_reduce(
-    args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext
-) -> Extras | None:
+def _batch_norm_backward_reduce(call: OpCall) -> Extras | None:
     """``batch_norm_backward_reduce``: the sums are its results."""
-    del kwargs, outputs, ctx
-    grad, source = args[:2]
+    grad, source = call.args[:2]
     if _channels_last_backward(grad) and _channels_last_backward(source):
         return temporaries(*_staging(source, 2))
     return _before(_dense_copy(grad), _dense_copy(source))
 
 
-def _cudnn_batch_norm_error(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _cudnn_batch_norm_error(call: OpCall) -> Extras | None:
     """cuDNN names its own workspace and reserve (``cudnnGetBatchNormalization*Size``).
 
     None for contiguous data, as recorded (``eor-nn``). Training on channels-last data takes the persistent kernels
     (``getCudnnBatchNormMode``), which sum over blocks: two floats a channel for each of at most 512 blocks.
     """
-    del kwargs, outputs, ctx
-    source = args[0]
+    source = call.args[0]
     if source.is_contiguous():
         return None
     return Extras(error_bytes=source.shape[1] * 8 * 512)

@@ -8,20 +8,10 @@ allocate nothing.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from vramfit.virtual.kernels.context import (
-    Args,
-    Extras,
-    KernelContext,
-    Kwargs,
-    Rule,
-    ceil_div,
-    table,
-    workspace,
-)
+from vramfit.virtual.kernels.rules import Rule, ceil_div, table, workspace
+from vramfit.virtual.op_call import Extras, OpCall
 
 _CHUNK = 65_536  # MultiTensorApply.cuh, kChunkSize
 
@@ -30,23 +20,21 @@ def _chunks(tensors: list[torch.Tensor]) -> int:
     return len(tensors) * max((ceil_div(t.numel(), _CHUNK) for t in tensors), default=0)
 
 
-def _foreach_norm(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _foreach_norm(call: OpCall) -> Extras | None:
     """Partial norms: a row for every tensor, as long as the largest tensor has chunks of 65,536 elements.
 
     Only for tensors of one dtype and device that are dense (``can_use_fast_route``); others are normed one
     by one.
     """
-    del kwargs, outputs, ctx
-    tensors = args[0]
+    tensors = call.args[0]
     if not tensors or len({(t.dtype, t.device) for t in tensors}) != 1:
         return None
     return workspace(_chunks(tensors) * max(4, tensors[0].element_size()))
 
 
-def _foreach_max(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _foreach_max(call: OpCall) -> Extras | None:
     """``_foreach_max``: the same, in the tensors' own type."""
-    del kwargs, outputs, ctx
-    tensors = args[0]
+    tensors = call.args[0]
     if not tensors or len({(t.dtype, t.device) for t in tensors}) != 1:
         return None
     return workspace(_chunks(tensors) * tensors[0].element_size())

@@ -13,19 +13,8 @@ from typing import Any
 
 import torch
 
-from vramfit.virtual.kernels.context import (
-    Args,
-    Extras,
-    KernelContext,
-    Kwargs,
-    Rule,
-    argument,
-    ceil_div,
-    is_dense,
-    nbytes,
-    table,
-)
-from vramfit.virtual.kernels.scratch import Scratch, sequence
+from vramfit.virtual.kernels.rules import Rule, Scratch, ceil_div, is_dense, nbytes, sequence, table
+from vramfit.virtual.op_call import Extras, KernelContext, OpCall
 
 _VALUES_PER_THREAD = (16, 256)  # min_values_per_thread, max_values_per_thread
 _MAX_OFFSET = 2**31 - 1  # bytes and elements that 32-bit indexing reaches
@@ -265,28 +254,26 @@ def _accumulator(wanted: torch.dtype) -> int:
     return max(4, wanted.itemsize) if wanted.is_floating_point or wanted.is_complex else 8
 
 
-def _sum(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _sum(call: OpCall) -> Extras | None:
     """``sum``, ``mean``, ``nansum`` over some dimensions."""
-    dim = argument(args, kwargs, 1, "dim")
-    return _converting(args[0], dim, outputs.dtype, ctx, _accumulator(outputs.dtype))
+    dim = call.argument(1, "dim")
+    return _converting(call.args[0], dim, call.out.dtype, call.context, _accumulator(call.out.dtype))
 
 
-def _sum_all(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    del kwargs
-    return _converting(args[0], None, outputs.dtype, ctx, _accumulator(outputs.dtype))
+def _sum_all(call: OpCall) -> Extras | None:
+    return _converting(call.args[0], None, call.out.dtype, call.context, _accumulator(call.out.dtype))
 
 
-def _prod(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    dim = argument(args, kwargs, 1, "dim")
+def _prod(call: OpCall) -> Extras | None:
+    dim = call.argument(1, "dim")
     dim = dim if isinstance(dim, int) else None
-    return _converting(args[0], dim, outputs.dtype, ctx, _accumulator(outputs.dtype))
+    return _converting(call.args[0], dim, call.out.dtype, call.context, _accumulator(call.out.dtype))
 
 
-def _count_nonzero(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _count_nonzero(call: OpCall) -> Extras | None:
     """``count_nonzero``: where the input is not zero, summed as int64 (TensorAdvancedIndexing.cpp,
     ``count_nonzero_cuda``)."""
-    del outputs
-    source = args[0]
+    source = call.args[0]
     if not source.numel():
         return None
     before, after = Scratch(), Scratch()
@@ -295,71 +282,76 @@ def _count_nonzero(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext)
     shape = tuple(source.shape)
     if source.dim() and source.numel() >= 4096:
         strides = source.stride() if is_dense(source) else torch.empty(shape, device="meta").stride()
-        dims = _dims(argument(args, kwargs, 1, "dim"), source.dim())
-        _reduce(after, shape, strides, 8, dims, _Accumulator(8), ctx)
+        dims = _dims(call.argument(1, "dim"), source.dim())
+        _reduce(after, shape, strides, 8, dims, _Accumulator(8), call.context)
     return sequence(before, after)
 
 
-def _extreme(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _extreme(call: OpCall) -> Extras | None:
     """``amax``, ``amin``, ``max()``, ``min()``: accumulate in the input's own type
     (ReduceMinValuesKernel.cu)."""
-    del outputs
-    halves = args[0].dtype in _HALVES
+    halves = call.args[0].dtype in _HALVES
     return reduce_extras(
-        args[0],
-        argument(args, kwargs, 1, "dim"),
-        args[0].element_size(),
-        ctx,
+        call.args[0],
+        call.argument(1, "dim"),
+        call.args[0].element_size(),
+        call.context,
         accumulates=not halves,
     )
 
 
-def _both_extremes(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _both_extremes(call: OpCall) -> Extras | None:
     """``aminmax``: pairs of values (ReduceMinValuesKernel.cu, ``aminmax_allreduce_launch_kernel``)."""
-    del outputs
-    dim = kwargs.get("dim", argument(args, kwargs, 1, "dim"))
-    return reduce_extras(args[0], dim, 2 * args[0].element_size(), ctx, accumulates=False)
+    dim = call.kwargs.get("dim", call.argument(1, "dim"))
+    return reduce_extras(call.args[0], dim, 2 * call.args[0].element_size(), call.context, accumulates=False)
 
 
-def _with_index(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _with_index(call: OpCall) -> Extras | None:
     """``argmax``, ``max(dim)``: pairs of a value and an int64 index, 16 bytes (ReduceOps.cu,
     TensorCompare.cu)."""
-    del outputs
-    return reduce_extras(args[0], argument(args, kwargs, 1, "dim"), 16, ctx, accumulates=False)
+    return reduce_extras(call.args[0], call.argument(1, "dim"), 16, call.context, accumulates=False)
 
 
-def _argument(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _argument(call: OpCall) -> Extras | None:
     """``argmax``, ``argmin``: over a whole tensor, of its contiguous form (ReduceOps.cpp,
     ``argmax_argmin_impl``)."""
-    source = args[0]
-    if argument(args, kwargs, 1, "dim") is not None or source.is_contiguous():
-        return _with_index(args, kwargs, outputs, ctx)
+    source = call.args[0]
+    if call.argument(1, "dim") is not None or source.is_contiguous():
+        return _with_index(call)
     scratch = Scratch()
     scratch.take(nbytes(source))
-    _reduce(scratch, (source.numel(),), (1,), source.element_size(), frozenset({0}), _Accumulator(16), ctx)
+    _reduce(
+        scratch,
+        (source.numel(),),
+        (1,),
+        source.element_size(),
+        frozenset({0}),
+        _Accumulator(16),
+        call.context,
+    )
     return sequence(after=scratch)
 
 
-def _logical(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _logical(call: OpCall) -> Extras | None:
     """``any``, ``all``: booleans (ReduceLogicKernel.cu)."""
-    del outputs
-    return reduce_extras(args[0], argument(args, kwargs, 1, "dim"), 1, ctx)
+    return reduce_extras(call.args[0], call.argument(1, "dim"), 1, call.context)
 
 
-def _norm(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _norm(call: OpCall) -> Extras | None:
     """``linalg_vector_norm`` and ``norm``: real numbers, float32 for halves (ReduceNormKernel.cu)."""
-    source = args[0]
+    source = call.args[0]
     accumulator = max(4, source.element_size() // (2 if source.is_complex() else 1))
-    halves = source.dtype in _HALVES and outputs.dtype in _HALVES
-    dim = argument(args, kwargs, 2, "dim")
-    return reduce_extras(source, dim, accumulator, ctx, accumulates=not halves)
+    halves = source.dtype in _HALVES and call.out.dtype in _HALVES
+    dim = call.argument(2, "dim")
+    return reduce_extras(source, dim, accumulator, call.context, accumulates=not halves)
 
 
-def _variance(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _variance(call: OpCall) -> Extras | None:
     """``var``, ``std``, ``var_mean``: Welford's four numbers (ReduceMomentKernel.cu), two values a load."""
-    del outputs
-    size = 32 if args[0].element_size() == 8 else 16
-    return reduce_extras(args[0], argument(args, kwargs, 1, "dim"), size, ctx, vector=2, accumulates=False)
+    size = 32 if call.args[0].element_size() == 8 else 16
+    return reduce_extras(
+        call.args[0], call.argument(1, "dim"), size, call.context, vector=2, accumulates=False
+    )
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table(

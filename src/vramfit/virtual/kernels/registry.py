@@ -9,11 +9,11 @@ import os
 import pkgutil
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any
 
 import torch
 
-from vramfit.virtual.kernels.context import Args, Extras, KernelContext, Kwargs, Rule
+from vramfit.virtual.kernels.rules import Rule
+from vramfit.virtual.op_call import Extras, OpCall
 
 
 def _families() -> Iterator[dict[torch._ops.OpOverload, Rule]]:
@@ -27,24 +27,16 @@ def _families() -> Iterator[dict[torch._ops.OpOverload, Rule]]:
 _RULES = {op: rule for family in _families() for op, rule in family.items()}
 
 
-def extras(
-    func: torch._ops.OpOverload, args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext
-) -> Extras | None:
+def extras(call: OpCall) -> Extras | None:
     """Temporaries that an op's CUDA kernel allocates; None when it allocates nothing beyond its outputs.
 
-    Args:
-        func: the op.
-        args: its positional arguments (tensors may be fake).
-        kwargs: its keyword arguments.
-        outputs: what it returned.
-        ctx: the card and torch's switches; a call that its profile knows is answered from there.
+    Calls that were measured on the card are answered from its profile.
     """
-    if ctx.profile is not None:
-        measured = ctx.profile.extras(func, args, kwargs, ctx)
-        if measured is not None:
-            return measured
-    rule = _RULES.get(func)
-    return rule(args, kwargs, outputs, ctx) if rule is not None else None
+    profile = call.context.profile
+    if profile is not None and (measured := profile.extras(call)) is not None:
+        return measured
+    rule = _RULES.get(call.func)
+    return rule(call) if rule is not None else None
 
 
 def has_rule(func: torch._ops.OpOverload) -> bool:

@@ -10,20 +10,14 @@ one buffer (``flatten_parameters``) are copied into one at every call, which is 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from vramfit.virtual.kernels.context import (
-    Args,
-    Extras,
-    KernelContext,
-    Kwargs,
-    Rule,
-    argument,
-    nbytes,
-    table,
-)
+from vramfit.virtual.kernels.rules import Rule, nbytes, table
+from vramfit.virtual.op_call import Extras, OpCall, argument
 
 # Gates of cuDNN's modes (cudnnRNNMode_t): RELU, TANH, LSTM, GRU.
 _GATES = (1, 1, 4, 3)
@@ -48,20 +42,16 @@ def reserve_bytes(
     return steps * batch * hidden * layers * directions * values * element
 
 
-def forward_reserve(args: Args, kwargs: Kwargs) -> int:
+def forward_reserve(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Bytes of the reserve of one ``_cudnn_rnn`` call; 0 outside training."""
-    if not argument(args, kwargs, 12, "train", False):
+    given = partial(argument, args, kwargs)
+    if not given(12, "train", False):
         return 0
-    source, lengths = args[0], argument(args, kwargs, 14, "batch_sizes", [])
+    source, lengths = args[0], given(14, "batch_sizes", [])
     rows = source.shape[0] if len(lengths) else source.shape[0] * source.shape[1]
-    return reserve_bytes(
-        argument(args, kwargs, 6, "mode"),
-        *(1, rows),
-        argument(args, kwargs, 7, "hidden_size"),
-        argument(args, kwargs, 9, "num_layers"),
-        2 if argument(args, kwargs, 13, "bidirectional", False) else 1,
-        source.element_size(),
-    )
+    directions = 2 if given(13, "bidirectional", False) else 1
+    mode, hidden, layers = given(6, "mode"), given(7, "hidden_size"), given(9, "num_layers")
+    return reserve_bytes(mode, 1, rows, hidden, layers, directions, source.element_size())
 
 
 def _gate_bytes(source: torch.Tensor, mode: int, hidden: int, bidirectional: bool) -> int:
@@ -78,35 +68,33 @@ def _sequence_copy(tensor: torch.Tensor | None, batch_first: bool) -> int:
     return 0 if ordered.is_contiguous() else nbytes(tensor)
 
 
-def _workspace(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _workspace(call: OpCall) -> Extras | None:
     """Gate products of one layer; as uncertain as large, and a third of the reserve besides."""
-    del outputs, ctx
-    mode, hidden = argument(args, kwargs, 6, "mode"), argument(args, kwargs, 7, "hidden_size")
-    size = _gate_bytes(args[0], mode, hidden, argument(args, kwargs, 13, "bidirectional", False))
+    mode, hidden = call.argument(6, "mode"), call.argument(7, "hidden_size")
+    size = _gate_bytes(call.args[0], mode, hidden, call.argument(13, "bidirectional", False))
     if not size:
         return None
-    copy = _sequence_copy(args[0], argument(args, kwargs, 10, "batch_first", False))
-    doubt = size + forward_reserve(args, kwargs) // 3
+    copy = _sequence_copy(call.args[0], call.argument(10, "batch_first", False))
+    doubt = size + forward_reserve(call.args, call.kwargs) // 3
     return Extras(before=(copy,) if copy else (), after=(size,), error_bytes=doubt, error_below_bytes=doubt)
 
 
-def _backward_workspace(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _backward_workspace(call: OpCall) -> Extras | None:
     """``_cudnn_rnn_backward(input, weight, stride0, buf, hx, cx, output, grad_output, grad_hy, grad_cy, mode,
     hidden, ...)``, whose weights' gradients are one buffer here."""
-    del outputs, ctx
-    mode, hidden = argument(args, kwargs, 10, "mode"), argument(args, kwargs, 11, "hidden_size")
-    size = _gate_bytes(args[0], mode, hidden, argument(args, kwargs, 17, "bidirectional", False))
+    mode, hidden = call.argument(10, "mode"), call.argument(11, "hidden_size")
+    size = _gate_bytes(call.args[0], mode, hidden, call.argument(17, "bidirectional", False))
     if not size:
         return None
-    source, hx, cx, output = args[0], args[4], args[5], args[6]
-    batch_first = argument(args, kwargs, 14, "batch_first", False)
+    source, hx, cx, output = call.args[0], call.args[4], call.args[5], call.args[6]
+    batch_first = call.argument(14, "batch_first", False)
     zeros = [
         nbytes(like)
-        for like, grad in zip((output, hx, cx), args[7:10], strict=True)
+        for like, grad in zip((output, hx, cx), call.args[7:10], strict=True)
         if grad is None and like is not None
     ]
-    copies = [_sequence_copy(source, batch_first), _sequence_copy(args[7], batch_first)]
-    reserve = argument(args, kwargs, 20, "reserve")
+    copies = [_sequence_copy(source, batch_first), _sequence_copy(call.args[7], batch_first)]
+    reserve = call.argument(20, "reserve")
     doubt = size + (0 if reserve is None else nbytes(reserve) // 3)
     return Extras(
         before=tuple(zeros),

@@ -8,15 +8,14 @@ dropout's mask is an output (cuda/Dropout.cu); ``uniform_``, ``normal_`` and the
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
-from vramfit.virtual.kernels.context import Args, Extras, KernelContext, Kwargs, Rule, argument, nbytes, table
 from vramfit.virtual.kernels.cub import sort_bytes, sort_error
 from vramfit.virtual.kernels.reduction import reduce_extras
-from vramfit.virtual.kernels.scratch import Scratch, sequence
+from vramfit.virtual.kernels.rules import Rule, Scratch, nbytes, sequence, table
 from vramfit.virtual.kernels.sorting import topk
+from vramfit.virtual.op_call import Extras, OpCall
 
 
 def key_bits(count: int) -> int:
@@ -25,31 +24,30 @@ def key_bits(count: int) -> int:
     return min(64, math.ceil(math.log2(size - (6 * size * size + 1) / (math.log(0.9) * 12))))
 
 
-def _randperm(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _randperm(call: OpCall) -> Extras | None:
     """``randperm_out_cuda``: a range, random keys of 32 or 64 bits, their sorted form, and CUB's storage."""
-    del kwargs
-    count = args[0]
+    count = call.args[0]
     if not isinstance(count, int) or count < 1:
         return None
     bits = key_bits(count)
-    key, element = 4 if bits <= 32 else 8, outputs.element_size()
+    key, element = 4 if bits <= 32 else 8, call.out.element_size()
     scratch = Scratch()
     for size in (count * element, count * key, count * key):
         scratch.take(size)
-    scratch.use(sort_bytes(count, key, element, ctx, bits=bits))
-    scratch.doubt(sort_error(count, key, element, ctx))
+    scratch.use(sort_bytes(count, key, element, call.context, bits=bits))
+    scratch.doubt(sort_error(count, key, element, call.context))
     return sequence(after=scratch)
 
 
-def _multinomial(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _multinomial(call: OpCall) -> Extras | None:
     """``multinomial_out``: without replacement, or for one draw, noise as large as the weights.
 
     It divides the weights by exponential noise and takes the largest. Otherwise three copies: of the weights, of
     their normalised form, of its running sum (``multinomial_with_replacement_kernel_impl``).
     """
-    weights = args[0]
-    samples = argument(args, kwargs, 1, "num_samples")
-    replacement = argument(args, kwargs, 2, "replacement", False)
+    weights = call.args[0]
+    samples = call.argument(1, "num_samples")
+    replacement = call.argument(2, "replacement", False)
     size = nbytes(weights)
     scratch = Scratch()
     if replacement and samples != 1:
@@ -57,7 +55,7 @@ def _multinomial(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -
             scratch.take(size)
         return sequence(after=scratch)
     checking = reduce_extras(
-        weights, None, weights.element_size(), ctx
+        weights, None, weights.element_size(), call.context
     )  # max() and min(), one after the other
     largest = scratch.take(weights.element_size())
     for partial in checking.after if checking else ():
@@ -65,9 +63,9 @@ def _multinomial(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -
     scratch.give(largest)
     scratch.take(size)
     if samples != 1:
-        values = weights.new_empty(outputs.shape) if outputs.dim() else weights
+        values = weights.new_empty(call.out.shape) if call.out.dim() else weights
         scratch.take(nbytes(values))
-        topk(scratch, weights, samples, -1, True, values, ctx)
+        topk(scratch, weights, samples, -1, True, values, call.context)
     return sequence(after=scratch)
 
 

@@ -7,22 +7,11 @@ goes through CUB, several rows are scanned by kernels that need no storage. nati
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from vramfit.virtual.kernels.context import (
-    Args,
-    Extras,
-    KernelContext,
-    Kwargs,
-    Rule,
-    argument,
-    nbytes,
-    table,
-)
 from vramfit.virtual.kernels.cub import scan_bytes, scan_error
-from vramfit.virtual.kernels.scratch import Scratch, sequence
+from vramfit.virtual.kernels.rules import Rule, Scratch, nbytes, sequence, table
+from vramfit.virtual.op_call import Extras, KernelContext, OpCall
 
 
 def scan_row(scratch: Scratch, count: int, dtype: torch.dtype, ctx: KernelContext) -> None:
@@ -39,27 +28,26 @@ def scan_row(scratch: Scratch, count: int, dtype: torch.dtype, ctx: KernelContex
     scratch.doubt(scan_error(storage))
 
 
-def _scan(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _scan(call: OpCall) -> Extras | None:
     """``cumsum`` and its like."""
-    source, dim = args[0], argument(args, kwargs, 1, "dim", -1)
+    source, dim = call.args[0], call.argument(1, "dim", -1)
     if not source.numel() or not source.dim():
         return None
-    wanted = outputs.dtype
+    wanted = call.out.dtype
     scratch = Scratch()
     if source.dtype != wanted:
         scratch.take(source.numel() * wanted.itemsize)  # keeps the strides of a dense source
-    scratch.take(0 if outputs.is_contiguous() else nbytes(outputs))
+    scratch.take(0 if call.out.is_contiguous() else nbytes(call.out))
     scratch.take(0 if source.is_contiguous() else source.numel() * wanted.itemsize)
     if source.numel() == source.shape[dim]:
-        scan_row(scratch, source.numel(), wanted, ctx)
+        scan_row(scratch, source.numel(), wanted, call.context)
     return sequence(after=scratch)
 
 
-def _with_indices(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _with_indices(call: OpCall) -> Extras | None:
     """``cummax``, ``cummin``: a contiguous copy; no library (``scan_dim_with_indices``)."""
-    del kwargs, outputs, ctx
     scratch = Scratch()
-    scratch.take(0 if args[0].is_contiguous() else nbytes(args[0]))
+    scratch.take(0 if call.args[0].is_contiguous() else nbytes(call.args[0]))
     return sequence(after=scratch)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from vramfit.virtual.kernels.context import KernelContext
+from vramfit.virtual.op_call import KernelContext
 
 _aten = torch.ops.aten
 _HALVES = frozenset({torch.float16, torch.bfloat16})

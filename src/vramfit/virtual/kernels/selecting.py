@@ -6,21 +6,8 @@ SummaryOps.cu, native/BucketizationUtils.h.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from vramfit.virtual.kernels.context import (
-    Args,
-    Extras,
-    KernelContext,
-    Kwargs,
-    Rule,
-    argument,
-    ceil_div,
-    nbytes,
-    table,
-)
 from vramfit.virtual.kernels.cub import (
     encode_bytes,
     reduce_bytes,
@@ -31,8 +18,9 @@ from vramfit.virtual.kernels.cub import (
     sort_error,
 )
 from vramfit.virtual.kernels.reduction import reduce_extras
-from vramfit.virtual.kernels.scratch import Scratch, sequence
+from vramfit.virtual.kernels.rules import Rule, Scratch, ceil_div, nbytes, sequence, table
 from vramfit.virtual.kernels.sorting import stable_sort
+from vramfit.virtual.op_call import Extras, KernelContext, OpCall
 
 _INDEX = 8
 _CHUNK = 2**30  # nonzero_cuda_out_impl: elements counted at a time beyond 2**31 - 1
@@ -54,24 +42,22 @@ def nonzero(before: Scratch, after: Scratch, source: torch.Tensor, ctx: KernelCo
     before.doubt((max(counting, storage), max(counting, storage) // 2))
 
 
-def _nonzero(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    del kwargs, outputs
+def _nonzero(call: OpCall) -> Extras | None:
     before, after = Scratch(), Scratch()
-    nonzero(before, after, args[0], ctx)
+    nonzero(before, after, call.args[0], call.context)
     return sequence(before, after)
 
 
-def _nonzero_static(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _nonzero_static(call: OpCall) -> Extras | None:
     """``nonzero_static_cuda_out_impl``: a count and a running count of each block of 512 x 16 elements."""
-    del outputs, kwargs
-    source = args[0]
+    source = call.args[0]
     count = source.numel()
     if not count:
         return None
     scratch = Scratch()
     scratch.take(0 if source.is_contiguous() else nbytes(source))
     tile = 512 * 16
-    target = ctx.spec.sm_count * (2 if source.element_size() == 1 else 1)
+    target = call.context.spec.sm_count * (2 if source.element_size() == 1 else 1)
     rounds = ceil_div(ceil_div(count, tile), target)
     blocks = ceil_div(count, rounds * tile)
     scratch.take(blocks * 4)
@@ -79,14 +65,13 @@ def _nonzero_static(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext
     return sequence(after=scratch)
 
 
-def _masked_select(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _masked_select(call: OpCall) -> Extras | None:
     """``masked_select``: tensor and mask are broadcast, the mask's positions found, and the tensor indexed by them.
 
     IndexKernel.cpp ``masked_select_out_cuda_impl`` calls ``index`` with the expanded mask, which turns it into
     positions (IndexingUtils.h, ``expandTensors``).
     """
-    del kwargs
-    source, mask = args[:2]
+    source, mask = call.args[:2]
     shape = torch.broadcast_shapes(source.shape, mask.shape)
     count = shape.numel()
     if not count:
@@ -95,36 +80,35 @@ def _masked_select(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext)
     before, nothing = Scratch(), Scratch()
     before.take(count if expanded else 0)  # an expanded mask is copied to be counted
     before.take(4)
-    counting = reduce_bytes(count, 4, ctx)
+    counting = reduce_bytes(count, 4, call.context)
     before.use(counting)
-    before.take(outputs.numel() * max(1, len(shape)) * _INDEX)
+    before.take(call.out.numel() * max(1, len(shape)) * _INDEX)
     storage = select_bytes(count, _INDEX)
     before.use(storage)
     before.doubt((max(counting, storage), max(counting, storage) // 2))
     return sequence(before, nothing)
 
 
-def _unique(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _unique(call: OpCall) -> Extras | None:
     """``_unique2``: a sorted copy, with its order if the inverse is wanted (UniqueCub.cu, ``unique_cuda_template``)."""
-    del outputs
-    source = args[0]
+    source = call.args[0]
     count, element = source.numel(), source.element_size()
     if not count:
         return None
-    ordered = bool(argument(args, kwargs, 2, "return_inverse", False))
-    counted = bool(argument(args, kwargs, 3, "return_counts", False))
+    ordered = bool(call.argument(2, "return_inverse", False))
+    counted = bool(call.argument(3, "return_counts", False))
     before, after = Scratch(), Scratch()
     before.take(0 if source.is_contiguous() else nbytes(source))
     if source.dtype is torch.bool:  # counting them is enough
         before.take(4)
-        before.use(reduce_bytes(count, 4, ctx))
+        before.use(reduce_bytes(count, 4, call.context))
         return sequence(before, after)
     before.take(count * element)
     span = before.take(count * _INDEX if ordered else 0)
     before.take(count * _INDEX if ordered else 0)
     value = _INDEX if ordered else 0
-    before.use(sort_bytes(count, element, value, ctx, floating=source.is_floating_point()))
-    before.doubt(sort_error(count, element, value, ctx))
+    before.use(sort_bytes(count, element, value, call.context, floating=source.is_floating_point()))
+    before.doubt(sort_error(count, element, value, call.context))
     before.give(span)
     if ordered:  # before values and counts exist; their peak is no higher than that of the sort
         after.use(scan_bytes(count, _INDEX))
@@ -140,27 +124,25 @@ def _distinct(after: Scratch, count: int, element: int, counted: bool) -> None:
     after.doubt(scan_error(storage))
 
 
-def _unique_consecutive(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _unique_consecutive(call: OpCall) -> Extras | None:
     """``unique_consecutive`` of a whole tensor: as above without sorting; 32-bit marks of where values change."""
-    del outputs, ctx
-    source = args[0]
+    source = call.args[0]
     count, element = source.numel(), source.element_size()
-    if not count or argument(args, kwargs, 3, "dim") is not None:
+    if not count or call.argument(3, "dim") is not None:
         return None
     before, after = Scratch(), Scratch()
     before.take(0 if source.is_contiguous() else nbytes(source))
-    before.take(count * 4 if argument(args, kwargs, 1, "return_inverse", False) else 0)
-    _distinct(after, count, element, bool(argument(args, kwargs, 2, "return_counts", False)))
+    before.take(count * 4 if call.argument(1, "return_inverse", False) else 0)
+    _distinct(after, count, element, bool(call.argument(2, "return_counts", False)))
     return sequence(before, after)
 
 
-def _unique_dim(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _unique_dim(call: OpCall) -> Extras | None:
     """``unique_dim``: rows are compared through an index array that Thrust sorts (Unique.cu, ``unique_dim_cuda``).
 
     Beside its storage there are the rows as one matrix, sorted rows, and the index array.
     """
-    del outputs, ctx
-    source, dim = args[0], argument(args, kwargs, 1, "dim")
+    source, dim = call.args[0], call.argument(1, "dim")
     count = source.shape[dim] if source.dim() else 1
     if not source.numel():
         return None
@@ -174,22 +156,21 @@ def _unique_dim(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) ->
     return sequence(before=scratch)
 
 
-def _histogram(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _histogram(call: OpCall) -> Extras | None:
     """``bincount`` and ``histc`` look for the least and the largest value first (SummaryOps.cu).
 
     ``bincount`` converts weights that are not float32 to float64.
     """
-    del outputs
-    source = args[0]
+    source = call.args[0]
     if not source.numel():
         return None
     scratch = Scratch()
-    reducing = reduce_extras(source, None, source.element_size(), ctx)
+    reducing = reduce_extras(source, None, source.element_size(), call.context)
     for _ in range(2):
         number = scratch.take(source.element_size())
         partial = [scratch.take(size) for size in (reducing.after if reducing else ())]
         scratch.give(*partial, number)
-    weights = argument(args, kwargs, 1, "weights")
+    weights = call.argument(1, "weights")
     if isinstance(weights, torch.Tensor) and weights.dtype not in (torch.float32, torch.float64):
         scratch.take(weights.numel() * 8)
     return sequence(before=scratch)
@@ -201,9 +182,8 @@ def _searchsorted(boundaries_at: int, input_at: int) -> Rule:
     BucketizationUtils.h ``searchsorted_maybe_trim_input_tensors``.
     """
 
-    def rule(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-        del outputs, ctx
-        tensors = [args[boundaries_at], args[input_at]]
+    def rule(call: OpCall) -> Extras | None:
+        tensors = [call.args[boundaries_at], call.args[input_at]]
         scratch = Scratch()
         if not isinstance(tensors[1], torch.Tensor):
             scratch.take(tensors[0].element_size())
@@ -214,25 +194,24 @@ def _searchsorted(boundaries_at: int, input_at: int) -> Rule:
             common = torch.result_type(*tensors)
             for tensor in tensors:
                 scratch.take(0 if tensor.dtype == common else tensor.numel() * common.itemsize)
-        sorter = kwargs.get("sorter")
+        sorter = call.kwargs.get("sorter")
         scratch.take(0 if sorter is None or sorter.is_contiguous() else nbytes(sorter))
         return sequence(after=scratch)
 
     return rule
 
 
-def _isin(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _isin(call: OpCall) -> Extras | None:
     """``isin``: many test elements are sorted together with the elements.
 
     native/TensorCompare.cpp ``isin_Tensor_Tensor_out`` compares directly while the test elements are fewer than
     10 x numel ** 0.145; else ``isin_sorting`` takes unique values (unless told they are), concatenates and sorts.
     """
-    elements, tests = args[:2]
+    elements, tests = call.args[:2]
     if not (isinstance(elements, torch.Tensor) and isinstance(tests, torch.Tensor)):
         return None
     if tests.numel() < 10 * elements.numel() ** 0.145 or not elements.numel():
         return None
-    del outputs, kwargs
     width = elements.element_size()
     scratch = Scratch()
     scratch.take(elements.numel() * width)  # unique values, their order,
@@ -242,7 +221,7 @@ def _isin(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extra
     scratch.take(count * width)  # all of them, sorted, with their order
     scratch.take(count * width)
     scratch.take(count * _INDEX)
-    stable_sort(scratch, count, count, width, ctx)
+    stable_sort(scratch, count, count, width, call.context)
     scratch.take(count)  # where neighbours are equal, and that in the order of before
     scratch.take(count)
     return sequence(after=scratch)

@@ -6,24 +6,11 @@ TensorTopK.cpp and TensorTopK.cu, Sorting.cpp, TensorModeKernel.cpp.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from vramfit.virtual.kernels.context import (
-    Args,
-    Extras,
-    KernelContext,
-    Kwargs,
-    Rule,
-    argument,
-    ceil_div,
-    is_dense,
-    nbytes,
-    table,
-)
 from vramfit.virtual.kernels.cub import segmented_sort_bytes, sort_bytes, sort_error
-from vramfit.virtual.kernels.scratch import Scratch, sequence
+from vramfit.virtual.kernels.rules import Rule, Scratch, ceil_div, is_dense, nbytes, sequence, table
+from vramfit.virtual.op_call import Extras, KernelContext, OpCall
 
 _SMALL_SORT = 4096  # Sort.h, should_use_small_sort: sorted in place by one block per slice
 _LARGE_SEGMENT = 1_000_000  # do_launch_stable_sort_kernel: one such slice keeps a card busy
@@ -101,44 +88,41 @@ def sort(scratch: Scratch, source: torch.Tensor, dim: int, ctx: KernelContext, *
     scratch.give(*reversed(stand_ins))
 
 
-def _sort_rule(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
-    del outputs
+def _sort_rule(call: OpCall) -> Extras | None:
     scratch = Scratch()
-    sort(scratch, args[0], argument(args, kwargs, 1, "dim", -1), ctx)
+    sort(scratch, call.args[0], call.argument(1, "dim", -1), call.context)
     return sequence(after=scratch)
 
 
-def _sort_stable_rule(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _sort_stable_rule(call: OpCall) -> Extras | None:
     """``sort.stable(self, *, stable, dim, descending)``."""
-    del outputs
     scratch = Scratch()
-    sort(scratch, args[0], kwargs.get("dim", argument(args, kwargs, 2, "dim", -1)), ctx)
+    sort(scratch, call.args[0], call.kwargs.get("dim", call.argument(2, "dim", -1)), call.context)
     return sequence(after=scratch)
 
 
-def _argsort(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _argsort(call: OpCall) -> Extras | None:
     """``argsort`` throws the sorted values away (native/Sorting.cpp)."""
-    del outputs
-    source = args[0]
-    dim = kwargs.get("dim", next((a for a in args[1:] if type(a) is int), -1))
+    source = call.args[0]
+    dim = call.kwargs.get("dim", next((a for a in call.args[1:] if type(a) is int), -1))
     before, after = Scratch(), Scratch()
     before.take(nbytes(source))
-    sort(after, source, dim, ctx)
+    sort(after, source, dim, call.context)
     return sequence(before, after)
 
 
-def _topk(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _topk(call: OpCall) -> Extras | None:
     """``topk_out_cuda``: radix selection, then a sort of the k found.
 
     Sorting everything is for AMD's cards and for CUDA before 11.6 (``should_use_sort``).
     """
-    source, k = args[0], argument(args, kwargs, 1, "k")
-    dim = argument(args, kwargs, 2, "dim", -1)
+    source, k = call.args[0], call.argument(1, "k")
+    dim = call.argument(2, "dim", -1)
     if not source.dim() or not source.numel() or not k:
         return None
-    values = outputs[0]
+    values = call.out[0]
     scratch = Scratch()
-    topk(scratch, source, k, dim, argument(args, kwargs, 4, "sorted", True), values, ctx)
+    topk(scratch, source, k, dim, call.argument(4, "sorted", True), values, call.context)
     return sequence(after=scratch)
 
 
@@ -191,18 +175,16 @@ def _multi_block_sizes(slices: int, length: int, element: int, ctx: KernelContex
     return [slices * element, slices * 8, digits, blocks * 512, slices * 1024, blocks * 4, blocks * 4]
 
 
-def _kthvalue(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _kthvalue(call: OpCall) -> Extras | None:
     """``kthvalue`` and ``median(dim)`` select in a contiguous copy (Sorting.cpp)."""
-    del kwargs, outputs, ctx
     scratch = Scratch()
-    scratch.take(0 if args[0].is_contiguous() else nbytes(args[0]))
+    scratch.take(0 if call.args[0].is_contiguous() else nbytes(call.args[0]))
     return sequence(before=scratch)
 
 
-def _median(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _median(call: OpCall) -> Extras | None:
     """``median()`` sorts the flattened tensor and looks at its middle (Sorting.cpp, ``median_impl``)."""
-    del kwargs, outputs
-    source = args[0]
+    source = call.args[0]
     if not source.numel():
         return None
     count, element = source.numel(), source.element_size()
@@ -213,29 +195,28 @@ def _median(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Ext
     if count <= _SMALL_SORT:
         scratch.use(count * _INDEX)
     else:
-        stable_sort(scratch, count, count, element, ctx, floating=source.is_floating_point())
+        stable_sort(scratch, count, count, element, call.context, floating=source.is_floating_point())
     scratch.give(indices)
     return sequence(before=scratch)
 
 
-def _mode(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _mode(call: OpCall) -> Extras | None:
     """``mode``: slices that lie contiguously; longer than 2048, each is sorted with its positions by Thrust.
 
     TensorModeKernel.cpp ``mode_kernel_impl``, TensorModeKernel.cu ``calculate_mode``. Thrust's own storage is
     estimated as CUB's.
     """
-    del outputs
-    source = args[0]
+    source = call.args[0]
     if not source.numel() or not source.dim():
         return None
-    dim = argument(args, kwargs, 1, "dim", -1)
+    dim = call.argument(1, "dim", -1)
     length, element = source.shape[dim], source.element_size()
     scratch = Scratch()
     scratch.take(0 if source.transpose(dim, -1).is_contiguous() else nbytes(source))
     if length > _SMALL_MODE:
         scratch.take(length * element)
         scratch.take(length * _INDEX)
-        storage = sort_bytes(length, element, _INDEX, ctx)
+        storage = sort_bytes(length, element, _INDEX, call.context)
         scratch.use(storage)
         scratch.doubt((storage + length * (element + _INDEX), storage))
     return sequence(after=scratch)

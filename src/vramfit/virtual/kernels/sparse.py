@@ -6,18 +6,15 @@ aten/src/ATen/native/sparse/cuda/SparseCUDABlas.cpp (``csrmm2``) and SparseCUDAT
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from vramfit.virtual.kernels.context import Args, Extras, KernelContext, Kwargs, Rule, nbytes, table
-from vramfit.virtual.kernels.scratch import Scratch, sequence
+from vramfit.virtual.kernels.rules import Rule, Scratch, nbytes, sequence, table
+from vramfit.virtual.op_call import Extras, OpCall
 
 
-def _product(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _product(call: OpCall) -> Extras | None:
     """``_sparse_addmm(self, sparse, dense)``: the sparse matrix coalesced, its rows counted, indices as int32."""
-    del kwargs, ctx
-    sparse, dense = args[1:3]
+    sparse, dense = call.args[1:3]
     if sparse.layout is torch.sparse_csr:
         return _compressed_product(sparse, dense)
     if sparse.layout is not torch.sparse_coo:
@@ -33,8 +30,8 @@ def _product(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Ex
     scratch.take((sparse.shape[0] + 1) * 4)
     scratch.take(count * 4)
     scratch.take(0 if dense.t().is_contiguous() else nbytes(dense))
-    scratch.take(nbytes(outputs))  # the result column by column, copied at last
-    scratch.doubt((nbytes(outputs) + count * 8, 0))
+    scratch.take(nbytes(call.out))  # the result column by column, copied at last
+    scratch.doubt((nbytes(call.out) + count * 8, 0))
     return sequence(after=scratch)
 
 

@@ -8,12 +8,10 @@ interpolation, constant padding, flipping and ``cat`` read any strides and keep 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from vramfit.virtual.kernels.context import Args, Extras, KernelContext, Kwargs, Rule, argument, nbytes, table
-from vramfit.virtual.kernels.scratch import Scratch, sequence
+from vramfit.virtual.kernels.rules import Rule, Scratch, nbytes, sequence, table
+from vramfit.virtual.op_call import Extras, OpCall
 
 _CHANNELS_LAST = torch.channels_last
 _NEAREST_CHANNELS = 4  # upsample_nearest2d_out_cuda_template: so many channels have a channels_last kernel
@@ -27,24 +25,22 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
     )
 
 
-def _nearest(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _nearest(call: OpCall) -> Extras | None:
     """Nearest neighbours, forward and backward: a kernel for channels_last, else contiguous forms of both."""
-    del kwargs, ctx
-    source = args[0]
-    if not isinstance(outputs, torch.Tensor) or not source.numel():
+    source = call.args[0]
+    if not isinstance(call.out, torch.Tensor) or not source.numel():
         return None
-    if _is_channels_last(source) and source.shape[1] >= _NEAREST_CHANNELS and _is_channels_last(outputs):
+    if _is_channels_last(source) and source.shape[1] >= _NEAREST_CHANNELS and _is_channels_last(call.out):
         return None
     scratch = Scratch()
     scratch.take(0 if source.is_contiguous() else nbytes(source))
-    scratch.take(0 if outputs.is_contiguous() else nbytes(outputs))
+    scratch.take(0 if call.out.is_contiguous() else nbytes(call.out))
     return sequence(after=scratch)
 
 
-def _dense_2d(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _dense_2d(call: OpCall) -> Extras | None:
     """Planes that the kernel reads contiguously or in channels_last, in whichever order the input lies."""
-    del kwargs, outputs, ctx
-    source = args[0]
+    source = call.args[0]
     if source.is_contiguous() or _is_channels_last(source):
         return None
     scratch = Scratch()
@@ -52,29 +48,26 @@ def _dense_2d(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> E
     return sequence(after=scratch)
 
 
-def _dense_2d_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _dense_2d_backward(call: OpCall) -> Extras | None:
     """A gradient brought to the memory format of the input that follows it."""
-    del kwargs, outputs, ctx
-    grad, source = args[:2]
+    grad, source = call.args[:2]
     wanted = _is_channels_last if _is_channels_last(source) else torch.Tensor.is_contiguous
     scratch = Scratch()
     scratch.take(0 if wanted(grad) else nbytes(grad))
     return sequence(after=scratch)
 
 
-def _contiguous(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _contiguous(call: OpCall) -> Extras | None:
     """A contiguous copy of a strided first argument."""
-    del kwargs, outputs, ctx
     scratch = Scratch()
-    scratch.take(0 if args[0].is_contiguous() else nbytes(args[0]))
+    scratch.take(0 if call.args[0].is_contiguous() else nbytes(call.args[0]))
     return sequence(after=scratch)
 
 
-def _roll(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _roll(call: OpCall) -> Extras | None:
     """``roll``: one dimension after the other; what was rolled before lives until the last is done."""
-    del outputs, ctx
-    source = args[0]
-    dims = argument(args, kwargs, 2, "dims", ())
+    source = call.args[0]
+    dims = call.argument(2, "dims", ())
     count = 1 if isinstance(dims, int) else len(dims)
     scratch = Scratch()
     scratch.take(0 if source.is_contiguous() else nbytes(source))
@@ -83,24 +76,22 @@ def _roll(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extra
     return sequence(before=scratch)
 
 
-def _cdist_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _cdist_backward(call: OpCall) -> Extras | None:
     """``_cdist_backward``: the gradient from every pair of rows, before it is summed (DistanceKernel.cu,
     ``cdist_backward_kernel_impl``)."""
-    del kwargs, ctx
-    first, second = args[1], args[2]
-    if not outputs.numel() or not second.numel():
+    first, second = call.args[1], call.args[2]
+    if not call.out.numel() or not second.numel():
         return None
     scratch = Scratch()
-    for tensor in (first, second, args[0]):
+    for tensor in (first, second, call.args[0]):
         scratch.take(0 if tensor.is_contiguous() else nbytes(tensor))
-    scratch.take(nbytes(outputs) * second.shape[-2])
+    scratch.take(nbytes(call.out) * second.shape[-2])
     return sequence(after=scratch)
 
 
-def _pdist_backward(args: Args, kwargs: Kwargs, outputs: Any, ctx: KernelContext) -> Extras | None:
+def _pdist_backward(call: OpCall) -> Extras | None:
     """``_pdist_backward``: the same for pairs within one matrix (``pdist_backward_kernel_impl``)."""
-    del kwargs, outputs, ctx
-    source = args[1]
+    source = call.args[1]
     if source.shape[0] < 2:
         return None
     scratch = Scratch()

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.virtual.fake_impls.registry import LATE, RULES, find_overload
+from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.ops import tensors_in
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def copy(mode: VirtualMode, target: torch.Tensor, source: torch.Tensor) -> None:
         source = mode.wrap(source)
     if source.shape != target.shape:
         source = torch.ops.aten.reshape.default(source, target.shape)
-    mode.settle(_COPY_, mode.ops[_COPY_], (target, source), {}, target)
+    mode.settle(mode.call(_COPY_, target, source), target)
     value, shadow = mode.shadows.view(source), mode.shadows.find(source)
     if (
         value is not None
@@ -108,21 +109,21 @@ def finished(tensors: list[torch.Tensor]) -> Any:
 
 
 def _collective(name: str, copies: Callable[[tuple[Any, ...]], list[Pair]]) -> Any:
-    def handle(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = tensors_in(args)
-        backend = backend_of(args, tensors[0].device)
+    def handle(mode: VirtualMode, call: OpCall) -> Any:
+        tensors = tensors_in(call.args)
+        backend = backend_of(call.args, tensors[0].device)
         held = []
         if name in _FLATTENED and isinstance(backend, FakeProcessGroup):
-            held = _flattened(mode, name, args[_FLATTENED[name]])
-        for target, source in copies(args):
+            held = _flattened(mode, name, call.args[_FLATTENED[name]])
+        for target, source in copies(call.args):
             copy(mode, target, source)
         mode.meter.give_back(held, tensors[0].device.index or 0)
         mode.meter.ops += 1
-        work = finished(tensors_in(args[0]))
-        returned = [str(result.type) for result in func._schema.returns]
+        work = finished(tensors_in(call.args[0]))
+        returned = [str(result.type) for result in call.func._schema.returns]
         if len(returned) == 1:
             return work
-        return args[0], work
+        return call.args[0], work
 
     return handle
 
@@ -147,11 +148,11 @@ def backend_of(args: tuple[Any, ...], device: torch.device) -> Any:
     return group._get_backend(torch.device(device.type))
 
 
-def _no_peer(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise ValueError(f"vramfit: {func} wants another rank, and this group has one")
+def _no_peer(mode: VirtualMode, call: OpCall) -> Any:
+    raise ValueError(f"vramfit: {call.func} wants another rank, and this group has one")
 
 
-def _nothing(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _nothing(mode: VirtualMode, call: OpCall) -> None:
     return None
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vramfit.virtual.fake_impls.registry import LATE, RULES, find_overload
+from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.ops import Handler
 from vramfit.virtual.ranks.collectives import copy
 
@@ -21,25 +22,25 @@ _CLONE = torch.ops.aten.clone.default
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
 
-def _same(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _same(mode: VirtualMode, call: OpCall) -> Any:
     """In place, or a wait: what came in."""
-    return args[0]
+    return call.args[0]
 
 
-def _copied(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if isinstance(args[0], (list, tuple)):
-        return [_clone(mode, tensor) for tensor in args[0]]
-    return _clone(mode, args[0])
+def _copied(mode: VirtualMode, call: OpCall) -> Any:
+    if isinstance(call.args[0], (list, tuple)):
+        return [_clone(mode, tensor) for tensor in call.args[0]]
+    return _clone(mode, call.args[0])
 
 
 def _clone(mode: VirtualMode, tensor: torch.Tensor) -> Any:
-    return mode.run(_CLONE, mode.ops[_CLONE], (tensor,), _CONTIGUOUS)
+    return mode.run(mode.call(_CLONE, tensor, **_CONTIGUOUS))
 
 
-def _into(mode: VirtualMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _into(mode: VirtualMode, call: OpCall) -> Any:
     """A result that the program allocated."""
-    copy(mode, kwargs["out"], args[0])
-    return kwargs["out"]
+    copy(mode, call.kwargs["out"], call.args[0])
+    return call.kwargs["out"]
 
 
 _RULES: dict[str, Handler] = {

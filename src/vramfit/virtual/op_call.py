@@ -1,18 +1,15 @@
-"""What decides how a CUDA kernel behaves besides its arguments, and what a kernel allocates beyond its
-outputs."""
+"""One call of an op: what it is given and returns, what else decides how its kernel behaves, and what that takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from vramfit.gpus import GpuSpec
-
-if TYPE_CHECKING:
-    from vramfit.virtual.kernels.measured import MeasuredTable
+from vramfit.virtual.ops import OpInfo, device_of, mutated_tensors, tensors_in
 
 # cuDNN that the default wheel of each torch release asks for (its `nvidia-cudnn-cu13` requirement on PyPI),
 # in cuDNN's own numbering: 9.19.0 is 91900. Later releases count as the last one known.
@@ -76,7 +73,7 @@ class KernelContext:
     cudnn_version: int = 0
     cuda_version: tuple[int, int] = (13, 0)
     searched: set[Hashable] = field(default_factory=set, compare=False)
-    profile: MeasuredTable | None = field(default=None, compare=False)
+    profile: MeasuredCalls | None = field(default=None, compare=False)
 
     @property
     def cudnn(self) -> int:
@@ -91,6 +88,82 @@ class KernelContext:
     def flag(self, name: str) -> bool | None:
         """An environment switch as ``c10::utils::check_env`` reads it: "1" or "0", anything else is unset."""
         return {"1": True, "0": False}.get(self.environ.get(name, ""))
+
+
+def argument(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int, name: str, default: Any = None
+) -> Any:
+    """An argument that may have been given by position or by name."""
+    return args[position] if len(args) > position else kwargs.get(name, default)
+
+
+class OpCall:
+    """An op with its arguments, and what is known of the call so far.
+
+    Args:
+        func: the op.
+        info: what its schema says.
+        args, kwargs: its arguments; where they are fake tensors they carry shapes.
+        out: its results; None until they are described.
+        device: index of the card on which it runs; None on the host, and until the results are placed.
+        context: of the kernels of that card; only calls on a card have one.
+    """
+
+    __slots__ = ("_context", "args", "device", "func", "info", "kwargs", "out")
+
+    def __init__(
+        self,
+        func: torch._ops.OpOverload,
+        info: OpInfo,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any = None,
+        device: int | None = None,
+        context: KernelContext | None = None,
+    ) -> None:
+        self.func = func
+        self.info = info
+        self.args = args
+        self.kwargs = kwargs
+        self.out = out
+        self.device = device
+        self._context = context
+
+    @property
+    def context(self) -> KernelContext:
+        """What decides how the op's kernel behaves."""
+        assert self._context is not None, f"{self.info.name} does not run on a card"
+        return self._context
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument that may have been given by position or by name."""
+        return argument(self.args, self.kwargs, position, name, default)
+
+    def by_name(self) -> dict[str, Any]:
+        """All arguments by the names in the op's schema, with defaults where none was given."""
+        arguments = self.func._schema.arguments
+        given = {argument.name: argument.default_value for argument in arguments}
+        return given | dict(zip(given, self.args, strict=False)) | self.kwargs
+
+    def with_arguments(self, *args: Any) -> OpCall:
+        """The same op with other arguments by position, nothing known of its results."""
+        return OpCall(self.func, self.info, args, self.kwargs)
+
+    def runs_on(self, device: int | None, context: KernelContext | None) -> None:
+        """Note the card on which it runs, None for the host, and the context of its kernels."""
+        self.device, self._context = device, context
+
+    def find_device(self) -> int | None:
+        """Index of the card on which it runs, as its results and arguments say; None for the host."""
+        return device_of(self.out, self.args, self.kwargs)
+
+    def written(self) -> list[torch.Tensor]:
+        """The tensors that it writes, lists flattened."""
+        return mutated_tensors(self.info, self.args, self.kwargs)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among its arguments, lists flattened."""
+        return tensors_in((self.args, tuple(self.kwargs.values())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,77 +199,15 @@ class Spare(int):
 EMPTY_CACHE = -(1 << 62)
 """An entry of `Extras`: the allocator gives its unused segments back to the card."""
 
-Args = tuple[Any, ...]
-Kwargs = Mapping[str, Any]
-Rule = Callable[[Args, Kwargs, Any, KernelContext], Extras | None]
 
+class MeasuredCalls(Protocol):
+    """Calls that were measured on a card."""
 
-def overloads(*names: str) -> list[torch._ops.OpOverload]:
-    """The aten overloads of these names (``"mm"`` or ``"mm.out"``) that this torch release has."""
-    found = []
-    for name in names:
-        packet, _, overload = name.partition(".")
-        op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-        if isinstance(op, torch._ops.OpOverload):
-            found.append(op)
-    return found
+    def extras(self, call: OpCall) -> Extras | None:
+        """Temporaries of a call as they were measured, without an error bar; None if it was not."""
 
+    def knows(self, func: torch._ops.OpOverload) -> bool:
+        """Whether any call of an op was measured."""
 
-def table(rules: Mapping[tuple[str, ...] | str, Rule]) -> dict[torch._ops.OpOverload, Rule]:
-    """Turn rules keyed by one or more op names into rules keyed by overload."""
-    return {
-        op: rule
-        for names, rule in rules.items()
-        for op in overloads(*((names,) if isinstance(names, str) else names))
-    }
-
-
-def argument(args: Args, kwargs: Kwargs, position: int, name: str, default: Any = None) -> Any:
-    """An argument that may have been given by position or by name."""
-    return args[position] if len(args) > position else kwargs.get(name, default)
-
-
-def nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of a dense copy of a tensor."""
-    return tensor.numel() * tensor.element_size()
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill their memory without gaps or overlap, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def temporaries(*sizes: int, error_bytes: int = 0, error_below_bytes: int = 0) -> Extras | None:
-    """Extras after the outputs; None when nothing is allocated."""
-    kept = tuple(size for size in sizes if size)
-    if not (kept or error_bytes):
-        return None
-    return Extras(after=kept, error_bytes=error_bytes, error_below_bytes=error_below_bytes)
-
-
-def workspace(*sizes: int, error_bytes: int = 0, error_below_bytes: int = 0) -> Extras | None:
-    """Extras before the outputs; None when nothing is allocated."""
-    kept = tuple(size for size in sizes if size)
-    if not (kept or error_bytes):
-        return None
-    return Extras(before=kept, error_bytes=error_bytes, error_below_bytes=error_below_bytes)
-
-
-def given_back(number: int) -> int:
-    """An entry of `Extras` that takes no block but gives one back: the ``number``-th of its list, from 1."""
-    return -number
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The next multiple at or above a value."""
-    return -(-value // multiple) * multiple
-
-
-def ceil_div(value: int, divisor: int) -> int:
-    """Quotient rounded up."""
-    return -(-value // divisor)
+    def library(self, func: torch._ops.OpOverload) -> str | None:
+        """The library whose first use by an op makes the context grow; None where there is none."""
