@@ -73,9 +73,8 @@ LONG_FUNCTIONS = {
 CIRCLES = (
     {"allocator.config", "allocator.parsing"},  # a configuration is parsed by its own class method
     {"trace.fileformat", "trace.model"},  # MemoryTrace.load and save
-    {"virtual.kernels.context", "virtual.kernels.measured"},  # for checkers alone
 )
-"""Modules that import one another, each with a reason; and within virtual/ rules name the mode for checkers alone."""
+"""Modules that import one another, each with a reason."""
 
 
 @cache
@@ -221,26 +220,9 @@ def test_no_import_goes_in_a_circle() -> None:
     for path, tree in modules().items():
         parts = path.relative_to(SOURCE.parent).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        tops = _without_checkers(tree) if name.startswith("vramfit.virtual.") else tree
-        graph[name] = {one for one in _imports(tops) if one.startswith("vramfit") and one != name}
+        graph[name] = {one for one in _imports(tree) if one.startswith("vramfit") and one != name}
     found = [{name.removeprefix("vramfit.") for name in circle} for circle in _circles(graph)]
     assert [circle for circle in found if circle not in CIRCLES] == []
-
-
-def _without_checkers(tree: ast.Module) -> ast.Module:
-    """A module without its block ``if TYPE_CHECKING``."""
-    return ast.Module(
-        [
-            node
-            for node in tree.body
-            if not (
-                isinstance(node, ast.If)
-                and isinstance(node.test, ast.Name)
-                and node.test.id == "TYPE_CHECKING"
-            )
-        ],
-        [],
-    )
 
 
 def _circles(graph: dict[str, set[str]]) -> list[list[str]]:

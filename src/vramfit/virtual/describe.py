@@ -15,8 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from vramfit.virtual import direct
-from vramfit.virtual.fake_impls.compressed import is_product
-from vramfit.virtual.fake_impls.sparse import MISDESCRIBED, SparseOperation, has_sparse
+from vramfit.virtual.undescribed import MISDESCRIBED, SparseOperation, has_sparse, is_compressed_product
 
 _META = torch.device("meta")
 _STRIDED = torch.strided
@@ -89,7 +88,7 @@ class Describer:
         tensors: list[FakeTensor] = []
         key = None if self.never(func) else key_of(args, kwargs, tensors)
         if key is None:
-            if is_product(func, args) or (func in MISDESCRIBED and has_sparse(args, kwargs)):
+            if is_compressed_product(func, args) or (func in MISDESCRIBED and has_sparse(args, kwargs)):
                 raise SparseOperation
             return self._mode.dispatch(func, (), args, kwargs)
         # Whose convolution it is decides the order of its result's dimensions: cuDNN keeps channels last.

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vramfit.allocator import (
     AllocatorConfig,
@@ -28,11 +28,9 @@ from vramfit.gpus import GpuSpec
 from vramfit.gpus.measured_profile import Rates
 from vramfit.virtual.clock import Clock, Engine
 from vramfit.virtual.data_dependent.assume import Assume
+from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.pinned import PinnedMemory
 from vramfit.virtual.stream_ids import StreamTable
-
-if TYPE_CHECKING:
-    from vramfit.virtual.kernels.measured import MeasuredTable
 
 MIB = 1 << 20
 DEFAULT_SEED = 67280421310721  # c10/core/GeneratorImpl.h: default_rng_seed_val

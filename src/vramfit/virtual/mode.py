@@ -17,46 +17,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensor,
-    UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramfit.patching import PatchStack
 from vramfit.trace import Category
-from vramfit.virtual import kernels, roofline
-from vramfit.virtual.attribution import ProgramPhase
 from vramfit.virtual.checks import check_arguments
-from vramfit.virtual.clock import Engine
-from vramfit.virtual.data_dependent.assume import Extent
-from vramfit.virtual.data_dependent.expectations import WATCHED, expectation, is_whole, rewritten
-from vramfit.virtual.data_dependent.guesses import Guesses
-from vramfit.virtual.data_dependent.shading import Shading
-from vramfit.virtual.data_dependent.shadow import ShadowStore, map_tensors, may_be_known
-from vramfit.virtual.describe import Describer, key_of, recipe_of
-from vramfit.virtual.fake_impls import LATE, RULES, compressed, custom, sparse
-from vramfit.virtual.fake_mode import VirtualFakeMode
+from vramfit.virtual.describe import key_of
+from vramfit.virtual.fake_impls import LATE, RULES, custom, sparse
 from vramfit.virtual.fills import Concern
-from vramfit.virtual.foreign.operators import advice, handler_of
-from vramfit.virtual.noted import Noted
-from vramfit.virtual.op_cache import MAX_PLANS, RememberedCall, Shades, plan_of, plan_of_view
+from vramfit.virtual.foreign.operators import handler_of
+from vramfit.virtual.machine import Machine
+from vramfit.virtual.meter import Meter
+from vramfit.virtual.op_cache import Shades
 from vramfit.virtual.op_call import OpCall
-from vramfit.virtual.ops import OpInfo, OpTable, device_of, identity, kinds_among, tensors_in
-from vramfit.virtual.page_locked import PageLocked
-from vramfit.virtual.placing import Placing
+from vramfit.virtual.op_runner import OpRunner
+from vramfit.virtual.ops import OpTable, identity, kinds_among, tensors_in
 from vramfit.virtual.tensor_subclasses import Twins
 from vramfit.virtual.torch_cuda import invalid_device
-
-if TYPE_CHECKING:
-    from vramfit.virtual.machine import Machine
-    from vramfit.virtual.meter import Meter
-    from vramfit.virtual.workspaces import Workspaces
+from vramfit.virtual.undescribed import DynamicSizes, SparseOperation
+from vramfit.virtual.workspaces import Workspaces
 
 _PRIM_DEVICE = torch.ops.prim.device.default
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
@@ -67,7 +51,7 @@ _task = torch._C._current_graph_task_id
 _CURRENT_MODE = "_get_current_dispatch_mode"
 
 
-class VirtualMode(TorchDispatchMode):
+class VirtualMode(OpRunner):
     """Routes ops to the virtual card or to the CPU. See NOTE [Routing]."""
 
     supports_higher_order_operators = (
@@ -75,25 +59,7 @@ class VirtualMode(TorchDispatchMode):
     )
 
     def __init__(self, machine: Machine, meter: Meter, workspaces: Workspaces) -> None:
-        super().__init__()
-        self.machine = machine
-        self.meter = meter
-        self.workspaces = workspaces
-        self.placing = Placing(meter, workspaces)
-        self.fake = VirtualFakeMode()
-        self.describer = Describer(self.fake)
-        self.shadows = ShadowStore()
-        self.guesses = Guesses(machine, lambda: meter.backward_frames)
-        self.shading = Shading(
-            machine, self.shadows, meter.expected, meter.note_count, self.guesses.ends_loop
-        )
-        self.made_up: Noted[bool] = Noted()  # copies on the host of results of assumed sizes
-        self.ops = OpTable(RULES, LATE, handler_of)
-        self.twins = Twins()
-        self._plans = 0
-        self.page_locked = PageLocked(machine)
-        self.exclusive_counts: tuple[int, int] | None = None  # from engine_probe.py
-        self.observed_counts: list[tuple[int, int]] | None = None  # filled for engine_probe.py only
+        super().__init__(machine, meter, workspaces, OpTable(RULES, LATE, handler_of))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -198,334 +164,14 @@ class VirtualMode(TorchDispatchMode):
             return info.handler(self, OpCall(func, info, args, kwargs))
         return func(*args, **kwargs)
 
-    # -- the general treatment -----------------------------------------------------------------------------------
-
-    def call(self, func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> OpCall:
-        """A call of an op, to be run or settled."""
-        return OpCall(func, self.ops[func], args, kwargs)
-
     def run(self, call: OpCall, *, real: bool = True, category: Category | None = None) -> Any:
-        """Run an op on fake tensors, place what it allocates, and keep the shadows true.
-
-        Args:
-            call: the op.
-            real: there may be real tensors among its arguments.
-            category: what its results are for; None tells it from the moment.
-        """
-        if real:
-            written = [t for t in call.written() if type(t) is not FakeTensor]
-            if written and written[0].device.type == "cpu":
-                return self._write_host(call.info, written)
-            self._wrap_all(call)
-        func, info, args, kwargs = call.func, call.info, call.args, call.kwargs
-        if func is _ADD and self._accumulates(args):
-            return self._accumulate(call)
-        tensors: list[FakeTensor] = []
-        unlike = self.describer.never(func) or kwargs.get("pin_memory")  # pages are locked each time
-        key = None if unlike else key_of(args, kwargs, tensors)
-        if key is not None:
-            plan = info.plans.get(key)
-            if plan is not None and self._holds(plan, tensors):
-                return self._repeat(plan, call, tensors, category)
+        """As `OpRunner.run`; what torch cannot describe of sparse tensors and custom operators has rules here."""
         try:
-            out = self.describe(call)
-        except sparse.SparseOperation:
+            return super().run(call, real=real, category=category)
+        except SparseOperation:
             return sparse.run(self, call)
-        except custom.DynamicSizes:
+        except DynamicSizes:
             return custom.run(self, call)
-        worked = self.settle(call, out, category=category)
-        if key is None:
-            compressed.adopt_parts(self, out, info.name)
-        elif self.meter.repeats:
-            self._remember(key, call, tensors, worked)
-        if kwargs.get("pin_memory") and isinstance(out, torch.Tensor) and out.device.type == "cpu":
-            self.page_locked.pin(out)
-        return out
-
-    # -- what was done before (see op_cache.py) ---------------------------------------------------------------
-
-    def _holds(self, plan: RememberedCall, tensors: list[FakeTensor]) -> bool:
-        """Whether a call with these tensors does what the plan says."""
-        if plan.view:
-            return True
-        if self.machine.init_pid is None:
-            return False
-        context = plan.context
-        if context is not None and self.workspaces.context(plan.device) is not context:
-            return False
-        return not self.meter.assuming or self._is_certain(plan, tensors)
-
-    def _is_certain(self, plan: RememberedCall, tensors: list[FakeTensor]) -> bool:
-        """Whether nothing that a call makes rests on assumed sizes."""
-        return not plan.named and not any(self.meter.extents_of(t) for t in tensors)
-
-    def _remember(self, key: Any, call: OpCall, tensors: list[FakeTensor], microseconds: float) -> None:
-        recipe = recipe_of(call.out, tensors)
-        if recipe is None:
-            return
-        if call.info.view:
-            plan: RememberedCall | None = plan_of_view(recipe)
-        else:
-            if call.device is None:
-                return
-            plan = plan_of(
-                call,
-                call.device,
-                recipe,
-                tensors=tensors,
-                microseconds=microseconds,
-                builder=self.meter.builder,
-            )
-            if plan is None or (self.meter.assuming and not self._is_certain(plan, tensors)):
-                return
-        if self._plans >= MAX_PLANS:
-            self.ops.forget_plans()
-            self._plans = 0
-        self._plans += 1
-        call.info.plans[key] = plan
-
-    def _repeat(
-        self,
-        plan: RememberedCall,
-        call: OpCall,
-        tensors: list[FakeTensor],
-        category: Category | None,
-    ) -> Any:
-        """What `run` would do, the same in the same order, of which a plan says most."""
-        meter = self.meter
-        call.out = out = self.describer.build(plan.recipe, tensors)
-        meter.ops += 1
-        if plan.view:
-            return out
-        self.placing.place_again(plan, call.info.name, out, category)
-        if plan.expects:
-            self._expect(call)
-        call.device = device = plan.device
-        self.machine.advance(plan.microseconds, device)
-        shading, shades = self.shading, plan.shades
-        if shades is _FOLLOW or (shades is _IF_KNOWN and not shading.stays_unknown(call, tensors)):
-            shading.follow(call)
-            return out
-        if shades is _FORGET:
-            shading.forget_written(call)
-        if plan.counts:
-            shading.masks.follow(call)
-        if plan.fills and (plan.fills == _ALWAYS or len(shading.fills)):
-            shading.fills.follow(call)
-        return out
-
-    def describe(self, call: OpCall) -> Any:
-        """Results of an op on fake tensors, not placed yet.
-
-        Raises:
-            NotImplementedError: torch cannot say what the op returns, and vramfit has no rule for it.
-        """
-        func, args, kwargs = call.func, call.args, call.kwargs
-        if "generator" in kwargs:
-            kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
-            func = _without_generator(func)
-        try:
-            corrected = kernels.METAS.get(func)
-            if corrected is not None:
-                out = corrected(self.fake, *args, **kwargs)
-                return out if self.machine.measured is None else self._with_reserve(call, out)
-            return self.describer.describe(func, args, kwargs)
-        except (
-            UnsupportedOperatorException,
-            DataDependentOutputException,
-            DynamicOutputShapeException,
-        ) as error:
-            if sparse.has_sparse(args, kwargs):
-                raise sparse.SparseOperation from error
-            if isinstance(error, DynamicOutputShapeException) and custom.asks_for_sizes(func):
-                raise custom.DynamicSizes from error
-            message = (
-                f"the virtual GPU has no rule for {func} yet, and does not run ops for real{advice(func)}"
-            )
-            self.machine.warn("op-without-rule", message)
-            raise NotImplementedError(f"vramfit: {message}") from error
-        except ValueError as error:
-            # torch's descriptions in Python find some misuse that its C++ reports as RuntimeError.
-            raise RuntimeError(str(error)) from None
-
-    def _with_reserve(self, call: OpCall, out: Any) -> Any:
-        """Results of an op, the bytes that cuDNN keeps among them as many as were measured."""
-        device, measured = device_of(out, call.args, call.kwargs), self.machine.measured
-        if device is None or measured is None:
-            return out
-        call.runs_on(device, self.workspaces.context(device))
-        size = measured.reserve(call)
-        if size is None:
-            return out
-        return tuple(
-            self.fake_empty((size,), torch.uint8, item.device)
-            if isinstance(item, torch.Tensor) and item.dtype is torch.uint8 and item.dim() == 1
-            else item
-            for item in out
-        )
-
-    def settle(
-        self,
-        call: OpCall,
-        out: Any,
-        *,
-        category: Category | None = None,
-        extents: tuple[Extent, ...] = (),
-        engine: Engine = Engine.COMPUTE,
-    ) -> float:
-        """Place an op's results, temporaries and workspaces on the card, and bring the shadows up to date.
-
-        Args:
-            call: the op, with fake tensors as arguments.
-            out: its results, not placed yet.
-            category: what they are for; None tells it from the moment.
-            extents: assumed sizes of the results, beside those on which the arguments rest.
-            engine: what does the work. Copy engines take no time here: how long the link takes is told apart.
-
-        Returns:
-            For how many microseconds a card works on it.
-        """
-        call.out = out
-        if call.info.view:
-            self.meter.ops += 1
-            return 0.0
-        microseconds = 0.0
-        device = call.find_device()
-        if device is not None:
-            self.meter.ops += 1
-            if self.machine.init_pid is None:
-                # torch remembers in C++ that CUDA was initialised once, and would not say so again.
-                torch.cuda._lazy_init()
-            context = self.workspaces.context(device)
-            call.runs_on(device, context)
-            if context.profile is not None and (library := context.profile.library(call.func)) is not None:
-                self.machine.devices[device].use_library(library)
-            self.placing.place(call, device, category=category, extents=extents)
-            if engine is Engine.COMPUTE:
-                spec, rates = self.machine.devices[device].spec, self.machine.rates
-                microseconds = 1e6 * roofline.seconds(call, spec, rates)
-                self.machine.advance(microseconds, device)
-        elif self.meter.phases.phase is ProgramPhase.OPTIMIZER:
-            # Steps of an offloaded optimizer; other work of the host has no time of its own.
-            moved = call.args, call.kwargs, out, call.written()
-            self.machine.clock.work_host(1e6 * roofline.host_seconds(moved))
-        self._expect(call)
-        self.shading.follow(call)
-        return microseconds
-
-    def _expect(self, call: OpCall) -> None:
-        """Follow what can be expected of values: what is written loses it, what is made from it may have it."""
-        found = expectation(call, self.meter.expected)
-        if call.info.mutated:
-            for tensor in call.written():
-                if tensor.dtype in WATCHED:
-                    known, written = self.meter.expected(tensor), None if found is None else found[1]
-                    self.meter.expect(tensor, rewritten(known, tensor, written))
-            if found is not None and not is_whole(found[0]):
-                return  # a part was written, so nothing is known of the whole
-        if found is not None:
-            self.meter.expect(*found)
-
-    # -- wrapping ------------------------------------------------------------------------------------------------
-
-    def wrap(self, tensor: torch.Tensor, device: torch.device | None = None) -> FakeTensor:
-        """A fake tensor of the same shape and strides as a real CPU one, with a shadow when it is small."""
-        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        fake = self.describer.factory.make(meta, device or tensor.device)
-        if may_be_known(fake) and tensor.device.type == "cpu":
-            self.shadows.set(fake, tensor.detach())
-        return fake
-
-    def over(self, tensor: torch.Tensor) -> FakeTensor:
-        """A fake tensor that stands for a real CPU one: one storage where values are followed, pinned where it is."""
-        real = tensor.untyped_storage()
-        storage = torch.UntypedStorage(real.nbytes(), device="meta")
-        meta = torch.empty(0, dtype=tensor.dtype, device="meta")
-        meta.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-        fake = self.describer.factory.make(meta, tensor.device)
-        if may_be_known(fake):
-            self.shadows.share(fake, real)
-        if self.page_locked.holds(tensor):
-            self.page_locked.stand_for(storage, real)
-        return fake
-
-    def _wrap_all(self, call: OpCall) -> None:
-        """Put fake tensors in the place of real ones among a call's arguments."""
-
-        def to_fake(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor if type(tensor) is FakeTensor or tensor.device.type == "meta" else self.wrap(tensor)
-
-        call.args = map_tensors(to_fake, call.args)
-        call.kwargs = {k: map_tensors(to_fake, v) for k, v in call.kwargs.items()}
-
-    def _write_host(self, info: OpInfo, written: list[torch.Tensor]) -> Any:
-        """A real CPU tensor is to be written from virtual ones: its values stay, and a warning says so."""
-        self.machine.warn(
-            "host-values-unknown",
-            f"{info.name} writes virtual values into a real CPU tensor: its values stay as they were",
-        )
-        return written[0] if len(written) == 1 else None
-
-    # -- fresh fake tensors for rules ----------------------------------------------------------------------------
-
-    def fake_empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A contiguous fake tensor, not placed yet."""
-        return self.describer.factory.make(torch.empty(shape, dtype=dtype, device="meta"), device)
-
-    def fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor of the same shape, dtype, device and (dense) strides, not placed yet."""
-        return self.describer.like(tensor)
-
-    # -- gradient accumulation -----------------------------------------------------------------------------------
-
-    def _accumulates(self, args: tuple[Any, ...]) -> bool:
-        """Whether this ``add`` is the engine summing two gradients of which the first is its own.
-
-        NOTE [Gradients summed in place]
-        Where a tensor is used twice, the engine sums its gradients. On a card it does so in place when nobody else
-        holds the first one (torch/csrc/autograd/input_buffer.cpp, ``can_accumulate_inplace``), but never for tensor
-        subclasses or under a dispatch mode, so here an out-of-place ``aten.add`` arrives instead. Who holds a tensor
-        is told by the use counts of the tensor and its storage; how high they are for a tensor that only the engine
-        holds depends on how torch calls us, so engine_probe.py measures it once.
-        """
-        if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
-            return False
-        if not (
-            type(args[0]) is FakeTensor and type(args[1]) is FakeTensor and args[0].shape == args[1].shape
-        ):
-            return False
-        counts = (
-            args[0]._use_count(),  # type: ignore[attr-defined]
-            torch._C._storage_Use_Count(args[0].untyped_storage()._cdata),
-        )
-        if self.observed_counts is not None:
-            self.observed_counts.append(counts)
-        limits = self.exclusive_counts
-        return limits is not None and counts[0] <= limits[0] and counts[1] <= limits[1]
-
-    def _accumulate(self, call: OpCall) -> torch.Tensor:
-        self.meter.ops += 1
-        target: torch.Tensor = call.args[0]
-        call.out = target
-        self.shading.accumulate(target, call.args[1])
-        if target.device.type == "cuda":
-            device = target.device.index or 0
-            spec = self.machine.devices[device].spec
-            duration = roofline.seconds(call, spec, self.machine.rates)
-            self.machine.advance(1e6 * duration, device)
-        return target
-
-
-def _without_generator(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """The overload that takes no generator: ``randint.low_generator`` is ``randint.low``."""
-    name = func._overloadname
-    if "generator" not in name:
-        return func
-    plain = (
-        name.replace("generator_with_", "").replace("_generator", "").replace("generator", "") or "default"
-    )
-    sibling: torch._ops.OpOverload = getattr(func._overloadpacket, plain)
-    return sibling
 
 
 def _others(types: Any, twins: Twins) -> tuple[type, ...]:

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from vramfit.trace import TraceBuilder
 from vramfit.virtual import kernels
 from vramfit.virtual.data_dependent.expectations import WATCHED, may_be_expected
 from vramfit.virtual.data_dependent.resting import TELLING
@@ -33,12 +34,8 @@ from vramfit.virtual.fills import Concern, concern
 from vramfit.virtual.kernels import Blas, Extras, KernelContext
 from vramfit.virtual.masks import is_counting
 from vramfit.virtual.op_call import OpCall
-from vramfit.virtual.ops import OpInfo, tensors_in
-from vramfit.virtual.placing import named_sizes, placed
+from vramfit.virtual.ops import OpInfo, placed, tensors_in
 from vramfit.virtual.storages import describe
-
-if TYPE_CHECKING:
-    from vramfit.trace import TraceBuilder
 
 MAX_PLANS = 100_000
 """Plans of all ops together; beyond them all are forgotten."""
@@ -158,7 +155,7 @@ def plan_of(
         return None
     plan.op = builder.op(info.name) if any(nbytes for _, nbytes, _ in plan.fresh) else -1
     made = {size for tensor in tensors_in(out) for size in tensor.shape}
-    plan.named = tuple(size for size in named_sizes(call) & made if size >= TELLING)
+    plan.named = tuple(size for size in call.named_sizes() & made if size >= TELLING)
     written = call.written() if info.mutated else []
     plan.expects = may_be_expected(call, written)
     plan.counts, plan.fills = is_counting(func), concern(call)

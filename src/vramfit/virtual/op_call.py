@@ -145,6 +145,10 @@ class OpCall:
         given = {argument.name: argument.default_value for argument in arguments}
         return given | dict(zip(given, self.args, strict=False)) | self.kwargs
 
+    def named_sizes(self) -> frozenset[int]:
+        """The whole numbers among its arguments."""
+        return frozenset(_numbers((self.args, tuple(self.kwargs.values()))))
+
     def with_arguments(self, *args: Any) -> OpCall:
         """The same op with other arguments by position, nothing known of its results."""
         return OpCall(self.func, self.info, args, self.kwargs)
@@ -198,6 +202,13 @@ class Spare(int):
 
 EMPTY_CACHE = -(1 << 62)
 """An entry of `Extras`: the allocator gives its unused segments back to the card."""
+
+
+def _numbers(tree: Any) -> list[int]:
+    """The whole numbers of nested values."""
+    if type(tree) is int:
+        return [tree]
+    return [n for item in tree for n in _numbers(item)] if isinstance(tree, (list, tuple)) else []
 
 
 class MeasuredCalls(Protocol):

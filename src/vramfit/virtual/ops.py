@@ -175,3 +175,26 @@ def device_of(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | 
             if type(tensor) is FakeTensor and tensor.fake_device.type == "cuda":
                 return tensor.fake_device.index or 0
     return None
+
+
+def placed(tree: Any) -> list[torch.Tensor]:
+    """The strided tensors on a card among nested values."""
+    return [
+        part
+        for tensor in tensors_in(tree)
+        if type(tensor) is FakeTensor and tensor.fake_device.type == "cuda"
+        for part in strided_parts(tensor)
+    ]
+
+
+def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors that hold a tensor's storage: itself, or the indices and values of a sparse one."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()

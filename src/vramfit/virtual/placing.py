@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -13,13 +13,12 @@ from vramfit.virtual import kernels
 from vramfit.virtual.data_dependent.assume import Extent, bounds, merged
 from vramfit.virtual.data_dependent.resting import Resting, concatenated
 from vramfit.virtual.kernels import Blas, Extras, KernelContext
+from vramfit.virtual.meter import Held, Meter
+from vramfit.virtual.op_cache import RememberedCall
 from vramfit.virtual.op_call import OpCall
-from vramfit.virtual.ops import tensors_in
-
-if TYPE_CHECKING:
-    from vramfit.virtual.meter import Held, Meter
-    from vramfit.virtual.op_cache import RememberedCall
-    from vramfit.virtual.workspaces import Workspaces
+from vramfit.virtual.ops import placed, tensors_in
+from vramfit.virtual.undescribed import COMPRESSED
+from vramfit.virtual.workspaces import Workspaces
 
 NO_EXTRAS = Extras()
 _CERTAIN = Resting()
@@ -99,6 +98,13 @@ class Placing:
             self.take(name, extras, plan.libraries, results, device=plan.device, context=context)
         else:
             results()
+
+    def adopt_parts(self, out: Any, name: str) -> None:
+        """Place the parts that an op on compressed tensors has made; those that it shares are placed already."""
+        if type(out) is FakeTensor and out.layout in COMPRESSED:
+            for part in placed(out):
+                if self._meter.record_of(part) is None:
+                    self._meter.adopt(part, name)
 
     def _results_again(self, plan: RememberedCall, name: str, out: Any, category: Category | None) -> None:
         single, place = plan.recipe[0] is None, self._meter.place
@@ -206,7 +212,7 @@ class Placing:
         out = call.out
         arguments = placed((call.args, tuple(call.kwargs.values())))
         given = [(tensor, self._meter.extents_of(tensor)) for tensor in arguments]
-        named = named_sizes(call)
+        named = call.named_sizes()
         made = {size for tensor in tensors_in(out) for size in tensor.shape}
         known = named.union(*(tensor.shape for tensor, _ in given))
         if call.func is _CAT and isinstance(out, torch.Tensor) and out.dim():
@@ -247,38 +253,3 @@ class Placing:
             if result is not None:
                 self._adopt(result, op, category, rests)
             self._hold_between(position, extras, device, op, scale)
-
-
-def placed(tree: Any) -> list[torch.Tensor]:
-    """The strided tensors on a card among nested values."""
-    return [
-        part
-        for tensor in tensors_in(tree)
-        if type(tensor) is FakeTensor and tensor.fake_device.type == "cuda"
-        for part in strided_parts(tensor)
-    ]
-
-
-def named_sizes(call: OpCall) -> frozenset[int]:
-    """The whole numbers that a call names."""
-    return frozenset(_numbers((call.args, tuple(call.kwargs.values()))))
-
-
-def _numbers(tree: Any) -> list[int]:
-    """The whole numbers of nested values."""
-    if type(tree) is int:
-        return [tree]
-    return [n for item in tree for n in _numbers(item)] if isinstance(tree, (list, tuple)) else []
-
-
-def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors that hold a tensor's storage: itself, or the indices and values of a sparse one."""
-    if tensor.layout is torch.strided:
-        return (tensor,)
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return ()

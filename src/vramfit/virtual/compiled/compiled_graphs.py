@@ -10,20 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.torch_cuda.cuda_graphs import PoolId, new_pool_id
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
 
 
 class GraphPools:
     """The pools of a program's compiled graphs, one per card."""
 
-    def __init__(self, mode: VirtualMode) -> None:
+    def __init__(self, mode: OpRunner) -> None:
         self._mode = mode
         self._pools: dict[int, tuple[PoolId, int]] = {}
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
 
 from vramfit.patching import PatchStack
 from vramfit.virtual.compiled.outside import Outside
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 
 class Compiler:
@@ -23,7 +20,7 @@ class Compiler:
         patches: takes every patch with its undo.
     """
 
-    def __init__(self, mode: VirtualMode, patches: PatchStack) -> None:
+    def __init__(self, mode: OpRunner, patches: PatchStack) -> None:
         self._mode = mode
         self._patches = patches
         self._outside = Outside()

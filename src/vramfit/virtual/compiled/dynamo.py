@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -20,9 +20,7 @@ from torch._functorch import config as functorch_config
 
 from vramfit.patching import PatchStack
 from vramfit.virtual.compiled.outside import Outside
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 _COUNT = "set_fullgraph_compiled_frame_count"
 _PART_OF_PROGRAMS = "techniques"
@@ -34,7 +32,7 @@ _OURS = tuple(
 """What lies in this package, but for techniques: what these put around a model's layers is compiled with them."""
 
 
-def install(mode: VirtualMode, outside: Outside, patches: PatchStack) -> None:
+def install(mode: OpRunner, outside: Outside, patches: PatchStack) -> None:
     """Let Dynamo see the program's frames, and none of ours."""
     wrapper = convert_frame.CatchErrorsWrapper
     original = wrapper.__call__
@@ -74,7 +72,7 @@ def install(mode: VirtualMode, outside: Outside, patches: PatchStack) -> None:
     patches.call(forget)
 
 
-def _patch_optimizers(mode: VirtualMode, patches: PatchStack) -> None:
+def _patch_optimizers(mode: OpRunner, patches: PatchStack) -> None:
     """An optimizer that is compiled makes its states for real when Dynamo first sees it: on the virtual card."""
     original = OptimizerVariable.call_method
 
@@ -94,7 +92,7 @@ def _patch_optimizers(mode: VirtualMode, patches: PatchStack) -> None:
     patches.set(OptimizerVariable, "call_method", call_method)
 
 
-def _patch_guards(mode: VirtualMode, patches: PatchStack) -> None:
+def _patch_guards(mode: OpRunner, patches: PatchStack) -> None:
     """Guards keep which dispatch keys are in force, and are checked where the program runs: under our mode."""
     original = CheckFunctionManager.__init__
 
@@ -132,7 +130,7 @@ def _skip(*, within: bool) -> ConvertFrameReturn:
     return ConvertFrameReturn(frame_exec_strategy=FrameExecStrategy(FrameAction.SKIP, inner))
 
 
-def _tell(mode: VirtualMode, error: Exception, location: str) -> None:
+def _tell(mode: OpRunner, error: Exception, location: str) -> None:
     reason = " ".join(str(error).partition("\n\n")[0].split())[:300]
     card = " (with fullgraph=True, a card would raise this)" if isinstance(error, Unsupported) else ""
     mode.machine.warn(

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vramfit.patching import PatchStack
 from vramfit.virtual.compiled.outside import Outside
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 
-def install(mode: VirtualMode, outside: Outside, patches: PatchStack) -> None:
+def install(mode: OpRunner, outside: Outside, patches: PatchStack) -> None:
     """Let them trace outside of the virtual GPU, as compilers do, with what they make on the card kept virtual."""
     # By its path: an operator has the name of the module.
     flex_attention = importlib.import_module("torch._higher_order_ops.flex_attention")

@@ -27,10 +27,10 @@ from vramfit.virtual.compiled.compiled_graphs import GraphPools
 from vramfit.virtual.compiled.outside import Outside
 from vramfit.virtual.compiled.player import GraphPlayer
 from vramfit.virtual.compiled.wrapper import CompiledGraph
+from vramfit.virtual.op_runner import OpRunner
 
 if TYPE_CHECKING:
     from vramfit.gpus import GpuSpec
-    from vramfit.virtual.mode import VirtualMode
 
 ESTIMATE = (
     f"parts of the program were compiled by torch.compile (Inductor of torch {torch.__version__}): their memory is an "
@@ -67,7 +67,7 @@ class _OnHost(TorchDispatchMode):
         return func(*map(host, args), **{name: host(value) for name, value in (kwargs or {}).items()})
 
 
-def install(mode: VirtualMode, outside: Outside, patches: PatchStack) -> None:
+def install(mode: OpRunner, outside: Outside, patches: PatchStack) -> None:
     """Let Inductor compile for the virtual card, up to the program that it writes."""
     _forget_cards()
     patches.call(_forget_cards)
@@ -122,7 +122,7 @@ def _on_host(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _patch_compile(mode: VirtualMode, outside: Outside, patches: PatchStack) -> None:
+def _patch_compile(mode: OpRunner, outside: Outside, patches: PatchStack) -> None:
     compile_fx = torch._inductor.compile_fx
     whole, inner = compile_fx.compile_fx, compile_fx._compile_fx_inner
     player = GraphPlayer(mode)

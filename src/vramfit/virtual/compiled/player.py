@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -13,10 +13,8 @@ from vramfit.trace import Category, Frame
 from vramfit.virtual import roofline
 from vramfit.virtual.attribution import ProgramPhase
 from vramfit.virtual.compiled.origins import Step
+from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.ops import tensors_in
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
 
 _ALIGNMENT = 16  # torch/_inductor/utils.py: GPU_ALIGN_BYTES, in bytes
 _NO_STEP = Step(label="inductor")
@@ -29,7 +27,7 @@ class GraphPlayer:
         step: what is being run, for the trace.
     """
 
-    def __init__(self, mode: VirtualMode) -> None:
+    def __init__(self, mode: OpRunner) -> None:
         self.mode = mode
         self._step = _NO_STEP
         self._caller: tuple[Frame, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,14 +22,11 @@ from vramfit.virtual.data_dependent.shadow import (
     most_known,
 )
 from vramfit.virtual.fills import Fills
+from vramfit.virtual.machine import Machine
 from vramfit.virtual.masks import Masks
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.ops import tensors_in
 from vramfit.virtual.torch_cuda import VirtualGenerator, default_generator, virtual_generator
-
-if TYPE_CHECKING:
-    from vramfit.virtual.machine import Machine
-
 
 _COMPARISONS = {
     getattr(torch.ops.aten, name) for name in ("lt", "le", "gt", "ge", "eq", "ne", "less", "greater")

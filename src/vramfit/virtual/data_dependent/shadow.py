@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 from vramfit.virtual.data_dependent.expectations import WATCHED
-
-if TYPE_CHECKING:
-    from vramfit.virtual.ops import OpInfo
+from vramfit.virtual.ops import OpInfo
 
 MAX_ELEMENTS = 4096
 MAX_KNOWN = 1 << 18

@@ -7,16 +7,14 @@ the parts arrive one by one, and die as its variables do. Only ops that hold som
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from vramfit.virtual.fake_impls.registry import RULES, find_overload
 from vramfit.virtual.op_call import OpCall
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
-    from vramfit.virtual.ops import Handler
+from vramfit.virtual.op_runner import OpRunner
+from vramfit.virtual.ops import Handler
 
 _KEYS = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 _OPS = (
@@ -46,7 +44,7 @@ _OPS = (
 
 
 def _taken_apart(key: Any) -> Handler:
-    def handler(mode: VirtualMode, call: OpCall) -> Any:
+    def handler(mode: OpRunner, call: OpCall) -> Any:
         """Run an op's own C++ on the parts that it calls."""
         with mode:
             return call.func._op_dk(key, *call.args, **call.kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -19,18 +19,16 @@ from vramfit.virtual.data_dependent.assume import Assume, Extent
 from vramfit.virtual.data_dependent.expectations import Expectation
 from vramfit.virtual.data_dependent.shadow import may_carry
 from vramfit.virtual.op_call import OpCall
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 
-def finish(mode: VirtualMode, call: OpCall, out: Any, extent: Extent | None = None) -> Any:
+def finish(mode: OpRunner, call: OpCall, out: Any, extent: Extent | None = None) -> Any:
     """Place a result, which may rest on an assumed size."""
     mode.settle(call, out, extents=() if extent is None else (extent,))
     return out
 
 
-def true_result(mode: VirtualMode, call: OpCall) -> Any:
+def true_result(mode: OpRunner, call: OpCall) -> Any:
     """What the op gives on shadows, None without them."""
     found = mode.shading.arguments(call.args, call.kwargs)
     if found is None or found[2]:
@@ -38,7 +36,7 @@ def true_result(mode: VirtualMode, call: OpCall) -> Any:
     return call.func(*found[0], **found[1])
 
 
-def selected(mode: VirtualMode, name: str, mask: torch.Tensor, elements: int) -> Extent:
+def selected(mode: OpRunner, name: str, mask: torch.Tensor, elements: int) -> Extent:
     """How many elements a mask selects: all or the share that is expected, with a warning unless that is exact.
 
     Args:
@@ -64,7 +62,7 @@ def selected(mode: VirtualMode, name: str, mask: torch.Tensor, elements: int) ->
     return assumed(mode, fewer, 0, mode.shading.masks.most(mask) * times)
 
 
-def assumed(mode: VirtualMode, shown: int, low: int, high: int) -> Extent:
+def assumed(mode: OpRunner, shown: int, low: int, high: int) -> Extent:
     """An assumed size, remembered as one that the program can read."""
     extent = Extent(shown, min(low, shown), max(high, shown))
     mode.meter.assuming = True
@@ -74,7 +72,7 @@ def assumed(mode: VirtualMode, shown: int, low: int, high: int) -> Extent:
     return extent
 
 
-def tell(mode: VirtualMode, name: str, what: str) -> None:
+def tell(mode: OpRunner, name: str, what: str) -> None:
     """Warn that a size is assumed.
 
     Args:
@@ -90,7 +88,7 @@ def tell(mode: VirtualMode, name: str, what: str) -> None:
     )
 
 
-def like(mode: VirtualMode, result: Any, device: torch.device) -> Any:
+def like(mode: OpRunner, result: Any, device: torch.device) -> Any:
     """Fake tensors with the values of real ones."""
     if isinstance(result, torch.Tensor):
         return mode.wrap(result, device)
@@ -105,7 +103,7 @@ def device_of(args: tuple[Any, ...]) -> torch.device:
     return torch.device("cpu")
 
 
-def guess_positions(mode: VirtualMode, mask: torch.Tensor, out: torch.Tensor) -> None:
+def guess_positions(mode: OpRunner, mask: torch.Tensor, out: torch.Tensor) -> None:
     """Give small positions of what holds in a mask values, so that a loop over them visits different ones."""
     if not may_carry(out) or out.numel() == 0:
         return
@@ -116,7 +114,7 @@ def guess_positions(mode: VirtualMode, mask: torch.Tensor, out: torch.Tensor) ->
     mode.shadows.set(out, values, guessed=True)
 
 
-def number_rows(mode: VirtualMode, rows: int, out: torch.Tensor) -> None:
+def number_rows(mode: OpRunner, rows: int, out: torch.Tensor) -> None:
     """Make a result the numbers of different rows, in their order, where it is small enough to have values."""
     mode.meter.expect(out, Expectation(values=max(1, rows)))
     if may_carry(out):

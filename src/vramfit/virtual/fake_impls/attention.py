@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from vramfit.virtual.fake_impls.registry import rule
 from vramfit.virtual.kernels import sdpa
 from vramfit.virtual.op_call import OpCall
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 
 @rule("aten.scaled_dot_product_attention.default")
-def attention(mode: VirtualMode, call: OpCall) -> Any:
+def attention(mode: OpRunner, call: OpCall) -> Any:
     """Choose the backend as a card does; the ops of that backend come back to the mode."""
     given = call.by_name()
     context = mode.workspaces.context(given["query"].device.index or 0)
@@ -24,7 +22,7 @@ def attention(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("aten._fused_sdp_choice.default")
-def choice(mode: VirtualMode, call: OpCall) -> int:
+def choice(mode: OpRunner, call: OpCall) -> int:
     """The number of the backend that attention would take (transformers/cuda/sdp_utils.cpp, ``select_sdp_backend``)."""
     given = call.by_name()
     context = mode.workspaces.context(given["query"].device.index or 0)
@@ -36,7 +34,7 @@ _PACKED = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k")
 
 
 @rule("torch_attn._varlen_attn.default")
-def packed_attention(mode: VirtualMode, call: OpCall) -> Any:
+def packed_attention(mode: OpRunner, call: OpCall) -> Any:
     """Attention over packed sequences (torch/nn/attention/varlen.py): flash attention, and a state it never reads."""
     given = call.by_name()
     left, right = given.get("window_size") or (-1, -1)
@@ -56,7 +54,7 @@ def packed_attention(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("torch_attn._varlen_attn_backward.default")
-def packed_attention_backward(mode: VirtualMode, call: OpCall) -> Any:
+def packed_attention_backward(mode: OpRunner, call: OpCall) -> Any:
     """Its gradients."""
     first = ("grad_out", "query", "key", "value", "out", "lse", "cu_seq_q", "cu_seq_k", "max_q", "max_k")
     given = call.by_name()

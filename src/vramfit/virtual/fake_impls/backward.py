@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -10,9 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from vramfit.virtual.fake_impls import compressed
 from vramfit.virtual.fake_impls.registry import rule
 from vramfit.virtual.op_call import OpCall
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
+from vramfit.virtual.undescribed import is_compressed_product
 
 _NO_REDUCTION = 0  # at::Reduction::None
 
@@ -25,7 +24,7 @@ _NO_REDUCTION = 0  # at::Reduction::None
     "aten._pdist_backward.default",
     "aten.glu_jvp.default",
 )
-def like_input(mode: VirtualMode, call: OpCall) -> Any:
+def like_input(mode: OpRunner, call: OpCall) -> Any:
     """A gradient shaped like the op's input, which follows the incoming gradient among the arguments."""
     out = mode.fake_like(call.args[1])
     mode.settle(call, out)
@@ -33,7 +32,7 @@ def like_input(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("aten.cudnn_grid_sampler.default")
-def grid_sampler(mode: VirtualMode, call: OpCall) -> Any:
+def grid_sampler(mode: OpRunner, call: OpCall) -> Any:
     """cuDNN's grid sampler: the input's channels at the grid's places (native/cudnn/GridSampler.cpp)."""
     source, grid = call.args
     shape = (*source.shape[:2], *grid.shape[1:3])
@@ -43,7 +42,7 @@ def grid_sampler(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("aten.cudnn_grid_sampler_backward.default")
-def grid_sampler_backward(mode: VirtualMode, call: OpCall) -> Any:
+def grid_sampler_backward(mode: OpRunner, call: OpCall) -> Any:
     """The gradients of its input and its grid."""
     out = tuple(mode.fake_empty(tuple(t.shape), t.dtype, t.device) for t in call.args[:2])
     mode.settle(call, out)
@@ -51,7 +50,7 @@ def grid_sampler_backward(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("aten.multi_margin_loss.default")
-def multi_margin_loss(mode: VirtualMode, call: OpCall) -> Any:
+def multi_margin_loss(mode: OpRunner, call: OpCall) -> Any:
     """One loss per sample, or one for all."""
     bound = call.by_name()
     source: torch.Tensor = bound["self"]
@@ -62,7 +61,7 @@ def multi_margin_loss(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("aten.multilabel_margin_loss_forward.default")
-def multilabel_margin_loss(mode: VirtualMode, call: OpCall) -> Any:
+def multilabel_margin_loss(mode: OpRunner, call: OpCall) -> Any:
     """The loss and a mask of the targets."""
     source, _, reduction = call.args
     each = reduction == _NO_REDUCTION and source.dim() > 1
@@ -73,7 +72,7 @@ def multilabel_margin_loss(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("aten._nested_tensor_from_mask_left_aligned.default")
-def left_aligned(mode: VirtualMode, call: OpCall) -> bool:
+def left_aligned(mode: OpRunner, call: OpCall) -> bool:
     """Whether a padding mask is left-aligned: no, so that an encoder keeps to dense tensors."""
     mode.machine.warn(
         "nested-tensors-avoided",
@@ -83,15 +82,15 @@ def left_aligned(mode: VirtualMode, call: OpCall) -> bool:
 
 
 @rule("aten._use_miopen_ctc_loss.default", "aten._use_miopen_ctc_loss.Tensor")
-def use_miopen(mode: VirtualMode, call: OpCall) -> bool:
+def use_miopen(mode: OpRunner, call: OpCall) -> bool:
     """MIOpen is AMD's: never on a CUDA card."""
     return False
 
 
 @rule("aten._sparse_addmm.default", "aten.sparse_sampled_addmm.default")
-def sparse_addmm(mode: VirtualMode, call: OpCall) -> Any:
+def sparse_addmm(mode: OpRunner, call: OpCall) -> Any:
     """A dense matrix plus a sparse one times a dense one: shaped like the first."""
-    if compressed.is_product(call.func, call.args):
+    if is_compressed_product(call.func, call.args):
         return compressed.multiply(mode, call)
     out = mode.fake_empty(tuple(call.args[0].shape), call.args[0].dtype, call.args[0].device)
     mode.settle(call, out)
@@ -99,7 +98,7 @@ def sparse_addmm(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("aten._ctc_loss.default", "aten._ctc_loss.Tensor")
-def ctc_loss(mode: VirtualMode, call: OpCall) -> Any:
+def ctc_loss(mode: OpRunner, call: OpCall) -> Any:
     """One loss per sequence, and log alphas over time and the extended target (native/cuda/LossCTC.cu)."""
     log_probs, targets, _, target_lengths, *_ = call.args
     lengths = target_lengths
@@ -118,7 +117,7 @@ def ctc_loss(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("aten._ctc_loss_backward.default", "aten._ctc_loss_backward.Tensor")
-def ctc_loss_backward(mode: VirtualMode, call: OpCall) -> Any:
+def ctc_loss_backward(mode: OpRunner, call: OpCall) -> Any:
     """A contiguous gradient of the log probabilities (native/cuda/LossCTC.cu)."""
     log_probs = call.args[1]
     out = mode.fake_empty(tuple(log_probs.shape), log_probs.dtype, log_probs.device)
@@ -127,7 +126,7 @@ def ctc_loss_backward(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("aten._cudnn_ctc_loss.default", "aten._cudnn_ctc_loss.Tensor")
-def cudnn_ctc_loss(mode: VirtualMode, call: OpCall) -> Any:
+def cudnn_ctc_loss(mode: OpRunner, call: OpCall) -> Any:
     """One loss per sequence, and their gradient at once (native/cudnn/LossCTC.cpp ``_cudnn_ctc_loss``)."""
     log_probs = call.args[0]
     losses = mode.fake_empty((log_probs.shape[1],), log_probs.dtype, log_probs.device)
@@ -136,13 +135,13 @@ def cudnn_ctc_loss(mode: VirtualMode, call: OpCall) -> Any:
     return losses, gradient
 
 
-def _column_major(mode: VirtualMode, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+def _column_major(mode: OpRunner, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """A matrix, or a batch of them, as LAPACK and cuSOLVER want it."""
     return mode.fake_empty((*shape[:-2], shape[-1], shape[-2]), like.dtype, like.device).mT
 
 
 @rule("aten.geqrf.default")
-def geqrf(mode: VirtualMode, call: OpCall) -> Any:
+def geqrf(mode: OpRunner, call: OpCall) -> Any:
     """Householder reflectors below R, and their factors (native/BatchLinearAlgebra.cpp ``geqrf``)."""
     source: torch.Tensor = call.args[0]
     shape = tuple(source.shape)
@@ -153,7 +152,7 @@ def geqrf(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("aten.ormqr.default")
-def ormqr(mode: VirtualMode, call: OpCall) -> Any:
+def ormqr(mode: OpRunner, call: OpCall) -> Any:
     """A matrix times an orthogonal one: shaped like the matrix (native/BatchLinearAlgebra.cpp ``ormqr``)."""
     other: torch.Tensor = call.args[2]
     out = _column_major(mode, tuple(other.shape), other)
@@ -162,7 +161,7 @@ def ormqr(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("aten.linalg_lstsq.default")
-def lstsq(mode: VirtualMode, call: OpCall) -> Any:
+def lstsq(mode: OpRunner, call: OpCall) -> Any:
     """Least squares on a card (driver ``gels``): solution and residuals, no rank and no singular values.
 
     As native/BatchLinearAlgebra.cpp ``linalg_lstsq_out_info`` does it, the solution is cut from the right-hand side's

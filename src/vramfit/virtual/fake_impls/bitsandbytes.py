@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -12,16 +12,14 @@ from vramfit.virtual import roofline
 from vramfit.virtual.attribution import ProgramPhase
 from vramfit.virtual.fake_impls.registry import LATE
 from vramfit.virtual.op_call import OpCall
+from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.ops import tensors_in
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
 
 _QUANTISING = {"quantize_4bit", "quantize_blockwise", "int8_vectorwise_quant"}
 _KEYS = (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CompositeExplicitAutograd)
 
 
-def on_card(mode: VirtualMode, call: OpCall) -> Any:
+def on_card(mode: OpRunner, call: OpCall) -> Any:
     """Run the op's own Python for a card, whose allocations arrive one by one; values are not known afterwards."""
     card = next((t.device.index or 0 for t in call.tensors() if t.device.type == "cuda"), None)
     key = next(

@@ -7,36 +7,19 @@ cuSPARSE takes for itself (``cusparseSpMM_bufferSize``) is closed: an error bar 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.virtual.fake_impls.registry import rule
 from vramfit.virtual.op_call import OpCall
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
+from vramfit.virtual.undescribed import COMPRESSED, MATRIX_AT
 
 _BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
-LAYOUTS = frozenset({torch.sparse_csr, torch.sparse_csc})
 _aten = torch.ops.aten
 _SPARSE_ADDMM = _aten._sparse_addmm.default
-# The place of the matrix among the arguments; the dense one follows.
-_PRODUCTS = {
-    _aten.mm.default: 0,
-    _aten._sparse_mm.default: 0,
-    _aten._sparse_sparse_matmul.default: 0,
-    _aten.mv.default: 0,
-    _aten.addmm.default: 1,
-    _SPARSE_ADDMM: 1,
-}
-
-
-def is_product(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether an op is a product with a CSR or CSC matrix, which torch makes of several."""
-    first = _PRODUCTS.get(func)
-    return first is not None and any(factor.layout in LAYOUTS for factor in args[first : first + 2])
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -47,7 +30,7 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 def build(
-    mode: VirtualMode, parts: Sequence[torch.Tensor], size: tuple[int, ...], layout: torch.layout
+    mode: OpRunner, parts: Sequence[torch.Tensor], size: tuple[int, ...], layout: torch.layout
 ) -> torch.Tensor:
     """A fake tensor of a compressed layout over three fake tensors, whose storages it shares and keeps."""
     device = parts[-1].device
@@ -65,7 +48,7 @@ def build(
     "aten.sparse_compressed_tensor.comp_plain_value_size",
     "aten._sparse_compressed_tensor_unsafe.default",
 )
-def make(mode: VirtualMode, call: OpCall) -> torch.Tensor:
+def make(mode: OpRunner, call: OpCall) -> torch.Tensor:
     """``torch.sparse_csr_tensor(crow, col, values)``: the parts as they are, moved to the card where they are not."""
     compressed, plain, values, size = call.args
     device = call.kwargs.get("device") or values.device
@@ -76,7 +59,7 @@ def make(mode: VirtualMode, call: OpCall) -> torch.Tensor:
     return build(mode, fakes, tuple(size), call.kwargs["layout"])
 
 
-def multiply(mode: VirtualMode, call: OpCall) -> torch.Tensor:
+def multiply(mode: OpRunner, call: OpCall) -> torch.Tensor:
     """A CSR or CSC matrix times a dense matrix or vector.
 
     ``mm`` makes a CSR matrix of a CSC one, zeros to add to, and the sum (native/sparse/SparseCsrTensorMath.cpp,
@@ -86,9 +69,9 @@ def multiply(mode: VirtualMode, call: OpCall) -> torch.Tensor:
     Raises:
         NotImplementedError: the other factor is sparse, too, or the first one is dense.
     """
-    first = _PRODUCTS[call.func]
+    first = MATRIX_AT[call.func]
     matrix, dense = call.args[first : first + 2]
-    if matrix.layout not in LAYOUTS or dense.layout is not torch.strided:
+    if matrix.layout not in COMPRESSED or dense.layout is not torch.strided:
         message = (
             f"the virtual GPU has no rule for {call.func} of {matrix.layout} and {dense.layout} tensors yet"
         )
@@ -107,7 +90,7 @@ def multiply(mode: VirtualMode, call: OpCall) -> torch.Tensor:
     return out
 
 
-def _by_rows(mode: VirtualMode, matrix: torch.Tensor) -> torch.Tensor:
+def _by_rows(mode: OpRunner, matrix: torch.Tensor) -> torch.Tensor:
     """A CSR matrix with the elements of a CSC one; a CSR one as it is."""
     if matrix.layout is not torch.sparse_csc:
         return matrix
@@ -119,7 +102,7 @@ def _by_rows(mode: VirtualMode, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _turned(
-    mode: VirtualMode,
+    mode: OpRunner,
     compressed: torch.Tensor,
     plain: torch.Tensor,
     values: torch.Tensor,
@@ -178,14 +161,6 @@ def _batched(counts: torch.Tensor, rows: int) -> torch.Tensor:
     if rows:
         batched[1:].copy_(counts[1:] - counts[:1])
     return batched
-
-
-def adopt_parts(mode: VirtualMode, out: Any, name: str) -> None:
-    """Place the parts that an op on compressed tensors has made; those that it shares are placed already."""
-    if type(out) is FakeTensor and out.layout in LAYOUTS and out.fake_device.type == "cuda":
-        for part in parts_of(out):
-            if mode.meter.record_of(part) is None:
-                mode.meter.adopt(part, name)
 
 
 def download(

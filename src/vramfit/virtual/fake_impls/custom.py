@@ -9,21 +9,19 @@ else by their rows. That is a convention and no promise of the operator, so the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._library.fake_impl import FakeImplCtx, set_ctx_getter
 from torch._subclasses.fake_tensor import FakeTensor
 
-from vramfit.virtual.data_dependent.assume import Assume
+from vramfit.virtual.data_dependent.assume import Assume, Extent
 from vramfit.virtual.fake_impls import assuming, shapes
 from vramfit.virtual.fake_impls.registry import rule
 from vramfit.virtual.op_call import OpCall
+from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.ops import tensors_in
-
-if TYPE_CHECKING:
-    from vramfit.virtual.data_dependent.assume import Extent
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.undescribed import fake_implementation
 
 _MASKED_SELECT = torch.ops.aten.masked_select.default
 _BITS = 64  # threadsPerBlock of vision/csrc/ops/cuda/nms_kernel.cu: pairs of boxes are bits of 64-bit words
@@ -32,16 +30,7 @@ _ROWS_OF_FIRST = frozenset({"torchvision::nms", "torchvision::qnms"})
 _SPECIALISED = 2  # default minimum of create_unbacked_symint: torch.compile's, not the operator's
 
 
-class DynamicSizes(Exception):
-    """The fake implementation of a custom operator asks for a size that depends on data."""
-
-
-def asks_for_sizes(func: torch._ops.OpOverload) -> bool:
-    """Whether an operator that torch could not describe has a fake implementation to ask again."""
-    return _fake_implementation(func) is not None
-
-
-def run(mode: VirtualMode, call: OpCall) -> Any:
+def run(mode: OpRunner, call: OpCall) -> Any:
     """The operator's results, with sizes that are assumed where its arguments are not known."""
     if (true := _true_result(mode, call)) is not None:
         return true
@@ -63,7 +52,7 @@ def run(mode: VirtualMode, call: OpCall) -> Any:
     return out
 
 
-def _true_result(mode: VirtualMode, call: OpCall) -> Any:
+def _true_result(mode: OpRunner, call: OpCall) -> Any:
     """What the operator gives on true values, where it runs on the host; None without them."""
     if call.info.mutated:
         return None
@@ -76,17 +65,9 @@ def _true_result(mode: VirtualMode, call: OpCall) -> Any:
     return assuming.finish(mode, call, assuming.like(mode, true, assuming.device_of(call.args)))
 
 
-def _fake_implementation(func: torch._ops.OpOverload) -> Any:
-    return torch._library.simple_registry.singleton.find(func.name()).fake_impl.kernel
-
-
-def _describe(
-    mode: VirtualMode,
-    call: OpCall,
-    sizes: _Sizes,
-) -> Any:
+def _describe(mode: OpRunner, call: OpCall, sizes: _Sizes) -> Any:
     with set_ctx_getter(lambda: sizes), mode.fake:
-        return _fake_implementation(call.func)(*call.args, **call.kwargs)
+        return fake_implementation(call.func)(*call.args, **call.kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +81,7 @@ class _Asked:
 class _Sizes(FakeImplCtx):
     """The context of a fake implementation: gives assumed numbers, and says afterwards what they were."""
 
-    def __init__(self, mode: VirtualMode, func: torch._ops.OpOverload, bound: int, *, binding: bool) -> None:
+    def __init__(self, mode: OpRunner, func: torch._ops.OpOverload, bound: int, *, binding: bool) -> None:
         super().__init__(mode.fake, func)  # type: ignore[no-untyped-call]
         self._mode, self._name = mode, func.name()
         self.bound = bound
@@ -161,7 +142,7 @@ def _located(out: Any, given: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 @rule("torchvision.nms.default")
-def nms(mode: VirtualMode, call: OpCall) -> Any:
+def nms(mode: OpRunner, call: OpCall) -> Any:
     """``torchvision.ops.nms`` on a card: boxes sorted by score, a bit for each pair, a mask of what is kept.
 
     vision/csrc/ops/cuda/nms_kernel.cu: ``nms_kernel``, since torchvision 0.21 without a copy to the host

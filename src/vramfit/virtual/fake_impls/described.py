@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from vramfit.virtual.fake_impls.registry import RULES, find_overload, rule
 from vramfit.virtual.op_call import OpCall
+from vramfit.virtual.op_runner import OpRunner
+from vramfit.virtual.ops import Handler
 
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
-    from vramfit.virtual.ops import Handler
-
-_Describe = Callable[["VirtualMode", tuple[Any, ...]], Any]
+_Describe = Callable[["OpRunner", tuple[Any, ...]], Any]
 
 
 def _like(position: int) -> _Describe:
@@ -28,7 +26,7 @@ def _contiguous(position: int) -> _Describe:
     )
 
 
-def _with_mask(mode: VirtualMode, args: tuple[Any, ...]) -> Any:
+def _with_mask(mode: OpRunner, args: tuple[Any, ...]) -> Any:
     """A tensor like the first, and a mask of which of its elements were not clamped (cuda/FakeQuantizeCore.cu)."""
     source: torch.Tensor = args[0]
     mask = torch.empty_like(
@@ -37,7 +35,7 @@ def _with_mask(mode: VirtualMode, args: tuple[Any, ...]) -> Any:
     return mode.fake_like(source), mode.describer.factory.make(mask, source.device)
 
 
-def _learnable_backward(mode: VirtualMode, args: tuple[Any, ...]) -> Any:
+def _learnable_backward(mode: OpRunner, args: tuple[Any, ...]) -> Any:
     """Gradients of the tensor, of its scale and of its zero point (native/quantized/FakeQuantPer*Affine.cpp)."""
     return tuple(mode.fake_like(args[position]) for position in (1, 2, 3))
 
@@ -62,7 +60,7 @@ _OPS: dict[str, _Describe] = {
 
 
 @rule("aten._is_all_true.default")
-def is_all_true(mode: VirtualMode, call: OpCall) -> Any:
+def is_all_true(mode: OpRunner, call: OpCall) -> Any:
     """What ``torch.distributions`` asks of its arguments: yes, unless their true values say otherwise."""
     out = mode.fake_empty((), torch.bool, call.args[0].device)
     mode.settle(call, out)
@@ -73,7 +71,7 @@ def is_all_true(mode: VirtualMode, call: OpCall) -> Any:
 
 
 def _handler(describe: _Describe) -> Handler:
-    def handler(mode: VirtualMode, call: OpCall) -> Any:
+    def handler(mode: OpRunner, call: OpCall) -> Any:
         out = describe(mode, call.args)
         mode.settle(call, out)
         return out

@@ -7,36 +7,34 @@ transformers/cuda/attention.cu, ``native_multi_head_attention_cuda``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from vramfit.virtual.fake_impls.registry import rule
 from vramfit.virtual.kernels import SdpaBackend, choose_backend, sdpa
 from vramfit.virtual.op_call import OpCall
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 _MASK_OF_KEYS = 1  # mask_type of src_key_padding_mask
 _SHORT_ROW = 1024
 
 
 @rule("aten._native_multi_head_attention.default")
-def attention(mode: VirtualMode, call: OpCall) -> Any:
+def attention(mode: OpRunner, call: OpCall) -> Any:
     """Attention with packed projections, and its weights where they are wanted."""
     with mode:
         return _attend(mode, **call.by_name())
 
 
 @rule("aten._transformer_encoder_layer_fwd.default")
-def encoder_layer(mode: VirtualMode, call: OpCall) -> Any:
+def encoder_layer(mode: OpRunner, call: OpCall) -> Any:
     """A whole layer: attention and two feed-forward products, each with its residual and its norm."""
     with mode:
         return _layer(mode, call.by_name())
 
 
-def _layer(mode: VirtualMode, given: dict[str, Any]) -> torch.Tensor:
+def _layer(mode: OpRunner, given: dict[str, Any]) -> torch.Tensor:
     def norm(x: torch.Tensor, number: int) -> torch.Tensor:
         weight, bias = given[f"norm_weight_{number}"], given[f"norm_bias_{number}"]
         return torch.native_layer_norm(x, (given["embed_dim"],), weight, bias, given["eps"])[0]
@@ -76,7 +74,7 @@ def _feed_forward(x: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
 
 
 def _attend(
-    mode: VirtualMode,
+    mode: OpRunner,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

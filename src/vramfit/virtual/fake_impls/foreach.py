@@ -6,22 +6,20 @@ without: an in-place op returns nothing new, and an out-of-place one returns a l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.virtual.fake_impls.registry import RULES, find_overload, rule
 from vramfit.virtual.op_call import OpCall
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 # Out-of-place list ops whose results are not shaped and typed like their first list.
 _OTHERWISE = {"_foreach_norm", "_foreach_max", "_foreach_copy", "_foreach_powsum"}
 
 
-def in_place(mode: VirtualMode, call: OpCall) -> Any:
+def in_place(mode: OpRunner, call: OpCall) -> Any:
     """An in-place list op: shapes stay; only temporaries, time and shadows matter."""
     written = (
         [t for t in call.args[0] if isinstance(t, torch.Tensor)]
@@ -32,7 +30,7 @@ def in_place(mode: VirtualMode, call: OpCall) -> Any:
     return None if not call.func._schema.returns else call.args[0]
 
 
-def like_first(mode: VirtualMode, call: OpCall) -> Any:
+def like_first(mode: OpRunner, call: OpCall) -> Any:
     """An out-of-place list op: one result like each tensor of the first list, in the list's order."""
     if any(type(t) is not FakeTensor for t in call.args[0]):
         return mode.run(call)
@@ -70,7 +68,7 @@ _register()
 
 
 @rule("aten._amp_foreach_non_finite_check_and_unscale_.default")
-def unscale_(mode: VirtualMode, call: OpCall) -> None:
+def unscale_(mode: OpRunner, call: OpCall) -> None:
     """GradScaler's check: gradients that nobody computed are taken as finite, so ``found_inf`` keeps its value."""
     grads, _found_inf, inverse_scale = call.args
     views = [mode.shadows.view(g) for g in grads]

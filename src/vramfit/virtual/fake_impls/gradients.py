@@ -10,7 +10,7 @@ Where a graph of the backward pass is wanted (``create_graph``) autograd needs t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -18,10 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from vramfit.virtual.fake_impls import shapes
 from vramfit.virtual.fake_impls.registry import RULES, find_overload
 from vramfit.virtual.op_call import OpCall
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
-    from vramfit.virtual.ops import Handler
+from vramfit.virtual.op_runner import OpRunner
+from vramfit.virtual.ops import Handler
 
 _INDEX_PUT = find_overload("aten._index_put_impl_.default")
 _MASKS = (torch.bool, torch.uint8)
@@ -45,7 +43,7 @@ def _in_place(plain: Any, written: Any, nodes: tuple[str, ...]) -> Handler:
     usual = RULES.get(plain)
     names = frozenset(node + "Backward" for node in nodes)
 
-    def handler(mode: VirtualMode, call: OpCall) -> Any:
+    def handler(mode: OpRunner, call: OpCall) -> Any:
         """Run the in-place op where the node at work does so on a card. See the NOTE above."""
         args = call.args
         if (
@@ -72,7 +70,7 @@ def _in_place(plain: Any, written: Any, nodes: tuple[str, ...]) -> Handler:
     return handler
 
 
-def _made_in_this_pass(mode: VirtualMode, tensor: torch.Tensor) -> bool:
+def _made_in_this_pass(mode: OpRunner, tensor: torch.Tensor) -> bool:
     """Whether a tensor was made in the backward pass: the formulas read others, such as ``pos_weight``, as well."""
     record = mode.meter.record_of(tensor)
     return record is not None and record.phase == mode.meter.phases.index

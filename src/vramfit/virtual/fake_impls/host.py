@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -16,9 +16,8 @@ from vramfit.virtual.data_dependent.guesses import GUESSED
 from vramfit.virtual.fake_impls import compressed
 from vramfit.virtual.fake_impls.registry import rule
 from vramfit.virtual.op_call import OpCall
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
+from vramfit.virtual.undescribed import COMPRESSED
 
 _TO_COPY = torch.ops.aten._to_copy.default
 _COPY_ = torch.ops.aten.copy_.default
@@ -33,7 +32,7 @@ _MMAP: dict[str, int] = (
 
 
 @rule("aten._to_copy.default", hands_on=True)
-def to_copy(mode: VirtualMode, call: OpCall) -> Any:
+def to_copy(mode: OpRunner, call: OpCall) -> Any:
     """``tensor.to(...)``: to the card gives a fake tensor, to the host a real one."""
     source: torch.Tensor = call.args[0]
     device = call.kwargs.get("device") or source.device
@@ -49,13 +48,13 @@ def to_copy(mode: VirtualMode, call: OpCall) -> Any:
 
 
 def _upload(
-    mode: VirtualMode, source: torch.Tensor, device: torch.device, kwargs: Mapping[str, Any]
+    mode: OpRunner, source: torch.Tensor, device: torch.device, kwargs: Mapping[str, Any]
 ) -> torch.Tensor:
     if source.device.type == "meta":
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
     if source.layout is torch.sparse_coo:
         return _upload_sparse(mode, source, device, kwargs)
-    if source.layout in compressed.LAYOUTS:
+    if source.layout in COMPRESSED:
         return _upload_compressed(mode, source, device, kwargs)
     if source.layout is not torch.strided:
         message = f"the virtual GPU has no copies of {source.layout} tensors to the card yet"
@@ -74,7 +73,7 @@ def _upload(
 
 
 def _upload_sparse(
-    mode: VirtualMode, source: torch.Tensor, device: torch.device, kwargs: Mapping[str, Any]
+    mode: OpRunner, source: torch.Tensor, device: torch.device, kwargs: Mapping[str, Any]
 ) -> torch.Tensor:
     """Indices and values of a sparse COO tensor cross one by one (native/sparse/SparseTensor.cpp, copy_sparse_)."""
     dtype = kwargs.get("dtype")
@@ -87,7 +86,7 @@ def _upload_sparse(
 
 
 def _upload_compressed(
-    mode: VirtualMode, source: torch.Tensor, device: torch.device, kwargs: Mapping[str, Any]
+    mode: OpRunner, source: torch.Tensor, device: torch.device, kwargs: Mapping[str, Any]
 ) -> torch.Tensor:
     """The three parts of a CSR or CSC tensor cross one by one (native/TensorConversions.cpp, ``_to_copy``)."""
     dtype = kwargs.get("dtype")
@@ -97,9 +96,9 @@ def _upload_compressed(
     return compressed.build(mode, parts, tuple(source.shape), source.layout)
 
 
-def download(mode: VirtualMode, source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
+def download(mode: OpRunner, source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
     """A real CPU tensor for a virtual one: its shadow, or values nobody knows."""
-    if source.layout in compressed.LAYOUTS:
+    if source.layout in COMPRESSED:
         return compressed.download(
             source, kwargs.get("dtype") or source.dtype, lambda p: download(mode, p, {})
         )
@@ -113,7 +112,7 @@ def download(mode: VirtualMode, source: torch.Tensor, kwargs: Mapping[str, Any])
     return out
 
 
-def may_be_shortened(mode: VirtualMode, tensor: torch.Tensor) -> bool:
+def may_be_shortened(mode: OpRunner, tensor: torch.Tensor) -> bool:
     """Whether the first of a fake tensor's rows may stand for all: there are many, and how many is assumed.
 
     Counts that sum to something are needed all.
@@ -124,7 +123,7 @@ def may_be_shortened(mode: VirtualMode, tensor: torch.Tensor) -> bool:
     return assumed and mode.meter.expected(tensor).total is None
 
 
-def _host_values(mode: VirtualMode, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _host_values(mode: OpRunner, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     shadow = mode.shadows.find(source)
     if source.dtype is torch.bool and (shadow is None or shadow.guessed):
         mode.shading.masks.settle(source)
@@ -172,7 +171,7 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @rule("aten.copy_.default")
-def copy_(mode: VirtualMode, call: OpCall) -> Any:
+def copy_(mode: OpRunner, call: OpCall) -> Any:
     """``target.copy_(source)`` in each direction."""
     target, source = call.args[0], call.args[1]
     non_blocking = bool(call.args[2] if len(call.args) > 2 else call.kwargs.get("non_blocking"))
@@ -197,7 +196,7 @@ def copy_(mode: VirtualMode, call: OpCall) -> Any:
 
 
 def _fill_host(
-    mode: VirtualMode, func: Any, target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool
+    mode: OpRunner, func: Any, target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool
 ) -> torch.Tensor:
     """Copy a virtual tensor into a real one.
 
@@ -215,13 +214,13 @@ def _fill_host(
 
 
 @rule("aten._copy_from.default", "aten._copy_from_and_resize.default")
-def copy_from(mode: VirtualMode, call: OpCall) -> Any:
+def copy_from(mode: OpRunner, call: OpCall) -> Any:
     """``_copy_from(source, target)``."""
     return copy_(mode, mode.call(_COPY_, call.args[1], call.args[0], **call.kwargs))
 
 
 @rule("aten._local_scalar_dense.default")
-def item(mode: VirtualMode, call: OpCall) -> Any:
+def item(mode: OpRunner, call: OpCall) -> Any:
     """``tensor.item()``: the shadow's value, else a guess with a warning."""
     tensor: torch.Tensor = call.args[0]
     if tensor.device.type == "cuda":
@@ -239,7 +238,7 @@ def item(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("aten.equal.default")
-def equal(mode: VirtualMode, call: OpCall) -> Any:
+def equal(mode: OpRunner, call: OpCall) -> Any:
     """``torch.equal``: true values where both have shadows, else by shape, with a warning."""
     first, second = call.args
     if first.shape != second.shape:
@@ -251,7 +250,7 @@ def equal(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("aten.allclose.default")
-def allclose(mode: VirtualMode, call: OpCall) -> Any:
+def allclose(mode: OpRunner, call: OpCall) -> Any:
     """``torch.allclose``: as `equal`, of tensors that broadcast."""
     torch.broadcast_shapes(call.args[0].shape, call.args[1].shape)
     views = [mode.shadows.view(t) if type(t) is FakeTensor else t for t in call.args[:2]]
@@ -261,7 +260,7 @@ def allclose(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("aten.is_pinned.default", on_host=True)
-def is_pinned(mode: VirtualMode, call: OpCall) -> bool:
+def is_pinned(mode: OpRunner, call: OpCall) -> bool:
     """Whether a CPU tensor lies in pinned memory."""
     tensor: torch.Tensor = call.args[0]
     if tensor.device.type != "cpu":
@@ -270,7 +269,7 @@ def is_pinned(mode: VirtualMode, call: OpCall) -> bool:
 
 
 @rule("aten._pin_memory.default", "aten.pin_memory.default", on_host=True)
-def pin_memory(mode: VirtualMode, call: OpCall) -> torch.Tensor:
+def pin_memory(mode: OpRunner, call: OpCall) -> torch.Tensor:
     """``tensor.pin_memory()``: a copy, counted as pinned host memory."""
     tensor: torch.Tensor = call.args[0]
     if tensor.device.type != "cpu":
@@ -285,7 +284,7 @@ def pin_memory(mode: VirtualMode, call: OpCall) -> torch.Tensor:
 
 
 @rule("aten.record_stream.default")
-def record_stream(mode: VirtualMode, call: OpCall) -> None:
+def record_stream(mode: OpRunner, call: OpCall) -> None:
     """``tensor.record_stream(stream)``: its block is not reused before that stream has passed."""
     record = mode.meter.record_of(call.args[0])
     if record is not None and record.address:
@@ -293,7 +292,7 @@ def record_stream(mode: VirtualMode, call: OpCall) -> None:
         mode.machine.devices[record.device].allocator.record_stream(record.address, stream.stream_id)
 
 
-def warn_guess(mode: VirtualMode) -> None:
+def warn_guess(mode: OpRunner) -> None:
     """Say once per line that the program looked at a value that nobody computed."""
     mode.machine.warn(
         "guessed-value",
@@ -303,7 +302,7 @@ def warn_guess(mode: VirtualMode) -> None:
 
 
 def _pass_link(
-    mode: VirtualMode, device: int, nbytes: int, engine: Engine, pinned: bool, *, waits: bool
+    mode: OpRunner, device: int, nbytes: int, engine: Engine, pinned: bool, *, waits: bool
 ) -> None:
     """Let the time pass that a copy over the card's host link takes; the host waits for it, unless told not to.
 

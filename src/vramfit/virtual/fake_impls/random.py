@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vramfit.virtual.fake_impls.registry import rule
 from vramfit.virtual.op_call import OpCall
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 
 @rule(
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     "aten.geometric_.default",
     "aten.log_normal_.default",
 )
-def fill_random_(mode: VirtualMode, call: OpCall) -> Any:
+def fill_random_(mode: OpRunner, call: OpCall) -> Any:
     """Fill in place: the tensor itself comes back, and its shadow is drawn from a generator of our own."""
     mode.settle(call, call.args[0])
     return call.args[0]

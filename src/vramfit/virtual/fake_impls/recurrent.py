@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from vramfit.virtual.fake_impls.registry import rule
 from vramfit.virtual.op_call import OpCall
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 
 @rule("aten._cudnn_rnn_backward.default")
-def cudnn_rnn_backward(mode: VirtualMode, call: OpCall) -> Any:
+def cudnn_rnn_backward(mode: OpRunner, call: OpCall) -> Any:
     """Gradients shaped like the inputs; the weights' gradients are views of one buffer, as in cudnn/RNN.cpp."""
     bound = call.by_name()
     wanted = bound["output_mask"]
@@ -39,7 +37,7 @@ def cudnn_rnn_backward(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("aten._thnn_fused_gru_cell.default")
-def gru_cell(mode: VirtualMode, call: OpCall) -> Any:
+def gru_cell(mode: OpRunner, call: OpCall) -> Any:
     """The new state, and a workspace for backward (native/cuda/RNN.cu, GRU_WORKSPACE_MULTIPLIER)."""
     hx: torch.Tensor = call.args[2]
     out = (mode.fake_like(hx), mode.fake_empty((hx.shape[0], 5 * hx.shape[1]), hx.dtype, hx.device))
@@ -48,7 +46,7 @@ def gru_cell(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("aten._thnn_fused_gru_cell_backward.default")
-def gru_cell_backward(mode: VirtualMode, call: OpCall) -> Any:
+def gru_cell_backward(mode: OpRunner, call: OpCall) -> Any:
     """Gradients of both gate products, of the state, and of the biases (native/cuda/RNN.cu)."""
     grad, workspace, has_bias = call.args
     batch, size = workspace.shape[0], workspace.shape[1] // 5

@@ -7,7 +7,7 @@ carries an error bar (NOTE [Error bars] in assume.py).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -28,13 +28,11 @@ from vramfit.virtual.fake_impls.assuming import (
 )
 from vramfit.virtual.fake_impls.registry import rule
 from vramfit.virtual.op_call import OpCall
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 
 @rule("aten.nonzero.default")
-def nonzero(mode: VirtualMode, call: OpCall) -> Any:
+def nonzero(mode: OpRunner, call: OpCall) -> Any:
     """Indices of the elements that are not zero."""
     tensor: torch.Tensor = call.args[0]
     if (true := true_result(mode, call)) is not None:
@@ -49,12 +47,12 @@ def nonzero(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("aten.masked_select.default")
-def masked_select(mode: VirtualMode, call: OpCall) -> Any:
+def masked_select(mode: OpRunner, call: OpCall) -> Any:
     """Elements where a mask holds."""
     return select_masked(mode, call, "masked_select")
 
 
-def select_masked(mode: VirtualMode, call: OpCall, name: str) -> Any:
+def select_masked(mode: OpRunner, call: OpCall, name: str) -> Any:
     """Elements where a mask holds; ``name`` is what the program asked for."""
     if (true := true_result(mode, call)) is not None:
         return finish(mode, call, like(mode, true, device_of(call.args)))
@@ -65,7 +63,7 @@ def select_masked(mode: VirtualMode, call: OpCall, name: str) -> Any:
     return finish(mode, call, out, extent)
 
 
-def _positions(mode: VirtualMode, indices: Any, device: torch.device) -> list[torch.Tensor | None]:
+def _positions(mode: OpRunner, indices: Any, device: torch.device) -> list[torch.Tensor | None]:
     """Indices with each mask replaced by the positions where it holds, one tensor for each of its dimensions."""
     expanded: list[torch.Tensor | None] = []
     for index in indices:
@@ -79,7 +77,7 @@ def _positions(mode: VirtualMode, indices: Any, device: torch.device) -> list[to
 
 
 @rule("aten.index.Tensor", hands_on=True)
-def index(mode: VirtualMode, call: OpCall) -> Any:
+def index(mode: OpRunner, call: OpCall) -> Any:
     """``x[mask]``: boolean masks become index tensors first, as on the card (expandTensors in IndexingUtils.h)."""
     tensor, indices = call.args
     if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
@@ -88,7 +86,7 @@ def index(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule(*("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default"), hands_on=True)
-def index_put(mode: VirtualMode, call: OpCall) -> Any:
+def index_put(mode: OpRunner, call: OpCall) -> Any:
     """``x[mask] = y``: a single number is a masked fill; otherwise the mask's positions are made first."""
     tensor, indices, *rest = call.args
     if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
@@ -132,7 +130,7 @@ def _filled_by(call: OpCall) -> torch.Tensor | None:
     "aten._unique.default",
     "aten.unique_dim_consecutive.default",
 )
-def unique(mode: VirtualMode, call: OpCall) -> Any:
+def unique(mode: OpRunner, call: OpCall) -> Any:
     """Distinct values, their inverse and their counts."""
     if (true := true_result(mode, call)) is not None:
         return finish(mode, call, like(mode, true, device_of(call.args)))
@@ -166,7 +164,7 @@ def unique(mode: VirtualMode, call: OpCall) -> Any:
     return out
 
 
-def _distinct(mode: VirtualMode, name: str, tensor: torch.Tensor, elements: int, *, whole: bool) -> Extent:
+def _distinct(mode: OpRunner, name: str, tensor: torch.Tensor, elements: int, *, whole: bool) -> Extent:
     """How many different values (or slices, ``whole``) there are among so many."""
     expected = mode.meter.expected(tensor)
     if expected.constant is not None and elements:
@@ -184,7 +182,7 @@ def _distinct(mode: VirtualMode, name: str, tensor: torch.Tensor, elements: int,
 
 
 @rule("aten.repeat_interleave.Tensor")
-def repeat_interleave(mode: VirtualMode, call: OpCall) -> Any:
+def repeat_interleave(mode: OpRunner, call: OpCall) -> Any:
     """``repeat_interleave(repeats)``: the sum of the repeats, given as ``output_size`` or read from the shadow."""
     size = call.kwargs.get("output_size")
     if size is None:
@@ -192,7 +190,7 @@ def repeat_interleave(mode: VirtualMode, call: OpCall) -> Any:
     return finish(mode, call, mode.fake_empty((size,), call.args[0].dtype, call.args[0].device))
 
 
-def _repeats(mode: VirtualMode, repeats: torch.Tensor) -> int:
+def _repeats(mode: OpRunner, repeats: torch.Tensor) -> int:
     """What repeats sum to: known, or counts of something, else guessed."""
     if type(repeats) is not FakeTensor:
         return int(repeats.sum())
@@ -212,7 +210,7 @@ def _repeats(mode: VirtualMode, repeats: torch.Tensor) -> int:
     return size
 
 
-def _unbounded(mode: VirtualMode, name: str, what: str) -> None:
+def _unbounded(mode: OpRunner, name: str, what: str) -> None:
     tell(mode, name, what)
     mode.machine.warn(
         "size-without-bound",
@@ -222,7 +220,7 @@ def _unbounded(mode: VirtualMode, name: str, what: str) -> None:
 
 
 @rule("aten.bincount.default")
-def bincount(mode: VirtualMode, call: OpCall) -> Any:
+def bincount(mode: OpRunner, call: OpCall) -> Any:
     """Counts of small non-negative integers."""
     if (true := true_result(mode, call)) is not None:
         return finish(mode, call, like(mode, true, device_of(call.args)))
@@ -246,7 +244,7 @@ def bincount(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("aten._pack_padded_sequence.default")
-def pack_padded_sequence(mode: VirtualMode, call: OpCall) -> Any:
+def pack_padded_sequence(mode: OpRunner, call: OpCall) -> Any:
     """The time steps that are not padding, and how many sequences each step has (a real CPU tensor)."""
     data, lengths, batch_first = call.args
     lengths = lengths if type(lengths) is not FakeTensor else mode.shadows.view(lengths)
@@ -260,14 +258,14 @@ def pack_padded_sequence(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("aten._pack_padded_sequence_backward.default")
-def pack_padded_sequence_backward(mode: VirtualMode, call: OpCall) -> Any:
+def pack_padded_sequence_backward(mode: OpRunner, call: OpCall) -> Any:
     """A gradient of the padded shape."""
     grad, size = call.args[0], call.args[1]
     return finish(mode, call.with_arguments(grad), mode.fake_empty(tuple(size), grad.dtype, grad.device))
 
 
 @rule("aten._to_dense.default")
-def to_dense(mode: VirtualMode, call: OpCall) -> Any:
+def to_dense(mode: OpRunner, call: OpCall) -> Any:
     """A dense copy of a sparse tensor."""
     source: torch.Tensor = call.args[0]
     dtype = call.kwargs.get("dtype") or (call.args[1] if len(call.args) > 1 else None) or source.dtype
@@ -275,7 +273,7 @@ def to_dense(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("aten._to_sparse.default", "aten._to_sparse.sparse_dim")
-def to_sparse(mode: VirtualMode, call: OpCall) -> Any:
+def to_sparse(mode: OpRunner, call: OpCall) -> Any:
     """A COO copy of a dense tensor: one column of indices per element that is not zero (TensorConversions.cpp,
     ``dense_to_sparse``); per row or block with one, where some dimensions stay dense."""
     source: torch.Tensor = call.args[0]
@@ -295,7 +293,7 @@ def to_sparse(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule("aten._use_cudnn_ctc_loss.default", "aten._use_cudnn_ctc_loss.Tensor")
-def use_cudnn_ctc_loss(mode: VirtualMode, call: OpCall) -> bool:
+def use_cudnn_ctc_loss(mode: OpRunner, call: OpCall) -> bool:
     """Whether cuDNN computes a CTC loss: aten/src/ATen/native/cudnn/LossCTC.cpp ``_use_cudnn_ctc_loss``."""
     log_probs, targets, _, target_lengths, blank = call.args
     lengths = target_lengths.tolist() if isinstance(target_lengths, torch.Tensor) else list(target_lengths)

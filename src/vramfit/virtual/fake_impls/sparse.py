@@ -6,41 +6,27 @@ bound. Other layouts, and products of two sparse matrices, are named in an error
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from vramfit.virtual.fake_impls import compressed
 from vramfit.virtual.op_call import OpCall
+from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.ops import tensors_in
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.undescribed import is_compressed_product
 
 _Parts = Callable[..., torch.Tensor]
 
 
-# Ops that FakeTensorMode describes, of sparse tensors without elements.
-MISDESCRIBED = frozenset({torch.ops.aten.add.Tensor})
-
-
-class SparseOperation(Exception):
-    """An op that FakeTensorMode cannot describe has sparse arguments."""
-
-
-def has_sparse(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a sparse COO tensor is among the arguments."""
-    return any(t.layout is torch.sparse_coo for t in tensors_in((args, tuple(kwargs.values()))))
-
-
-def run(mode: VirtualMode, call: OpCall) -> Any:
+def run(mode: OpRunner, call: OpCall) -> Any:
     """The op's result, from ops on indices and values.
 
     Raises:
         NotImplementedError: there is no rule for it.
     """
-    if compressed.is_product(call.func, call.args):
+    if is_compressed_product(call.func, call.args):
         return compressed.multiply(mode, call)
     name = call.func._schema.name.removeprefix("aten::")
     with mode:
@@ -111,7 +97,7 @@ def _with_values(
     )
 
 
-def _coalesced(mode: VirtualMode, source: torch.Tensor) -> torch.Tensor:
+def _coalesced(mode: OpRunner, source: torch.Tensor) -> torch.Tensor:
     """Sorted and summed where places repeat (native/sparse/cuda/SparseCUDATensor.cu, ``_coalesce_sparse_cuda``).
 
     Meanwhile there are flat positions, where they came from, and where each place begins.
@@ -144,7 +130,7 @@ def _sum(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return _with_values(first, values, indices, distinct=False)
 
 
-def _masked(mode: VirtualMode, source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _masked(mode: OpRunner, source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Elements of a tensor where a sparse one has some, by flat positions (SparseTensor.cpp, ``sparse_mask``)."""
     indices = mask._indices()
     flat = torch.zeros(indices.shape[1], dtype=torch.int64, device=indices.device)

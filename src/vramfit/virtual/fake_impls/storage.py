@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.virtual.fake_impls.registry import rule
 from vramfit.virtual.op_call import OpCall
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 _RESIZE_ = torch.ops.aten.resize_.default
 
@@ -25,7 +23,7 @@ _SOURCES = (
 
 
 @rule("aten.resize_.default", "aten.resize_as_.default", "aten.set_.default", "aten.resize.default")
-def resize_(mode: VirtualMode, call: OpCall) -> Any:
+def resize_(mode: OpRunner, call: OpCall) -> Any:
     """A resized tensor may need a larger storage: the old shadow is gone, the block follows."""
     tensor: torch.Tensor = call.args[0]
     if call.func is _RESIZE_ and not call.kwargs and tuple(call.args[1]) == tuple(tensor.shape):
@@ -38,7 +36,7 @@ def resize_(mode: VirtualMode, call: OpCall) -> Any:
 
 
 @rule(*(f"aten.set_.{source}" for source in _SOURCES))
-def set_(mode: VirtualMode, call: OpCall) -> Any:
+def set_(mode: OpRunner, call: OpCall) -> Any:
     """``tensor.set_(source)``: it takes memory that is there already, on its own device."""
     target, source, *rest = call.args
     where = _device_of(target, source)
@@ -62,7 +60,7 @@ def _device_of(target: torch.Tensor, source: torch.Tensor | torch.UntypedStorage
     return target.device if source.device.type == "meta" and target.device.type == "cpu" else source.device
 
 
-def _virtual(mode: VirtualMode, source: torch.Tensor | torch.UntypedStorage) -> Any:
+def _virtual(mode: OpRunner, source: torch.Tensor | torch.UntypedStorage) -> Any:
     """A source on the host as its virtual stand-in."""
     if isinstance(source, torch.Tensor):
         return source if type(source) is FakeTensor else mode.over(source)

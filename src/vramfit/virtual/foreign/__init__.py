@@ -14,15 +14,11 @@ for memory is told by what surrounds it:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from vramfit.patching import PatchStack
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Stand in for foreign kernels, those of modules that are imported later too, until the patches are undone.
 
     Raises:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.roofline import traffic_seconds
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
 
 NOT_RUN = (
     "kernels that are not torch's were not run: what they write has no values, and what they may take of the card "
@@ -20,7 +18,7 @@ NOT_RUN = (
 
 
 def note_launch(
-    mode: VirtualMode, name: str, tensors: Iterable[torch.Tensor], written: Iterable[torch.Tensor]
+    mode: OpRunner, name: str, tensors: Iterable[torch.Tensor], written: Iterable[torch.Tensor]
 ) -> None:
     """Note that a kernel would have run.
 

@@ -8,18 +8,16 @@ from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vramfit.patching import PatchStack
 from vramfit.virtual.foreign.effects import note_launch, virtual_tensors
 from vramfit.virtual.foreign.fake_kernels import KERNELS, LISTENERS, FakeKernel
+from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.torch_patches.libraries import change_after
 
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
 
-
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Put every stand-in in place: those that are registered, and those that will be."""
 
     def change(module: ModuleType) -> None:
@@ -54,9 +52,7 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
     patches.call(forget)
 
 
-def stand_in(
-    mode: VirtualMode, kernel: FakeKernel, original: Callable[..., Any] | None
-) -> Callable[..., Any]:
+def stand_in(mode: OpRunner, kernel: FakeKernel, original: Callable[..., Any] | None) -> Callable[..., Any]:
     """The function that a program calls: the stand-in for virtual tensors, the original for others."""
     names = list(inspect.signature(kernel.function).parameters)
 

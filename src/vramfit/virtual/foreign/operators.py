@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._library.custom_ops import OPDEFS
@@ -12,12 +12,9 @@ from torch._library.triton import triton_ops_to_kernels
 from vramfit.virtual.foreign.effects import note_launch, virtual_tensors
 from vramfit.virtual.foreign.fake_kernels import KERNELS, FakeKernel
 from vramfit.virtual.op_call import OpCall
+from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.ops import Handler
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
-
-_OWN = ("aten", "prims", "prim", "c10d", "_c10d_functional", "quantized", "inductor")
+from vramfit.virtual.undescribed import OF_TORCH
 
 
 def handler_of(func: torch._ops.OpOverload) -> Handler | None:
@@ -28,7 +25,7 @@ def handler_of(func: torch._ops.OpOverload) -> Handler | None:
     cannot run (a compiled function), so the description is taken, except for ``triton_op``, whose description is its
     Python.
     """
-    if func.namespace in _OWN:
+    if func.namespace in OF_TORCH:
         return None
     name = func._schema.name
     overload = func._overloadname
@@ -42,7 +39,7 @@ def handler_of(func: torch._ops.OpOverload) -> Handler | None:
 
 
 def _stand_in(kernel: FakeKernel) -> Handler:
-    def handle(mode: VirtualMode, call: OpCall) -> Any:
+    def handle(mode: OpRunner, call: OpCall) -> Any:
         with mode:
             out = kernel.function(*call.args, **call.kwargs)
         names = [argument.name for argument in call.func._schema.arguments]
@@ -58,19 +55,9 @@ def _stand_in(kernel: FakeKernel) -> Handler:
 
 
 def _python(definition: Any) -> Handler:
-    def handle(mode: VirtualMode, call: OpCall) -> Any:
+    def handle(mode: OpRunner, call: OpCall) -> Any:
         implementation: Callable[..., Any] = definition._backend_fns.get("cuda") or definition._init_fn
         with mode:
             return implementation(*call.args, **call.kwargs)
 
     return handle
-
-
-def advice(func: torch._ops.OpOverload) -> str:
-    """What the user can do about an operator that nobody described; empty for torch's own."""
-    if func.namespace in _OWN:
-        return ""
-    return (
-        f'. Describe it: @torch.library.register_fake("{func._schema.name}") or '
-        f'@vramfit.fake_kernel("{func._schema.name}"), in the program or in a file for --kernels (docs/kernels.md)'
-    )

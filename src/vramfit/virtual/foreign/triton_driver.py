@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from vramfit.patching import PatchStack
+from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.torch_patches.libraries import after_import
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
 
 _CACHE_BYTES = 256 << 20  # triton/backends/nvidia/driver.py: get_empty_cache_for_benchmark
 UNTUNED = (
@@ -27,7 +25,7 @@ UNTUNED = (
 )
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Give Triton a driver, and its benchmark no loop."""
 
     def give_driver(module: ModuleType) -> None:
@@ -54,7 +52,7 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
 
 
 def benchmark(
-    mode: VirtualMode, fn: Callable[[], object], quantiles: Sequence[float] | None, return_mode: str = "mean"
+    mode: OpRunner, fn: Callable[[], object], quantiles: Sequence[float] | None, return_mode: str = "mean"
 ) -> Any:
     """Call a function, then once more with the benchmark's buffer there; gives its simulated milliseconds.
 
@@ -73,7 +71,7 @@ def benchmark(
     return [milliseconds] if return_mode == "all" else milliseconds
 
 
-def _driver(mode: VirtualMode) -> Any:
+def _driver(mode: OpRunner) -> Any:
     """An object of Triton's driver class; made here, where Triton is imported."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.driver import GPUDriver

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -12,13 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from vramfit.patching import PatchStack
 from vramfit.virtual.foreign.effects import note_launch, virtual_tensors
 from vramfit.virtual.foreign.written import written_parameters
+from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.torch_patches.libraries import after_import
 
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
 
-
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Catch ``kernel[grid](...)`` where Triton would compile and launch it (triton/runtime/jit.py, JITFunction.run)."""
     known: dict[Any, frozenset[str]] = {}
 

@@ -15,17 +15,13 @@ A group has one rank. What a program of more ranks needs is refused by name (ren
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch.distributed
 
 from vramfit.patching import PatchStack
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Let a program make process groups of one rank, until the patches are undone."""
     if not torch.distributed.is_available():
         return

@@ -13,7 +13,7 @@ lets a gathered list wait, holds those a little longer on a card; here they go a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import FakeProcessGroup
@@ -21,10 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.virtual.fake_impls.registry import LATE, RULES, find_overload
 from vramfit.virtual.op_call import OpCall
+from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.ops import tensors_in
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _COPY_ = torch.ops.aten.copy_.default
@@ -76,7 +74,7 @@ _FLATTENED = {"allgather_": 0, "reduce_scatter_": 1}
 """By op: position of the list that NCCL's side of torch lays into one block. See NOTE [What a collective allocates]."""
 
 
-def copy(mode: VirtualMode, target: torch.Tensor, source: torch.Tensor) -> None:
+def copy(mode: OpRunner, target: torch.Tensor, source: torch.Tensor) -> None:
     """Let a tensor have the values of another, of as many elements: nothing is allocated."""
     if type(target) is not FakeTensor:
         return  # a real tensor beside virtual ones keeps what it holds, as whatever is written from them
@@ -109,7 +107,7 @@ def finished(tensors: list[torch.Tensor]) -> Any:
 
 
 def _collective(name: str, copies: Callable[[tuple[Any, ...]], list[Pair]]) -> Any:
-    def handle(mode: VirtualMode, call: OpCall) -> Any:
+    def handle(mode: OpRunner, call: OpCall) -> Any:
         tensors = tensors_in(call.args)
         backend = backend_of(call.args, tensors[0].device)
         held = []
@@ -128,7 +126,7 @@ def _collective(name: str, copies: Callable[[tuple[Any, ...]], list[Pair]]) -> A
     return handle
 
 
-def _flattened(mode: VirtualMode, name: str, lists: Any) -> list[Any]:
+def _flattened(mode: OpRunner, name: str, lists: Any) -> list[Any]:
     """Take the block into which a list of tensors is laid; none for a list of several sizes, or on the host."""
     tensors = [tensor for tensor in tensors_in(lists) if type(tensor) is FakeTensor]
     if not tensors or tensors[0].device.type != "cuda" or len({tensor.shape for tensor in tensors}) > 1:
@@ -148,11 +146,11 @@ def backend_of(args: tuple[Any, ...], device: torch.device) -> Any:
     return group._get_backend(torch.device(device.type))
 
 
-def _no_peer(mode: VirtualMode, call: OpCall) -> Any:
+def _no_peer(mode: OpRunner, call: OpCall) -> Any:
     raise ValueError(f"vramfit: {call.func} wants another rank, and this group has one")
 
 
-def _nothing(mode: VirtualMode, call: OpCall) -> None:
+def _nothing(mode: OpRunner, call: OpCall) -> None:
     return None
 
 

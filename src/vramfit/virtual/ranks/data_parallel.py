@@ -6,16 +6,12 @@ anew after the first backward pass, and calls ``c10d::allreduce_`` from autograd
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch._C._distributed_c10d import Logger
 
 from vramfit.patching import PatchStack
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Leave out DDP's own timings: they come from CUDA events in C++, which a CPU build lacks, and say nothing here."""
     patches.set(Logger, "set_runtime_stats_and_log", lambda self: None)

@@ -6,38 +6,36 @@ and ``broadcast``, a new one for those that gather or scatter; with one rank it 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from vramfit.virtual.fake_impls.registry import LATE, RULES, find_overload
 from vramfit.virtual.op_call import OpCall
+from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.ops import Handler
 from vramfit.virtual.ranks.collectives import copy
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
 
 _CLONE = torch.ops.aten.clone.default
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
 
-def _same(mode: VirtualMode, call: OpCall) -> Any:
+def _same(mode: OpRunner, call: OpCall) -> Any:
     """In place, or a wait: what came in."""
     return call.args[0]
 
 
-def _copied(mode: VirtualMode, call: OpCall) -> Any:
+def _copied(mode: OpRunner, call: OpCall) -> Any:
     if isinstance(call.args[0], (list, tuple)):
         return [_clone(mode, tensor) for tensor in call.args[0]]
     return _clone(mode, call.args[0])
 
 
-def _clone(mode: VirtualMode, tensor: torch.Tensor) -> Any:
+def _clone(mode: OpRunner, tensor: torch.Tensor) -> Any:
     return mode.run(mode.call(_CLONE, tensor, **_CONTIGUOUS))
 
 
-def _into(mode: VirtualMode, call: OpCall) -> Any:
+def _into(mode: OpRunner, call: OpCall) -> Any:
     """A result that the program allocated."""
     copy(mode, call.kwargs["out"], call.args[0])
     return call.kwargs["out"]

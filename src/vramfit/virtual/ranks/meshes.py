@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils._python_dispatch import _disable_current_modes
 
 from vramfit.patching import PatchStack
 from vramfit.virtual.fake_mode import VirtualFakeMode
+from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.torch_patches.libraries import after_import
 
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
 
-
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Let DTensor work out shapes, and FSDP name streams, where the mode does not see or must see them."""
 
     def propagate_apart(module: ModuleType) -> None:

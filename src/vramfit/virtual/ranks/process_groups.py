@@ -7,7 +7,7 @@ those on a virtual card are answered by rules, and a CPU tensor finds no backend
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import distributed
@@ -16,9 +16,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d
 
 from vramfit.patching import PatchStack
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 # torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp: kProcessGroupNCCLDefaultTimeout
 _TIMEOUT = timedelta(minutes=10)
@@ -79,7 +77,7 @@ class ProcessGroupNCCL(metaclass=_HandleClass):
         return FakeProcessGroup._create_internal(rank, size)
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Let ``init_process_group("nccl")`` find a backend; a CUDA build's own is out of the way meanwhile."""
 
     class Counted(ProcessGroupNCCL):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
 from vramfit.errors import UsageError
 from vramfit.patching import PatchStack
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 
 def refuse_more(world_size: int, rank: int) -> None:
@@ -30,7 +28,7 @@ def refuse_more(world_size: int, rank: int) -> None:
         )
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Give ``env://``, ``tcp://`` and ``file://`` a store of this process alone, after torch has read the address.
 
     torch's TCPStore would open a port and its FileStore would leave a file; with one rank nobody else reads either.

@@ -11,7 +11,7 @@ import importlib
 import multiprocessing
 import multiprocessing.process
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed
 from torch import nn
@@ -19,9 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.errors import UsageError
 from vramfit.patching import PatchStack
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 _ONE = (
     "Let it start one process (as it does where it asks torch.cuda.device_count() and there is one GPU, or by its own "
@@ -45,7 +43,7 @@ class Ended(_Context):  # type: ignore[misc]
         return True
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Run the one process of a spawn here, and say plainly what a process of the program's own cannot be given."""
     start_processes: Callable[..., Any] = _spawning.start_processes
     spawn: Callable[..., Any] = _spawning.spawn

@@ -5,10 +5,9 @@ Each module patches one thing; `install` applies them all to a `PatchStack`, whi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from vramfit.launch import threads
 from vramfit.patching import PatchStack
+from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.torch_patches import (
     attention,
     autograd,
@@ -28,11 +27,8 @@ from vramfit.virtual.torch_patches import (
     tracing,
 )
 
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
 
-
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Apply every patch of this package."""
     for module in (
         compile_,  # first: it keeps what the others replace

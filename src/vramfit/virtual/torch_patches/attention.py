@@ -7,15 +7,13 @@ and are left alone, except for attention, whose choice of backend asks the card.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from vramfit.patching import PatchStack
 from vramfit.virtual.kernels import sdpa
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 # Ops with a CUDA kernel that CPU builds decompose; the placeholder is never run: our mode takes them before.
 _WHOLE_ON_CARD = (
@@ -26,7 +24,7 @@ _WHOLE_ON_CARD = (
 )
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Register the CUDA kernels that this build lacks."""
     library = torch.library.Library("aten", "IMPL")
     patches.call(library._destroy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -11,12 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from vramfit.patching import PatchStack
 from vramfit.trace import Category
 from vramfit.virtual.attribution import ProgramPhase
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Wrap the one function through which ``backward`` and ``grad`` enter the engine."""
     graph = torch.autograd.graph
     original = graph._engine_run_backward
@@ -37,7 +35,7 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
     patches.set(torch.autograd, "_engine_run_backward", run_backward)
 
 
-def tag_gradients(mode: VirtualMode, parameters: Iterable[torch.Tensor] | None = None) -> None:
+def tag_gradients(mode: OpRunner, parameters: Iterable[torch.Tensor] | None = None) -> None:
     """Name the gradients of parameters, of all that are alive if none are given."""
     meter = mode.meter
     for parameter in meter.parameters() if parameters is None else parameters:

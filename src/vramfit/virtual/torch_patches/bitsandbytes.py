@@ -18,12 +18,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vramfit.patching import PatchStack
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 _PACKAGE = "bitsandbytes"
 _LOADER, _FUNCTIONAL = f"{_PACKAGE}.cextension", f"{_PACKAGE}.functional"
@@ -42,7 +40,7 @@ class NativeLibrary:
 
     compiled_with_cuda = True
 
-    def __init__(self, mode: VirtualMode) -> None:
+    def __init__(self, mode: OpRunner) -> None:
         self._mode = mode
         self._functions: dict[str, Any] = {"cget_managed_ptr": self._managed, "get_context": lambda: 1}
         self._managed_memory: list[tuple[mmap.mmap, Any]] = []
@@ -77,7 +75,7 @@ def _host_library() -> Any:
     return ctypes.cdll.LoadLibrary(str(folder / f"libbitsandbytes_cpu{suffix}"))
 
 
-def changes(mode: VirtualMode, patches: PatchStack) -> dict[str, Callable[[ModuleType], None]]:
+def changes(mode: OpRunner, patches: PatchStack) -> dict[str, Callable[[ModuleType], None]]:
     """What is changed in bitsandbytes' modules once they are imported. See NOTE [bitsandbytes]."""
     library = NativeLibrary(mode)
     found: list[Any] = []

@@ -15,13 +15,14 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit import files
 from vramfit.patching import PatchStack
+from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.tensor_subclasses import is_wrapper
 from vramfit.virtual.torch_patches.saved_files import (
     OpenedSafetensors,
@@ -34,10 +35,6 @@ from vramfit.virtual.torch_patches.saved_files import (
     torch_token,
     write_safetensors,
 )
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
-
 
 _MARK = "checkpoint of a virtual run, without values"
 
@@ -67,7 +64,7 @@ class _Sink(io.RawIOBase):
         return len(data)
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Patch ``torch.save``, ``torch.load``, pickling and deep copies of fake tensors, and safetensors."""
     kept: dict[object, Any] = {}
 
@@ -142,7 +139,7 @@ def _name(file: Any) -> object:
     return os.path.abspath(os.fspath(file)) if isinstance(file, (str, os.PathLike)) else None
 
 
-def _patch_torch_save(mode: VirtualMode, patches: PatchStack, kept: dict[object, Any]) -> None:
+def _patch_torch_save(mode: OpRunner, patches: PatchStack, kept: dict[object, Any]) -> None:
     save, load = torch.save, torch.load
     uploads = _Uploads(patches)
     written = TorchFiles(patches, save, _storages)
@@ -235,7 +232,7 @@ class _Uploads:
         return whole.as_strided(size, stride, offset)
 
 
-def _patch_safetensors(mode: VirtualMode, patches: PatchStack, kept: dict[object, Any]) -> None:
+def _patch_safetensors(mode: OpRunner, patches: PatchStack, kept: dict[object, Any]) -> None:
     try:
         import safetensors.torch as safetensors
     except ImportError:
@@ -322,7 +319,7 @@ def _header(tensors: dict[str, Any], metadata: Any) -> Any:
     return json.loads(safetensors_header(whole, metadata)[0][8:])
 
 
-def _tell(mode: VirtualMode, file: Any) -> None:
+def _tell(mode: OpRunner, file: Any) -> None:
     mode.machine.warn(
         "save-skipped",
         f"saving to {Path(file)} was skipped: its tensors are virtual and hold no values, and files are written for "
@@ -331,7 +328,7 @@ def _tell(mode: VirtualMode, file: Any) -> None:
     )
 
 
-def _tell_mark(mode: VirtualMode, file: Any) -> None:
+def _tell_mark(mode: OpRunner, file: Any) -> None:
     what = str(Path(file)) if isinstance(file, (str, os.PathLike)) else "a file object"
     mode.machine.warn(
         "save-short",
@@ -362,7 +359,7 @@ class _ParkedWrapper:
         return self.cls.__tensor_unflatten__(inside, self.context, self.shape, self.strides)
 
 
-def _park(mode: VirtualMode, obj: Any) -> Any:
+def _park(mode: OpRunner, obj: Any) -> Any:
     """A copy of an object in which virtual tensors hold no card memory."""
 
     def park(tensor: Any) -> _Parked:
@@ -381,7 +378,7 @@ def _park(mode: VirtualMode, obj: Any) -> Any:
     return _walk(obj, (FakeTensor, *mode.twins.classes), park)
 
 
-def _unpark(mode: VirtualMode, obj: Any, map_location: Any) -> Any:
+def _unpark(mode: OpRunner, obj: Any, map_location: Any) -> Any:
     def unpark(parked: _Parked) -> torch.Tensor:
         target: Any = parked.device
         if isinstance(map_location, dict):

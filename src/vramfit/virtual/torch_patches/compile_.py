@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from vramfit.patching import PatchStack
 from vramfit.virtual.compiled import Compiler
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Prepare the compiler when a program asks for it; apply before other patches, which it must see through."""
     original = torch.compile
     compiler = Compiler(mode, patches)

@@ -8,12 +8,12 @@ accumulator goes if the device or the type changed. For virtual tensors two thin
 1. FakeTensor keeps its device beside the tensor, in ``fake_device``: it has to follow.
 2. What makes a tensor virtual (the class, the dispatch key) is not copied. A real CPU tensor that is given virtual
    data becomes virtual first (`become_virtual`), a virtual one that is given real data takes a virtual tensor over
-   it (`VirtualMode.over`), which shares the values where they are followed and keeps pinned memory pinned.
+   it (`OpRunner.over`), which shares the values where they are followed and keeps pinned memory pinned.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,14 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.patching import PatchStack
 from vramfit.trace import Category
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 _DATA: Any = torch._C.TensorBase.data
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Replace the setter of ``torch.Tensor.data``. See NOTE [Setting data]."""
 
     def set_data(self: torch.Tensor, value: Any) -> None:
@@ -50,7 +48,7 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
     patches.set(torch.Tensor, "data", property(_DATA.__get__, set_data, _DATA.__delete__))
 
 
-def is_virtual(mode: VirtualMode, value: Any) -> bool:
+def is_virtual(mode: OpRunner, value: Any) -> bool:
     """Whether a tensor stands for memory of the virtual GPU or of its host, by itself or over one of torch's own."""
     return type(value) is FakeTensor or type(value) in mode.twins
 
@@ -63,7 +61,7 @@ def _is_dense_host(value: Any) -> bool:
     )
 
 
-def _set(mode: VirtualMode, target: torch.Tensor, source: torch.Tensor, *, parameter: bool) -> None:
+def _set(mode: OpRunner, target: torch.Tensor, source: torch.Tensor, *, parameter: bool) -> None:
     record = mode.meter.record_of(target)
     module = None if record is None else record.module
     _DATA.__set__(target, source)
@@ -72,7 +70,7 @@ def _set(mode: VirtualMode, target: torch.Tensor, source: torch.Tensor, *, param
         mode.meter.tag(target, Category.PARAMETERS, module)
 
 
-def become_virtual(mode: VirtualMode, tensor: torch.Tensor) -> None:
+def become_virtual(mode: OpRunner, tensor: torch.Tensor) -> None:
     """Make a real CPU tensor a virtual one on the host, in place.
 
     The object, ``requires_grad``, ``.grad`` and hooks stay. A graph of real CPU tensors that was recorded from it

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch._library import simple_registry
 
 from vramfit.patching import PatchStack
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 _Find = Callable[[Any, type], Callable[..., Any] | None]
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Answer at once that no library has a rule of its own (``torch.library.register_torch_dispatch``) for our mode.
 
     Before torch hands an op or a question for a device to a mode (``torch/csrc/autograd/python_variable.cpp``), it

@@ -12,20 +12,18 @@ from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.patching import PatchStack
+from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.torch_patches import bitsandbytes, tracing
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
 
 Change = Callable[[ModuleType], None]
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Change the libraries that are imported already, and the others when they are."""
 
     def no_tracing(module: ModuleType) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,17 +13,14 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_l
 from vramfit.patching import PatchStack
 from vramfit.trace import Category
 from vramfit.virtual.attribution import ProgramPhase
+from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.tensor_subclasses import is_wrapper
 from vramfit.virtual.torch_patches.data import is_virtual
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
-
 
 _DESTINATION = "_vramfit_destination"
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Make parameters virtual, move them in place, and follow which module runs."""
     _patch_lazy(mode, patches)
     _patch_parameter(mode, patches)
@@ -31,7 +28,7 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
     _patch_call(mode, patches)
 
 
-def _patch_parameter(mode: VirtualMode, patches: PatchStack) -> None:
+def _patch_parameter(mode: OpRunner, patches: PatchStack) -> None:
     """A CPU parameter becomes virtual when it is created, so that a large model needs no host memory."""
     original = nn.Parameter.__new__
 
@@ -70,7 +67,7 @@ def _patch_rebuild(patches: PatchStack) -> None:
     patches.set(FakeTensor, "__new__", staticmethod(new))
 
 
-def _patch_apply(mode: VirtualMode, patches: PatchStack) -> None:
+def _patch_apply(mode: OpRunner, patches: PatchStack) -> None:
     """Move parameters by their data: ``Module._apply`` would swap fake ones, and refuses (it sees weak references)."""
     modules = mode.meter.modules
 
@@ -102,7 +99,7 @@ def _patch_apply(mode: VirtualMode, patches: PatchStack) -> None:
 
 
 def _move_parameter(
-    mode: VirtualMode,
+    mode: OpRunner,
     module: nn.Module,
     key: str,
     parameter: torch.Tensor,
@@ -141,7 +138,7 @@ def _note_move(lazy: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -
     lazy.__dict__[_DESTINATION] = moved.device, moved.dtype
 
 
-def _patch_lazy(mode: VirtualMode, patches: PatchStack) -> None:
+def _patch_lazy(mode: OpRunner, patches: PatchStack) -> None:
     """Lazy modules: a parameter becomes virtual when its shape is known, and stays the object that it was."""
 
     def materialize(
@@ -178,7 +175,7 @@ def _patch_lazy(mode: VirtualMode, patches: PatchStack) -> None:
 
 
 def keep_virtual(
-    mode: VirtualMode, fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor
+    mode: OpRunner, fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor
 ) -> torch.Tensor:
     """Apply a conversion to a virtual tensor without making it real, even where it moves to the host."""
     applied = fn(tensor)
@@ -187,7 +184,7 @@ def keep_virtual(
     return applied
 
 
-def _patch_call(mode: VirtualMode, patches: PatchStack) -> None:
+def _patch_call(mode: OpRunner, patches: PatchStack) -> None:
     """Keep a stack of running modules, and see the forward phase begin."""
     original = nn.Module.__call__
     modules, phases = mode.meter.modules, mode.meter.phases

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -17,13 +17,11 @@ from torch.utils import _foreach_utils
 from vramfit.patching import PatchStack
 from vramfit.trace import Category
 from vramfit.virtual.attribution import ProgramPhase
+from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.torch_patches.autograd import tag_gradients
 
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
 
-
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Let torch.optim choose foreach and fused as on a card, and follow its steps."""
     # torch.optim takes the foreach path by the tensors' exact type: fake ones would take the slow loop.
     # There are two lists: one for gradient clipping and the like, one for the optimizers' own default.
@@ -54,7 +52,7 @@ def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def tag_states(mode: VirtualMode, optimizer: torch.optim.Optimizer) -> None:
+def tag_states(mode: OpRunner, optimizer: torch.optim.Optimizer) -> None:
     """Name the tensors that an optimizer keeps, with the module of the parameter that they belong to."""
     meter = mode.meter
     for parameter, state in optimizer.state.items():

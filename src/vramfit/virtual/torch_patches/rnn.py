@@ -8,7 +8,7 @@ builds fill (aten/src/ATen/native/RNN.cpp, ``lstm_cudnn_stub``). So the decision
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,15 +17,13 @@ from torch.nn.modules import rnn as rnn_module
 
 from vramfit.patching import PatchStack
 from vramfit.trace import Category
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 # cudnnRNNMode_t, in the order of torch.backends.cudnn.rnn.get_cudnn_mode
 MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Route recurrent layers on virtual cards to cuDNN's op."""
     for name in MODES:
         patches.set(torch._VF, name, _layer(mode, name, getattr(torch._VF, name)))
@@ -35,7 +33,7 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
     _patch_flatten(mode, patches)
 
 
-def _layer(mode: VirtualMode, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _layer(mode: OpRunner, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def layer(*args: Any) -> Any:
         if (
             type(args[0]) is not FakeTensor
@@ -69,7 +67,7 @@ def _layer(mode: VirtualMode, name: str, original: Callable[..., Any]) -> Callab
 
 
 def run_cudnn(
-    mode: VirtualMode,
+    mode: OpRunner,
     name: str,
     data: torch.Tensor,
     hidden: Any,
@@ -120,7 +118,7 @@ def _shared_buffer(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
         return flat.as_strided((first.nbytes() // flat.element_size(),), (1,), 0)
 
 
-def _patch_flatten(mode: VirtualMode, patches: PatchStack) -> None:
+def _patch_flatten(mode: OpRunner, patches: PatchStack) -> None:
     """``flatten_parameters`` moves all weights of a layer stack into one buffer of the card."""
 
     def flatten(self: nn.RNNBase) -> None:

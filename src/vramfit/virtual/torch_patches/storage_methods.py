@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vramfit.patching import PatchStack
+from vramfit.virtual.op_runner import OpRunner
 
 if TYPE_CHECKING:
     from vramfit.virtual.meter import VirtualRecord
-    from vramfit.virtual.mode import VirtualMode
 
 _DEVICE: Any = torch._C.StorageBase.device  # type: ignore[attr-defined]
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Let storages on the card say where they are, change their size, and be copied."""
     _patch_resize(mode, patches)
     _patch_device(mode, patches)
@@ -24,7 +24,7 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
     _patch_copies(mode, patches)
 
 
-def _record(mode: VirtualMode, storage: torch.UntypedStorage) -> VirtualRecord | None:
+def _record(mode: OpRunner, storage: torch.UntypedStorage) -> VirtualRecord | None:
     if _DEVICE.__get__(storage).type != "meta":
         return None
     return mode.meter.record_of(_bytes(storage))
@@ -35,7 +35,7 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=_DEVICE.__get__(storage)).set_(storage)
 
 
-def _patch_resize(mode: VirtualMode, patches: PatchStack) -> None:
+def _patch_resize(mode: OpRunner, patches: PatchStack) -> None:
     """``tensor.untyped_storage().resize_(n)``: what was there is not known any more, and the block follows."""
     original: Callable[[torch.UntypedStorage, int], Any] = torch.UntypedStorage.resize_
 
@@ -49,7 +49,7 @@ def _patch_resize(mode: VirtualMode, patches: PatchStack) -> None:
     patches.set(torch.UntypedStorage, "resize_", resize_)
 
 
-def _patch_device(mode: VirtualMode, patches: PatchStack) -> None:
+def _patch_device(mode: OpRunner, patches: PatchStack) -> None:
     """``tensor.untyped_storage().device``, and what follows from it."""
 
     def device(self: torch.UntypedStorage) -> torch.device:
@@ -59,7 +59,7 @@ def _patch_device(mode: VirtualMode, patches: PatchStack) -> None:
     patches.set(torch.UntypedStorage, "device", property(device))
 
 
-def _patch_addresses(mode: VirtualMode, patches: PatchStack) -> None:
+def _patch_addresses(mode: OpRunner, patches: PatchStack) -> None:
     """``data_ptr()`` on the card is the replica's address; on the host it is one that no other storage has."""
     original: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.data_ptr
 
@@ -72,7 +72,7 @@ def _patch_addresses(mode: VirtualMode, patches: PatchStack) -> None:
     patches.set(torch.UntypedStorage, "data_ptr", data_ptr)
 
 
-def _patch_copies(mode: VirtualMode, patches: PatchStack) -> None:
+def _patch_copies(mode: OpRunner, patches: PatchStack) -> None:
     """``storage.copy_(other)``, ``.cpu()``, ``.cuda()``, ``.clone()`` and ``.fill_()``: those of a tensor over it."""
 
     def over(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,14 +12,12 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from vramfit.patching import PatchStack
 from vramfit.trace import Category
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 _PLAIN = (torch.Tensor, FakeTensor, nn.Parameter)
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Give virtual tensors the classes that a program puts on its tensors."""
     twins = mode.twins
     original: Callable[..., torch.Tensor] = torch.Tensor.as_subclass
@@ -37,7 +35,7 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
     _patch_make(mode, patches)
 
 
-def _patch_make(mode: VirtualMode, patches: PatchStack) -> None:
+def _patch_make(mode: OpRunner, patches: PatchStack) -> None:
     """``torch.Tensor._make_subclass(cls, data)``, with which classes of parameters make themselves.
 
     Like ``nn.Parameter``, a parameter of a class of the program's is virtual from birth.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
@@ -14,14 +14,12 @@ from torch.utils import _device
 
 from vramfit.patching import PatchStack
 from vramfit.virtual.fake_impls.host import LONGEST_LIST, download, may_be_shortened
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Give fake tensors what programs ask of real ones: values on the host, addresses, a printed form, a deep copy."""
     # With is_available() true, FakeTensor would create a real CUDA tensor to wake the device up.
     patches.set(fake_tensor, "init_gpu_context", lambda device: None)
@@ -36,7 +34,7 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
     _refuse_nested(mode, patches)
 
 
-def _refuse_nested(mode: VirtualMode, patches: PatchStack) -> None:
+def _refuse_nested(mode: OpRunner, patches: PatchStack) -> None:
     """Jagged nested tensors need symbolic sizes, which fake tensors here do not have: say so by name."""
 
     def get_nested_int(self: FakeTensor, **options: Any) -> Any:
@@ -54,7 +52,7 @@ def _keep_lifting(patches: PatchStack) -> None:
     patches.call(lambda: torch._C._set_only_lift_cpu_tensors(before))
 
 
-def _patch_lists(mode: VirtualMode, patches: PatchStack) -> None:
+def _patch_lists(mode: OpRunner, patches: PatchStack) -> None:
     """``torch.tensor([loss, other_loss])``, ``x[[row, other_row]]``: torch copies the numbers below the dispatcher."""
     original: Callable[..., torch.Tensor] = torch.tensor
     as_original: Callable[..., torch.Tensor] = torch.as_tensor
@@ -91,7 +89,7 @@ def _patch_lists(mode: VirtualMode, patches: PatchStack) -> None:
     patches.set(FakeTensor, "__setitem__", put)
 
 
-def _index(mode: VirtualMode, index: Any) -> Any:
+def _index(mode: OpRunner, index: Any) -> Any:
     """An index, its lists without virtual tensors."""
     if isinstance(index, list):
         return _on_host(mode, index)
@@ -100,7 +98,7 @@ def _index(mode: VirtualMode, index: Any) -> Any:
     return index
 
 
-def _keep_within(mode: VirtualMode, tensor: torch.Tensor, index: Any) -> None:
+def _keep_within(mode: OpRunner, tensor: torch.Tensor, index: Any) -> None:
     """Bring guessed numbers that pick an element into the dimension that they index.
 
     torch reads such a number on the host and refuses it out of range. A program that runs on a card has none there, so
@@ -127,7 +125,7 @@ def _indexed(item: Any) -> int:
     return item.dim() if mask else 1
 
 
-def _on_host(mode: VirtualMode, data: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
+def _on_host(mode: OpRunner, data: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
     """Nested lists with real CPU tensors in place of virtual ones, which keep their types."""
     if not any(isinstance(item, (FakeTensor, list, tuple)) for item in data):
         return data
@@ -141,7 +139,7 @@ def _on_host(mode: VirtualMode, data: list[Any] | tuple[Any, ...]) -> list[Any] 
     ]
 
 
-def _patch_host_values(mode: VirtualMode, patches: PatchStack) -> None:
+def _patch_host_values(mode: OpRunner, patches: PatchStack) -> None:
     def on_host(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu":
             raise TypeError(
@@ -184,7 +182,7 @@ def _patch_host_values(mode: VirtualMode, patches: PatchStack) -> None:
     patches.set(torch.Tensor, "__iter__", each)
 
 
-def _shortened(mode: VirtualMode, tensor: torch.Tensor) -> torch.Tensor:
+def _shortened(mode: OpRunner, tensor: torch.Tensor) -> torch.Tensor:
     """The first rows of a tensor of an assumed length that becomes a list: nobody waits for millions of guesses."""
     if tensor.dim() == 0 or tensor.shape[0] <= LONGEST_LIST:
         return tensor
@@ -199,7 +197,7 @@ def _shortened(mode: VirtualMode, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[:LONGEST_LIST]
 
 
-def _patch_addresses(mode: VirtualMode, patches: PatchStack) -> None:
+def _patch_addresses(mode: OpRunner, patches: PatchStack) -> None:
     """``data_ptr()`` on the card is the replica's address; on the host it is one that no other tensor has."""
 
     def data_ptr(self: FakeTensor) -> int:
@@ -210,7 +208,7 @@ def _patch_addresses(mode: VirtualMode, patches: PatchStack) -> None:
     patches.set(FakeTensor, "data_ptr", data_ptr)
 
 
-def _patch_sharing(mode: VirtualMode, patches: PatchStack) -> None:
+def _patch_sharing(mode: OpRunner, patches: PatchStack) -> None:
     """Shared memory: a card's always is, as torch says; DLPack would hand out an address that holds nothing."""
 
     def share_memory_(self: FakeTensor) -> FakeTensor:
@@ -238,7 +236,7 @@ def _patch_sharing(mode: VirtualMode, patches: PatchStack) -> None:
     patches.rebind([(original, to_dlpack)])
 
 
-def _patch_repr(mode: VirtualMode, patches: PatchStack) -> None:
+def _patch_repr(mode: OpRunner, patches: PatchStack) -> None:
     def represent(self: FakeTensor, *, tensor_contents: Any = None) -> str:
         del tensor_contents
         if self.fake_mode.in_kernel_invocation:  # torch formats a message of its own: no ops from here

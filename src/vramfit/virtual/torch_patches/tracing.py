@@ -9,15 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from vramfit.patching import PatchStack
-
-if TYPE_CHECKING:
-    from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.op_runner import OpRunner
 
 Warn = Callable[[str], None]
 _WRITERS = ("torch.utils.tensorboard.writer", "tensorboardX.writer")
@@ -69,7 +67,7 @@ class TracedFunction:
 _STAND_INS = (TracedModule, TracedFunction)
 
 
-def install(mode: VirtualMode, patches: PatchStack) -> None:
+def install(mode: OpRunner, patches: PatchStack) -> None:
     """Replace tracing, freezing of what was traced, and the export to ONNX."""
 
     def warn(message: str) -> None:
@@ -86,7 +84,7 @@ def install(mode: VirtualMode, patches: PatchStack) -> None:
     )
 
 
-def writers(mode: VirtualMode, patches: PatchStack) -> dict[str, Callable[[ModuleType], None]]:
+def writers(mode: OpRunner, patches: PatchStack) -> dict[str, Callable[[ModuleType], None]]:
     """Changes, by module, of TensorBoard's writers: ``add_graph`` runs the model once and adds nothing."""
 
     def add_graph(self: Any, model: Any, input_to_model: Any = None, *options: Any, **named: Any) -> None:
