@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vramfit.planner.gradient_sums import summed
+from vramfit.capture.gradient_sums import summed
 
 aten = torch.ops.aten
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from frontier_parts.hollow import Hollow
 from frontier_parts.subjects import Subject
+from vramfit.capture.gradient_sums import measure_counts
 from vramfit.planner.candidates import Candidates, key_of
 from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.devices.cpu_backend import CpuBackend, arithmetic_seconds_of, rates
-from vramfit.planner.gradient_sums import measure_counts
 from vramfit.planner.plans import Plan
 from vramfit.planner.request import MEMORY, THROUGHPUT, NothingFits, PlanRequest
 from vramfit.planner.search import PlanSearch

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from vramfit.capture.gradient_sums import measure_counts
 from vramfit.planner.flop_counting import FlopMode
-from vramfit.planner.gradient_sums import measure_counts
 
 pytestmark = pytest.mark.usefixtures("fit_interpreter")
 

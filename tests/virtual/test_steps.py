@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from vramfit.capture.attribution import ModuleStack, PhaseTracker, ProgramPhase
+from vramfit.capture.step_counter import StepCounter
 from vramfit.launch.limits import Limits
 from vramfit.launch.stopping import Stopping
 from vramfit.patching import PatchStack
 from vramfit.trace import Category, EventKind, TraceBuilder
 from vramfit.trace.progress import End, Unit
-from vramfit.virtual.attribution import ModuleStack, PhaseTracker, ProgramPhase
-from vramfit.virtual.step_counter import StepCounter
 
 Loop = Callable[["Watched"], None]
 

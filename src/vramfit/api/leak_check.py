@@ -21,8 +21,8 @@ from vramfit.trace import MemoryTrace
 from vramfit.trace.mark_events import marks
 
 if TYPE_CHECKING:
+    from vramfit.capture.storages import StorageMeter
     from vramfit.record.heap import Heap
-    from vramfit.virtual.storages import StorageMeter
 
 LEAST_ROUNDS = 5
 """Rounds after the warm-up from which growth can be told from chance: six levels, of which 1/6! is below 0.5 %."""

@@ -14,8 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramfit.calibrate.records import BlockKind, Give, OpRecord, Step, Take, canonical
+from vramfit.capture.ops import OpInfo, strided_parts, tensors_in
 from vramfit.virtual.kernels.measured import Switches, signature
-from vramfit.virtual.ops import OpInfo, strided_parts, tensors_in
 
 _PRIM_DEVICE = torch.ops.prim.device.default
 _ADD = torch.ops.aten.add.Tensor

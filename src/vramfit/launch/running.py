@@ -23,7 +23,9 @@ from vramfit.launch.stopping import Stopping
 from vramfit.patching import PatchStack
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-OWN_FOLDERS = tuple(f"{_PACKAGE / name}{os.sep}" for name in ("files", "launch", "record", "virtual"))
+OWN_FOLDERS = tuple(
+    f"{_PACKAGE / name}{os.sep}" for name in ("capture", "files", "launch", "record", "virtual")
+)
 """Code that stands between a program and torch without being the program's: its frames are not shown."""
 
 Finish = Callable[[int, BaseException | None], None]

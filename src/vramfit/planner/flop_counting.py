@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from vramfit.planner.gradient_sums import summed
+from vramfit.capture.gradient_sums import summed
 
 Estimate: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any], Any, int], float]
 """The seconds of an operation, from itself, its arguments, its results and its FLOPs."""

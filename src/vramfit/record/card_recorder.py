@@ -23,6 +23,9 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from vramfit.capture.attribution import ModuleStack, PhaseTracker, ProgramPhase, StackInterner
+from vramfit.capture.step_counter import StepCounter
+from vramfit.capture.torch_version import platform_text
 from vramfit.errors import EnvironmentUnfitError, WriteError
 from vramfit.launch.stopping import StepSink
 from vramfit.patching import PatchStack
@@ -67,9 +70,6 @@ from vramfit.trace import (
 )
 from vramfit.trace.frames import user_frame
 from vramfit.trace.partial import peaks_of
-from vramfit.virtual.attribution import ModuleStack, PhaseTracker, ProgramPhase, StackInterner
-from vramfit.virtual.step_counter import StepCounter
-from vramfit.virtual.torch_version import platform_text
 
 _CONTEXT = "alloc"  # stacks of allocations; those of frees would double the cost and nobody reads them
 _SAVE_EVERY = 5.0  # seconds

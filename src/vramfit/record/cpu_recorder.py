@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from vramfit.capture.attribution import ProgramPhase
+from vramfit.capture.step_counter import StepCounter, count_steps
+from vramfit.capture.torch_version import platform_text, torch_version
 from vramfit.errors import EnvironmentUnfitError, UsageError
 from vramfit.gpus import GpuKind, GpuSpec, find_gpu
 from vramfit.launch import threads
@@ -30,11 +33,8 @@ from vramfit.record.watching import watch
 from vramfit.trace import Category, DeviceOutcome, Run, Source, TraceBuilder, TraceDevice
 from vramfit.trace.journal import TraceJournal
 from vramfit.units import format_bytes
-from vramfit.virtual.attribution import ProgramPhase
 from vramfit.virtual.machine import Machine
-from vramfit.virtual.step_counter import StepCounter, count_steps
 from vramfit.virtual.tensor_subclasses import is_wrapper
-from vramfit.virtual.torch_version import platform_text, torch_version
 
 _UNSETTLED = (Category.OTHER, Category.TEMPORARIES)
 """What may turn out to be a module's input."""

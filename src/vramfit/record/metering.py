@@ -26,12 +26,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramfit.allocator import OutOfMemory
+from vramfit.capture.attribution import ProgramPhase
+from vramfit.capture.ops import OpInfo, OpTable
+from vramfit.capture.storages import LifetimePeaks, StorageMeter, StorageRecord, describe
 from vramfit.trace import Category, EventKind, TraceBuilder
 from vramfit.units import format_bytes
-from vramfit.virtual.attribution import ProgramPhase
 from vramfit.virtual.machine import Machine
-from vramfit.virtual.ops import OpInfo, OpTable
-from vramfit.virtual.storages import LifetimePeaks, StorageMeter, StorageRecord, describe
 from vramfit.virtual.tensor_subclasses import is_wrapper
 
 NO_LIMIT = 1 << 46
@@ -51,6 +51,8 @@ class CpuMeter(StorageMeter[StorageRecord]):
 
     stepping = False
     """Whether an optimizer's step is running: what is made between steps is none of its temporaries."""
+
+    machine: Machine
 
     def __init__(self, machine: Machine, builder: TraceBuilder) -> None:
         super().__init__(machine, builder)

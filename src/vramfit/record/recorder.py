@@ -11,11 +11,11 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import nn
 
+from vramfit.capture.step_counter import StepCounter
 from vramfit.errors import UsageError
 from vramfit.launch.stopping import StepSink
 from vramfit.patching import PatchStack
 from vramfit.trace import Run
-from vramfit.virtual.step_counter import StepCounter
 
 T = TypeVar("T")
 Models: TypeAlias = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module] | None

@@ -1,8 +1,7 @@
 """Measures, once per process, how torch's engine presents a gradient that nobody else holds.
 
-See NOTE [Gradients summed in place] in mode.py: use counts tell whether the engine alone holds a tensor, and what
-they are for such a tensor depends on the torch version and on our own call path. A tiny backward pass on a virtual
-card of its own, in which one sum is exclusive by construction, gives the counts.
+See NOTE [Gradients summed in place] in vramfit/capture/gradient_sums.py. A tiny backward pass on a virtual card of its
+own, in which one sum is exclusive by construction, gives the use counts.
 """
 
 from __future__ import annotations

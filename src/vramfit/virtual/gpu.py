@@ -23,6 +23,7 @@ from vramfit.arguments import (
     text_argument,
     whole_argument,
 )
+from vramfit.capture.torch_version import platform_text, torch_version
 from vramfit.errors import EnvironmentUnfitError
 from vramfit.files import Protection, Writes, current, make_policy, protect
 from vramfit.files.policy import writes_of
@@ -51,7 +52,6 @@ from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.machine import Machine, VirtualDevice
 from vramfit.virtual.meter import Meter
 from vramfit.virtual.mode import VirtualMode
-from vramfit.virtual.torch_version import platform_text, torch_version
 from vramfit.virtual.virtual_job import MOST_GPUS
 from vramfit.virtual.workspaces import Workspaces
 

@@ -23,6 +23,7 @@ from vramfit.allocator import (
     Driver,
     alloc_conf_from_env,
 )
+from vramfit.capture.storages import EventHook, FreedHook
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
 from vramfit.gpus.measured_profile import Rates
@@ -36,9 +37,6 @@ MIB = 1 << 20
 DEFAULT_SEED = 67280421310721  # c10/core/GeneratorImpl.h: default_rng_seed_val
 
 _UUID_NAMESPACE = uuid.UUID("8d3c3b1e-6f0e-5a56-9f0e-3a1f5d3a7c11")
-
-EventHook = Callable[[int, AllocatorEventKind, int, int, int], None]
-FreedHook = Callable[[int, int, int, int], None]
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.allocator import OutOfMemory
 from vramfit.allocator.rounding import MIN_BLOCK
+from vramfit.capture.storages import LifetimePeaks, StorageMeter, StorageRecord
 from vramfit.trace import Category, Estimate, EventKind, TraceBuilder
 from vramfit.virtual.data_dependent.assume import Extent, bounds
 from vramfit.virtual.data_dependent.expectations import NOTHING, Expectation, is_whole
@@ -18,7 +19,6 @@ from vramfit.virtual.data_dependent.resting import Numbers, Resting
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.noted import Noted
 from vramfit.virtual.op_call import EMPTY_CACHE, Spare
-from vramfit.virtual.storages import LifetimePeaks, StorageMeter, StorageRecord
 from vramfit.virtual.tensor_subclasses import parts
 
 _ALLOC = int(EventKind.ALLOC)
@@ -83,7 +83,9 @@ class Doubt:
 
 
 class Meter(StorageMeter[VirtualRecord]):
-    """Places the storages of fake tensors. See NOTE [How a storage is followed] in storages.py."""
+    """Places the storages of fake tensors. See NOTE [How a storage is followed] in capture/storages.py."""
+
+    machine: Machine
 
     def __init__(self, machine: Machine, builder: TraceBuilder) -> None:
         super().__init__(machine, builder)

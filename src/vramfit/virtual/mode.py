@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
 
+from vramfit.capture.ops import OpTable, identity, kinds_among, tensors_in
 from vramfit.patching import PatchStack
 from vramfit.trace import Category
 from vramfit.virtual.checks import check_arguments
@@ -36,7 +37,6 @@ from vramfit.virtual.meter import Meter
 from vramfit.virtual.op_cache import Shades
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
-from vramfit.virtual.ops import OpTable, identity, kinds_among, tensors_in
 from vramfit.virtual.tensor_subclasses import Twins
 from vramfit.virtual.torch_cuda import invalid_device
 from vramfit.virtual.undescribed import DynamicSizes, SparseOperation

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from vramfit.capture.ops import OpInfo, placed, tensors_in
+from vramfit.capture.storages import describe
 from vramfit.trace import TraceBuilder
 from vramfit.virtual import kernels
 from vramfit.virtual.data_dependent.expectations import WATCHED, may_be_expected
@@ -34,8 +36,6 @@ from vramfit.virtual.fills import Concern, concern
 from vramfit.virtual.kernels import Blas, Extras, KernelContext
 from vramfit.virtual.masks import is_counting
 from vramfit.virtual.op_call import OpCall
-from vramfit.virtual.ops import OpInfo, placed, tensors_in
-from vramfit.virtual.storages import describe
 
 MAX_PLANS = 100_000
 """Plans of all ops together; beyond them all are forgotten."""

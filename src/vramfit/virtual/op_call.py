@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from vramfit.capture.ops import OpInfo, device_of, mutated_tensors, tensors_in
 from vramfit.gpus import GpuSpec
-from vramfit.virtual.ops import OpInfo, device_of, mutated_tensors, tensors_in
 
 # cuDNN that the default wheel of each torch release asks for (its `nvidia-cudnn-cu13` requirement on PyPI),
 # in cuDNN's own numbering: 9.19.0 is 91900. Later releases count as the last one known.

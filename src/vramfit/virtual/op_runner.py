@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vramfit.capture.attribution import ProgramPhase
+from vramfit.capture.ops import OpInfo, OpTable, device_of
 from vramfit.trace import Category
 from vramfit.virtual import kernels, roofline
-from vramfit.virtual.attribution import ProgramPhase
 from vramfit.virtual.clock import Engine
 from vramfit.virtual.data_dependent.assume import Extent
 from vramfit.virtual.data_dependent.expectations import WATCHED, expectation, is_whole, rewritten
@@ -33,7 +34,6 @@ from vramfit.virtual.meter import Meter
 from vramfit.virtual.noted import Noted
 from vramfit.virtual.op_cache import MAX_PLANS, RememberedCall, Shades, plan_of, plan_of_view
 from vramfit.virtual.op_call import OpCall
-from vramfit.virtual.ops import OpInfo, OpTable, device_of
 from vramfit.virtual.page_locked import PageLocked
 from vramfit.virtual.placing import Placing
 from vramfit.virtual.tensor_subclasses import Twins
@@ -358,12 +358,7 @@ class OpRunner(TorchDispatchMode):
     def _accumulates(self, args: tuple[Any, ...]) -> bool:
         """Whether this ``add`` is the engine summing two gradients of which the first is its own.
 
-        NOTE [Gradients summed in place]
-        Where a tensor is used twice, the engine sums its gradients. On a card it does so in place when nobody else
-        holds the first one (torch/csrc/autograd/input_buffer.cpp, ``can_accumulate_inplace``), but never for tensor
-        subclasses or under a dispatch mode, so here an out-of-place ``aten.add`` arrives instead. Who holds a tensor
-        is told by the use counts of the tensor and its storage; how high they are for a tensor that only the engine
-        holds depends on how torch calls us, so engine_probe.py measures it once.
+        See NOTE [Gradients summed in place] in vramfit/capture/gradient_sums.py.
         """
         if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
             return False

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.capture.ops import placed, tensors_in
 from vramfit.trace import Category
 from vramfit.virtual import kernels
 from vramfit.virtual.data_dependent.assume import Extent, bounds, merged
@@ -16,7 +17,6 @@ from vramfit.virtual.kernels import Blas, Extras, KernelContext
 from vramfit.virtual.meter import Held, Meter
 from vramfit.virtual.op_cache import RememberedCall
 from vramfit.virtual.op_call import OpCall
-from vramfit.virtual.ops import placed, tensors_in
 from vramfit.virtual.undescribed import COMPRESSED
 from vramfit.virtual.workspaces import Workspaces
 

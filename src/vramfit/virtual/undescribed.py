@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._library.simple_registry import singleton
 
-from vramfit.virtual.ops import tensors_in
+from vramfit.capture.ops import tensors_in
 
 _aten = torch.ops.aten
 

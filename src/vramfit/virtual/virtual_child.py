@@ -35,9 +35,9 @@ def main(job_file: str) -> int:
     except VramfitError as unfit:
         job.fail(unfit)
         return unfit.exit_code
+    from vramfit.capture.step_counter import count_steps
     from vramfit.virtual.gpu import VirtualGPU
     from vramfit.virtual.ranks.launcher import alone
-    from vramfit.virtual.step_counter import count_steps
 
     job.enter(Stage.CHECKING)
     try:

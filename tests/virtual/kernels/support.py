@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from vramfit.capture.ops import OpInfo
 from vramfit.gpus import find_gpu
 from vramfit.virtual import kernels
 from vramfit.virtual.kernels import Blas, Extras, KernelContext
 from vramfit.virtual.op_call import OpCall
-from vramfit.virtual.ops import OpInfo
 
 aten = torch.ops.aten
 FAKE = FakeTensorMode(allow_fallback_kernels=False)

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from vramfit.capture.gradient_sums import measure_counts
 from vramfit.planner.devices.cost import PeakMeter, StepCost, profile_of
 from vramfit.planner.flop_counting import Estimate, FlopMode, tensors_of
-from vramfit.planner.gradient_sums import measure_counts
 from vramfit.planner.step_profiler import StepProfile, StepProfiler
 from vramfit.techniques import Profile, live_of
 from vramfit.workload import State, Workload

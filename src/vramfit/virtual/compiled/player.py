@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.capture.attribution import ProgramPhase
+from vramfit.capture.ops import tensors_in
 from vramfit.trace import Category, Frame
 from vramfit.virtual import roofline
-from vramfit.virtual.attribution import ProgramPhase
 from vramfit.virtual.compiled.origins import Step
 from vramfit.virtual.op_runner import OpRunner
-from vramfit.virtual.ops import tensors_in
 
 _ALIGNMENT = 16  # torch/_inductor/utils.py: GPU_ALIGN_BYTES, in bytes
 _NO_STEP = Step(label="inductor")

@@ -35,7 +35,7 @@ SIZE_PATIENCE = 1_000
 SIZE_PATIENCE_IN_ALL = 20_000
 # Nobody waits longer than this for a program whose loop no other answer has ended.
 LAST = 1_000_000
-_OWN = str(Path(__file__).resolve().parents[1])
+_OWN = str(Path(__file__).resolve().parents[2])
 GUESSED = "the program read values that the virtual GPU does not compute; plausible ones were given"
 
 

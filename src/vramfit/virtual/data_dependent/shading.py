@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.capture.ops import tensors_in
 from vramfit.virtual.data_dependent.assume import Extent
 from vramfit.virtual.data_dependent.counting import COUNTING, counts
 from vramfit.virtual.data_dependent.expectations import Expectation
@@ -25,7 +26,6 @@ from vramfit.virtual.fills import Fills
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.masks import Masks
 from vramfit.virtual.op_call import OpCall
-from vramfit.virtual.ops import tensors_in
 from vramfit.virtual.torch_cuda import VirtualGenerator, default_generator, virtual_generator
 
 _COMPARISONS = {

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from vramfit.capture.ops import OpInfo
 from vramfit.virtual.data_dependent.expectations import WATCHED
-from vramfit.virtual.ops import OpInfo
 
 MAX_ELEMENTS = 4096
 MAX_KNOWN = 1 << 18

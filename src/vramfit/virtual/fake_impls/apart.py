@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from vramfit.capture.ops import Handler
 from vramfit.virtual.fake_impls.registry import RULES, find_overload
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
-from vramfit.virtual.ops import Handler
 
 _KEYS = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 _OPS = (

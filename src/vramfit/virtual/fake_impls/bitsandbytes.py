@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.capture.attribution import ProgramPhase
+from vramfit.capture.ops import tensors_in
 from vramfit.trace import Category
 from vramfit.virtual import roofline
-from vramfit.virtual.attribution import ProgramPhase
 from vramfit.virtual.fake_impls.registry import LATE
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
-from vramfit.virtual.ops import tensors_in
 
 _QUANTISING = {"quantize_4bit", "quantize_blockwise", "int8_vectorwise_quant"}
 _KEYS = (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CompositeExplicitAutograd)

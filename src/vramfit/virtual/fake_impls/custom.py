@@ -15,12 +15,12 @@ import torch
 from torch._library.fake_impl import FakeImplCtx, set_ctx_getter
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.capture.ops import tensors_in
 from vramfit.virtual.data_dependent.assume import Assume, Extent
 from vramfit.virtual.fake_impls import assuming, shapes
 from vramfit.virtual.fake_impls.registry import rule
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
-from vramfit.virtual.ops import tensors_in
 from vramfit.virtual.undescribed import fake_implementation
 
 _MASKED_SELECT = torch.ops.aten.masked_select.default

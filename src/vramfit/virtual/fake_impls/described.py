@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from vramfit.capture.ops import Handler
 from vramfit.virtual.fake_impls.registry import RULES, find_overload, rule
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
-from vramfit.virtual.ops import Handler
 
 _Describe = Callable[["OpRunner", tuple[Any, ...]], Any]
 

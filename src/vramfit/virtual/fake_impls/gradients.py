@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.capture.ops import Handler
 from vramfit.virtual.fake_impls import shapes
 from vramfit.virtual.fake_impls.registry import RULES, find_overload
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
-from vramfit.virtual.ops import Handler
 
 _INDEX_PUT = find_overload("aten._index_put_impl_.default")
 _MASKS = (torch.bool, torch.uint8)

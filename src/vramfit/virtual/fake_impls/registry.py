@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vramfit.virtual.ops import Handler
+from vramfit.capture.ops import Handler
 
 RULES: dict[torch._ops.OpOverload, Handler] = {}
 LATE: dict[str, Handler] = {}

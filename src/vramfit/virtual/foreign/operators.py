@@ -9,11 +9,11 @@ import torch
 from torch._library.custom_ops import OPDEFS
 from torch._library.triton import triton_ops_to_kernels
 
+from vramfit.capture.ops import Handler
 from vramfit.virtual.foreign.effects import note_launch, virtual_tensors
 from vramfit.virtual.foreign.fake_kernels import KERNELS, FakeKernel
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
-from vramfit.virtual.ops import Handler
 from vramfit.virtual.undescribed import OF_TORCH
 
 

@@ -19,10 +19,10 @@ import torch
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.capture.ops import tensors_in
 from vramfit.virtual.fake_impls.registry import LATE, RULES, find_overload
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
-from vramfit.virtual.ops import tensors_in
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _COPY_ = torch.ops.aten.copy_.default

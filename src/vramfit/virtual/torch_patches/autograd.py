@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.capture.attribution import ProgramPhase
 from vramfit.patching import PatchStack
 from vramfit.trace import Category
-from vramfit.virtual.attribution import ProgramPhase
 from vramfit.virtual.op_runner import OpRunner
 
 

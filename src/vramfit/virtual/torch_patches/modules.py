@@ -10,9 +10,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
+from vramfit.capture.attribution import ProgramPhase
 from vramfit.patching import PatchStack
 from vramfit.trace import Category
-from vramfit.virtual.attribution import ProgramPhase
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.tensor_subclasses import is_wrapper
 from vramfit.virtual.torch_patches.data import is_virtual

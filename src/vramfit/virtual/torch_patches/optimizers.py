@@ -14,9 +14,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils import _foreach_utils
 
+from vramfit.capture.attribution import ProgramPhase
 from vramfit.patching import PatchStack
 from vramfit.trace import Category
-from vramfit.virtual.attribution import ProgramPhase
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.torch_patches.autograd import tag_gradients
 

@@ -1,12 +1,14 @@
-"""Sums gradients on the CPU in place where torch's engine would.
+"""Gradients that torch's engine sums in place, which it does not under a dispatch mode: here they are, on the CPU.
 
 NOTE [Gradients summed in place]: the engine adds a gradient to ``grad`` in place (torch/csrc/autograd/functions/
 accumulate_grad.h), and sums those of a tensor that is used twice in place where it alone holds the first one
-(torch/csrc/autograd/input_buffer.cpp, ``can_accumulate_inplace``). Under a dispatch mode it does neither, so that
-whoever watches would see a tensor more than there is: as large as the embedding, where that is tied to the head. An
-``aten.add`` arrives in the mode instead, which is made an ``add_`` here. That only the engine holds a tensor is known
-from use counts, those of Python included, which say whether a backward pass written in Python holds it; how high they
-are then depends on how torch calls modes, so they are measured once.
+(torch/csrc/autograd/input_buffer.cpp, ``can_accumulate_inplace``). Under a dispatch mode, and for tensor subclasses,
+it does neither, so that whoever watches would see a tensor more than there is: as large as the embedding, where that
+is tied to the head. An out-of-place ``aten.add`` arrives in the mode instead. The planner's modes make an ``add_`` of
+it here; the virtual GPU lets the first gradient stand for the sum (`OpRunner`). That only the engine holds a tensor is
+known from the use counts of the tensor and its storage (and from those of Python, which say whether a backward pass
+written in Python holds it). How high they are then depends on how torch calls modes, so each measures them once, by a
+tiny backward pass: `measure_counts` here, and vramfit/virtual/engine_probe.py.
 """
 
 from __future__ import annotations

@@ -14,18 +14,18 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from vramfit.allocator import AllocatorEventKind, OutOfMemory
+from vramfit.allocator import AllocatorEventKind, CachingAllocator, Driver, OutOfMemory
+from vramfit.capture.attribution import ModuleStack, PhaseTracker, ProgramPhase, StackInterner
+from vramfit.capture.still_to_come import still_to_come
+from vramfit.gpus import GpuSpec
 from vramfit.trace import Category, EventKind, Frame, OomReport, StillToCome, TraceBuilder
 from vramfit.trace.frames import user_frame
-from vramfit.virtual.attribution import ModuleStack, PhaseTracker, ProgramPhase, StackInterner
-from vramfit.virtual.machine import Machine
-from vramfit.virtual.still_to_come import still_to_come
 
 _KIND = {kind: EventKind[kind.name] for kind in AllocatorEventKind}
 
@@ -58,8 +58,59 @@ class LifetimePeaks:
     active: int = 0
 
 
+EventHook = Callable[[int, AllocatorEventKind, int, int, int], None]
+FreedHook = Callable[[int, int, int, int], None]
+
+
+class MeteredDevice(Protocol):
+    """A device in whose memory storages are placed."""
+
+    @property
+    def index(self) -> int:
+        """Its number."""
+
+    @property
+    def spec(self) -> GpuSpec:
+        """What it is."""
+
+    @property
+    def driver(self) -> Driver:
+        """Its memory as a whole."""
+
+    @property
+    def allocator(self) -> CachingAllocator:
+        """Its caching allocator."""
+
+
+class MeteredMachine(Protocol):
+    """Devices, and what they have in common: `vramfit.virtual.machine.Machine` is one.
+
+    Attributes:
+        on_event: called with (device, kind, address, size, stream) on each event of an allocator.
+        on_freed: called with (device, address, size, stream) instead of both events of a block that is free as soon as
+            it is given back.
+    """
+
+    on_event: EventHook | None
+    on_freed: FreedHook | None
+
+    @property
+    def devices(self) -> Sequence[MeteredDevice]:
+        """The devices, by their numbers."""
+
+    @property
+    def clock_us(self) -> float:
+        """The time, in microseconds."""
+
+    def current_stream(self, device: int) -> int:
+        """The stream on which a device works now."""
+
+    def notify_oom(self, device: int, requested: int, allocated: int, free: int) -> None:
+        """Hear that a request did not fit, with figures in bytes."""
+
+
 class StorageMeter(Generic[RecordT]):
-    """What all meters share: storages go through the allocators of a `Machine`, what happens to a `TraceBuilder`.
+    """What all meters share: storages go through the allocators of a machine, what happens to a `TraceBuilder`.
 
     Attributes:
         machine: the devices.
@@ -71,7 +122,7 @@ class StorageMeter(Generic[RecordT]):
         category: what is allocated now is for, where the moment does not tell.
     """
 
-    def __init__(self, machine: Machine, builder: TraceBuilder) -> None:
+    def __init__(self, machine: MeteredMachine, builder: TraceBuilder) -> None:
         self.machine = machine
         self.builder = builder
         self.stacks = StackInterner(builder)
@@ -273,7 +324,7 @@ class StorageMeter(Generic[RecordT]):
         )
 
     def _on_freed(self, device: int, address: int, size: int, stream: int) -> None:
-        self.builder.freed(device, stream, address, size, int(self.machine.clock.now_us), self.phases.index)
+        self.builder.freed(device, stream, address, size, int(self.machine.clock_us), self.phases.index)
 
     def unhandled_oom(self) -> OomReport | None:
         """The last out-of-memory, marked as one that the program did not catch."""

@@ -24,11 +24,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from vramfit.capture.attribution import ModuleStack, PhaseTracker, ProgramPhase
+from vramfit.capture.storages import StorageMeter
 from vramfit.launch.stopping import StepSink
 from vramfit.patching import PatchStack
 from vramfit.trace.progress import End, Unit
-from vramfit.virtual.attribution import ModuleStack, PhaseTracker, ProgramPhase
-from vramfit.virtual.storages import StorageMeter
 
 _PATIENCE = 10
 """Steps of one optimizer for which another is waited for: critics step five times for each step of a generator."""
