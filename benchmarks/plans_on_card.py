@@ -47,8 +47,8 @@ PROBE = "import torch; print(torch.cuda.get_device_name(0))"
 STAND_IN = """
 import sys
 from vramfit.gpus import find_gpu
-from vramfit.virtual.virtual_job import VirtualRun
-from vramfit.virtual.virtual_job import VirtualRun
+from vramfit.virtual.virtual_run import VirtualRun
+from vramfit.virtual.virtual_run import VirtualRun
 from vramfit.virtual.virtual_run import run_in_child
 sys.exit(run_in_child(sys.argv[2:], VirtualRun(gpu=find_gpu(sys.argv[1]), writes="real")).exit_code)
 """

@@ -33,8 +33,7 @@ from recording.store import Source
 from vramfit.errors import VramfitError
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.units import format_bytes
-from vramfit.virtual.virtual_job import VirtualRun
-from vramfit.virtual.virtual_run import run_in_child
+from vramfit.virtual.virtual_run import VirtualRun, run_in_child
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = Path(__file__).parent / "recording" / "program.py"

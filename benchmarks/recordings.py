@@ -31,8 +31,7 @@ from recordings_models.streams import Recording, differences
 
 from vramfit.analysis import Measure
 from vramfit.gpus import find_gpu
-from vramfit.virtual.virtual_job import VirtualRun
-from vramfit.virtual.virtual_run import run_in_child
+from vramfit.virtual.virtual_run import VirtualRun, run_in_child
 
 ROOT = Path(__file__).parents[1]
 RECORDINGS = ROOT / "tests" / "data" / "traces"

@@ -71,7 +71,6 @@ LONG_FUNCTIONS = {
 """Functions that may be longer than a screen, with the reason."""
 
 CIRCLES = (
-    {"allocator.config", "allocator.parsing"},  # a configuration is parsed by its own class method
     {"trace.fileformat", "trace.model"},  # MemoryTrace.load and save
 )
 """Modules that import one another, each with a reason."""

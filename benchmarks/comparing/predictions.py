@@ -23,8 +23,7 @@ from vramfit.analysis import Measure, curves, lifetimes
 from vramfit.errors import VramfitError
 from vramfit.gpus import find_gpu
 from vramfit.trace import EventKind, MemoryTrace, Run, read_any
-from vramfit.virtual.virtual_job import VirtualRun
-from vramfit.virtual.virtual_run import run_in_child
+from vramfit.virtual.virtual_run import VirtualRun, run_in_child
 
 BENCHMARKS = Path(__file__).parents[1]
 PROGRAM = BENCHMARKS / "recording" / "program.py"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vramfit.allocator import AllocatorConfig, CachingAllocator, Driver
-from vramfit.allocator.rounding import Rounding
+from vramfit.allocator.core import Rounding
 from vramfit.units import GIB, KIB, MIB
 
 

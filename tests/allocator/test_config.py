@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 
 from vramfit.allocator import AllocatorConfig
-from vramfit.allocator.parsing import misread_numbers
+from vramfit.allocator.config import misread_numbers
 from vramfit.errors import ConfigError
 from vramfit.units import MIB
 

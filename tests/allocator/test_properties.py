@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from vramfit.allocator import AllocatorConfig
 from vramfit.allocator.block import ALLOCATED, FREE, UNMAPPED
-from vramfit.allocator.rounding import Rounding
+from vramfit.allocator.core import Rounding
 
 from .programs import (
     POOL,

@@ -11,7 +11,7 @@ import pytest
 from analysis.synthetic import fitting_run
 from vramfit.cli import main
 from vramfit.trace import Run
-from vramfit.virtual.virtual_job import VirtualRun
+from vramfit.virtual.virtual_run import VirtualRun
 
 
 @dataclass

@@ -14,10 +14,10 @@ from analysis.synthetic import Recorder, fitting_run, gpt_training, oom_run, vir
 from cli.conftest import FakeRunner, Invocation
 from vramfit.analysis import verdict
 from vramfit.launch.limits import Limits
-from vramfit.record.record_job import RecordedRun
+from vramfit.record.record_run import RecordedRun
 from vramfit.report import json_text
 from vramfit.trace import EventKind, MemoryTrace, Run, Source, TraceBuilder, TraceDevice
-from vramfit.trace.progress import End, Progress, Unit
+from vramfit.trace.outcome import End, Progress, Unit
 
 Command = Callable[..., Invocation]
 RUN = fitting_run()

@@ -14,7 +14,7 @@ import pytest
 from analysis.synthetic import fitting_run, oom_run, virtual_run
 from cli.conftest import FakeRunner, Invocation
 from vramfit.trace import Frame
-from vramfit.trace.progress import End, Progress
+from vramfit.trace.outcome import End, Progress
 
 Command = Callable[..., Invocation]
 RUN = fitting_run()

@@ -17,7 +17,7 @@ from vramfit.cli.program import end_options_at_module
 from vramfit.errors import EnvironmentUnfitError
 from vramfit.launch.limits import Limits
 from vramfit.trace import MemoryTrace, Run
-from vramfit.trace.progress import End, Progress
+from vramfit.trace.outcome import End, Progress
 
 Command = Callable[..., Invocation]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vramfit.doctor.host_facts import read_container, read_host
+from vramfit.doctor.gathering import read_container, read_host
 from vramfit.units import GIB, MIB
 
 

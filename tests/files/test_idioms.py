@@ -17,8 +17,7 @@ from tests.files.planted import NAMES, picture, plant
 from vramfit.files import Backend
 from vramfit.gpus import find_gpu
 from vramfit.trace import ChangeKind, Run
-from vramfit.virtual.virtual_job import VirtualRun
-from vramfit.virtual.virtual_run import run_in_child
+from vramfit.virtual.virtual_run import VirtualRun, run_in_child
 
 BACKENDS = [Backend.PATCHES, Backend.NAMESPACE]
 PROGRAM = Path(__file__).with_name("idioms.py")

@@ -9,7 +9,7 @@ from datetime import date
 import pytest
 
 from vramfit.gpus import GpuKind, GpuSpec, catalogue
-from vramfit.gpus.card_catalogue import ambiguous_names
+from vramfit.gpus.card_file import ambiguous_names
 from vramfit.units import GIB, MIB
 
 CARDS = {card.name: card for card in catalogue()}

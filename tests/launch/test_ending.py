@@ -20,7 +20,7 @@ from vramfit.launch.limits import NO_LIMITS
 from vramfit.launch.status import ChildState, read_status
 from vramfit.launch.stopping import Stopping
 from vramfit.patching import PatchStack
-from vramfit.trace.progress import End, Unit
+from vramfit.trace.outcome import End, Unit
 
 
 class LeftError(Exception):

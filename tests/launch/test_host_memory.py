@@ -12,7 +12,7 @@ import pytest
 import vramfit
 from vramfit.launch.host_meter import HostMemoryMeter
 from vramfit.report import json_text, render
-from vramfit.trace.host_memory import HostMemory
+from vramfit.trace.outcome import HostMemory
 from vramfit.units import format_bytes
 
 KIB = 1 << 10

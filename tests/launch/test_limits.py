@@ -17,7 +17,7 @@ from vramfit.launch.status import (
     read_status,
     write_order,
 )
-from vramfit.trace.progress import End, Progress, Unit, progress_from_plain
+from vramfit.trace.outcome import End, Progress, Unit, progress_from_plain
 
 
 @pytest.mark.parametrize(

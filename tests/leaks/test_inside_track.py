@@ -4,7 +4,7 @@ import torch
 
 import vramfit
 from vramfit.api.tracking import running_track
-from vramfit.trace.mark_events import marks
+from vramfit.trace.device_events import marks
 
 
 def test_the_rounds_are_marked_in_the_recording_that_runs() -> None:

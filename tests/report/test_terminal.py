@@ -13,7 +13,7 @@ from vramfit.report import print_report, render, render_html
 from vramfit.report.html.page import run_summary
 from vramfit.report.terminal import headline
 from vramfit.trace import Category, Frame, Run, RunWarning
-from vramfit.trace.progress import End, Progress, Unit
+from vramfit.trace.outcome import End, Progress, Unit
 from vramfit.units import GIB, MIB
 
 ROOT = Path("/home/ada/project")

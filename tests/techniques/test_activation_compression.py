@@ -20,13 +20,11 @@ from vramfit.techniques import AttachedProgram, Numerics, Profile, activation_of
 from vramfit.techniques.activation_compression import (
     ActivationCompression,
     ActivationCompressionSetting,
-    Compressing,
-    Method,
-)
-from vramfit.techniques.activation_compression.compressed_tensor import (
     Bits,
+    Compressing,
     Groups,
     LargestOfGroup,
+    Method,
     Signs,
     pack_small,
     unpack_small,
@@ -266,7 +264,7 @@ def test_top_k_keeps_the_largest(group: int) -> None:
 def test_work_goes_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     flat = numbers(1000)
     whole = Groups(flat, 4, 8).restore(), LargestOfGroup(flat, 0.5, 8).restore()
-    monkeypatch.setattr("vramfit.techniques.activation_compression.compressed_tensor._PART", 40)
+    monkeypatch.setattr("vramfit.techniques.activation_compression._PART", 40)
     assert torch.equal(Groups(flat, 4, 8).restore(), whole[0])
     assert torch.equal(LargestOfGroup(flat, 0.5, 8).restore(), whole[1])
 

@@ -10,7 +10,7 @@ import torch
 from torch._library import simple_registry
 from torch._subclasses.fake_tensor import FakeTensor
 
-from vramfit.virtual import direct
+from vramfit.virtual import describe
 from vramfit.virtual.describe import recipe_of
 from vramfit.virtual.gpu import VirtualGPU
 
@@ -87,11 +87,11 @@ def test_the_same_as_by_fake_tensor_mode(gpu: VirtualGPU) -> None:
     mode, agreed, ops = gpu.mode.fake, 0, set()
     differ: list[Any] = []
     for func, args in calls():
-        if not direct.is_plain(func):
+        if not describe.is_plain(func):
             continue
         tensors = [t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, FakeTensor)]
         with torch.utils._python_dispatch._disable_current_modes():
-            found = direct.described(func, args, {}, tensors, mode)
+            found = describe.described(func, args, {}, tensors, mode)
             if found is None:
                 continue
             expected = recipe_of(mode.dispatch(func, (), args, {}), tensors)
@@ -106,7 +106,7 @@ def test_the_same_as_by_fake_tensor_mode(gpu: VirtualGPU) -> None:
 
 def test_what_is_not_plain_is_left_alone(gpu: VirtualGPU) -> None:
     for func in (aten.nonzero.default, aten._to_copy.default, aten.empty.memory_format, aten.add_.Tensor):
-        assert not direct.is_plain(func)
+        assert not describe.is_plain(func)
     x, host = torch.zeros(4, device="cuda"), torch.zeros(())
     assert (x + host).device.type == "cuda", "a number on the host among its arguments"
     with pytest.raises(RuntimeError, match="broadcast"):

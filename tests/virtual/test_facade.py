@@ -14,7 +14,7 @@ from facade_support import virtual_cuda
 
 from vramfit.gpus import catalogue, find_gpu
 from vramfit.virtual import torch_cuda
-from vramfit.virtual.torch_cuda.releases import release_for
+from vramfit.virtual.torch_cuda.properties import release_for
 
 # The fingerprint covers these modules with all their children, and these classes.
 WATCHED = ("torch._C", "torch.cuda", "torch.backends", "torch.version", "torch.random", "torch.accelerator")

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from vramfit.virtual.data_dependent.assume import Extent, bounds, merged
-from vramfit.virtual.data_dependent.resting import Numbers, Resting, concatenated, moved
+from vramfit.virtual.data_dependent.assume import (
+    Extent,
+    Numbers,
+    Resting,
+    bounds,
+    concatenated,
+    merged,
+    moved,
+)
 
 ROWS = Extent(1000, 0, 2000)
 

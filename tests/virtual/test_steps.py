@@ -15,7 +15,7 @@ from vramfit.launch.limits import Limits
 from vramfit.launch.stopping import Stopping
 from vramfit.patching import PatchStack
 from vramfit.trace import Category, EventKind, TraceBuilder
-from vramfit.trace.progress import End, Unit
+from vramfit.trace.outcome import End, Unit
 
 Loop = Callable[["Watched"], None]
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable
 
 from vramfit.allocator.block import ALLOCATED, Block
 from vramfit.allocator.config import AllocatorConfig
-from vramfit.allocator.core import PoolId
+from vramfit.allocator.core import AllocatorEventKind, EventCallback, FreedCallback, PoolId
 from vramfit.allocator.driver import Driver
-from vramfit.allocator.observer_events import AllocatorEventKind, EventCallback, FreedCallback
 from vramfit.allocator.oom import EXABYTE
 from vramfit.allocator.release import NO_POOL, ReleasingStore
 from vramfit.allocator.snapshot import Segment, describe_segments

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from enum import IntEnum
 
 from vramfit.allocator.block import (
     ADDRESS_BITS,
@@ -25,12 +26,110 @@ from vramfit.allocator.block import (
     PrivatePool,
     Shelf,
 )
-from vramfit.allocator.config import AllocatorConfig
+from vramfit.allocator.config import ROUNDUP_INTERVALS, AllocatorConfig
 from vramfit.allocator.driver import Driver
-from vramfit.allocator.observer_events import AllocatorEventKind, EventCallback, FreedCallback
-from vramfit.allocator.rounding import MIN_BLOCK, SMALL_REQUEST, Rounding
 from vramfit.allocator.stats import DeviceStats
 from vramfit.allocator.versions import REFERENCE_VERSION, TorchVersion, rules_for
+from vramfit.units import MIB
+
+# -- How large a block and a segment a request takes ---------------------------------------------------------
+
+
+MIN_BLOCK = 512
+"""Blocks are multiples of this (c10/core/AllocatorConfig.h, ``kMinBlockSize``)."""
+
+SMALL_REQUEST = 1 * MIB
+"""Largest rounded request of the small pool (``kSmallSize``)."""
+
+SMALL_SEGMENT = 2 * MIB
+"""Segment, and page of expandable segments, of the small pool (``kSmallBuffer``)."""
+
+MIN_LARGE_REQUEST = 10 * MIB
+"""Requests from here on get a segment of their own size (``kMinLargeAlloc``)."""
+
+LARGE_ROUNDING = 2 * MIB
+"""... rounded up to this (``kRoundLarge``)."""
+
+
+class Rounding:
+    """The two roundings under one configuration.
+
+    Attributes:
+        plain: no power-of-two divisions are set, so blocks are multiples of 512 bytes.
+    """
+
+    __slots__ = ("_divisions", "_large_segment", "plain")
+
+    def __init__(self, config: AllocatorConfig) -> None:
+        self._divisions = config.roundup_power2_divisions
+        self._large_segment = config.large_segment_size
+        self.plain = max(self._divisions) <= 1
+
+    def block(self, size: int) -> int:
+        """Bytes of the block for a request (c10/cuda/CUDACachingAllocator.cpp, ``round_size``)."""
+        if size < MIN_BLOCK:
+            return MIN_BLOCK
+        if not self.plain:
+            # The interval of 1 MiB also serves everything below it, the last one everything above.
+            interval = min(max(size.bit_length() - 21, 0), ROUNDUP_INTERVALS - 1)
+            divisions = self._divisions[interval]
+            if divisions > 1 and size > MIN_BLOCK * divisions:
+                return _next_division(size, divisions)
+        return -(-size // MIN_BLOCK) * MIN_BLOCK
+
+    def segment(self, rounded: int) -> int:
+        """Bytes to ask the driver for when no cached block serves (``get_allocation_size``)."""
+        if rounded <= SMALL_REQUEST:
+            return SMALL_SEGMENT
+        if rounded < MIN_LARGE_REQUEST:
+            return self._large_segment
+        return -(-rounded // LARGE_ROUNDING) * LARGE_ROUNDING
+
+
+def _next_division(size: int, divisions: int) -> int:
+    """The next of the equal steps between two powers of two (``roundup_power2_next_division``)."""
+    floor = 1 << (size.bit_length() - 1)
+    if size == floor:
+        return size
+    step = floor >> (divisions.bit_length() - 1)
+    if step == 0:
+        return floor << 1
+    return -(-size // step) * step
+
+
+# -- What the allocator tells an observer: the kinds of event in a torch memory trace ------------------------
+
+
+class AllocatorEventKind(IntEnum):
+    """The actions of a torch memory trace (c10/core/CachingDeviceAllocator.h, ``TraceEntry::Action``).
+
+    The meaning of an event's address and size follows torch: `ALLOC` and both frees carry the *requested*
+    size, segment events the bytes of the segment or mapping, `OOM` the free bytes of the device as address
+    and the rounded request as size, `SNAPSHOT` the active bytes as size.
+    """
+
+    ALLOC = 0
+    FREE_REQUESTED = 1
+    FREE_COMPLETED = 2
+    SEGMENT_ALLOC = 3
+    SEGMENT_FREE = 4
+    SEGMENT_MAP = 5
+    SEGMENT_UNMAP = 6
+    SNAPSHOT = 7
+    OOM = 8
+
+    @property
+    def torch_name(self) -> str:
+        """The action as torch spells it in a snapshot, for instance ``free_requested``."""
+        return self.name.lower()
+
+
+EventCallback = Callable[[AllocatorEventKind, int, int, int], None]
+"""Called as ``(kind, address, size, stream)`` after each event."""
+
+FreedCallback = Callable[[int, int, int], None]
+"""Called as ``(address, requested size, stream)`` when a block is given back and free at once."""
+
 
 PoolId = tuple[int, int]
 

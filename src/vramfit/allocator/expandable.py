@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from vramfit.allocator.block import FREE, UNMAPPED, Block, ExpandableSegment, Pool, Shelf
-from vramfit.allocator.core import BlockStore
-from vramfit.allocator.observer_events import AllocatorEventKind
-from vramfit.allocator.rounding import SMALL_SEGMENT
+from vramfit.allocator.core import SMALL_SEGMENT, AllocatorEventKind, BlockStore
 
 
 class ExpandableStore(BlockStore):

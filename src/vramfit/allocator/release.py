@@ -6,9 +6,8 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 from vramfit.allocator.block import ADDRESS_BITS, ADDRESS_MASK, Block, Pool, PrivatePool
-from vramfit.allocator.core import PoolId
+from vramfit.allocator.core import AllocatorEventKind, PoolId
 from vramfit.allocator.expandable import ExpandableStore
-from vramfit.allocator.observer_events import AllocatorEventKind
 from vramfit.allocator.oom import OutOfMemory
 
 NO_POOL: PoolId = (0, 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from vramfit.allocator.block import ALLOCATED, UNMAPPED, Block, ExpandableSegment, Pool, Shelf
 from vramfit.allocator.caching import CachingAllocator
-from vramfit.allocator.rounding import SMALL_SEGMENT
+from vramfit.allocator.core import SMALL_SEGMENT
 
 # Pending blocks wait for a stream; a snapshot does not say for which.
 _UNKNOWN_STREAM = -1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from vramfit.allocator import AllocatorConfig
-from vramfit.allocator.rounding import LARGE_ROUNDING, MIN_BLOCK
+from vramfit.allocator.core import LARGE_ROUNDING, MIN_BLOCK
 from vramfit.analysis._fragmentation import Fragmentation, fragmentation
 from vramfit.analysis._lifetimes import Lifetimes
 from vramfit.analysis.accounting import Account, CauseKind, Request, request_at

@@ -8,7 +8,7 @@ from enum import Enum
 import numpy as np
 
 from vramfit.allocator import AllocatorConfig
-from vramfit.allocator.rounding import SMALL_REQUEST, Rounding
+from vramfit.allocator.core import SMALL_REQUEST, Rounding
 from vramfit.analysis._lifetimes import Lifetimes
 from vramfit.analysis.occupancy import COMMON_POOL, Gap, HeldSegment, Occupancy
 from vramfit.analysis.oom_alternatives import OomExplanation

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vramfit.allocator.rounding import SMALL_SEGMENT
+from vramfit.allocator.core import SMALL_SEGMENT
 from vramfit.analysis._lifetimes import Ints, Lifetimes
 from vramfit.analysis._segment_spans import SegmentSpans
 from vramfit.analysis.device_timeline import DeviceTimeline

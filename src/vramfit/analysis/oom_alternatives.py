@@ -8,7 +8,7 @@ from enum import Enum
 import numpy as np
 
 from vramfit.allocator import AllocatorConfig, CachingAllocator, OutOfMemory
-from vramfit.allocator.rounding import MIN_BLOCK
+from vramfit.allocator.core import MIN_BLOCK
 from vramfit.analysis._lifetimes import Lifetimes
 from vramfit.trace import Capacity, EventKind, MemoryTrace, Rehearsal
 from vramfit.trace.replay.players import OomPlayer

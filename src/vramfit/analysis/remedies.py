@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from vramfit.allocator import AllocatorConfig
-from vramfit.allocator.rounding import SMALL_SEGMENT
+from vramfit.allocator.core import SMALL_SEGMENT
 from vramfit.allocator.versions import TorchVersion, rules_for
 from vramfit.trace import Rehearsal
 from vramfit.units import MIB, format_bytes

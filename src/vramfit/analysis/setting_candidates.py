@@ -9,7 +9,7 @@ import numpy as np
 
 from vramfit.allocator import AllocatorConfig
 from vramfit.allocator.config import NO_ROUNDUP, ROUNDUP_INTERVALS
-from vramfit.allocator.rounding import SMALL_REQUEST, Rounding
+from vramfit.allocator.core import SMALL_REQUEST, Rounding
 from vramfit.analysis._lifetimes import Ints
 from vramfit.trace import EventKind, MemoryTrace, Rehearsal
 from vramfit.units import MIB

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from vramfit.allocator import AllocatorConfig
-from vramfit.allocator.parsing import misread_numbers
-from vramfit.allocator.rounding import Rounding
+from vramfit.allocator.config import misread_numbers
+from vramfit.allocator.core import Rounding
 from vramfit.allocator.versions import TorchVersion
 from vramfit.analysis.trials import Trial, TrialSearch, rank
 from vramfit.errors import ConfigError

@@ -18,7 +18,7 @@ from vramfit.arguments import number_argument
 from vramfit.errors import UsageError, VramfitError
 from vramfit.report import render
 from vramfit.trace import MemoryTrace
-from vramfit.trace.mark_events import marks
+from vramfit.trace.device_events import marks
 
 if TYPE_CHECKING:
     from vramfit.capture.storages import StorageMeter

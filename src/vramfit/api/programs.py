@@ -30,16 +30,14 @@ from vramfit.errors import UsageError
 from vramfit.files import Writes
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.launch.limits import limits_from
-from vramfit.record.record_job import AUTO, RecordedRun
-from vramfit.record.record_run import record_in_child
+from vramfit.record.record_run import AUTO, RecordedRun, record_in_child
 from vramfit.report import json_text, print_report, render, to_json
 from vramfit.report.forms import Material, write_as
 from vramfit.report.html.page import run_summary, summary_lines
 from vramfit.trace import Actual, MemoryTrace, Run, read_actual
 from vramfit.trace.actual import together
 from vramfit.virtual.data_dependent.assume import assumption
-from vramfit.virtual.virtual_job import MOST_GPUS, VirtualRun
-from vramfit.virtual.virtual_run import run_in_child
+from vramfit.virtual.virtual_run import MOST_GPUS, VirtualRun, run_in_child
 
 _MARKS = "✓✗~! "
 """What headlines begin with."""

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from vramfit.calibrate.cases import Case, Flag
-from vramfit.calibrate.measure import with_first
-from vramfit.calibrate.op_watching import Event, Given, OpWatch, Taken, WatchedCall, op_record
+from vramfit.calibrate.measure import Event, Given, OpWatch, Taken, WatchedCall, op_record, with_first
 from vramfit.calibrate.records import CaseRecord, OpRecord
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.virtual.meter import Meter

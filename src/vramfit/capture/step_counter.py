@@ -28,7 +28,7 @@ from vramfit.capture.attribution import ModuleStack, PhaseTracker, ProgramPhase
 from vramfit.capture.storages import StorageMeter
 from vramfit.launch.stopping import StepSink
 from vramfit.patching import PatchStack
-from vramfit.trace.progress import End, Unit
+from vramfit.trace.outcome import End, Unit
 
 _PATIENCE = 10
 """Steps of one optimizer for which another is waited for: critics step five times for each step of a generator."""

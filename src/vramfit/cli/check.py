@@ -40,10 +40,10 @@ from vramfit.virtual.data_dependent.assume import Assume
 if TYPE_CHECKING:
     from vramfit.analysis import Gate, PeakState, Tolerance, Verdict
     from vramfit.launch.limits import Limits
-    from vramfit.record.record_job import RecordedRun
+    from vramfit.record.record_run import RecordedRun
     from vramfit.report import Check
     from vramfit.trace import Actual, Run
-    from vramfit.virtual.virtual_job import VirtualRun
+    from vramfit.virtual.virtual_run import VirtualRun
 
 GATE_FAILED = 3
 _SOURCES = {".py", ".pyw"}
@@ -408,7 +408,7 @@ def _gates(asked: _CheckOptions, found: Sequence[PeakState]) -> tuple[Gate, ...]
 def _check(asked: _CheckOptions, found: _CheckedTarget, gates: Sequence[Gate]) -> Check:
     from vramfit.analysis import diff_states, states
     from vramfit.report import Check
-    from vramfit.trace.progress import UNTOLD
+    from vramfit.trace.outcome import UNTOLD
 
     run = found.run
     return Check(

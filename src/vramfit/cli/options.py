@@ -37,7 +37,7 @@ def span(value: float | None) -> float | None:
 def check_alloc_conf(alloc_conf: str | None) -> None:
     """Find a setting that cannot be read before the work starts, and tell of numbers that are read otherwise."""
     if alloc_conf is not None:
-        from vramfit.allocator.parsing import misread_numbers
+        from vramfit.allocator.config import misread_numbers
 
         for note in misread_numbers(alloc_conf):
             typer.echo(f"note: {note}", err=True)

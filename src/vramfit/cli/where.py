@@ -12,16 +12,16 @@ from vramfit.files.policy import Writes
 from vramfit.virtual.data_dependent.assume import Assume
 
 if TYPE_CHECKING:
-    from vramfit.record.record_job import RecordedRun
+    from vramfit.record.record_run import RecordedRun
     from vramfit.trace import Run
-    from vramfit.virtual.virtual_job import VirtualRun
+    from vramfit.virtual.virtual_run import VirtualRun
 
 _DEVICES = "Write --device cuda, --device cuda:1 or --device cpu"
 
 
 def run_program(command: list[str], where: VirtualRun | RecordedRun) -> Run:
     """Run a program to its end; see `vramfit.virtual.virtual_run` and `vramfit.record.record_run`."""
-    from vramfit.virtual.virtual_job import VirtualRun
+    from vramfit.virtual.virtual_run import VirtualRun
 
     if isinstance(where, VirtualRun):
         from vramfit.virtual.virtual_run import run_in_child
@@ -57,7 +57,7 @@ def chosen(
                 "Leave one of them out; a virtual GPU of any size is --gpu 20GiB",
             )
         from vramfit.gpus import find_gpu
-        from vramfit.virtual.virtual_job import VirtualRun
+        from vramfit.virtual.virtual_run import VirtualRun
 
         if writes is Writes.REAL and through:
             raise UsageError(
@@ -85,7 +85,7 @@ def chosen(
                 f"{option} is for a virtual GPU: a recorded program writes its files as usual",
                 "Choose a card with --gpu NAME, or leave it out",
             )
-    from vramfit.record.record_job import RecordedRun
+    from vramfit.record.record_run import RecordedRun
 
     return RecordedRun(device=_device(device), budget=size_of("--budget", budget))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from vramfit.files import real
 from vramfit.files.overlay import Folder, Overlay, View, join
 from vramfit.files.policy import Backend, FilePolicy, Writes
-from vramfit.trace.file_changes import ChangeKind, FileChange, FileChanges
+from vramfit.trace.outcome import ChangeKind, FileChange, FileChanges
 
 MOST_ENTRIES = 10_000
 """Entries that a report lists."""

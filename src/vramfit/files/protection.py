@@ -12,7 +12,7 @@ from vramfit.errors import EnvironmentUnfitError
 from vramfit.files import namespace
 from vramfit.files.changes import summarise
 from vramfit.files.policy import Backend, FilePolicy, Writes
-from vramfit.trace.file_changes import FileChanges
+from vramfit.trace.outcome import FileChanges
 
 
 class Protection(Protocol):

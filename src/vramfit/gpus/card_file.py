@@ -1,4 +1,4 @@
-"""Turn a TOML table that describes a card into a GpuSpec, or say in one line what is wrong with it.
+"""A TOML table that describes a card as a GpuSpec, or in one line what is wrong with it; and the catalogue of them.
 
 The catalogue and users' own card files share this form::
 
@@ -25,13 +25,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import date
 from difflib import SequenceMatcher
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from vramfit.errors import UsageError
-from vramfit.gpus.architectures import ARCHITECTURES, LIMITS
-from vramfit.gpus.spec import GpuKind, GpuSpec, Price
+from vramfit.gpus.spec import ARCHITECTURES, LIMITS, GpuKind, GpuSpec, Price
 from vramfit.units import parse_bytes
 
 DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16", "float8", "int8", "fp4")
@@ -303,3 +304,24 @@ def read_card_file(path: Path, find_base: Callable[[str], GpuSpec]) -> GpuSpec:
     if not isinstance(base_name, str):
         raise UsageError(f"{path} does not describe a card: base must be text, not {base_name!r}")
     return card_from_table(table, where=str(path), base=find_base(base_name))
+
+
+# -- Read the catalogue: a TOML file in the package, one table per card, every figure with its source --------
+
+
+@cache
+def _document() -> dict[str, Any]:
+    text = files("vramfit.gpus").joinpath("catalogue.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+@cache
+def catalogue() -> tuple[GpuSpec, ...]:
+    """Give every card of the catalogue, in the order of the file: by generation, then from small to large."""
+    return tuple(card_from_table(table, where="catalogue.toml") for table in _document()["card"])
+
+
+@cache
+def ambiguous_names() -> dict[str, tuple[str, ...]]:
+    """Give the names that are used for different cards, with the cards each could mean."""
+    return {name: tuple(cards) for name, cards in _document()["ambiguous"].items()}

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from vramfit.arguments import path_argument, shown
 from vramfit.errors import UnknownGpuError, UsageError
-from vramfit.gpus.card_catalogue import ambiguous_names, catalogue
-from vramfit.gpus.card_file import read_card_file
+from vramfit.gpus.card_file import ambiguous_names, catalogue, read_card_file
 from vramfit.gpus.spec import GpuKind, GpuSpec
 from vramfit.units import GIB, MIB, format_bytes, is_size, parse_bytes
 

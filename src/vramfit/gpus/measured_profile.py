@@ -17,7 +17,7 @@ from typing import Any
 
 from vramfit.arguments import path_argument
 from vramfit.errors import UsageError, WriteError
-from vramfit.gpus.card_catalogue import catalogue
+from vramfit.gpus.card_file import catalogue
 from vramfit.gpus.spec import GpuSpec
 from vramfit.units import GIB, format_bytes
 from vramfit.writing import StrPath, write_text

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vramfit.trace.frames import Origin, origin
-from vramfit.trace.host_memory import HostMemory, HostSite
-from vramfit.trace.progress import End
+from vramfit.trace.outcome import End, HostMemory, HostSite
 
 _FRAMES = 16
 """Frames kept of each allocation: enough to find the program's line above a library's."""

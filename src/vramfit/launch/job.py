@@ -7,6 +7,9 @@ A job has a folder, in which each of them is a file of plain values. Every verb 
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -137,3 +140,51 @@ def _read(file: Path, kind: type[Value]) -> Value | None:
     if not file.exists():
         return None
     return from_plain(json.loads(file.read_text(encoding="utf-8")), kind)
+
+
+# -- How a child process tells its parent what it is doing: a line in a file, looked at now and then ---------
+
+
+_NAME = "progress.txt"
+_LOOK = 0.2
+"""Seconds between two looks."""
+
+
+def tell(folder: Path, text: str) -> None:
+    """Say what is being done, in a child's folder."""
+    beside = folder / f"{_NAME}.new"
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(folder / _NAME)
+
+
+@contextmanager
+def listening(folder: Path, progress: Callable[[str], object] | None) -> Iterator[None]:
+    """Pass on what a child tells meanwhile, each text once.
+
+    Args:
+        folder: the child's.
+        progress: called with each new text; None listens to nothing.
+    """
+    if progress is None:
+        yield
+        return
+    done = threading.Event()
+
+    def look() -> None:
+        last = ""
+        while not done.wait(_LOOK):
+            try:
+                text = (folder / _NAME).read_text(encoding="utf-8")
+            except FileNotFoundError:
+                continue
+            if text != last:
+                progress(text)
+            last = text
+
+    watcher = threading.Thread(target=look, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()

@@ -1,23 +1,140 @@
-"""The parent's side of a run: starts the child, passes signals on, and collects what it left. Imports no torch."""
+"""The parent's side of a run: starts the child, passes signals on, ends it in time, collects what it left. No torch."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from vramfit.errors import EnvironmentUnfitError, TraceFormatError, VramfitError
-from vramfit.launch.interrupts import INTERRUPTED, Signals, passed_on, run_child
+from vramfit.launch.interrupts import INTERRUPTED, Signals, passed_on, run_child, signals_noted
 from vramfit.launch.job import Stage, failure_of, stage_of
+from vramfit.launch.limits import Limits
 from vramfit.launch.program_job import PARTIAL, ProgramJob, load_run
 from vramfit.launch.starting import own_options, python_command
-from vramfit.launch.supervising import EXIT_CODES, Supervisor
+from vramfit.launch.status import ChildState, Order, Status, read_status, write_order
+from vramfit.launch.stopping import ORDERS
 from vramfit.trace import Run, read_any
+from vramfit.trace.outcome import End, Progress
 from vramfit.trace.partial import partial_run
-from vramfit.trace.progress import End, Progress
+
+# -- The parent's side of an early end: tells a child that it is time, and ends one that does not hear -------
+
+
+_AGAIN = 0.25
+"""Seconds after which an order is given once more."""
+_DEAF = 2.5
+"""Seconds within which an order must be heard."""
+_GRACE = 10.0
+"""Seconds that a program has for its end: files that it closes, threads that it waits for."""
+_SAVING = 180.0
+"""Seconds that writing the results of a long run may take."""
+
+EXIT_CODES = {
+    End.STEPS: 0,
+    End.TIME: 0,
+    End.INTERRUPTED: INTERRUPTED,
+    End.TERMINATED: -signal.SIGTERM,
+}
+"""Exit codes of a run that did not end by itself."""
+
+
+class Supervisor:
+    """Watches a child and ends it where that is due.
+
+    Args:
+        folder: of its job.
+        limits: when it is due.
+        signals: that reach this process.
+    """
+
+    def __init__(self, folder: Path, limits: Limits, signals: Signals) -> None:
+        self._folder = folder
+        self._limits = limits
+        self._signals = signals
+        self._began: float | None = None
+        self._since: dict[str, float] = {}
+        self._order: tuple[Order, End] | None = None
+        self._given = 0.0
+        self._killed: End | None = None
+
+    @property
+    def progress(self) -> Progress:
+        """How far the child had come when it last reported, and what ended it."""
+        found = read_status(self._folder).progress
+        return found if self._killed is None else replace(found, end=self._killed)
+
+    def watch(self, child: subprocess.Popen[bytes]) -> None:
+        """Look at a child, some times a second."""
+        status, now = read_status(self._folder), time.monotonic()
+        if status.state is ChildState.STARTING:
+            return
+        self._began = self._began or now
+        due = self._due(status, now)
+        if due is not None and due != self._order:
+            self._order = due
+            self._since.pop("order", None)
+            write_order(self._folder, *due)
+        if self._order is None:
+            return
+        if self._is_late(status, now):
+            self._killed = status.progress.end if status.progress.is_cut else self._order[1]
+            _kill_with_children(child)
+        elif not self._is_heard(status) and now - self._given >= _AGAIN and ORDERS is not None:
+            self._given = now
+            child.send_signal(ORDERS)
+
+    def _due(self, status: Status, now: float) -> tuple[Order, End] | None:
+        """What is to be ordered now; None for nothing new."""
+        end = status.progress.end
+        if self._signals.interrupts > 1 and not status.own_interrupt:
+            return Order.LEAVE, End.INTERRUPTED
+        if not status.own_terminate and signals_noted(self._folder, signal.SIGTERM):
+            return Order.LEAVE, End.TERMINATED
+        if status.state is ChildState.STOPPING and now - self._since.setdefault("stopping", now) > _GRACE:
+            return Order.LEAVE, end
+        if self._order is None and self._limits.seconds is not None and self._began is not None:
+            return (Order.STOP, End.TIME) if now - self._began >= self._limits.seconds else None
+        return None
+
+    def _is_heard(self, status: Status) -> bool:
+        """Whether the child has begun to do what was ordered."""
+        done = (
+            ChildState.STOPPING
+            if self._order is not None and self._order[0] is Order.STOP
+            else ChildState.SAVING
+        )
+        return status.state >= done
+
+    def _is_late(self, status: Status, now: float) -> bool:
+        """Whether the child had its time."""
+        if status.state is ChildState.SAVING:
+            return now - self._since.setdefault("saving", now) > _SAVING
+        since = self._since.setdefault("order", now)
+        return not self._is_heard(status) and now - since > _DEAF
+
+
+def _kill_with_children(child: subprocess.Popen[bytes]) -> None:
+    """Kill a process and what it has started, as far as the system tells."""
+    family = _descendants(child.pid)
+    child.kill()
+    for process in family:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGKILL)
+
+
+def _descendants(process: int) -> list[int]:
+    """Processes below a process; none where the system keeps no such lists (see proc(5), ``children``)."""
+    found: list[int] = []
+    for file in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += [int(one) for one in file.read_text(encoding="ascii").split()]
+    return found + [below for one in found for below in _descendants(one)]
 
 
 def run_job(

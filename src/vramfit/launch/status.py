@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from vramfit.trace.progress import UNTOLD, End, Progress, Unit
+from vramfit.trace.outcome import UNTOLD, End, Progress, Unit
 
 _STATUS, _ORDER = "status", "order"
 _FORM = struct.Struct("<BBBBBQQ64s")

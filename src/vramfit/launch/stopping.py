@@ -47,7 +47,7 @@ from vramfit.launch.limits import Limits
 from vramfit.launch.status import ChildState, Order, Status, StatusWriter, read_order
 from vramfit.patching import PatchStack
 from vramfit.trace import Run
-from vramfit.trace.progress import STEADY, UNTOLD, End, Progress, Unit
+from vramfit.trace.outcome import STEADY, UNTOLD, End, Progress, Unit
 
 ORDERS = getattr(signal, "SIGURG", None)
 """The signal by which a parent says that there is an order; None where the system has none."""

@@ -19,8 +19,8 @@ from vramfit.files import Writes, make_policy, protect
 from vramfit.files.protection import stand
 from vramfit.gpus import GpuSpec
 from vramfit.launch.interrupts import note_interrupts
+from vramfit.launch.job import tell
 from vramfit.launch.running import leave_after
-from vramfit.launch.telling import tell
 from vramfit.plain import from_plain
 from vramfit.planner import tasks
 from vramfit.planner.devices.cost import DeviceBackend

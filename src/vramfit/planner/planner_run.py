@@ -18,9 +18,8 @@ from vramfit.files import Writes, make_policy
 from vramfit.files.namespace import attended
 from vramfit.gpus import GpuSpec
 from vramfit.launch.interrupts import passed_on, run_child
-from vramfit.launch.job import Failure
+from vramfit.launch.job import Failure, listening
 from vramfit.launch.starting import python_command
-from vramfit.launch.telling import listening
 from vramfit.plain import from_plain, to_plain
 from vramfit.planner.memory_budget import MemoryBudget
 from vramfit.planner.search_evidence import earlier_searches

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map_only
 from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.plan_file import PlanFigures
 from vramfit.planner.plans import Plan
-from vramfit.planner.silenced_dropout import silence_dropout
+from vramfit.planner.trial_attempts import silence_dropout
 from vramfit.techniques import Numerics, live_of
 from vramfit.techniques.micro_batching import batch_size_name
 from vramfit.workload import State, Workload

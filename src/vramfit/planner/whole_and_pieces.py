@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vramfit.errors import UsageError
-from vramfit.planner.silenced_dropout import NothingDropped, silence_dropout
+from vramfit.planner.trial_attempts import NothingDropped, silence_dropout
 from vramfit.planner.uneven_batch import Varied, made_ragged
 from vramfit.techniques.core.attached_program import AttachedProgram
 from vramfit.techniques.core.technique import Choice

@@ -21,7 +21,7 @@ from vramfit.launch.program_job import PARTIAL
 from vramfit.launch.running import leave_after, run_to_end
 from vramfit.launch.stopping import Stopping
 from vramfit.patching import PatchStack
-from vramfit.record.record_job import AUTO, CPU, RecordJob
+from vramfit.record.record_run import AUTO, CPU, RecordJob
 from vramfit.trace import Run, RunWarning
 
 if TYPE_CHECKING:

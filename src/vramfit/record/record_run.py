@@ -1,4 +1,4 @@
-"""Records a program in a child interpreter of its own: on the card of this machine, or metered on its CPU. No torch."""
+"""How a program is recorded for real, by a child: on the card of this machine, or metered on its CPU. No torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,52 @@ import os
 import re
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from vramfit.errors import UsageError
+from vramfit.launch.program_job import ProgramJob, ProgramOptions
 from vramfit.launch.runner import run_job
-from vramfit.record.record_job import RecordedRun, RecordJob
 from vramfit.trace import Run
+
+# -- How a program is recorded for real, and the job of the child that records it. No torch ------------------
+
+
+AUTO, CPU = "auto", "cpu"
+"""Devices: the card of this machine, and its CPU, metered."""
+
+MAX_ENTRIES = 1_000_000
+"""Events that a recording of a card keeps unless another number is given: the last ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedRun(ProgramOptions):
+    """How a program is recorded.
+
+    Attributes:
+        device: ``auto`` and ``cuda`` for the card, ``cuda:1`` for a certain one, ``cpu`` to meter the CPU's tensors.
+        budget: bytes that the program may hold; past them a request raises ``torch.OutOfMemoryError``.
+        max_entries: events kept of a card.
+    """
+
+    device: str = AUTO
+    budget: int | None = None
+    max_entries: int = MAX_ENTRIES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordJob(ProgramJob):
+    """A program to record.
+
+    Attributes:
+        device: ``auto``, ``cuda``, ``cuda:1`` or ``cpu``.
+        budget: bytes past which a request is refused, None for no limit.
+        max_entries: events kept of a card.
+    """
+
+    device: str
+    budget: int | None
+    max_entries: int
+
 
 # Which of the two counts depends on the release of torch; the same in both is right for all.
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -15,7 +15,7 @@ from vramfit.report.run_words import ending_words
 from vramfit.report.sections import Sections
 from vramfit.report.text import print_lines, relative
 from vramfit.trace import OomReport
-from vramfit.trace.progress import UNTOLD, Progress
+from vramfit.trace.outcome import UNTOLD, Progress
 from vramfit.units import format_bytes
 
 CHECK_SCHEMA = "vramfit.check/1"

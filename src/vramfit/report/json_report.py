@@ -19,8 +19,7 @@ from vramfit.analysis import (
 )
 from vramfit.report.rendering import json_values, to_json
 from vramfit.trace import Category, Frame, OomReport, Run, StillToCome
-from vramfit.trace.host_memory import HostMemory
-from vramfit.trace.progress import Progress
+from vramfit.trace.outcome import HostMemory, Progress
 
 SCHEMA = "vramfit.run/1"
 """Name and version: the number grows when a key changes its meaning or goes away, not for new keys."""

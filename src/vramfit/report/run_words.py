@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from vramfit.analysis import NO_CARD, Verdict
 from vramfit.trace import ChangeKind, FileChange, FileChanges, Run, Source
-from vramfit.trace.progress import End, Progress, Unit
+from vramfit.trace.outcome import End, Progress, Unit
 from vramfit.units import counted, format_bytes
 
 _HOW = {

@@ -12,13 +12,11 @@ from pathlib import Path
 from vramfit.analysis._stability import StressReport, stability
 from vramfit.errors import EnvironmentUnfitError, UsageError, VramfitError
 from vramfit.gpus import GpuSpec
-from vramfit.launch.job import failure_of, has_answered, result_of
+from vramfit.launch.job import failure_of, has_answered, listening, result_of
 from vramfit.launch.starting import call
-from vramfit.launch.telling import listening
 from vramfit.stress.schedule import StressJob, StressResult, Vary
 from vramfit.trace import Run, RunWarning, Source
-from vramfit.virtual.virtual_job import VirtualRun
-from vramfit.virtual.virtual_run import run_in_child
+from vramfit.virtual.virtual_run import VirtualRun, run_in_child
 from vramfit.workload.loading import split_target
 
 Progress = Callable[[str], None]

@@ -2,14 +2,16 @@
 
 from vramfit.trace.actual import Actual, DeviceFigures, read_actual
 from vramfit.trace.builder import TraceBuilder
+from vramfit.trace.device_events import Mark, marks
 from vramfit.trace.estimates import NO_BAR, Estimate, ReservedBar, reserved_bar
 from vramfit.trace.events import Category, EventKind, Frame, Segment, TraceDevice
-from vramfit.trace.file_changes import ChangeKind, FileChange, FileChanges
-from vramfit.trace.mark_events import Mark, marks
 from vramfit.trace.model import MemoryTrace
 from vramfit.trace.outcome import (
     RAN_OUT,
+    ChangeKind,
     DeviceOutcome,
+    FileChange,
+    FileChanges,
     OomReport,
     ProfileNote,
     Run,

@@ -1,18 +1,261 @@
-"""What a run came to, on a virtual GPU or a real one: its trace, its devices, its end."""
+"""What a run came to, on a virtual GPU or a real one: its trace, devices, end, progress, files and host memory."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import pairwise
+from typing import Any
 
 from vramfit.masking import mask_arguments, mask_text
 from vramfit.trace.estimates import Estimate
 from vramfit.trace.events import Frame
-from vramfit.trace.file_changes import FileChanges
-from vramfit.trace.host_memory import HostMemory
 from vramfit.trace.model import MemoryTrace
-from vramfit.trace.progress import UNTOLD, Progress
 from vramfit.units import format_bytes
+
+# -- How far a program came: who ended its run, the steps that were seen, and for how many its memory had
+# been steady.
+
+
+class End(Enum):
+    """What ended a run."""
+
+    PROGRAM = "end"
+    """The program itself, well or not."""
+    STEPS = "steps"
+    """It had made the steps that were asked for, or its memory was steady."""
+    TIME = "time"
+    """The time that it was given was over."""
+    INTERRUPTED = "interrupted"
+    """SIGINT, as Ctrl-C sends it, which it did not handle itself."""
+    TERMINATED = "terminated"
+    """SIGTERM, which it did not handle itself."""
+
+
+class Unit(Enum):
+    """What counts as a step."""
+
+    OPTIMIZER = "optimizer_step"
+    """A round in which each optimizer in use has stepped."""
+    FORWARD = "forward_pass"
+    """A call of the largest module, where there is no optimizer."""
+
+
+STEADY = 3
+"""Steps in a row that must ask for the same memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a program came.
+
+    Attributes:
+        end: what ended the run.
+        steps: whole steps that were seen.
+        unit: what they are; None where there were none.
+        steady: how many of them, up to the last, asked for the same memory in the same order, the peak staying as it
+            was; 0 without steps.
+        module: the class of the module whose calls were counted, empty for other steps.
+    """
+
+    end: End = End.PROGRAM
+    steps: int = 0
+    unit: Unit | None = None
+    steady: int = 0
+    module: str = ""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the run was ended from outside, so that what came later is unknown."""
+        return self.end is not End.PROGRAM
+
+    @property
+    def was_asked_for(self) -> bool:
+        """Whether the user asked beforehand that the run ends there."""
+        return self.end in (End.STEPS, End.TIME)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether enough steps asked for the same memory."""
+        return self.steady >= STEADY
+
+    def to_plain(self) -> dict[str, str | int | None]:
+        """As plain values that JSON can hold."""
+        return {
+            "end": self.end.value,
+            "steps": self.steps,
+            "unit": None if self.unit is None else self.unit.value,
+            "steady": self.steady,
+            "module": self.module,
+        }
+
+
+UNTOLD = Progress()
+"""A run that ended by itself, of whose steps nobody told."""
+
+
+def progress_from_plain(values: dict[str, object]) -> Progress:
+    """The progress that `Progress.to_plain` described."""
+    unit = values["unit"]
+    return Progress(
+        end=End(values["end"]),
+        steps=int(str(values["steps"])),
+        unit=None if unit is None else Unit(unit),
+        steady=int(str(values["steady"])),
+        module=str(values["module"]),
+    )
+
+
+# -- What a program's own Python objects took of the host's memory, step by step, and the lines where it
+# grew.
+
+
+_WARM_UP = 1
+"""Looks that are left out: caches fill at the first steps."""
+
+_LOOKS = 4
+"""Looks after these below which nothing is said of growth."""
+
+_NOTABLE = 16 << 10
+"""Bytes for each step below which growth is not told: lists of numbers grow in any program."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostSite:
+    """A line that allocated host memory.
+
+    Attributes:
+        file, line: where; the program's own line where one was among the callers.
+        bytes: what it held at each look.
+    """
+
+    file: str
+    line: int
+    bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostMemory:
+    """Host memory at some steps of a run, as `tracemalloc` saw it: what Python allocated, numpy's arrays among it.
+
+    Memory that libraries take by themselves is not seen: real CPU tensors of torch are not in it, and tensors of a
+    virtual GPU have none.
+
+    Attributes:
+        steps: numbers of the steps after which it was looked at, evenly apart.
+        bytes: in all at each look, without vramfit's own.
+        pinned: page-locked bytes that torch held at each look.
+        sites: the lines that held the most or grew the most.
+    """
+
+    steps: tuple[int, ...] = ()
+    bytes: tuple[int, ...] = ()
+    pinned: tuple[int, ...] = ()
+    sites: tuple[HostSite, ...] = ()
+
+    def per_step(self, values: tuple[int, ...]) -> int:
+        """Bytes that are added at each step; 0 where the values do not rise from look to look, or hardly.
+
+        Args:
+            values: one for each look.
+        """
+        later, steps = values[_WARM_UP:], self.steps[_WARM_UP:]
+        if len(later) < _LOOKS or any(one >= after for one, after in pairwise(later)):
+            return 0
+        rate = (later[-1] - later[0]) // (steps[-1] - steps[0])
+        return rate if rate >= _NOTABLE else 0
+
+    @property
+    def grows_by(self) -> int:
+        """Bytes that Python's objects grow by at each step; 0 where nothing leaks."""
+        return self.per_step(self.bytes)
+
+    @property
+    def pinned_grows_by(self) -> int:
+        """The same of page-locked memory."""
+        return self.per_step(self.pinned)
+
+    @property
+    def growing(self) -> tuple[HostSite, ...]:
+        """The lines that grow, the fastest first."""
+        found = [site for site in self.sites if self.per_step(site.bytes)]
+        return tuple(sorted(found, key=lambda site: (-self.per_step(site.bytes), site.file, site.line)))
+
+
+def host_memory_from_plain(values: Mapping[str, Any]) -> HostMemory:
+    """What `dataclasses.asdict` made of it, after its way through JSON."""
+    sites = tuple(
+        HostSite(file=site["file"], line=site["line"], bytes=tuple(site["bytes"])) for site in values["sites"]
+    )
+    return HostMemory(
+        steps=tuple(values["steps"]),
+        bytes=tuple(values["bytes"]),
+        pinned=tuple(values["pinned"]),
+        sites=sites,
+    )
+
+
+# -- What a virtual run would have done to files: which it would have written, replaced, renamed and
+# deleted. No torch.
+
+
+class ChangeKind(Enum):
+    """What would have happened to a path."""
+
+    WRITTEN = "written"
+    """A file that did not exist."""
+    REPLACED = "replaced"
+    """A file that existed has other contents, or another file's."""
+    DELETED = "deleted"
+    """A file or a folder is gone, moved away included."""
+    FOLDER = "folder"
+    """A folder that did not exist."""
+    METADATA = "metadata"
+    """Times, mode or owner alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileChange:
+    """One path that would be otherwise.
+
+    Attributes:
+        path: absolute, as the program knows it.
+        kind: what would have happened.
+        size_bytes: of the file as the program left it; of what was there before where it is deleted.
+    """
+
+    path: str
+    kind: ChangeKind
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileChanges:
+    """What a virtual run would have done to files.
+
+    Attributes:
+        backend: what kept it from the real files: ``namespace``, ``patches``, or ``none`` where they were written.
+        writes: what was asked for: ``discard``, ``keep`` or ``real``.
+        entries: sorted by path. A folder that is deleted stands for all in it.
+        reason: why it was not the better backend; empty where it was.
+        kept_at: the folder that holds what was set aside, None if it was dropped.
+        notes: limits that were met: contents that were dropped, processes that nothing protected from.
+        omitted: entries that were left out, beyond the most that are listed.
+    """
+
+    backend: str
+    writes: str
+    entries: tuple[FileChange, ...] = ()
+    reason: str = ""
+    kept_at: str | None = None
+    notes: tuple[str, ...] = ()
+    omitted: int = 0
+
+    def of(self, kind: ChangeKind) -> tuple[FileChange, ...]:
+        """Entries of one kind."""
+        return tuple(entry for entry in self.entries if entry.kind is kind)
+
 
 RAN_OUT = "ran_out"
 """Key of a trace's meta: 1 where the run ended by running out of memory, 0 where it did not; absent where unknown."""

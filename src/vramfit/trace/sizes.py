@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vramfit.allocator import AllocatorConfig
-from vramfit.allocator.rounding import SMALL_REQUEST, Rounding
+from vramfit.allocator.core import SMALL_REQUEST, Rounding
 from vramfit.trace.device_events import DeviceEvents
 from vramfit.trace.events import EventKind
 from vramfit.trace.model import MemoryTrace

@@ -27,8 +27,8 @@ from vramfit.capture.ops import OpInfo, placed, tensors_in
 from vramfit.capture.storages import describe
 from vramfit.trace import TraceBuilder
 from vramfit.virtual import kernels
+from vramfit.virtual.data_dependent.assume import TELLING
 from vramfit.virtual.data_dependent.expectations import WATCHED, may_be_expected
-from vramfit.virtual.data_dependent.resting import TELLING
 from vramfit.virtual.data_dependent.shading import is_quiet
 from vramfit.virtual.data_dependent.shadow import follows, most_known
 from vramfit.virtual.describe import Output, Recipe

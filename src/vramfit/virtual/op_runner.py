@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramfit.capture.attribution import ProgramPhase
 from vramfit.capture.ops import OpInfo, OpTable, device_of
+from vramfit.capture.storages import Noted
 from vramfit.trace import Category
 from vramfit.virtual import kernels, roofline
 from vramfit.virtual.clock import Engine
@@ -26,12 +27,10 @@ from vramfit.virtual.data_dependent.expectations import WATCHED, expectation, is
 from vramfit.virtual.data_dependent.guesses import Guesses
 from vramfit.virtual.data_dependent.shading import Shading
 from vramfit.virtual.data_dependent.shadow import ShadowStore, map_tensors, may_be_known
-from vramfit.virtual.describe import Describer, key_of, recipe_of
-from vramfit.virtual.fake_mode import VirtualFakeMode
+from vramfit.virtual.describe import Describer, VirtualFakeMode, key_of, recipe_of
 from vramfit.virtual.fills import Concern
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.meter import Meter
-from vramfit.virtual.noted import Noted
 from vramfit.virtual.op_cache import MAX_PLANS, RememberedCall, Shades, plan_of, plan_of_view
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.page_locked import PageLocked

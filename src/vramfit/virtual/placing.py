@@ -11,8 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from vramfit.capture.ops import placed, tensors_in
 from vramfit.trace import Category
 from vramfit.virtual import kernels
-from vramfit.virtual.data_dependent.assume import Extent, bounds, merged
-from vramfit.virtual.data_dependent.resting import Resting, concatenated
+from vramfit.virtual.data_dependent.assume import Extent, Resting, bounds, concatenated, merged
 from vramfit.virtual.kernels import Blas, Extras, KernelContext
 from vramfit.virtual.meter import Held, Meter
 from vramfit.virtual.op_cache import RememberedCall

@@ -21,7 +21,7 @@ from vramfit.launch.processes import CODE, MESSAGE
 from vramfit.launch.running import leave_after, run_to_end
 from vramfit.launch.stopping import Stopping
 from vramfit.patching import PatchStack
-from vramfit.virtual.virtual_job import VirtualJob
+from vramfit.virtual.virtual_run import VirtualJob
 
 
 def main(job_file: str) -> int:

@@ -1,22 +1,73 @@
-"""Runs a program on the virtual GPU in a child interpreter of its own. Imports no torch itself."""
+"""How a program is run on virtual GPUs, by a child interpreter. Imports no torch itself."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vramfit.arguments import path_argument
-from vramfit.files import make_policy
+from vramfit.files import Backend, FilePolicy, Writes, make_policy
 from vramfit.files.namespace import attended
 from vramfit.files.protection import recovered
+from vramfit.gpus import GpuSpec
 from vramfit.gpus.measured_profile import NO_PROFILE, OWN_PROFILE, check_card, load_profile
+from vramfit.launch.program_job import ProgramJob, ProgramOptions
 from vramfit.launch.runner import run_job
 from vramfit.trace import Run
-from vramfit.virtual.virtual_job import VirtualJob, VirtualRun
+
+# -- How a program is run on virtual GPUs, and the job of the child that runs it. No torch -------------------
+
+
+MOST_GPUS = 8
+"""Virtual GPUs of one process (c10/core/impl/FakeGuardImpl.h: kFakeGuardImplMaxDevices)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VirtualRun(ProgramOptions):
+    """How a program is run on virtual GPUs.
+
+    Attributes:
+        gpu: the card.
+        gpus: how many of them.
+        assume: ``upper`` or ``typical``, for sizes that depend on data.
+        profile: a file of `vramfit calibrate`, ``none``, or ``auto`` for that of this card and torch.
+        writes: what happens to files that the program writes: ``discard``, ``keep`` or ``real``.
+        through: paths that it writes for real even so.
+        ours: such paths of a program of ours, which leaves its results there.
+        backend: what keeps its writes from the real files.
+    """
+
+    gpu: GpuSpec
+    gpus: int = 1
+    assume: str = "upper"
+    profile: str | os.PathLike[str] = OWN_PROFILE
+    writes: Writes | str = Writes.DISCARD
+    through: Iterable[str | os.PathLike[str]] = ()
+    ours: Iterable[str | os.PathLike[str]] = ()
+    backend: Backend | str = Backend.AUTO
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VirtualJob(ProgramJob):
+    """A program to run on virtual GPUs.
+
+    Attributes:
+        gpu: the card.
+        gpus: how many.
+        assume: what is taken for sizes that depend on data.
+        profile: ``auto``, ``none`` or the full path of a file.
+        files: what happens to what it writes.
+    """
+
+    gpu: GpuSpec
+    gpus: int
+    files: FilePolicy
+    assume: str = "upper"
+    profile: str = OWN_PROFILE
 
 
 def run_in_child(command: Sequence[str], options: VirtualRun) -> Run:

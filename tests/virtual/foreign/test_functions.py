@@ -13,7 +13,7 @@ import torch
 
 import vramfit
 from vramfit.errors import UsageError
-from vramfit.virtual.foreign import kernel_file
+from vramfit.virtual.foreign import fake_kernels
 from vramfit.virtual.foreign.fake_kernels import KERNELS, KERNELS_VARIABLE
 from vramfit.virtual.gpu import VirtualGPU
 
@@ -123,7 +123,7 @@ def test_a_file_that_fails_is_told_with_its_line(own_modules: Path, monkeypatch:
     file.write_text("import torch\nimport no_such_module\n")
     monkeypatch.setenv(KERNELS_VARIABLE, str(file))
     with pytest.raises(UsageError, match=r"kernels\.py, line 2: ModuleNotFoundError"):
-        kernel_file.load()
+        fake_kernels.load()
     monkeypatch.setenv(KERNELS_VARIABLE, str(own_modules / "absent.py"))
     with pytest.raises(UsageError, match="there is no file"):
-        kernel_file.load()
+        fake_kernels.load()

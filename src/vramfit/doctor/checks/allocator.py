@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from vramfit.allocator import AllocatorConfig
-from vramfit.allocator.parsing import misread_numbers
+from vramfit.allocator.config import misread_numbers
 from vramfit.allocator.versions import REFERENCE_VERSION, TorchVersion, alloc_conf_from_env, rules_for
 from vramfit.doctor.facts import Facts
 from vramfit.doctor.findings import Check, Finding, FindingArea, Severity

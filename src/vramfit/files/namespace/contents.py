@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from vramfit.files.namespace.manifest import Manifest
 from vramfit.files.namespace.mounts import is_under
-from vramfit.trace.file_changes import ChangeKind, FileChange
+from vramfit.trace.outcome import ChangeKind, FileChange
 
 _MOST_COMPARED = 256 << 20
 _MOST_COUNTED = 20_000

@@ -13,14 +13,13 @@ from vramfit.files.changes import summarise
 from vramfit.files.namespace import entry
 from vramfit.files.namespace.contents import changes_in
 from vramfit.files.namespace.entry import Inside, NamespaceEntry
-from vramfit.files.namespace.file_copying import copy_upper, keep_holes
 from vramfit.files.namespace.manifest import Manifest, read_manifest
 from vramfit.files.namespace.mounts import is_under
 from vramfit.files.namespace.overlay_storage import remove
-from vramfit.files.namespace.renames import install
+from vramfit.files.namespace.renames import copy_upper, install, keep_holes
 from vramfit.files.policy import Backend, FilePolicy, Writes
 from vramfit.patching import PatchStack
-from vramfit.trace.file_changes import FileChanges
+from vramfit.trace.outcome import FileChanges
 
 
 def why_not(policy: FilePolicy | None = None) -> str | None:

@@ -24,10 +24,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from vramfit.files.namespace import syscalls
-from vramfit.files.namespace.file_copying import copy_contents
 from vramfit.files.namespace.islands import Island
 from vramfit.files.namespace.mounts import SHARED_MEMORY, Mount, below, flags_of, is_under
 from vramfit.files.namespace.overlay_storage import Medium, Storage, in_memory
+from vramfit.files.namespace.renames import copy_contents
 
 MOST_COPIED = 256 << 20
 """Bytes of files that are copied where an island has mounts below it."""

@@ -14,7 +14,7 @@ from vramfit.files.overlay import LOG, Overlay
 from vramfit.files.patches import audit, compiled_libraries, system
 from vramfit.files.policy import Backend, FilePolicy, cache_folder, default_through
 from vramfit.patching import PatchStack
-from vramfit.trace.file_changes import FileChanges
+from vramfit.trace.outcome import FileChanges
 
 _DEVICES = ("/dev", "/proc")
 _OUTPUTS = ("/proc/self/fd/1", "/proc/self/fd/2")

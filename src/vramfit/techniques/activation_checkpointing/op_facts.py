@@ -1,21 +1,41 @@
 """What is known of the ops of a block, and the specs by which they are chosen.
 
 A spec names ops: ``addmm``, its third call ``addmm#2``, ``_scaled_dot_product_*``, or a preset such as ``matmuls``.
+
+NOTE [Keeping results exactly]: ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` keeps what a policy
+says and gives it out again in the second run. Taken alone it changes results in four cases, which are handled here:
+
+1. An op draws random numbers and is kept. It does not run a second time, so that all later draws of the second
+   run would differ. The random state after it is remembered and set.
+2. A kept result is changed in place afterwards (``relu_`` after a convolution). The change is kept with it, and
+   does not run a second time; torch refuses this case. Where somebody read the first value, there is an error.
+3. An op that changes its argument in place is named, but what it changes is not kept. The second run would get
+   memory that nobody wrote to. Such an op runs again.
+4. Under autocast a parameter's copy in lower precision is cached. A second module that uses the parameter finds the
+   copy in the forward pass, but makes it anew in the second run, where torch finds an op too many. Such copies are
+   not counted.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 
 from vramfit.errors import UsageError
+from vramfit.techniques.activation_checkpointing.rerun_state import RandomState
 
 CAST = torch.ops.aten._to_copy.default
 """What autocast calls to make a copy in lower precision."""
@@ -186,3 +206,169 @@ class Matcher:
             found |= ordinal is None or ordinal == self._seen[index]
             self._seen[index] += 1
         return found
+
+
+# -- Which results of a recomputed block are kept all the same: selective activation checkpointing -----------
+
+
+class Keeping:
+    """What one call of a block keeps: the modes for its two runs.
+
+    Args:
+        specs: what is kept.
+        path: the block's name, for errors.
+    """
+
+    def __init__(self, specs: Iterable[str], path: str) -> None:
+        # The modes hold the policy and what is kept; nothing leads back from there, so that all goes with the graph.
+        self._policy = _Policy(specs, path)
+        caching, cached = create_selective_checkpoint_contexts(self._policy, allow_cache_entry_mutation=True)
+        self.forward = _Delegate(caching, self._policy, again=False)
+        self.again = _Delegate(cached, self._policy, again=True)
+
+    def close(self) -> None:
+        """The forward pass is over: what is kept must not change any more."""
+        self._policy.close()
+
+    def check(self) -> None:
+        """Before the second run.
+
+        Raises:
+            RuntimeError: what was kept has been changed in place since the forward pass.
+        """
+        self._policy.check()
+
+
+class _Policy:
+    """Decides op by op.
+
+    Args:
+        specs: what is kept.
+        path: the block's name, for errors.
+    """
+
+    def __init__(self, specs: Iterable[str], path: str) -> None:
+        self.random: dict[str, dict[int, RandomState]] = {}
+        self._matcher = Matcher(specs)
+        self._path = path
+        self._kept: dict[int, _Kept] = {}
+        self._calls: Counter[str] = Counter()
+        self._state: RandomState | None = None
+        self._decided: defaultdict[Any, deque[CheckpointPolicy]] = defaultdict(deque)
+
+    def pass_by(self, op: Any) -> None:
+        """An op runs that is never kept; it counts as a call."""
+        self._matcher.wants(op_facts(op).name)
+
+    def close(self) -> None:
+        """Remember how often each kept result was changed."""
+        for kept in self._kept.values():
+            kept.version = kept.alias._version
+
+    def check(self) -> None:
+        """Compare, and let the aliases go."""
+        for kept in self._kept.values():
+            if kept.alias._version != kept.version:
+                raise RuntimeError(
+                    f"the result of {kept.name}, kept from the forward pass of {self._path}, was changed in place "
+                    "after it; keep another op there"
+                )
+        self._kept.clear()
+
+    def __call__(
+        self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
+        """Whether an op's result is kept."""
+        if context.is_recompute:  # torch before 2.13 asks again in the second run
+            return self._decided[op].popleft()
+        facts = op_facts(op)
+        wanted = self._matcher.wants(facts.name)
+        changed: list[_Kept] = []
+        if facts.changes:
+            changed = list(self._touched(changed_arguments(facts, args, kwargs)))
+            self._refuse_if_read(facts.name, changed)
+            wanted = bool(changed)
+        elif wanted:
+            self._keep(facts.name, context.op_output)
+        if not facts.is_view:
+            for kept in self._touched((args, kwargs)):
+                kept.read = kept.read or kept not in changed
+        if facts.draws:
+            self._remember_state(facts.name, args, kept=wanted)
+        policy = CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.MUST_RECOMPUTE
+        self._decided[op].append(policy)
+        return policy
+
+    def _keep(self, name: str, output: Any) -> None:
+        for tensor in tensors_in(output):
+            storage = tensor.untyped_storage()._cdata
+            if storage not in self._kept:
+                self._kept[storage] = _Kept(name, alias_of(tensor))
+
+    def _touched(self, values: Any) -> Iterator[_Kept]:
+        for tensor in tensors_in(values) if self._kept else ():
+            kept = self._kept.get(tensor.untyped_storage()._cdata)
+            if kept is not None:
+                yield kept
+
+    def _refuse_if_read(self, name: str, changed: list[_Kept]) -> None:
+        for kept in changed:
+            if kept.read:
+                raise UsageError(
+                    f"{self._path} keeps the result of {kept.name}, but {name} changes it in place after it was read",
+                    f"Keep another op there in place of {kept.name}",
+                )
+
+    def _remember_state(self, name: str, args: Any, *, kept: bool) -> None:
+        state = RandomState.now(tensors_in(args))
+        if kept and self._state != state:
+            self.random.setdefault(name, {})[self._calls[name]] = state
+        self._state = state
+        self._calls[name] += 1
+
+
+class _Kept:
+    """A result that is kept."""
+
+    def __init__(self, name: str, alias: torch.Tensor) -> None:
+        self.name = name
+        self.alias = alias
+        self.version = alias._version
+        self.read = False
+
+
+class _Delegate(TorchDispatchMode):
+    """Hands ops on to a mode of torch's that is not entered itself, so that an op can pass it by.
+
+    Args:
+        mode: made by ``create_selective_checkpoint_contexts``.
+        policy: what decides and remembers.
+        again: whether this is the second run.
+    """
+
+    def __init__(self, mode: Any, policy: _Policy, *, again: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
+        self._policy = policy
+        self._again = again
+        self._calls: Counter[str] = Counter()
+
+    def __enter__(self) -> Any:
+        self._calls.clear()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is CAST and is_cached_by_autocast(args[0]):
+            if not self._again:
+                self._policy.pass_by(func)
+            return func(*args, **(kwargs or {}))
+        out = self._mode.__torch_dispatch__(func, types, args, kwargs)
+        if self._again and self._policy.random and op_facts(func).draws:
+            name = op_facts(func).name
+            state = self._policy.random.get(name, {}).get(self._calls[name])
+            self._calls[name] += 1
+            if state is not None:
+                state.set()
+        return out

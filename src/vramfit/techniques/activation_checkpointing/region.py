@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from vramfit.errors import UsageError
-from vramfit.techniques.activation_checkpointing.keeping import Keeping
+from vramfit.techniques.activation_checkpointing.op_facts import Keeping
 from vramfit.techniques.activation_checkpointing.rerun_state import (
     buffer_versions,
     own_caches,

@@ -12,8 +12,7 @@ from vramfit.allocator import AllocatorConfig, CachingAllocator, Driver, OutOfMe
 from vramfit.allocator.restore import restore
 from vramfit.allocator.versions import TorchVersion
 from vramfit.trace.events import EventKind, Segment
-from vramfit.trace.replay.recorded import RecordedDriver, is_release
-from vramfit.trace.replay.steps import FREE, PoolId, ReplaySteps, Special
+from vramfit.trace.replay.steps import FREE, PoolId, RecordedDriver, ReplaySteps, Special, is_release
 from vramfit.trace.segments import INACTIVE, PENDING
 
 _COMMON: PoolId = (0, 0)

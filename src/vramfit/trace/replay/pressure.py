@@ -9,7 +9,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from vramfit.allocator.rounding import SMALL_REQUEST, SMALL_SEGMENT
+from vramfit.allocator.core import SMALL_REQUEST, SMALL_SEGMENT
 from vramfit.trace.device_events import DeviceEvents
 from vramfit.trace.events import EventKind, Segment
 from vramfit.trace.settings import recorded_config

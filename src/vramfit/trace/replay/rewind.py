@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vramfit.allocator.rounding import MIN_BLOCK
+from vramfit.allocator.core import MIN_BLOCK
 from vramfit.trace.device_events import DeviceEvents
 from vramfit.trace.events import EventKind, Segment
 from vramfit.trace.segments import ALLOCATED, INACTIVE, PENDING, SMALL_SEGMENT

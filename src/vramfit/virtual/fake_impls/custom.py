@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.capture.ops import tensors_in
 from vramfit.virtual.data_dependent.assume import Assume, Extent
-from vramfit.virtual.fake_impls import assuming, shapes
+from vramfit.virtual.fake_impls import shapes
 from vramfit.virtual.fake_impls.registry import rule
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
@@ -48,7 +48,7 @@ def run(mode: OpRunner, call: OpCall) -> Any:
     mode.settle(call, out, extents=extents)
     for part in tensors_in(out):
         if part.dim() == 1 and part.dtype is torch.int64 and part.numel() in {e.shown for e in extents}:
-            assuming.number_rows(mode, sizes.bound, part)
+            shapes.number_rows(mode, sizes.bound, part)
     return out
 
 
@@ -57,12 +57,12 @@ def _true_result(mode: OpRunner, call: OpCall) -> Any:
     if call.info.mutated:
         return None
     try:
-        true = assuming.true_result(mode, call)
+        true = shapes.true_result(mode, call)
     except NotImplementedError:  # it has no kernel for the host
         return None
     if true is None:
         return None
-    return assuming.finish(mode, call, assuming.like(mode, true, assuming.device_of(call.args)))
+    return shapes.finish(mode, call, shapes.like(mode, true, shapes.device_of(call.args)))
 
 
 def _describe(mode: OpRunner, call: OpCall, sizes: _Sizes) -> Any:
@@ -120,8 +120,8 @@ class _Sizes(FakeImplCtx):
             what = f"{asked.shown:,} of {asked.high:,} elements"
             if asked.low == asked.high and asked.bounded:
                 continue
-            assuming.tell(self._mode, self._name, what)
-            found.append(assuming.assumed(self._mode, asked.shown, asked.low, asked.high))
+            shapes.tell(self._mode, self._name, what)
+            found.append(shapes.assumed(self._mode, asked.shown, asked.low, asked.high))
         if any(not asked.bounded for asked in self._asked):
             self._mode.machine.warn(
                 "size-without-bound",
@@ -165,5 +165,5 @@ def nms(mode: OpRunner, call: OpCall) -> Any:
     del ordered
     found = shapes.select_masked(mode, mode.call(_MASKED_SELECT, order, kept), call.func.name())
     del pairs
-    assuming.number_rows(mode, count, found)
+    shapes.number_rows(mode, count, found)
     return found

@@ -24,8 +24,8 @@ def install(mode: OpRunner, patches: PatchStack) -> None:
     Raises:
         UsageError: the user's file of stand-ins is not there, or fails.
     """
-    from vramfit.virtual.foreign import functions, kernel_file, triton_driver, triton_launches
+    from vramfit.virtual.foreign import fake_kernels, functions, triton_driver, triton_launches
 
-    kernel_file.load()
+    fake_kernels.load()
     for module in (functions, triton_driver, triton_launches):
         module.install(mode, patches)

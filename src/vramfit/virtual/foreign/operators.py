@@ -1,20 +1,66 @@
-"""Operators that a program registered: those that are written in Python run as they are, on virtual tensors."""
+"""Operators that a program registered: run as Python on virtual tensors; and what a kernel that did not run leaves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch._library.custom_ops import OPDEFS
 from torch._library.triton import triton_ops_to_kernels
+from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.capture.ops import Handler
-from vramfit.virtual.foreign.effects import note_launch, virtual_tensors
 from vramfit.virtual.foreign.fake_kernels import KERNELS, FakeKernel
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
+from vramfit.virtual.roofline import traffic_seconds
 from vramfit.virtual.undescribed import OF_TORCH
+
+# -- What a kernel that did not run leaves behind: time has passed, and what it wrote has no known values.
+
+
+NOT_RUN = (
+    "kernels that are not torch's were not run: what they write has no values, and what they may take of the card "
+    "themselves (Triton's global scratch memory) is not counted"
+)
+
+
+def note_launch(
+    mode: OpRunner, name: str, tensors: Iterable[torch.Tensor], written: Iterable[torch.Tensor]
+) -> None:
+    """Note that a kernel would have run.
+
+    Args:
+        mode: the virtual GPU.
+        name: the kernel's.
+        tensors: what it reads and writes.
+        written: those that it writes.
+    """
+    mode.machine.warn("kernel-not-run", NOT_RUN, location=name)
+    mode.meter.ops += 1
+    seen = list(tensors)
+    on_card = [tensor for tensor in seen if tensor.device.type == "cuda"]
+    if on_card:
+        device = on_card[0].device.index or 0
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in on_card)
+        seconds = traffic_seconds(moved, mode.machine.devices[device].spec, mode.machine.rates)
+        mode.machine.advance(1e6 * seconds, device)
+    for tensor in written:
+        mode.shadows.forget(tensor)
+        mode.meter.expect(tensor, None)
+
+
+def virtual_tensors(tree: Any) -> list[torch.Tensor]:
+    """Fake tensors among nested arguments; those that a descriptor or a view of Triton's wraps, too."""
+    if isinstance(tree, FakeTensor):
+        return [tree]
+    if isinstance(tree, (list, tuple)):
+        return [tensor for item in tree for tensor in virtual_tensors(item)]
+    if isinstance(tree, dict):
+        return [tensor for item in tree.values() for tensor in virtual_tensors(item)]
+    base = getattr(tree, "base", None)  # triton.runtime.jit.TensorWrapper, triton.tools.tensor_descriptor
+    return [base] if isinstance(base, FakeTensor) else []
 
 
 def handler_of(func: torch._ops.OpOverload) -> Handler | None:

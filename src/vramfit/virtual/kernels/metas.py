@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from vramfit.virtual import direct
-from vramfit.virtual.kernels import grouped, rnn
+from vramfit.virtual import describe
+from vramfit.virtual.kernels import matmul, rnn
 from vramfit.virtual.kernels.rules import overloads
 
 Meta = Callable[..., Any]
@@ -28,7 +28,9 @@ def _fake(
 
 def _results(mode: FakeTensorMode, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> list[Any]:
     found = (
-        direct.described(func, args, kwargs, direct.fakes_in(args, kwargs), mode) if _is_plain(func) else None
+        describe.described(func, args, kwargs, describe.fakes_in(args, kwargs), mode)
+        if _is_plain(func)
+        else None
     )
     if found is None:
         results: Any = mode.dispatch(func, (), args, kwargs)
@@ -39,7 +41,7 @@ def _results(mode: FakeTensorMode, func: torch._ops.OpOverload, args: Any, kwarg
 
 @cache
 def _is_plain(func: torch._ops.OpOverload) -> bool:
-    return direct.is_plain(func)
+    return describe.is_plain(func)
 
 
 def _efficient_attention(func: torch._ops.OpOverload, seed_at: int) -> Meta:
@@ -193,7 +195,7 @@ def _build() -> dict[torch._ops.OpOverload, Meta]:
         for func in overloads(name):
             metas[func] = _cudnn_convolution(*order)
     for func in overloads("_grouped_mm"):
-        metas[func] = grouped.grouped_mm
+        metas[func] = matmul.grouped_mm
     for func in overloads("binary_cross_entropy"):
         metas[func] = _reduced_in_place(func, 3)
     return metas

@@ -13,7 +13,7 @@ from vramfit.patching import PatchStack
 from vramfit.virtual.kernels import Blas, KernelContext, workspace_bytes
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.torch_cuda.base import CUDA_BUILD, C, CFunctions
-from vramfit.virtual.torch_cuda.releases import TorchRelease, needs_older_build, release_for
+from vramfit.virtual.torch_cuda.properties import TorchRelease, needs_older_build, release_for
 
 _CUFFT_PLANS = 4096  # aten/src/ATen/native/cuda/CuFFTPlanCache.h, CUFFT_DEFAULT_CACHE_SIZE
 

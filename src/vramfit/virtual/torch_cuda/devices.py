@@ -17,8 +17,13 @@ from vramfit.gpus import GpuKind
 from vramfit.patching import PatchStack
 from vramfit.virtual.machine import InvalidDevice, Machine
 from vramfit.virtual.torch_cuda.base import CUDA_BUILD, C, CFunctions
-from vramfit.virtual.torch_cuda.properties import CudaDeviceProperties, properties_of
-from vramfit.virtual.torch_cuda.releases import TorchRelease, needs_older_build, release_for
+from vramfit.virtual.torch_cuda.properties import (
+    CudaDeviceProperties,
+    TorchRelease,
+    needs_older_build,
+    properties_of,
+    release_for,
+)
 from vramfit.virtual.torch_cuda.rng import VirtualGenerator
 
 _HANDLE = 0x5580_0000_0000  # made-up addresses of library handles: stable and not zero

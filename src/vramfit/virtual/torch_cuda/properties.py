@@ -1,11 +1,93 @@
-"""Device properties: what ``torch.cuda.get_device_properties`` gives."""
+"""Device properties, as ``torch.cuda.get_device_properties`` gives them, and what a release of torch brings with it."""
 
 from __future__ import annotations
 
 import uuid as uuids
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vramfit.virtual.machine import VirtualDevice
+
+# -- What a release of torch for CUDA brings with it: toolkit, cuDNN, NCCL, architectures --------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchRelease:
+    """One CUDA build of a torch release.
+
+    Attributes:
+        cuda: version of the toolkit, as in ``torch.version.cuda``.
+        cudnn: as in ``torch.backends.cudnn.version()``.
+        nccl: as in ``torch.cuda.nccl.version()``.
+        architectures: the ``sm_`` numbers it has code for.
+    """
+
+    cuda: str
+    cudnn: int
+    nccl: tuple[int, int, int]
+    architectures: tuple[int, ...]
+
+
+# Requirements of the wheels on PyPI (Requires-Dist of torch 2.11.0, 2.12.0), torch._C._cuda_getArchFlags() of
+# 2.11.0+cu130, and PYTORCH_RELEASES_CODE_CC in torch/cuda/__init__.py. 2.13 names the versions of 2.12.
+_CU130 = (75, 80, 86, 90, 100, 120)
+_PYPI = {
+    (2, 11): TorchRelease(cuda="13.0", cudnn=91900, nccl=(2, 28, 9), architectures=_CU130),
+    (2, 12): TorchRelease(cuda="13.0", cudnn=92000, nccl=(2, 29, 7), architectures=_CU130),
+}
+# CUDA 13 and cuDNN from 9.11 on no longer run on cards before Turing; such a card wants the wheel for CUDA
+# 12.6.
+_OLDEST_OF_CUDA_13 = (7, 5)
+_CU126 = (50, 60, 70, 75, 80, 86, 90)
+_CUDNN_CU126 = 91002
+
+
+def needs_older_build(capabilities: Iterable[tuple[int, int]]) -> bool:
+    """Whether a card is among these that a build for CUDA 13 no longer serves."""
+    return any(card < _OLDEST_OF_CUDA_13 for card in capabilities)
+
+
+def release_for(torch_version: tuple[int, int], capabilities: Iterable[tuple[int, int]]) -> TorchRelease:
+    """The build that somebody with these cards would install.
+
+    Args:
+        torch_version: major and minor; a newer one than is known here is given the newest known.
+        capabilities: compute capabilities of the cards.
+    """
+    known = max((version for version in _PYPI if version <= torch_version), default=min(_PYPI))
+    release = _PYPI[known]
+    cards = list(capabilities)
+    if needs_older_build(cards):
+        release = TorchRelease(cuda="12.6", cudnn=_CUDNN_CU126, nccl=release.nccl, architectures=_CU126)
+    # Boards with their own builds (Jetson, GB10) are served by code for just them.
+    extra = {
+        major * 10 + minor for major, minor in cards if not _covered(major, minor, release.architectures)
+    }
+    if not extra:
+        return release
+    return TorchRelease(
+        cuda=release.cuda,
+        cudnn=release.cudnn,
+        nccl=release.nccl,
+        architectures=tuple(sorted({*release.architectures, *extra})),
+    )
+
+
+_BOARDS = {
+    53,
+    62,
+    72,
+    87,
+    101,
+    110,
+}  # torch/cuda/__init__.py DEVICE_REQUIREMENT: served by their own code only
+
+
+def _covered(major: int, minor: int, architectures: tuple[int, ...]) -> bool:
+    if major * 10 + minor in _BOARDS:
+        return major * 10 + minor in architectures
+    return any(code // 10 == major and code % 10 <= minor for code in architectures)
+
 
 MIB = 1 << 20
 _FIRST_BUS = 0x17  # PCI buses of GPUs in servers; only its being stable matters
