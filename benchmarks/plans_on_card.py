@@ -28,6 +28,7 @@ from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.planner import planner_run
 from vramfit.planner.memory_budget import MemoryBudget
 from vramfit.planner.plan_file import PlanStep
+from vramfit.planner.planner_job import AskedRun
 from vramfit.planner.planner_run import measure_in_child
 from vramfit.planner.verification import CardRun
 from vramfit.techniques import Choice, find_technique
@@ -184,9 +185,9 @@ def measured(case: Case, gpu: GpuSpec, folder: Path) -> Row:
 def _on_card(
     case: Case, room: MemoryBudget, file: Path, plan: Plan, limit: int | None
 ) -> tuple[str, CardRun]:
-    asked = {"name": case.name, "plan": str(file), "sizes": dict(plan.aim.sizes), "limit": limit}
-    card, (ran,), _, _ = measure_in_child(case.target, room, [asked], card=True)
-    return card, ran
+    asked = AskedRun(name=case.name, plan=str(file), sizes=plan.aim.sizes, limit=limit)
+    made = measure_in_child(case.target, room, [asked], card=True)
+    return made.card, made.runs[0]
 
 
 @contextlib.contextmanager

@@ -16,8 +16,9 @@ from tests.planner.test_plan_objects import _plan
 
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
-from vramfit.planner.memory_budget import MemoryBudget
+from vramfit.planner.memory_budget import DeviceMemory, MemoryBudget
 from vramfit.planner.plan_file import PlanFigures, PlanTarget
+from vramfit.planner.planner_job import AskedRun
 from vramfit.planner.planner_run import measure_in_child
 from vramfit.planner.verification import CardRun, Measured, Verification
 from vramfit.report import print_report
@@ -135,13 +136,14 @@ def test_what_does_not_fit_or_is_of_another_card_is_told(file: Path, tmp_path: P
     plan = tmp_path / "plan.toml"
     _plan(activation_checkpointing={"modules": ["0"]}).save(plan)
     room = MemoryBudget(gpu=find_gpu("RTX 3090"))
-    runs = [{"name": "planned", "plan": str(plan), "sizes": {}, "limit": 500 << 20}]
-    name, made, left, skipped = measure_in_child(f"{file}:training", room, runs)
-    assert (made, left) == ((), 0)
-    assert skipped == f"this machine's card is a {name}, not a RTX 3090"
+    runs = [AskedRun(name="planned", plan=str(plan), limit=500 << 20)]
+    found = measure_in_child(f"{file}:training", room, runs)
+    assert (found.runs, found.left_bytes) == ((), 0)
+    assert found.skipped == f"this machine's card is a {found.card}, not a RTX 3090"
 
-    name, (ran,), left, skipped = measure_in_child(f"{file}:training", room, runs, card=True)
-    assert (name, left, skipped) == ("NVIDIA GeForce RTX 4090", 0, "")
+    found = measure_in_child(f"{file}:training", room, runs, card=True)
+    (ran,) = found.runs
+    assert (found.card, found.left_bytes, found.skipped) == ("NVIDIA GeForce RTX 4090", 0, "")
     assert not ran.fits
     assert ran.ended
     assert ran.oom.startswith("CUDA out of memory. Tried to allocate")
@@ -151,7 +153,7 @@ def test_what_does_not_fit_or_is_of_another_card_is_told(file: Path, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card here")
 def test_a_card_that_is_not_there_is_told(file: Path) -> None:
-    runs = [{"name": "plain", "plan": None, "sizes": {}, "limit": None}]
+    runs = [AskedRun(name="plain")]
     with pytest.raises(UsageError, match=r"torch finds no CUDA card here\. Leave --card out"):
         measure_in_child(f"{file}:training", MemoryBudget(gpu=find_gpu("RTX 4090")), runs)
 
@@ -183,10 +185,14 @@ def test_children_have_the_variables_that_decide(monkeypatch: pytest.MonkeyPatch
     for name in ("KINETO_LOG_LEVEL", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     conf = "expandable_segments:True"
-    on_card = _environ({"device": "card", "alloc_conf": conf})
+
+    def on(device: str) -> DeviceMemory:
+        return DeviceMemory(device=device, gpu=None, budget=1 << 30, alloc_conf=conf)
+
+    on_card = _environ(on("card"))
     assert on_card["PYTORCH_ALLOC_CONF"] == on_card["PYTORCH_CUDA_ALLOC_CONF"] == conf
     # The virtual GPU is told by the job: another allocator of the process would read the variables too.
-    assert "PYTORCH_ALLOC_CONF" not in _environ({"device": "cuda", "alloc_conf": conf})
-    assert _environ({"device": "cpu", "alloc_conf": None})["KINETO_LOG_LEVEL"] == "6"
+    assert "PYTORCH_ALLOC_CONF" not in _environ(on("cuda"))
+    assert _environ(on("cpu"))["KINETO_LOG_LEVEL"] == "6"
     monkeypatch.setenv("KINETO_LOG_LEVEL", "0")
-    assert _environ({"device": "cpu", "alloc_conf": None})["KINETO_LOG_LEVEL"] == "0"
+    assert _environ(on("cpu"))["KINETO_LOG_LEVEL"] == "0"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,9 @@ from torch import nn
 from vramfit.planner import planner_run, trial_attempts
 from vramfit.planner.devices import cpu_backend
 from vramfit.planner.plan_file import PlanFigures, PlanTarget, write_plan
+from vramfit.planner.planner_job import Answer, VerifyValuesJob
 from vramfit.planner.plans import Plan
+from vramfit.planner.verification import ValuesCheck
 from vramfit.workload import Workload
 
 _STEP = 6_000_000_000
@@ -46,12 +47,12 @@ def test_a_verification_reckons_with_the_same_speed(monkeypatch: pytest.MonkeyPa
     (tmp_path / "work.py").write_text("")
     jobs = []
 
-    def run_task(target: str, job: dict[str, Any], progress: object) -> dict[str, Any]:
+    def run_task(job: VerifyValuesJob, kind: type[ValuesCheck], progress: object) -> Answer[ValuesCheck]:
         jobs.append(job)
-        return {"sizes": {}, "skipped": "nothing ran"}
+        return Answer(found=kind(sizes={}, skipped="nothing ran"), card_here=False)
 
     monkeypatch.setattr(planner_run, "run_task", run_task)
     planner_run.verify_in_child(
         tmp_path / "plan.toml", planner_run.VerifyOptions(memory=False), target=f"{tmp_path}/work.py:w"
     )
-    assert jobs[0]["step_seconds"] == cpu_backend.cpu_seconds(_STEP) == _STEP / cpu_backend.CPU_FLOPS
+    assert jobs[0].step_seconds == cpu_backend.cpu_seconds(_STEP) == _STEP / cpu_backend.CPU_FLOPS

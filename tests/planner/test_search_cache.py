@@ -12,17 +12,17 @@ import pytest
 from tests.planner.test_search import CONTEXT, GPU, MIB
 from tests.planner.test_search_clock import Second, Timed, request
 
-from vramfit.plain import to_plain
 from vramfit.planner.candidates import Candidates
-from vramfit.planner.memory_budget import MemoryBudget
-from vramfit.planner.planner_run import PlanOptions, plan_in_child
+from vramfit.planner.memory_budget import DeviceMemory, MemoryBudget
+from vramfit.planner.planner_job import PlanJob, PlanOptions
+from vramfit.planner.planner_run import plan_in_child
 from vramfit.planner.plans import Plan
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_cache import SearchCache
 from vramfit.planner.search_clock import TIME_OVER, SearchClock
 from vramfit.planner.search_evidence import SEARCH_FILE, Evidence, digest_of, earlier_searches
 
-JOB: dict[str, Any] = {"target": "work.py:training", "gpu": to_plain(GPU), "alloc_conf": None}
+JOB = PlanJob(target="work.py:training", memory=DeviceMemory(device="cuda", gpu=GPU, budget=1 << 30))
 
 
 def searched(folder: Path, *, limit: float | None = None, **other: Any) -> tuple[Plan, Timed, SearchCache]:
@@ -205,12 +205,12 @@ def test_a_damaged_file_of_the_cache_is_as_good_as_none(
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     for folder in (first, second, third):
         folder.mkdir()
-    with earlier_searches(first, JOB, "work.py:training", fresh=False):
+    with earlier_searches(first, JOB):
         (first / SEARCH_FILE).write_text("what was seen " * 100, encoding="utf-8")
     (kept,) = (tmp_path / "cache").rglob("*.gz")
-    with earlier_searches(second, JOB, "work.py:training", fresh=False):
+    with earlier_searches(second, JOB):
         assert (second / SEARCH_FILE).exists()
     whole = kept.read_bytes()
     kept.write_bytes(whole[:10] + b"\xff" * 8 + whole[18:])  # no block that zlib knows
-    with earlier_searches(third, JOB, "work.py:training", fresh=False):
+    with earlier_searches(third, JOB):
         assert not (third / SEARCH_FILE).exists()

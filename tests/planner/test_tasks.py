@@ -15,6 +15,8 @@ from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
 from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.virtual_backend import VirtualBackend
+from vramfit.planner.memory_budget import DeviceMemory
+from vramfit.planner.planner_job import FitJob, VerifyValuesJob
 from vramfit.planner.request import NothingFits, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.tasks import fit, sizes_of, verify_values
@@ -22,6 +24,7 @@ from vramfit.planner.workload_check import check_workload
 from vramfit.workload import Workload
 
 MIB = 1 << 20
+_MEMORY = DeviceMemory(device="cpu", gpu=None, budget=1 << 33, host_bytes=1 << 33)
 
 
 def _device() -> VirtualBackend:
@@ -63,7 +66,7 @@ def test_sizes_that_are_not_there_are_refused() -> None:
     with pytest.raises(UsageError, match=r"no size 'images'\. It has batch_size"):
         sizes_of(toy, {"images": 3})
     with pytest.raises(UsageError, match="no size 'images'"):
-        fit(toy, _device(), {"sizes": {}, "size": "images"}, print)
+        fit(toy, _device(), FitJob(memory=_MEMORY, size="images"), print)
 
 
 def test_a_technique_that_is_not_there_is_refused() -> None:
@@ -93,18 +96,11 @@ def test_nothing_is_said_to_be_equal_where_nothing_was_compared(tmp_path: Path) 
     plan = _plan_file(channels_last={})
     file = tmp_path / "plan.toml"
     replace(plan, entries=(), aim=replace(plan.aim, sizes=dict(toy.sizes))).save(file)
-    job = {
-        "plan": str(file),
-        "sizes": {},
-        "steps": 2,
-        "seconds": 5.0,
-        "step_seconds": 1e-3,
-        "host_bytes": 1 << 33,
-    }
+    job = VerifyValuesJob(memory=_MEMORY, plan=str(file), steps=2, seconds=5.0, step_seconds=1e-3)
     found = verify_values(toy, _device(), job, lambda _text: None)
-    assert "gradients" not in found
-    assert "losses" not in found
-    assert found["notes"] == [
+    assert found.gradients is None
+    assert found.losses is None
+    assert list(found.notes) == [
         "no gradients were compared: no parameter had one",
         "no losses were compared: the workload's steps give none",
     ]
@@ -115,11 +111,18 @@ def test_a_plain_program_whose_loss_is_no_number_is_told(tmp_path: Path) -> None
     assert toy.loss is not None
     plain = toy.loss
     _plan_file(tf32={}).save(tmp_path / "plan.toml")
-    job = {"plan": str(tmp_path / "plan.toml"), "host_bytes": 1 << 33, "sizes": {"batch_size": 4}, "steps": 2}
+    job = VerifyValuesJob(
+        memory=_MEMORY,
+        plan=str(tmp_path / "plan.toml"),
+        sizes={"batch_size": 4},
+        steps=2,
+        seconds=10.0,
+        step_seconds=1e-3,
+    )
     with pytest.raises(UsageError, match="the plain program's loss is nan: nothing can be compared with it"):
         verify_values(
             replace(toy, loss=lambda model, batch: plain(model, batch) * float("nan")),
             _device(),
-            job | {"seconds": 10.0},
+            job,
             print,
         )

@@ -14,9 +14,19 @@ from tests.techniques.toys import all_toys
 from torch import nn
 
 from vramfit.gpus import find_gpu
+from vramfit.launch.job import Failure
 from vramfit.planner import tasks
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.workload_check import failure_to_plain, workload_failure
+from vramfit.planner.memory_budget import DeviceMemory
+from vramfit.planner.planner_job import (
+    FitJob,
+    PlanJob,
+    PlannerJob,
+    PlanOptions,
+    VerifyMemoryJob,
+    VerifyValuesJob,
+)
+from vramfit.planner.workload_check import failure_of_task, workload_failure
 from vramfit.workload import Workload
 
 CARD = find_gpu("RTX 4090")
@@ -63,36 +73,35 @@ BAD: dict[str, tuple[Workload, str, str]] = {
 }
 
 
-def _job(tmp_path: Path, sizes: dict[str, int]) -> dict[str, Any]:
+MEMORY = DeviceMemory(device="cuda", gpu=CARD, budget=1 << 33, host_bytes=1 << 33)
+
+
+def _plan_file(tmp_path: Path, sizes: dict[str, int]) -> str:
     plan = _plan(tf32={})
     plan = replace(plan, aim=replace(plan.aim, device=CARD.name, budget_bytes=1 << 33, sizes=sizes))
     plan.save(tmp_path / "plan.toml")
+    return str(tmp_path / "plan.toml")
+
+
+def _verbs(plan: str, *, applied: bool = False) -> dict[Callable[..., Any], PlannerJob]:
+    """What each task is asked, on a plan where it takes one; ``fit`` takes one where it is to be applied."""
+    options = PlanOptions(allow=["tf32"], time_limit=5.0)
     return {
-        "sizes": {},
-        "size": None,
-        "plan": None,
-        "budget": 1 << 33,
-        "margin": 0,
-        "host_bytes": 1 << 33,
-        "numerics": "rounding",
-        "objective": "throughput",
-        "allow": ["tf32"],
-        "forbid": [],
-        "target": "work.py:training",
-        "time_limit": 5.0,
-        "frontier": False,
-        "step_seconds": 1e-3,
-        "seconds": 5.0,
-        "steps": 2,
+        tasks.plan: PlanJob(target="work.py:training", memory=MEMORY, options=options),
+        tasks.fit: FitJob(memory=MEMORY, plan=plan if applied else None),
+        tasks.verify_memory: VerifyMemoryJob(memory=MEMORY, plan=plan),
+        tasks.verify_values: VerifyValuesJob(
+            memory=MEMORY, plan=plan, steps=2, seconds=5.0, step_seconds=1e-3
+        ),
     }
 
 
-def _asked(task: Callable[..., Any], workload: Workload, job: dict[str, Any]) -> dict[str, Any]:
+def _asked(task: Callable[..., Any], workload: Workload, job: PlannerJob) -> Failure:
     device = VirtualBackend(CARD, alloc_conf="", host_bytes=1 << 33)
     try:
         task(workload, device, job, lambda _text: None)
     except Exception as error:
-        return failure_to_plain(error, "work.py:training")
+        return failure_of_task(error, "work.py:training")
     raise AssertionError("nothing was wrong")
 
 
@@ -101,42 +110,33 @@ def _asked(task: Callable[..., Any], workload: Workload, job: dict[str, Any]) ->
 @pytest.mark.usefixtures("fit_interpreter")
 def test_each_verb_says_the_same_line(name: str, tmp_path: Path) -> None:
     workload, message, hint = BAD[name]
-    job = _job(tmp_path, dict(workload.sizes))
-    verified = job | {"plan": str(tmp_path / "plan.toml")}
-    asked = (
-        (tasks.plan, job),
-        (tasks.fit, job),
-        (tasks.verify_memory, verified),
-        (tasks.verify_values, verified),
-    )
-    for task, given in asked:
+    for task, given in _verbs(_plan_file(tmp_path, dict(workload.sizes))).items():
         found = _asked(task, workload, given)
-        assert message in found["message"], task.__name__
-        assert "\n" not in found["message"]
-        assert found["hint"] == hint
-        assert found["code"] == 2
+        assert message in found.message, task.__name__
+        assert "\n" not in found.message
+        assert found.hint == hint
+        assert found.code == 2
 
 
 @pytest.mark.usefixtures("fit_interpreter")
 def test_a_model_on_the_wrong_device_is_told_by_each_verb(tmp_path: Path) -> None:
     workload = replace(MLP, model=lambda: nn.Sequential(nn.Linear(16, 3)).cuda())
-    job = _job(tmp_path, dict(workload.sizes))
-    verified = job | {"plan": str(tmp_path / "plan.toml")}
-    for task, given in ((tasks.plan, job), (tasks.fit, job), (tasks.verify_memory, verified)):
-        found = _asked(task, workload, given)
-        assert found["message"] == "model makes 0.weight on cuda:0", task.__name__
-        assert found["hint"] == "Make the model on the CPU: it is moved to the device"
+    asked = _verbs(_plan_file(tmp_path, dict(workload.sizes)))
+    for task in (tasks.plan, tasks.fit, tasks.verify_memory):
+        found = _asked(task, workload, asked[task])
+        assert found.message == "model makes 0.weight on cuda:0", task.__name__
+        assert found.hint == "Make the model on the CPU: it is moved to the device"
 
 
 @pytest.mark.usefixtures("fit_interpreter")
-def test_a_tensor_that_stays_behind_is_told_with_what_to_do(tmp_path: Path) -> None:
+def test_a_tensor_that_stays_behind_is_told_with_what_to_do() -> None:
     workload = replace(MLP, model=Table, batch=lambda batch_size: torch.ones(batch_size, 16), loss=_sum)
-    found = _asked(tasks.fit, workload, _job(tmp_path, dict(workload.sizes)))
-    assert found["message"].startswith(
+    found = _asked(tasks.fit, workload, FitJob(memory=MEMORY))
+    assert found.message.startswith(
         "tensors on different devices meet (Expected all tensors to be on the same"
     )
-    assert "as buffers" in found["hint"]
-    assert found["code"] == 2
+    assert "as buffers" in found.hint
+    assert found.code == 2
 
 
 def _sum(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -145,31 +145,30 @@ def _sum(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.usefixtures("fit_interpreter")
 def test_a_plan_with_an_unknown_technique_or_size_is_told(tmp_path: Path) -> None:
-    job = _job(tmp_path, {"batch_size": 4})
-    plan = tmp_path / "plan.toml"
-    given = job | {"plan": str(plan)}
+    plan = Path(_plan_file(tmp_path, {"batch_size": 4}))
+    asked = _verbs(str(plan), applied=True)
     text = plan.read_text()
     plan.write_text(text.replace('"tf32"', '"tensor-float"'))
     for task in (tasks.fit, tasks.verify_memory, tasks.verify_values):
-        found = _asked(task, MLP, given)
-        assert "no technique 'tensor-float'" in found["message"], task.__name__
-        assert found["hint"]
-        assert found["code"] == 2
+        found = _asked(task, MLP, asked[task])
+        assert "no technique 'tensor-float'" in found.message, task.__name__
+        assert found.hint
+        assert found.code == 2
     plan.write_text(text.replace("batch_size", "images"))
-    found = _asked(tasks.verify_memory, MLP, given)
-    assert found["message"] == "the workload has no size 'images'"
-    assert found["hint"] == "It has batch_size"
+    found = _asked(tasks.verify_memory, MLP, asked[tasks.verify_memory])
+    assert found.message == "the workload has no size 'images'"
+    assert found.hint == "It has batch_size"
 
 
-def test_what_no_batch_fits_says_what_one_takes(tmp_path: Path) -> None:
+def test_what_no_batch_fits_says_what_one_takes() -> None:
     found = tasks.fit(
         MLP,
         VirtualBackend(CARD, alloc_conf="", host_bytes=0),
-        _job(tmp_path, {}) | {"budget": CARD.typical_context_bytes + 1},
+        FitJob(memory=replace(MEMORY, budget=CARD.typical_context_bytes + 1)),
         lambda _text: None,
     )
-    assert found["value"] == 0
-    assert found["least_bytes"] > CARD.typical_context_bytes
+    assert found.value == 0
+    assert found.least_bytes > CARD.typical_context_bytes
 
 
 def test_a_long_message_is_cut_and_the_line_is_the_users() -> None:
@@ -180,7 +179,7 @@ def test_a_long_message_is_cut_and_the_line_is_the_users() -> None:
         fail()
     except RuntimeError as error:
         found = workload_failure(error, f"{__file__}:workload")
-    assert found["message"].startswith(f"{__file__}:{fail.__code__.co_firstlineno + 1}: RuntimeError: xxx")
-    assert found["message"].endswith("x…")
-    assert len(found["message"]) < len(__file__) + 250
-    assert found["code"] == 1
+    assert found.message.startswith(f"{__file__}:{fail.__code__.co_firstlineno + 1}: RuntimeError: xxx")
+    assert found.message.endswith("x…")
+    assert len(found.message) < len(__file__) + 250
+    assert found.code == 1

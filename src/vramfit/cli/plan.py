@@ -99,7 +99,8 @@ def plan_command(
     else:
         room = room_of(gpu, device, budget, margin, host_budget, alloc_conf)
     with showing() as progress:
-        from vramfit.planner.planner_run import PlanOptions, plan_in_child
+        from vramfit.planner.planner_job import PlanOptions
+        from vramfit.planner.planner_run import plan_in_child
 
         planned = plan_in_child(
             workload,

@@ -32,6 +32,11 @@ class Stage(Enum):
     DONE = "done"
 
 
+def job_file(folder: Path) -> Path:
+    """The file of the job of a folder."""
+    return folder / _JOB
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """What a child process is asked to do.
@@ -44,7 +49,7 @@ class Job:
 
     def write(self) -> Path:
         """Write the job into its folder; the file is what the child is given."""
-        file = Path(self.folder) / _JOB
+        file = job_file(Path(self.folder))
         file.write_text(json.dumps(to_plain(self)), encoding="utf-8")
         return file
 

@@ -23,8 +23,8 @@ from vramfit.arguments import (
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.launch.interrupts import signals_kept
 from vramfit.planner.memory_budget import PRICE, MemoryBudget, budget_for_any_card
+from vramfit.planner.planner_job import PlanJob, PlanOptions
 from vramfit.planner.planner_run import (
-    PlanOptions,
     VerifyOptions,
     fit_in_child,
     plan_in_child,
@@ -130,17 +130,17 @@ def _plan_here(workload: Workload, memory: MemoryBudget, options: PlanOptions, p
     from vramfit.planner.tasks import plan_request
     from vramfit.planner.workload_check import check_workload
 
-    job = memory.job() | options.job()
-    request = plan_request(workload, job)
+    space = memory.settled()
+    request = plan_request(workload, PlanJob(memory=space, options=options))
     check_workload(workload, request.sizes)
     if request.objective == PRICE:
         from vramfit.planner.cheapest_card import cheapest_plan
 
         def device_of(card: GpuSpec) -> DeviceBackend:
-            return _device(replace(memory, gpu=card), job["host_bytes"])
+            return _device(replace(memory, gpu=card), space.host_bytes)
 
         return cheapest_plan(device_of, request, progress)[1]
-    return promised_plan(_device(memory, job["host_bytes"]), request, progress)[1]
+    return promised_plan(_device(memory, space.host_bytes), request, progress)[1]
 
 
 def _device(memory: MemoryBudget, host_bytes: int) -> DeviceBackend:

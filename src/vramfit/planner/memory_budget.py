@@ -4,17 +4,43 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Any
 
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec, catalogue
-from vramfit.plain import to_plain
 
 PRICE = "price"
 """The objective that chooses the card, and with it the budget."""
 
 MARGIN = 0.02
 """Part of a card that is left free where no budget is given: drivers, displays and neighbours differ by that much."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """Where steps of a workload are run, and what they may take there, in bytes.
+
+    Attributes:
+        device: ``cuda`` for a virtual card, ``card`` for this machine's own, ``cpu``.
+        gpu: the card that is meant; None for the CPU.
+        budget: of the device.
+        margin: of the budget, left free.
+        host_bytes: of the host that may be spent.
+        host_budget: the same where it was given; None for what this machine has.
+        alloc_conf: allocator settings; None reads the environment.
+    """
+
+    device: str
+    gpu: GpuSpec | None
+    budget: int
+    margin: int = 0
+    host_bytes: int = 0
+    host_budget: int | None = None
+    alloc_conf: str | None = None
+
+    @property
+    def limit(self) -> int:
+        """Bytes of the budget beside the margin."""
+        return self.budget - self.margin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +61,8 @@ class MemoryBudget:
     host_bytes: int | None = None
     alloc_conf: str | None = None
 
-    def job(self) -> dict[str, Any]:
-        """As plain values.
+    def settled(self) -> DeviceMemory:
+        """The same with every figure filled in.
 
         Raises:
             UsageError: the CPU has no budget, or nothing is left of it.
@@ -50,15 +76,15 @@ class MemoryBudget:
             margin = round(MARGIN * budget) if self.budget is None else 0
         if margin >= budget:
             raise UsageError("nothing is left of the budget beside the margin", "Give a smaller margin")
-        return {
-            "device": "cpu" if self.gpu is None else "cuda",
-            "gpu": None if self.gpu is None else to_plain(self.gpu),
-            "budget": budget,
-            "margin": margin,
-            "host_bytes": _host_bytes() if self.host_bytes is None else self.host_bytes,
-            "host_budget": self.host_bytes,
-            "alloc_conf": self.alloc_conf,
-        }
+        return DeviceMemory(
+            device="cpu" if self.gpu is None else "cuda",
+            gpu=self.gpu,
+            budget=budget,
+            margin=margin,
+            host_bytes=_host_bytes() if self.host_bytes is None else self.host_bytes,
+            host_budget=self.host_bytes,
+            alloc_conf=self.alloc_conf,
+        )
 
 
 def budget_for_any_card(budget: MemoryBudget) -> MemoryBudget:

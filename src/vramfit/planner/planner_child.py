@@ -12,20 +12,31 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vramfit.files import Writes, make_policy, protect
 from vramfit.files.protection import stand
-from vramfit.gpus import GpuSpec
 from vramfit.launch.interrupts import note_interrupts
-from vramfit.launch.job import tell
+from vramfit.launch.job import job_file, tell
 from vramfit.launch.running import leave_after
 from vramfit.plain import from_plain
 from vramfit.planner import tasks
 from vramfit.planner.devices.cost import DeviceBackend
+from vramfit.planner.memory_budget import DeviceMemory
+from vramfit.planner.planner_job import (
+    Answer,
+    ConfirmJob,
+    FitJob,
+    MeasureJob,
+    PlanJob,
+    PlannerJob,
+    VerifyMemoryJob,
+    VerifyValuesJob,
+)
 from vramfit.planner.search_evidence import Evidence
-from vramfit.planner.workload_check import failure_to_plain
+from vramfit.planner.workload_check import failure_of_task
 from vramfit.workload import Workload
 from vramfit.workload.loading import load_workload
 
@@ -36,23 +47,24 @@ _REAL = ("cpu", "card")
 _TALKATIVE = ("torchao", "torch.utils._pytree")
 """Loggers of libraries that warn when torchao is imported, of compiled extensions and of its own enumerations."""
 
-TASKS: dict[
-    str, Callable[[Workload, DeviceBackend, dict[str, Any], Callable[[str], None]], dict[str, Any]]
-] = {
-    "plan": tasks.plan,
-    "fit": tasks.fit,
-    "confirm": tasks.confirm,
-    "measure": tasks.measure,
-    "verify-memory": tasks.verify_memory,
-    "verify-values": tasks.verify_values,
+TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
+    "plan": (PlanJob, tasks.plan),
+    "fit": (FitJob, tasks.fit),
+    "confirm": (ConfirmJob, tasks.confirm),
+    "measure": (MeasureJob, tasks.measure),
+    "verify-memory": (VerifyMemoryJob, tasks.verify_memory),
+    "verify-values": (VerifyValuesJob, tasks.verify_values),
 }
+"""The kinds of job, and what does each."""
 
 
 def main(name: str) -> int:
     """Do the job of a folder; 0 where results or what went wrong were written."""
     folder, parent = Path(name), os.getppid()
     note_interrupts(folder)
-    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    values = json.loads(job_file(folder).read_text(encoding="utf-8"))
+    kind, task = TASKS[values["task"]]
+    job = from_plain(values, kind)
 
     def progress(text: str) -> None:
         if os.getppid() != parent:
@@ -62,21 +74,20 @@ def main(name: str) -> int:
     for talkative in _TALKATIVE:
         logging.getLogger(talkative).setLevel(logging.ERROR)
     try:
-        if job["device"] not in _REAL:
+        if job.memory.device not in _REAL:
             _protect_files(folder)
-        card_here = job["device"] == "cuda" and _card_here()
-        if job["device"] == "cuda" and job["task"] == "plan":
+        card_here = job.memory.device == "cuda" and _card_here()
+        if isinstance(job, PlanJob) and job.memory.device == "cuda":
             evidence = Evidence(job, folder)
             evidence.watch()
-            job["evidence"] = evidence
-        device, load = _device(job)
-        workload = load(job["target"])
-        found = TASKS[job["task"]](workload, device, job, progress)
-        _write(folder / "found.json", found | {"card_here": card_here})
+            task = partial(task, evidence=evidence)
+        device, load = _device(job.memory)
+        found = task(load(job.target), device, job, progress)
+        job.answer(Answer(found=found, card_here=card_here))
     except KeyboardInterrupt:
         return _INTERRUPTED
     except Exception as error:
-        _write(folder / "failed.json", failure_to_plain(error, job["target"]))
+        failure_of_task(error, job.target).write(folder)
     return 0
 
 
@@ -93,33 +104,30 @@ def _card_here() -> bool:
     return torch.cuda.is_available()
 
 
-def _device(job: dict[str, Any]) -> tuple[DeviceBackend, Callable[[str], Workload]]:
+def _device(memory: DeviceMemory) -> tuple[DeviceBackend, Callable[[str], Workload]]:
     """Where steps are run, and what reads the workload's file there."""
-    if job["device"] == "cpu":
+    if memory.device == "cpu":
         from vramfit.planner.devices.cpu_backend import CpuBackend
 
         return CpuBackend(), load_workload
-    if job["device"] == "card":
+    if memory.device == "card":
         from vramfit.planner.devices.card_backend import card_of_this_process
 
-        return card_of_this_process(job["host_bytes"]), load_workload
+        return card_of_this_process(memory.host_bytes), load_workload
     from vramfit.planner.devices.virtual_backend import VirtualBackend
     from vramfit.virtual.gpu import VirtualGPU
 
-    spec = from_plain(job["gpu"], GpuSpec)
+    spec = memory.gpu
+    assert spec is not None
 
     def load(target: str) -> Workload:
         with VirtualGPU(spec):  # a file may ask for the card while it is read
             return load_workload(target)
 
     device = VirtualBackend(
-        spec, alloc_conf=job["alloc_conf"], host_bytes=job["host_bytes"], own_process=True
+        spec, alloc_conf=memory.alloc_conf, host_bytes=memory.host_bytes, own_process=True
     )
     return device, load
-
-
-def _write(file: Path, values: dict[str, Any]) -> None:
-    file.write_text(json.dumps(values), encoding="utf-8")
 
 
 if __name__ == "__main__":

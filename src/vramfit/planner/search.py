@@ -76,6 +76,19 @@ class FrontierPoint:
     techniques: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanFound:
+    """What a search found, as it goes to another process.
+
+    Attributes:
+        plan: the text of a plan file.
+        frontier: peak against step time, from the lowest peak on; empty unless it was asked for.
+    """
+
+    plan: str
+    frontier: tuple[FrontierPoint, ...] = ()
+
+
 @dataclass(slots=True)
 class PlanSearch:
     """One search for a plan.

@@ -16,7 +16,7 @@ import stat
 import sys
 import sysconfig
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,6 +25,8 @@ from typing import Any
 
 from vramfit.files.policy import cache_folder
 from vramfit.gpus.measured_profile import profile_folder
+from vramfit.plain import to_plain
+from vramfit.planner.planner_job import PlanJob
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -45,14 +47,14 @@ class Evidence:
     """What runs depend on.
 
     Args:
-        job: of the planner's child.
+        job: the search.
         beside: a folder whose files are the child's own.
 
     Attributes:
         head: all that is known before a run, as plain values.
     """
 
-    job: Mapping[str, Any]
+    job: PlanJob
     beside: Path
     head: dict[str, Any] = field(init=False)
     _read: set[str] = field(default_factory=set)
@@ -61,9 +63,9 @@ class Evidence:
     def __post_init__(self) -> None:
         """Look at versions and variables."""
         self.head = {
-            "target": os.path.abspath(self.job["target"]),
-            "gpu": self.job["gpu"],
-            "alloc_conf": self.job["alloc_conf"],
+            "target": os.path.abspath(self.job.target),
+            "gpu": to_plain(self.job.memory.gpu),
+            "alloc_conf": self.job.memory.alloc_conf,
             "python": sys.version,
             "machine": platform.platform(),
             "packages": _packages(),
@@ -168,21 +170,19 @@ def search_folder() -> Path:
 
 
 @contextmanager
-def earlier_searches(folder: Path, job: Mapping[str, Any], target: str, *, fresh: bool) -> Iterator[None]:
+def earlier_searches(folder: Path, job: PlanJob) -> Iterator[None]:
     """Lay what earlier searches saw into a job's folder, and keep what is there at the end, however that comes.
 
     The child decides whether it can be trusted. Where the cache cannot be read or written, nothing is kept.
 
     Args:
         folder: of the job.
-        job: with the card.
-        target: ``FILE.py:NAME``.
-        fresh: whether earlier searches are left aside.
+        job: with the workload and the card; one that is ``fresh`` leaves earlier searches aside.
     """
-    named = json.dumps([os.path.abspath(target), job["gpu"]], sort_keys=True)
+    named = json.dumps([os.path.abspath(job.target), to_plain(job.memory.gpu)], sort_keys=True)
     kept = search_folder() / f"{hashlib.sha256(named.encode()).hexdigest()[:32]}.jsonl.gz"
     here = folder / SEARCH_FILE
-    if not fresh:
+    if not job.fresh:
         with contextlib.suppress(OSError, EOFError, zlib.error):  # a damaged one counts as none
             here.write_bytes(gzip.decompress(kept.read_bytes()))
     try:

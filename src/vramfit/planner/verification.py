@@ -136,6 +136,24 @@ class LossCheck:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ValuesCheck:
+    """What a comparison of gradients and losses came to.
+
+    Attributes:
+        sizes: of the batches.
+        gradients, losses: what was compared; None for nothing.
+        skipped: why nothing was compared; empty where something was.
+        notes: what else there is to say.
+    """
+
+    sizes: Mapping[str, int]
+    gradients: GradientCheck | None = None
+    losses: LossCheck | None = None
+    skipped: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
     """How a plan's promises were kept.
 
@@ -476,6 +494,23 @@ class CardRun:
     def ended(self) -> bool:
         """Whether it came to the end of its steps, within its limit or without one."""
         return self.figures.step_seconds > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CardRuns:
+    """Runs on this machine's card.
+
+    Attributes:
+        card: its name.
+        runs: those that were asked for.
+        left_bytes: bytes that outlived them.
+        skipped: why none was made; empty where they were.
+    """
+
+    card: str
+    runs: tuple[CardRun, ...] = ()
+    left_bytes: int = 0
+    skipped: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,6 @@ import torch
 
 from vramfit.errors import UsageError, VramfitError
 from vramfit.launch.job import Failure
-from vramfit.plain import to_plain
 from vramfit.workload import Workload
 
 
@@ -96,8 +95,8 @@ _NO_CARD = re.compile(
 _MIXED = re.compile(r"[Ee]xpected all tensors to be on the same device|is not on the expected device")
 
 
-def failure_to_plain(error: Exception, target: str) -> dict[str, Any]:
-    """An error as plain values, of a `Failure`, and what was found all the same.
+def failure_of_task(error: Exception, target: str) -> Failure:
+    """An error on its way to the parent, with what was found all the same.
 
     Args:
         error: raised on purpose, or by the workload's own code.
@@ -105,12 +104,11 @@ def failure_to_plain(error: Exception, target: str) -> dict[str, Any]:
     """
     if not isinstance(error, VramfitError):
         return workload_failure(error, target)
-    found: dict[str, Any] = getattr(error, "found", {})
-    return {**to_plain(Failure.of(error)), **found}
+    return Failure.of(error)
 
 
-def workload_failure(error: Exception, target: str) -> dict[str, Any]:
-    """An error of the workload's own as plain values: the message, its place in the user's file, and what to do.
+def workload_failure(error: Exception, target: str) -> Failure:
+    """An error of the workload's own: the message, its place in the user's file, and what to do.
 
     Args:
         error: with its traceback.
@@ -123,23 +121,23 @@ def workload_failure(error: Exception, target: str) -> dict[str, Any]:
     where = f"{file}:{lines[-1]}: " if lines else ""
     text = (str(error).splitlines() or [""])[0]
     if found := _NO_CARD.search(text):
-        return {
-            "message": f"{where}a tensor is made on a card, outside of the run on one ({found[0]})",
-            "hint": "Make model and batches on the CPU: they are moved to the device",
-            "code": 2,
-        }
+        return Failure(
+            message=f"{where}a tensor is made on a card, outside of the run on one ({found[0]})",
+            hint="Make model and batches on the CPU: they are moved to the device",
+            code=2,
+        )
     if _MIXED.search(text):
-        return {
-            "message": f"{where}tensors on different devices meet ({_short(text)})",
-            "hint": "Model and batch are moved to the device: let the model hold its other tensors as buffers, and "
+        return Failure(
+            message=f"{where}tensors on different devices meet ({_short(text)})",
+            hint="Model and batch are moved to the device: let the model hold its other tensors as buffers, and "
             "make new ones on the device of its inputs",
-            "code": 2,
-        }
-    return {
-        "message": f"{where}{brief(error)}",
-        "hint": "The workload itself fails: run one step of it on its own to see more",
-        "code": 1,
-    }
+            code=2,
+        )
+    return Failure(
+        message=f"{where}{brief(error)}",
+        hint="The workload itself fails: run one step of it on its own to see more",
+        code=1,
+    )
 
 
 def brief(error: Exception) -> str:
