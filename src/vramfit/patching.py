@@ -42,7 +42,7 @@ class PatchStack:
 
         Raises:
             TypeError: the object does not let its attributes be set (a C type).
-            AttributeError: likewise.
+            AttributeError: the object has no such attribute to set.
         """
         self.keep(obj, name)
         setattr(obj, name, value)

@@ -41,7 +41,7 @@ def parse_bytes(text: str | float) -> int:
 
     Raises:
         ValueError: the text is not a size, or a larger one than memory can have; the message says what is accepted.
-            Likewise for True, None and whatever else is neither text nor number.
+            True, None and whatever else is neither text nor a number are refused too.
     """
     if not isinstance(text, str):
         return _whole_bytes(text)

@@ -16,10 +16,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
+from vramfit.capture.ops import OpTable
 from vramfit.gpus import find_gpu
 from vramfit.planner.flop_counting import FlopMode
 from vramfit.techniques import live_of
 from vramfit.virtual import roofline
+from vramfit.virtual.op_call import OpCall
 from vramfit.workload import State, Workload
 
 CARD = find_gpu("RTX 4090")
@@ -78,6 +80,7 @@ class Counting(FlopMode):
         super().__init__()
         self.attention = 0
         self.simulated = self.pointwise = 0.0
+        self._ops = OpTable({})
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -100,7 +103,8 @@ class Counting(FlopMode):
         self.total += flops
         self.attention += attention
         if not (func.is_view or func.namespace == "prim"):
-            seconds = roofline.seconds(func, args, kwargs or {}, out, CARD)
+            call = OpCall(func, self._ops[func], args, kwargs or {}, out)
+            seconds = roofline.seconds(call, CARD)
             seconds = max(seconds, (flops + attention) / roofline.flops_per_second(CARD, torch.float32))
             self.simulated += seconds
             self.pointwise += seconds if torch.Tag.pointwise in func.tags else 0.0

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -59,9 +57,7 @@ def outside_github_actions(monkeypatch: pytest.MonkeyPatch) -> None:
 def runner(monkeypatch: pytest.MonkeyPatch) -> FakeRunner:
     """The child interpreter replaced; these tests are about the command line alone."""
     fake = FakeRunner()
-    module = ModuleType("vramfit.virtual.virtual_run")
-    module.run_in_child = fake.run_in_child  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vramfit.virtual.virtual_run", module)
+    monkeypatch.setattr("vramfit.virtual.virtual_run.run_in_child", fake.run_in_child)
     return fake
 
 

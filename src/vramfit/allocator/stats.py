@@ -41,7 +41,7 @@ class PoolStats:
         twin: the counters of the other pool.
         total: the peaks over both.
         count_in: blocks handed out ever (``_in``), taken back ever (``_out``), and the most at once
-            (``_peak``); likewise ``bytes`` in them, bytes ``requested`` for them, ``split_count`` and
+            (``_peak``). The same three counters of ``bytes`` in them, bytes ``requested`` for them, ``split_count`` and
             ``split_bytes`` of inactive split blocks, ``segments`` of cudaMalloc and ``reserved`` bytes.
         pending_count: freed blocks that other streams may still use, with ``pending_bytes``.
         active_count_peak: the most active blocks seen while any were pending, with ``active_bytes_peak``.

@@ -34,7 +34,7 @@ class Phase:
         end_allocated: bytes when it was last left.
         peak_allocated: the highest while in it, counting the start of each visit.
         least_allocated: the lowest after any of its events.
-        peak_reserved: likewise for reserved bytes.
+        peak_reserved: the highest of the reserved bytes, counted in the same way.
         duration_us: time in it, between its first and last event of each visit.
     """
 

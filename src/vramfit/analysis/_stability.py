@@ -130,7 +130,7 @@ def stability(rounds: Sequence[Round], length: int, *, tried: Iterable[Round] = 
     A size that fits by itself and runs out after others is fragmentation, unless the program kept more over the rounds
     than the allocator wasted in those that failed. Reserved memory grows
     when it is higher in the last cycle than in the second, never falls on the way, and goes on rising in the second
-    half of the cycles; likewise what stays allocated. The first cycle is warm-up.
+    half of the cycles. What stays allocated is judged in the same way. The first cycle is warm-up.
 
     Args:
         rounds: in order.

@@ -16,7 +16,7 @@ class Trial:
 
     Attributes:
         alloc_conf: the settings; empty for the defaults.
-        config: the same.
+        config: the settings, read.
         family: what kind of settings these are.
         peak_reserved: of the device that needs the most.
         peak_allocated: of the device that needs the most.

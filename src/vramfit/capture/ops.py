@@ -36,7 +36,7 @@ class OpInfo:
         func: the op itself.
         plans: what calls of it did, by what `key_of` says of their arguments (op_cache.py).
         direct: a plan may be looked for before anything else; elsewhere a rule of its own decides first.
-        direct_forward: likewise, but not in a backward pass.
+        direct_forward: a plan may be looked for before anything else outside of backward passes.
         shadowed: whether it can run on CPU shadows; set to False once it could not.
         handler: a rule of ours that replaces the general treatment, or None.
     """

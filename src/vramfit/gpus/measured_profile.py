@@ -68,7 +68,7 @@ class Rates:
         bandwidth: bytes per second that a large elementwise kernel reads and writes.
         launch_seconds: seconds of a kernel on next to no data, one after the other.
         to_card: host to card, bytes per second, by kind of host memory (``"pinned"``, ``"pageable"``).
-        to_host: card to host, likewise.
+        to_host: card to host, in the same units and by the same kinds of memory.
     """
 
     flops: Mapping[str, float] = field(default_factory=dict)

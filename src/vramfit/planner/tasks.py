@@ -166,7 +166,7 @@ def measure(workload: Workload, device: DeviceBackend, job: MeasureJob, progress
 def card_of(device: DeviceBackend) -> CardBackend:
     """The card, which these tasks are for."""
     if not isinstance(device, CardBackend):
-        raise TypeError(f"{device.name} is no card")
+        raise TypeError(f"{device.name} is not a card")
     return device
 
 

@@ -31,8 +31,8 @@ class AllocatorFigures:
     Attributes:
         allocated: in tensors.
         reserved: held from the device, the cache included.
-        peak_allocated: highest since the recording began.
-        peak_reserved: likewise.
+        peak_allocated: the highest of `allocated` since the recording began.
+        peak_reserved: the highest of `reserved` since then.
     """
 
     allocated: int

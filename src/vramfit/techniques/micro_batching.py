@@ -34,7 +34,7 @@ class Reduction(Enum):
         MEAN: the mean over examples, or over as many values of each.
         SUM: the sum, or a mean over a number that the batch brings along (``num_items_in_batch``).
         TOKENS: the mean over labels that are not to be ignored.
-        NEXT_TOKENS: likewise, of labels that are shifted by one: the first of each sequence is nobody's next.
+        NEXT_TOKENS: the mean over labels that are shifted by one: the first of each sequence is nobody's next.
         WEIGHTS: the mean weighted by an entry of the batch, such as a mask: the sum of its values.
         AUTO: what the batch and the model look like, see `MicroBatching`.
     """

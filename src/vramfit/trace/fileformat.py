@@ -228,7 +228,7 @@ class _TraceReader:
         raw = self.inflate(text, min(_MAX_HEADER_BYTES, size * _MAX_RATIO), "header")
         header = json.loads(raw)
         if not isinstance(header, dict):
-            self.fail("is damaged: its header is no object")
+            self.fail("is damaged: its header is not an object")
         return header, _HEAD.size + size
 
     def inflate(self, packed: memoryview, limit: int, what: str) -> bytes:

@@ -233,7 +233,7 @@ def parse_journal(data: bytes, name: str) -> MemoryTrace:
         raise TraceFormatError(
             f"{name} ends before its first event"
             if MAGIC.startswith(data[:8])
-            else f"{name} is no journal of a trace",
+            else f"{name} is not the journal of a trace",
             hint,
         )
     version = _HEADER.unpack_from(data)[1]

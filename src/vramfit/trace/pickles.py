@@ -243,7 +243,7 @@ def _since_mark(stack: list[Any], marks: list[int]) -> list[Any]:
 def _set_items(target: Any, items: list[Any]) -> None:
     """Fill a dictionary from keys and values in turn."""
     if type(target) is not dict or len(items) % 2:
-        raise _Refused("sets items of something that is no dictionary")
+        raise _Refused("sets items of something that is not a dictionary")
     for key in items[::2]:
         # Text and numbers only: the hash of a tuple nested deep enough never ends, or ends the interpreter.
         if type(key) is not str and type(key) is not int:
@@ -253,7 +253,7 @@ def _set_items(target: Any, items: list[Any]) -> None:
 
 def _append(target: Any, items: list[Any]) -> None:
     if type(target) is not list:
-        raise _Refused("appends to something that is no list")
+        raise _Refused("appends to something that is not a list")
     target.extend(items)
 
 
@@ -266,7 +266,7 @@ def _result(stack: list[Any], marks: list[int]) -> Any:
 def _refusal(op: int) -> str:
     name = _NAMES.get(op)
     if name is None:
-        return f"is neither a trace nor a snapshot (byte 0x{op:02x} is no pickle instruction)"
+        return f"is neither a trace nor a snapshot (byte 0x{op:02x} is not a pickle instruction)"
     return f"is refused: its pickle instruction {name} does more than hold plain data"
 
 

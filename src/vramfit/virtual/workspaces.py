@@ -5,7 +5,7 @@ torch keeps one cuBLAS handle per thread and device (ATen/cuda/CublasHandlePool.
 stream. The autograd engine runs the backward pass of each device on a thread of its own, so a training program holds
 two workspaces per device: one of the thread that ran forward, one of the engine's. A thread that ends gives its
 handle back to the pool, and the next new thread takes it, workspace included. cuDNN's handles (ATen/cudnn/Handle.cpp)
-belong to threads likewise, but take nothing from the allocator; its convolution plans are kept for each thread.
+belong to threads too, but take nothing from the allocator; its convolution plans are kept for each thread.
 """
 
 from __future__ import annotations

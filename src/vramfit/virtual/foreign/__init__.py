@@ -14,8 +14,12 @@ for memory is told by what surrounds it:
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from vramfit.patching import PatchStack
-from vramfit.virtual.op_runner import OpRunner
+
+if TYPE_CHECKING:  # the command line asks this package for its names, and loads no torch
+    from vramfit.virtual.op_runner import OpRunner
 
 
 def install(mode: OpRunner, patches: PatchStack) -> None:

@@ -83,7 +83,7 @@ def fake_kernel(name: str, *, writes: Sequence[str] = ()) -> Callable[[Function]
     text_argument("name", name)
     if isinstance(writes, str | bytes) or not isinstance(writes, Iterable):
         raise UsageError(
-            f"writes={shown(writes)} is no list of names", "Give the names of parameters: writes=['out']"
+            f"writes={shown(writes)} is not a list of names", "Give the names of parameters: writes=['out']"
         )
     written = frozenset(text_argument("writes", one) for one in writes)
     parts = name.split("::") if "::" in name else name.rsplit(".", 1)

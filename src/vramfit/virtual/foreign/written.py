@@ -2,8 +2,8 @@
 
 A kernel writes through pointers: ``tl.store(pointer, ...)``, ``tl.atomic_add(pointer, ...)``,
 ``descriptor.store(...)``. A pointer is a parameter, or comes from one by arithmetic and assignments, but not from what
-was loaded from it. Helpers that are kernels too are read likewise. A parameter may be taken for written that is not:
-its values are unknown then. (Inline assembly and pointers that a kernel loads from memory are not followed.)
+was loaded from it. Helpers that are kernels are read in the same way. A parameter may be taken for written that is
+not: its values are unknown then. (Inline assembly and pointers that a kernel loads from memory are not followed.)
 """
 
 from __future__ import annotations

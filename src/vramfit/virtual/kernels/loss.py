@@ -44,7 +44,7 @@ def _nll(call: OpCall) -> Extras | None:
 
 
 def _nll_backward(call: OpCall) -> Extras | None:
-    """``nll_loss_backward_out_cuda_template``: likewise; the log-probabilities are not read."""
+    """``nll_loss_backward_out_cuda_template`` copies what is not dense; it does not read the log-probabilities."""
     weight = call.argument(3, "weight")
     if call.argument(4, "reduction", 1) == 0 and call.args[1].dim() != 1:
         return temporaries(_copy(weight))

@@ -39,7 +39,7 @@ def _layer_norm(call: OpCall) -> Extras | None:
 
 
 def _rms_norm(call: OpCall) -> Extras | None:
-    """``_fused_rms_norm_cuda``: likewise."""
+    """``_fused_rms_norm_cuda`` copies what is not dense, as layer norm does."""
     return _before(_dense_copy(call.args[0]), _dense_copy(call.argument(2, "weight")))
 
 
@@ -75,7 +75,7 @@ def _layer_norm_backward(call: OpCall) -> Extras | None:
 
 
 def _rms_norm_backward(call: OpCall) -> Extras | None:
-    """``_fused_rms_norm_backward_cuda(grad, input, normalized_shape, rstd, weight, mask)``: likewise."""
+    """``_fused_rms_norm_backward_cuda(grad, input, normalized_shape, rstd, weight, mask)``."""
     grad, source, normalized, weight = call.args[0], call.args[1], call.args[2], call.args[4]
     wanted = 1 if call.out[1] is not None else 0
     copies = tuple(s for s in (_dense_copy(source), _dense_copy(weight), _dense_copy(grad)) if s)
