@@ -286,3 +286,37 @@ def test_sizes_are_parsed_in_one_place() -> None:
         > 1
     ]
     assert not tables
+
+
+def test_what_benchmarks_and_studies_import_is_there() -> None:
+    """Type checkers do not look there, and most of these files run for hours or on a card."""
+    names = {
+        ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): tree
+        for path, tree in modules().items()
+    }
+    names |= {name.removesuffix(".__init__"): tree for name, tree in names.items()}
+    missing = []
+    for path in (*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("studies/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vramfit."):
+                found = names.get(node.module or "")
+                known = set() if found is None else _top_names(found)
+                missing += [
+                    f"{path.name}: {node.module}.{one.name}"
+                    for one in node.names
+                    if one.name not in known and f"{node.module}.{one.name}" not in names
+                ]
+    assert not missing
+
+
+def _top_names(tree: ast.Module) -> set[str]:
+    """The names that a module defines or imports, in blocks of conditions too."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {one.asname or one.name for one in node.names}
+    return found
