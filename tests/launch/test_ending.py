@@ -33,10 +33,11 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stopping]
         raise LeftError(code)
 
     monkeypatch.setattr(stopping, "_EXIT", leave)
-    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    found = {number: signal.getsignal(number) for number in signal.valid_signals()}
     yield Stopping(tmp_path, NO_LIMITS)
-    signal.signal(signal.SIGINT, handlers[0])
-    signal.signal(signal.SIGTERM, handlers[1])
+    for number, handler in found.items():
+        if handler is not None and handler != signal.getsignal(number):
+            signal.signal(number, handler)
 
 
 def interrupted(folder: Path) -> None:
@@ -96,6 +97,17 @@ def test_what_fails_while_a_program_ends_is_no_failure_unless_memory_runs_out(ch
     assert child.ended(1, OWN) == (0, None)
     assert child.ended(1, OUT_OF_MEMORY) == (1, OUT_OF_MEMORY)
     assert child.progress.end is End.STEPS
+
+
+def test_what_fails_once_it_got_a_signal_was_ended_by_it(child: Stopping, tmp_path: Path) -> None:
+    """Another handler, such as that of DataLoader's workers, raises before the first line of ours."""
+    (tmp_path / "signals").write_bytes(bytes([signal.SIGTERM]))
+    failure = RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated.")
+    ended: list[Any] = []
+    child.leave = lambda: ended.append(child.progress.end)  # type: ignore[method-assign]
+    assert child.is_of_the_stop(failure)
+    assert child.ended(1, failure) == (128 + signal.SIGTERM, None)
+    assert ended == [End.TERMINATED]
 
 
 def test_a_program_may_be_ended_by_a_thread_of_it(child: Stopping) -> None:

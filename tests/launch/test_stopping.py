@@ -295,6 +295,46 @@ def test_signals_leave_a_verdict(ended: Callable[[str], Ended], case: str, code:
     assert done.seconds < 80 and not done.left
 
 
+def test_no_handler_raises_once_results_are_saved() -> None:
+    program = """
+        import os, signal, threading, time
+        from vramfit.launch.stopping import _disarm_handlers
+
+        everywhere, raised = False, 0
+
+        def fail(number, frame):
+            global raised
+            if everywhere or "_disarm_handlers" in frame.f_code.co_qualname:
+                raised += 1
+                raise RuntimeError("raised by a handler")
+
+        def send():
+            while True:
+                os.kill(os.getpid(), signal.SIGWINCH)
+
+        def disarmed():
+            try:
+                _disarm_handlers()
+            except RuntimeError:  # before its first line
+                return False
+            return True
+
+        threading.Thread(target=send, daemon=True).start()
+        end = time.monotonic() + 30
+        while raised < 5 and time.monotonic() < end:
+            signal.signal(signal.SIGWINCH, fail)
+            while not disarmed():
+                pass
+        everywhere = True
+        time.sleep(0.2)
+        print("raised" if raised else "never raised")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "raised\n", "")
+
+
 @pytest.mark.parametrize("case", ["own handler"])
 def test_a_program_that_handles_a_signal_keeps_doing_so(ended: Callable[[str], Ended], case: str) -> None:
     done = ended(case)

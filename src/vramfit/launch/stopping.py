@@ -214,6 +214,7 @@ class Stopping:
         elif self._is_terminated():
             self._end = End.TERMINATED
             self.leave()
+            found = 128 + signal.SIGTERM, None  # results are being saved already, by the main thread
         elif self._is_interrupted(code, error):
             self._end = End.INTERRUPTED
             found = INTERRUPTED, None
@@ -367,17 +368,20 @@ class Stopping:
 
 
 def _disarm_handlers() -> None:
-    """Let no handler of a signal do anything any longer; signals are still noted. See NOTE [Handlers that raise]."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # others may not, and no handler runs in them
+    """Let no handler of a signal do anything any longer; signals are still noted. See NOTE [Handlers that raise].
+
+    Other threads than the main one may not, and no handler runs in them.
+    """
+    if threading.current_thread() is not threading.main_thread():
         return
-    armed = {number for number in signal.valid_signals() if callable(_GET_SIGNAL(number))}
-    while armed:
-        with contextlib.suppress(BaseException):  # raised by one of those handlers
-            for number in tuple(armed):
-                _SET_SIGNAL(number, _do_nothing)
-                armed.discard(number)
+    while True:
+        with contextlib.suppress(
+            BaseException
+        ):  # of a handler, which raises once at most: it is replaced then
+            for number in signal.valid_signals():
+                if callable(_GET_SIGNAL(number)):
+                    _SET_SIGNAL(number, _do_nothing)
+            return
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
