@@ -105,7 +105,6 @@ class AllocatorConfig:
 # -- Reading and writing PYTORCH_ALLOC_CONF strings, with torch's own reasons for refusing one ---------------
 
 
-_INTERVALS = 16
 _MAX_PINNED_THREADS = 128
 _SIZE_MAX = 2**64 - 1
 _SIZES = (
@@ -297,7 +296,7 @@ def _read_setting(
             raise reader.fail("per_process_memory_fraction is invalid, set it in [0.0, 1.0]")
         found[name] = share
     elif name == "roundup_power2_divisions":
-        found[name] = _read_divisions(reader, key, found.get(name, (0,) * _INTERVALS))
+        found[name] = _read_divisions(reader, key, found.get(name, (0,) * ROUNDUP_INTERVALS))
     elif name == "backend":
         found[name] = _read_backend(reader, key)
     elif name == "pinned_num_register_threads":
@@ -355,7 +354,7 @@ def _read_divisions(reader: _SettingsReader, key: str, before: tuple[int, ...]) 
         divisions = reader.as_number(key, word)
         if not _is_power_of_two(divisions):
             raise reader.fail("For roundups, the divisions has to be power of 2")
-        return (divisions,) * _INTERVALS
+        return (divisions,) * ROUNDUP_INTERVALS
     table = [*before]
     first, last = True, 0
     while (boundary := reader.take("']'")) != "]":
@@ -363,12 +362,14 @@ def _read_divisions(reader: _SettingsReader, key: str, before: tuple[int, ...]) 
         if divisions and not _is_power_of_two(divisions):
             raise reader.fail("For roundups, the divisions has to be power of 2 or 0 to disable roundup")
         if boundary == ">":
-            table[last + 1 :] = [divisions] * (_INTERVALS - last - 1)  # a lone ">" leaves the first as it is
+            table[last + 1 :] = [divisions] * (
+                ROUNDUP_INTERVALS - last - 1
+            )  # a lone ">" leaves the first as it is
         else:
             size = reader.as_number(key, boundary)
             if not _is_power_of_two(size):
                 raise reader.fail("For roundups, the intervals have to be power of 2")
-            index = min(size.bit_length() - 1, _INTERVALS - 1)
+            index = min(size.bit_length() - 1, ROUNDUP_INTERVALS - 1)
             if first:  # what lies below the first size named rounds as that size does
                 table[:index] = [divisions] * index
             table[index] = divisions

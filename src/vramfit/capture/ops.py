@@ -11,9 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 # Tells ops apart as `id` does, which Python announces to audit hooks at each call: files/ has one (attribution.py).
 identity = object.__hash__
 
-Handler = Callable[..., Any]
-"""What a rule does for an op: it is given the mode and the call."""
-
+Rule = Callable[..., Any]
+"""A rule of an op, of which this floor knows that it can be called; `vramfit.virtual.op_runner.Handler` is one."""
 
 _LAST_FIRST = frozenset({"aten.native_dropout", "aten._fused_dropout"})
 """Ops whose CUDA kernels make their results from the last to the first: the mask of a dropout (Dropout.cu:
@@ -60,7 +59,7 @@ class OpInfo:
         "view",
     )
 
-    def __init__(self, func: torch._ops.OpOverload, handler: Handler | None) -> None:
+    def __init__(self, func: torch._ops.OpOverload, handler: Rule | None) -> None:
         schema = func._schema
         self.name = schema.name.replace("::", ".")
         self.overload = str(func)
@@ -100,9 +99,9 @@ class OpTable:
 
     def __init__(
         self,
-        rules: dict[torch._ops.OpOverload, Handler],
-        late: dict[str, Handler] | None = None,
-        foreign: Callable[[torch._ops.OpOverload], Handler | None] | None = None,
+        rules: dict[torch._ops.OpOverload, Rule],
+        late: dict[str, Rule] | None = None,
+        foreign: Callable[[torch._ops.OpOverload], Rule | None] | None = None,
     ) -> None:
         """Takes the rules by op, those by name of ops that may be registered later, and who knows ops of others."""
         self._rules = rules

@@ -263,7 +263,7 @@ class Describer:
         kwargs: dict[str, Any],
         tensors: list[FakeTensor],
     ) -> Recipe | None:
-        """How to make the results of an op, without FakeTensorMode; None where it has to be asked. See py."""
+        """How to make the results of an op, without FakeTensorMode; None where it has to be asked. See `is_plain`."""
         plain = self._plain.get(func)
         if plain is None:
             plain = self._plain[func] = is_plain(func)

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from vramfit.capture.storages import Noted
 from vramfit.virtual.data_dependent.shadow import map_tensors
+from vramfit.virtual.noted import Noted
 from vramfit.virtual.op_call import OpCall
 
 _aten = torch.ops.aten

@@ -7,10 +7,10 @@ from math import prod
 
 import torch
 
-from vramfit.capture.storages import Noted
 from vramfit.virtual.data_dependent.assume import Assume
 from vramfit.virtual.data_dependent.expectations import Expectation, is_whole
 from vramfit.virtual.data_dependent.shadow import ShadowStore
+from vramfit.virtual.noted import Noted
 from vramfit.virtual.op_call import OpCall
 
 _aten = torch.ops.aten

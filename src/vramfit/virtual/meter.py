@@ -11,11 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.allocator import OutOfMemory
 from vramfit.allocator.core import MIN_BLOCK
-from vramfit.capture.storages import LifetimePeaks, Noted, StorageMeter, StorageRecord
+from vramfit.capture.storages import LifetimePeaks, StorageMeter, StorageRecord
 from vramfit.trace import Category, Estimate, EventKind, TraceBuilder
 from vramfit.virtual.data_dependent.assume import Extent, Numbers, Resting, bounds
 from vramfit.virtual.data_dependent.expectations import NOTHING, Expectation, is_whole
 from vramfit.virtual.machine import Machine
+from vramfit.virtual.noted import Noted
 from vramfit.virtual.op_call import EMPTY_CACHE, Spare
 from vramfit.virtual.tensor_subclasses import parts
 

@@ -20,9 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-)
+from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.capture.ops import OpTable, identity, kinds_among, tensors_in
 from vramfit.patching import PatchStack
@@ -30,11 +28,9 @@ from vramfit.trace import Category
 from vramfit.virtual.checks import check_arguments
 from vramfit.virtual.describe import key_of
 from vramfit.virtual.fake_impls import LATE, RULES, custom, sparse
-from vramfit.virtual.fills import Concern
 from vramfit.virtual.foreign.operators import handler_of
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.meter import Meter
-from vramfit.virtual.op_cache import Shades
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.tensor_subclasses import Twins
@@ -45,8 +41,6 @@ from vramfit.virtual.workspaces import Workspaces
 _PRIM_DEVICE = torch.ops.prim.device.default
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 _ADD = torch.ops.aten.add.Tensor
-_FORGET, _IF_KNOWN, _FOLLOW = Shades.FORGET, Shades.IF_KNOWN, Shades.FOLLOW
-_ALWAYS = Concern.ALWAYS
 _task = torch._C._current_graph_task_id
 _CURRENT_MODE = "_get_current_dispatch_mode"
 

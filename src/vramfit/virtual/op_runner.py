@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramfit.capture.attribution import ProgramPhase
 from vramfit.capture.ops import OpInfo, OpTable, device_of
-from vramfit.capture.storages import Noted
 from vramfit.trace import Category
 from vramfit.virtual import kernels, roofline
 from vramfit.virtual.clock import Engine
@@ -31,6 +31,7 @@ from vramfit.virtual.describe import Describer, VirtualFakeMode, key_of, recipe_
 from vramfit.virtual.fills import Concern
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.meter import Meter
+from vramfit.virtual.noted import Noted
 from vramfit.virtual.op_cache import MAX_PLANS, RememberedCall, Shades, plan_of, plan_of_view
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.page_locked import PageLocked
@@ -39,13 +40,9 @@ from vramfit.virtual.tensor_subclasses import Twins
 from vramfit.virtual.undescribed import DynamicSizes, SparseOperation, advice, fake_implementation, has_sparse
 from vramfit.virtual.workspaces import Workspaces
 
-_PRIM_DEVICE = torch.ops.prim.device.default
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 _ADD = torch.ops.aten.add.Tensor
 _FORGET, _IF_KNOWN, _FOLLOW = Shades.FORGET, Shades.IF_KNOWN, Shades.FOLLOW
 _ALWAYS = Concern.ALWAYS
-_task = torch._C._current_graph_task_id
-_CURRENT_MODE = "_get_current_dispatch_mode"
 
 
 class OpRunner(TorchDispatchMode):
@@ -397,3 +394,7 @@ def _without_generator(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
     )
     sibling: torch._ops.OpOverload = getattr(func._overloadpacket, plain)
     return sibling
+
+
+Handler = Callable[[OpRunner, OpCall], Any]
+"""A rule of an op, in place of the general treatment."""

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from vramfit.capture.ops import Handler
 from vramfit.virtual.fake_impls.registry import RULES, find_overload
 from vramfit.virtual.op_call import OpCall
-from vramfit.virtual.op_runner import OpRunner
+from vramfit.virtual.op_runner import Handler, OpRunner
 
 _KEYS = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 _OPS = (

@@ -21,26 +21,24 @@ _OTHERWISE = {"_foreach_norm", "_foreach_max", "_foreach_copy", "_foreach_powsum
 
 def in_place(mode: OpRunner, call: OpCall) -> Any:
     """An in-place list op: shapes stay; only temporaries, time and shadows matter."""
-    written = (
-        [t for t in call.args[0] if isinstance(t, torch.Tensor)]
-        if isinstance(call.args[0], (list, tuple))
-        else []
-    )
+    first = call.args[0]
+    written = [t for t in first if isinstance(t, torch.Tensor)] if isinstance(first, (list, tuple)) else []
     mode.settle(call, written)
-    return None if not call.func._schema.returns else call.args[0]
+    return None if not call.func._schema.returns else first
 
 
 def like_first(mode: OpRunner, call: OpCall) -> Any:
     """An out-of-place list op: one result like each tensor of the first list, in the list's order."""
-    if any(type(t) is not FakeTensor for t in call.args[0]):
+    first = call.args[0]
+    if any(type(t) is not FakeTensor for t in first):
         return mode.run(call)
-    other = call.args[1] if len(call.args) > 1 and isinstance(call.args[1], (list, tuple)) else call.args[0]
-    peers = other if len(other) == len(call.args[0]) and isinstance(other[0], torch.Tensor) else call.args[0]
-    if any(a.dtype != b.dtype or a.shape != b.shape for a, b in zip(call.args[0], peers, strict=True)) or any(
-        not t.dtype.is_floating_point for t in call.args[0]
+    other = call.args[1] if len(call.args) > 1 and isinstance(call.args[1], (list, tuple)) else first
+    peers = other if len(other) == len(first) and isinstance(other[0], torch.Tensor) else first
+    if any(a.dtype != b.dtype or a.shape != b.shape for a, b in zip(first, peers, strict=True)) or any(
+        not t.dtype.is_floating_point for t in first
     ):
         return mode.run(call)  # type promotion or broadcasting: let torch say
-    out = [mode.fake_like(t) for t in call.args[0]]
+    out = [mode.fake_like(t) for t in first]
     mode.settle(call, out)
     return out
 

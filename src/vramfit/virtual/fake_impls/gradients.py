@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from vramfit.capture.ops import Handler
 from vramfit.virtual.fake_impls import shapes
 from vramfit.virtual.fake_impls.registry import RULES, find_overload
 from vramfit.virtual.op_call import OpCall
-from vramfit.virtual.op_runner import OpRunner
+from vramfit.virtual.op_runner import Handler, OpRunner
 
 _INDEX_PUT = find_overload("aten._index_put_impl_.default")
 _MASKS = (torch.bool, torch.uint8)
@@ -56,11 +55,10 @@ def _in_place(plain: Any, written: Any, nodes: tuple[str, ...]) -> Handler:
         ):
             if written is _INDEX_PUT:
                 args = (*args[:3], True, True)  # accumulating, with indices that the forward pass has checked
-                if any(i is not None and i.dtype in _MASKS for i in args[1]):
-                    return shapes.index_put(
-                        mode, mode.call(written, *args, **call.kwargs)
-                    )  # a mask becomes indices first
-            mode.settle(mode.call(written, *args, **call.kwargs), args[0])
+            in_place = mode.call(written, *args, **call.kwargs)
+            if written is _INDEX_PUT and any(i is not None and i.dtype in _MASKS for i in args[1]):
+                return shapes.index_put(mode, in_place)  # a mask becomes indices first
+            mode.settle(in_place, args[0])
             return args[0]
         if usual is not None:
             return usual(mode, call)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from vramfit.capture.ops import Handler
+from vramfit.virtual.op_runner import Handler
+
+AnyHandler = TypeVar("AnyHandler", bound=Handler)
 
 RULES: dict[torch._ops.OpOverload, Handler] = {}
 LATE: dict[str, Handler] = {}
@@ -15,7 +17,9 @@ LATE: dict[str, Handler] = {}
 imported, or for all ops of a library (``bitsandbytes.*``)."""
 
 
-def rule(*overloads: str, on_host: bool = False, hands_on: bool = False) -> Callable[[Handler], Handler]:
+def rule(
+    *overloads: str, on_host: bool = False, hands_on: bool = False
+) -> Callable[[AnyHandler], AnyHandler]:
     """Register a handler for overloads named like ``aten._to_copy.default``.
 
     Overloads that this torch does not have are passed over: versions differ.
@@ -27,7 +31,7 @@ def rule(*overloads: str, on_host: bool = False, hands_on: bool = False) -> Call
             in the key of the call: a call that is remembered need not pass it again.
     """
 
-    def register(handler: Handler) -> Handler:
+    def register(handler: AnyHandler) -> AnyHandler:
         handler.on_host = on_host  # type: ignore[attr-defined]
         handler.hands_on = hands_on  # type: ignore[attr-defined]
         for name in overloads:

@@ -10,10 +10,9 @@ from torch._library.custom_ops import OPDEFS
 from torch._library.triton import triton_ops_to_kernels
 from torch._subclasses.fake_tensor import FakeTensor
 
-from vramfit.capture.ops import Handler
 from vramfit.virtual.foreign.fake_kernels import KERNELS, FakeKernel
 from vramfit.virtual.op_call import OpCall
-from vramfit.virtual.op_runner import OpRunner
+from vramfit.virtual.op_runner import Handler, OpRunner
 from vramfit.virtual.roofline import traffic_seconds
 from vramfit.virtual.undescribed import OF_TORCH
 

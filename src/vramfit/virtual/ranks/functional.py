@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from vramfit.capture.ops import Handler
 from vramfit.virtual.fake_impls.registry import LATE, RULES, find_overload
 from vramfit.virtual.op_call import OpCall
-from vramfit.virtual.op_runner import OpRunner
+from vramfit.virtual.op_runner import Handler, OpRunner
 from vramfit.virtual.ranks.collectives import copy
 
 _CLONE = torch.ops.aten.clone.default
