@@ -1,13 +1,19 @@
-"""Values on their way through JSON."""
+"""Values on their way through JSON, and values read from files as the types that they should have."""
+
+from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from enum import Enum
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
 
+from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec, catalogue
-from vramfit.plain import from_plain, to_plain
+from vramfit.plain import decode, from_plain, to_plain
 
 
 def test_every_card_comes_back() -> None:
@@ -30,3 +36,43 @@ def test_what_has_no_plain_form_is_refused() -> None:
 
 def test_numbers_beside_all_numbers_pass() -> None:
     assert json.loads(json.dumps(to_plain([float("inf"), 1.5]))) == [float("inf"), 1.5]
+
+
+class Bits(Enum):
+    FOUR = 4
+    EIGHT = 8
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "expected"),
+    [
+        (3, int, 3),
+        (3, float, 3.0),
+        (None, float | None, None),
+        (4, Bits, Bits.FOUR),
+        ([4, 8], tuple[Bits, ...], (Bits.FOUR, Bits.EIGHT)),
+        ({"a": ["b"]}, Mapping[str, tuple[str, ...]], {"a": ("b",)}),
+    ],
+)
+def test_values_get_their_type(value: object, kind: Any, expected: object) -> None:
+    found = decode(value, kind, "it")
+    assert (found, type(found)) == (expected, type(expected))
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "message"),
+    [
+        (True, int, "count is True. It has to be of type int"),
+        (1.0, int, "count is 1.0. It has to be of type int"),
+        ("3", float | None, "count is '3'. It has to be of type float"),
+        ("a", tuple[str, ...], "count is 'a'. It has to be of type list"),
+        (["a", 1], tuple[str, ...], "count is 1. It has to be of type str"),
+        ([1], Mapping[str, int], r"count is \[1\]. It has to be of type table"),
+        ({"a": "b"}, Mapping[str, int], "count is {'a': 'b'}. It has to be of type int"),
+        (5, Bits, "count is 5. Give one of 4, 8"),
+        ([4, "8"], tuple[Bits, ...], "count is '8'. Give one of 4, 8"),
+    ],
+)
+def test_what_is_of_another_type_is_refused(value: object, kind: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        decode(value, kind, "count")

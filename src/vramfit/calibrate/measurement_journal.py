@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vramfit.calibrate.records import CaseRecord, record_from_plain, record_to_plain
 from vramfit.errors import UsageError, WriteError
 from vramfit.gpus.measured_profile import rates_from_plain
+from vramfit.plain import read, to_plain
 
 SCHEMA = "vramfit.measured/1"
 GRID = 1
@@ -76,7 +77,7 @@ class CalibrationJournal:
         self.failures: dict[str, CaseFailure] = {}
         self.facts: dict[str, Any] = {}
         self.set_aside = False
-        header = {"schema": SCHEMA, "grid": GRID, "about": _plain(about)}
+        header = {"schema": SCHEMA, "grid": GRID, "about": to_plain(about)}
         found = list(_lines(path)) if path.exists() and not fresh else []
         if found and found[0] == header:
             _end_last_line(path)
@@ -110,9 +111,8 @@ class CalibrationJournal:
         journal.path, journal.set_aside = path, False
         journal.records, journal.failures, journal.facts = {}, {}, {}
         try:
-            about = found[0]["about"]
-            journal.about = About(**about | {"capability": tuple(about["capability"])})
-        except (KeyError, TypeError) as error:
+            journal.about = read(found[0].get("about"), About, "about")
+        except ValueError as error:
             raise _damaged(path, error) from None
         journal._take_all(found[1:])
         return journal
@@ -153,7 +153,7 @@ class CalibrationJournal:
         elif "record" in line:
             self.records[line["case"]] = record_from_plain(line["case"], line["record"])
         else:
-            kind, text = line["failed"]
+            kind, text = read(line["failed"], tuple[str, str], "failed")
             self.failures[line["case"]] = CaseFailure(case=line["case"], kind=kind, text=text)
 
 
@@ -162,10 +162,6 @@ def _damaged(path: Path, error: Exception) -> UsageError:
         f"{path} holds damaged measurements ({type(error).__name__}: {error!s:.80})",
         "Copy it again, or measure anew with vramfit calibrate --fresh",
     )
-
-
-def _plain(about: About) -> dict[str, Any]:
-    return asdict(about) | {"capability": list(about.capability)}
 
 
 def _end_last_line(path: Path) -> None:

@@ -29,13 +29,14 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, TypedDict
+
+from msgspec import Meta
 
 from vramfit.errors import UsageError
-from vramfit.gpus.spec import ARCHITECTURES, LIMITS, GpuKind, GpuSpec, Price
+from vramfit.gpus.spec import ARCHITECTURES, LIMITS, GpuKind, GpuSpec, PositiveNumber, Price, Text
+from vramfit.plain import Misfit, read
 from vramfit.units import parse_bytes
-
-DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16", "float8", "int8", "fp4")
 
 # GB/s of one lane one way, as the PCI Express base specifications give them after encoding.
 _PCIE_GBS_PER_LANE = {"3.0": 0.985, "4.0": 1.969, "5.0": 3.938, "6.0": 7.563}
@@ -44,6 +45,60 @@ _C2C = "NVLink-C2C"
 _UNIFIED = "unified memory"
 _C2C_GBS = 450.0  # NVIDIA states 900 GB/s for both directions together
 
+# -- The keys of a card's table: the types of their values, with the words that errors have for them ----------
+
+DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16", "float8", "int8", "fp4")
+_Flag = Annotated[bool, Meta(description="true or false")]
+_Count = Annotated[int, Meta(gt=0, description="a positive whole number")]
+_CAPABILITIES = [f"{major}.{minor}" for major, minor in LIMITS]
+_Capability = Annotated[
+    str,
+    Meta(
+        pattern=rf"^({'|'.join(map(re.escape, _CAPABILITIES))})\Z",
+        description=f'text and one of {", ".join(_CAPABILITIES)} (as in "8.9")',
+    ),
+]
+_Link = Annotated[
+    str,
+    Meta(
+        pattern=rf"^({_LINK.pattern}|{_C2C}|{_UNIFIED})\Z",
+        description=f'like "PCIe 4.0 x16", or "{_C2C}" or "{_UNIFIED}"',
+    ),
+]
+
+
+_PRICE = "a table with value, unit, date and source"
+
+
+class _CardTable(TypedDict, total=False):
+    name: Text
+    aliases: Annotated[tuple[Text, ...], Meta(description="a list of texts")]
+    vendor_name: Text
+    kind: GpuKind
+    architecture: Text
+    compute_capability: _Capability
+    total_bytes: _Count
+    memory_estimated: _Flag
+    memory_source: Text
+    sm_count: _Count
+    l2_bytes: _Count
+    bandwidth_gbs: PositiveNumber
+    memory_bus_bits: _Count
+    boost_clock_mhz: PositiveNumber
+    peak_tflops: Annotated[
+        Mapping[str, PositiveNumber], Meta(min_length=1, description="a table of dtype = TFLOP/s")
+    ]
+    link: _Link
+    host_link_gbs: PositiveNumber
+    context_bytes: _Count
+    context_source: Text
+    integrated: _Flag
+    price: Annotated[Price, Meta(description=_PRICE)]
+    source: Text
+    notes: Text
+
+
+_KEYS = tuple(_CardTable.__annotations__)
 _REQUIRED = (
     "name",
     "total_bytes",
@@ -57,131 +112,12 @@ _REQUIRED = (
     "peak_tflops",
 )
 
-
-class _Fault(Exception):
-    """One thing wrong with a table; the caller adds where."""
-
-
-def _text(value: Any, key: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise _Fault(f"{key} must be text, not {value!r}")
-    return value
-
-
-def _texts(value: Any, key: str) -> tuple[str, ...]:
-    if not isinstance(value, list):
-        raise _Fault(f"{key} must be a list of texts, not {value!r}")
-    return tuple(_text(item, key) for item in value)
-
-
-def _flag(value: Any, key: str) -> bool:
-    if not isinstance(value, bool):
-        raise _Fault(f"{key} must be true or false, not {value!r}")
-    return value
-
-
-def _positive(value: Any, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise _Fault(f"{key} must be a positive number, not {value!r}")
-    return float(value)
-
-
-def _scaled(factor: float) -> Callable[[Any, str], float]:
-    return lambda value, key: round(_positive(value, key) * factor) * 1.0
-
-
-def _count(value: Any, key: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise _Fault(f"{key} must be a positive whole number, not {value!r}")
-    return value
-
-
-def _size(value: Any, key: str) -> int:
-    if isinstance(value, str):
-        try:
-            value = parse_bytes(value)
-        except ValueError as error:
-            raise _Fault(f"{key}: {error}") from None
-    return _count(value, key)
-
-
-def _capability(value: Any, key: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)\.(\d)", value) if isinstance(value, str) else None
-    capability = (int(match.group(1)), int(match.group(2))) if match else None
-    if capability not in LIMITS:
-        known = ", ".join(f"{major}.{minor}" for major, minor in LIMITS)
-        raise _Fault(f'{key} must be text and one of {known} (as in "8.9"), not {value!r}')
-    return capability
-
-
-def _peaks(value: Any, key: str) -> Mapping[str, float]:
-    if not isinstance(value, dict) or not value:
-        raise _Fault(f"{key} must be a table of dtype = TFLOP/s, not {value!r}")
-    for dtype in value:
-        if dtype not in DTYPES:
-            raise _Fault(f"{key}.{dtype} is not a known dtype: write one of {', '.join(DTYPES)}")
-    rates = {dtype: _positive(rate, f"{key}.{dtype}") for dtype, rate in value.items()}
-    # round() so that 82.6 TFLOP/s is 82.6e12 to the last digit
-    return MappingProxyType({dtype: float(round(rate * 1e12)) for dtype, rate in rates.items()})
-
-
-def _price(value: Any, key: str) -> Price:
-    if not isinstance(value, dict) or set(value) != {"value", "unit", "date", "source"}:
-        raise _Fault(f"{key} must be a table with value, unit, date and source, not {value!r}")
-    if value["unit"] not in ("USD", "USD/h"):
-        raise _Fault(f'{key}.unit must be "USD" or "USD/h", not {value["unit"]!r}')
-    when = (
-        value["date"].isoformat() if isinstance(value["date"], date) else _text(value["date"], f"{key}.date")
-    )
-    return Price(
-        value=_positive(value["value"], f"{key}.value"),
-        unit=value["unit"],
-        date=when,
-        source=_text(value["source"], f"{key}.source"),
-    )
-
-
-def _kind(value: Any, key: str) -> GpuKind:
-    try:
-        return GpuKind(value)
-    except ValueError:
-        raise _Fault(
-            f"{key} must be one of {', '.join(kind.value for kind in GpuKind)}, not {value!r}"
-        ) from None
-
-
-def _link(value: Any, key: str) -> str:
-    if not isinstance(value, str) or (value not in (_C2C, _UNIFIED) and not _LINK.fullmatch(value)):
-        raise _Fault(f'{key} must be like "PCIe 4.0 x16", or "{_C2C}" or "{_UNIFIED}", not {value!r}')
-    return value
-
-
-# key in the file -> (attribute of GpuSpec, reader)
-_KEYS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
-    "name": ("name", _text),
-    "aliases": ("aliases", _texts),
-    "vendor_name": ("vendor_name", _text),
-    "kind": ("kind", _kind),
-    "architecture": ("architecture", _text),
-    "compute_capability": ("compute_capability", _capability),
-    "total_bytes": ("total_bytes", _size),
-    "memory_estimated": ("memory_estimated", _flag),
-    "memory_source": ("memory_source", _text),
-    "sm_count": ("sm_count", _count),
-    "l2_bytes": ("l2_bytes", _size),
-    "bandwidth_gbs": ("bandwidth", _scaled(1e9)),
-    "memory_bus_bits": ("memory_bus_bits", _count),
-    "boost_clock_mhz": ("boost_clock", _scaled(1e6)),
-    "peak_tflops": ("peak_flops", _peaks),
-    "link": ("link", _link),
-    "host_link_gbs": ("host_link", _scaled(1e9)),
-    "context_bytes": ("context_bytes", _size),
-    "context_source": ("context_source", _text),
-    "integrated": ("integrated", _flag),
-    "price": ("price", _price),
-    "source": ("source", _text),
-    "notes": ("notes", _text),
+_SCALED = {
+    "bandwidth_gbs": ("bandwidth", 1e9),
+    "boost_clock_mhz": ("boost_clock", 1e6),
+    "host_link_gbs": ("host_link", 1e9),
 }
+"""Keys with a unit, with the attribute of `GpuSpec` and the factor that they stand for."""
 
 
 def link_rate(link: str, bandwidth: float) -> float:
@@ -224,10 +160,53 @@ def _nearest_key(key: str) -> str:
 
 
 def _read_keys(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of `GpuSpec` that a table gives.
+
+    Raises:
+        ValueError: what is wrong with the table, in one line.
+    """
     for key in table:
         if key not in _KEYS:
-            raise _Fault(f"unknown key {key!r}: did you mean {_nearest_key(key)!r}?")
-    return {attribute: read(table[key], key) for key, (attribute, read) in _KEYS.items() if key in table}
+            raise ValueError(f"unknown key {key!r}: did you mean {_nearest_key(key)!r}?")
+    try:
+        values: dict[str, Any] = read(
+            {key: _prepared(value, key) for key, value in table.items()}, _CardTable
+        )
+    except Misfit as misfit:
+        raise ValueError(f"{misfit.place} must be {misfit.wanted}, not {misfit.value!r}") from None
+    for key, (attribute, factor) in _SCALED.items():
+        if key in values:
+            values[attribute] = _scaled(values.pop(key), factor)
+    if "compute_capability" in values:
+        major, minor = values["compute_capability"].split(".")
+        values["compute_capability"] = (int(major), int(minor))
+    if "peak_tflops" in values:
+        rates = values.pop("peak_tflops")
+        values["peak_flops"] = MappingProxyType({dtype: _scaled(rate, 1e12) for dtype, rate in rates.items()})
+    return values
+
+
+def _prepared(value: Any, key: str) -> Any:
+    """A value with sizes as numbers of bytes and dates as text, in tables that have known keys only."""
+    if key.endswith("_bytes") and isinstance(value, str):
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
+    if key == "peak_tflops" and isinstance(value, dict):
+        for dtype in value:
+            if dtype not in DTYPES:
+                raise ValueError(f"{key}.{dtype} is not a known dtype: write one of {', '.join(DTYPES)}")
+    if key == "price" and isinstance(value, dict):
+        if value.keys() != Price.__annotations__.keys():
+            raise ValueError(f"price must be {_PRICE}, not {value!r}")
+        return {name: item.isoformat() if isinstance(item, date) else item for name, item in value.items()}
+    return value
+
+
+def _scaled(value: float, factor: float) -> float:
+    """A figure in another unit, rounded so that 82.6 TFLOP/s is 82.6e12 to the last digit."""
+    return float(round(value * factor))
 
 
 def card_from_table(table: Mapping[str, Any], *, where: str, base: GpuSpec | None = None) -> GpuSpec:
@@ -247,10 +226,10 @@ def card_from_table(table: Mapping[str, Any], *, where: str, base: GpuSpec | Non
             return _inherit(base, values, where)
         missing = [key for key in _REQUIRED if key not in table]
         if missing:
-            raise _Fault(f'missing {", ".join(missing)} (or inherit them with base = "RTX 4090")')
-    except _Fault as fault:
+            raise ValueError(f'missing {", ".join(missing)} (or inherit them with base = "RTX 4090")')
+    except ValueError as error:
         raise UsageError(
-            f"{where} does not describe a card: {fault}", "See 'vramfit gpus NAME' for an example"
+            f"{where} does not describe a card: {error}", "See 'vramfit gpus NAME' for an example"
         ) from None
     values.setdefault("host_link", link_rate(values["link"], values["bandwidth"]))
     values.setdefault("vendor_name", values["name"])

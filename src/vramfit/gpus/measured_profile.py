@@ -6,19 +6,21 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from vramfit.arguments import path_argument
 from vramfit.errors import UsageError, WriteError
 from vramfit.gpus.card_file import catalogue
-from vramfit.gpus.spec import GpuSpec
+from vramfit.gpus.spec import GpuSpec, PositiveNumber
+from vramfit.plain import read
 from vramfit.units import GIB, format_bytes
 from vramfit.writing import StrPath, write_text
 
@@ -27,6 +29,10 @@ FOLDER_VARIABLE = "VRAMFIT_PROFILE_DIR"
 NO_PROFILE = "none"
 OWN_PROFILE = "auto"
 _MEMORY_TOLERANCE = 0.1
+
+_Text = Annotated[str, Meta(description="text")]
+_Size = Annotated[int, Meta(ge=0, description="a whole number from 0")]
+_Step = Annotated[int, Meta(title="a block's size", description="a whole number")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,10 +46,10 @@ class MeasuredOp:
         reserve: size of a result whose bytes a library decides (a cuDNN reserve), None without one.
     """
 
-    before: tuple[int, ...] = ()
-    between: tuple[tuple[int, ...], ...] = ()
-    after: tuple[int, ...] = ()
-    reserve: int | None = None
+    before: tuple[_Step, ...] = ()
+    between: tuple[tuple[_Step, ...], ...] = ()
+    after: tuple[_Step, ...] = ()
+    reserve: _Size | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,11 +77,11 @@ class Rates:
         to_host: card to host, in the same units and by the same kinds of memory.
     """
 
-    flops: Mapping[str, float] = field(default_factory=dict)
-    bandwidth: float | None = None
-    launch_seconds: float | None = None
-    to_card: Mapping[str, float] = field(default_factory=dict)
-    to_host: Mapping[str, float] = field(default_factory=dict)
+    flops: Mapping[str, PositiveNumber] = field(default_factory=dict)
+    bandwidth: PositiveNumber | None = None
+    launch_seconds: PositiveNumber | None = None
+    to_card: Mapping[str, PositiveNumber] = field(default_factory=dict)
+    to_host: Mapping[str, PositiveNumber] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,17 +104,17 @@ class MeasuredProfile:
         file: where it was read from, None if it was not.
     """
 
-    gpu_name: str
-    total_bytes: int
-    torch_version: str
-    cuda_version: str = ""
-    cudnn_version: int = 0
-    driver: str = ""
-    date: str
-    source: str = "card"
-    context_bytes: int | None = None
-    library_bytes: Mapping[str, int] = field(default_factory=dict)
-    workspace_bytes: Mapping[str, int] = field(default_factory=dict)
+    gpu_name: _Text
+    total_bytes: _Size
+    torch_version: _Text
+    cuda_version: _Text = ""
+    cudnn_version: _Size = 0
+    driver: _Text = ""
+    date: _Text
+    source: _Text = "card"
+    context_bytes: _Size | None = None
+    library_bytes: Mapping[str, _Size] = field(default_factory=dict)
+    workspace_bytes: Mapping[str, _Size] = field(default_factory=dict)
     rates: Rates = field(default_factory=Rates)
     ops: Mapping[str, Mapping[str, MeasuredCall]] = field(default_factory=dict)
     file: str | None = None
@@ -172,9 +178,9 @@ def load_profile(path: StrPath) -> MeasuredProfile:
         found = document.get("schema") if isinstance(document, dict) else None
         raise _no_profile(path, f"its schema is {found!r}, not {SCHEMA!r}")
     try:
-        return _profile(document, str(path))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _no_profile(path, f"{type(error).__name__}: {error}") from None
+        return replace(_profile(document), file=str(path))
+    except ValueError as error:
+        raise _no_profile(path, str(error)) from None
 
 
 def _no_profile(path: StrPath, reason: str) -> UsageError:
@@ -183,84 +189,53 @@ def _no_profile(path: StrPath, reason: str) -> UsageError:
     )
 
 
-def _profile(document: dict[str, Any], file: str) -> MeasuredProfile:
-    plain: dict[str, Any] = {name: _text(document[name], name) for name in _TEXTS if name in document}
-    plain |= {
-        name: _size(document[name], name) for name in ("total_bytes", "cudnn_version") if name in document
-    }
-    context = document.get("context_bytes")
-    return MeasuredProfile(
-        **plain,
-        context_bytes=None if context is None else _size(context, "context_bytes"),
-        library_bytes=_sizes(document, "library_bytes"),
-        workspace_bytes=_sizes(document, "workspace_bytes"),
-        rates=rates_from_plain(document.get("rates", {})),
-        ops={
-            name: {key: _call_from_plain(call) for key, call in calls.items()}
-            for name, calls in document["ops"].items()
-        },
-        file=file,
-    )
+def _profile(document: dict[str, Any]) -> MeasuredProfile:
+    calls = read(document.get("ops"), _PlainCalls, "ops")
+    ops = {name: {key: _call(call) for key, call in found.items()} for name, found in calls.items()}
+    profile: MeasuredProfile = read(document | {"ops": {}}, MeasuredProfile)
+    return replace(profile, ops=ops)
 
 
-_TEXTS = ("gpu_name", "torch_version", "cuda_version", "driver", "date", "source")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PlainCall(MeasuredOp):
+    """A `MeasuredCall` as it stands in the file: the usual allocations without a name of their own."""
+
+    first: MeasuredOp | None = None
 
 
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{name} is {value!r:.40}, not text")
-    return value
+_PlainCalls = Annotated[
+    Mapping[str, Mapping[str, _PlainCall]], Meta(description="a table whose items are the calls of ops")
+]
 
 
-def _size(value: Any, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{name} is {value!r:.40}, not a whole number from 0")
-    return value
+def _call(plain: _PlainCall) -> MeasuredCall:
+    usual = MeasuredOp(before=plain.before, between=plain.between, after=plain.after, reserve=plain.reserve)
+    for op in (usual, plain.first or usual):
+        for steps in (op.before, *op.between, op.after):
+            _check_steps(steps)
+    return MeasuredCall(usual=usual, first=plain.first)
 
 
-def _sizes(document: Mapping[str, Any], name: str) -> dict[str, int]:
-    return {key: _size(value, f"{name}.{key}") for key, value in document.get(name, {}).items()}
-
-
-def _speed(value: Any, name: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ValueError(f"{name} is {value!r:.40}, not a number above 0")
-    return float(value)
-
-
-def _speeds(values: Mapping[str, Any], name: str) -> dict[str, float]:
-    return {key: _speed(value, f"{name}.{key}") for key, value in values.get(name, {}).items()}
-
-
-def _steps(values: Any) -> tuple[int, ...]:
-    """Blocks taken, and, as negative numbers, given back by their position among those taken; each once."""
+def _check_steps(steps: tuple[int, ...]) -> None:
+    """Negative numbers give back blocks by their position among those taken, each once."""
     taken, returned = 0, set()
-    for value in values:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"a block's size is {value!r:.40}, not a whole number")
-        if value >= 0:
+    for step in steps:
+        if step >= 0:
             taken += 1
-        elif -value > taken or value in returned:
-            raise ValueError(f"{value} gives back a block that is not held")
+        elif -step > taken or step in returned:
+            raise ValueError(f"{step} gives back a block that is not held")
         else:
-            returned.add(value)
-    return tuple(values)
+            returned.add(step)
 
 
-def rates_from_plain(values: Mapping[str, Any]) -> Rates:
+def rates_from_plain(values: Any) -> Rates:
     """Speeds as they stand in a profile.
 
     Raises:
-        ValueError: one is no number above 0.
+        ValueError: one is not a positive number.
     """
-    bandwidth, launch = values.get("bandwidth"), values.get("launch_seconds")
-    return Rates(
-        flops=_speeds(values, "flops"),
-        bandwidth=None if bandwidth is None else _speed(bandwidth, "bandwidth"),
-        launch_seconds=None if launch is None else _speed(launch, "launch_seconds"),
-        to_card=_speeds(values, "to_card"),
-        to_host=_speeds(values, "to_host"),
-    )
+    rates: Rates = read(values, Rates, "rates")
+    return rates
 
 
 def _call_to_plain(call: MeasuredCall) -> dict[str, Any]:
@@ -268,23 +243,8 @@ def _call_to_plain(call: MeasuredCall) -> dict[str, Any]:
     return plain if call.first is None else plain | {"first": _op_to_plain(call.first)}
 
 
-def _call_from_plain(plain: Mapping[str, Any]) -> MeasuredCall:
-    first = plain.get("first")
-    return MeasuredCall(usual=_op_from_plain(plain), first=None if first is None else _op_from_plain(first))
-
-
 def _op_to_plain(op: MeasuredOp) -> dict[str, Any]:
     return {name: value for name, value in asdict(op).items() if value not in ((), None)}
-
-
-def _op_from_plain(plain: Mapping[str, Any]) -> MeasuredOp:
-    reserve = plain.get("reserve")
-    return MeasuredOp(
-        before=_steps(plain.get("before", ())),
-        between=tuple(_steps(sizes) for sizes in plain.get("between", ())),
-        after=_steps(plain.get("after", ())),
-        reserve=None if reserve is None else _size(reserve, "reserve"),
-    )
 
 
 # -- the folder of profiles ----------------------------------------------------------------------------------

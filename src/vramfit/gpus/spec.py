@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from vramfit.units import MIB
 
@@ -87,6 +90,12 @@ def limits_of(compute_capability: tuple[int, int]) -> ArchitectureLimits:
     return LIMITS[compute_capability]
 
 
+# -- A card ---------------------------------------------------------------------------------------------------
+
+Text = Annotated[str, Meta(pattern=r"\S", description="text")]
+PositiveNumber = Annotated[float, Meta(gt=0, le=1e30, description="a positive number")]
+
+
 class GpuKind(Enum):
     """Where a card is found."""
 
@@ -109,10 +118,10 @@ class Price:
         source: who published it.
     """
 
-    value: float
-    unit: str
-    date: str
-    source: str
+    value: PositiveNumber
+    unit: Annotated[Literal["USD", "USD/h"], Meta(description='"USD" or "USD/h"')]
+    date: Text
+    source: Text
 
     def __str__(self) -> str:
         """Write the price as ``$1,599`` or ``$2.99/h``."""

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import tomlkit
 from tomlkit.items import Table
 
-from vramfit.decoding import decode
 from vramfit.errors import UsageError
 from vramfit.masking import mask_text
+from vramfit.plain import decode
 from vramfit.techniques import (
     Choice,
     Numerics,

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, TypeVar
 
-from vramfit.decoding import decode
 from vramfit.errors import UsageError
+from vramfit.plain import decode
 
 S = TypeVar("S")
 
