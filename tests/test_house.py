@@ -44,7 +44,6 @@ _TORCH = "the parameters of torch's own function or operator"
 _TORCH_AND_OURS = "the parameters of torch's own function or operator, and what we know of the call"
 _COLUMNS = "one parameter a column; it is called for every event, and a value made for it would cost more than the rest"
 LONG_SIGNATURES = {
-    "allocator/oom.py:__init__": "each figure of torch's message, by keywords",
     "calibrate/cases/attention.py:_sdpa": _TORCH,
     "calibrate/cases/rnn.py:_layer": _TORCH,
     "planner/api.py:fit": _PUBLIC,

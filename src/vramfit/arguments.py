@@ -30,10 +30,10 @@ def size_argument(name: str, given: Any, *, least: int = 1) -> int:
     Args:
         name: of the argument.
         given: ``"2GiB"`` or a whole number of bytes, also as a float (``2.5e9``).
-        least: bytes that it has at least: 1, or 0 where nothing is something.
+        least: the smallest size allowed: 1, or 0 where no memory at all makes sense.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not one.
     """
     try:
         found = parse_bytes(given)
@@ -45,10 +45,10 @@ def size_argument(name: str, given: Any, *, least: int = 1) -> int:
 
 
 def whole_argument(name: str, given: Any, *, least: int, most: int | None = None) -> int:
-    """A whole number within bounds; True and False are none.
+    """A whole number within bounds; True and False do not count.
 
     Raises:
-        UsageError: it is none, or lies outside.
+        UsageError: it is not one, or lies outside.
     """
     try:
         found = operator.index(given)
@@ -61,16 +61,16 @@ def whole_argument(name: str, given: Any, *, least: int, most: int | None = None
 
 
 def number_argument(name: str, given: Any, *, least: float, most: float, inside: bool = False) -> float:
-    """A number within bounds; True, False and ``nan`` are none.
+    """A number within bounds; True, False and ``nan`` do not count.
 
     Args:
         name: of the argument.
         given: a whole number or a float.
         least, most: the bounds.
-        inside: whether the bounds themselves are outside.
+        inside: whether the bounds themselves are excluded.
 
     Raises:
-        UsageError: it is none, or lies outside.
+        UsageError: it is not one, or lies outside.
     """
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
     if is_number and (least < given < most if inside else least <= given <= most):
@@ -109,7 +109,7 @@ def names_argument(name: str, given: Any) -> tuple[str, ...]:
     """Several names, in a list, a tuple or a set.
 
     Raises:
-        UsageError: one of them is none, or it is a single text.
+        UsageError: one is not a name, or it is a single text.
     """
     if isinstance(given, str | bytes) or not isinstance(given, Collection):
         raise UsageError(f"{name}={shown(given)} is no list of names", f'Give one: {name}=["..."]')
@@ -165,7 +165,7 @@ def paths_argument(name: str, given: Any) -> tuple[str, ...]:
     """One path, or several in a list or tuple.
 
     Raises:
-        UsageError: one of them is none.
+        UsageError: one of them is not a path.
     """
     several = given if isinstance(given, Sequence) and not isinstance(given, str | bytes) else (given,)
     return tuple(path_argument(name, path) for path in several)

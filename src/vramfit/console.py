@@ -1,6 +1,6 @@
-"""A terminal to which nothing but our own styles is sent: control characters of other people's texts are shown.
+"""A terminal that shows control characters of foreign texts instead of obeying them.
 
-Messages of exceptions, names of files and whatever a recording holds are not ours. An escape sequence in them would
+Messages of exceptions, names of files and the texts of a recording are not ours. An escape sequence in them would
 colour, move or clear what stands on a terminal, or rename its window.
 """
 

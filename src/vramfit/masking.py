@@ -1,8 +1,8 @@
-"""Keeps passwords, tokens and keys out of what is written: reports, traces and plans are made to be shared.
+"""Keeps passwords, tokens and keys out of reports, traces and plans, which are made to be shared.
 
-A secret is told by the name that stands before it (``--password x``, ``api_key=x``, ``"token": "x"``), by its own form
+A secret is recognised by the name before it (``--password x``, ``api_key=x``, ``"token": "x"``), by its own form
 (``hf_...``, ``sk-...``, ``AKIA...``), or by its place in an address (``https://user:secret@host``). A secret without
-any of these, such as a bare password among the arguments, cannot be told from other text and stays.
+any of these, such as a bare password among the arguments, cannot be distinguished from other text and stays.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ def _mask_assignments(text: str) -> str:
 
 
 def _masked_value(name: str, value: str) -> str:
-    """What was given for an option."""
+    """The value of an option, masked if the option's name is that of a secret."""
     return MASK if _is_secret(name, value) else mask_text(value)
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Whether a value of a name is one: numbers and flags are not, nor is the text of a token, as ``<pad>``."""
+    """Whether the value of a name is a secret: numbers, flags and the text of a token, such as ``<pad>``, are not."""
     if _NAME.fullmatch(name):
         return _HARMLESS.fullmatch(value) is None
     return _HEX.fullmatch(value) is not None and _COMMIT.fullmatch(name) is None

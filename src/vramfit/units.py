@@ -10,23 +10,10 @@ MIB = 1 << 20
 GIB = 1 << 30
 TIB = 1 << 40
 
-_FACTORS = {
-    "": 1,
-    "b": 1,
-    "byte": 1,
-    "bytes": 1,
-    "k": KIB,
-    "kb": 10**3,
-    "kib": KIB,
-    "m": MIB,
-    "mb": 10**6,
-    "mib": MIB,
-    "g": GIB,
-    "gb": 10**9,
-    "gib": GIB,
-    "t": TIB,
-    "tb": 10**12,
-    "tib": TIB,
+_FACTORS: dict[str, int] = dict.fromkeys(("", "b", "byte", "bytes"), 1) | {
+    letter + ending: base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for ending, base in (("", 1 << 10), ("ib", 1 << 10), ("b", 10**3))
 }
 _TOO_LARGE = 2**63
 """Bytes that no signed 64-bit number holds."""

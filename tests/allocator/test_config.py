@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 
@@ -180,9 +182,9 @@ def test_settings_given_at_run_time_reset_four_and_keep_the_others() -> None:
 @given(config=configs)
 def test_writing_and_reading_gives_the_same_settings(config: AllocatorConfig) -> None:
     if config.max_split_size is not None and config.max_split_size < config.large_segment_size:
-        config = config.with_(max_split_size=config.large_segment_size)
+        config = replace(config, max_split_size=config.large_segment_size)
     if config.max_non_split_rounding < config.large_segment_size:
-        config = config.with_(max_non_split_rounding=config.large_segment_size)
+        config = replace(config, max_non_split_rounding=config.large_segment_size)
     assert AllocatorConfig.parse(config.to_string()) == config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vramfit.allocator import AllocatorConfig, AllocatorEventKind, CachingAllocator, Driver, OutOfMemory
-from vramfit.allocator.oom import torch_size
+from vramfit.allocator.release import torch_size
 from vramfit.errors import OutOfMemory as AnyOutOfMemory
 from vramfit.units import GIB, MIB
 

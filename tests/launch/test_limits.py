@@ -17,7 +17,8 @@ from vramfit.launch.status import (
     read_status,
     write_order,
 )
-from vramfit.trace.outcome import End, Progress, Unit, progress_from_plain
+from vramfit.plain import from_plain, to_plain
+from vramfit.trace.outcome import End, Progress, Unit
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_a_status_is_read_as_it_was_told(tmp_path: Path) -> None:
     told = Status(state=ChildState.STOPPING, own_terminate=True, progress=progress)
     StatusWriter(tmp_path).write(told)
     assert read_status(tmp_path) == told
-    assert progress_from_plain(progress.to_plain()) == progress
+    assert from_plain(to_plain(progress), Progress) == progress
 
 
 def test_the_last_order_counts(tmp_path: Path) -> None:

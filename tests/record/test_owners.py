@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vramfit.record.chains import OwnerChain, Root
 from vramfit.record.heap import Heap
-from vramfit.record.owners import owner_chains, owners_in, storage_owners
+from vramfit.record.owners import owner_chains, owners_in
 
 WAYS = Path(__file__).with_name("ways.py")
 
@@ -44,6 +44,11 @@ def ways() -> Iterator[ModuleType]:
 def key(tensor: Tensor) -> int:
     """The storage of a tensor, without a variable that holds it."""
     return tensor.untyped_storage()._cdata
+
+
+def storage_owners(storage: int, *, limit: int = 5, seconds: float = 5.0) -> tuple[OwnerChain, ...]:
+    with Heap.now(seconds) as heap:
+        return owners_in(heap, storage, limit=limit)
 
 
 def first(storage: int) -> OwnerChain:

@@ -16,7 +16,7 @@ from vramfit.stress.schedule import StressJob
 from vramfit.stress.stress_run import _report
 from vramfit.trace import Source
 from vramfit.units import MIB
-from vramfit.workload.loading import load_workload
+from vramfit.workload import load_workload
 
 WORKLOADS = """
 import torch

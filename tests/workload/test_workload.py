@@ -8,8 +8,7 @@ from torch import nn
 
 from vramfit.errors import UsageError, VramfitError
 from vramfit.techniques import Choice, find_technique, live_of, setting_from_plain, with_choices
-from vramfit.workload import State, Workload, to_device
-from vramfit.workload.loading import load_workload, split_target
+from vramfit.workload import State, Workload, load_workload, split_target, to_device
 
 __all__ = ["fit_interpreter"]  # backward passes on the CPU before tests of the virtual GPU
 

@@ -4,7 +4,7 @@ from vramfit.allocator.caching import CachingAllocator
 from vramfit.allocator.config import AllocatorConfig
 from vramfit.allocator.core import AllocatorEventKind, EventCallback
 from vramfit.allocator.driver import Driver
-from vramfit.allocator.oom import OutOfMemory
+from vramfit.allocator.release import OutOfMemory
 from vramfit.allocator.versions import alloc_conf_from_env, parse_torch_version
 
 __all__ = [

@@ -5,15 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 
-from vramfit.allocator.block import ALLOCATED, Block
+from vramfit.allocator.block import ALLOCATED, Block, Segment, describe_segments
 from vramfit.allocator.config import AllocatorConfig
-from vramfit.allocator.core import AllocatorEventKind, EventCallback, FreedCallback, PoolId
-from vramfit.allocator.driver import Driver
-from vramfit.allocator.oom import EXABYTE
-from vramfit.allocator.release import NO_POOL, ReleasingStore
-from vramfit.allocator.snapshot import Segment, describe_segments
+from vramfit.allocator.core import AllocatorEventKind, PoolId
+from vramfit.allocator.release import EXABYTE, NO_POOL, ReleasingStore
 from vramfit.allocator.stats import NestedStats, flatten
-from vramfit.allocator.versions import REFERENCE_VERSION, TorchVersion
 
 
 class CachingAllocator(ReleasingStore):
@@ -34,30 +30,6 @@ class CachingAllocator(ReleasingStore):
             for it, at each request. Without it, blocks wait until `process_events` or `synchronize` is
             called, or memory runs out.
     """
-
-    def __init__(
-        self,
-        driver: Driver,
-        *,
-        config: AllocatorConfig | None = None,
-        torch_version: TorchVersion = REFERENCE_VERSION,
-        device: int = 0,
-        on_event: EventCallback | None = None,
-        on_segment: EventCallback | None = None,
-        on_freed: FreedCallback | None = None,
-        event_query: Callable[[int], bool] | None = None,
-    ) -> None:
-        self._callbacks: list[Callable[[], bool]] = []
-        super().__init__(
-            driver,
-            config=config,
-            torch_version=torch_version,
-            device=device,
-            on_event=on_event,
-            on_segment=on_segment,
-            on_freed=on_freed,
-            event_query=event_query,
-        )
 
     # Requests
 
@@ -286,7 +258,7 @@ class CachingAllocator(ReleasingStore):
             self._capture_uses.setdefault(address, set()).add(stream)
 
     def process_events(self, streams: Iterable[int] | None = None) -> None:
-        """These streams (None: all) are done with what they were given: free what waited only for them."""
+        """Free the blocks that waited only for these streams (None: all), which are done with their work."""
         if self._captures:
             return
         if streams is None:
@@ -296,11 +268,11 @@ class CachingAllocator(ReleasingStore):
             self._process_events(done.__contains__)
 
     def synchronize(self) -> None:
-        """The whole device is done, as after ``torch.cuda.synchronize``."""
+        """Finish everything on the device, as ``torch.cuda.synchronize`` does."""
         self.process_events()
 
     def complete_free(self, address: int) -> bool:
-        """Finish the free of one pending block, as a recording says; whether one was pending there."""
+        """Finish the free of one pending block, as a recording shows it; whether there was one."""
         block = self._pending.get(address)
         if block is None:
             return False
@@ -327,7 +299,7 @@ class CachingAllocator(ReleasingStore):
         self._release_cached(pool_id)
 
     def add_free_memory_callback(self, callback: Callable[[], bool]) -> None:
-        """Have ``callback`` called when no cached block fits; it says whether it freed memory.
+        """Have ``callback`` called when no cached block fits; it returns whether it freed memory.
 
         torch registers such callbacks for memory shared between processes
         (c10/cuda/CUDACachingAllocator.h, ``FreeMemoryCallback``).

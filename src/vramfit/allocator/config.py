@@ -69,7 +69,6 @@ class AllocatorConfig:
         Raises:
             ConfigError: a setting is unknown or its value is not accepted; the message has torch's reason.
         """
-
         return cls(**parse_settings(text, torch_version))
 
     def updated(self, text: str, *, torch_version: TorchVersion = REFERENCE_VERSION) -> AllocatorConfig:
@@ -83,7 +82,6 @@ class AllocatorConfig:
         Raises:
             ConfigError: as `parse`.
         """
-
         found = parse_settings(text, torch_version, large_segment_size=self.large_segment_size)
         reset = {
             "max_split_size": None,
@@ -92,13 +90,8 @@ class AllocatorConfig:
         }
         return replace(self, **(reset | found))
 
-    def with_(self, **changes: Any) -> AllocatorConfig:
-        """A copy with some settings changed."""
-        return replace(self, **changes)
-
     def to_string(self) -> str:
         """The shortest ``PYTORCH_ALLOC_CONF`` string that gives these settings."""
-
         return write_settings(self)
 
 
@@ -314,7 +307,6 @@ def _read_setting(
         raise reader.fail(f"Unrecognized key '{key}' in CUDA allocator config")
 
 
-_PINNED_ROUNDING = ("pinned_max_round_threshold_mb", "pinned_max_cached_size_mb")
 _BOOLEANS = frozenset(
     {
         "expandable_segments",

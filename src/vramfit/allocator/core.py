@@ -1,4 +1,4 @@
-"""The allocator's state and the moves every rule is made of: take, split, merge, hand out, give back.
+"""The allocator's state, and the moves that every rule consists of: take, split, merge, hand out, give back.
 
 NOTE [Two paths]. `CachingAllocator.malloc` and `CachingAllocator.free` carry the common case inline: classic
 segments, no size limits, one stream, no observer of single events. Everything else goes through the methods of
@@ -97,7 +97,7 @@ def _next_division(size: int, divisions: int) -> int:
     return -(-size // step) * step
 
 
-# -- What the allocator tells an observer: the kinds of event in a torch memory trace ------------------------
+# -- Events for an observer, as in a torch memory trace --------------------------------------------------------
 
 
 class AllocatorEventKind(IntEnum):
@@ -188,6 +188,7 @@ class BlockStore:
         self._captures: list[tuple[PoolId, frozenset[int] | None]] = []
         self._private: dict[PoolId, PrivatePool] = {}
         self._use_on_oom: list[PoolId] = []
+        self._callbacks: list[Callable[[], bool]] = []  # asked for memory when no cached block fits
         self._set_config(AllocatorConfig() if config is None else config)
         limit = self._config.max_split_size
         self._reported_max_split = -1 if limit is None else limit  # torch reads it once, at the start
@@ -207,8 +208,7 @@ class BlockStore:
         self._private[pool_id] = PrivatePool(pool_id, small=stats.small, large=stats.large, no_split=no_split)
 
     def refresh_plain(self) -> None:
-        """Find out anew which path is right, and whether garbage collection is on."""
-        # It takes a threshold and a limit.
+        """Decide again which path is right, and whether garbage collection is on: with a threshold and a limit."""
         self._collects = self._limit is not None and self._config.garbage_collection_threshold > 0
         self.plain = (
             self._rounding.plain
@@ -337,7 +337,7 @@ class BlockStore:
     # Giving back
 
     def _give_back(self, block: Block) -> None:
-        """The caller is done with a block (``free``); it is free at once unless other streams used it."""
+        """Take a block back from the caller (``free``): free at once unless other streams used it."""
         stats = block.shelf.stats
         stats.count_out += 1
         stats.bytes_out += block.size
@@ -366,7 +366,7 @@ class BlockStore:
         stats.note_active()
 
     def _insert_events(self, block: Block) -> None:
-        """Have each stream that used a block say when it is done with it."""
+        """Record an event on each stream that used a block."""
         streams = block.uses or {}
         block.uses = None
         for stream in streams:
@@ -374,7 +374,7 @@ class BlockStore:
             self._events.setdefault(stream, deque()).append(block)
 
     def _complete(self, block: Block) -> None:
-        """A pending block is not used any more."""
+        """Free a pending block that no stream uses any more."""
         stats = block.shelf.stats
         stats.pending_count -= 1
         stats.pending_bytes -= block.size

@@ -27,14 +27,14 @@ def restore(
     known.
 
     Args:
-        allocator: one that nothing was asked of yet.
+        allocator: an unused one.
         segments: as `CachingAllocator.segments` and ``torch.cuda.memory._snapshot()["segments"]`` give them;
             blocks that wait for another stream can be finished with `CachingAllocator.complete_free`.
         lowest_addresses: for (stream, small pool): an address that its expandable segment is known to hold,
             where it is lower than what is mapped.
 
     Raises:
-        ValueError: the allocator was used before.
+        ValueError: the allocator has been used.
     """
     if allocator._blocks:
         raise ValueError("only an allocator that was not used yet can be restored")

@@ -35,7 +35,6 @@ from vramfit.report import json_text, print_report, render, to_json
 from vramfit.report.forms import Material, write_as
 from vramfit.report.html.page import run_summary, summary_lines
 from vramfit.trace import Actual, MemoryTrace, Run, read_actual
-from vramfit.trace.actual import together
 from vramfit.virtual.data_dependent.assume import assumption
 from vramfit.virtual.virtual_run import MOST_GPUS, VirtualRun, run_in_child
 
@@ -104,7 +103,9 @@ class Report:
             TraceFormatError: a file is of none of these forms.
             UsageError: the two have no device in common.
         """
-        return self._beside(read_actual(*together(files)), device, Tolerance.parse(tolerance))
+        return self._beside(
+            read_actual(*paths_argument("against", files)), device, Tolerance.parse(tolerance)
+        )
 
     def _beside(self, actual: Actual, device: int | None, tolerance: Tolerance) -> Report:
         return replace(self, against=reconcile(self.run, actual, device=device, tolerance=tolerance))
@@ -221,7 +222,7 @@ def run(
     _check_texts(device=device, alloc_conf=alloc_conf)
     added = None if environ is None else _environ(environ)
     bound = Tolerance.parse(tolerance)
-    actual = None if against is None else read_actual(*together(against))
+    actual = None if against is None else read_actual(*paths_argument("against", against))
     if actual is not None:
         check_device(actual, None)  # a wrong file should not cost a run
     where: VirtualRun | RecordedRun

@@ -1,4 +1,4 @@
-"""The file that every measurement is written to at once, so that a stopped run goes on where it was. No torch."""
+"""The file that keeps every measurement at once, so that a stopped calibration can continue. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vramfit.plain import read, to_plain
 
 SCHEMA = "vramfit.measured/1"
 GRID = 1
-"""Grows when a case comes to mean something else under the same name: what was measured before is then set aside."""
+"""Raised when a case changes its meaning under the same name: earlier measurements are then set aside."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +66,8 @@ class CalibrationJournal:
 
     Args:
         path: its file, JSON lines; read if it is there.
-        about: what is measured; a file about something else is not gone on with.
-        fresh: forget what the file holds.
+        about: what is measured; a file about something else is not continued.
+        fresh: discard what the file holds.
     """
 
     def __init__(self, path: Path, about: About, *, fresh: bool = False) -> None:
@@ -94,10 +94,10 @@ class CalibrationJournal:
 
     @classmethod
     def read(cls, path: Path) -> CalibrationJournal:
-        """Open what was measured elsewhere.
+        """Read measurements made elsewhere.
 
         Raises:
-            UsageError: it is no such file.
+            UsageError: it is not a file of measurements.
         """
         hint = "Give the file that ends in .measured.jsonl, beside the profile"
         try:
@@ -118,7 +118,7 @@ class CalibrationJournal:
         return journal
 
     def has(self, case: str) -> bool:
-        """Whether a case was measured, or failed, already."""
+        """Whether a case was measured or failed already."""
         return case in self.records or case in self.failures
 
     def add(self, record: CaseRecord) -> None:
@@ -130,7 +130,7 @@ class CalibrationJournal:
         self._write({"case": failure.case, "failed": [failure.kind, failure.text]})
 
     def note(self, name: str, value: Any) -> None:
-        """Keep something else: ``growths``, ``rates``."""
+        """Keep another fact: ``growths`` or ``rates``."""
         self._write({"fact": name, "value": value})
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -139,7 +139,7 @@ class CalibrationJournal:
         self._take(line)
 
     def _take_all(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Take what a file holds, which anything may have happened to since it was written."""
+        """Take the lines of a file, which may be damaged."""
         try:
             for line in lines:
                 self._take(line)

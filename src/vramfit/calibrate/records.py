@@ -1,4 +1,4 @@
-"""What was seen of an op and of a case: blocks taken and given back, in order, and seconds. No torch."""
+"""What was observed of ops and cases: blocks taken and given back, in order, and seconds. No torch."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def from_text(text: str) -> tuple[Step, ...]:
     """What `to_text` wrote.
 
     Raises:
-        ValueError: it is not such a text.
+        ValueError: a word is not a step.
     """
     steps: list[Step] = []
     for word in text.split():
         match = _WORD.fullmatch(word)
         if match is None:
-            raise ValueError(f"{word!r} is no step")
+            raise ValueError(f"{word!r} is not a step")
         letter, size, place, number = match.groups()
         if number:
             steps.append(Give(int(number)))
@@ -81,7 +81,7 @@ def from_text(text: str) -> tuple[Step, ...]:
 
 
 def canonical(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Steps without what cannot matter: the order of blocks given back together, and those given back last."""
+    """Steps without irrelevant differences: the order of blocks given back together, and blocks given back last."""
     ordered: list[Step] = []
     given: list[int] = []
     for step in steps:
@@ -115,7 +115,7 @@ def as_measured(steps: Sequence[Step], results: int, *, reserve_at: int | None =
 
     Args:
         steps: what the op did, in canonical form.
-        results: how many results the op returns; those that are not there count.
+        results: how many results the op returns, absent ones included.
         reserve_at: position of the result whose size a library decides, None without one.
     """
     takes = [step for step in steps if isinstance(step, Take)]

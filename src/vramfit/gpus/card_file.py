@@ -1,4 +1,4 @@
-"""A TOML table that describes a card as a GpuSpec, or in one line what is wrong with it; and the catalogue of them.
+"""Cards as TOML tables, read with one-line errors: users' card files, and the catalogue.
 
 The catalogue and users' own card files share this form::
 
@@ -150,7 +150,7 @@ _SYNONYMS = {
 
 
 def _nearest_key(key: str) -> str:
-    """The key that one of another name most likely stands for."""
+    """The known key that an unknown one most likely means."""
     asked = key.lower()
     if asked in _SYNONYMS:
         return _SYNONYMS[asked]

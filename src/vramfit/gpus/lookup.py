@@ -47,7 +47,7 @@ _HOPPER_FROM = 49 * GIB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuMatch:
-    """What a text was taken to mean.
+    """The card that a text means.
 
     Attributes:
         spec: the card.
@@ -133,7 +133,7 @@ def _has_number(words: frozenset[str]) -> bool:
 
 
 def _spellings(wanted: frozenset[str]) -> tuple[frozenset[str], ...]:
-    """Give the words themselves, then, where there is a number, with the series before it."""
+    """The words themselves; if they contain a number, also with each series before it."""
     if not _has_number(wanted):
         return (wanted,)
     return wanted, wanted | {"rtx"}, wanted | {"gtx"}, wanted | {"quadro", "rtx"}
@@ -224,7 +224,7 @@ _NO_SLIP = 4
 
 
 def _slip(asked: str, number: str) -> int:
-    """What it takes to make one number of another.
+    """The kind of slip that turns one number into another.
 
     0: nothing, 1: two neighbours that changed places or another last digit, 2: another digit, 3: a digit too many
     or too few, 4: more than one slip.

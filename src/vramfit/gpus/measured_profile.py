@@ -1,4 +1,4 @@
-"""What was measured on a card: kernels' temporaries, the context and its libraries, and rates; as a file.
+"""Profiles: what was measured on a card (kernels' temporaries, context, libraries, rates), and their files.
 
 ``vramfit calibrate`` writes profiles, the virtual GPU reads them. docs/calibrate.md describes the file.
 """
@@ -163,7 +163,7 @@ def load_profile(path: StrPath) -> MeasuredProfile:
     """Read a profile.
 
     Raises:
-        UsageError: there is no such file, it is not a profile, or one of a version that is not read here.
+        UsageError: the file cannot be read, or is not a profile of a version that is read here.
     """
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -281,7 +281,7 @@ def _slug(gpu_name: str) -> str:
 def chosen_profile(
     profile: MeasuredProfile | str | os.PathLike[str], card: GpuSpec, torch_version: str
 ) -> MeasuredProfile | None:
-    """The profile that a user asks for.
+    """The profile that a user chose.
 
     Args:
         profile: a profile, ``"none"``, ``"auto"`` for that of the card and torch version, or a file.
@@ -289,7 +289,7 @@ def chosen_profile(
         torch_version: ``torch.__version__``.
 
     Raises:
-        UsageError: a file cannot be read, or tells of another card.
+        UsageError: a file cannot be read, or is of another card.
     """
     if not isinstance(profile, MeasuredProfile):
         text = path_argument("profile", profile)
@@ -306,8 +306,8 @@ def find_profile(card: GpuSpec, torch_version: str) -> MeasuredProfile | None:
     """The profile of a card and a torch version among those in the user's folder, None without one.
 
     The build of torch (``+cu130``) does not matter; another patch release of the same minor version will do.
-    What a file says counts, not only its name: a profile of another card, of the same name with other memory, or
-    of another torch is left alone.
+    The content of a file decides, not only its name: profiles of other cards, of the same name with other memory, or
+    of another torch are ignored.
 
     Args:
         card: the card that is to be predicted.
@@ -339,7 +339,7 @@ def _named_for(card: GpuSpec, torch_version: str) -> list[Path]:
 
 
 def check_card(profile: MeasuredProfile, card: GpuSpec) -> None:
-    """Make sure that a profile tells of a card, or of the same chip with another size of memory.
+    """Check that a profile is of a card, or of the same chip with another size of memory.
 
     Raises:
         UsageError: it was measured on another one.
@@ -369,7 +369,7 @@ def check_card(profile: MeasuredProfile, card: GpuSpec) -> None:
 
 
 def profile_doubt(profile: MeasuredProfile, card: GpuSpec, torch_version: str) -> str | None:
-    """Why a profile of the card may not hold for this run, as a sentence; None where nothing speaks against it."""
+    """Why a profile of the card may not hold for this run, as a sentence; None without a reason."""
     reasons = []
     if _series(profile.torch_version) != _series(torch_version):
         reasons.append(
@@ -388,7 +388,7 @@ def _same_name(profile: MeasuredProfile, card: GpuSpec) -> bool:
 
 
 def _same_memory(total_bytes: int, card: GpuSpec) -> bool:
-    """Whether it is the same card's memory: drivers, ECC and estimates differ by some percent, variants by more."""
+    """Whether a size is that of the card: drivers, ECC and estimates differ by some percent, variants by more."""
     return abs(total_bytes - card.total_bytes) <= _MEMORY_TOLERANCE * card.total_bytes
 
 

@@ -14,12 +14,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from vramfit.units import MIB
+from vramfit.units import KIB, MIB
 
 # -- What a compute capability fixes: resident threads, registers, shared memory -----------------------------
-
-
-KIB = 1 << 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,61 +31,35 @@ class ArchitectureLimits:
     warp_size: int = 32
 
 
-def _limits(threads: int, shared_kib: int, optin_kib: int) -> ArchitectureLimits:
-    return ArchitectureLimits(
+_GENERATIONS: dict[tuple[int, int], tuple[str, int, int, int]] = {
+    (6, 0): ("Pascal", 2048, 64, 48),
+    (6, 1): ("Pascal", 2048, 96, 48),
+    (6, 2): ("Pascal", 2048, 64, 48),
+    (7, 0): ("Volta", 2048, 96, 96),
+    (7, 2): ("Volta", 2048, 96, 96),
+    (7, 5): ("Turing", 1024, 64, 64),
+    (8, 0): ("Ampere", 2048, 164, 163),
+    (8, 6): ("Ampere", 1536, 100, 99),
+    (8, 7): ("Ampere", 1536, 164, 163),
+    (8, 9): ("Ada", 1536, 100, 99),
+    (9, 0): ("Hopper", 2048, 228, 227),
+    (10, 0): ("Blackwell", 2048, 228, 227),
+    (10, 3): ("Blackwell", 2048, 228, 227),
+    (11, 0): ("Blackwell", 1536, 228, 227),
+    (12, 0): ("Blackwell", 1536, 100, 99),
+    (12, 1): ("Blackwell", 1536, 100, 99),
+}
+"""By compute capability: architecture, threads of an SM, KiB of shared memory of an SM and of an opted-in block."""
+
+ARCHITECTURES = {capability: row[0] for capability, row in _GENERATIONS.items()}
+LIMITS = {
+    capability: ArchitectureLimits(
         max_threads_per_sm=threads,
-        shared_memory_per_sm=shared_kib * KIB,
-        shared_memory_per_block_optin=optin_kib * KIB,
+        shared_memory_per_sm=shared * KIB,
+        shared_memory_per_block_optin=optin * KIB,
     )
-
-
-LIMITS: dict[tuple[int, int], ArchitectureLimits] = {
-    (6, 0): _limits(2048, 64, 48),
-    (6, 1): _limits(2048, 96, 48),
-    (6, 2): _limits(2048, 64, 48),
-    (7, 0): _limits(2048, 96, 96),
-    (7, 2): _limits(2048, 96, 96),
-    (7, 5): _limits(1024, 64, 64),
-    (8, 0): _limits(2048, 164, 163),
-    (8, 6): _limits(1536, 100, 99),
-    (8, 7): _limits(1536, 164, 163),
-    (8, 9): _limits(1536, 100, 99),
-    (9, 0): _limits(2048, 228, 227),
-    (10, 0): _limits(2048, 228, 227),
-    (10, 3): _limits(2048, 228, 227),
-    (11, 0): _limits(1536, 228, 227),
-    (12, 0): _limits(1536, 100, 99),
-    (12, 1): _limits(1536, 100, 99),
+    for capability, (_, threads, shared, optin) in _GENERATIONS.items()
 }
-
-ARCHITECTURES: dict[tuple[int, int], str] = {
-    (6, 0): "Pascal",
-    (6, 1): "Pascal",
-    (6, 2): "Pascal",
-    (7, 0): "Volta",
-    (7, 2): "Volta",
-    (7, 5): "Turing",
-    (8, 0): "Ampere",
-    (8, 6): "Ampere",
-    (8, 7): "Ampere",
-    (8, 9): "Ada",
-    (9, 0): "Hopper",
-    (10, 0): "Blackwell",
-    (10, 3): "Blackwell",
-    (11, 0): "Blackwell",
-    (12, 0): "Blackwell",
-    (12, 1): "Blackwell",
-}
-
-
-def limits_of(compute_capability: tuple[int, int]) -> ArchitectureLimits:
-    """Give the limits of a compute capability.
-
-    Raises:
-        KeyError: no card of that capability is known here; :data:`LIMITS` names those that are.
-    """
-    return LIMITS[compute_capability]
-
 
 # -- A card ---------------------------------------------------------------------------------------------------
 
@@ -202,7 +173,7 @@ class GpuSpec:
     @property
     def limits(self) -> ArchitectureLimits:
         """What the compute capability fixes: threads, registers and shared memory per SM."""
-        return limits_of(self.compute_capability)
+        return LIMITS[self.compute_capability]
 
     @property
     def max_threads_per_sm(self) -> int:

@@ -37,8 +37,7 @@ from vramfit.planner.planner_job import (
 )
 from vramfit.planner.search_evidence import Evidence
 from vramfit.planner.workload_check import failure_of_task
-from vramfit.workload import Workload
-from vramfit.workload.loading import load_workload
+from vramfit.workload import Workload, load_workload
 
 _INTERRUPTED = 130
 _REAL = ("cpu", "card")

@@ -34,7 +34,7 @@ from vramfit.planner.planner_job import (
     VerifyValuesJob,
 )
 from vramfit.planner.search_evidence import earlier_searches
-from vramfit.workload.loading import split_target
+from vramfit.workload import split_target
 
 if TYPE_CHECKING:
     from vramfit.planner.largest_size import LargestSize

@@ -4,7 +4,7 @@ NOTE [Which ranges there are]
 ``step 3`` lasts from one optimizer step to the next; within it ``forward``, ``backward`` and ``optimizer`` follow each
 other. A forward phase begins with the first call of a module outside another and ends where the backward pass begins;
 without one it lasts until that call ends. Each call of a module is a range with its path, nested as the calls are.
-Modules are not told apart in the backward pass: the engine runs nodes, not modules (``emit_nvtx`` shows the nodes).
+The backward pass has no ranges of modules: the engine runs nodes, not modules (``emit_nvtx`` shows the nodes).
 A range is closed on the thread that opened it, so ranges of modules that other threads run nest there.
 """
 
@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from vramfit.errors import EnvironmentUnfitError, UsageError
 from vramfit.patching import PatchStack
-from vramfit.record.watching import watch
+from vramfit.record.recorder import watch
 
 Opened = Callable[[], object]
 """Closes a range."""
@@ -43,14 +43,14 @@ def annotate(
     below ``step 0`` > ``forward`` > ``GPT.blocks.0.attention``. Everything installed is gone after the block.
 
     Args:
-        model: whose modules are named by their paths; others by their class. None names all by class.
+        model: its modules are named by their paths, all other modules by their class.
         nvtx: make NVTX ranges.
         profiler: make ranges of `torch.profiler.record_function`.
         prefix: put before each name, to filter by (``nsys stats --filter-nvtx``).
 
     Raises:
-        EnvironmentUnfitError: NVTX is asked for, but this torch has none: a CPU build.
-        UsageError: neither kind of ranges is asked for, or ``model`` is no module.
+        EnvironmentUnfitError: NVTX is wanted, but this torch is a CPU build without it.
+        UsageError: neither kind of range is wanted, or ``model`` is not a module.
     """
     if model is not None and not isinstance(model, nn.Module):
         raise UsageError(f"annotate was given a {type(model).__name__}", "Give a torch.nn.Module, or none")
@@ -94,7 +94,7 @@ def _open_record_function(name: str) -> Opened:
 
 
 def _paths(model: nn.Module | None) -> WeakIdKeyDictionary:
-    """Modules to names. Forgotten with the module: another that comes to lie at its address is not taken for it."""
+    """The names of modules, held weakly: a module made later at the same address is not mistaken for the first."""
     found = WeakIdKeyDictionary()
     if model is not None:
         root = type(model).__name__
@@ -104,7 +104,7 @@ def _paths(model: nn.Module | None) -> WeakIdKeyDictionary:
 
 
 class _Ranges:
-    """Opens and closes ranges as the program runs; a watcher of `vramfit.record.watching`."""
+    """Opens and closes ranges as the program runs; a watcher of `vramfit.record.recorder`."""
 
     def __init__(
         self, paths: WeakIdKeyDictionary, openers: list[Callable[[str], Opened]], prefix: str
@@ -128,7 +128,7 @@ class _Ranges:
         stack.append(self._open(self._paths.get(module, type(module).__name__)))
 
     def leave_module(self) -> None:
-        """Close it; without gradients no backward pass will end the phase."""
+        """Close the range of a call; without gradients no backward pass will end the phase."""
         stack = self._modules()
         if stack:
             _close(stack.pop())
@@ -141,7 +141,7 @@ class _Ranges:
             self._begin("backward")
 
     def end_backward(self) -> None:
-        """Close it."""
+        """Close the backward phase."""
         if self._is_owner() and self._phase == "backward":
             self._end_phase()
 
@@ -152,19 +152,19 @@ class _Ranges:
             self._begin("optimizer")
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Close it; the step of training ends when the next phase begins."""
+        """Close the optimizer phase; the step of training ends when the next phase begins."""
         del optimizer
         if self._is_owner():
             self._end_phase()
             self._stepped = True
 
     def new_parameter(self, tensor: torch.Tensor) -> None:
-        """Parameters make no range."""
+        """Do nothing: parameters have no range."""
 
     # -- ranges --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close what is open on the thread that annotates."""
+        """Close the ranges that are open on the thread that annotates."""
         for stack in (self._modules(), self._phases):
             while stack:
                 _close(stack.pop())

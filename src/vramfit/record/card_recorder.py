@@ -12,9 +12,10 @@ real card yet.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,33 +30,30 @@ from vramfit.capture.torch_version import platform_text
 from vramfit.errors import EnvironmentUnfitError, WriteError
 from vramfit.launch.stopping import StepSink
 from vramfit.patching import PatchStack
-from vramfit.record.card_counters import (
-    CardDemand,
-    PeakBytes,
-    peaks_of_card,
-    requests_and_frees,
-    traced_device,
-)
 from vramfit.record.metering import tensors_of
 from vramfit.record.notes import (
     MODULE_PREFIX,
+    CardDemand,
     MarkNote,
     Moment,
     NotedInterval,
     Notes,
+    PeakBytes,
     PhaseNote,
     TensorNotes,
     annotate,
+    peaks_of_card,
+    requests_and_frees,
+    traced_device,
 )
 from vramfit.record.recorder import (
     AllocatorFigures,
     Recorder,
     Subjects,
     error_line,
-    program_of_process,
     running,
+    watch,
 )
-from vramfit.record.watching import watch
 from vramfit.trace import (
     Category,
     DeviceOutcome,
@@ -71,11 +69,11 @@ from vramfit.trace import (
 from vramfit.trace.frames import user_frame
 from vramfit.trace.partial import peaks_of
 
-_CONTEXT = "alloc"  # stacks of allocations; those of frees would double the cost and nobody reads them
+_CONTEXT = "alloc"  # stacks of allocations; those of frees would double the cost, and nothing reads them
 _SAVE_EVERY = 5.0  # seconds
 _SAVE_SHARE = 0.01
 _STATES_AT = frozenset(1 << n for n in range(16))
-"""Steps of an optimizer after which its states are looked at: they come into being at the first."""
+"""Steps of an optimizer after which its states are noted: the first step creates them."""
 
 
 class CardRecorder(Recorder):
@@ -86,8 +84,8 @@ class CardRecorder(Recorder):
     Args:
         device: ``"cuda"`` or ``"cuda:1"``: the one that a budget is for and that figures tell of.
         budget: bytes, None for no limit.
-        subjects: the models and optimizers that exist already; without any, they are met when they are used.
-        max_entries: events that torch keeps per device; the last ones.
+        subjects: the models and optimizers that exist already; others are noted when they are first used.
+        max_entries: how many events torch keeps per device: the last ones.
         partial: a file to which the recording is written from time to time (at most a hundredth of the time goes into
             it), for the case that the process is killed; None without.
     """
@@ -121,7 +119,7 @@ class CardRecorder(Recorder):
         self._phases: list[PhaseNote] = []
         self._marks: list[MarkNote] = []
         self._tensors: list[TensorNotes] = []
-        # By identity, and forgotten with the object: another that comes to lie at its address is not taken for it.
+        # Weak, by identity: an object made later at the same address is not mistaken for the first.
         self._paths = WeakIdKeyDictionary()
         self._last: weakref.WeakKeyDictionary[object, dict[Category, TensorNotes]] = (
             weakref.WeakKeyDictionary()
@@ -138,7 +136,7 @@ class CardRecorder(Recorder):
     # -- the recording -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin when CUDA does, which may be now."""
+        """Begin as soon as CUDA is initialised, which may be now."""
         global _recording
         if _recording is not None:
             raise EnvironmentUnfitError(
@@ -157,7 +155,7 @@ class CardRecorder(Recorder):
         running.append(self)
 
     def _begin(self) -> None:
-        """CUDA is there: let torch record."""
+        """Let torch record, now that CUDA is initialised."""
         if _recording is not self:
             return  # the block was left before the program used CUDA
         index = self._index()
@@ -178,7 +176,7 @@ class CardRecorder(Recorder):
             self._note_optimizer(optimizer)
 
     def stop(self, error: BaseException | None = None) -> Run:
-        """End; torch records no longer, and nothing stays patched."""
+        """End the recording of torch and undo every patch."""
         global _recording
         running.remove(self)
         self._patches.undo()
@@ -193,7 +191,7 @@ class CardRecorder(Recorder):
         return self._result
 
     def run(self) -> Run:
-        """What was recorded so far."""
+        """The recording so far."""
         return self._outcome(None) if self._result is None else self._result
 
     def count_steps(self, stopping: StepSink, patches: PatchStack) -> StepCounter:
@@ -203,7 +201,7 @@ class CardRecorder(Recorder):
         return counter
 
     def pinned_bytes(self) -> int:
-        """Page-locked bytes that torch holds of the host; 0 where this torch does not tell."""
+        """Page-locked bytes that torch holds of the host; 0 where this torch does not report it."""
         told: Any = getattr(torch.cuda, "host_memory_stats", None)
         return 0 if told is None else int(told().get("reserved_bytes.current", 0))
 
@@ -249,22 +247,22 @@ class CardRecorder(Recorder):
         memory._cuda_setMemoryMetadata(MODULE_PREFIX + self._modules.current_path())
 
     def leave_module(self) -> None:
-        """The module around it runs on."""
+        """Name the enclosing module again."""
         empty = self._modules.leave()
         if self._began is not None:
             text = self._metadata_before if empty else MODULE_PREFIX + self._modules.current_path()
             torch._C._cuda_setMemoryMetadata(text)
 
     def begin_backward(self) -> None:
-        """The engine starts."""
+        """Note that the backward pass begins."""
         self._phase.begin(ProgramPhase.BACKWARD)
 
     def end_backward(self) -> None:
-        """The engine is done: gradients are noted when an optimizer steps, or at the end."""
+        """Note that the backward pass ends; gradients are noted when an optimizer steps, or at the end."""
         self._phase.end_backward()
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer steps: its gradients are there."""
+        """Note the gradients: they exist when an optimizer steps."""
         if self._began is None:
             self._phase.begin(ProgramPhase.OPTIMIZER)
             return
@@ -275,7 +273,7 @@ class CardRecorder(Recorder):
             self._phase.begin(ProgramPhase.OPTIMIZER)
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has left its state; what comes now is data until a module is called."""
+        """Note the optimizer's state; until a module is called, new allocations are data."""
         if self._began is None:
             return
         count = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
@@ -291,7 +289,7 @@ class CardRecorder(Recorder):
             self._save(self._partial)
 
     def new_parameter(self, tensor: torch.Tensor) -> None:
-        """Parameters are met when their module is called."""
+        """Do nothing: parameters are noted when their module is called."""
 
     def _begin_phase(self, index: int) -> None:
         del index  # of the phase in the table of names, which is not the trace's
@@ -307,7 +305,7 @@ class CardRecorder(Recorder):
     # -- notes ---------------------------------------------------------------------------------------------------
 
     def _moment(self) -> Moment:
-        """Now; see NOTE [Moments of a card's history]. To ask torch takes tens of microseconds for each device."""
+        """The present moment (NOTE [Moments of a card's history]); asking torch takes tens of microseconds a device."""
         if self._held is not None:
             return self._held
         began = self._began
@@ -317,7 +315,7 @@ class CardRecorder(Recorder):
 
     @contextlib.contextmanager
     def _one_moment(self) -> Iterator[None]:
-        """Let everything that is noted inside be of one moment: the program does nothing in between."""
+        """Give all notes of the block the same moment: the program does nothing in between."""
         self._held = self._moment()
         try:
             yield
@@ -355,7 +353,7 @@ class CardRecorder(Recorder):
         self._note(optimizer, Category.PARAMETERS, parameters, paths)
 
     def _note_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """At every step: the gradients of the last one are gone, these may lie where they lay."""
+        """Note the gradients of every step: they may lie at the addresses of the previous step's, which are gone."""
         held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [parameter.grad for parameter in held]
         where = [g.data_ptr() if g.layout is torch.strided else 0 for g in gradients]
@@ -380,7 +378,7 @@ class CardRecorder(Recorder):
     def _note(
         self, owner: object, category: Category, tensors: Iterable[torch.Tensor], paths: Iterable[str]
     ) -> None:
-        """Note where tensors lie now; where they lie as at the last note, that one counts again."""
+        """Note where tensors lie now; an unchanged note gets one more moment."""
         devices, addresses, modules = [], [], []
         for tensor, path in zip(tensors, paths, strict=True):
             if tensor.is_cuda and tensor.layout is torch.strided:
@@ -405,7 +403,7 @@ class CardRecorder(Recorder):
     # -- results -------------------------------------------------------------------------------------------------
 
     def note_oom(self, device: int, requested: int, free: int) -> None:
-        """A request failed, all retries included; called by torch with the figures of the moment."""
+        """Note a request that failed after all retries; torch calls this with the figures of the moment."""
         stack = self._stacks.frames(self._stacks.key())
         self._oom = OomReport(
             device=device,
@@ -422,7 +420,7 @@ class CardRecorder(Recorder):
         )
 
     def _save(self, file: Path) -> None:
-        """Write what there is, and let a hundred times as long pass before the next time."""
+        """Write the recording so far, then wait a hundred times as long as that took."""
         began = time.perf_counter()
         with contextlib.suppress(WriteError):  # a full disk must not end the program
             self._trace()[0].save(file)
@@ -444,14 +442,14 @@ class CardRecorder(Recorder):
             seconds_wall=time.perf_counter() - self._started,
             exit_code=0 if error is None else 1,
             error=error_line(error),
-            program=program_of_process(),
+            program=tuple(sys.argv),
             torch_version=torch.__version__,
             platform=platform_text(),
             source=Source.CARD,
         ).with_ending()
 
     def _trace(self) -> tuple[MemoryTrace, list[RunWarning]]:
-        """The history as a trace, and what must be known of it."""
+        """The history as a trace, with warnings about its gaps."""
         if self._began is None:
             empty = TraceBuilder(meta={"source": "card", "torch_version": torch.__version__})
             return empty.finish(devices=(traced_device(0, ()),) if torch.cuda.is_available() else ()), []
@@ -463,7 +461,7 @@ class CardRecorder(Recorder):
         warnings = []
         if not torch._C._cuda_isHistoryEnabled():
             warnings.append(_warning("history-stopped", "the program itself ended torch's memory history"))
-        read = trace_from_snapshot(_plain(snapshot))
+        read = trace_from_snapshot({**snapshot, "external_annotations": []})  # phases come from the notes
         held = {d: len(events) for d, events in enumerate(snapshot["device_traces"])}
         if any(count >= self._max_entries for count in held.values()):
             warnings.append(
@@ -484,7 +482,7 @@ class CardRecorder(Recorder):
         return replace(trace, devices=devices, meta=meta), warnings
 
     def _note_last(self) -> None:
-        """Look at what is alive at the end."""
+        """Note what is alive at the end."""
         for _, model in self._subjects.models:
             self._meet_module(model)
         for optimizer in {*self._steps.keys(), *self._subjects.optimizers}:
@@ -518,7 +516,7 @@ _observed = False
 
 
 def _attach_observer() -> None:
-    """Hear of requests that fail. torch cannot forget an observer, so there is one for all recordings."""
+    """Observe failed requests. torch cannot remove an observer, so one serves all recordings."""
     global _observed
     if _observed:
         return
@@ -535,11 +533,6 @@ def _attach_observer() -> None:
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _plain(snapshot: Mapping[str, Any]) -> dict[str, Any]:
-    """A snapshot without the annotations of torch's profiler: phases come from the notes."""
-    return {**snapshot, "external_annotations": []}
 
 
 def _warning(code: str, message: str) -> RunWarning:

@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Root(Enum):
-    """Where a chain of owners begins: why the tensor cannot go."""
+    """Where a chain of owners begins: why the tensor cannot be freed."""
 
     GLOBAL = "global"
     """A variable of a module."""
@@ -31,7 +31,7 @@ class Root(Enum):
 
 
 class Through(Enum):
-    """What a chain passes on its way, where that explains a leak."""
+    """What a chain passes through, where that explains a leak."""
 
     AUTOGRAD = "autograd graph"
     CLOSURE = "closure"
@@ -62,13 +62,13 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnerChain:
-    """From an owner to a tensor.
+    """The way from an owner to a tensor.
 
     Attributes:
-        root: why the tensor cannot go.
+        root: why the tensor cannot be freed.
         text: the whole chain for people: ``train.history[12] -> grad_fn AddmmBackward0 saved mat1``.
         links: the objects, from the owner to what holds the tensor; the tensor itself is not among them.
-        through: what the chain passes.
+        through: what the chain passes through.
         cycle: the types of the objects of the circle, where ``root`` is a cycle.
     """
 

@@ -1,8 +1,9 @@
-"""Recorder of the metered CPU: a budget, the models that are there, and the run that comes out."""
+"""Recorder of the metered CPU: its budget, the models that exist already, and the resulting run."""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 import weakref
 from dataclasses import dataclass, replace
@@ -26,10 +27,9 @@ from vramfit.record.recorder import (
     Recorder,
     Subjects,
     error_line,
-    program_of_process,
     running,
+    watch,
 )
-from vramfit.record.watching import watch
 from vramfit.trace import Category, DeviceOutcome, Run, Source, TraceBuilder, TraceDevice
 from vramfit.trace.journal import TraceJournal
 from vramfit.units import format_bytes
@@ -37,17 +37,17 @@ from vramfit.virtual.machine import Machine
 from vramfit.virtual.tensor_subclasses import is_wrapper
 
 _UNSETTLED = (Category.OTHER, Category.TEMPORARIES)
-"""What may turn out to be a module's input."""
+"""Categories of tensors that may turn out to be a module's input."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuDevice:
-    """The device that a metered run is told to have.
+    """The device that a metered run reports.
 
     Attributes:
         name: as reports name it.
         total_bytes: its memory: the budget, or that of this machine.
-        limit_bytes: from where on requests are refused.
+        limit_bytes: requests beyond this are refused.
     """
 
     name: str
@@ -64,7 +64,7 @@ class CpuDevice:
         )
 
     def spec(self) -> GpuSpec:
-        """The card that stands for it; only its memory counts."""
+        """A card that stands for the CPU; only its memory counts."""
         return replace(
             find_gpu("24GiB"),
             name=self.name,
@@ -76,7 +76,7 @@ class CpuDevice:
 
 
 def host_bytes() -> int:
-    """Memory of this machine in bytes, 0 where the system does not say."""
+    """Memory of this machine in bytes, 0 where the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
@@ -156,7 +156,7 @@ class CpuRecorder(Recorder):
         running.append(self)
 
     def stop(self, error: BaseException | None = None) -> Run:
-        """End; every patch is undone."""
+        """End the recording and undo every patch."""
         running.remove(self)
         self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._patches.undo()
@@ -170,7 +170,7 @@ class CpuRecorder(Recorder):
         return self._result
 
     def run(self) -> Run:
-        """What was recorded so far."""
+        """The recording so far."""
         return self._outcome(None) if self._result is None else self._result
 
     def count_steps(self, stopping: StepSink, patches: PatchStack) -> StepCounter:
@@ -253,23 +253,23 @@ class CpuRecorder(Recorder):
         return record is None or record.category != Category.PARAMETERS
 
     def leave_module(self) -> None:
-        """The innermost module returns."""
+        """Note that the innermost module returns."""
         self.meter.modules.leave()
 
     def begin_backward(self) -> None:
-        """The engine starts."""
+        """Note that the backward pass begins."""
         self.mode.tick()
         self.meter.remember_backward()
         self.meter.phases.begin(ProgramPhase.BACKWARD)
 
     def end_backward(self) -> None:
-        """The engine has left gradients."""
+        """Name the gradients that the backward pass has left."""
         if not self.mode.off:
             self.meter.tag_gradients()
         self.meter.phases.end_backward()
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer steps."""
+        """Note that an optimizer's step begins."""
         self.mode.tick()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -280,12 +280,12 @@ class CpuRecorder(Recorder):
         self.meter.stepping = True
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has left its state."""
+        """Name the state that the optimizer's step has left."""
         self.meter.stepping = False
         self.meter.tag_states(optimizer)
 
     def new_parameter(self, tensor: torch.Tensor) -> None:
-        """A parameter or buffer is born."""
+        """Name a new parameter or buffer."""
         if not torch.nn.parameter.is_lazy(tensor) and not self.mode.off:
             self.meter.tag_tensor(tensor, Category.PARAMETERS)
 
@@ -327,7 +327,7 @@ class CpuRecorder(Recorder):
             seconds_wall=time.perf_counter() - self._started,
             exit_code=0 if error is None else 1,
             error=error_line(error),
-            program=program_of_process(),
+            program=tuple(sys.argv),
             torch_version=torch.__version__,
             platform=platform_text(),
             source=Source.CPU,
@@ -335,7 +335,7 @@ class CpuRecorder(Recorder):
 
 
 def _alive(kind: type) -> list[Any]:
-    """All objects of a type that the garbage collector knows, in no stated order."""
+    """All objects of a type that the garbage collector knows, in no particular order."""
     import gc
 
     # By type: asking an object for its class can run code of its own.

@@ -1,7 +1,7 @@
 """The process as a search for owners needs it: tensors, storages, the graph, gradients, variables of functions.
 
 Graph nodes live in C++: the garbage collector sees neither what they saved nor who needs them. Their Python wrappers
-tell both: ``next_functions``, ``_raw_saved_*``, ``variable``. Saved tensors are looked at without unpacking them, so
+show both: ``next_functions``, ``_raw_saved_*``, ``variable``. Saved tensors are looked at without unpacking them, so
 that no hook of the program runs (torch/csrc/autograd/python_saved_variable_hooks.cpp).
 """
 
@@ -31,7 +31,7 @@ _GRAD: Any = torch._C.TensorBase.grad
 
 
 class Heap:
-    """What a search has to know of the process as it is now; several searches can share it.
+    """What a search needs to know about the process as it is now; several searches can share it.
 
     Attributes:
         deadline: when to stop searching, on the clock of `time.monotonic`.
@@ -106,11 +106,6 @@ class Heap:
                     continue
         return found
 
-    def references_to(self, value: Any) -> int:
-        """How many references to an object this has."""
-        lists = [self.tensors, self.storages, *self.graph.results.values(), *self.gradients.values()]
-        return sum(one is value for held in lists for one in held)
-
 
 def _gradients(tensors: list[Any]) -> dict[int, list[Any]]:
     """Id of each gradient -> the tensors that have it; gradients that had no Python object join the tensors."""
@@ -155,7 +150,7 @@ def _torch_objects() -> tuple[list[Any], list[Any], list[Any]]:
 
 
 def storage_of(value: Any) -> int:
-    """The address of a storage's C++ object; 0 where there is none."""
+    """The address of a storage's C++ object; 0 if it has none."""
     try:
         return int(value._cdata) if is_a(value, torch.UntypedStorage) else int(value._untyped_storage._cdata)
     except Exception:
@@ -216,7 +211,7 @@ _SAVED: Any = torch._C._autograd.SavedTensor
 
 
 def storage_key(tensor: Any) -> int:
-    """What two tensors have in common that share a storage; 0 where there is none (sparse, nested, wrappers)."""
+    """The key that tensors of one storage share; 0 for tensors without a storage (sparse, nested, wrappers)."""
     try:
         with torch._C.DisableTorchFunction():
             return int(torch._C.TensorBase.untyped_storage(tensor)._cdata)
@@ -233,7 +228,7 @@ def is_node(value: object) -> bool:
 
 
 class Graph:
-    """All nodes that live tensors and wrappers of nodes reach.
+    """All nodes of the graph that live tensors and wrappers of nodes reach.
 
     Attributes:
         nodes: wrappers by id; as long as they live the ids stay theirs.
@@ -314,7 +309,7 @@ class Graph:
                         yield data
 
     def _look_into(self, node: Any) -> None:
-        """Note what a node saved."""
+        """Note the tensors that a node saved."""
         for name in self._saved_names(type(node)):
             try:
                 found = getattr(node, name)

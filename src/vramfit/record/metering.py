@@ -50,7 +50,7 @@ class CpuMeter(StorageMeter[StorageRecord]):
     """
 
     stepping = False
-    """Whether an optimizer's step is running: what is made between steps is none of its temporaries."""
+    """Whether an optimizer's step is running: allocations between steps are not its temporaries."""
 
     machine: Machine
 
@@ -63,10 +63,10 @@ class CpuMeter(StorageMeter[StorageRecord]):
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:
-        """Place what is alive already, all of it whatever the budget, so that there is a report of what exceeds it.
+        """Place everything that is alive already, even beyond the budget, so that a report can show the excess.
 
         Raises:
-            torch.OutOfMemoryError: it exceeds the budget. The first tensor that had no room is the request that failed.
+            torch.OutOfMemoryError: the budget is exceeded; the first tensor without room is the request that failed.
         """
         driver, allocator = self.machine.devices[0].driver, self._allocator
         limit, self._meets = driver.total_bytes, True
@@ -98,7 +98,7 @@ class CpuMeter(StorageMeter[StorageRecord]):
         raise raised
 
     def _refuse(self, error: OutOfMemory, record: StorageRecord, tensor: torch.Tensor) -> None:
-        """Set aside the first tensor that has no room, and give all others what they need."""
+        """Remember the first tensor without room, and lift the limit for all others."""
         record.address, record.row = 0, -1
         self._refused = error, record, tensor
         self.machine.devices[0].driver.total_bytes = NO_LIMIT
@@ -204,20 +204,20 @@ class CpuMeter(StorageMeter[StorageRecord]):
         )
 
     def known(self, tensor: torch.Tensor) -> StorageRecord | None:
-        """The record of a plain strided tensor, None when it is not followed."""
+        """The record of a plain strided tensor, None if it has none."""
         if self._dead:
             self.collect()
         return self._records.get(tensor.untyped_storage()._cdata)
 
     def settle(self, record: StorageRecord, category: Category) -> None:
-        """Say what a storage is for."""
+        """Set the category of a storage."""
         if record.category != category:
             record.category = category
             if record.row >= 0:
                 self.builder.set_category(record.row, category)
 
     def tag_tensor(self, tensor: torch.Tensor, category: Category, module: str | None = None) -> None:
-        """Place a tensor if it is new, and say what it and those inside a wrapper are for."""
+        """Place a tensor if it is new, and set its category and that of the tensors inside a wrapper."""
         for part in holders(tensor):
             record = self.adopt(part, "", category)
             self.settle(record, category)
@@ -278,7 +278,7 @@ def holders(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class Leaves(Enum):
-    """What an op leaves that was not there before."""
+    """What an op leaves behind that did not exist before."""
 
     NOTHING = "nothing"
     RESULTS = "results"
@@ -295,7 +295,7 @@ def _what_it_leaves(info: OpInfo) -> Leaves:
 
 
 class MeterMode(TorchDispatchMode):
-    """Runs every op for real, and meters what it leaves."""
+    """Runs every op for real, and meters its results."""
 
     supports_higher_order_operators = True
 
@@ -303,7 +303,7 @@ class MeterMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.meter = meter
         self.off = False
-        """Whether this is a forked child of the recorded process, which is none of its business."""
+        """Whether this is a forked child of the recorded process, which is not recorded."""
         self._ops = OpTable({})
         self._leaves: dict[Any, Leaves] = {}
         self._wrapped: dict[frozenset[type], bool] = {}
@@ -328,7 +328,7 @@ class MeterMode(TorchDispatchMode):
         if self.off:
             return func(*args, **kwargs)
         if types and not _PLAIN.issuperset(types) and self._has_wrapper(types):
-            return NotImplemented  # it takes itself apart and comes back
+            return NotImplemented  # the wrapper unpacks itself and calls again
         if not isinstance(func, torch._ops.OpOverload):
             out = func(*args, **kwargs)
             self._adopt_all(out, str(func), None)
@@ -352,7 +352,7 @@ class MeterMode(TorchDispatchMode):
         return out
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """Follow the phase, and look at the arguments of an op outside every module; what its results are for."""
+        """Follow the phase and note the arguments of an op outside every module; gives the category of its results."""
         meter = self.meter
         if torch._C._current_graph_task_id() != -1:
             if meter.phases.phase is not ProgramPhase.BACKWARD:
@@ -363,7 +363,7 @@ class MeterMode(TorchDispatchMode):
         return self._look_at(args, kwargs)
 
     def _look_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """Meet the arguments of an op outside modules: data, or what belongs to a forward pass (a loss)."""
+        """Note the arguments of an op outside modules: data, or part of a forward pass (a loss)."""
         meter = self.meter
         found = [meter.adopt(tensor, "") for tensor in _strided(args)]
         if kwargs:
@@ -430,7 +430,7 @@ def _strided(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def tensors_of(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """The tensors in what a module is called with."""
+    """The tensors among the arguments of a module's call."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and isinstance(value, Mapping):

@@ -45,7 +45,7 @@ def type_name(of: object) -> str:
 
 
 def is_a(value: object, kind: type | tuple[type, ...]) -> bool:
-    """Like isinstance, without asking the object what it is."""
+    """Like isinstance, but never runs the object's own ``__class__``."""
     return issubclass(type(value), kind)
 
 
@@ -117,7 +117,7 @@ class Path:
         self._cache = False  # the dictionary that comes next is that of a functools cache
 
     def step(self, parent: object, child: object, told: str | None = None) -> None:
-        """Add how ``parent`` holds ``child``; ``told`` says it where only the search knows."""
+        """Add how ``parent`` holds ``child``; ``told`` is that text where only the search knows it."""
         before = len(self.text)
         self.text += self._edge(parent, child) if told is None else told
         self.links.append(Link(kind=type_name(parent), edge=self.text[before:].strip()))

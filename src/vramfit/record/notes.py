@@ -1,4 +1,4 @@
-"""What a recorder of a card notes beside torch's memory history, and how it becomes a part of the trace.
+"""What a recorder of a card reads and notes beside torch's memory history, and how that becomes part of the trace.
 
 NOTE [Moments of a card's history]
 A moment is a number of events: the requests and frees that a device's allocator has counted since the recording began
@@ -9,19 +9,92 @@ the ring of events has lost its beginning: the total at the end tells how many a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from vramfit.trace import Category, EventKind, MemoryTrace
+from vramfit.trace import Category, EventKind, MemoryTrace, TraceDevice
 from vramfit.trace.device_events import DeviceEvents
 from vramfit.trace.model import COLUMNS
 from vramfit.trace.replay.rewind import StartBlock, StartSegment, start_blocks, start_segments
 from vramfit.trace.segments import PENDING
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeakBytes:
+    """The highest figures of a device since torch began to count, in bytes."""
+
+    allocated: int = 0
+    reserved: int = 0
+    active: int = 0
+
+
+def peaks_of_card(device: int) -> PeakBytes:
+    """The highest figures of a device so far."""
+    stats = torch.cuda.memory_stats(device)
+    return PeakBytes(
+        allocated=stats.get("allocated_bytes.all.peak", 0),
+        reserved=stats.get("reserved_bytes.all.peak", 0),
+        active=stats.get("active_bytes.all.peak", 0),
+    )
+
+
+class CardDemand:
+    """The requests that torch's allocator has counted: how many, and of how many bytes."""
+
+    def __init__(self) -> None:
+        self._before: tuple[int, ...] = ()
+
+    def take(self) -> tuple[Hashable, Hashable]:
+        """The requests since the last call, and the peaks so far."""
+        if not torch.cuda.is_initialized():
+            return (), ()
+        found, peaks = [], []
+        for device in range(torch.cuda.device_count()):
+            stats = torch._C._cuda_memoryStats(device)
+            kinds = [stats[name]["all"] for name in ("allocation", "requested_bytes", "reserved_bytes")]
+            found += [kind["allocated"] for kind in kinds[:2]]
+            peaks += [kind["peak"] for kind in kinds[1:]]
+        before = self._before or (0,) * len(found)
+        self._before = tuple(found)
+        return tuple(now - then for now, then in zip(found, before, strict=True)), tuple(peaks)
+
+
+def requests_and_frees(devices: Iterable[int]) -> dict[int, int]:
+    """Requests and frees that devices' allocators have counted."""
+    found = {}
+    for device in devices:
+        counted = torch._C._cuda_memoryStats(device)["allocation"]["all"]
+        found[device] = counted["allocated"] + counted["freed"]
+    return found
+
+
+def traced_device(index: int, segments: Any) -> TraceDevice:
+    """A device as a trace describes it; memory outside torch is the context's and that of other processes."""
+    properties = torch.cuda.get_device_properties(index)
+    outside = 0
+    if segments or torch.cuda.memory_reserved(index):
+        free, total = torch.cuda.mem_get_info(index)
+        outside = max(0, total - free - torch.cuda.memory_reserved(index))
+    return TraceDevice(
+        index=index,
+        name=properties.name,
+        total_bytes=properties.total_memory,
+        context_bytes=outside,
+        segments=segments,
+    )
+
+
+# -- Notes --------------------------------------------------------------------------------------------------
+
+
+_SETUP = "setup"
+"""The phase before the first note."""
 
 MODULE_PREFIX = "vramfit/module:"
 """Begins the metadata by which torch's history tells the module that ran."""
@@ -39,7 +112,7 @@ Moment = Mapping[int, int]
 
 
 class NotedInterval(Enum):
-    """What a program does in a stretch of time, for the categories of what it allocates then."""
+    """What a program does in a stretch of time, which decides the categories of its allocations."""
 
     OTHER = Category.OTHER
     """Setup, and what lies between steps."""
@@ -53,12 +126,12 @@ class NotedInterval(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseNote:
-    """A phase began (or went on, as another stretch).
+    """The beginning of a phase, or of another stretch of it.
 
     Attributes:
         moment: when.
         name: ``step 0/forward``.
-        stretch: what it does.
+        stretch: what the program does then.
     """
 
     moment: Moment
@@ -68,7 +141,7 @@ class PhaseNote:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MarkNote:
-    """The program set a mark."""
+    """A mark that the program set."""
 
     moment: Moment
     tag: str
@@ -76,10 +149,10 @@ class MarkNote:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorNotes:
-    """What some tensors were for, at one or several moments at which they lay at the same addresses.
+    """The category of some tensors, at one or more moments at which they lay at the same addresses.
 
     Attributes:
-        category: what they were for.
+        category: of all these tensors.
         devices, addresses: where their storages lay.
         modules: dotted paths, empty where none is known.
         moments: when.
@@ -99,23 +172,21 @@ class Notes:
     Attributes:
         total: the moment of the snapshot.
         phases, marks, tensors: in order.
-        first_phase: the name of the phase before the first note.
     """
 
     total: Moment
     phases: Sequence[PhaseNote]
     marks: Sequence[MarkNote]
     tensors: Sequence[TensorNotes]
-    first_phase: str = "setup"
 
 
 def annotate(trace: MemoryTrace, snapshot: Mapping[str, Any], notes: Notes) -> MemoryTrace:
-    """The trace of a snapshot with phases, modules, categories and marks, and with what was there before it.
+    """Add phases, modules, categories, marks and the blocks from before the recording to the trace of a snapshot.
 
     Args:
         trace: as `vramfit.trace.trace_from_snapshot` read it.
         snapshot: the snapshot, for the metadata of its events.
-        notes: what was noted meanwhile.
+        notes: what the recorder noted.
     """
     page = _TraceColumns(trace, notes)
     page.add_metadata(snapshot.get("device_traces", ()))
@@ -128,7 +199,7 @@ def annotate(trace: MemoryTrace, snapshot: Mapping[str, Any], notes: Notes) -> M
 
 
 class _TraceColumns:
-    """The columns of the trace while they are being filled, and rows that will be put in between."""
+    """The columns of the trace while they are filled, and the rows to insert."""
 
     def __init__(self, trace: MemoryTrace, notes: Notes) -> None:
         self.trace, self.notes = trace, notes
@@ -162,7 +233,7 @@ class _TraceColumns:
         return table.setdefault(name, len(table))
 
     def add_metadata(self, traces: Sequence[Any]) -> None:
-        """The modules that torch's history names."""
+        """Add the modules that torch's history names."""
         module = self.columns["module"]
         for device, entries in enumerate(traces):
             rows = np.flatnonzero((self.trace.device == device) & (self.trace.kind != EventKind.MARKER))
@@ -174,10 +245,10 @@ class _TraceColumns:
                     module[row] = self.intern(self.modules, text[len(MODULE_PREFIX) :])
 
     def add_phases(self, device: int) -> None:
-        """Phases, marks, and the categories that follow from when something was allocated."""
+        """Add phases, marks, and the categories that follow from the time of an allocation."""
         notes = self.notes
         starts = [0, *(self.row_of(note.moment, device) for note in notes.phases)]
-        names = [notes.first_phase, *(note.name for note in notes.phases)]
+        names = [_SETUP, *(note.name for note in notes.phases)]
         stretches = [NotedInterval.OTHER, *(note.stretch for note in notes.phases)]
         ids = np.array([self.intern(self.phases, name) for name in names], dtype=np.int32)
         mine = np.flatnonzero(self.trace.device == device)
@@ -193,7 +264,7 @@ class _TraceColumns:
         time = self.trace.time_us
         last_name = None
         for start, name, index in zip(starts, names, ids.tolist(), strict=True):
-            if name != last_name and name != notes.first_phase:
+            if name != last_name and name != _SETUP:
                 self.insert(start, device, time, phase=index)
             last_name = name
         for mark in notes.marks:
@@ -204,7 +275,7 @@ class _TraceColumns:
     def _demote(
         self, device: int, mine: NDArray[np.intp], visit: NDArray[np.intp], forward: NDArray[np.bool_]
     ) -> None:
-        """What a forward pass dropped before it ended was temporary all along."""
+        """Make temporaries of what a forward pass freed before its end."""
         events = DeviceEvents(self.trace, device)
         order = events.by_address
         born, gone = order[:-1][events.continues], order[1:][events.continues]
@@ -233,14 +304,14 @@ class _TraceColumns:
         )
 
     def add_earlier_blocks(self, device: int) -> None:
-        """What was there before the first event, as if it were allocated at the beginning."""
+        """Insert the blocks from before the first event, as if they were allocated at the beginning."""
         events = DeviceEvents(self.trace, device)
         blocks, segments = start_blocks(events), start_segments(events)
         time = int(self.trace.time_us[0]) if len(self.trace) else 0
         common = {
             "device": device,
             "time_us": time,
-            "phase": self.intern(self.phases, self.notes.first_phase),
+            "phase": self.intern(self.phases, _SETUP),
         }
         for segment in sorted(segments, key=lambda one: one.address):
             kind = EventKind.SEGMENT_MAP if segment.expandable else EventKind.SEGMENT_ALLOC
@@ -255,7 +326,7 @@ class _TraceColumns:
                 self.inserted.append((0, {**common, **found, "kind": EventKind.FREE_REQUESTED}))
 
     def add_tensors(self) -> None:
-        """Categories and modules of the tensors that were looked at."""
+        """Set the categories and modules of the tensors that were noted."""
         finders = {device: _AllocationFinder(self.trace, device) for device in self.devices}
         for note in self.notes.tensors:
             modules = np.array(
@@ -292,7 +363,7 @@ class _TraceColumns:
                 row["category"], row["module"] = category, module
 
     def finish(self) -> MemoryTrace:
-        """The trace with everything in its place."""
+        """The finished trace."""
         columns = self.columns
         if self.inserted:
             order = sorted(range(len(self.inserted)), key=lambda index: self.inserted[index][0])

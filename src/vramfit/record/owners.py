@@ -60,14 +60,14 @@ def owner_chains(
         return search.run()
 
 
-def storage_owners(storage: int, *, limit: int = 5, seconds: float = 5.0) -> tuple[OwnerChain, ...]:
-    """The same for a storage known by its address (``UntypedStorage._cdata``), so that the caller holds nothing."""
-    with Heap.now(seconds) as heap:
-        return owners_in(heap, storage, limit=limit)
-
-
 def owners_in(heap: Heap, storage: int, *, limit: int = 5) -> tuple[OwnerChain, ...]:
-    """The same in a heap that several searches share."""
+    """Find what keeps a storage alive, in a heap that several searches share.
+
+    Args:
+        heap: the process as it is.
+        storage: its address (``UntypedStorage._cdata``), so that the caller holds nothing.
+        limit: chains to give at most.
+    """
     _check(limit)
     search = OwnerSearch(heap, limit)
     search.add_storage(storage)
@@ -168,7 +168,7 @@ class OwnerSearch:
             holder = None
 
     def _look_for_arrays(self) -> None:
-        """Visit the numpy arrays that share a tensor's memory: the collector knows neither them nor what they hold."""
+        """Visit the numpy arrays that share a tensor's memory, which the collector does not track."""
         numpy = sys.modules.get("numpy")
         if numpy is None or self._looked_for_arrays:
             return
@@ -301,7 +301,7 @@ class OwnerSearch:
     # -- nothing owns it -----------------------------------------------------------------------------------------
 
     def _without_owner(self) -> OwnerChain:
-        """What to say where no owner was found."""
+        """The chain to report where no owner was found."""
         if not self.complete or not self.graph.complete:
             return OwnerChain(
                 root=Root.UNFINISHED, text="the search ended at its bounds before an owner", links=()
@@ -328,7 +328,7 @@ class OwnerSearch:
         return number not in self.graph.nodes and not is_a(self.objects[number], kinds)
 
     def _hidden(self) -> OwnerChain:
-        """Something out of sight holds the tensor, or an object that leads to it."""
+        """The chain of a tensor that something invisible holds, or holds the first known link to."""
         entered = {held for _, held, _ in self.edges}
         first = next((one for one in self.toward if one not in entered and self.toward[one][0]), 0)
         path = self._path(first, type_name(self.objects[first]) if first else "")
@@ -404,7 +404,7 @@ class OwnerSearch:
 
 
 def _array_base(value: Any, array: type) -> int:
-    """Id of what the memory of a numpy array belongs to, beyond the arrays that it is a view of; 0 if it owns it."""
+    """Id of the object that owns the memory of a numpy array, past arrays that are views; 0 if the array does."""
     base = array.__dict__["base"].__get__(value)
     while base is not None and issubclass(type(base), array):
         base = array.__dict__["base"].__get__(base)

@@ -70,7 +70,7 @@ class ProfiledEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfiledMemory:
-    """The memory events of a profile with what a trace knows of them.
+    """The memory events of a profile, with what a trace knows about them.
 
     Attributes:
         events: in the order of time.
@@ -87,7 +87,7 @@ class ProfiledMemory:
 
     @property
     def matched_bytes(self) -> int:
-        """Those of them that have a category."""
+        """Bytes of `allocated_bytes` that have a category."""
         return sum(e.nbytes for e in self.events if e.nbytes > 0 and e.category is not None)
 
     def peak(self, device: str = "cpu") -> Mapping[Category | None, int]:
@@ -104,7 +104,7 @@ class ProfiledMemory:
         return {category: nbytes for category, nbytes in best.items() if nbytes}
 
     def modules(self) -> Mapping[str, int]:
-        """Bytes allocated by each module over the profile, the most first; without those of no module."""
+        """Bytes allocated by each module over the profile, the largest first, without those outside modules."""
         found: dict[str, int] = defaultdict(int)
         for event in self.events:
             if event.nbytes > 0 and event.module:
@@ -115,8 +115,8 @@ class ProfiledMemory:
         """Write torch.profiler's own Chrome trace with our counters and with categories on its memory events.
 
         Args:
-            source: the profiler that these events come from, or the file that it exported: it exports only once.
-            path: where to; the file is complete or not there.
+            source: the profiler of these events, or the file that it exported: it can export only once.
+            path: the file to write, whole or not at all.
 
         Raises:
             UsageError: the profiler has exported already, or there is no such file.
@@ -126,7 +126,7 @@ class ProfiledMemory:
 
 
 def join_profile(profile: Any, trace: MemoryTrace) -> ProfiledMemory:
-    """Tell what the memory events of torch.profiler are for.
+    """Give the memory events of torch.profiler their categories, modules and lines.
 
     >>> model = torch.nn.Linear(1024, 1024)
     >>> with vramfit.track(model, device="cpu") as track, torch.profiler.profile(profile_memory=True) as profile:
@@ -186,7 +186,7 @@ def profiled_events(profile: Any) -> list[ProfiledEvent]:
 def _match(
     events: Sequence[ProfiledEvent], trace: MemoryTrace, rows: np.ndarray[Any, Any], *, exact: bool
 ) -> tuple[float | None, dict[int, int]]:
-    """The clocks' difference, and the row of the trace for the position of each event that has one."""
+    """The difference of the clocks, and for each matched event its row of the trace, by position."""
     by_key: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for position, event in enumerate(events):
         if event.nbytes > 0:
@@ -227,7 +227,7 @@ def _offset(
     names: Sequence[str],
     by_key: Mapping[tuple[Any, ...], list[int]],
 ) -> float | None:
-    """The trace's time less the profiler's, in microseconds, on which most like blocks agree."""
+    """The trace's time minus the profiler's in microseconds, as most blocks of the same size have it."""
     differences: list[float] = []
     for row, key, name in zip(rows.tolist(), keys, names, strict=True):
         like = by_key.get(key, [])
@@ -272,7 +272,7 @@ def _runs(event: ProfiledEvent, name: str) -> bool:
 def _told(
     events: Sequence[ProfiledEvent], trace: MemoryTrace, found: Mapping[int, int]
 ) -> Iterator[ProfiledEvent]:
-    """The events with what the trace knows; a release is told as its allocation was."""
+    """The events with what the trace knows; a release gets the category of its allocation."""
     alive: dict[tuple[str, int], ProfiledEvent] = {}
     for position, event in enumerate(events):
         key = (event.device, event.address)

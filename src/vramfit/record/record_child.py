@@ -31,7 +31,7 @@ _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def main(job_file: str) -> int:
-    """Run the job; returns the program's exit code."""
+    """Run the job and return the program's exit code."""
     job = RecordJob.read(job_file)
     note_interrupts(Path(job.folder))
     job.enter(Stage.IMPORTING)
@@ -79,7 +79,7 @@ def _recorder(job: RecordJob) -> Recorder:
     """The recorder that the job asks for.
 
     Raises:
-        UsageError: there is no such card.
+        UsageError: this machine does not have that card.
     """
     if job.device == CPU:
         from vramfit.record.cpu_recorder import CpuRecorder
@@ -97,7 +97,7 @@ def _recorder(job: RecordJob) -> Recorder:
 
 
 def _need_card(device: str) -> None:
-    """Make sure that there is a card, without waking it: the program may still choose among several.
+    """Check for a card without initialising it: the program may still choose among several.
 
     Raises:
         UsageError: there is none.

@@ -1,4 +1,4 @@
-"""How a program is recorded for real, by a child: on the card of this machine, or metered on its CPU. No torch."""
+"""Records a program in a child interpreter: on the card of this machine, or metered on its CPU. No torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from vramfit.errors import UsageError
 from vramfit.launch.program_job import ProgramJob, ProgramOptions
 from vramfit.launch.runner import run_job
 from vramfit.trace import Run
-
-# -- How a program is recorded for real, and the job of the child that records it. No torch ------------------
-
 
 AUTO, CPU = "auto", "cpu"
 """Devices: the card of this machine, and its CPU, metered."""

@@ -1,15 +1,25 @@
-"""What recorders of real programs have in common: they start, can be asked in between, and end with a Run."""
+"""What recorders of real programs share: the interface that their users see, and watching what a program does.
+
+NOTE [Watching a program]
+Two functions of torch are replaced while a recording lasts (``nn.Module.__call__`` and the one entry of the autograd
+engine), each with its undo; torch's own global optimizer hooks report steps. Nothing is put on the program's objects.
+Code that torch.compile traces runs as if none of this were here.
+"""
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from vramfit.capture.step_counter import StepCounter
 from vramfit.errors import UsageError
@@ -43,7 +53,7 @@ class AllocatorFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subjects:
-    """What the user named: whose tensors are parameters, gradients and optimizer state.
+    """The models and optimizers that the user named.
 
     Attributes:
         models: by the name that begins the paths of their modules; an empty name stands for the class's.
@@ -55,7 +65,7 @@ class Subjects:
 
     @classmethod
     def of(cls, model: Models, optimizer: Optimizers) -> Subjects:
-        """From what `vramfit.track` is given.
+        """Read the arguments of `vramfit.track`.
 
         Raises:
             UsageError: one of them is something else.
@@ -102,7 +112,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Begin; what it installs is undone by `stop`.
+        """Begin; `stop` undoes what this installs.
 
         Raises:
             EnvironmentUnfitError: this process cannot be recorded so.
@@ -115,11 +125,11 @@ class Recorder(ABC):
 
     @abstractmethod
     def run(self) -> Run:
-        """What was recorded so far."""
+        """The recording so far."""
 
     @abstractmethod
     def count_steps(self, stopping: StepSink, patches: PatchStack) -> StepCounter:
-        """Count the program's steps until `patches` are undone; `stopping` is told of each."""
+        """Count the program's steps until `patches` are undone; `stopping` receives each."""
 
     @abstractmethod
     def mark(self, tag: str) -> None:
@@ -143,10 +153,88 @@ running: list[Recorder] = []
 
 
 def error_line(error: BaseException | None) -> str | None:
-    """An exception as a run tells it."""
+    """An exception as one line of a run."""
     return None if error is None else f"{type(error).__name__}: {error}"
 
 
-def program_of_process() -> tuple[str, ...]:
-    """The command line of this process's program."""
-    return tuple(sys.argv)
+# -- Watchers: see NOTE [Watching a program] -----------------------------------------------------------------
+
+
+class Watcher(Protocol):
+    """Receives what a program does. No method may raise, but SystemExit where a phase begins, to end the program."""
+
+    def enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module's call begins."""
+
+    def leave_module(self) -> None:
+        """The call that began last on this thread ends."""
+
+    def begin_backward(self) -> None:
+        """The program calls the autograd engine."""
+
+    def end_backward(self) -> None:
+        """The autograd engine returns."""
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer's step begins."""
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer's step ends."""
+
+    def new_parameter(self, tensor: torch.Tensor) -> None:
+        """A module was given a parameter or a buffer."""
+
+
+def watch(watcher: Watcher, patches: PatchStack) -> None:
+    """Call `watcher` for what the program does, until `patches` are undone."""
+    _watch_modules(watcher, patches)
+    _watch_engine(watcher, patches)
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        watcher.begin_step(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        watcher.end_step(optimizer)
+
+    def registered(_: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+        del name
+        if isinstance(tensor, torch.Tensor):
+            watcher.new_parameter(tensor)
+
+    patches.call(register_optimizer_step_pre_hook(before).remove)
+    patches.call(register_optimizer_step_post_hook(after).remove)
+    patches.call(register_module_parameter_registration_hook(registered).remove)
+    patches.call(register_module_buffer_registration_hook(registered).remove)
+
+
+def _watch_modules(watcher: Watcher, patches: PatchStack) -> None:
+    original = nn.Module.__call__
+    is_compiling = torch.compiler.is_compiling
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return original(self, *args, **kwargs)
+        try:
+            watcher.enter_module(self, args, kwargs)
+            return original(self, *args, **kwargs)
+        finally:
+            watcher.leave_module()
+
+    patches.set(nn.Module, "__call__", call)
+
+
+def _watch_engine(watcher: Watcher, patches: PatchStack) -> None:
+    graph = torch.autograd.graph
+    original = graph._engine_run_backward
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._current_graph_task_id() != -1:  # reentrant, as in checkpointing
+            return original(*args, **kwargs)
+        watcher.begin_backward()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            watcher.end_backward()
+
+    patches.set(graph, "_engine_run_backward", run_backward)
+    patches.set(torch.autograd, "_engine_run_backward", run_backward)

@@ -20,8 +20,7 @@ from vramfit.analysis._stability import Limit, LimitReason, Round, RoundOutcome
 from vramfit.errors import UsageError, VramfitError
 from vramfit.launch.job import tell
 from vramfit.stress.schedule import CEILING, CYCLES, StressJob, StressResult, Vary, chosen, cycle_of
-from vramfit.workload import State, Workload
-from vramfit.workload.loading import load_workload
+from vramfit.workload import State, Workload, load_workload
 
 _COARSE = 32
 """A limit is found to within a part in so many of its value: nobody needs a sequence length to the token."""

@@ -17,7 +17,7 @@ from vramfit.launch.starting import call
 from vramfit.stress.schedule import StressJob, StressResult, Vary
 from vramfit.trace import Run, RunWarning, Source
 from vramfit.virtual.virtual_run import VirtualRun, run_in_child
-from vramfit.workload.loading import split_target
+from vramfit.workload import split_target
 
 Progress = Callable[[str], None]
 """Called with what the test is doing, in words."""

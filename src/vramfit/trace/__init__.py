@@ -4,8 +4,7 @@ from vramfit.trace.actual import Actual, DeviceFigures, read_actual
 from vramfit.trace.builder import TraceBuilder
 from vramfit.trace.device_events import Mark, marks
 from vramfit.trace.estimates import NO_BAR, Estimate, ReservedBar, reserved_bar
-from vramfit.trace.events import Category, EventKind, Frame, Segment, TraceDevice
-from vramfit.trace.model import MemoryTrace
+from vramfit.trace.model import Category, EventKind, Frame, MemoryTrace, Segment, TraceDevice
 from vramfit.trace.outcome import (
     RAN_OUT,
     ChangeKind,
@@ -20,9 +19,7 @@ from vramfit.trace.outcome import (
     StillToCome,
 )
 from vramfit.trace.replay.pressure import Capacity, CapacitySource
-from vramfit.trace.replay.rehearsal import Played, Rehearsal
-from vramfit.trace.replay.replaying import replay
-from vramfit.trace.replay.report import DeviceReplay, Peaks, ReplayReport
+from vramfit.trace.replay.replaying import DeviceReplay, Peaks, Played, Rehearsal, ReplayReport, replay
 from vramfit.trace.snapshot_reading import load_snapshot, read_any, trace_from_snapshot
 from vramfit.trace.snapshot_writing import snapshot_from_trace, write_snapshot
 

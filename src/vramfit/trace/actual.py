@@ -1,18 +1,16 @@
-"""What a real run, or another prediction, came to, as files tell it: a trace, figures alone, or one of each."""
+"""The outcome of a real run or of another prediction, read from files: a trace, figures, or one of each."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vramfit.arguments import paths_argument
 from vramfit.errors import TraceFormatError, UsageError
+from vramfit.trace.fileformat import read_file
 from vramfit.trace.model import MemoryTrace
 from vramfit.trace.snapshot_reading import as_snapshot, parse_own, parse_plain, trace_of
-from vramfit.trace.whole_files import read_file
 from vramfit.units import parse_bytes
 from vramfit.writing import StrPath
 
@@ -58,7 +56,7 @@ _UNNAMED = frozenset({"memory_stats", "statistics"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceFigures:
-    """What is known of one device without a trace. Bytes; None where the file does not say.
+    """The figures of one device without a trace, in bytes; None where the file does not give one.
 
     Attributes:
         device: its index, None if the file does not say.
@@ -104,12 +102,12 @@ class Actual:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Indices of the devices that anything is known of."""
+        """Indices of the devices with a trace or figures."""
         found = {figures.device or 0 for figures in self.figures}
         return tuple(sorted(found if self.trace is None else found.union(self.trace.known_devices)))
 
     def figures_of(self, device: int) -> DeviceFigures:
-        """What is known of a device beside the trace; what the trace itself tells of card and context is in it."""
+        """The figures of a device, with the card and context that the trace names."""
         known = next(
             (figures for figures in self.figures if (figures.device or 0) == device), DeviceFigures()
         )
@@ -125,7 +123,7 @@ class Actual:
 
 
 def read_actual(*paths: StrPath) -> Actual:
-    """Read what a run came to from a file, or from two: a trace or snapshot, and figures.
+    """Read the outcome of a run from one file or two: a trace or snapshot, and figures.
 
     Raises:
         TraceFormatError: a file is none of the forms that docs/json.md lists, or damaged.
@@ -152,7 +150,7 @@ def read_actual(*paths: StrPath) -> Actual:
 
 
 def _with_outside(figures: DeviceFigures, trace: MemoryTrace | None) -> DeviceFigures:
-    """Figures whose bytes outside torch follow from what the recording held at its end, when it was written."""
+    """Figures with the bytes outside torch worked out from what the recording held at its end."""
     if figures.used is None:
         return figures
     if trace is None:
@@ -201,7 +199,7 @@ def figures_from(value: Any, name: str) -> tuple[DeviceFigures, ...]:
     """The figures in a JSON document; ``name`` is for messages.
 
     Raises:
-        TraceFormatError: there are none, or one is no size.
+        TraceFormatError: there are none, or one is not a size.
     """
     schema = value.get("schema") if isinstance(value, dict) else None
     if isinstance(schema, str) and schema.startswith("vramfit") and schema != RUN_SCHEMA + _READ:
@@ -298,14 +296,3 @@ def _size(value: Any, key: str, name: str) -> int:
             'Write it as a number of bytes, or as text with a unit such as "23.5GiB"',
         )
     return size
-
-
-def together(
-    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-) -> tuple[str, ...]:
-    """One path or several as a tuple of names.
-
-    Raises:
-        UsageError: one of them is no path.
-    """
-    return paths_argument("against", paths)

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from vramfit.trace.events import Category, EventKind, Frame, TraceDevice
 from vramfit.trace.journal import TraceJournal
-from vramfit.trace.model import COLUMNS, MemoryTrace
+from vramfit.trace.model import COLUMNS, Category, EventKind, Frame, MemoryTrace, TraceDevice
 
 # Events lie one after the other, all columns of one in 64 bytes: packing them takes a quarter of the time that an
 # append to each column would.
@@ -50,7 +49,7 @@ class _Table:
 
 
 class TraceBuilder:
-    """Collects events in order. Not thread-safe: callers that share one hold a lock.
+    """Collects events in order. Not thread-safe: callers that share a builder hold a lock.
 
     Args:
         devices: the devices of the trace; `finish` can replace them when the final segments are known.
@@ -147,7 +146,7 @@ class TraceBuilder:
         phase: int,
         tensor: int,
     ) -> int:
-        """`append` for those who call it for every op: all columns in their order. Returns the row."""
+        """`append` with all columns by position, for callers that run for every op. Returns the row."""
         at = self._at
         if at > self._room:
             self._grow()
@@ -159,7 +158,7 @@ class TraceBuilder:
         return at // _SIZE
 
     def freed(self, device: int, stream: int, address: int, size: int, time_us: int, phase: int) -> None:
-        """Both events of a block that is given back and free at once."""
+        """Add both events of a block that is given back and free at once."""
         at = self._at
         if at > self._room:
             self._grow()
@@ -205,7 +204,7 @@ class TraceBuilder:
             self.journal.change(row, "tensor", tensor)
 
     def requests(self, start: int) -> bytes:
-        """What was asked for since an event: size, stream and device of each request, in order.
+        """The requests since an event: size, stream and device of each, in order.
 
         Args:
             start: row of the first event that counts.

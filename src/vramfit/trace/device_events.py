@@ -11,8 +11,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from vramfit.trace.events import EventKind, Segment
-from vramfit.trace.model import MemoryTrace
+from vramfit.trace.model import EventKind, MemoryTrace, Segment
 
 _BLOCK_BITS = 9  # blocks lie on multiples of 512 bytes
 

@@ -23,10 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vramfit.allocator import OutOfMemory
-from vramfit.trace.events import EventKind
-from vramfit.trace.model import COLUMNS, MemoryTrace
+from vramfit.trace.model import COLUMNS, EventKind, MemoryTrace
 from vramfit.trace.replay.players import WhatIfPlayer
-from vramfit.trace.replay.rehearsal import UNKNOWN_TOTAL, Rehearsal
+from vramfit.trace.replay.replaying import UNKNOWN_TOTAL, Rehearsal
 from vramfit.trace.replay.steps import FREE, ReplaySteps
 
 _TOGETHER = (-1.0, 1.0, -0.5, 0.5)
@@ -91,7 +90,7 @@ class ReservedBar:
 
 
 NO_BAR = ReservedBar()
-"""Of a device of which nothing was estimated."""
+"""The bar of a device without estimates."""
 
 
 def reserved_bar(trace: MemoryTrace, device: int, estimates: Sequence[Estimate]) -> ReservedBar:
@@ -154,7 +153,7 @@ def _with_untaken(trace: MemoryTrace, estimates: Sequence[Estimate]) -> MemoryTr
 
 
 def _streams_before(trace: MemoryTrace, untaken: Sequence[Estimate]) -> NDArray[np.int64]:
-    """The stream of the last request before each block that was not taken: its op's own, or that of the op before."""
+    """The stream of the last request before each block that was not taken."""
     requests = np.flatnonzero((trace.kind == EventKind.ALLOC) & (trace.device == untaken[0].device))
     if not len(requests):
         return np.zeros(3 * len(untaken), dtype=np.int64)
@@ -163,7 +162,7 @@ def _streams_before(trace: MemoryTrace, untaken: Sequence[Estimate]) -> NDArray[
 
 
 def _ordinals(trace: MemoryTrace, device: int, estimates: Sequence[Estimate]) -> NDArray[np.intp]:
-    """Which request of the device each estimate is, counting those that were not taken where they stand."""
+    """The number of each estimate among the requests of the device, those that were not taken included."""
     requests = np.flatnonzero((trace.kind == EventKind.ALLOC) & (trace.device == device))
     rows = np.array([estimate.row for estimate in estimates])
     untaken = np.sort(rows[[not estimate.taken for estimate in estimates]])
@@ -206,7 +205,7 @@ class _Variants:
         self.draws = enough if self._count > 1 else 0
 
     def _size(self, index: int) -> int:
-        """Bytes told of an estimated request; 0 for one that was not made."""
+        """Bytes of an estimated request as the run made it; 0 if it was not made."""
         if not self._estimates[index].taken:
             return 0
         special = self._specials[index]
@@ -221,7 +220,7 @@ class _Variants:
             yield chance.choice(_LEVELS, self._count)
 
     def plan(self, levels: NDArray[np.float64]) -> tuple[ReplaySteps, frozenset[int]]:
-        """The steps at these levels, and those whose requests are done without where they do not fit."""
+        """The steps at these levels, and those whose kernels do without the memory where it does not fit."""
         sizes, specials = list(self._plan.sizes), list(self._plan.specials)
         for index, (estimate, level) in enumerate(
             zip(self._estimates, levels[self._kinds].tolist(), strict=True)
@@ -237,7 +236,7 @@ class _Variants:
 
 
 def _requests(plan: ReplaySteps) -> tuple[list[int], Mapping[int, int]]:
-    """The steps that are requests, in order, and for those that are special steps which of them."""
+    """The steps that are requests, in order, and the number of the special step for those that are one."""
     steps, special_of, special = [], {}, -1
     for step, size in enumerate(plan.sizes):
         if size > 0:
@@ -261,7 +260,7 @@ def _played(
 
 
 class _SparingPlayer(WhatIfPlayer):
-    """A `WhatIfPlayer` that counts no failure where a kernel does without.
+    """A `WhatIfPlayer` that counts no failure where the kernel can do without the memory.
 
     Attributes:
         spare: steps whose requests are done without.

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import stat
 import struct
 import zlib
 from collections.abc import Iterable, Mapping
@@ -27,10 +29,41 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from vramfit.errors import TraceFormatError, UsageError
-from vramfit.trace.events import Category, EventKind, Frame, Segment, TraceDevice
-from vramfit.trace.model import COLUMNS, TABLES, MemoryTrace
-from vramfit.trace.whole_files import read_file
+from vramfit.trace.model import COLUMNS, TABLES, Category, EventKind, Frame, MemoryTrace, Segment, TraceDevice
 from vramfit.writing import StrPath, write_file
+
+MAX_FILE_BYTES = 16 << 30
+"""Larger files are refused before they are read: no trace is that long, and memory would not hold it."""
+
+
+def read_file(path: StrPath) -> bytes:
+    """The content of a trace or snapshot file.
+
+    Raises:
+        TraceFormatError: it is missing, a folder or a device, not readable, empty or too large.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise TraceFormatError(f"cannot read {path}: it is a folder", "Give the file inside it")
+        described = path.stat()
+        if stat.S_ISCHR(described.st_mode) and not path.samefile(os.devnull):
+            raise TraceFormatError(
+                f"cannot read {path}: it is a device, which may have no end", "Give a file, or a pipe"
+            )
+        size = described.st_size
+        if size > MAX_FILE_BYTES:
+            raise TraceFormatError(f"cannot read {path}: its {size} bytes are more than a trace can have")
+        data = path.read_bytes()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise TraceFormatError(
+            f"cannot read {path}: {reason}", "Check the path and its permissions"
+        ) from error
+    if not data:
+        raise TraceFormatError(f"cannot read {path}: the file is empty", "Record or copy it again")
+    return data
+
 
 MAGIC = b"\x93vramfit"
 VERSION = 1
@@ -63,7 +96,7 @@ def save_trace(trace: MemoryTrace, path: StrPath) -> None:
 
 
 def check_trace_name(path: StrPath) -> None:
-    """Refuse a name by which people and programs would take a trace for something else.
+    """Refuse a file name that stands for another format.
 
     Raises:
         UsageError: its ending is that of another form.

@@ -1,4 +1,4 @@
-"""Tells the user's own source lines from those of Python, torch and other libraries, by file name alone."""
+"""Distinguishes the user's source lines from those of Python, torch and other libraries, by file name alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
 
-from vramfit.trace.events import Frame
+from vramfit.trace.model import Frame
 
 
 class Origin(IntEnum):
@@ -44,7 +44,7 @@ _NOTEBOOK = re.compile(r"^<(?:stdin|ipython-input|python-input)|ipykernel_\d+/")
 
 @lru_cache(maxsize=65536)
 def origin(filename: str) -> Origin:
-    """Who wrote the file of that name; an unknown place is the user's.
+    """Who wrote the file of that name; files of unknown origin count as the user's.
 
     The rules look only at the name, so that they hold for traces recorded on another machine:
     ``<frozen ...>`` and ``<string>`` are generated code, ``site-packages`` and ``dist-packages`` hold

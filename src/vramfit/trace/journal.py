@@ -30,8 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vramfit.errors import TraceFormatError, WriteError
-from vramfit.trace.events import Category, EventKind, Frame, TraceDevice
-from vramfit.trace.model import COLUMNS, TABLES, MemoryTrace
+from vramfit.trace.model import COLUMNS, TABLES, Category, EventKind, Frame, MemoryTrace, TraceDevice
 
 MAGIC = b"\x94vramfit"
 VERSION = 1
@@ -97,7 +96,7 @@ class TraceJournal:
         _open.add(self)
 
     def facts(self, meta: Mapping[str, object], devices: Iterable[TraceDevice]) -> None:
-        """Where the trace comes from; said again, it counts anew."""
+        """Write the origin of the trace; the last such entry counts."""
         told = {
             "meta": dict(meta),
             "devices": [[d.index, d.name, d.total_bytes, d.context_bytes] for d in devices],
@@ -120,7 +119,7 @@ class TraceJournal:
         phase: int,
         tensor: int,
     ) -> None:
-        """An event."""
+        """Write an event."""
         # What `_store` does, once more in full: this is called for every event.
         with self._lock:
             at = self._at
@@ -132,28 +131,28 @@ class TraceJournal:
             self._at = at + _SLOT
 
     def text(self, table: str, text: str) -> None:
-        """The next entry of a table of names: ``op``, ``module``, ``phase`` or ``tensor``."""
+        """Write the next entry of a table of names: ``op``, ``module``, ``phase`` or ``tensor``."""
         self._entry(_TABLES[table], text.encode("utf-8", "surrogatepass"))
 
     def frame(self, frame: Frame) -> None:
-        """The next stack frame."""
+        """Write the next stack frame."""
         self._entry(_FRAMES, json.dumps(list(frame)).encode())
 
     def stack(self, frames: Iterable[int]) -> None:
-        """The next stack, as indices of frames."""
+        """Write the next stack, as indices of frames."""
         self._entry(_TABLES["stack"], array("i", frames).tobytes())
 
     def change(self, row: int, column: str, value: int) -> None:
-        """A later word on an event."""
+        """Write a correction of an event."""
         self._store(_CHANGE, row, _CHANGED.index(column), value, _IS_CHANGE)
 
     def close(self) -> None:
-        """Write no more; the file stays."""
+        """Stop writing; the file stays."""
         with self._lock:
             self._shut()
 
     def delete(self) -> None:
-        """The trace is safe elsewhere: remove the file."""
+        """Remove the file: the trace is saved elsewhere."""
         self.close()
         self.path.unlink(missing_ok=True)
 
@@ -198,7 +197,7 @@ class TraceJournal:
             self._size = self._at
 
     def _forget(self) -> None:
-        """This is a forked child: the file is its parent's."""
+        """Let go of the file in a forked child: it belongs to the parent."""
         self._lock = threading.RLock()
         self.closed = True
         self._map.close()
@@ -226,7 +225,7 @@ def parse_journal(data: bytes, name: str) -> MemoryTrace:
     """The trace in a journal, up to its last whole record; ``name`` is for messages.
 
     Raises:
-        TraceFormatError: it is no journal, or of a newer version.
+        TraceFormatError: it is not a journal, or of a newer version.
     """
     hint = "Give the file that a recording left"
     if len(data) < _SLOT or not data.startswith(MAGIC):
@@ -258,7 +257,7 @@ class _JournalReader:
         self.devices: tuple[TraceDevice, ...] = ()
 
     def trace(self) -> MemoryTrace:
-        """What is whole."""
+        """The trace of all whole records."""
         for start in np.flatnonzero(self.tags == _IS_ENTRY).tolist():
             if not self.entry(start):
                 break

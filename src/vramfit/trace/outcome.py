@@ -1,21 +1,17 @@
-"""What a run came to, on a virtual GPU or a real one: its trace, devices, end, progress, files and host memory."""
+"""The outcome of a run, virtual or real: its trace, devices, end, progress, files and host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
-from typing import Any
 
 from vramfit.masking import mask_arguments, mask_text
 from vramfit.trace.estimates import Estimate
-from vramfit.trace.events import Frame
-from vramfit.trace.model import MemoryTrace
+from vramfit.trace.model import Frame, MemoryTrace
 from vramfit.units import format_bytes
 
-# -- How far a program came: who ended its run, the steps that were seen, and for how many its memory had
-# been steady.
+# -- How far a program came: what ended it, its steps, and for how many its memory was steady ----------------
 
 
 class End(Enum):
@@ -80,45 +76,22 @@ class Progress:
         """Whether enough steps asked for the same memory."""
         return self.steady >= STEADY
 
-    def to_plain(self) -> dict[str, str | int | None]:
-        """As plain values that JSON can hold."""
-        return {
-            "end": self.end.value,
-            "steps": self.steps,
-            "unit": None if self.unit is None else self.unit.value,
-            "steady": self.steady,
-            "module": self.module,
-        }
-
 
 UNTOLD = Progress()
-"""A run that ended by itself, of whose steps nobody told."""
+"""The progress of a run that ended by itself and whose steps were not counted."""
 
 
-def progress_from_plain(values: dict[str, object]) -> Progress:
-    """The progress that `Progress.to_plain` described."""
-    unit = values["unit"]
-    return Progress(
-        end=End(values["end"]),
-        steps=int(str(values["steps"])),
-        unit=None if unit is None else Unit(unit),
-        steady=int(str(values["steady"])),
-        module=str(values["module"]),
-    )
-
-
-# -- What a program's own Python objects took of the host's memory, step by step, and the lines where it
-# grew.
+# -- Host memory of the program's Python objects, step by step, and the lines where it grew ------------------
 
 
 _WARM_UP = 1
-"""Looks that are left out: caches fill at the first steps."""
+"""Measurements that are left out: caches fill in the first steps."""
 
 _LOOKS = 4
-"""Looks after these below which nothing is said of growth."""
+"""Fewest further measurements from which growth is concluded."""
 
 _NOTABLE = 16 << 10
-"""Bytes for each step below which growth is not told: lists of numbers grow in any program."""
+"""Bytes for each step below which growth is not reported: lists of numbers grow in any program."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +100,7 @@ class HostSite:
 
     Attributes:
         file, line: where; the program's own line where one was among the callers.
-        bytes: what it held at each look.
+        bytes: what it held at each measurement.
     """
 
     file: str
@@ -143,9 +116,9 @@ class HostMemory:
     virtual GPU have none.
 
     Attributes:
-        steps: numbers of the steps after which it was looked at, evenly apart.
-        bytes: in all at each look, without vramfit's own.
-        pinned: page-locked bytes that torch held at each look.
+        steps: numbers of the steps after which it was measured, evenly apart.
+        bytes: in all at each measurement, without vramfit's own.
+        pinned: page-locked bytes that torch held at each measurement.
         sites: the lines that held the most or grew the most.
     """
 
@@ -155,10 +128,10 @@ class HostMemory:
     sites: tuple[HostSite, ...] = ()
 
     def per_step(self, values: tuple[int, ...]) -> int:
-        """Bytes that are added at each step; 0 where the values do not rise from look to look, or hardly.
+        """Bytes that are added at each step; 0 where the values do not rise every time, or hardly.
 
         Args:
-            values: one for each look.
+            values: one for each measurement.
         """
         later, steps = values[_WARM_UP:], self.steps[_WARM_UP:]
         if len(later) < _LOOKS or any(one >= after for one, after in pairwise(later)):
@@ -173,7 +146,7 @@ class HostMemory:
 
     @property
     def pinned_grows_by(self) -> int:
-        """The same of page-locked memory."""
+        """Bytes that page-locked memory grows by at each step; 0 where it does not."""
         return self.per_step(self.pinned)
 
     @property
@@ -183,21 +156,7 @@ class HostMemory:
         return tuple(sorted(found, key=lambda site: (-self.per_step(site.bytes), site.file, site.line)))
 
 
-def host_memory_from_plain(values: Mapping[str, Any]) -> HostMemory:
-    """What `dataclasses.asdict` made of it, after its way through JSON."""
-    sites = tuple(
-        HostSite(file=site["file"], line=site["line"], bytes=tuple(site["bytes"])) for site in values["sites"]
-    )
-    return HostMemory(
-        steps=tuple(values["steps"]),
-        bytes=tuple(values["bytes"]),
-        pinned=tuple(values["pinned"]),
-        sites=sites,
-    )
-
-
-# -- What a virtual run would have done to files: which it would have written, replaced, renamed and
-# deleted. No torch.
+# -- What a virtual run would have done to files ---------------------------------------------------------------
 
 
 class ChangeKind(Enum):
@@ -217,7 +176,7 @@ class ChangeKind(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileChange:
-    """One path that would be otherwise.
+    """One path that would have changed.
 
     Attributes:
         path: absolute, as the program knows it.
@@ -262,7 +221,7 @@ RAN_OUT = "ran_out"
 
 
 class Source(Enum):
-    """What a run ran on."""
+    """The kind of device of a run."""
 
     VIRTUAL = "virtual"
     """A virtual GPU."""
@@ -274,7 +233,7 @@ class Source(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunWarning:
-    """Something that could not be done as a card does it, or not be recorded; said once for each place.
+    """Something that differs from a real card or could not be recorded; one warning for each place.
 
     Attributes:
         code: short name of the kind of warning.
@@ -291,7 +250,7 @@ class RunWarning:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StillToCome:
-    """What a program that ran out would have asked for next, whatever its batch. Bytes on the device that ran out.
+    """What a program that ran out would have requested next, whatever its batch: bytes on that device.
 
     Attributes:
         training: gradients are computed: a backward pass or a step was at work, or gradients are enabled and an
@@ -315,7 +274,7 @@ class StillToCome:
 
     @property
     def total_bytes(self) -> int:
-        """All that is known to come."""
+        """The sum of the known requests."""
         return self.parameters_bytes + self.gradients_bytes + self.states_bytes
 
 
@@ -334,7 +293,7 @@ class OomReport:
         free_bytes: left on the device.
         total_bytes: memory of the device.
         handled: whether the program caught the error.
-        to_come: what the program would have asked for next; None where nobody could look, as in a recording.
+        to_come: what the program would have requested next; None where that is unknown, as in a recording.
     """
 
     device: int
@@ -422,11 +381,11 @@ class Run:
         assume: what was taken for sizes that depend on data, ``upper`` or ``typical``.
         host_pinned_peak_bytes: most page-locked host memory that torch held at once, its cache included.
         profile: the measurements that were used, None without any.
-        source: what it ran on.
+        source: the kind of device.
         progress: how far the program came, and what ended it.
-        files: what it would have done to files; None where nobody looked, as in a recording.
+        files: what it would have done to files; None where that was not observed, as in a recording.
         estimates: the requests whose sizes were estimated, in the order in which they were noted.
-        host: the host's memory, step by step; None where nobody asked for it.
+        host: the host's memory, step by step; None where it was not measured.
     """
 
     trace: MemoryTrace
@@ -451,7 +410,7 @@ class Run:
     host: HostMemory | None = None
 
     def __post_init__(self) -> None:
-        """Mask what should be in no file."""
+        """Mask secrets, which must not reach a file."""
         warnings = tuple(replace(told, message=mask_text(told.message)) for told in self.warnings)
         object.__setattr__(self, "error", None if self.error is None else mask_text(self.error))
         object.__setattr__(self, "program", mask_arguments(self.program))
@@ -467,14 +426,14 @@ class Run:
 
     @property
     def ran_out(self) -> bool:
-        """Whether it ended by running out of memory: a program that catches the error and finishes well did not.
+        """Whether it ended by running out of memory.
 
-        Nor did one that caught the error and was ended from outside later.
+        A program that caught the error and finished well did not, nor one that was ended from outside later.
         """
         failed = self.exit_code != 0 and not self.progress.is_cut
         return self.oom is not None and (not self.oom.handled or failed)
 
     def with_ending(self) -> Run:
-        """The same, its trace saying how it ended: the events of one that caught the error look no different."""
+        """This run with its ending in the trace's meta: the events do not show whether the program caught the error."""
         meta = {**self.trace.meta, RAN_OUT: int(self.ran_out)}
         return replace(self, trace=replace(self.trace, meta=meta))

@@ -1,11 +1,10 @@
-"""What a trace tells of a run that cannot tell itself: it is a file's, or its process was killed."""
+"""A run made from its trace alone: the trace of a file, or of a process that was killed."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from vramfit.trace.events import EventKind, TraceDevice
-from vramfit.trace.model import MemoryTrace
+from vramfit.trace.model import EventKind, MemoryTrace, TraceDevice
 from vramfit.trace.outcome import DeviceOutcome, OomReport, Run, RunWarning, Source
 
 _SOURCES = {source.value: source for source in Source}
@@ -22,17 +21,17 @@ def run_of_trace(
     warnings: tuple[RunWarning, ...] = (),
     ops: int = 0,
 ) -> Run:
-    """A run whose circumstances are those that its trace notes: versions, source, and the time from event to event.
+    """A run with the circumstances that its trace notes: versions, source, and the time from event to event.
 
     Args:
         trace: what happened.
-        devices: what became of each device.
+        devices: the outcome of each device.
         oom: the request that failed, or None.
         exit_code: the program's; `subprocess` gives it negative for a signal.
         error: how it failed, in words, or None.
         program: its command line, or its name alone.
-        warnings: what to say of it.
-        ops: how many operations it ran, 0 where nobody counted them.
+        warnings: of the run.
+        ops: how many operations it ran, 0 where they were not counted.
     """
     times = trace.time_us[trace.time_us > 0]
     seconds = float(times.max() - times.min()) / 1e6 if len(times) else 0.0

@@ -1,4 +1,4 @@
-"""Reads pickles of plain data without being able to do anything else.
+"""Reads pickles of plain data, and can execute nothing else.
 
 A pickle is a program. Python's unpickler, even one that refuses every global, can be made to allocate
 gigabytes by a memo index, to hang or crash by hashing nested tuples, or to grow an integer without end. So a
@@ -76,7 +76,7 @@ def looks_like_a_pickle(data: bytes) -> bool:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """The second lock: nothing that gets here has an instruction that looks up a global."""
+    """The second safeguard: no pickle that gets here has an instruction that looks up a global."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         raise pickle.UnpicklingError(f"{module_name}.{global_name} is refused")

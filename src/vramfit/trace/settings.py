@@ -1,4 +1,4 @@
-"""Allocator settings in snapshots: the string that was set, or one made from the values in force."""
+"""Allocator settings in snapshots and traces: the string that was set, or one made from the values in force."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def recorded_version(trace: MemoryTrace) -> TorchVersion:
 
 
 def recorded_config(trace: MemoryTrace) -> AllocatorConfig:
-    """The allocator settings a trace was recorded with; settings that are not known are passed over."""
+    """The allocator settings a trace was recorded with; unknown settings are ignored."""
     text = str(trace.meta.get("alloc_conf", ""))
     version = recorded_version(trace)
     try:

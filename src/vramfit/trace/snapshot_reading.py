@@ -19,16 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vramfit.errors import TraceFormatError
-from vramfit.trace.events import Category, EventKind, Frame, TraceDevice
-from vramfit.trace.fileformat import EMBEDDED, MAGIC, parse_trace
+from vramfit.trace.fileformat import EMBEDDED, MAGIC, parse_trace, read_file
 from vramfit.trace.journal import MAGIC as JOURNAL
 from vramfit.trace.journal import parse_journal
-from vramfit.trace.model import COLUMNS, MemoryTrace
+from vramfit.trace.model import COLUMNS, Category, EventKind, Frame, MemoryTrace, TraceDevice
 from vramfit.trace.pickles import load_plain, looks_like_a_pickle
+from vramfit.trace.replay.rewind import fill_block_sizes
 from vramfit.trace.segments import check_frames, check_segment
 from vramfit.trace.settings import conf_from_settings
-from vramfit.trace.sizes import fill_block_sizes
-from vramfit.trace.whole_files import read_file
 from vramfit.writing import StrPath
 
 Snapshot: TypeAlias = dict[str, Any]
@@ -87,7 +85,7 @@ def parse_own(data: bytes, name: str) -> MemoryTrace | None:
 
 
 def trace_of(snapshot: Snapshot, name: str) -> MemoryTrace:
-    """The trace that a snapshot tells of: the very one it was written from, where it holds that.
+    """The trace of a snapshot: the very one it was written from, where it holds that.
 
     Raises:
         TraceFormatError: it contradicts itself.
@@ -96,7 +94,7 @@ def trace_of(snapshot: Snapshot, name: str) -> MemoryTrace:
 
 
 def _embedded(snapshot: Snapshot, name: str) -> MemoryTrace | None:
-    """The trace that a snapshot of our own holds; None where it holds none, or other events than that."""
+    """The trace inside a snapshot of our own; None where there is none, or the events differ."""
     text = snapshot.get(EMBEDDED)
     if not isinstance(text, str):
         return None
@@ -110,7 +108,7 @@ def _embedded(snapshot: Snapshot, name: str) -> MemoryTrace | None:
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """A snapshot's millions of dictionaries hold no cycles; to look for some takes a sixth of the time."""
+    """Pause the garbage collector: looking for cycles, of which a snapshot has none, takes a sixth of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -121,8 +119,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def load_snapshot(source: StrPath | bytes) -> Snapshot:
-    """A torch snapshot as a dictionary with the keys ``segments`` and ``device_traces``, and what else it
-    has.
+    """A torch snapshot as a dictionary, always with the keys ``segments`` and ``device_traces``.
 
     Nothing in the file is executed: see `vramfit.trace.pickles`.
 
@@ -130,7 +127,7 @@ def load_snapshot(source: StrPath | bytes) -> Snapshot:
         source: path of the file, or its content.
 
     Raises:
-        TraceFormatError: it is no snapshot, or damaged.
+        TraceFormatError: it is not a snapshot, or damaged.
     """
     if isinstance(source, bytes):
         return _parse(source, "the snapshot")
@@ -249,11 +246,11 @@ def _load_json(data: bytes, name: str) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise TraceFormatError(f"{name} is damaged: it is no JSON ({error!s:.80})", _HINT) from None
+        raise TraceFormatError(f"{name} is damaged: it is not JSON ({error!s:.80})", _HINT) from None
 
 
 def _check_extent(snapshot: Snapshot, size: int, name: str) -> None:
-    """Refuse a pickle that names the same list again and again to be endless to walk through."""
+    """Refuse a pickle that repeats the same list so often that walking through it would never end."""
     entries = 0
     for key in ("segments", "device_traces"):
         if not isinstance(snapshot[key], list):
@@ -378,7 +375,7 @@ class _Importer:
 
 
 def _values(entries: list[dict[str, Any]], key: str, default: object) -> list[Any]:
-    """The value of a key in every entry; nearly always all have it, which is much faster to find out at once."""
+    """The value of a key in every entry, fast for the usual case that all entries have it."""
     try:
         return list(map(itemgetter(key), entries))
     except KeyError:

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from vramfit.trace.events import Category, EventKind, TraceDevice
 from vramfit.trace.fileformat import EMBEDDED, packed_trace
-from vramfit.trace.model import MemoryTrace
+from vramfit.trace.model import Category, EventKind, MemoryTrace, TraceDevice
 from vramfit.trace.segments import check_segment
 from vramfit.trace.settings import settings_from_conf
 from vramfit.writing import StrPath, write_file

@@ -1,4 +1,4 @@
-"""Serve the steps of a plan with an allocator: expecting the recorded addresses, or on a card of its own."""
+"""Players, which serve the steps of a replay with an allocator: as recorded, or under other settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from vramfit.allocator import AllocatorConfig, CachingAllocator, Driver, OutOfMemory
 from vramfit.allocator.restore import restore
 from vramfit.allocator.versions import TorchVersion
-from vramfit.trace.events import EventKind, Segment
+from vramfit.trace.model import EventKind, Segment
 from vramfit.trace.replay.steps import FREE, PoolId, RecordedDriver, ReplaySteps, Special, is_release
 from vramfit.trace.segments import INACTIVE, PENDING
 
@@ -55,8 +55,22 @@ class Player(ABC):
         """Serve all steps."""
 
     @abstractmethod
+    def request(self, special: Special, address: int) -> None:
+        """Serve a special step that is a request."""
+
     def special(self, special: Special, address: int) -> None:
         """Serve a step that is more than one call."""
+        if special.kind == EventKind.ALLOC:
+            self.request(special, address)
+        elif special.kind == EventKind.OOM:
+            # The program that was recorded did not get this block, so it did not keep it either.
+            found = self.serve(special.size, special.stream)
+            if found:
+                self.allocator.free(found)
+        elif special.kind == EventKind.FREE_REQUESTED:
+            self.give_back(address)
+        elif special.kind == EventKind.FREE_COMPLETED:
+            self.finish(address)
 
     def _malloc(self) -> Callable[[int], int]:
         """The allocator's malloc on the stream of the plan."""
@@ -81,11 +95,11 @@ class Player(ABC):
                 allocator.end_pool(pool)
                 allocator.release_pool(pool)
 
-    def give_back(self, address: int, *, later: bool = False) -> None:
-        """Free what the recording has at ``address``; ``later``: `finish` completes it."""
-        address = self.moved.get(address, address) if later else self.moved.pop(address, address)
+    def give_back(self, address: int) -> None:
+        """Free what the recording has at ``address``; `finish` completes it."""
+        address = self.moved.get(address, address)
         try:
-            if later and address:
+            if address:
                 self.allocator.record_stream(address, _OTHER_STREAM)
             self.allocator.free(address)
         except ValueError:
@@ -144,38 +158,31 @@ class ExactPlayer(Player):
 
     def special(self, special: Special, address: int) -> None:
         """Serve a step that is more than one call."""
-        kind, driver = special.kind, self.driver
-        driver.expect(special.events)
+        self.driver.expect(special.events)
         if self._empties_cache(special):
             self.allocator.empty_cache()
-        if kind == EventKind.ALLOC:
-            ooms = self.ooms
+        super().special(special, address)
+        self.driver.expect(())
+
+    def request(self, special: Special, address: int) -> None:
+        """Serve a request, and compare its address with the recorded one."""
+        ooms = self.ooms
+        found = self.serve(special.size, special.stream, special.pool)
+        if not found:
+            # The replay has gone another way than the recording; the request itself was served there.
+            self.ooms = ooms
+            self.driver.expect(())
             found = self.serve(special.size, special.stream, special.pool)
-            if not found:
-                # The replay has gone another way than the recording; the request itself was served there.
-                self.ooms = ooms
-                driver.expect(())
-                found = self.serve(special.size, special.stream, special.pool)
-            if found == address:
-                self.matched += 1
-            else:
-                self._note(address, found, special.size)
-        elif kind == EventKind.OOM:
-            found = self.serve(special.size, special.stream)
-            if found:
-                self.allocator.free(found)
-        elif kind == EventKind.FREE_REQUESTED:
-            self.give_back(address, later=True)
-        elif kind == EventKind.FREE_COMPLETED:
-            self.finish(address)
-        driver.expect(())
+        if found == address:
+            self.matched += 1
+        else:
+            self._note(address, found, special.size)
 
     def _empties_cache(self, special: Special) -> bool:
         """Whether the recording shows the whole cache released before anything else.
 
-        The program may have asked for it, or the request that follows had failed: the outcome is the same,
-            unless
-        settings let a request release a part of the cache only.
+        The program may have done that, or the request that follows had failed: the outcome is the same, unless settings
+        let a request release only a part of the cache.
         """
         released = {event[1] for event in itertools.takewhile(is_release, special.events)}
         config = self.allocator.config
@@ -228,7 +235,7 @@ class WhatIfPlayer(Player):
                     )
                     self.moved[block["address"]] = address
                     if block["state"] == PENDING:
-                        self.give_back(block["address"], later=True)
+                        self.give_back(block["address"])
         self.allocator.reset_peak_stats()
         self.allocator.reset_accumulated_stats()
 
@@ -279,22 +286,15 @@ class WhatIfPlayer(Player):
 
     def special(self, special: Special, address: int) -> None:
         """Serve a step that is more than one call."""
-        kind = special.kind
-        if kind == EventKind.ALLOC:
-            if special.empties:
-                self.allocator.empty_cache()
-            self.moved[address] = self.serve(special.size, special.stream, special.pool)
-        elif kind == EventKind.OOM:
-            # The program that was recorded did not get this block, so it did not keep it either.
-            found = self.serve(special.size, special.stream)
-            if found:
-                self.allocator.free(found)
-        elif kind == EventKind.FREE_REQUESTED:
-            self.give_back(address, later=True)
-        elif kind == EventKind.FREE_COMPLETED:
-            self.finish(address)
-        else:
+        if special.kind == EventKind.SEGMENT_FREE:
             self.allocator.empty_cache()
+        super().special(special, address)
+
+    def request(self, special: Special, address: int) -> None:
+        """Serve a request, with the cache emptied first where the program did that."""
+        if special.empties:
+            self.allocator.empty_cache()
+        self.moved[address] = self.serve(special.size, special.stream, special.pool)
 
 
 class OomPlayer(WhatIfPlayer):

@@ -1,4 +1,4 @@
-"""How much memory a recorded device had for the allocator, and which releases of its cache were for want of it."""
+"""How much memory the allocator of a recorded device had, and which cache releases were for lack of memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from vramfit.allocator.core import SMALL_REQUEST, SMALL_SEGMENT
 from vramfit.trace.device_events import DeviceEvents
-from vramfit.trace.events import EventKind, Segment
+from vramfit.trace.model import EventKind, Segment
 from vramfit.trace.settings import recorded_config
 
 
 class CapacitySource(Enum):
-    """What tells the memory that the allocator could have."""
+    """How the memory that the allocator could have is known."""
 
     CARD = "card"
     """The trace names the card's memory and its context."""
@@ -35,7 +35,7 @@ class Capacity:
     Attributes:
         bytes: the most that can be reserved; 0 if unknown, and where the context takes all of the card. Where `source`
             is RETRIES it is a lower bound.
-        source: what tells.
+        source: how that is known.
         below: for RETRIES, a bound that it does not reach; otherwise 0.
     """
 
@@ -50,7 +50,7 @@ class Capacity:
 
 
 class Pressure:
-    """One device's capacity, and what its recorded releases say.
+    """One device's capacity, and what its recorded releases show.
 
     A run of releases right before a new segment is either a retry of a request that had failed, or the program's
     own ``empty_cache``. It was the program where the request cannot have failed: one of the released segments would
@@ -132,5 +132,5 @@ class Pressure:
         return Capacity(bytes=0, source=CapacitySource.UNKNOWN)
 
     def asked_for(self, position: int) -> bool:
-        """Whether the releases that begin at ``position`` cannot be a retry, so that the program asked for them."""
+        """Whether the releases that begin at ``position`` cannot be a retry, so that the program called for them."""
         return position not in self._retries and not self._collects

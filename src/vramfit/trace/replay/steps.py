@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from vramfit.allocator import Driver
 from vramfit.errors import TraceFormatError
 from vramfit.trace.device_events import DeviceEvents
-from vramfit.trace.events import EventKind, Segment
+from vramfit.trace.model import EventKind, Segment
 from vramfit.trace.replay.pressure import Pressure
 from vramfit.trace.replay.rewind import StartBlock
 from vramfit.trace.segments import INACTIVE
@@ -339,7 +339,7 @@ def _unknown_blocks(start: Sequence[Segment], blocks: Sequence[StartBlock]) -> l
 
 
 def _frees_of(events: DeviceEvents, unknown: Sequence[StartBlock]) -> NDArray[np.intp]:
-    """Positions of the frees of these blocks, with the completions that follow the requests."""
+    """Positions of the frees of these blocks, with the completions that follow them."""
     kinds, addresses = events.kinds, events.addresses
     positions = []
     for block in unknown:
@@ -352,7 +352,7 @@ def _frees_of(events: DeviceEvents, unknown: Sequence[StartBlock]) -> NDArray[np
 
 
 def _completes_at_once(events: DeviceEvents) -> NDArray[np.bool_]:
-    """Which frees take effect when they are asked for: all but those that wait for another stream."""
+    """Which frees take effect at once: all but those that wait for another stream."""
     requests: NDArray[np.bool_] = events.kinds == EventKind.FREE_REQUESTED
     if not (events.kinds == EventKind.FREE_COMPLETED).any():
         return requests  # a trace that does not tell the two apart
