@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import pytest
 import torch
+from msgspec import Meta
 
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec, catalogue
-from vramfit.plain import decode, from_plain, to_plain
+from vramfit.plain import Misfit, decode, from_plain, read, to_plain
 
 
 def test_every_card_comes_back() -> None:
@@ -76,3 +78,56 @@ def test_values_get_their_type(value: object, kind: Any, expected: object) -> No
 def test_what_is_of_another_type_is_refused(value: object, kind: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         decode(value, kind, "count")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inner:
+    rate: Annotated[float, Meta(gt=0, description="a positive number")] | None = None
+    blocks: tuple[Annotated[int, Meta(title="a block's size", description="a whole number")], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Named:
+    name: str
+
+
+class Outer(TypedDict, total=False):
+    cards: Mapping[str, Inner]
+    pair: tuple[int, str]
+    list: list[int]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"cards": {"a": {"rate": 0}}}, "cards.a.rate is 0, not a positive number"),
+        (
+            {"cards": {"a": {}, "b": {"blocks": [1, "x"]}}},
+            "cards.b.blocks: a block's size is 'x', not a whole number",
+        ),
+        ({"cards": {"a": [1]}}, "cards.a is [1], not of type table"),
+        ({"cards": 3}, "cards is 3, not of type table"),
+        ({"pair": [1, 2]}, "pair is 2, not of type str"),
+        ({"pair": [1]}, "pair is [1], not of type list"),
+        ({"list": [1, "x"]}, "list is 'x', not of type int"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_by_its_place(value: object, message: str) -> None:
+    with pytest.raises(Misfit) as caught:
+        read(value, Outer)
+    assert str(caught.value) == message
+
+
+def test_a_key_that_is_missing_is_named_by_its_place() -> None:
+    with pytest.raises(Misfit, match=r"^cards\.a\.name is missing$"):
+        read({"a": {}}, Mapping[str, Named], "cards")
+
+
+def test_values_of_files_get_the_types_of_a_table() -> None:
+    found = read({"cards": {"a": {"rate": 1}}, "pair": [1, "x"]}, Outer)
+    assert found == {"cards": {"a": Inner(rate=1.0)}, "pair": (1, "x")}
+
+
+def test_an_error_of_a_table_names_the_key() -> None:
+    with pytest.raises(UsageError, match=r"at b$"):
+        decode({"a": 1, "b": "c"}, Mapping[str, int], "count")

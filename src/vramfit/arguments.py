@@ -112,7 +112,7 @@ def names_argument(name: str, given: Any) -> tuple[str, ...]:
         UsageError: one is not a name, or it is a single text.
     """
     if isinstance(given, str | bytes) or not isinstance(given, Collection):
-        raise UsageError(f"{name}={shown(given)} is no list of names", f'Give one: {name}=["..."]')
+        raise UsageError(f"{name}={shown(given)} is not a list of names", f'Give one: {name}=["..."]')
     return tuple(text_argument(name, one) for one in given)
 
 

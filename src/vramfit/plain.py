@@ -110,6 +110,8 @@ def decode(value: Any, kind: Any, what: str) -> Any:
         return read(value, kind)
     except Misfit as misfit:
         wanted = f"It has to be {misfit.wanted}"
+        if misfit.value is _MISSING:
+            raise UsageError(f"{what} has no {misfit.place}", "Give it") from None
         if misfit.place:
             raise UsageError(f"{what} is {value!r}", f"{wanted} at {misfit.place}") from None
         if misfit.choices:
@@ -140,8 +142,9 @@ def _parts(value: Any, kind: Any) -> Iterator[tuple[Any, Any, str]]:
     elif isinstance(value, dict) and isinstance(kind, type):
         hints = typing.get_type_hints(kind, include_extras=True)
         yield from ((item, hints[key], key) for key, item in value.items() if key in hints)
-    elif isinstance(value, list) and typing.get_origin(kind) is tuple:
-        yield from zip(value, repeat(inner[0]) if Ellipsis in inner else inner, repeat(""), strict=False)
+    elif isinstance(value, list) and typing.get_origin(kind) in (tuple, list):
+        same = Ellipsis in inner or typing.get_origin(kind) is list
+        yield from zip(value, repeat(inner[0]) if same else inner, repeat(""), strict=False)
 
 
 def _bare(kind: Any) -> Any:

@@ -21,12 +21,12 @@ class CachingAllocator(ReleasingStore):
         torch_version: major and minor version whose rules apply.
         device: index of the card, for errors and snapshots.
         on_event: called with each event of a torch memory trace, as (kind, address, size, stream).
-        on_segment: called instead with those events that are not about blocks: segments, and running out. Who asks
-            for these alone leaves the short paths open (NOTE [Two paths] in core.py).
+        on_segment: called instead with those events that are not about blocks: segments, and running out. A caller
+            with these alone leaves the short paths open (NOTE [Two paths] in core.py).
         on_freed: called once, as (address, size, stream), instead of with both events for a block that is free as soon
             as it is given back. Whoever gives it knows what it asked for: blocks that are handed out without further
             ado are not told to `on_event`, which leaves the short paths open too.
-        event_query: whether a stream is done with all it was given, asked once for each block that waits
+        event_query: whether a stream is done with all it was given, called once for each block that waits
             for it, at each request. Without it, blocks wait until `process_events` or `synchronize` is
             called, or memory runs out.
     """

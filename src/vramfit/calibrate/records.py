@@ -184,7 +184,7 @@ class OpRecord:
         reserve_at: position of a result of raw bytes, None without one.
         above: bytes by which a prediction may be too low, by its own account.
         below: bytes by which it may be too high.
-        first: the steps of the first such call, where a case asks for them.
+        first: the steps of the first such call, where a case records them.
     """
 
     op: str

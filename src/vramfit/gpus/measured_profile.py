@@ -58,7 +58,7 @@ class MeasuredCall:
 
     Attributes:
         usual: what each call allocates.
-        first: what the first such call of a process allocates, where that differs (cuDNN's benchmark mode).
+        first: what the first call of a process allocates, where that differs (cuDNN's benchmark mode).
     """
 
     usual: MeasuredOp

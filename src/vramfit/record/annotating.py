@@ -55,7 +55,7 @@ def annotate(
     if model is not None and not isinstance(model, nn.Module):
         raise UsageError(f"annotate was given a {type(model).__name__}", "Give a torch.nn.Module, or none")
     if not nvtx and not profiler:
-        raise UsageError("annotate was asked for no ranges", "Leave nvtx=True, or set profiler=True")
+        raise UsageError("annotate would make no ranges", "Leave nvtx=True, or set profiler=True")
     if nvtx and not _has_nvtx():
         raise EnvironmentUnfitError(
             f"torch {torch.__version__} was built without NVTX",

@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from vramfit.capture.attribution import ModuleStack, PhaseTracker, ProgramPhase, StackInterner
 from vramfit.capture.step_counter import StepCounter
+from vramfit.capture.storages import LifetimePeaks
 from vramfit.capture.torch_version import platform_text
 from vramfit.errors import EnvironmentUnfitError, WriteError
 from vramfit.launch.stopping import StepSink
@@ -38,7 +39,6 @@ from vramfit.record.notes import (
     Moment,
     NotedInterval,
     Notes,
-    PeakBytes,
     PhaseNote,
     TensorNotes,
     annotate,
@@ -110,7 +110,7 @@ class CardRecorder(Recorder):
         self._stacks = StackInterner(self._names)
         self._patches = PatchStack()
         self._began: dict[int, int] | None = None
-        self._peaks_before: dict[int, PeakBytes] = {}
+        self._peaks_before: dict[int, LifetimePeaks] = {}
         self._devices: set[int] = set()
         self._held: Moment | None = None
         self._gradients_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]] = (
@@ -495,7 +495,7 @@ class CardRecorder(Recorder):
         if self._began is not None:
             stats = dict(torch.cuda.memory_stats(index))
             # torch knows peaks that the ring of events has lost. Each of them may be of before the recording.
-            now, before = peaks_of_card(index), self._peaks_before.get(index, PeakBytes())
+            now, before = peaks_of_card(index), self._peaks_before.get(index, LifetimePeaks())
             allocated = max(allocated, now.allocated if now.allocated > before.allocated else 0)
             reserved = max(reserved, now.reserved if now.reserved > before.reserved else 0)
             active = max(allocated, now.active if now.active > before.active else 0)

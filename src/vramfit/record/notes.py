@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vramfit.capture.storages import LifetimePeaks
 from vramfit.trace import Category, EventKind, MemoryTrace, TraceDevice
 from vramfit.trace.device_events import DeviceEvents
 from vramfit.trace.model import COLUMNS
@@ -25,19 +26,10 @@ from vramfit.trace.replay.rewind import StartBlock, StartSegment, start_blocks, 
 from vramfit.trace.segments import PENDING
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PeakBytes:
-    """The highest figures of a device since torch began to count, in bytes."""
-
-    allocated: int = 0
-    reserved: int = 0
-    active: int = 0
-
-
-def peaks_of_card(device: int) -> PeakBytes:
-    """The highest figures of a device so far."""
+def peaks_of_card(device: int) -> LifetimePeaks:
+    """The highest figures of a device since torch began to count."""
     stats = torch.cuda.memory_stats(device)
-    return PeakBytes(
+    return LifetimePeaks(
         allocated=stats.get("allocated_bytes.all.peak", 0),
         reserved=stats.get("reserved_bytes.all.peak", 0),
         active=stats.get("active_bytes.all.peak", 0),
@@ -97,7 +89,7 @@ _SETUP = "setup"
 """The phase before the first note."""
 
 MODULE_PREFIX = "vramfit/module:"
-"""Begins the metadata by which torch's history tells the module that ran."""
+"""Prefix of the metadata that names the running module in torch's history."""
 
 _COUNTED = (EventKind.ALLOC, EventKind.FREE_REQUESTED)
 _OF_SEGMENTS = (

@@ -322,7 +322,9 @@ def _chrome_trace(source: Any) -> dict[str, Any]:
                 ) from error
             document = json.loads(Path(plain).read_text(encoding="utf-8"))
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
-        raise UsageError("this is no Chrome trace of torch.profiler", "Export one with export_chrome_trace")
+        raise UsageError(
+            "this is not a Chrome trace of torch.profiler", "Export one with export_chrome_trace"
+        )
     return document
 
 

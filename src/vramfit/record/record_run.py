@@ -70,7 +70,8 @@ def record_in_child(command: Sequence[str], options: RecordedRun) -> Run:
     """
     if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", options.device) is None:
         raise UsageError(
-            f"device={options.device!r} is no device that can be recorded", 'Give "cuda", "cuda:1" or "cpu"'
+            f"device={options.device!r} is not a device that can be recorded",
+            'Give "cuda", "cuda:1" or "cpu"',
         )
     with tempfile.TemporaryDirectory(prefix="vramfit-") as folder:
         job = RecordJob(

@@ -105,7 +105,7 @@ class Recorder(ABC):
     """Records what happens to memory between `start` and `stop`.
 
     Attributes:
-        last_told: tag and allocated bytes of the last line that `vramfit.snapshot` told of this recording.
+        last_told: tag and allocated bytes of the last line that `vramfit.snapshot` printed for this recording.
     """
 
     last_told: tuple[str, int] | None = None

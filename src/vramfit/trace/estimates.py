@@ -29,7 +29,7 @@ from vramfit.trace.replay.replaying import UNKNOWN_TOTAL, Rehearsal
 from vramfit.trace.replay.steps import FREE, ReplaySteps
 
 _TOGETHER = (-1.0, 1.0, -0.5, 0.5)
-"""Levels that all estimates take in common: -1 is the least that each may be, 0 what was told, 1 the most."""
+"""Levels that all estimates take in common: -1 is the least that each may be, 0 the estimate itself, 1 the most."""
 
 _LEVELS = (0.0, *_TOGETHER)
 
@@ -62,7 +62,7 @@ class Estimate(NamedTuple):
         above: bytes by which it may be larger.
         kind: those of one kind are off by the same share: one library decides them for the same op on the same shapes.
         spare: its kernel does without where it does not fit.
-        taken: it was made; otherwise what was told is that nothing is needed.
+        taken: the request was made; otherwise the estimate was that nothing is needed.
     """
 
     row: int
@@ -112,7 +112,7 @@ def reserved_bar(trace: MemoryTrace, device: int, estimates: Sequence[Estimate])
         return NO_BAR
     rehearsal = Rehearsal(_with_untaken(trace, mine), device)
     variants = _Variants(rehearsal.plan, _ordinals(trace, device, mine), mine)
-    # A recording does not tell all that its program did, so the others are held against a replay of their own kind.
+    # A recording does not show all that its program did, so the variants are compared with a replay of the same kind.
     plain = Rehearsal(trace, device).what_if(rehearsal.config)
     told, serves = plain.allocator.peak_reserved_bytes, False
     peaks = [told]

@@ -72,8 +72,7 @@ EMBEDDED = "vramfit_trace"
 
 _HEAD = struct.Struct("<8sIIQ")
 _MAX_HEADER_BYTES = 1 << 30
-# Deflate cannot shrink further than this (RFC 1951: 258 bytes for two bits or so), which bounds what a file
-# may claim.
+# Deflate cannot shrink further than this (RFC 1951: 258 bytes for about two bits), which bounds what a file may claim.
 _MAX_RATIO = 1040
 _OTHER_FORMS = frozenset({".csv", ".gz", ".html", ".json", ".pickle", ".pkl", ".png", ".svg"})
 """Endings of what `vramfit export` writes and torch dumps."""
@@ -175,8 +174,8 @@ class _FrameLists:
         folded = dict(entry)
         frames = folded.get("frames")
         if frames:
-            # By identity: torch shares one list among the blocks of one stack, and the trace keeps them all
-            # alive.
+            # By identity: torch shares one list among the blocks of one stack, and the trace keeps all of
+            # them alive.
             index = self._index_of.setdefault(id(frames), len(self.lists))
             if index == len(self.lists):
                 self.lists.append(frames)

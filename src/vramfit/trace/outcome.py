@@ -20,7 +20,7 @@ class End(Enum):
     PROGRAM = "end"
     """The program itself, well or not."""
     STEPS = "steps"
-    """It had made the steps that were asked for, or its memory was steady."""
+    """It had made the requested number of steps, or its memory was steady."""
     TIME = "time"
     """The time that it was given was over."""
     INTERRUPTED = "interrupted"
@@ -68,7 +68,7 @@ class Progress:
 
     @property
     def was_asked_for(self) -> bool:
-        """Whether the user asked beforehand that the run ends there."""
+        """Whether the user had set that end beforehand."""
         return self.end in (End.STEPS, End.TIME)
 
     @property
@@ -195,7 +195,7 @@ class FileChanges:
 
     Attributes:
         backend: what kept it from the real files: ``namespace``, ``patches``, or ``none`` where they were written.
-        writes: what was asked for: ``discard``, ``keep`` or ``real``.
+        writes: the mode that was chosen: ``discard``, ``keep`` or ``real``.
         entries: sorted by path. A folder that is deleted stands for all in it.
         reason: why it was not the better backend; empty where it was.
         kept_at: the folder that holds what was set aside, None if it was dropped.

@@ -246,7 +246,7 @@ def _load_json(data: bytes, name: str) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise TraceFormatError(f"{name} is damaged: it is not JSON ({error!s:.80})", _HINT) from None
+        raise TraceFormatError(f"{name} is damaged: it is no JSON ({error!s:.80})", _HINT) from None
 
 
 def _check_extent(snapshot: Snapshot, size: int, name: str) -> None:

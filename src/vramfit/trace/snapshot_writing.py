@@ -30,8 +30,7 @@ def write_snapshot(trace: MemoryTrace, path: StrPath) -> None:
     snapshot = snapshot_from_trace(trace)
     # Text, since the web viewer's own reader of pickles knows no bytes.
     snapshot[EMBEDDED] = base64.b64encode(packed_trace(trace)).decode("ascii")
-    # Protocol 4 as Python's default for `torch.cuda.memory._dump_snapshot`: the web viewer reads no newer
-    # one.
+    # Protocol 4 as Python's default for `torch.cuda.memory._dump_snapshot`: the web viewer reads none newer.
     write_file(path, lambda stream: pickle.dump(snapshot, stream, protocol=4))
 
 

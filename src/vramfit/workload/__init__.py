@@ -338,7 +338,7 @@ def _run_file(path: Path) -> ModuleType:
     )
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise UsageError(f"{path} is no Python file", "Give a file whose name ends in .py")
+        raise UsageError(f"{path} is not a Python file", "Give a file whose name ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

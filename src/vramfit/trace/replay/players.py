@@ -16,8 +16,7 @@ from vramfit.trace.replay.steps import FREE, PoolId, RecordedDriver, ReplaySteps
 from vramfit.trace.segments import INACTIVE, PENDING
 
 _COMMON: PoolId = (0, 0)
-# A block that another stream uses is finished when the recording says so; which stream it was does not
-# matter.
+# A block that another stream uses is finished when the recording says so, whichever stream it was.
 _OTHER_STREAM = -1
 _STRETCH = 4096
 """Steps between two looks at whether a replay should go on."""

@@ -1,7 +1,6 @@
 """What a recording leaves out of a device: the segments and blocks at its start, and the sizes of blocks.
 
 NOTE [The start of a recording]
-
 A recording is usually switched on when the allocator is warm already. Its final segments and its events
 determine what was there before: the first event of an address says whether a block was alive, the last segments minus
 what was taken plus what was given back are the first ones.

@@ -408,7 +408,7 @@ def _pools(events: DeviceEvents, kept: NDArray[np.intp]) -> dict[int, PoolId]:
 
 
 def _lowest_mappings(events: DeviceEvents) -> dict[tuple[int, bool], int]:
-    """The lowest address that was mapped, by stream and pool (told by the size of its pages)."""
+    """The lowest address that was mapped, by stream and pool (known by the size of its pages)."""
     lowest: dict[tuple[int, bool], int] = {}
     mapped = np.flatnonzero(events.kinds == EventKind.SEGMENT_MAP)
     page = recorded_config(events.trace).large_segment_size
