@@ -15,7 +15,7 @@ from vramfit.plain import read, to_plain
 
 SCHEMA = "vramfit.measured/1"
 GRID = 1
-"""Raised when a case changes its meaning under the same name: earlier measurements are then set aside."""
+"""Grows when a case changes its meaning under the same name: earlier measurements are then set aside."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
