@@ -8,15 +8,14 @@ import numpy as np
 
 from vramfit.allocator import AllocatorConfig
 from vramfit.allocator.core import LARGE_ROUNDING, MIN_BLOCK
-from vramfit.analysis._fragmentation import Fragmentation, fragmentation
 from vramfit.analysis._lifetimes import Lifetimes
 from vramfit.analysis.accounting import Account, CauseKind, Request, request_at
 from vramfit.analysis.breakdown import Moment, moment, oom_row
 from vramfit.analysis.device_timeline import DeviceTimeline
-from vramfit.analysis.occupancy import COMMON_POOL, Occupancy, occupancy
-from vramfit.analysis.oom_alternatives import OomExplanation, OomVerdict, WhatIf, explain_oom
-from vramfit.analysis.pinning import Holder, PinGroup, PinnedSegment, Pins
+from vramfit.analysis.occupancy import COMMON_POOL, Fragmentation, Occupancy, fragmentation, occupancy
+from vramfit.analysis.pinning import PinGroup, PinnedSegment, Pins
 from vramfit.analysis.remedies import Remedy, prove, remedies_for
+from vramfit.analysis.shortage import OomExplanation, OomVerdict, WhatIf, explain_oom
 from vramfit.trace import Capacity, CapacitySource, EventKind, MemoryTrace, Rehearsal
 from vramfit.trace.settings import recorded_config
 from vramfit.units import counted, format_bytes
@@ -338,17 +337,3 @@ class _Judge:
         times = f" ×{pin.group.count:,}" if pin.group.count > 1 else ""
         made = f" made in {pin.phase}" if pin.phase else ""
         return f"; the most, {format_bytes(pin.pinned)}, beside {name}{times}{made}"
-
-
-__all__ = [
-    "CauseKind",
-    "FragmentationCause",
-    "FragmentationCauses",
-    "Holder",
-    "LargestRequest",
-    "PinGroup",
-    "PinnedSegment",
-    "Remedy",
-    "Request",
-    "causes",
-]

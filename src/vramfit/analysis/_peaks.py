@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vramfit.analysis._curves import Curves, Measure, running
-from vramfit.analysis._lifetimes import Ints, Lifetimes
+from vramfit.analysis._lifetimes import Curves, Ints, Lifetimes, Measure, running
 from vramfit.analysis._phases import split_name
 from vramfit.analysis.breakdown import Breakdown, at, moment
 from vramfit.analysis.device_timeline import DeviceTimeline

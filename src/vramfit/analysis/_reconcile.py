@@ -13,10 +13,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from vramfit.allocator import AllocatorConfig
-from vramfit.analysis._curves import Measure
-from vramfit.analysis._fragmentation import fragmentation
-from vramfit.analysis._lifetimes import Flags, Ints
+from vramfit.analysis._lifetimes import Flags, Ints, Measure
 from vramfit.analysis.breakdown import peak
+from vramfit.analysis.occupancy import fragmentation
 from vramfit.analysis.pairing import Pairing
 from vramfit.analysis.reconciliation import (
     DEFAULT_TOLERANCE,

@@ -11,8 +11,8 @@ from vramfit.allocator import AllocatorConfig
 from vramfit.allocator.core import SMALL_REQUEST, Rounding
 from vramfit.analysis._lifetimes import Lifetimes
 from vramfit.analysis.occupancy import COMMON_POOL, Gap, HeldSegment, Occupancy
-from vramfit.analysis.oom_alternatives import OomExplanation
 from vramfit.analysis.pinning import Pins
+from vramfit.analysis.shortage import OomExplanation
 from vramfit.trace import EventKind, MemoryTrace
 
 

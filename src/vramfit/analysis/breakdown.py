@@ -7,12 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vramfit.analysis._curves import Curves, Measure
-from vramfit.analysis._fragmentation import Fragmentation, fragmentation
-from vramfit.analysis._lifetimes import Ints, Lifetimes
-from vramfit.analysis._module_tree import ModuleNode, module_tree
+from vramfit.analysis._lifetimes import Curves, Ints, Lifetimes, Measure
 from vramfit.analysis.device_timeline import DeviceTimeline
-from vramfit.analysis.groups import Grouping, TensorGroup, born_column, entry, stack_frames
+from vramfit.analysis.groups import (
+    Grouping,
+    ModuleNode,
+    TensorGroup,
+    born_column,
+    entry,
+    module_tree,
+    stack_frames,
+)
+from vramfit.analysis.occupancy import Fragmentation, fragmentation
 from vramfit.trace import RAN_OUT, Category, EventKind, Frame, MemoryTrace
 from vramfit.trace.frames import user_frame
 from vramfit.units import format_bytes

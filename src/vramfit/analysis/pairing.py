@@ -8,8 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from vramfit.analysis._curves import block_categories
-from vramfit.analysis._lifetimes import Flags, Ints
+from vramfit.analysis._lifetimes import Flags, Ints, block_categories
 from vramfit.analysis.alignment import Alignment
 from vramfit.analysis.reconciliation import Cause, Difference, StreamComparison, StreamDifference
 from vramfit.analysis.requests import RequestLabel, Requests

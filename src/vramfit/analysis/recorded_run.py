@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from vramfit.analysis._curves import Curves, Measure
-from vramfit.analysis._lifetimes import trace_device
+from vramfit.analysis._lifetimes import Curves, Measure, trace_device
 from vramfit.analysis.breakdown import last_oom_row, oom_row
 from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.analysis.groups import stack_frames

@@ -10,8 +10,7 @@ from zlib import crc32
 
 import numpy as np
 
-from vramfit.analysis._curves import Curves, Measure
-from vramfit.analysis._lifetimes import Flags, Ints, Lifetimes
+from vramfit.analysis._lifetimes import Curves, Flags, Ints, Lifetimes, Measure
 from vramfit.analysis.alignment import Alignment, Ends, align
 from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.analysis.groups import stack_frames

@@ -27,10 +27,8 @@ from vramfit.cli.options import (
     gpu_names,
     size_of,
 )
-from vramfit.cli.printing import STANDARD_OUTPUT, check_outputs, write_document
-from vramfit.cli.program import check_source, program_command
-from vramfit.cli.standard_streams import apart_from_json
-from vramfit.cli.verbs import Verb
+from vramfit.cli.printing import STANDARD_OUTPUT, apart_from_json, check_outputs, write_document
+from vramfit.cli.program import Verb, check_source, program_command
 from vramfit.cli.where import chosen, run_program
 from vramfit.errors import UsageError, VramfitError
 from vramfit.files.policy import Writes

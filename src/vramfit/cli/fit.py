@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from vramfit.cli.options import AllocConf
-from vramfit.cli.planner_options import (
+from vramfit.cli.options import (
+    AllocConf,
     Budget,
     DeviceName,
     Gpu,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vramfit.cli.options import AllocConf, size_of, span
-from vramfit.cli.planner_options import (
+from vramfit.cli.options import (
+    AllocConf,
     Budget,
     DeviceName,
     Gpu,
@@ -18,7 +18,9 @@ from vramfit.cli.planner_options import (
     Sizes,
     WorkloadName,
     room_of,
+    size_of,
     sizes_of,
+    span,
 )
 from vramfit.cli.printing import check_outputs, print_result, showing, wide_console
 from vramfit.errors import UsageError

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vramfit.cli.against import DEFAULT_TOLERANCE, compare, read_reference
 from vramfit.cli.options import (
     ASSUMED,
     COMPARED,
@@ -27,10 +26,9 @@ from vramfit.cli.options import (
     check_alloc_conf,
     gpu_names,
 )
-from vramfit.cli.printing import check_outputs
+from vramfit.cli.printing import apart_from_json, check_outputs
 from vramfit.cli.program import check_source, program_command
-from vramfit.cli.standard_streams import apart_from_json
-from vramfit.cli.where import chosen, run_program
+from vramfit.cli.where import DEFAULT_TOLERANCE, chosen, compare, read_reference, run_program
 from vramfit.errors import UsageError
 from vramfit.launch.limits import limits_from
 from vramfit.virtual.data_dependent.assume import Assume

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vramfit.cli.options import gpu_names, span
-from vramfit.cli.planner_options import JsonFile, OnCard, Sizes, sizes_of
+from vramfit.cli.options import JsonFile, OnCard, Sizes, gpu_names, sizes_of, span
 from vramfit.cli.printing import check_outputs, print_result, showing, wide_console
 
 BROKEN = 3

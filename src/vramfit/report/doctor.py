@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vramfit.doctor.card_accounting import CardAccount, account_lines, accounts
-from vramfit.doctor.findings import Diagnosis, Finding, Severity
+from vramfit.doctor.facts import Diagnosis, Finding, Severity
 from vramfit.plain import to_plain
 from vramfit.report.rendering import Destination, json_values, printer
 from vramfit.units import format_bytes

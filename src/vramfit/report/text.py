@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
-from vramfit.analysis._module_tree import ModuleNode
+from vramfit.analysis.groups import ModuleNode
 from vramfit.report.folding import folded
 from vramfit.units import format_bytes
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.text import Text
 
-from vramfit.analysis.allocator_tuning import DeviceRecording, Trial, Tuning
+from vramfit.analysis.allocator_tuning import DeviceRecording, Tuning
+from vramfit.analysis.trials import Trial
 from vramfit.report.folding import broken, table
 from vramfit.report.rendering import Destination, json_values, printer
 from vramfit.report.text import print_lines

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from vramfit.allocator import AllocatorConfig
 from vramfit.allocator.config import misread_numbers
 from vramfit.allocator.versions import REFERENCE_VERSION, TorchVersion, alloc_conf_from_env, rules_for
-from vramfit.doctor.facts import Facts
-from vramfit.doctor.findings import Check, Finding, FindingArea, Severity
+from vramfit.doctor.facts import Check, Facts, Finding, FindingArea, Severity
 from vramfit.errors import ConfigError
 from vramfit.units import KIB, MIB, format_bytes
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from vramfit.doctor.facts import Facts, TorchDevice
-from vramfit.doctor.findings import Check, Finding, FindingArea, Severity
+from vramfit.doctor.facts import Check, Facts, Finding, FindingArea, Severity, TorchDevice
 
 _OLDEST_TORCH = (2, 11)
 _PYTHONS = ((3, 11), (3, 13))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vramfit.doctor.facts import Facts
-from vramfit.doctor.findings import Check, Finding, FindingArea, Severity
+from vramfit.doctor.facts import Check, Facts, Finding, FindingArea, Severity
 from vramfit.units import GIB, MIB, format_bytes
 
 _SMALL_SHARED = GIB

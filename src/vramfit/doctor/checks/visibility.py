@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from vramfit.doctor.card_accounting import match_card
-from vramfit.doctor.facts import Card, Facts
-from vramfit.doctor.findings import Check, Finding, FindingArea, Severity
+from vramfit.doctor.facts import Card, Check, Facts, Finding, FindingArea, Severity
 
 
 class Trouble(Enum):

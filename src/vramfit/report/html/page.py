@@ -24,18 +24,25 @@ from vramfit.report.html.advice import (
     leaks_html,
     leaks_section,
 )
-from vramfit.report.html.card_bars import bars_scale, device_figures
 from vramfit.report.html.columns import (
     DeviceView,
     device_columns,
     device_view,
     largest,
     origins,
+    pack,
     shared_columns,
+    to_text,
 )
 from vramfit.report.html.markup import Html, join, table, tag
-from vramfit.report.html.packing import pack, to_text
-from vramfit.report.html.tables import blocks_text, device_tables, fragmentation_text, timeline_text
+from vramfit.report.html.tables import (
+    bars_scale,
+    blocks_text,
+    device_figures,
+    device_tables,
+    fragmentation_text,
+    timeline_text,
+)
 from vramfit.report.run_words import files_lines
 from vramfit.report.terminal import headline
 from vramfit.report.text import seconds
