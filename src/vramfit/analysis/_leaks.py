@@ -27,13 +27,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vramfit.analysis._lifetimes import Flags, Ints, Lifetimes
+from vramfit.analysis._lifetimes import Flags, Ints, Lifetimes, born_column
 from vramfit.analysis._phases import LEAST_STEPS, Steps, StepSource, given, steps
 from vramfit.analysis.device_timeline import DeviceTimeline
-from vramfit.analysis.groups import fold_path, stack_frames
+from vramfit.analysis.groups import entry, fold_path, lines_of, stack_frames
 from vramfit.analysis.trend import fading_p_value, growth_p_value, holm, late_share, theil_sen
 from vramfit.trace import Category, EventKind, Frame, MemoryTrace
-from vramfit.trace.frames import Origin, innermost, user_frame
 from vramfit.units import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -413,26 +412,24 @@ class _LeakSearch:
         for row, category, size in zip(
             born.tolist(), self.category[blocks].tolist(), self.lives.block[blocks].tolist(), strict=True
         ):
-            if row < 0:
-                key = (int(category), -1, "", -1)
-            else:
-                module = int(trace.module[row])
-                path = fold_path(trace.modules[module]) if module >= 0 else ""
-                key = (int(category), int(trace.op[row]), path, int(trace.tensor[row]))
+            key = (category, -1, "", -1)
+            if row >= 0:
+                path = fold_path(entry(trace.modules, int(trace.module[row])))
+                key = (category, int(trace.op[row]), path, int(trace.tensor[row]))
             sums[key] = sums.get(key, 0) + size
         kind, op, module_path, tensor = max(sums, key=lambda one: sums[one])
         stack = int(self.stack_of[name])
         frames = stack_frames(trace, stack)
-        line, library = user_frame(frames), innermost(frames, Origin.LIBRARY)
+        line, library = lines_of(frames)
         return LeakPlace(
             stack=stack,
             frames=frames,
             line=line,
-            library_line=library if library != line else None,
+            library_line=library,
             category=Category(kind),
-            op=trace.ops[op] if op >= 0 else "",
+            op=entry(trace.ops, op),
             module=module_path,
-            tensor=trace.tensors[tensor] if tensor >= 0 else "",
+            tensor=entry(trace.tensors, tensor),
             kinds=len(sums),
         )
 
@@ -499,9 +496,7 @@ def _keys(trace: MemoryTrace, lives: Lifetimes) -> tuple[Ints, Ints]:
 
     Blocks without a stack are told apart by their size.
     """
-    stack = (
-        np.where(lives.born >= 0, trace.stack[lives.born], -1) if len(trace) else np.full(len(lives.born), -1)
-    )
+    stack = born_column(trace.stack, lives.born)
     size = np.where(stack >= 0, 0, lives.block)
-    pairs, index = np.unique(np.stack([stack.astype(np.int64), size]), axis=1, return_inverse=True)
+    pairs, index = np.unique(np.stack([stack, size]), axis=1, return_inverse=True)
     return index.reshape(-1).astype(np.int64), pairs[0]

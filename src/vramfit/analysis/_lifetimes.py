@@ -174,11 +174,8 @@ class Curves:
 
     def of(self, measure: Measure) -> Ints:
         """The curve of one measure."""
-        return {
-            Measure.ALLOCATED: self.allocated,
-            Measure.ACTIVE: self.active,
-            Measure.RESERVED: self.reserved,
-        }[measure]
+        curve: Ints = getattr(self, measure.value)
+        return curve
 
     def peak(self, measure: Measure) -> int:
         """The highest value, counting the one before the first event."""
@@ -213,9 +210,14 @@ def curves(trace: MemoryTrace, lives: Lifetimes) -> Curves:
 
 def block_categories(trace: MemoryTrace, lives: Lifetimes) -> Ints:
     """The category of each block; OTHER for those from before the trace."""
-    if not len(trace):
-        return np.zeros(len(lives.born), dtype=np.int64)
-    return np.where(lives.born >= 0, trace.category[lives.born], int(Category.OTHER)).astype(np.int64)
+    return born_column(trace.category, lives.born, unknown=int(Category.OTHER))
+
+
+def born_column(column: NDArray[np.generic], born: Ints, *, unknown: int = -1) -> Ints:
+    """A column of a trace at the rows of allocation; ``unknown`` for blocks from before the trace."""
+    if not len(column):
+        return np.full(len(born), unknown, dtype=np.int64)
+    return np.where(born >= 0, column[born], unknown).astype(np.int64)
 
 
 def running(born: Ints, gone: Ints, block: Ints, rows: int) -> tuple[Ints, int]:

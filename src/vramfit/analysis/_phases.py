@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -282,7 +282,7 @@ def _thinned(found: Steps) -> Steps:
     if len(found) <= _MOST:
         return found
     keep = np.unique(np.linspace(0, len(found) - 1, _MOST).round().astype(np.int64))
-    return Steps(source=found.source, rows=found.rows[keep], numbers=found.numbers[keep], unit=found.unit)
+    return replace(found, rows=found.rows[keep], numbers=found.numbers[keep])
 
 
 def _by_phases(trace: MemoryTrace, device: int) -> Steps:

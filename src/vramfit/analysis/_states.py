@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from vramfit.analysis._lifetimes import Ints, Lifetimes, Measure, block_categories, trace_device
+from vramfit.analysis._lifetimes import Ints, Lifetimes, Measure, block_categories, born_column, trace_device
 from vramfit.analysis._phases import phases, split_name
 from vramfit.analysis.breakdown import last_oom_row, moment, peak_row
 from vramfit.analysis.device_timeline import DeviceTimeline
-from vramfit.analysis.groups import born_column, entry, fold_path, stack_frames
+from vramfit.analysis.groups import entry, fold_path, stack_frames
 from vramfit.errors import TraceFormatError, UsageError
 from vramfit.trace import Actual, Category, Frame, MemoryTrace, Source
 from vramfit.trace.frames import Origin, innermost, origin, user_frame

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vramfit.analysis._lifetimes import Curves, Ints, Lifetimes, Measure
+from vramfit.analysis._lifetimes import Curves, Ints, Lifetimes, Measure, born_column
 from vramfit.analysis.device_timeline import DeviceTimeline
 from vramfit.analysis.groups import (
     Grouping,
     ModuleNode,
     TensorGroup,
-    born_column,
     entry,
     module_tree,
     stack_frames,

@@ -74,14 +74,24 @@ def segment_spans(trace: MemoryTrace, device: int = 0) -> SegmentSpans:
     )
 
 
-def segment_events(trace: MemoryTrace, device: int, grow: EventKind, shrink: EventKind) -> tuple[Ints, Flags]:
+def joined_ranges(low: Ints, high: Ints) -> tuple[Ints, Ints]:
+    """Ranges sorted by their beginning, as starts and ends, with those that touch or overlap as one."""
+    reach = np.maximum.accumulate(high)
+    begins = np.ones(len(low), dtype=bool)
+    begins[1:] = low[1:] > reach[:-1]
+    return low[begins], reach[np.roll(begins, -1)]
+
+
+def _segment_events(
+    trace: MemoryTrace, device: int, grow: EventKind, shrink: EventKind
+) -> tuple[Ints, Flags]:
     """Rows of the two kinds of events on ``device``, and which of them grow."""
     kinds = trace.kind
     rows = np.flatnonzero((trace.device == device) & ((kinds == grow) | (kinds == shrink)))
     return rows, kinds[rows] == grow
 
 
-def final_segments(trace: MemoryTrace, device: int, *, expandable: bool) -> list[tuple[int, int]] | None:
+def _final_segments(trace: MemoryTrace, device: int, *, expandable: bool) -> list[tuple[int, int]] | None:
     """Ranges of the segments at the end of the trace; None where the trace does not say.
 
     No segments at all say so only if the events agree: as much was given back as was taken, or more.
@@ -104,7 +114,7 @@ def _net_growth(trace: MemoryTrace, device: int) -> int:
         (EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE),
         (EventKind.SEGMENT_MAP, EventKind.SEGMENT_UNMAP),
     ):
-        rows, added = segment_events(trace, device, grow, shrink)
+        rows, added = _segment_events(trace, device, grow, shrink)
         total += int(np.where(added, trace.size[rows], -trace.size[rows]).sum())
     return total
 
@@ -114,8 +124,8 @@ _Columns = tuple[Ints, Ints, Ints, Ints]
 
 def _whole_segments(trace: MemoryTrace, device: int) -> _Columns:
     """Start, end, born and freed of what cudaMalloc gave."""
-    rows, grows = segment_events(trace, device, EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE)
-    final = final_segments(trace, device, expandable=False)
+    rows, grows = _segment_events(trace, device, EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE)
+    final = _final_segments(trace, device, expandable=False)
     start = trace.address[rows].astype(np.int64)
     key, born, freed = _paired(start, rows, grows, len(trace), _starts(final))
     # What was seen to come or go has the size of that event, the rest that of the end.
@@ -128,8 +138,8 @@ def _whole_segments(trace: MemoryTrace, device: int) -> _Columns:
 
 def _pages(trace: MemoryTrace, device: int) -> _Columns:
     """Start, end, born and freed of the pages of expandable segments, like neighbours joined."""
-    rows, grows = segment_events(trace, device, EventKind.SEGMENT_MAP, EventKind.SEGMENT_UNMAP)
-    final = final_segments(trace, device, expandable=True)
+    rows, grows = _segment_events(trace, device, EventKind.SEGMENT_MAP, EventKind.SEGMENT_UNMAP)
+    final = _final_segments(trace, device, expandable=True)
     low = trace.address[rows].astype(np.int64)
     high = low + trace.size[rows]
     final_low = np.array([start for start, _ in final or ()], dtype=np.int64)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from vramfit.analysis._lifetimes import Flags, Ints, Lifetimes, block_categories
+from vramfit.analysis._lifetimes import Flags, Ints, Lifetimes, block_categories, born_column
 from vramfit.trace import Category, Frame, MemoryTrace
 from vramfit.trace.frames import Origin, innermost, user_frame
 
@@ -135,6 +135,7 @@ def fold_path(path: str) -> str:
 
 
 Lines = tuple[Frame | None, Frame | None]
+_Seen = TypeVar("_Seen", bound=Hashable)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,8 +187,12 @@ class Grouping:
     def of(trace: MemoryTrace, lives: Lifetimes, blocks: Ints) -> Grouping:
         """Group the given blocks of a device by all that a reader would see of them."""
         born = lives.born[blocks]
-        lines, line_of = _lines(trace, born_column(trace.stack, born))
-        modules, module_of = _folded_modules(trace, born_column(trace.module, born))
+        lines, line_of = _distinct(
+            born_column(trace.stack, born), lambda stack: lines_of(stack_frames(trace, stack))
+        )
+        modules, module_of = _distinct(
+            born_column(trace.module, born), lambda module: fold_path(entry(trace.modules, module))
+        )
         keys = np.stack(
             [
                 born_column(trace.tensor, born),
@@ -260,28 +265,15 @@ def entry(table: Sequence[str], index: int) -> str:
     return table[index] if index >= 0 else ""
 
 
-def born_column(column: NDArray[np.int32], born: Ints) -> Ints:
-    """A metadata column at the rows of allocation; -1 for blocks from before the trace."""
-    if not len(column):
-        return np.full(len(born), -1, dtype=np.int64)
-    return np.where(born >= 0, column[born], -1).astype(np.int64)
+def lines_of(frames: Sequence[Frame]) -> Lines:
+    """The user's line, and the innermost one outside torch where that is in another package."""
+    line, library = user_frame(frames), innermost(frames, Origin.LIBRARY)
+    return line, library if library != line else None
 
 
-def _lines(trace: MemoryTrace, stack: Ints) -> tuple[list[Lines], Ints]:
-    """The distinct (user's line, library's line) of the stacks, and each stack's index among them."""
-    used, inverse = np.unique(stack, return_inverse=True)
-    index: dict[Lines, int] = {}
-    of_used = []
-    for one in used.tolist():
-        frames = stack_frames(trace, one)
-        line, library = user_frame(frames), innermost(frames, Origin.LIBRARY)
-        of_used.append(index.setdefault((line, library if library != line else None), len(index)))
-    return list(index), np.array(of_used, dtype=np.int64)[inverse]
-
-
-def _folded_modules(trace: MemoryTrace, module: Ints) -> tuple[list[str], Ints]:
-    """The distinct folded paths of the modules, and each module's index among them."""
-    used, inverse = np.unique(module, return_inverse=True)
-    index: dict[str, int] = {}
-    of_used = [index.setdefault(fold_path(entry(trace.modules, one)), len(index)) for one in used.tolist()]
+def _distinct(column: Ints, seen: Callable[[int], _Seen]) -> tuple[list[_Seen], Ints]:
+    """What a reader sees of the values of a column, each once, and for each element its index among these."""
+    used, inverse = np.unique(column, return_inverse=True)
+    index: dict[_Seen, int] = {}
+    of_used = [index.setdefault(seen(value), len(index)) for value in used.tolist()]
     return list(index), np.array(of_used, dtype=np.int64)[inverse]

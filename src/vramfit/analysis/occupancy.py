@@ -10,8 +10,8 @@ import numpy as np
 
 from vramfit.allocator.core import SMALL_SEGMENT
 from vramfit.analysis._lifetimes import Flags, Ints, Lifetimes
-from vramfit.analysis.device_timeline import DeviceTimeline, SegmentSpans, final_segments, segment_events
-from vramfit.trace import EventKind, MemoryTrace, Segment
+from vramfit.analysis.device_timeline import DeviceTimeline, SegmentSpans, joined_ranges
+from vramfit.trace import MemoryTrace, Segment
 from vramfit.trace.device_events import DeviceEvents
 from vramfit.trace.replay.rewind import StartSegment, start_segments
 from vramfit.trace.settings import recorded_config
@@ -270,8 +270,12 @@ def fragmentation(trace: MemoryTrace, lives: Lifetimes, row: int) -> Fragmentati
     """How the reserved memory of ``lives.device`` is used right after event ``row``."""
     occupied = lives.active(row)
     slack = int((lives.block[occupied] - lives.size[occupied]).sum())
-    whole = _gaps(*_classic_segments(trace, lives.device, row), lives, occupied)
-    paged = _gaps(*_mapped_ranges(trace, lives.device, row), lives, occupied)
+    spans = DeviceTimeline.of(trace, lives.device).spans
+    held = spans.held(row)
+    mapped = spans.expandable[held]
+    start, end = spans.start[held], spans.end[held]
+    whole = _gaps(start[~mapped], end[~mapped], lives, occupied)
+    paged = _gaps(*joined_ranges(start[mapped], end[mapped]), lives, occupied)
     pages = _free_pages(trace, lives, row) if len(paged.size) else 0
     free = int(whole.size.sum() + paged.size.sum())
     reserved = int(whole.reserved + paged.reserved)
@@ -295,9 +299,8 @@ def _free_pages(trace: MemoryTrace, lives: Lifetimes, row: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Gaps:
-    """Free ranges within segments; ``is_whole`` marks those that are a whole segment."""
+    """The sizes of free ranges within segments; ``is_whole`` marks those that are a whole segment."""
 
-    start: Ints
     size: Ints
     is_whole: Flags
     reserved: int
@@ -305,7 +308,7 @@ class _Gaps:
 
 
 def _gaps(starts: Ints, ends: Ints, lives: Lifetimes, occupied: Ints) -> _Gaps:
-    """The ranges of the segments (sorted, disjoint) that no occupied block covers."""
+    """What no occupied block covers of the segments (sorted, disjoint)."""
     reserved = int((ends - starts).sum())
     address = lives.address[occupied].astype(np.int64)
     order = np.argsort(address)
@@ -321,66 +324,7 @@ def _gaps(starts: Ints, ends: Ints, lives: Lifetimes, occupied: Ints) -> _Gaps:
     is_last[:-1] = is_first[1:]
     before = np.where(is_first, starts[home], np.concatenate([begin[:1], finish[:-1]]))
     empty = np.setdiff1d(np.arange(len(starts)), home)
-    gap_start = np.concatenate([before, finish[is_last], starts[empty]])
-    gap_end = np.concatenate([begin, ends[home[is_last]], ends[empty]])
-    is_whole = np.zeros(len(gap_start), dtype=bool)
-    is_whole[len(gap_start) - len(empty) :] = True
-    keep = gap_end > gap_start
-    return _Gaps(
-        start=gap_start[keep],
-        size=(gap_end - gap_start)[keep],
-        is_whole=is_whole[keep],
-        reserved=reserved,
-        segments=len(starts),
-    )
-
-
-def _classic_segments(trace: MemoryTrace, device: int, row: int) -> tuple[Ints, Ints]:
-    """Start and end of the segments that cudaMalloc gave, as they are after ``row``."""
-    live: dict[int, int] = {}
-    final = final_segments(trace, device, expandable=False)
-    rows, added = segment_events(trace, device, EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE)
-    if final is None:
-        chosen, forward = np.flatnonzero(rows <= row), True
-    else:
-        # A recording may begin with segments in place; its end is known, so it is walked back from there.
-        live.update((start, end - start) for start, end in final)
-        chosen, forward = np.flatnonzero(rows > row)[::-1], False
-    chosen_rows = rows[chosen]
-    for address, size, grows in zip(
-        trace.address[chosen_rows].tolist(),
-        trace.size[chosen_rows].tolist(),
-        added[chosen].tolist(),
-        strict=True,
-    ):
-        if grows == forward:
-            live[address] = size
-        else:
-            live.pop(address, None)
-    starts = np.array(sorted(live), dtype=np.int64)
-    return starts, starts + np.array([live[start] for start in starts.tolist()], dtype=np.int64)
-
-
-def _mapped_ranges(trace: MemoryTrace, device: int, row: int) -> tuple[Ints, Ints]:
-    """Start and end of the contiguous mapped ranges of expandable segments, as they are after ``row``."""
-    final = final_segments(trace, device, expandable=True)
-    rows, added = segment_events(trace, device, EventKind.SEGMENT_MAP, EventKind.SEGMENT_UNMAP)
-    sign = np.where(added, 1, -1)
-    chosen = rows <= row
-    if final is not None:
-        chosen, sign = rows > row, -sign
-    low = trace.address[rows[chosen]].astype(np.int64)
-    high = low + trace.size[rows[chosen]]
-    weight = sign[chosen]
-    if final:
-        low = np.concatenate([low, np.array([start for start, _ in final], dtype=np.int64)])
-        high = np.concatenate([high, np.array([end for _, end in final], dtype=np.int64)])
-        weight = np.concatenate([weight, np.ones(len(final), dtype=np.int64)])
-    edges = np.unique(np.concatenate([low, high]))
-    change = np.zeros(len(edges), dtype=np.int64)
-    np.add.at(change, np.searchsorted(edges, low), weight)
-    np.subtract.at(change, np.searchsorted(edges, high), weight)
-    mapped = np.cumsum(change) > 0
-    turns = np.diff(np.concatenate([[False], mapped, [False]]).astype(np.int8))
-    # The last edge never begins a range, so the turn after the last element cannot occur.
-    return edges[np.flatnonzero(turns == 1)], edges[np.flatnonzero(turns == -1)]
+    size = np.concatenate([begin - before, (ends[home] - finish)[is_last], (ends - starts)[empty]])
+    is_whole = np.arange(len(size)) >= len(size) - len(empty)
+    keep = size > 0
+    return _Gaps(size=size[keep], is_whole=is_whole[keep], reserved=reserved, segments=len(starts))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vramfit.analysis._lifetimes import Ints, Lifetimes
-from vramfit.analysis.groups import Grouping, TensorGroup, born_column, entry, stack_frames
+from vramfit.analysis._lifetimes import Ints, Lifetimes, born_column
+from vramfit.analysis.groups import Grouping, TensorGroup, entry, stack_frames
 from vramfit.analysis.occupancy import Gap, HeldSegment, Occupancy, tenants
 from vramfit.trace import Category, Frame, MemoryTrace
 from vramfit.trace.frames import user_frame

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vramfit.analysis._lifetimes import Curves, Measure, trace_device
 from vramfit.analysis.breakdown import last_oom_row, oom_row
 from vramfit.analysis.device_timeline import DeviceTimeline
-from vramfit.analysis.groups import stack_frames
+from vramfit.analysis.groups import entry, stack_frames
 from vramfit.trace import DeviceOutcome, MemoryTrace, OomReport, Run
 from vramfit.trace.frames import user_frame
 from vramfit.trace.partial import run_of_trace
@@ -66,13 +66,12 @@ def _last_oom(trace: MemoryTrace, curves_of: dict[int, Curves]) -> OomReport | N
     free = int(trace.address[row])
     requested = int(trace.size[row])
     stack = stack_frames(trace, int(trace.stack[row]))
-    op = int(trace.op[row])
     return OomReport(
         device=device,
         requested_bytes=requested,
         stack=stack,
         user_line=user_frame(stack),
-        op=trace.ops[op] if op >= 0 else "",
+        op=entry(trace.ops, int(trace.op[row])),
         message=f"out of memory: tried to allocate {format_bytes(requested)} with {format_bytes(free)} free",
         allocated_bytes=int(curves_of[device].allocated[row]),
         reserved_bytes=reserved,

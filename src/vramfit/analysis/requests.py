@@ -10,10 +10,10 @@ from zlib import crc32
 
 import numpy as np
 
-from vramfit.analysis._lifetimes import Curves, Flags, Ints, Lifetimes, Measure
+from vramfit.analysis._lifetimes import Curves, Flags, Ints, Lifetimes, Measure, born_column
 from vramfit.analysis.alignment import Alignment, Ends, align
 from vramfit.analysis.device_timeline import DeviceTimeline
-from vramfit.analysis.groups import stack_frames
+from vramfit.analysis.groups import entry, stack_frames
 from vramfit.trace import Category, EventKind, Frame, MemoryTrace
 from vramfit.trace.frames import user_frame
 
@@ -91,10 +91,9 @@ class Requests:
 
     def _places(self, blocks: Ints) -> Ints:
         of_stack = [0 if line is None else crc32(_place(line).encode()) + 1 for line in self._lines]
-        born = self.lives.born[blocks]
-        stack = np.full(len(born), -1, dtype=np.int64)
-        stack[born >= 0] = self.trace.stack[born[born >= 0]]
-        return np.array([*of_stack, 0], dtype=np.int64)[stack]
+        return np.array([*of_stack, 0], dtype=np.int64)[
+            born_column(self.trace.stack, self.lives.born[blocks])
+        ]
 
     def settled(self, row: int) -> int:
         """The event itself; where it asks for a block's return that takes effect at once, the one that says so."""
@@ -112,11 +111,11 @@ class Requests:
     def label_of_row(self, row: int) -> RequestLabel:
         """Who asked, at an event of the trace."""
         trace = self.trace
-        stack, op, tensor = int(trace.stack[row]), int(trace.op[row]), int(trace.tensor[row])
+        stack = int(trace.stack[row])
         return RequestLabel(
-            op=trace.ops[op] if op >= 0 else "",
+            op=entry(trace.ops, int(trace.op[row])),
             line=self._lines[stack] if stack >= 0 else None,
-            tensor=trace.tensors[tensor] if tensor >= 0 else "",
+            tensor=entry(trace.tensors, int(trace.tensor[row])),
             category=Category(int(trace.category[row])),
         )
 

@@ -10,23 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vramfit.cli import options
 from vramfit.cli.ci import failures_told, tell_check
-from vramfit.cli.options import (
-    WRITTEN,
-    AllocConf,
-    AssumedSizes,
-    Gpus,
-    Module,
-    Page,
-    Profile,
-    Steps,
-    Time,
-    Written,
-    WrittenThrough,
-    check_alloc_conf,
-    gpu_names,
-    size_of,
-)
 from vramfit.cli.printing import STANDARD_OUTPUT, apart_from_json, check_outputs, write_document
 from vramfit.cli.program import Verb, check_source, program_command
 from vramfit.cli.where import chosen, run_program
@@ -91,10 +76,10 @@ def check_command(
         typer.Option(
             metavar="NAME",
             help="The card of the program; by default the baseline's, or one of the budget's size.",
-            autocompletion=gpu_names,
+            autocompletion=options.gpu_names,
         ),
     ] = None,
-    gpus: Gpus = 1,
+    gpus: options.Gpus = 1,
     device: Annotated[
         str | None,
         typer.Option(
@@ -102,31 +87,35 @@ def check_command(
             help="Run for real instead, recorded: on this machine's card or on its CPU.",
         ),
     ] = None,
-    module: Module = None,
-    alloc_conf: AllocConf = None,
-    assume: AssumedSizes = Assume.UPPER,
-    profile: Profile = "auto",
-    steps: Steps = None,
-    time: Time = None,
-    writes: Written = None,
-    writes_through: WrittenThrough = None,
+    module: options.Module = None,
+    alloc_conf: options.AllocConf = None,
+    assume: options.AssumedSizes = Assume.UPPER,
+    profile: options.Profile = "auto",
+    steps: options.Steps = None,
+    time: options.Time = None,
+    writes: options.Written = None,
+    writes_through: options.WrittenThrough = None,
     json: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Write the result as JSON; - for standard output.", rich_help_panel=WRITTEN
+            metavar="FILE",
+            help="Write the result as JSON; - for standard output.",
+            rich_help_panel=options.WRITTEN,
         ),
     ] = None,
     junit: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the result as JUnit XML.", rich_help_panel=WRITTEN),
+        typer.Option(metavar="FILE", help="Write the result as JUnit XML.", rich_help_panel=options.WRITTEN),
     ] = None,
     write_baseline: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Write what it takes now, as a baseline for later.", rich_help_panel=WRITTEN
+            metavar="FILE",
+            help="Write what it takes now, as a baseline for later.",
+            rich_help_panel=options.WRITTEN,
         ),
     ] = None,
-    report: Page = None,
+    report: options.Page = None,
 ) -> None:
     """Check that a program stays within a memory budget, or takes no more than it used to.
 
@@ -137,7 +126,7 @@ def check_command(
     check_outputs(
         (("--json", json), ("--junit", junit), ("--write-baseline", write_baseline), ("--report", report))
     )
-    check_alloc_conf(alloc_conf)
+    options.check_alloc_conf(alloc_conf)
     limits = limits_from(steps, time)
     subject = _subject(module, target or [])
     if isinstance(subject, Path):
@@ -207,7 +196,7 @@ def _asked(
         raise UsageError("--of needs a budget", "Add --budget 20GiB")
     if tolerance is not None and baseline is None:
         raise UsageError("--tolerance has nothing to compare with", "Name an earlier result: --baseline FILE")
-    size = size_of("--budget", budget)
+    size = options.size_of("--budget", budget)
     if baseline is not None and not baseline.exists():
         raise UsageError(f"there is no baseline {baseline}", f"{_NO_BASELINE} {baseline}")
     return _CheckOptions(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vramfit.cli.options import Page
+from vramfit.cli.options import Page, Recording
 from vramfit.cli.printing import STANDARD_OUTPUT, check_outputs, write_document
 from vramfit.errors import TraceFormatError, UsageError
 
@@ -20,12 +20,7 @@ PROVEN_EVENTS = 200_000
 
 
 def explain_command(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE", help="A trace (.vft) or a torch snapshot: pickle or JSON, gzipped or plain."
-        ),
-    ],
+    file: Recording,
     device: Annotated[
         int | None,
         typer.Option(

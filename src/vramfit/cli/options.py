@@ -1,4 +1,4 @@
-"""Options that several verbs have, each worded once, what they mean, and how the shell completes them."""
+"""Options that several verbs have, each worded once, with what they mean and how the shell completes them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from vramfit.units import parse_bytes
 from vramfit.virtual.data_dependent.assume import Assume
 
 if TYPE_CHECKING:
+    from vramfit.gpus import GpuSpec
     from vramfit.planner.memory_budget import MemoryBudget
 
 
@@ -64,6 +65,19 @@ def size_of(option: str, text: str | None, *, least: int = 1) -> int | None:
     return found
 
 
+def card_of(gpu: str | None) -> GpuSpec | None:
+    """The card that ``--gpu`` names; None where it was not given.
+
+    Raises:
+        UnknownGpuError: there is no such card.
+    """
+    if gpu is None:
+        return None
+    from vramfit.gpus import find_gpu
+
+    return find_gpu(gpu)
+
+
 def gpu_names(incomplete: str) -> list[tuple[str, str]]:
     """Cards of the catalogue whose names begin with what was typed, each with its memory.
 
@@ -92,6 +106,12 @@ def _spellings(name: str, *, digits: bool) -> Iterator[str]:
         yield "-".join(words[1:])
 
 
+Recording = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE", help="A trace (.vft) or a torch snapshot: pickle or JSON, gzipped or plain."
+    ),
+]
 Gpus = Annotated[
     int, typer.Option(metavar="N", help="How many of them.", min=1, max=_MOST_GPUS, show_default=True)
 ]
@@ -227,11 +247,7 @@ def room_of(
         raise UsageError(f"cannot plan for the device {device!r}", "Give --gpu NAME, or --device cpu")
     if (gpu is None) == (device is None):
         raise UsageError("no device is given", 'Give --gpu NAME, such as --gpu "RTX 4090", or --device cpu')
-    spec = None
-    if gpu is not None:
-        from vramfit.gpus import find_gpu
-
-        spec = find_gpu(gpu)
+    spec = card_of(gpu)
     if alloc_conf is not None:
         from vramfit.allocator import AllocatorConfig
 

@@ -9,23 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vramfit.cli.options import (
-    ASSUMED,
-    COMPARED,
-    WRITTEN,
-    AllocConf,
-    AssumedSizes,
-    Gpus,
-    Module,
-    Page,
-    Profile,
-    Steps,
-    Time,
-    Written,
-    WrittenThrough,
-    check_alloc_conf,
-    gpu_names,
-)
+from vramfit.cli import options
 from vramfit.cli.printing import apart_from_json, check_outputs
 from vramfit.cli.program import check_source, program_command
 from vramfit.cli.where import DEFAULT_TOLERANCE, chosen, compare, read_reference, run_program
@@ -54,10 +38,10 @@ def run_command(
         typer.Option(
             metavar="NAME",
             help='The card: "RTX 4090", a size such as 24GiB, or a TOML file.',
-            autocompletion=gpu_names,
+            autocompletion=options.gpu_names,
         ),
     ] = None,
-    gpus: Gpus = 1,
+    gpus: options.Gpus = 1,
     device: Annotated[
         str | None,
         typer.Option(
@@ -69,14 +53,14 @@ def run_command(
         str | None,
         typer.Option(metavar="SIZE", help="Memory that a recorded run may take, such as 2GiB."),
     ] = None,
-    module: Module = None,
-    alloc_conf: AllocConf = None,
-    assume: AssumedSizes = Assume.UPPER,
-    profile: Profile = "auto",
-    steps: Steps = None,
-    time: Time = None,
-    writes: Written = None,
-    writes_through: WrittenThrough = None,
+    module: options.Module = None,
+    alloc_conf: options.AllocConf = None,
+    assume: options.AssumedSizes = Assume.UPPER,
+    profile: options.Profile = "auto",
+    steps: options.Steps = None,
+    time: options.Time = None,
+    writes: options.Written = None,
+    writes_through: options.WrittenThrough = None,
     host_memory: Annotated[
         bool,
         typer.Option(
@@ -89,7 +73,7 @@ def run_command(
         typer.Option(
             metavar="FILE.py",
             help="Stand-ins for compiled kernels of the program (docs/kernels.md).",
-            rich_help_panel=ASSUMED,
+            rich_help_panel=options.ASSUMED,
         ),
     ] = None,
     json: Annotated[
@@ -97,27 +81,28 @@ def run_command(
         typer.Option(
             metavar="FILE",
             help="Write the report as JSON; - is standard output (the program's goes to standard error).",
-            rich_help_panel=WRITTEN,
+            rich_help_panel=options.WRITTEN,
         ),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the memory trace.", rich_help_panel=WRITTEN)
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the memory trace.", rich_help_panel=options.WRITTEN),
     ] = None,
     snapshot: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help="Write a torch memory snapshot, for pytorch.org/memory_viz.",
-            rich_help_panel=WRITTEN,
+            rich_help_panel=options.WRITTEN,
         ),
     ] = None,
-    report: Page = None,
+    report: options.Page = None,
     against: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FILE",
             help="Compare with a real run: its torch snapshot, its memory_stats() as JSON, or both (give it twice).",
-            rich_help_panel=COMPARED,
+            rich_help_panel=options.COMPARED,
         ),
     ] = None,
     against_device: Annotated[
@@ -125,7 +110,7 @@ def run_command(
         typer.Option(
             metavar="N",
             help="The device of that run to compare; by default those of the same index.",
-            rich_help_panel=COMPARED,
+            rich_help_panel=options.COMPARED,
         ),
     ] = None,
     tolerance: Annotated[
@@ -134,7 +119,7 @@ def run_command(
             metavar="T",
             help='How far they may differ, "0.5%" or "50MiB": the exit code is 3 beyond.',
             show_default=DEFAULT_TOLERANCE,
-            rich_help_panel=COMPARED,
+            rich_help_panel=options.COMPARED,
         ),
     ] = None,
 ) -> None:
@@ -158,7 +143,7 @@ def run_command(
         through=writes_through or (),
     )
     limits = limits_from(steps, time)
-    check_alloc_conf(alloc_conf)
+    options.check_alloc_conf(alloc_conf)
     name_kernels(kernels, virtual=gpu is not None)
     outputs = _Outputs(json=json, trace=trace, snapshot=snapshot, report=report)
     outputs.check()

@@ -42,11 +42,6 @@ class CardAccount:
     free: int
     torch_total: int | None
 
-    @property
-    def accounted(self) -> int:
-        """Bytes of which it is known whose they are."""
-        return self.total - self.unaccounted
-
 
 def accounts(facts: Facts) -> tuple[CardAccount, ...]:
     """The account of every card of the driver; of a card in MIG mode, which is shared out, none."""

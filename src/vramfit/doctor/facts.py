@@ -297,6 +297,22 @@ class FindingArea(Enum):
     HOST = "host"
     VIRTUAL = "virtual GPU"
 
+    def ok(self, check: str, finding: str) -> Finding:
+        """A finding that all is as it should be."""
+        return Finding(check=check, area=self, severity=Severity.OK, finding=finding)
+
+    def info(self, check: str, finding: str, *, why: str, fix: str) -> Finding:
+        """A finding that is worth knowing."""
+        return Finding(check=check, area=self, severity=Severity.INFO, finding=finding, why=why, fix=fix)
+
+    def warning(self, check: str, finding: str, *, why: str, fix: str) -> Finding:
+        """A finding that costs memory or time."""
+        return Finding(check=check, area=self, severity=Severity.WARNING, finding=finding, why=why, fix=fix)
+
+    def error(self, check: str, finding: str, *, why: str, fix: str) -> Finding:
+        """A finding that makes programs fail."""
+        return Finding(check=check, area=self, severity=Severity.ERROR, finding=finding, why=why, fix=fix)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:

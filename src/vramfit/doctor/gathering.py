@@ -14,13 +14,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from vramfit.allocator.versions import REFERENCE_VERSION, alloc_conf_from_env, parse_torch_version
-from vramfit.doctor.facts import RELEVANT, Container, Facts, FolderFacts, Host, NvidiaDriver, Torch
+from vramfit.doctor.facts import RELEVANT, Container, Facts, FolderFacts, Host, Torch
 from vramfit.doctor.probe import DriverAnswer, ProbeJob, Question, VirtualAnswer
 from vramfit.launch.job import result_of
 from vramfit.launch.starting import answer, python_command
-
-# -- Reads what the operating system tells of memory: /proc, control groups, limits, file systems. No torch.
-
 
 _NO_LIMIT = 1 << 60
 """Control groups of version 1 write the largest page-aligned int64 for no limit."""
@@ -207,13 +204,18 @@ def gather(
     tell = say or (lambda _: None)
     environ = {name: os.environ[name] for name in RELEVANT if name in os.environ}
     tell("the driver and its cards")
-    driver, driver_error = _driver(timeout)
+    answered, driver_error = _ask(Question.DRIVER, DriverAnswer, timeout)
+    driver = None
+    if answered is not None:
+        driver, driver_error = answered.driver, answered.error
     tell("torch and what it sees")
-    torch, torch_error = _torch(timeout)
+    torch, torch_error = _ask(Question.TORCH, Torch, timeout)
     virtual_error: str | None = None
     if torch is not None:
         tell("the virtual GPU")
-        virtual_error = _virtual(timeout)
+        virtual, virtual_error = _ask(Question.VIRTUAL, VirtualAnswer, timeout)
+        if virtual is not None:
+            virtual_error = virtual.error
     return Facts(
         host=read_host(root),
         container=read_container(root),
@@ -224,20 +226,6 @@ def gather(
         torch_error=torch_error,
         virtual_error=virtual_error,
     )
-
-
-def _driver(timeout: float) -> tuple[NvidiaDriver | None, str]:
-    told, failure = _ask(Question.DRIVER, DriverAnswer, timeout)
-    return (None, failure) if told is None else (told.driver, told.error)
-
-
-def _torch(timeout: float) -> tuple[Torch | None, str]:
-    return _ask(Question.TORCH, Torch, timeout)
-
-
-def _virtual(timeout: float) -> str:
-    told, failure = _ask(Question.VIRTUAL, VirtualAnswer, timeout)
-    return failure if told is None else told.error
 
 
 def _ask(question: Question, kind: type[Answer], timeout: float) -> tuple[Answer | None, str]:

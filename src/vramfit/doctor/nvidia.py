@@ -69,22 +69,17 @@ def _nvml_card(nvml: Any, index: int) -> Card:
 
 def _memory(nvml: Any, handle: Any) -> dict[str, Any]:
     """Figures of the second version, which tells the driver's own part apart; of the first on older drivers."""
-    version = getattr(nvml, "nvmlMemory_v2", None)
+    version, found, reserved = getattr(nvml, "nvmlMemory_v2", None), None, None
     if version is not None:
         found = _ask(nvml, lambda device: nvml.nvmlDeviceGetMemoryInfo(device, version=version), handle)
-        if found is not None:
-            return {
-                "total_bytes": int(found.total),
-                "reserved_bytes": int(found.reserved),
-                "used_bytes": int(found.used),
-                "free_bytes": int(found.free),
-            }
-    found = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+        reserved = None if found is None else int(found.reserved)
+    if found is None:
+        found = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
     if found is None:  # unified memory (DGX Spark, Jetson): the card has none of its own to tell of
         return {"total_bytes": 0, "reserved_bytes": None, "used_bytes": 0, "free_bytes": 0}
     return {
         "total_bytes": int(found.total),
-        "reserved_bytes": None,
+        "reserved_bytes": reserved,
         "used_bytes": int(found.used),
         "free_bytes": int(found.free),
     }

@@ -25,7 +25,7 @@ from vramfit.analysis.reconciliation import (
 from vramfit.analysis.requests import RequestLabel
 from vramfit.report.folding import NARROW, broken
 from vramfit.report.rendering import Destination, json_values, printer
-from vramfit.report.text import each, elide_left, print_lines, relative, short_op
+from vramfit.report.text import each, elide_left, print_lines, relative, short_op, signed
 from vramfit.trace import Frame
 from vramfit.units import format_bytes
 
@@ -248,7 +248,7 @@ def _share(found: Comparison) -> str:
 
 
 def _signed(amount: int) -> str:
-    return _SAME if not amount else f"{'+' if amount > 0 else ''}{format_bytes(amount)}"
+    return signed(amount) if amount else _SAME
 
 
 def _requests(found: StreamComparison) -> str:

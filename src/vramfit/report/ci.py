@@ -20,7 +20,7 @@ from vramfit.analysis import NAMES, Bound, Change, Gate, PeakState, TraceDiff, s
 from vramfit.report.check import QUANTITY_WORDS, Check, gate_words
 from vramfit.report.rendering import render
 from vramfit.report.run_words import ending_words
-from vramfit.report.text import percent
+from vramfit.report.text import percent, signed
 from vramfit.trace import Frame
 from vramfit.units import format_bytes
 
@@ -77,12 +77,7 @@ def _grown(diffs: Sequence[TraceDiff], device: int) -> AnnotationPlace | None:
         for change in one.changes:
             if change.change in (Change.NEW, Change.GREW) and change.line_after is not None:
                 sums[change.line_after] = sums.get(change.line_after, 0) + change.size.difference
-    if not sums:
-        return None
-    line = max(sums, key=lambda frame: sums[frame])
-    return AnnotationPlace(
-        frame=line, reason=f"what this line makes grew most, by {format_bytes(sums[line])}"
-    )
+    return _most(sums, "what this line makes grew most, by {}")
 
 
 def _largest(states: Sequence[PeakState], device: int) -> AnnotationPlace | None:
@@ -92,12 +87,15 @@ def _largest(states: Sequence[PeakState], device: int) -> AnnotationPlace | None
             for holding in state.holdings:
                 if holding.line is not None:
                     sums[holding.line] = sums.get(holding.line, 0) + holding.total_bytes
+    return _most(sums, "what this line makes holds most at the peak, {}")
+
+
+def _most(sums: dict[Frame, int], reason: str) -> AnnotationPlace | None:
+    """The line with the most bytes, with a reason that names them; None where there is no line."""
     if not sums:
         return None
     line = max(sums, key=lambda frame: sums[frame])
-    return AnnotationPlace(
-        frame=line, reason=f"what this line makes holds most at the peak, {format_bytes(sums[line])}"
-    )
+    return AnnotationPlace(frame=line, reason=reason.format(format_bytes(sums[line])))
 
 
 class Level(Enum):
@@ -296,7 +294,7 @@ def _changes(check: Check, root: Path | None) -> Iterator[str]:
             continue
         yield f"**What changed on GPU {one.after.device}**"
         yield ""
-        rows = [(place, _signed(size), word) for (place, word), size in _by_change(one, root)[:_ROWS]]
+        rows = [(place, signed(size), word) for (place, word), size in _by_change(one, root)[:_ROWS]]
         yield from _table(("line", "difference", ""), rows, right=(1,))
         yield ""
 
@@ -309,10 +307,6 @@ def _by_change(found: TraceDiff, root: Path | None) -> list[tuple[tuple[str, str
         key = place, words[change.change]
         sums[key] = sums.get(key, 0) + change.size.difference
     return sorted(sums.items(), key=lambda one: -abs(one[1]))
-
-
-def _signed(size: int) -> str:
-    return f"+{format_bytes(size)}" if size > 0 else format_bytes(size)
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int]) -> Iterator[str]:

@@ -63,6 +63,11 @@ def split_width(amounts: Sequence[int], width: int) -> list[int]:
     return cells
 
 
+def signed(size: int) -> str:
+    """A difference in bytes, with a plus sign where there are more: ``+1.00 MiB``."""
+    return f"+{format_bytes(size)}" if size > 0 else format_bytes(size)
+
+
 def percent(part: int, whole: int) -> str:
     """A share as ``57 %``; below one percent as ``<1 %``."""
     if whole <= 0 or part <= 0:

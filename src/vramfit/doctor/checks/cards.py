@@ -16,12 +16,7 @@ def check_cards(facts: Facts) -> Iterator[Finding]:
     """Name each card with its memory."""
     for card in facts.cards:
         total = f"{format_bytes(card.total_bytes)}" if card.total_bytes else "memory shared with the host"
-        yield Finding(
-            check="card",
-            area=FindingArea.CARDS,
-            severity=Severity.OK,
-            finding=f"GPU {card.index}: {card.name}, {total}",
-        )
+        yield FindingArea.CARDS.ok("card", f"GPU {card.index}: {card.name}, {total}")
 
 
 def check_mig(facts: Facts) -> Iterator[Finding]:
@@ -30,22 +25,18 @@ def check_mig(facts: Facts) -> Iterator[Finding]:
         if not card.mig_enabled:
             continue
         if not card.mig:
-            yield Finding(
-                check="mig",
-                area=FindingArea.CARDS,
-                severity=Severity.ERROR,
-                finding=f"GPU {card.index} is in MIG mode, but no slice of it is visible here",
+            yield FindingArea.CARDS.error(
+                "mig",
+                f"GPU {card.index} is in MIG mode, but no slice of it is visible here",
                 why="in MIG mode only slices can be used: CUDA finds no card",
                 fix="Create slices (nvidia-smi mig -cgi PROFILE -C), pass one into the container, or ask for MIG mode "
                 "to be turned off",
             )
             continue
         listed = ", ".join(_slice(name, total) for name, total in ((m.name, m.total_bytes) for m in card.mig))
-        yield Finding(
-            check="mig",
-            area=FindingArea.CARDS,
-            severity=Severity.INFO,
-            finding=f"GPU {card.index} is in MIG mode: {listed}",
+        yield FindingArea.CARDS.info(
+            "mig",
+            f"GPU {card.index} is in MIG mode: {listed}",
             why="a process can use one slice, and no more than its memory; the card's own name and size mislead",
             fix="Choose it with CUDA_VISIBLE_DEVICES="
             + card.mig[0].uuid
@@ -60,33 +51,26 @@ def check_modes(facts: Facts) -> Iterator[Finding]:
         if card.compute_mode in ("exclusive_process", "prohibited"):
             yield _compute_mode(card)
         if card.persistence is False and facts.host.system == "Linux" and not facts.host.wsl:
-            yield Finding(
-                check="persistence",
-                area=FindingArea.CARDS,
-                severity=Severity.INFO,
-                finding=f"GPU {card.index}: persistence mode is off",
+            yield FindingArea.CARDS.info(
+                "persistence",
+                f"GPU {card.index}: persistence mode is off",
                 why="the driver unloads when the last process leaves, so each start of CUDA takes seconds; "
                 "memory is the same",
                 fix="sudo systemctl enable --now nvidia-persistenced",
             )
         if card.ecc_pending is not None and card.ecc is not None and card.ecc_pending != card.ecc:
             change = "on" if card.ecc_pending else "off"
-            yield Finding(
-                check="ecc",
-                area=FindingArea.CARDS,
-                severity=Severity.WARNING,
-                finding=f"GPU {card.index}: error correction goes {change} at the next restart",
+            yield FindingArea.CARDS.warning(
+                "ecc",
+                f"GPU {card.index}: error correction goes {change} at the next restart",
                 why="where the check bits lie in the card's own memory (GDDR), that changes its size by about "
                 f"{_ECC_SHARE:.2%}",
                 fix="Measure and plan after the restart",
             )
         elif card.ecc is not None:
             state = "on" if card.ecc else "off"
-            yield Finding(
-                check="ecc",
-                area=FindingArea.CARDS,
-                severity=Severity.OK,
-                finding=f"GPU {card.index}: error correction is {state}; the total above counts it",
+            yield FindingArea.CARDS.ok(
+                "ecc", f"GPU {card.index}: error correction is {state}; the total above counts it"
             )
 
 
@@ -94,21 +78,17 @@ def check_unified(facts: Facts) -> Iterator[Finding]:
     """Memory that host and card share, or that flows over into the host's."""
     for device in facts.torch.devices if facts.torch else ():
         if device.integrated:
-            yield Finding(
-                check="unified-memory",
-                area=FindingArea.CARDS,
-                severity=Severity.WARNING,
-                finding=f"cuda:{device.index} ({device.name}) shares the host's memory",
+            yield FindingArea.CARDS.warning(
+                "unified-memory",
+                f"cuda:{device.index} ({device.name}) shares the host's memory",
                 why="the host's programs and page cache take from the same memory: free bytes of the card change on "
                 "their own, and offloading to the host gains nothing",
                 fix="Close what holds host memory, drop caches before measuring, and set a budget below the total",
             )
     if facts.host.wsl or facts.host.system == "Windows":
-        yield Finding(
-            check="system-memory-fallback",
-            area=FindingArea.CARDS,
-            severity=Severity.WARNING,
-            finding="Windows' driver manages the card's memory" + (" (WSL)" if facts.host.wsl else ""),
+        yield FindingArea.CARDS.warning(
+            "system-memory-fallback",
+            "Windows' driver manages the card's memory" + (" (WSL)" if facts.host.wsl else ""),
             why="past the card's memory it may move to the host's memory instead of failing: programs get many times "
             "slower and no torch.OutOfMemoryError tells; use per process is not reported either",
             fix="NVIDIA control panel > Manage 3D settings > CUDA - Sysmem Fallback Policy: Prefer No Sysmem Fallback",
@@ -175,11 +155,9 @@ def check_unaccounted(facts: Facts) -> Iterator[Finding]:
         if account.unaccounted <= max(_UNACCOUNTED, account.total * 0.005):
             continue
         inside = bool(facts.container.kind)
-        yield Finding(
-            check="unaccounted",
-            area=FindingArea.CARDS,
-            severity=Severity.WARNING,
-            finding=f"GPU {account.index}: {format_bytes(account.unaccounted)} are in use by no process that is "
+        yield FindingArea.CARDS.warning(
+            "unaccounted",
+            f"GPU {account.index}: {format_bytes(account.unaccounted)} are in use by no process that is "
             "visible here",
             why="processes of other containers or users hold it"
             if inside
@@ -207,26 +185,22 @@ def check_agreement(facts: Facts) -> Iterator[Finding]:
             f"{format_bytes(account.torch_total)}{context}"
         )
         if account.driver_reserved and abs(apart) > max(_UNACCOUNTED, account.total * 0.01):
-            yield Finding(
-                check="agreement",
-                area=FindingArea.CARDS,
-                severity=Severity.WARNING,
-                finding=f"{plain}; the driver says {format_bytes(usable)}",
+            yield FindingArea.CARDS.warning(
+                "agreement",
+                f"{plain}; the driver says {format_bytes(usable)}",
                 why="a virtual machine, a slice or MPS gives this process another share than the card's whole",
                 fix=f"Plan with torch's figure: --gpu {account.torch_total}B",
             )
         else:
-            yield Finding(check="agreement", area=FindingArea.CARDS, severity=Severity.OK, finding=plain)
+            yield FindingArea.CARDS.ok("agreement", plain)
 
 
 def check_tool(facts: Facts) -> Iterator[Finding]:
     """NVML tells more than the command."""
     if facts.driver is not None and facts.driver.tool is Tool.NVIDIA_SMI:
-        yield Finding(
-            check="nvml",
-            area=FindingArea.DRIVER,
-            severity=Severity.INFO,
-            finding="nvidia-ml-py is not installed, so nvidia-smi was asked",
+        yield FindingArea.DRIVER.info(
+            "nvml",
+            "nvidia-ml-py is not installed, so nvidia-smi was asked",
             why="figures are rounded to MiB, and processes that draw are left out",
             fix="pip install 'vramfit[nvml]'",
         )
@@ -236,11 +210,9 @@ def check_mps(facts: Facts) -> Iterator[Finding]:
     """The multi-process service may limit what a client gets."""
     limit = facts.environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
     if limit:
-        yield Finding(
-            check="mps",
-            area=FindingArea.CARDS,
-            severity=Severity.WARNING,
-            finding=f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={limit}",
+        yield FindingArea.CARDS.warning(
+            "mps",
+            f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={limit}",
             why="under MPS this process may take no more than that, though the card has more",
             fix="Unset it, or plan with that size",
         )

@@ -14,7 +14,7 @@ import base64
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ from vramfit.analysis import (
     origin,
     timeline,
 )
+from vramfit.analysis._lifetimes import born_column
+from vramfit.analysis.device_timeline import joined_ranges
 from vramfit.analysis.occupancy import span_segments
 from vramfit.errors import TraceFormatError
 from vramfit.trace import EventKind, Frame, MemoryTrace, TraceDevice, marks
@@ -125,16 +127,8 @@ def device_view(trace: MemoryTrace, device: TraceDevice, row: int) -> DeviceView
 
 def _in_order(lives: Lifetimes) -> Lifetimes:
     order = np.lexsort((lives.address, lives.born))
-    return Lifetimes(
-        device=lives.device,
-        rows=lives.rows,
-        born=lives.born[order],
-        freed=lives.freed[order],
-        completed=lives.completed[order],
-        address=lives.address[order],
-        size=lives.size[order],
-        block=lives.block[order],
-    )
+    columns = ("born", "freed", "completed", "address", "size", "block")
+    return replace(lives, **{name: getattr(lives, name)[order] for name in columns})
 
 
 def largest(lives: Lifetimes, count: int) -> Ints:
@@ -158,31 +152,23 @@ class Origins:
     of_device: tuple[Ints, ...]
 
 
-_PROPERTIES = ("category", "op", "module", "tensor", "stack", "stream")
+_PROPERTIES = {"category": 0, "op": -1, "module": -1, "tensor": -1, "stack": -1, "stream": 0}
+"""Each with what stands for blocks from before the trace."""
 
 
 def origins(trace: MemoryTrace, views: Sequence[DeviceView]) -> Origins:
     """Find the distinct origins of the blocks of all devices."""
     born = np.concatenate([view.lives.born for view in views]) if views else np.zeros(0, dtype=np.int64)
     index = np.zeros(len(born), dtype=np.int64)
-    for name in _PROPERTIES:
-        unknown = 0 if name in ("category", "stream") else -1
-        column: Ints = np.full(len(born), unknown, dtype=np.int64)
-        if len(trace):
-            column = np.where(born >= 0, getattr(trace, name)[born], unknown).astype(np.int64)
+    of_block = {
+        name: born_column(getattr(trace, name), born, unknown=unknown)
+        for name, unknown in _PROPERTIES.items()
+    }
+    for column in of_block.values():
         values, place = np.unique(column, return_inverse=True)
         _, index = np.unique(index * (len(values) + 1) + place, return_inverse=True)
     _, first = np.unique(index, return_index=True)
-    columns = {}
-    for name in _PROPERTIES:
-        unknown = 0 if name in ("category", "stream") else -1
-        at = born[first]
-        source = getattr(trace, name)
-        columns[name] = (
-            np.where(at >= 0, source[at], unknown).astype(np.int64)
-            if len(source)
-            else np.full(len(at), unknown, dtype=np.int64)
-        )
+    columns = {name: column[first] for name, column in of_block.items()}
     ends = np.cumsum([len(view.lives.born) for view in views])[:-1]
     return Origins(columns=columns, of_device=tuple(np.split(index, ends)) if views else ())
 
@@ -365,12 +351,7 @@ def _arena(view: DeviceView) -> tuple[Ints, Ints]:
     low = np.concatenate([view.spans.start, address])
     high = np.concatenate([view.spans.end, address + view.lives.block])
     order = np.argsort(low, kind="stable")
-    low, high = low[order], np.maximum.accumulate(high[order]) if len(high) else high
-    begins = np.ones(len(low), dtype=bool)
-    begins[1:] = low[1:] > high[:-1]
-    starts = np.flatnonzero(begins)
-    ends = np.append(starts[1:], len(low))[: len(starts)] - 1
-    return low[starts], high[ends]
+    return joined_ranges(low[order], high[order])
 
 
 def _in_arena(start: Ints, end: Ints, address: Ints) -> Ints:

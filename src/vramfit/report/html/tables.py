@@ -20,7 +20,7 @@ from vramfit.analysis import (
     timeline,
     user_frame,
 )
-from vramfit.analysis.groups import stack_frames
+from vramfit.analysis.groups import entry, stack_frames
 from vramfit.report.html.columns import DeviceView
 from vramfit.report.html.markup import Html, details, figures, join, table, tag
 from vramfit.report.text import each, percent, short_op, tree_lines
@@ -130,7 +130,7 @@ def timeline_text(trace: MemoryTrace, view: DeviceView) -> Html:
     rows = (
         (
             f"{row:,}",
-            _phase(trace, row),
+            entry(trace.phases, int(trace.phase[row])),
             format_bytes(int(over.allocated[at])),
             format_bytes(int(over.reserved[at])),
             *(format_bytes(int(over.categories[kind, at])) for kind in kinds),
@@ -169,11 +169,6 @@ def _phases(trace: MemoryTrace, view: DeviceView) -> Html | None:
     return join([tag("h3", "Phases"), table(heads, rows, numbers=(1, 3, 4, 5))])
 
 
-def _phase(trace: MemoryTrace, row: int) -> str:
-    phase = int(trace.phase[row])
-    return trace.phases[phase] if phase >= 0 else ""
-
-
 def blocks_text(trace: MemoryTrace, view: DeviceView, *, root: Path | None) -> Html:
     """The largest blocks of the whole recording with their lives."""
     lives = view.lives
@@ -201,17 +196,13 @@ def _block_row(trace: MemoryTrace, view: DeviceView, block: int, root: Path | No
     return (
         amount,
         NAMES[Category(int(trace.category[born]))],
-        _entry(trace.tensors, int(trace.tensor[born])),
-        short_op(_entry(trace.ops, int(trace.op[born]))),
-        _entry(trace.modules, int(trace.module[born])),
+        entry(trace.tensors, int(trace.tensor[born])),
+        short_op(entry(trace.ops, int(trace.op[born]))),
+        entry(trace.modules, int(trace.module[born])),
         short_location(frame, root=root),
         f"{born:,}",
         until,
     )
-
-
-def _entry(names: tuple[str, ...], index: int) -> str:
-    return names[index] if index >= 0 else ""
 
 
 def device_tables(found: Breakdown, *, root: Path | None) -> Html:
