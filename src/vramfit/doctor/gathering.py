@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from vramfit.allocator.versions import REFERENCE_VERSION, alloc_conf_from_env, parse_torch_version
-from vramfit.doctor.facts import RELEVANT, Container, Facts, FolderFacts, Host, Torch
+from vramfit.doctor.facts import RELEVANT, Container, Facts, FolderFacts, Host, NvidiaDriver, Torch
 from vramfit.doctor.probe import DriverAnswer, ProbeJob, Question, VirtualAnswer
 from vramfit.launch.job import result_of
 from vramfit.launch.starting import answer, python_command
@@ -204,10 +204,7 @@ def gather(
     tell = say or (lambda _: None)
     environ = {name: os.environ[name] for name in RELEVANT if name in os.environ}
     tell("the driver and its cards")
-    answered, driver_error = _ask(Question.DRIVER, DriverAnswer, timeout)
-    driver = None
-    if answered is not None:
-        driver, driver_error = answered.driver, answered.error
+    driver, driver_error = _driver(timeout)
     tell("torch and what it sees")
     torch, torch_error = _ask(Question.TORCH, Torch, timeout)
     virtual_error: str | None = None
@@ -226,6 +223,11 @@ def gather(
         torch_error=torch_error,
         virtual_error=virtual_error,
     )
+
+
+def _driver(timeout: float) -> tuple[NvidiaDriver | None, str]:
+    told, failure = _ask(Question.DRIVER, DriverAnswer, timeout)
+    return (None, failure) if told is None else (told.driver, told.error)
 
 
 def _ask(question: Question, kind: type[Answer], timeout: float) -> tuple[Answer | None, str]:
