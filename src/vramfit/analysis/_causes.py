@@ -1,4 +1,4 @@
-"""Why reserved memory is not used: every byte that nobody asked for, with its cause, its evidence and a remedy."""
+"""Why reserved memory is not used: the causes, each with its bytes, its evidence and its remedies."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class FragmentationCause:
     """One cause.
 
     Attributes:
-        kind: what it is.
+        kind: the kind of cause.
         bytes: how many bytes are reserved for it; for LIVE_MEMORY what the request lacks even if nothing were
             fragmented.
-        count: how many gaps or blocks.
-        evidence: what in the trace shows it, in words.
+        count: number of gaps or blocks.
+        evidence: what the trace shows of it, in words.
         remedies: what helps, the best first; empty where nothing needs to be done.
     """
 
@@ -89,7 +89,7 @@ class FragmentationCauses:
 
     @property
     def main(self) -> FragmentationCause | None:
-        """The cause to look at first; None where every byte was asked for."""
+        """The cause to look at first; None where nothing is reserved beyond the requests."""
         return self.causes[0] if self.causes else None
 
     def cause(self, kind: CauseKind) -> FragmentationCause | None:
@@ -109,7 +109,7 @@ def causes(
     """Find out why ``device`` reserves more than was asked for.
 
     Args:
-        trace: what happened.
+        trace: the recording.
         device: index of the device.
         row: the moment right after this event; by default the last out-of-memory, or else the request that brought
             the reserved memory to its peak.
@@ -190,7 +190,7 @@ class _Judge:
         )
 
     def _proved(self, found: list[FragmentationCause]) -> list[FragmentationCause]:
-        """The causes with what their remedies come to in a replay; those that do not help stand last."""
+        """The causes with the outcome of their remedies in a replay; remedies that do not help stand last."""
         every = [remedy for cause in found for remedy in cause.remedies]
         tried = prove(self.rehearsal, every)
         return [

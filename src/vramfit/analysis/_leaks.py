@@ -1,4 +1,4 @@
-"""Growth across steps, told from warm-up and plateau by a statistical test, and grouped by what allocates it.
+"""Finds leaks: growth across steps, distinguished from warm-up and plateau by a statistical test, by allocating stack.
 
 NOTE [How a leak is told]
 1. The trace is cut into steps (`vramfit.analysis.steps`). The level of an allocating stack in a step is its low-water
@@ -51,7 +51,7 @@ class LeakVerdict(Enum):
     STEADY = "steady"
     """No growth beyond chance."""
     TOO_FEW_STEPS = "too few steps"
-    """Not enough steps to tell growth from chance; what grew in each of them is listed all the same."""
+    """Not enough steps to distinguish growth from chance; what grew in each of them is still listed."""
 
 
 class Release(Enum):
@@ -76,7 +76,7 @@ class LeakPlace:
         op: the operator that made most.
         module: dotted path with layer numbers replaced by ``*``.
         tensor: dtype and shape of most.
-        kinds: how many different (category, op, module, tensor) there are.
+        kinds: number of different (category, op, module, tensor).
     """
 
     stack: int
@@ -95,16 +95,16 @@ class GrowingStack:
     """A stack whose memory grows from step to step.
 
     Attributes:
-        place: what allocates.
+        place: where the memory is allocated.
         bytes_per_step: median slope, in bytes of blocks as torch counts them; exact where growth is constant.
-        requested_per_step: the same of the bytes that were asked for.
+        requested_per_step: median slope of the requested bytes.
         grown_bytes: growth from the end of the warm-up to the last step.
         blocks: blocks allocated since the warm-up that were alive at the last boundary.
         first_step: number of the step from which on it grows.
         p_value: the chance of such growth where there is none.
         adjusted_p: the same for any of all the stacks that were tested (Holm).
         levels: low-water mark of every step, warm-up included.
-        release: what would free it.
+        release: what would free the memory.
         rows: rows of the trace at which those blocks were allocated, oldest first.
         owners: who holds samples of it, where a live process could be asked.
     """
@@ -128,8 +128,8 @@ class SettledStack:
     """A stack that grew after the warm-up, and stopped or slowed down: a cache that filled.
 
     Attributes:
-        place: what allocates.
-        grown_bytes: by how much.
+        place: where the memory is allocated.
+        grown_bytes: bytes by which it grew.
         last_step: number of the last step in which it grew.
     """
 
@@ -140,15 +140,15 @@ class SettledStack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sawtooth:
-    """A stack whose blocks of three or more steps are freed at one blow, again and again or once.
+    """A stack whose blocks from three or more steps are freed all at once, one or more times.
 
     Reference cycles that wait for the garbage collector look so, and lists that are emptied once an epoch.
 
     Attributes:
-        place: what allocates.
+        place: where the memory is allocated.
         most_bytes: most that it held at a boundary.
-        times: how often blocks were freed at one blow.
-        steps: most steps that one blow freed the blocks of.
+        times: how often blocks were freed all at once.
+        steps: most steps whose blocks were freed at once.
     """
 
     place: LeakPlace
@@ -165,15 +165,15 @@ class LeakReport:
         device: index of the device.
         verdict: the answer.
         steps: the steps that were told apart.
-        warmup: how many of them were left out at the beginning.
+        warmup: number of steps left out at the beginning.
         alpha: chance of calling growth where there is none, for the whole report.
         tested: stacks whose levels changed after the warm-up.
-        p_value: of growth of the whole device.
+        p_value: p value of growth of the whole device.
         bytes_per_step: median slope of the whole device after the warm-up.
         levels: low-water mark of the device in every step, warm-up included.
         growing: stacks that grow, fastest first. With too few steps: all that grew in every one of them.
         settled: stacks that grew and stopped, largest first.
-        sawteeth: stacks freed at one blow, largest first.
+        sawteeth: stacks freed all at once, largest first.
     """
 
     device: int
@@ -200,7 +200,7 @@ class LeakReport:
 
     @property
     def least_steps(self) -> int:
-        """Steps from which on growth can be told from chance."""
+        """Fewest steps that distinguish growth from chance."""
         return LEAST_STEPS
 
 
@@ -230,7 +230,7 @@ def leaks(
     with fewer the verdict says so.
 
     Args:
-        trace: what happened.
+        trace: the recording.
         device: index of the device.
         alpha: chance of calling growth where there is none, for the whole trace.
         by: take the steps from this source; None takes the best that the trace has.
@@ -434,7 +434,7 @@ class _LeakSearch:
         )
 
     def _sawteeth(self, growing: set[int]) -> tuple[Sawtooth, ...]:
-        """Stacks that mostly free the blocks of several steps at one blow: with no allocation in between."""
+        """Stacks that mostly free the blocks of several steps all at once, with no allocation in between."""
         lives, bounds = self.lives, self.steps.rows
         if len(bounds) < 2:
             return ()

@@ -84,7 +84,7 @@ def peaks(
     the events) only the higher is seen. The highest peak of all is always the first of the result.
 
     Args:
-        trace: what happened.
+        trace: the recording.
         device: index of the device.
         most: at most so many.
         prominence: share of the highest peak by which a peak has to stand out.

@@ -117,7 +117,7 @@ def phases(trace: MemoryTrace, device: int = 0) -> tuple[Phase, ...]:
     """The phases of a trace in the order in which they were first entered; empty if it names none.
 
     Args:
-        trace: what happened.
+        trace: the recording.
         device: index of the device whose memory is meant.
     """
     if not len(trace) or int(trace.phase.max()) < 0:
@@ -214,14 +214,14 @@ def _slope(levels: Sequence[int]) -> int:
 
 
 LEAST_STEPS = 8
-"""Steps from which growth can be told from chance; see `vramfit.analysis.leaks`."""
+"""Fewest steps that distinguish growth from chance; see `vramfit.analysis.leaks`."""
 
 _PARTS = 24  # equal parts of a trace in which nothing else tells the steps
 _MOST = 120  # boundaries beyond this are thinned out evenly: tests of more points decide no better
 
 
 class StepSource(Enum):
-    """What tells the steps of a trace apart."""
+    """How the steps of a trace are distinguished."""
 
     PHASES = "phases"
     """Phases named ``step N/...``, from the optimizer's steps."""
@@ -240,7 +240,7 @@ class Steps:
     """The boundaries between the steps of a trace.
 
     Attributes:
-        source: how they were found.
+        source: how the steps were found.
         rows: boundaries, ascending: each is the last event before a step begins, -1 for the state before the trace.
         numbers: the number of the step that begins at each boundary.
         unit: what a step is: ``"step"``, or a phrase like ``"repeat of train.py:12"``.
@@ -260,7 +260,7 @@ def steps(trace: MemoryTrace, device: int = 0, *, by: StepSource | None = None) 
     """Find where the steps begin: two phases or three marks decide; else what repeats, and equal parts last.
 
     Args:
-        trace: what happened.
+        trace: the recording.
         device: index of the device whose events are meant.
         by: take this source, whatever it tells.
     """

@@ -39,7 +39,7 @@ class Trap:
     Attributes:
         kind: which one.
         alloc_conf: the settings concerned.
-        text: what it does, with the figures of the replay.
+        text: the harm, with the figures of the replay.
     """
 
     kind: TrapKind
@@ -57,7 +57,7 @@ _TRAP_FACTOR = 1.2
 def find_traps(
     search: TrialSearch, baseline: Trial, trace: MemoryTrace, given: Sequence[str] = ()
 ) -> list[Trap]:
-    """The traps that some trials show; those of the recorded and the ``given`` settings are always told."""
+    """The traps that some trials show; those of the recorded and the ``given`` settings are always reported."""
     concerned = {baseline.alloc_conf: baseline}
     concerned.update({conf: trial for conf, trial in search.trials.items() if trial.family == "given"})
     version = search.rehearsals[0].version
@@ -225,7 +225,7 @@ class Tuning:
             driver, number of settings.
         best: the trial to take: of those within `tolerance` of the lowest peak the one with the fewest retries, then
             the fewest settings, then the fewest calls to the driver.
-        traps: what to keep away from.
+        traps: settings to avoid.
         events: events of the trace.
         seconds: time it took.
     """

@@ -91,7 +91,7 @@ def peak(
     of those.
 
     Args:
-        trace: what happened.
+        trace: the recording.
         device: index of the device.
         by: which figure has its peak there.
         tensors: keep at most so many groups of tensors.

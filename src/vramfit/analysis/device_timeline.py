@@ -36,7 +36,7 @@ class SegmentSpans:
         start, end: addresses, the end exclusive.
         born: row from which it was held; -1 if before the trace began.
         freed: row at which it was given back; ``rows`` if never.
-        expandable: whether it is a part of an expandable segment.
+        expandable: whether the span belongs to an expandable segment.
     """
 
     device: int
@@ -186,9 +186,9 @@ def _paired(key: Ints, rows: Ints, grows: Flags, end: int, final: Ints | None) -
     """Key, born and freed of each stay: a growing event of a key with the shrinking one that follows it.
 
     Args:
-        key: what each event is about.
+        key: the address or piece that each event concerns.
         rows: when it happened.
-        grows: whether it begins a stay.
+        grows: whether the event begins a stay.
         end: row of what does not end within the trace.
         final: the keys that stay at the end; None where that is not known.
     """
@@ -217,7 +217,7 @@ def _paired(key: Ints, rows: Ints, grows: Flags, end: int, final: Ints | None) -
 
 
 class DeviceTimeline:
-    """The blocks, the curves and the segments of one device of a trace, each worked out when it is first asked for.
+    """The blocks, the curves and the segments of one device of a trace, each computed on first use.
 
     A trace never changes, so each of its devices has one timeline, which lasts as long as the trace.
     """
@@ -292,7 +292,7 @@ def timeline(trace: MemoryTrace, device: int = 0, *, points: int | None = None) 
     """Allocated bytes by category over time.
 
     Args:
-        trace: what happened.
+        trace: the recording.
         device: index of the device.
         points: at most about so many rows; of each stretch of events the one with the most allocated bytes is
             kept, so that no peak is lost. None keeps all.

@@ -25,9 +25,9 @@ class HeldSegment:
     """A segment, or a mapped stretch of an expandable one.
 
     Attributes:
-        address, size: where it lies, and its bytes.
+        address, size: address, and size in bytes.
         stream: the stream whose requests it serves.
-        small: it belongs to the small pool.
+        small: whether the segment belongs to the small pool.
         pool_id: its private pool, (0, 0) for the common one.
         page: for expandable segments the bytes that are mapped and unmapped at once; otherwise 0.
         born: row of the event that took it (the first one of a mapped stretch); -1 from before the trace.
@@ -60,7 +60,7 @@ class Gap:
 
     Attributes:
         segment: index of the segment.
-        address, size: where it lies, and its bytes.
+        address, size: address, and size in bytes.
         before, after: the blocks on both sides (indices into the lifetimes), -1 at an end of the segment.
     """
 
@@ -77,7 +77,7 @@ class Occupancy:
 
     Attributes:
         row: the moment is right after this event.
-        segments: by address.
+        segments: the segments, by address.
         blocks: for each segment the blocks in it, by address, as indices into the lifetimes: allocated ones, and
             those that wait for a stream.
         gaps: the free ranges, by address.
@@ -89,7 +89,7 @@ class Occupancy:
     gaps: tuple[Gap, ...]
 
     def is_whole(self, gap: Gap) -> bool:
-        """Whether the whole segment is free."""
+        """Whether the gap is a whole free segment."""
         return not self.blocks[gap.segment]
 
     def is_rest(self, gap: Gap, grown: int) -> bool:
@@ -249,7 +249,7 @@ class Fragmentation:
         largest_free: the largest request that could be served without asking the driver.
         slack: bytes inside occupied blocks that nobody asked for (rounding, and rests too small to split
             off).
-        segments: how many segments are held.
+        segments: number of segments held.
     """
 
     reserved: int

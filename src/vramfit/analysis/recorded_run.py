@@ -1,4 +1,4 @@
-"""Makes a run of a trace alone: what a file tells of a program that ran elsewhere, or some time ago."""
+"""Makes a run from a trace alone, as it is read from the file of a program that ran elsewhere or earlier."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from vramfit.units import format_bytes
 
 
 def run_from_trace(trace: MemoryTrace, *, name: str = "") -> Run:
-    """The run that a trace tells of.
+    """The run that a trace describes.
 
     Its devices are those of `MemoryTrace.known_devices`. Where the size of a card is not known, it counts as 0, or,
     where the card ran out of memory, as what it had at that moment for this program.
 
     Args:
-        trace: what happened.
+        trace: the recording.
         name: what to call the program where the trace does not say, such as the name of the file.
     """
     curves_of = {index: DeviceTimeline.of(trace, index).curves for index in trace.known_devices}

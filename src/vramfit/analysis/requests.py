@@ -25,13 +25,13 @@ _TELLING = 0.5
 
 
 class RequestLabel(NamedTuple):
-    """Who asked for a block, as far as a trace says it.
+    """Who asked for a block, as far as a trace says.
 
     Attributes:
         op: the operator; empty if unknown.
         line: the user's line.
         tensor: dtype and shape; empty if it is none or unknown.
-        category: what it is for.
+        category: what the bytes are for.
     """
 
     op: str = ""
@@ -41,7 +41,7 @@ class RequestLabel(NamedTuple):
 
 
 class Requests:
-    """What the program asked of one device's allocator.
+    """The requests and returns that a program made to one device's allocator.
 
     Attributes:
         trace: the whole trace.
@@ -81,7 +81,7 @@ class Requests:
 
     @property
     def tokens(self) -> Ints:
-        """A number for each: equal where the same number of bytes is asked for, or given back."""
+        """A number for each request or return, equal where the same number of bytes is requested or returned."""
         tokens: Ints = self.lives.size[self.block] * 2 + self.takes
         return tokens
 
@@ -172,7 +172,7 @@ def _lines_tell(recorded: Requests, predicted: Requests) -> bool:
 
 
 def _with_places(requests: Requests) -> Ints:
-    """Tokens that tell lines apart too."""
+    """Tokens that also differ where the source lines differ."""
     factors = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
     mixed: Ints = (
         requests.tokens.astype(np.uint64) * factors[0] + requests.places.astype(np.uint64) * factors[1]

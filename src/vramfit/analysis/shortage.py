@@ -32,7 +32,7 @@ class WhatIf(Enum):
     """What could have been otherwise."""
 
     AS_RECORDED = "as recorded"
-    """Nothing: the same settings on a card of its own. It must miss, or the replay is no proof."""
+    """Nothing: the same settings on an empty card. The request must fail again, or the replay proves nothing."""
     EMPTY_CACHE = "after empty_cache"
     """The program had called ``torch.cuda.empty_cache()`` right before."""
     EXPANDABLE_SEGMENTS = "with expandable segments"
@@ -69,7 +69,7 @@ class WhatIfAnswer:
     """One what-if.
 
     Attributes:
-        what: what is otherwise.
+        what: what is changed.
         fit: whether the request is served then.
         margin: bytes that would be left on the card when it is served and the cache given back; negative: bytes
             that are missing.
@@ -89,12 +89,13 @@ class OomExplanation:
     Attributes:
         row: the event.
         requested: bytes of the request, rounded.
-        stream: its stream.
+        stream: the stream of the request.
         capacity: memory for the allocator, and what tells it.
         answers: one for each what-if.
         largest_request: the largest request that could have been served then, on this stream, in bytes.
-        reproduced: the same settings on a card of its own miss too; False means that the answers are no proof.
-        verdict: what would have served it.
+        reproduced: the request also fails under the same settings on an empty card; False means that the answers
+            prove nothing.
+        verdict: what would have served the request.
     """
 
     row: int
@@ -107,7 +108,7 @@ class OomExplanation:
     verdict: OomVerdict
 
     def answer(self, what: WhatIf) -> WhatIfAnswer | None:
-        """The answer to one what-if; None if it was not asked."""
+        """The answer to one what-if; None if it was not tried."""
         return next((found for found in self.answers if found.what is what), None)
 
 
@@ -265,8 +266,8 @@ class Shortage:
 
     Attributes:
         oom: the request.
-        breakdown: what the card held then.
-        context: of CUDA.
+        breakdown: what the card held at that moment.
+        context: bytes of the CUDA context.
         total: memory of the card.
         used: most that was reserved, with the context.
     """
@@ -377,7 +378,7 @@ class Shortage:
         return f"{listed + ' and ' if listed else ''}{coming} are more than {room}"
 
     def _still_to_come(self) -> str:
-        """What the program would have asked for after this moment, if that can be told."""
+        """What the program would have asked for after this moment, as far as that is known."""
         held, come = self.breakdown.categories, self.oom.to_come
         if self._stepping:
             return "the optimizer was still at its step" if held[Category.OPTIMIZER_STATE] else ""

@@ -1,4 +1,4 @@
-"""Allocator settings worth a try for a recording, and what its requests come to under each."""
+"""Allocator settings worth trying for a recording, and the peaks of its requests under each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COARSE_LIMITS = (64, 128, 256, 512, 1024, 2048)
 _COARSE_PAGES = (12, 32, 64, 128)
 _DIVISIONS = (2, 4, 8, 16)
 _OWN_SIZES = 4
-"""So many of the trace's own sizes become limits: those that take the most bytes altogether."""
+"""How many of the trace's own sizes become limits: those with the most bytes in total."""
 _SPLIT_SHARES = (0.25, 0.5, 0.75)
 
 
@@ -193,14 +193,14 @@ class Trial:
         alloc_conf: the settings; empty for the defaults.
         config: the settings, read.
         family: what kind of settings these are.
-        peak_reserved: of the device that needs the most.
-        peak_allocated: of the device that needs the most.
+        peak_reserved: peak of the device that needs the most.
+        peak_allocated: peak of the device that needs the most.
         devices: peaks of each device, in the order of `Tuning.devices`.
         device_allocs: calls of cudaMalloc, or of mapping pages, on all devices after the start of the trace.
         device_frees: calls of cudaFree, or of unmapping.
         retries: how often all of the cache was given back for want of memory: each waits for the card.
         ooms: requests that failed.
-        complete: it was served to the end; otherwise broken off, being above ``peak_reserved`` already.
+        complete: whether it was served to the end; otherwise it was broken off above ``peak_reserved``.
         seconds: time of the replay.
     """
 

@@ -143,7 +143,7 @@ def _vramfit(
 
 
 def _check_folder() -> None:
-    """Paths on the command line, and those that are shown, are relative to the current folder."""
+    """Make sure that there is a current folder: paths on the command line and in output are relative to it."""
     try:
         os.getcwd()
     except OSError as error:

@@ -162,7 +162,7 @@ class _CheckOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _CheckOutputs:
-    """Files that were asked for; None for those that were not."""
+    """The files to write; None for those that were not requested."""
 
     json: Path | None
     junit: Path | None
@@ -171,7 +171,7 @@ class _CheckOutputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _CheckedTarget:
-    """What the target came to; without a run where it is a report."""
+    """What was found for the target; without a run where it is a report."""
 
     name: str
     states: Sequence[PeakState]
@@ -362,7 +362,7 @@ def _check_end(found: _CheckedTarget) -> None:
 
 
 def _end(asked: _CheckOptions, found: _CheckedTarget, gates: Sequence[Gate], outputs: _CheckOutputs) -> None:
-    """Write, tell, and leave with the code that says how it went."""
+    """Write the files, print the result, and exit with the code for it."""
     passed = all(gate.passed for gate in gates)
     try:
         if asked.write is not None and any(state.is_used for state in found.states):
@@ -433,7 +433,7 @@ def _tell(check: Check, found: _CheckedTarget, json: Path | None) -> None:
 
 
 def _write_baseline(path: Path, found: _CheckedTarget) -> None:
-    """Write what the target came to in the form of ``vramfit run --json``."""
+    """Write the result for the target in the form of ``vramfit run --json``."""
     if not found.report:
         raise UsageError(
             f"{found.name} holds only figures, which are not enough for a baseline",

@@ -40,7 +40,7 @@ def span(value: float | None) -> float | None:
 
 
 def check_alloc_conf(alloc_conf: str | None) -> None:
-    """Find a setting that cannot be read before the work starts, and tell of numbers that are read otherwise."""
+    """Report allocator settings that cannot be read, or that torch reads differently, before the work starts."""
     if alloc_conf is not None:
         from vramfit.allocator.config import misread_numbers
 

@@ -56,7 +56,7 @@ def write_document(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def print_result(path: Path | None, render: Callable[[], str], show: Callable[[], object]) -> None:
-    """Show a result, and write it as JSON where that was asked for; on standard output it is shown as JSON alone.
+    """Print a result, and write it as JSON if requested; JSON on standard output replaces what is printed.
 
     Args:
         path: what ``--json`` names; None without it.
@@ -203,7 +203,7 @@ class GuardedStream:
 
 @contextlib.contextmanager
 def guarded_streams() -> Iterator[GuardedStream]:
-    """Guard standard output, which is given, and standard error; those that the shell closed lead nowhere."""
+    """Guard standard output, which is yielded, and standard error; streams that the shell closed lead nowhere."""
     with _streams_for_closed_ones():
         out, err = sys.stdout, sys.stderr
         guarded = GuardedStream(out)

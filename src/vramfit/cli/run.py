@@ -172,7 +172,7 @@ def run_command(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Outputs:
-    """Files that were asked for; None for those that were not."""
+    """The files to write; None for those that were not requested."""
 
     json: Path | None
     trace: Path | None
@@ -207,7 +207,7 @@ class _Outputs:
 
 
 def _tell(run: Run, found: Reconciliation | None, outputs: _Outputs) -> Verdict:
-    """Judge a run, write what was asked for, and print the report even where something cannot be written."""
+    """Judge a run, write the files, and print the report even where a file cannot be written."""
     from vramfit.analysis import verdict as judge
 
     verdict = judge(run)
@@ -253,7 +253,7 @@ def exit_code(run: Run, verdict: Verdict, found: Reconciliation | None = None) -
 
 
 def _show(run: Run, verdict: Verdict, found: Reconciliation | None, json: Path | None) -> None:
-    """Print the report, as JSON where that was asked for on standard output."""
+    """Print the report, or its JSON where ``--json -`` is given."""
     if json == Path("-"):
         from vramfit.report import json_text
 
@@ -270,7 +270,7 @@ def _show(run: Run, verdict: Verdict, found: Reconciliation | None, json: Path |
 
 
 def _write(run: Run, verdict: Verdict, found: Reconciliation | None, outputs: _Outputs) -> None:
-    """Write the files that were asked for, each whole or not at all."""
+    """Write the requested files, each whole or not at all."""
     from vramfit.report import json_text, write_text
 
     if outputs.json is not None and outputs.json != Path("-"):

@@ -42,7 +42,7 @@ class MigInstance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """A card as the driver sees it. None is what the driver does not tell.
+    """A card as the driver sees it. None is what the driver does not report.
 
     Attributes:
         index: in the driver's order, that of the PCI bus.
@@ -79,8 +79,8 @@ class NvidiaDriver:
     """The NVIDIA driver and its cards.
 
     Attributes:
-        tool: who told.
-        version: of the driver.
+        tool: what answered.
+        version: version of the driver.
         cuda_version: the newest CUDA that it serves.
     """
 

@@ -68,7 +68,7 @@ def _nvml_card(nvml: Any, index: int) -> Card:
 
 
 def _memory(nvml: Any, handle: Any) -> dict[str, Any]:
-    """Figures of the second version, which tells the driver's own part apart; of the first on older drivers."""
+    """Figures of NVML's second version, which has the driver's own part; of the first on older drivers."""
     version, found, reserved = getattr(nvml, "nvmlMemory_v2", None), None, None
     if version is not None:
         found = _ask(nvml, lambda device: nvml.nvmlDeviceGetMemoryInfo(device, version=version), handle)
@@ -234,7 +234,7 @@ def _smi_card(row: dict[str, str]) -> Card:
 
 
 def _smi_processes(run: Run) -> dict[str, tuple[Process, ...]]:
-    """The computing processes of each card; the command does not list those that draw in this form."""
+    """The computing processes of each card; the command does not list graphics processes in this form."""
     found: dict[str, list[Process]] = {}
     fields = "gpu_uuid,pid,process_name,used_memory"
     for row in _rows(run([f"--query-compute-apps={fields}", "--format=csv,noheader,nounits"])):

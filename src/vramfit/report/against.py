@@ -94,7 +94,7 @@ class _ReconciliationReport:
             yield from self.allocated(allocated, main, device.when)
 
     def allocated(self, allocated: Comparison, reserved: Comparison | None, when: When) -> Iterator[Text]:
-        """The allocated bytes, in parts only where those of the reserved bytes do not tell the same already."""
+        """The allocated bytes, with only those parts that differ from the parts of the reserved bytes."""
         told = {} if reserved is None else {part.part: part.difference for part in reserved.parts}
         for part in allocated.parts:
             if part.difference and told.get(part.part) != part.difference:

@@ -110,10 +110,10 @@ class Annotation:
     """One message.
 
     Attributes:
-        level: how bad it is.
+        level: the severity.
         title: a few words.
         message: the rest; it may have several lines.
-        file: of the repository, relative to its root; empty where none is known.
+        file: a file of the repository, relative to its root; empty where none is known.
         line: of the file, from 1; 0 for the file as a whole.
     """
 
@@ -138,7 +138,7 @@ def annotations_of(check: Check, *, repository: Path) -> Iterator[Annotation]:
     """An error for each gate that failed, and a notice where a baseline could be lowered.
 
     Args:
-        check: what was found.
+        check: the outcome of the gates.
         repository: its root; files outside of it are named in the message instead.
     """
     for gate in check.gates:
@@ -183,7 +183,7 @@ def _property(text: str) -> str:
 
 
 _ROWS = 10
-"""Lines of the program that a table names: a summary is read at a glance, the page tells the rest."""
+"""Lines of the program that a table lists: a summary is read at a glance, the page has the rest."""
 
 _PUNCTUATION = re.compile(r"([\\`*_{}\[\]<>#|~&$])")
 """What GitHub's Markdown may take for more than itself within a line."""
@@ -193,7 +193,7 @@ def render_summary(check: Check, *, root: Path | None = None) -> str:
     """The Markdown, with an empty line at its end, so that several can follow each other.
 
     Args:
-        check: what was found.
+        check: the outcome of the gates.
         root: the user's folder; file names below it are shown relative to it.
     """
     mark = "✓" if check.passed else "✗"
@@ -335,8 +335,8 @@ def render_junit(check: Check, *, seconds: float = 0.0) -> str:
     """The XML of what the gates found.
 
     Args:
-        check: what was found.
-        seconds: that the run took; 0 where a file was checked.
+        check: the outcome of the gates.
+        seconds: duration of the run; 0 where a file was checked.
     """
     suite = Element("testsuite", {"name": "vramfit check"})
     _case(suite, f"{check.target}: runs", seconds)
@@ -353,7 +353,7 @@ def render_junit(check: Check, *, seconds: float = 0.0) -> str:
 
 
 def render_junit_failure(target: str, reason: str) -> str:
-    """The XML of a target that could not be checked: an error, which is no failed gate."""
+    """The XML of a target that could not be checked: an error rather than a failed gate."""
     suite = Element("testsuite", {"name": "vramfit check"})
     case = _case(suite, f"{target}: runs", 0.0)
     SubElement(case, "error", {"type": "not checked", "message": _clean(reason)})

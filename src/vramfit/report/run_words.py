@@ -88,7 +88,7 @@ def _counted(count: int, progress: Progress) -> str:
 
 
 def files_lines(changes: FileChanges | None, relative: Callable[[str], str]) -> list[str]:
-    """A title and a line for each kind of change; empty where there is nothing to tell.
+    """A title and a line for each kind of change; empty where nothing changed.
 
     Args:
         changes: what happened; None where nobody looked.

@@ -77,7 +77,7 @@ class _RunReport(Sections):
         yield self.footer(run)
 
     def unused(self, run: Run, verdict: Verdict) -> Iterator[Text]:
-        """The report of a program that never came to use a card: there are no bytes to show."""
+        """The report of a program that never used a card: there are no bytes to show."""
         yield from self.unused_headline(run, verdict)
         yield from self.warnings(run)
         yield from self.files(run)

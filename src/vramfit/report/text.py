@@ -97,7 +97,7 @@ def each(count: int, size: int) -> str:
     """Of several blocks of one size how many there are and what one takes, ``12 × 48.00 MiB``; empty for a single one.
 
     Args:
-        count: how many.
+        count: number of blocks.
         size: bytes of one.
     """
     return f"{count:,} × {format_bytes(size)}" if count > 1 else ""

@@ -1,4 +1,4 @@
-"""A stress test: what it is asked for, which sizes it varies, and its run in a child process."""
+"""A stress test: its options and results, the sizes that it varies, and its run in a child process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vramfit.virtual.virtual_run import VirtualRun, run_in_child
 from vramfit.workload.loading import split_target
 
 CYCLES = 4
-"""How often the sizes come round, unless a number of rounds is given: enough to tell a trend."""
+"""How often the sizes repeat, unless a number of rounds is given: enough to see a trend."""
 CEILING = 1 << 20
 """A ramp without an upper end stops here."""
 
@@ -35,7 +35,7 @@ class Vary:
     """One size to vary.
 
     Attributes:
-        name: of the size.
+        name: name of the size.
         low, high: the range, both included; None leaves an end open.
         values: these values only, ascending; empty for all between the ends.
     """

@@ -196,7 +196,7 @@ def check_agreement(facts: Facts) -> Iterator[Finding]:
 
 
 def check_tool(facts: Facts) -> Iterator[Finding]:
-    """NVML tells more than the command."""
+    """NVML reports more than the nvidia-smi command."""
     if facts.driver is not None and facts.driver.tool is Tool.NVIDIA_SMI:
         yield FindingArea.DRIVER.info(
             "nvml",

@@ -45,7 +45,7 @@ class Column:
 
     Attributes:
         values: the numbers.
-        rising: they never fall, so that differences are smaller than the numbers themselves.
+        rising: whether the numbers never fall, so that their differences are smaller than they are.
     """
 
     values: NDArray[Any]
@@ -56,7 +56,7 @@ def pack(columns: Mapping[str, Column], facts: Mapping[str, Any]) -> bytes:
     """Columns and what goes with them as one deflated block: see NOTE [Form of the packed columns].
 
     Args:
-        columns: by name.
+        columns: the columns by name.
         facts: anything that JSON can say; the reader finds it beside the columns.
 
     Raises:
@@ -132,7 +132,7 @@ def _in_order(lives: Lifetimes) -> Lifetimes:
 
 
 def largest(lives: Lifetimes, count: int) -> Ints:
-    """The ``count`` largest blocks, of equals those that live longest, in the order of `Lifetimes`."""
+    """The ``count`` largest blocks (among equals, the longest-lived), in the order of `Lifetimes`."""
     if count >= len(lives.born):
         return np.arange(len(lives.born), dtype=np.int64)
     order = np.lexsort((lives.born - lives.freed, -lives.block))
@@ -267,7 +267,7 @@ def device_columns(
     """What the page holds of one device.
 
     Args:
-        trace: what happened.
+        trace: the recording.
         view: the device.
         origin: the origin of each of its blocks.
         kept: the blocks that the page holds; of the others it holds their number and sum.

@@ -101,11 +101,11 @@ class _Words:
     """What a page says beside its pictures and tables.
 
     Attributes:
-        title: of the browser's tab.
+        title: title of the browser's tab.
         program: the command line.
         summary: the verdict with its figures.
-        warnings: what was done otherwise than on a card; empty without any.
-        footer: what was run, and with what.
+        warnings: what was done differently from a card; empty without any.
+        footer: the program, its duration and versions.
     """
 
     title: str
@@ -119,8 +119,8 @@ def render_html(run: Run, verdict: Verdict, *, root: Path | None = None) -> str:
     """A run as one HTML file.
 
     Args:
-        run: what happened.
-        verdict: what `vramfit.analysis.verdict` says about it.
+        run: the run.
+        verdict: its verdict, as `vramfit.analysis.verdict` gives it.
         root: the user's folder; file names below it are shown relative to it.
     """
     described = {device.index: device for device in run.trace.devices}
@@ -149,7 +149,7 @@ def render_trace_html(trace: MemoryTrace, *, title: str = "", root: Path | None 
     """A recording as one HTML file.
 
     Args:
-        trace: what happened.
+        trace: the recording.
         title: how to call the program where the trace does not say, such as the name of the file.
         root: the user's folder; file names below it are shown relative to it.
     """

@@ -43,7 +43,7 @@ def device_figures(device: DeviceVerdict, *, several: bool, scale: float) -> Htm
     """The bar, its legend and the figures of a card.
 
     Args:
-        device: what the verdict says about it.
+        device: the verdict on the card.
         several: whether there are others, so that it needs its number.
         scale: bytes of the whole width, of `bars_scale`.
     """
