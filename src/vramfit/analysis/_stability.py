@@ -101,7 +101,7 @@ class Stability:
         reserved: the most that was reserved in each cycle.
         allocated: what was left allocated after each cycle.
         growth_per_cycle: of reserved bytes, or of allocated ones if those grow, over the cycles after the first.
-        overhead: the peak of reserved bytes over that of allocated bytes, as a share above it.
+        overhead: how far the peak of reserved bytes exceeds that of allocated bytes, as a share of the latter.
         ooms: rounds that ran out of memory.
         ooms_by_history: of those, sizes that fitted in another round or on an empty cache: only what came before made
             them fail.

@@ -19,8 +19,7 @@ from xml.etree.ElementTree import Element, SubElement
 from vramfit.analysis import NAMES, Bound, Change, Gate, PeakState, TraceDiff, short_location
 from vramfit.report.check import QUANTITY_WORDS, Check, gate_words
 from vramfit.report.rendering import render
-from vramfit.report.run_words import ending_words
-from vramfit.report.text import percent, signed
+from vramfit.report.text import ending_words, percent, signed
 from vramfit.trace import Frame
 from vramfit.units import format_bytes
 

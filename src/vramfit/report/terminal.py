@@ -15,23 +15,21 @@ from vramfit.analysis import (
     Verdict,
 )
 from vramfit.report.rendering import Destination, printer
-from vramfit.report.run_words import (
-    ending_words,
-    files_lines,
-    fits_words,
-    steady_words,
-    unseen_words,
-    unused_words,
-)
 from vramfit.report.sections import SIZE, Sections
 from vramfit.report.text import (
     elide_right,
+    ending_words,
     exit_words,
+    files_lines,
+    fits_words,
     percent,
     print_lines,
     seconds,
     short_op,
     split_width,
+    steady_words,
+    unseen_words,
+    unused_words,
 )
 from vramfit.trace import Run, Source
 from vramfit.units import counted, format_bytes

@@ -43,9 +43,8 @@ from vramfit.report.html.tables import (
     fragmentation_text,
     timeline_text,
 )
-from vramfit.report.run_words import files_lines
 from vramfit.report.terminal import headline
-from vramfit.report.text import seconds
+from vramfit.report.text import files_lines, seconds
 from vramfit.report.timeline_picture import draw_timeline
 from vramfit.trace import MemoryTrace, Run, Source, TraceDevice
 from vramfit.units import counted, format_bytes
