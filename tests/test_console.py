@@ -7,8 +7,7 @@ import io
 from rich.table import Table
 from rich.text import Text
 
-from vramfit.cli.printing import print_error
-from vramfit.cli.standard_streams import GuardedStream
+from vramfit.cli.printing import GuardedStream, print_error
 from vramfit.console import SafeConsole, shown_controls
 from vramfit.errors import UsageError
 from vramfit.writing import write_text

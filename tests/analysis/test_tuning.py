@@ -7,7 +7,7 @@ from analysis import fragmentation_cases as cases
 from vramfit.allocator import AllocatorConfig
 from vramfit.analysis import TrapKind, Tuning, tune
 from vramfit.analysis.allocator_tuning import variable_for
-from vramfit.analysis.setting_candidates import Sizes, first_candidates
+from vramfit.analysis.trials import Sizes, first_candidates
 from vramfit.errors import ConfigError, UsageError
 from vramfit.trace import MemoryTrace, Rehearsal, TraceBuilder, read_any, replay
 from vramfit.units import MIB

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from vramfit.doctor.facts import Tool
-from vramfit.doctor.nvml import query_nvml
-from vramfit.doctor.smi import SmiError, query_smi, run_smi
+from vramfit.doctor.nvidia import SmiError, query_nvml, query_smi, run_smi
 from vramfit.units import GIB, MIB
 
 UUID = "GPU-4f1d2f3a"

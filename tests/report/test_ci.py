@@ -24,9 +24,16 @@ from vramfit.analysis import (
 )
 from vramfit.analysis._states import Holding
 from vramfit.report import Check
-from vramfit.report.ci.annotations import Annotation, Level, annotations_of, failure_annotation
-from vramfit.report.ci.junit import render_junit, render_junit_failure
-from vramfit.report.ci.summary import render_failure_summary, render_summary
+from vramfit.report.ci import (
+    Annotation,
+    Level,
+    annotations_of,
+    failure_annotation,
+    render_failure_summary,
+    render_junit,
+    render_junit_failure,
+    render_summary,
+)
 from vramfit.trace import Category, Frame, MemoryTrace
 
 PROJECT = Path(TRAIN).parent

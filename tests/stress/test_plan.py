@@ -2,7 +2,7 @@ import pytest
 
 from vramfit.errors import UsageError
 from vramfit.plain import from_plain, to_plain
-from vramfit.stress.schedule import Vary, chosen, cycle_of
+from vramfit.stress.stress_run import Vary, chosen, cycle_of
 
 
 @pytest.mark.parametrize(

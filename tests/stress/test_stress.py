@@ -12,8 +12,7 @@ from vramfit.errors import UsageError, VramfitError
 from vramfit.gpus import find_gpu
 from vramfit.stress import Vary, stress
 from vramfit.stress.rounds import CpuMemory, Stress, _memory
-from vramfit.stress.schedule import StressJob
-from vramfit.stress.stress_run import _report
+from vramfit.stress.stress_run import StressJob, _report
 from vramfit.trace import Source
 from vramfit.units import MIB
 from vramfit.workload import load_workload

@@ -1,22 +1,37 @@
 """What a trace means: pure functions from a MemoryTrace or a run to a value. No torch, no printing."""
 
 from vramfit.analysis._causes import (
-    CauseKind,
     FragmentationCause,
     FragmentationCauses,
     LargestRequest,
     causes,
 )
-from vramfit.analysis._curves import Curves, Measure, curves
 from vramfit.analysis._diff import Change, HoldingChange, Pair, TraceDiff, diff, diff_states
-from vramfit.analysis._fragmentation import Fragmentation, fragmentation
-from vramfit.analysis._leaks import leaks
-from vramfit.analysis._lifetimes import Lifetimes, lifetimes
-from vramfit.analysis._module_tree import ModuleNode, fold_layers, fold_path, module_tree
+from vramfit.analysis._leaks import (
+    GrowingStack,
+    LeakPlace,
+    LeakReport,
+    LeakVerdict,
+    Release,
+    Sawtooth,
+    SettledStack,
+    leaks,
+)
+from vramfit.analysis._lifetimes import Curves, Lifetimes, Measure, curves, lifetimes
 from vramfit.analysis._peaks import LocalPeak, Removal, peaks
-from vramfit.analysis._phases import Growth, Phase, PhaseSummary, growth, phases, summarise
+from vramfit.analysis._phases import (
+    LEAST_STEPS,
+    Growth,
+    Phase,
+    PhaseSummary,
+    Steps,
+    StepSource,
+    growth,
+    phases,
+    steps,
+    summarise,
+)
 from vramfit.analysis._reconcile import check_device, reconcile
-from vramfit.analysis._segment_spans import SegmentSpans, segment_spans
 from vramfit.analysis._stability import (
     Limit,
     LimitReason,
@@ -28,24 +43,15 @@ from vramfit.analysis._stability import (
     stability,
 )
 from vramfit.analysis._states import Holding, PeakState, no_card, state_from_trace, states, states_from_report
-from vramfit.analysis._steps import LEAST_STEPS, Steps, StepSource, steps
 from vramfit.analysis._verdict import NO_CARD, VARIES, DeviceVerdict, Outcome, Verdict, verdict
+from vramfit.analysis.accounting import CauseKind
 from vramfit.analysis.alignment import Alignment, Ends, align
-from vramfit.analysis.allocator_tuning import DeviceRecording, Trap, TrapKind, Trial, Tuning, tune
+from vramfit.analysis.allocator_tuning import DeviceRecording, Trap, TrapKind, Tuning, tune
 from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
-from vramfit.analysis.device_timeline import DeviceTimeline, Timeline, timeline
+from vramfit.analysis.device_timeline import DeviceTimeline, SegmentSpans, Timeline, segment_spans, timeline
 from vramfit.analysis.gates import Bound, Gate, baseline_gates, budget_gates, card_gates, used_gates
-from vramfit.analysis.groups import TensorGroup
-from vramfit.analysis.leak_report import (
-    GrowingStack,
-    LeakPlace,
-    LeakReport,
-    LeakVerdict,
-    Release,
-    Sawtooth,
-    SettledStack,
-)
-from vramfit.analysis.oom_alternatives import Fit, OomExplanation, OomVerdict, WhatIf, WhatIfAnswer
+from vramfit.analysis.groups import ModuleNode, TensorGroup, fold_layers, fold_path, module_tree
+from vramfit.analysis.occupancy import Fragmentation, fragmentation
 from vramfit.analysis.pinning import Holder, PinGroup, PinnedSegment
 from vramfit.analysis.reconciliation import (
     DEFAULT_TOLERANCE,
@@ -66,7 +72,8 @@ from vramfit.analysis.reconciliation import (
 from vramfit.analysis.recorded_run import run_from_trace
 from vramfit.analysis.remedies import Remedy, RemedyKind
 from vramfit.analysis.requests import RequestLabel
-from vramfit.analysis.shortage import NAMES
+from vramfit.analysis.shortage import NAMES, Fit, OomExplanation, OomVerdict, WhatIf, WhatIfAnswer
+from vramfit.analysis.trials import Trial
 from vramfit.trace.frames import Origin, origin, short_location, user_frame
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Why reserved memory is not used: every byte that nobody asked for, with its cause, its evidence and a remedy."""
+"""Why reserved memory is not used: the causes, each with its bytes, its evidence and its remedies."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import numpy as np
 
 from vramfit.allocator import AllocatorConfig
 from vramfit.allocator.core import LARGE_ROUNDING, MIN_BLOCK
-from vramfit.analysis._fragmentation import Fragmentation, fragmentation
 from vramfit.analysis._lifetimes import Lifetimes
 from vramfit.analysis.accounting import Account, CauseKind, Request, request_at
 from vramfit.analysis.breakdown import Moment, moment, oom_row
 from vramfit.analysis.device_timeline import DeviceTimeline
-from vramfit.analysis.occupancy import COMMON_POOL, Occupancy, occupancy
-from vramfit.analysis.oom_alternatives import OomExplanation, OomVerdict, WhatIf, explain_oom
-from vramfit.analysis.pinning import Holder, PinGroup, PinnedSegment, Pins
+from vramfit.analysis.occupancy import COMMON_POOL, Fragmentation, Occupancy, fragmentation, occupancy
+from vramfit.analysis.pinning import PinGroup, PinnedSegment, Pins
 from vramfit.analysis.remedies import Remedy, prove, remedies_for
+from vramfit.analysis.shortage import OomExplanation, OomVerdict, WhatIf, explain_oom
 from vramfit.trace import Capacity, CapacitySource, EventKind, MemoryTrace, Rehearsal
 from vramfit.trace.settings import recorded_config
 from vramfit.units import counted, format_bytes
@@ -27,11 +26,11 @@ class FragmentationCause:
     """One cause.
 
     Attributes:
-        kind: what it is.
+        kind: the kind of cause.
         bytes: how many bytes are reserved for it; for LIVE_MEMORY what the request lacks even if nothing were
             fragmented.
-        count: how many gaps or blocks.
-        evidence: what in the trace shows it, in words.
+        count: number of gaps or blocks.
+        evidence: what the trace shows of it, in words.
         remedies: what helps, the best first; empty where nothing needs to be done.
     """
 
@@ -90,7 +89,7 @@ class FragmentationCauses:
 
     @property
     def main(self) -> FragmentationCause | None:
-        """The cause to look at first; None where every byte was asked for."""
+        """The cause to look at first; None where nothing is reserved beyond the requests."""
         return self.causes[0] if self.causes else None
 
     def cause(self, kind: CauseKind) -> FragmentationCause | None:
@@ -110,7 +109,7 @@ def causes(
     """Find out why ``device`` reserves more than was asked for.
 
     Args:
-        trace: what happened.
+        trace: the recording.
         device: index of the device.
         row: the moment right after this event; by default the last out-of-memory, or else the request that brought
             the reserved memory to its peak.
@@ -191,7 +190,7 @@ class _Judge:
         )
 
     def _proved(self, found: list[FragmentationCause]) -> list[FragmentationCause]:
-        """The causes with what their remedies come to in a replay; those that do not help stand last."""
+        """The causes with the outcome of their remedies in a replay; remedies that do not help stand last."""
         every = [remedy for cause in found for remedy in cause.remedies]
         tried = prove(self.rehearsal, every)
         return [
@@ -338,17 +337,3 @@ class _Judge:
         times = f" ×{pin.group.count:,}" if pin.group.count > 1 else ""
         made = f" made in {pin.phase}" if pin.phase else ""
         return f"; the most, {format_bytes(pin.pinned)}, beside {name}{times}{made}"
-
-
-__all__ = [
-    "CauseKind",
-    "FragmentationCause",
-    "FragmentationCauses",
-    "Holder",
-    "LargestRequest",
-    "PinGroup",
-    "PinnedSegment",
-    "Remedy",
-    "Request",
-    "causes",
-]

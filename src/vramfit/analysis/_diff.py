@@ -45,10 +45,10 @@ class HoldingChange:
     """Blocks of one stack and module, before and after.
 
     Attributes:
-        category, op, module: of the run after; of the one before where nothing is left of them.
+        category, op, module: those of the later run; those of the earlier one for blocks that are gone.
         tensor_before, tensor_after: the largest of them; empty where there are none.
         line_before, line_after: the user's line, which may have moved; None where there are none or it is unknown.
-        count_before, count_after: how many blocks.
+        count_before, count_after: number of blocks.
         size: their bytes.
         each_before, each_after: bytes of one of them; None where there are none, they differ in size, or the source
             does not say.
@@ -106,12 +106,12 @@ class TraceDiff:
 
     @property
     def detailed(self) -> bool:
-        """Whether both tell what was alive."""
+        """Whether both sources list what was alive."""
         return self.before.detailed and self.after.detailed
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs that both tell of."""
+        """Whether nothing differs in what both sources contain."""
         pairs = (self.allocated, self.reserved, self.outside, *self.categories.values())
         return not (self.changes or self.modules or any(pair and pair.difference for pair in pairs))
 
@@ -167,7 +167,7 @@ def diff_states(
     """Compare two runs device by device.
 
     Args:
-        before, after: what `states` made of files. Where each has a single device, these are compared, whatever
+        before, after: results of `states`. Where each has a single device, these are compared, whatever
             their indices.
         device: only the device of this index; None means all that both have.
 

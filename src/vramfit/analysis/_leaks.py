@@ -1,4 +1,4 @@
-"""Growth across steps, told from warm-up and plateau by a statistical test, and grouped by what allocates it.
+"""Finds leaks: growth across steps, distinguished from warm-up and plateau by a statistical test, by allocating stack.
 
 NOTE [How a leak is told]
 1. The trace is cut into steps (`vramfit.analysis.steps`). The level of an allocating stack in a step is its low-water
@@ -21,25 +21,188 @@ NOTE [How a leak is told]
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vramfit.analysis._lifetimes import Flags, Ints, Lifetimes
-from vramfit.analysis._module_tree import fold_path
-from vramfit.analysis._steps import Steps, StepSource, given, steps
+from vramfit.analysis._lifetimes import Flags, Ints, Lifetimes, born_column
+from vramfit.analysis._phases import LEAST_STEPS, Steps, StepSource, given, steps
 from vramfit.analysis.device_timeline import DeviceTimeline
-from vramfit.analysis.groups import stack_frames
-from vramfit.analysis.leak_report import (
-    GrowingStack,
-    LeakPlace,
-    LeakReport,
-    LeakVerdict,
-    Sawtooth,
-    SettledStack,
-)
+from vramfit.analysis.groups import entry, fold_path, lines_of, stack_frames
 from vramfit.analysis.trend import fading_p_value, growth_p_value, holm, late_share, theil_sen
-from vramfit.trace import Category, EventKind, MemoryTrace
-from vramfit.trace.frames import Origin, innermost, user_frame
+from vramfit.trace import Category, EventKind, Frame, MemoryTrace
+from vramfit.units import counted, format_bytes
+
+if TYPE_CHECKING:
+    from vramfit.record.chains import OwnerChain
+
+
+class LeakVerdict(Enum):
+    """What can be said of a trace."""
+
+    GROWING = "growing"
+    """Memory grows from step to step, beyond chance."""
+    SUSPECTED = "suspected"
+    """It grows, but the steps of the program had to be guessed."""
+    NO_STEPS = "no steps"
+    """Nothing in the trace repeats: what grew over equal parts of it is listed, but any program builds something."""
+    STEADY = "steady"
+    """No growth beyond chance."""
+    TOO_FEW_STEPS = "too few steps"
+    """Not enough steps to distinguish growth from chance; what grew in each of them is still listed."""
+
+
+class Release(Enum):
+    """What would free the memory that grows."""
+
+    HELD = "held"
+    """Something reaches it, or nothing is known."""
+    COLLECTOR = "garbage collector"
+    """Nothing reaches it: dead reference cycles, which only a collection frees."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeakPlace:
+    """What allocates: a stack, and what most of its bytes are.
+
+    Attributes:
+        stack: index into the trace's table, -1 where the trace has no stack; then blocks of one size are meant.
+        frames: the stack, innermost first.
+        line: the user's line.
+        library_line: the innermost line outside torch, where that is in another package.
+        category: what most of the bytes are used for.
+        op: the operator that made most.
+        module: dotted path with layer numbers replaced by ``*``.
+        tensor: dtype and shape of most.
+        kinds: number of different (category, op, module, tensor).
+    """
+
+    stack: int
+    frames: tuple[Frame, ...]
+    line: Frame | None
+    library_line: Frame | None
+    category: Category
+    op: str
+    module: str
+    tensor: str
+    kinds: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrowingStack:
+    """A stack whose memory grows from step to step.
+
+    Attributes:
+        place: where the memory is allocated.
+        bytes_per_step: median slope, in bytes of blocks as torch counts them; exact where growth is constant.
+        requested_per_step: median slope of the requested bytes.
+        grown_bytes: growth from the end of the warm-up to the last step.
+        blocks: blocks allocated since the warm-up that were alive at the last boundary.
+        first_step: number of the step from which on it grows.
+        p_value: the chance of such growth where there is none.
+        adjusted_p: the same for any of all the stacks that were tested (Holm).
+        levels: low-water mark of every step, warm-up included.
+        release: what would free the memory.
+        rows: rows of the trace at which those blocks were allocated, oldest first.
+        owners: who holds samples of it, where a live process could be asked.
+    """
+
+    place: LeakPlace
+    bytes_per_step: float
+    requested_per_step: float
+    grown_bytes: int
+    blocks: int
+    first_step: int
+    p_value: float
+    adjusted_p: float
+    levels: tuple[int, ...]
+    rows: tuple[int, ...]
+    release: Release = Release.HELD
+    owners: tuple[OwnerChain, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SettledStack:
+    """A stack that grew after the warm-up, and stopped or slowed down: a cache that filled.
+
+    Attributes:
+        place: where the memory is allocated.
+        grown_bytes: bytes by which it grew.
+        last_step: number of the last step in which it grew.
+    """
+
+    place: LeakPlace
+    grown_bytes: int
+    last_step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sawtooth:
+    """A stack whose blocks from three or more steps are freed all at once, one or more times.
+
+    Reference cycles that wait for the garbage collector look so, and lists that are emptied once an epoch.
+
+    Attributes:
+        place: where the memory is allocated.
+        most_bytes: most that it held at a boundary.
+        times: how often blocks were freed all at once.
+        steps: most steps whose blocks were freed at once.
+    """
+
+    place: LeakPlace
+    most_bytes: int
+    times: int
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LeakReport:
+    """Whether a device's memory grows from step to step, and what makes it grow.
+
+    Attributes:
+        device: index of the device.
+        verdict: the answer.
+        steps: the steps that were told apart.
+        warmup: number of steps left out at the beginning.
+        alpha: chance of calling growth where there is none, for the whole report.
+        tested: stacks whose levels changed after the warm-up.
+        p_value: p value of growth of the whole device.
+        bytes_per_step: median slope of the whole device after the warm-up.
+        levels: low-water mark of the device in every step, warm-up included.
+        growing: stacks that grow, fastest first. With too few steps: all that grew in every one of them.
+        settled: stacks that grew and stopped, largest first.
+        sawteeth: stacks freed all at once, largest first.
+    """
+
+    device: int
+    verdict: LeakVerdict
+    steps: Steps
+    warmup: int
+    alpha: float
+    tested: int
+    p_value: float
+    bytes_per_step: float
+    levels: tuple[int, ...]
+    growing: tuple[GrowingStack, ...]
+    settled: tuple[SettledStack, ...]
+    sawteeth: tuple[Sawtooth, ...]
+
+    def __repr__(self) -> str:
+        grows = f", {format_bytes(round(self.bytes_per_step))} a step" if self.leaks else ""
+        return f"<LeakReport of GPU {self.device}: {self.verdict.value}{grows}, {counted(len(self.levels), 'step')}>"
+
+    @property
+    def leaks(self) -> bool:
+        """Whether memory grows beyond chance, over known steps."""
+        return self.verdict is LeakVerdict.GROWING
+
+    @property
+    def least_steps(self) -> int:
+        """Fewest steps that distinguish growth from chance."""
+        return LEAST_STEPS
+
 
 ALPHA = 0.01
 """Chance of calling growth where there is none, for a whole trace."""
@@ -67,7 +230,7 @@ def leaks(
     with fewer the verdict says so.
 
     Args:
-        trace: what happened.
+        trace: the recording.
         device: index of the device.
         alpha: chance of calling growth where there is none, for the whole trace.
         by: take the steps from this source; None takes the best that the trace has.
@@ -249,31 +412,29 @@ class _LeakSearch:
         for row, category, size in zip(
             born.tolist(), self.category[blocks].tolist(), self.lives.block[blocks].tolist(), strict=True
         ):
-            if row < 0:
-                key = (int(category), -1, "", -1)
-            else:
-                module = int(trace.module[row])
-                path = fold_path(trace.modules[module]) if module >= 0 else ""
-                key = (int(category), int(trace.op[row]), path, int(trace.tensor[row]))
+            key = (category, -1, "", -1)
+            if row >= 0:
+                path = fold_path(entry(trace.modules, int(trace.module[row])))
+                key = (category, int(trace.op[row]), path, int(trace.tensor[row]))
             sums[key] = sums.get(key, 0) + size
         kind, op, module_path, tensor = max(sums, key=lambda one: sums[one])
         stack = int(self.stack_of[name])
         frames = stack_frames(trace, stack)
-        line, library = user_frame(frames), innermost(frames, Origin.LIBRARY)
+        line, library = lines_of(frames)
         return LeakPlace(
             stack=stack,
             frames=frames,
             line=line,
-            library_line=library if library != line else None,
+            library_line=library,
             category=Category(kind),
-            op=trace.ops[op] if op >= 0 else "",
+            op=entry(trace.ops, op),
             module=module_path,
-            tensor=trace.tensors[tensor] if tensor >= 0 else "",
+            tensor=entry(trace.tensors, tensor),
             kinds=len(sums),
         )
 
     def _sawteeth(self, growing: set[int]) -> tuple[Sawtooth, ...]:
-        """Stacks that mostly free the blocks of several steps at one blow: with no allocation in between."""
+        """Stacks that mostly free the blocks of several steps all at once, with no allocation in between."""
         lives, bounds = self.lives, self.steps.rows
         if len(bounds) < 2:
             return ()
@@ -335,9 +496,7 @@ def _keys(trace: MemoryTrace, lives: Lifetimes) -> tuple[Ints, Ints]:
 
     Blocks without a stack are told apart by their size.
     """
-    stack = (
-        np.where(lives.born >= 0, trace.stack[lives.born], -1) if len(trace) else np.full(len(lives.born), -1)
-    )
+    stack = born_column(trace.stack, lives.born)
     size = np.where(stack >= 0, 0, lives.block)
-    pairs, index = np.unique(np.stack([stack.astype(np.int64), size]), axis=1, return_inverse=True)
+    pairs, index = np.unique(np.stack([stack, size]), axis=1, return_inverse=True)
     return index.reshape(-1).astype(np.int64), pairs[0]

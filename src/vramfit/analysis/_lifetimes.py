@@ -1,13 +1,14 @@
-"""Pairs every allocation of a trace with its free: the lifetimes from which all other analyses follow."""
+"""Pairs every allocation of a trace with its free, and sums the bytes held after each event."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vramfit.trace import EventKind, MemoryTrace, TraceDevice
+from vramfit.trace import Category, EventKind, MemoryTrace, TraceDevice
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -143,3 +144,88 @@ def _with_survivors(found: Lifetimes, trace: MemoryTrace) -> Lifetimes:
         size=np.concatenate([found.size, np.array(size, dtype=np.int64)]),
         block=np.concatenate([found.block, np.array(block_bytes, dtype=np.int64)]),
     )
+
+
+class Measure(Enum):
+    """Which of the allocator's figures; the names are those of ``torch.cuda.memory_stats``."""
+
+    ALLOCATED = "allocated"
+    """Blocks handed out and not yet given back."""
+    ACTIVE = "active"
+    """Allocated, or given back but still awaited by a stream."""
+    RESERVED = "reserved"
+    """Segments held from the driver."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curves:
+    """One value per event of the trace, in bytes, each as it is right after the event.
+
+    Attributes:
+        device: index of the device; events of other devices leave its values as they were.
+        start: the value of each measure before the first event.
+    """
+
+    device: int
+    allocated: Ints
+    active: Ints
+    reserved: Ints
+    start: dict[Measure, int]
+
+    def of(self, measure: Measure) -> Ints:
+        """The curve of one measure."""
+        curve: Ints = getattr(self, measure.value)
+        return curve
+
+    def peak(self, measure: Measure) -> int:
+        """The highest value, counting the one before the first event."""
+        curve = self.of(measure)
+        return max(self.start[measure], int(curve.max()) if len(curve) else 0)
+
+
+def curves(trace: MemoryTrace, lives: Lifetimes) -> Curves:
+    """Allocated, active and reserved bytes of ``lives.device`` after each event of the trace."""
+    allocated, allocated_start = running(lives.born, lives.freed, lives.block, lives.rows)
+    active, active_start = running(lives.born, lives.completed, lives.block, lives.rows)
+    here = trace.device == lives.device
+    grows = here & ((trace.kind == EventKind.SEGMENT_ALLOC) | (trace.kind == EventKind.SEGMENT_MAP))
+    shrinks = here & ((trace.kind == EventKind.SEGMENT_FREE) | (trace.kind == EventKind.SEGMENT_UNMAP))
+    delta = np.where(grows, trace.size, 0) - np.where(shrinks, trace.size, 0)
+    described = trace_device(trace, lives.device)
+    final = sum(int(segment["total_size"]) for segment in described.segments) if described else 0
+    # A recording that began late holds frees of segments that it did not see; its end is known.
+    reserved_start = max(0, final - int(delta.sum()))
+    return Curves(
+        device=lives.device,
+        allocated=allocated,
+        active=active,
+        reserved=reserved_start + np.cumsum(delta),
+        start={
+            Measure.ALLOCATED: allocated_start,
+            Measure.ACTIVE: active_start,
+            Measure.RESERVED: reserved_start,
+        },
+    )
+
+
+def block_categories(trace: MemoryTrace, lives: Lifetimes) -> Ints:
+    """The category of each block; OTHER for those from before the trace."""
+    return born_column(trace.category, lives.born, unknown=int(Category.OTHER))
+
+
+def born_column(column: NDArray[np.generic], born: Ints, *, unknown: int = -1) -> Ints:
+    """A column of a trace at the rows of allocation; ``unknown`` for blocks from before the trace."""
+    if not len(column):
+        return np.full(len(born), unknown, dtype=np.int64)
+    return np.where(born >= 0, column[born], unknown).astype(np.int64)
+
+
+def running(born: Ints, gone: Ints, block: Ints, rows: int) -> tuple[Ints, int]:
+    """Sum of the blocks alive after each row, and before the first."""
+    delta = np.zeros(rows + 1, dtype=np.int64)
+    inside = born >= 0
+    np.add.at(delta, born[inside], block[inside])
+    ended = gone >= 0
+    np.subtract.at(delta, gone[ended], block[ended])
+    start = int(block[~inside & ended].sum())
+    return start + np.cumsum(delta[:rows]), start

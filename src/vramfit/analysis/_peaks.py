@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vramfit.analysis._curves import Curves, Measure, running
-from vramfit.analysis._lifetimes import Ints, Lifetimes
+from vramfit.analysis._lifetimes import Curves, Ints, Lifetimes, Measure, running
 from vramfit.analysis._phases import split_name
 from vramfit.analysis.breakdown import Breakdown, at, moment
 from vramfit.analysis.device_timeline import DeviceTimeline
@@ -85,7 +84,7 @@ def peaks(
     the events) only the higher is seen. The highest peak of all is always the first of the result.
 
     Args:
-        trace: what happened.
+        trace: the recording.
         device: index of the device.
         most: at most so many.
         prominence: share of the highest peak by which a peak has to stand out.

@@ -13,10 +13,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from vramfit.allocator import AllocatorConfig
-from vramfit.analysis._curves import Measure
-from vramfit.analysis._fragmentation import fragmentation
-from vramfit.analysis._lifetimes import Flags, Ints
+from vramfit.analysis._lifetimes import Flags, Ints, Measure
 from vramfit.analysis.breakdown import peak
+from vramfit.analysis.occupancy import fragmentation
 from vramfit.analysis.pairing import Pairing
 from vramfit.analysis.reconciliation import (
     DEFAULT_TOLERANCE,
@@ -56,7 +55,7 @@ def reconcile(
         run: the prediction.
         actual: the recording.
         device: compare this device of the recording, with that of the same index, or with the fullest one.
-        tolerance: how far apart they may be.
+        tolerance: the difference that is allowed.
 
     Raises:
         UsageError: the two have no device in common.
@@ -283,7 +282,7 @@ def _most_alike(recorded: Requests, predicted: Requests) -> int:
 
 
 def _replayed(pairing: Pairing, reserved: Comparison) -> tuple[Counterfactual | None, str]:
-    """What the recorded requests come to in our allocator; or why that cannot be told."""
+    """The peaks of the recorded requests in our allocator, or why they are unknown."""
     one, two = pairing.recorded, pairing.predicted
     trace = one.trace.for_device(one.device)
     here, there = recorded_config(one.trace), recorded_config(two.trace)
@@ -413,7 +412,7 @@ def _comparison(quantity: Quantity, parts: Sequence[PartDifference]) -> Comparis
 def _allocated_parts(
     run: Run, outcome: DeviceOutcome, figures: DeviceFigures, allocated: int, stats: dict[str, int]
 ) -> list[PartDifference]:
-    """The parts of the allocated bytes that the figures tell apart."""
+    """The parts of the allocated bytes that the figures distinguish."""
     assert figures.peak_allocated is not None
     if figures.slack is not None and figures.workspaces is not None:
         here = peak(run.trace, outcome.index, tensors=0)

@@ -26,7 +26,7 @@ class Round:
 
     Attributes:
         sizes: the value of each size.
-        outcome: how it ended.
+        outcome: how the round ended.
         peak_allocated, peak_reserved: the most during the round.
         allocated, reserved: what was left afterwards, the batch and the gradients gone, the cache kept.
         message: why it was refused, or the text of the out-of-memory; empty where it fitted.
@@ -60,7 +60,7 @@ class Limit:
     """How far one size can go, the others being as usual.
 
     Attributes:
-        name: of the size.
+        name: name of the size.
         usual: its value in the workload.
         largest: the largest value that fits; 0 if none does.
         failing: the smallest value tried that does not; None if all did.
@@ -96,12 +96,12 @@ class Stability:
     """How memory behaves while sizes change. Bytes throughout.
 
     Attributes:
-        trend: where it goes.
-        cycles: how often the sizes came round.
+        trend: how memory develops.
+        cycles: how often the sizes were repeated.
         reserved: the most that was reserved in each cycle.
         allocated: what was left allocated after each cycle.
         growth_per_cycle: of reserved bytes, or of allocated ones if those grow, over the cycles after the first.
-        overhead: by how much the most that was ever reserved exceeds the most that was ever allocated, as a share.
+        overhead: how far the peak of reserved bytes exceeds that of allocated bytes, as a share of the latter.
         ooms: rounds that ran out of memory.
         ooms_by_history: of those, sizes that fitted in another round or on an empty cache: only what came before made
             them fail.
@@ -118,10 +118,10 @@ class Stability:
 
 
 LEAST_CYCLES = 4
-"""Cycles from which on a trend is told: the first is warm-up, and three more can rise by chance only in one of six."""
+"""Fewest cycles that show a trend: the first is warm-up, and three more rise by chance only in one case of six."""
 
 _NOTABLE = 2 * MIB
-"""Growth of less per cycle is no trend of reserved memory: it comes in segments of 2 MiB at least."""
+"""Less growth per cycle is no trend of reserved memory, which comes in segments of at least 2 MiB."""
 
 
 def stability(rounds: Sequence[Round], length: int, *, tried: Iterable[Round] = ()) -> Stability:
@@ -133,7 +133,7 @@ def stability(rounds: Sequence[Round], length: int, *, tried: Iterable[Round] = 
     half of the cycles. What stays allocated is judged in the same way. The first cycle is warm-up.
 
     Args:
-        rounds: in order.
+        rounds: the rounds in order.
         length: rounds of one cycle; an unfinished one at the end is left out.
         tried: steps on an empty cache, which tell sizes that fit by themselves.
     """
@@ -209,9 +209,9 @@ class StressReport:
         limits: one for each size that was varied.
         cycle: the sizes that the rounds go through.
         rounds: the rounds, on a cache that is never emptied.
-        stability: what they say; None without rounds.
+        stability: what the rounds show; None without rounds.
         seconds: time the test took.
-        warnings: what the virtual GPU did otherwise than a card.
+        warnings: what the virtual GPU did differently from a card.
     """
 
     target: str

@@ -8,13 +8,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from vramfit.analysis._curves import Measure, block_categories
-from vramfit.analysis._lifetimes import Ints, Lifetimes, trace_device
-from vramfit.analysis._module_tree import fold_path
+from vramfit.analysis._lifetimes import Ints, Lifetimes, Measure, block_categories, born_column, trace_device
 from vramfit.analysis._phases import phases, split_name
 from vramfit.analysis.breakdown import last_oom_row, moment, peak_row
 from vramfit.analysis.device_timeline import DeviceTimeline
-from vramfit.analysis.groups import born_column, entry, stack_frames
+from vramfit.analysis.groups import entry, fold_path, stack_frames
 from vramfit.errors import TraceFormatError, UsageError
 from vramfit.trace import Actual, Category, Frame, MemoryTrace, Source
 from vramfit.trace.frames import Origin, innermost, origin, user_frame
@@ -29,13 +27,13 @@ class Holding:
     """Blocks that were alive at the peak and were asked for by the same stack for the same modules.
 
     Attributes:
-        category: what they are used for.
+        category: what the bytes are for.
         op: the operator that made them.
         module: dotted path with layer numbers replaced by ``*``.
         tensor: dtype and shape of the largest.
         line: the user's line.
         stack: the frames of the user and of libraries, innermost first; of a JSON report only those that it names.
-        count: how many blocks.
+        count: number of blocks.
         total_bytes: their bytes.
         block_bytes: bytes of each; 0 where they differ in size, or the source does not say.
     """
@@ -53,10 +51,10 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeakState:
-    """What one device of a run came to. Bytes throughout; None where the source does not say.
+    """What one device of a run held at its peak. Bytes throughout; None where the source does not say.
 
     Attributes:
-        name: of the file or run.
+        name: name of the file or run.
         device: index of the device.
         gpu: name of the card, empty if unknown.
         allocated, reserved: peaks of the run.
@@ -105,7 +103,7 @@ class PeakState:
 
 
 def states(actual: Actual) -> tuple[PeakState, ...]:
-    """The devices of what `read_actual` read, by index; a recording tells more than figures beside it.
+    """The devices of what `read_actual` read, by index; a recording is preferred to figures beside it.
 
     Raises:
         TraceFormatError: a JSON report is not as docs/json.md says.
@@ -140,7 +138,7 @@ def states(actual: Actual) -> tuple[PeakState, ...]:
 
 
 def no_card(name: str) -> PeakState:
-    """What a program came to that saw no card, where ``CUDA_VISIBLE_DEVICES`` hides them all: to nothing."""
+    """The state of a program that saw no card because ``CUDA_VISIBLE_DEVICES`` hides them all: zero bytes."""
     return PeakState(name=name, device=0, allocated=0, reserved=0, outside=0)
 
 
@@ -150,9 +148,9 @@ def state_from_trace(
     """What a device held at the peak of a trace, or when it last ran out of memory at the end of it.
 
     Args:
-        trace: what happened.
+        trace: the recording.
         device: index of the device.
-        name: of the file or run.
+        name: name of the file or run.
         outside: memory outside torch's allocator; None takes the context that the trace names.
     """
     timeline = DeviceTimeline.of(trace, device)
@@ -252,7 +250,7 @@ def _sorted(holdings: Iterator[Holding]) -> tuple[Holding, ...]:
 
 
 def states_from_report(report: Mapping[str, Any], name: str = "") -> tuple[PeakState, ...]:
-    """The devices of a report of ``vramfit run --json``, by index; it tells in full about one of them alone.
+    """The devices of a report of ``vramfit run --json``, by index; the report is detailed for one of them only.
 
     Raises:
         TraceFormatError: it is not as docs/json.md says.
@@ -323,7 +321,7 @@ class _ReportReader:
         )
 
     def details(self, report: Mapping[str, Any], state: PeakState) -> PeakState:
-        """The state of the deciding device with what the report tells of it alone."""
+        """The state of the deciding device, with the details that the report has for it only."""
         modules: dict[str, int] = {}
         for module in self.each(report, "modules"):
             own = self.get(module, "own_bytes", int)

@@ -40,9 +40,9 @@ class Outcome(Enum):
     FITS = "fits"
     DOES_NOT_FIT = "does not fit"
     FAILED = "failed"
-    """The program failed for a reason other than memory before it could be told whether it fits."""
+    """The program failed for a reason other than memory before it was known whether it fits."""
     FITS_SO_FAR = "fits so far"
-    """It was interrupted or told to end, and until then it fitted."""
+    """It was interrupted or terminated, and until then it fitted."""
     UNUSED = "the card was not used"
     """The program ended well without ever using a card, so that nothing can be said."""
     UNKNOWN = "unknown"
@@ -54,7 +54,7 @@ class DeviceVerdict:
     """One card. Bytes throughout.
 
     Attributes:
-        index: of the device.
+        index: device index.
         gpu: name of the card.
         total: memory of the card.
         context: taken by the CUDA context, outside torch.
@@ -64,9 +64,9 @@ class DeviceVerdict:
         headroom: total less context less peak reserved.
         breakdown: where the bytes are: at the peak of allocated memory, or, where the run ended by running
             out on this card, at that moment.
-        error_below: by how much the peak of allocated bytes may be lower, since some sizes were estimated.
-        error_above: by how much it may be higher.
-        reserved_bar: the same of reserved bytes, on which the verdict rests.
+        error_below: bytes by which the peak of allocated bytes may be lower, since some sizes are estimates.
+        error_above: bytes by which that peak may be higher.
+        reserved_bar: the error bar of the peak of reserved bytes, on which the verdict rests.
     """
 
     index: int
@@ -103,7 +103,7 @@ class Verdict:
     """What a run says about its memory.
 
     Attributes:
-        outcome: whether it fits.
+        outcome: whether the run fits.
         devices: one verdict per card, by index; never empty (see `NO_CARD`).
         critical: index (into ``devices``) of the card that ran out, else of the fullest one.
         oom: the request that could not be served, also if the program caught it.
@@ -178,7 +178,7 @@ def verdict(run: Run, *, tensors: int = 100, cards: Iterable[GpuSpec] | None = N
     does.
 
     Args:
-        run: what happened on the virtual cards.
+        run: a run on virtual cards.
         tensors: how many groups of tensors each breakdown keeps.
         cards: among which the smallest that would do is sought; None means the catalogue.
     """

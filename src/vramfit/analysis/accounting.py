@@ -1,4 +1,4 @@
-"""Where each reserved byte that nobody asked for belongs: one cause each, judged by one request."""
+"""Assigns each reserved byte that no request asked for to one cause, judged by one request."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from vramfit.allocator import AllocatorConfig
 from vramfit.allocator.core import SMALL_REQUEST, Rounding
 from vramfit.analysis._lifetimes import Lifetimes
 from vramfit.analysis.occupancy import COMMON_POOL, Gap, HeldSegment, Occupancy
-from vramfit.analysis.oom_alternatives import OomExplanation
 from vramfit.analysis.pinning import Pins
+from vramfit.analysis.shortage import OomExplanation
 from vramfit.trace import EventKind, MemoryTrace
 
 
 class CauseKind(Enum):
-    """Why bytes are reserved that no request asked for; or, for LIVE_MEMORY, why that is not the trouble."""
+    """Why bytes are reserved that no request asked for; LIVE_MEMORY says that those are not the problem."""
 
     LIVE_MEMORY = "live memory fills the card"
     LONG_LIVED_IN_HOLE = "longer-lived blocks lie in holes of earlier ones"
@@ -43,11 +43,11 @@ class Request:
     """The request by which the causes are judged: the one that made the reserved memory grow last, or that failed.
 
     Attributes:
-        row: its event.
+        row: the event of the request.
         size: bytes asked for.
-        stream: its stream.
-        small: it is for the small pool.
-        failed: it ran out of memory.
+        stream: the stream of the request.
+        small: whether the request is for the small pool.
+        failed: whether the request ran out of memory.
         grown: row of the segment event that it caused; -1 where it failed.
     """
 
@@ -63,7 +63,7 @@ class Account:
     """The bytes of one moment, by cause.
 
     Attributes:
-        request: by what they are judged.
+        request: the request by which gaps are judged.
         bytes, counts, largest: of each cause that occurs: all bytes, how many gaps or blocks, the largest of them.
         ranges: of each cause that live blocks beside free memory bring about: the gaps, and how much of each.
     """
@@ -151,7 +151,7 @@ class Account:
             self._add_pinned(kind, gap, gap.size)
 
     def _kind_of_whole_segments(self) -> CauseKind:
-        """Why free segments of the request's own pool and stream did not serve it: their sizes tell.
+        """Why free segments of the request's own pool and stream did not serve it, judged by their sizes.
 
         Of the sizes in the order in which the segments were taken, nine of ten steps upwards make growing ones, and
         more than two different sizes varying ones.

@@ -24,11 +24,11 @@ _MOST_EDITS = 256
 _CONFIDENT = 128
 """An equal stretch of so many elements ends a search for edits: going on from it cannot be far wrong."""
 _WINDOW = 512
-"""Without such a stretch, edits are searched for so many elements at a time, and three quarters of them kept."""
+"""Without such a stretch, the search covers this many elements at a time and keeps three quarters of them."""
 _WORTH = 64
 """Where even the most edits do not get so far, the two have nothing to do with each other here."""
 _GRAMS = (256, 64, 16, 4)
-"""Lengths of stretches by which two places are told to be the same, tried in this order."""
+"""Lengths of the stretches by which two places are recognised as the same, tried in this order."""
 _NEAR = 1 << 14
 _MOST_PAIRS = 1 << 20
 """Pairs of equal stretches that are looked at to find where the first begins in the second, the rarest first."""
@@ -125,7 +125,7 @@ def _alignment(first: Ints, second: Ints, runs: list[Run], free: Ends) -> Alignm
 
 
 def _moved_on(aligned: Ints, sequence: Ints) -> Ints:
-    """Let what is not aligned stand at the end of a stretch of equal elements: which of them it is cannot be told.
+    """Move unaligned elements to the end of a stretch of equal elements, where it is unknown which of them it is.
 
     The choice does not matter, but it should be the same in every layer of a model.
     """
@@ -144,7 +144,7 @@ def _moved_on(aligned: Ints, sequence: Ints) -> Ints:
 
 
 class _Matcher:
-    """Two sequences, and hashes of their prefixes that tell how far they are equal from any two places."""
+    """Two sequences, with prefix hashes that show how far they are equal from any two places."""
 
     def __init__(self, first: Ints, second: Ints) -> None:
         self.first = first

@@ -7,12 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vramfit.analysis._curves import Curves, Measure
-from vramfit.analysis._fragmentation import Fragmentation, fragmentation
-from vramfit.analysis._lifetimes import Ints, Lifetimes
-from vramfit.analysis._module_tree import ModuleNode, module_tree
+from vramfit.analysis._lifetimes import Curves, Ints, Lifetimes, Measure, born_column
 from vramfit.analysis.device_timeline import DeviceTimeline
-from vramfit.analysis.groups import Grouping, TensorGroup, born_column, entry, stack_frames
+from vramfit.analysis.groups import (
+    Grouping,
+    ModuleNode,
+    TensorGroup,
+    entry,
+    module_tree,
+    stack_frames,
+)
+from vramfit.analysis.occupancy import Fragmentation, fragmentation
 from vramfit.trace import RAN_OUT, Category, EventKind, Frame, MemoryTrace
 from vramfit.trace.frames import user_frame
 from vramfit.units import format_bytes
@@ -86,7 +91,7 @@ def peak(
     of those.
 
     Args:
-        trace: what happened.
+        trace: the recording.
         device: index of the device.
         by: which figure has its peak there.
         tensors: keep at most so many groups of tensors.

@@ -28,9 +28,9 @@ class Gate:
     """One requirement on one device.
 
     Attributes:
-        bound: what it is held to.
+        bound: the kind of limit.
         device: index of the device.
-        quantity: what is measured.
+        quantity: the figure that is measured.
         actual: bytes of the run.
         limit: bytes that it may have; for `Bound.CARD` those that it could have had, 0 if unknown.
         baseline: bytes of the run before; None without one.
@@ -107,7 +107,7 @@ def budget_gates(
     Args:
         run: the devices of the run.
         budget: bytes.
-        quantity: of what.
+        quantity: the figure that the budget limits.
 
     Raises:
         UsageError: the run does not tell that figure.
@@ -134,8 +134,8 @@ def baseline_gates(
 
     Args:
         run: the devices of the run.
-        baseline: those of the run before.
-        tolerance: by how much it may be more.
+        baseline: the devices of the earlier run.
+        tolerance: the increase that is allowed.
 
     Raises:
         UsageError: a device of the run is not in the baseline, or they tell no figure in common.
@@ -199,7 +199,7 @@ def _differs(state: PeakState, known: PeakState) -> str:
 
 
 def _release(version: str) -> str:
-    """The version without what tells of its build, such as ``+cu126``."""
+    """The version without its build tag, such as ``+cu126``."""
     return version.partition("+")[0]
 
 

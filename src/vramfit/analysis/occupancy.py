@@ -1,4 +1,4 @@
-"""Which segments a device holds at one moment, which blocks lie in them, and the gaps between."""
+"""What a device holds at one moment: segments, the blocks in them, and the gaps between, used or lost."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from vramfit.allocator.core import SMALL_SEGMENT
-from vramfit.analysis._lifetimes import Ints, Lifetimes
-from vramfit.analysis._segment_spans import SegmentSpans
-from vramfit.analysis.device_timeline import DeviceTimeline
+from vramfit.analysis._lifetimes import Flags, Ints, Lifetimes
+from vramfit.analysis.device_timeline import DeviceTimeline, SegmentSpans, joined_ranges
 from vramfit.trace import MemoryTrace, Segment
 from vramfit.trace.device_events import DeviceEvents
 from vramfit.trace.replay.rewind import StartSegment, start_segments
@@ -26,9 +25,9 @@ class HeldSegment:
     """A segment, or a mapped stretch of an expandable one.
 
     Attributes:
-        address, size: where it lies, and its bytes.
+        address, size: address, and size in bytes.
         stream: the stream whose requests it serves.
-        small: it belongs to the small pool.
+        small: whether the segment belongs to the small pool.
         pool_id: its private pool, (0, 0) for the common one.
         page: for expandable segments the bytes that are mapped and unmapped at once; otherwise 0.
         born: row of the event that took it (the first one of a mapped stretch); -1 from before the trace.
@@ -61,7 +60,7 @@ class Gap:
 
     Attributes:
         segment: index of the segment.
-        address, size: where it lies, and its bytes.
+        address, size: address, and size in bytes.
         before, after: the blocks on both sides (indices into the lifetimes), -1 at an end of the segment.
     """
 
@@ -78,7 +77,7 @@ class Occupancy:
 
     Attributes:
         row: the moment is right after this event.
-        segments: by address.
+        segments: the segments, by address.
         blocks: for each segment the blocks in it, by address, as indices into the lifetimes: allocated ones, and
             those that wait for a stream.
         gaps: the free ranges, by address.
@@ -90,7 +89,7 @@ class Occupancy:
     gaps: tuple[Gap, ...]
 
     def is_whole(self, gap: Gap) -> bool:
-        """Whether the whole segment is free."""
+        """Whether the gap is a whole free segment."""
         return not self.blocks[gap.segment]
 
     def is_rest(self, gap: Gap, grown: int) -> bool:
@@ -234,3 +233,98 @@ def tenants(lives: Lifetimes, segment: HeldSegment, row: int, order: Ints) -> In
     last = int(np.searchsorted(address, np.uint64(segment.end)))
     inside = order[first:last]
     return inside[(lives.born[inside] <= row) & (lives.completed[inside] > segment.born)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fragmentation:
+    """Reserved memory at one moment, in bytes: ``reserved = occupied + inactive_split + releasable``.
+
+    Attributes:
+        reserved: segments held from the driver.
+        occupied: blocks that are allocated or wait for a stream.
+        inactive_split: free, but in a segment that also holds a live block: it can serve only requests that
+            fit into one of its gaps, and cannot be given back to the driver.
+        releasable: segments that are wholly free, or whole free pages of expandable ones: the allocator
+            gives them back before it runs out.
+        largest_free: the largest request that could be served without asking the driver.
+        slack: bytes inside occupied blocks that nobody asked for (rounding, and rests too small to split
+            off).
+        segments: number of segments held.
+    """
+
+    reserved: int
+    occupied: int
+    inactive_split: int
+    releasable: int
+    largest_free: int
+    slack: int
+    segments: int
+
+    @property
+    def ratio(self) -> float:
+        """Share of the reserved bytes that is free but cannot be given back."""
+        return self.inactive_split / self.reserved if self.reserved else 0.0
+
+
+def fragmentation(trace: MemoryTrace, lives: Lifetimes, row: int) -> Fragmentation:
+    """How the reserved memory of ``lives.device`` is used right after event ``row``."""
+    occupied = lives.active(row)
+    slack = int((lives.block[occupied] - lives.size[occupied]).sum())
+    spans = DeviceTimeline.of(trace, lives.device).spans
+    held = spans.held(row)
+    mapped = spans.expandable[held]
+    start, end = spans.start[held], spans.end[held]
+    whole = _gaps(start[~mapped], end[~mapped], lives, occupied)
+    paged = _gaps(*joined_ranges(start[mapped], end[mapped]), lives, occupied)
+    pages = _free_pages(trace, lives, row) if len(paged.size) else 0
+    free = int(whole.size.sum() + paged.size.sum())
+    reserved = int(whole.reserved + paged.reserved)
+    releasable = int(whole.size[whole.is_whole].sum()) + pages
+    return Fragmentation(
+        reserved=reserved,
+        occupied=reserved - free,
+        inactive_split=free - releasable,
+        releasable=releasable,
+        largest_free=int(max(whole.size.max(initial=0), paged.size.max(initial=0))),
+        slack=slack,
+        segments=whole.segments + paged.segments,
+    )
+
+
+def _free_pages(trace: MemoryTrace, lives: Lifetimes, row: int) -> int:
+    """Bytes of the whole pages in free gaps of expandable segments: these can be unmapped."""
+    held = occupancy(trace, lives, row)
+    return sum(held.whole_pages(gap) for gap in held.gaps if held.segments[gap.segment].expandable)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Gaps:
+    """The sizes of free ranges within segments; ``is_whole`` marks those that are a whole segment."""
+
+    size: Ints
+    is_whole: Flags
+    reserved: int
+    segments: int
+
+
+def _gaps(starts: Ints, ends: Ints, lives: Lifetimes, occupied: Ints) -> _Gaps:
+    """What no occupied block covers of the segments (sorted, disjoint)."""
+    reserved = int((ends - starts).sum())
+    address = lives.address[occupied].astype(np.int64)
+    order = np.argsort(address)
+    begin = address[order]
+    finish = begin + lives.block[occupied][order]
+    home = np.searchsorted(starts, begin, side="right") - 1
+    inside = home >= 0
+    inside[inside] = begin[inside] < ends[home[inside]]
+    begin, finish, home = begin[inside], finish[inside], home[inside]
+    is_first = np.ones(len(begin), dtype=bool)
+    is_first[1:] = home[1:] != home[:-1]
+    is_last = np.ones(len(begin), dtype=bool)
+    is_last[:-1] = is_first[1:]
+    before = np.where(is_first, starts[home], np.concatenate([begin[:1], finish[:-1]]))
+    empty = np.setdiff1d(np.arange(len(starts)), home)
+    size = np.concatenate([begin - before, (ends[home] - finish)[is_last], (ends - starts)[empty]])
+    is_whole = np.arange(len(size)) >= len(size) - len(empty)
+    keep = size > 0
+    return _Gaps(size=size[keep], is_whole=is_whole[keep], reserved=reserved, segments=len(starts))

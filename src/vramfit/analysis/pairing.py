@@ -8,8 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from vramfit.analysis._curves import block_categories
-from vramfit.analysis._lifetimes import Flags, Ints
+from vramfit.analysis._lifetimes import Flags, Ints, block_categories
 from vramfit.analysis.alignment import Alignment
 from vramfit.analysis.reconciliation import Cause, Difference, StreamComparison, StreamDifference
 from vramfit.analysis.requests import RequestLabel, Requests
@@ -32,7 +31,7 @@ class Pairing:
 
     Attributes:
         recorded, predicted: the requests.
-        alignment: of the two.
+        alignment: the alignment of the two.
         of_recorded: for each block of the recording the block of the prediction that it is, or -1.
         of_predicted: the other way round.
         start_row: last row of the prediction before the stretch that the recording covers.
@@ -87,7 +86,7 @@ class Pairing:
         self.of_predicted[right] = left
 
     def _recorded_workspaces(self) -> Flags:
-        """Those whose counterparts are; of the others, kept blocks of a known size, or those that say so."""
+        """Blocks paired with a workspace; of the others, those named so, or kept and of such a size."""
         paired = self.of_recorded != _UNPAIRED
         found: Flags = np.zeros(len(paired), dtype=bool)
         found[paired] = self.predicted_workspaces[self.of_recorded[paired]]
@@ -196,7 +195,7 @@ class Pairing:
         ]
 
     def label_of_recorded(self, block: int) -> tuple[RequestLabel, bool]:
-        """Who asked for a block of the recording: by its counterpart, else by itself, else who asked before it."""
+        """Who asked for a block of the recording, by its counterpart, its own stack, or the request before it."""
         partner = int(self.of_recorded[block])
         if partner != _UNPAIRED:
             return self.predicted.label(partner), False
@@ -286,7 +285,7 @@ def _unlike(
 
 
 def _known_workspaces(requests: Requests) -> Flags:
-    """Those that the trace calls so; in a trace without categories, those that look like it."""
+    """The blocks that the trace categorises as workspaces; without categories, those that look like workspaces."""
     categories = block_categories(requests.trace, requests.lives)
     if requests.trace.category.any():
         flags: Flags = categories == Category.WORKSPACES

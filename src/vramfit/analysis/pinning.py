@@ -1,4 +1,4 @@
-"""Which live blocks keep which segments from being used or given back, and how it came to that."""
+"""Which live blocks keep which segments from being reused or returned to the driver, and how that came about."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vramfit.analysis._lifetimes import Ints, Lifetimes
-from vramfit.analysis.groups import Grouping, TensorGroup, born_column, entry, stack_frames
+from vramfit.analysis._lifetimes import Ints, Lifetimes, born_column
+from vramfit.analysis.groups import Grouping, TensorGroup, entry, stack_frames
 from vramfit.analysis.occupancy import Gap, HeldSegment, Occupancy, tenants
 from vramfit.trace import Category, Frame, MemoryTrace
 from vramfit.trace.frames import user_frame
@@ -19,13 +19,13 @@ class Holder:
     """One block, and who made it.
 
     Attributes:
-        address, size, block: where it lies, bytes asked for, and bytes of the block.
+        address, size, block: its address, bytes requested, and bytes of the block.
         tensor, op, module, phase: as in the trace, empty where it does not say.
-        category: what it is for.
+        category: what the bytes are for.
         line: the user's line that made it.
         born: event that made it; -1 from before the trace.
         freed: event at which its free is asked for; None if never within the trace.
-        age_us: how old it is at the moment, 0 where the trace has no times.
+        age_us: its age at the moment, 0 where the trace has no times.
         in_hole: other blocks lay at its place before, within the same segment.
     """
 
@@ -49,7 +49,7 @@ class PinnedSegment:
     """A segment with both live blocks and free memory in it, and its history.
 
     Attributes:
-        segment: where it lies and whom it serves.
+        segment: the segment itself.
         free: free bytes in it.
         largest_gap: the largest free range.
         taken_for: the block for which it was taken; None if that was before the trace.
@@ -78,15 +78,15 @@ class PinGroup:
     """Like blocks that lie beside free memory.
 
     Attributes:
-        group: what they are.
+        group: the blocks as a group.
         phase: the phase in which the first of them was made.
         born: event that made the first of them; -1 from before the trace.
-        in_holes: how many of those beside free memory lie where other blocks were before.
+        in_holes: number of blocks beside free memory that lie where other blocks were before.
         pinned: free bytes beside them; a gap between two blocks counts half for each.
-        segments: in how many segments.
+        segments: number of segments with such blocks.
         freeing_releases: bytes that could be given back to the driver if all of them were gone: of classic segments
             in which nothing else lies.
-        outlives: they live on after the moment: to the end of the trace, or this many events.
+        outlives: events after the moment, at most to the end of the trace, for which the blocks live on.
     """
 
     group: TensorGroup

@@ -20,7 +20,7 @@ class Tolerance:
     """A bound on differences.
 
     Attributes:
-        share: of the recorded figure (0.01 is one percent); None where the bound is in bytes.
+        share: share of the recorded figure (0.01 is one percent); None where the bound is in bytes.
         size: bytes; 0 where the bound is a share.
     """
 
@@ -82,14 +82,14 @@ class When(Enum):
 
 
 class Part(Enum):
-    """What a quantity consists of. Some files do not tell all apart; the last five stand for several."""
+    """What a quantity consists of. Some files do not distinguish all of them; each of the last five covers several."""
 
     REQUESTS = "requests"
-    """Bytes that live blocks were asked for, but for workspaces."""
+    """Bytes requested for live blocks, without workspaces."""
     WORKSPACES = "workspaces"
-    """The same of the blocks that cuBLAS and other libraries work in."""
+    """Bytes requested for the workspaces of cuBLAS and other libraries."""
     SLACK = "rounding and slack"
-    """What live blocks hold beyond what was asked for."""
+    """Bytes of live blocks beyond what was requested."""
     WAITING = "awaited by streams"
     """Given back, but still in use on another stream."""
     FRAGMENTED = "free between blocks"
@@ -99,7 +99,7 @@ class Part(Enum):
     ELSEWHERE = "higher at another moment"
     """The parts above are those where the other side has its peak; at its own this one is so much higher."""
     OUTSIDE = "outside PyTorch"
-    """The CUDA context and whatever else is no memory of torch's allocator."""
+    """The CUDA context and everything else outside torch's allocator."""
     REQUESTED = "requests and workspaces"
     BLOCKS = "blocks"
     UNUSED = "free in segments"
@@ -141,12 +141,12 @@ class Difference:
     """Like blocks by which the two differ.
 
     Attributes:
-        cause: in which way.
+        cause: why the blocks differ.
         label: who asked for them.
         is_near: the recording does not say who asked; ``label`` is of the request before, which both make.
-        is_workspace: they are workspaces of a library.
+        is_workspace: whether the blocks are workspaces of a library.
         size: bytes that each was asked for.
-        count: how many there are.
+        count: number of blocks or requests.
         total: bytes that they add to the prediction, negative for those that it lacks. Of ROUNDED blocks, which are
             in both, what their sizes differ by.
     """
@@ -165,9 +165,9 @@ class Comparison:
     """A quantity on both sides, in bytes.
 
     Attributes:
-        quantity: what is compared.
+        quantity: the figure that is compared.
         predicted, recorded: its highest value, or its value at the snapshot.
-        parts: what it consists of; each column sums to the figure above, so their differences sum to the difference.
+        parts: its parts; each column sums to the figure above, so their differences sum to the difference.
         differing: the blocks behind the differences of requests, workspaces and rounding, largest first.
     """
 
@@ -199,7 +199,7 @@ class StreamDifference:
         label: who asked; see ``is_near`` of `Difference`.
         is_near: the label is of the request before.
         size: bytes that each asked for.
-        count: how many there are.
+        count: number of blocks or requests.
     """
 
     cause: Cause
@@ -214,12 +214,12 @@ class StreamComparison:
     """The requests for blocks, in their order.
 
     Attributes:
-        recorded: how many the recording has.
-        predicted: how many the prediction has in the stretch that the recording covers.
-        matched: how many of them are the same.
-        before, after: how many more the prediction has before and after that stretch.
+        recorded: requests of the recording.
+        predicted: requests of the prediction in the stretch that the recording covers.
+        matched: requests that both have.
+        before, after: further requests of the prediction before and after that stretch.
         moved_frees: blocks that both ask for but give back at another point of the sequence.
-        differing: those that only one makes, the most bytes first.
+        differing: requests that only one side makes, the most bytes first.
     """
 
     recorded: int
@@ -241,10 +241,10 @@ class Counterfactual:
     """Peak reserved bytes if only one thing had been different: the difference by cause. Sizes are in bytes.
 
     Attributes:
-        predicted: of the prediction.
+        predicted: the prediction's own peak.
         under_its_settings: the recorded requests, served by our allocator under the prediction's settings.
         replayed: the recorded requests, served by our allocator under the recorded settings.
-        recorded: of the recording.
+        recorded: the recording's own peak.
         is_exact: the replay gives every block its recorded address, every segment its size and its moment.
     """
 
@@ -266,7 +266,7 @@ class Counterfactual:
 
     @property
     def by_allocator(self) -> int:
-        """What is left: allocator and driver act otherwise than ours, given the same requests and settings."""
+        """The rest: allocator and driver behave differently from ours, given the same requests and settings."""
         return self.replayed - self.recorded
 
 
@@ -280,7 +280,7 @@ class DeviceReconciliation:
         when: the moment that is compared.
         comparisons: one for each quantity that the recording tells.
         requests: how the sequences of requests differ; None where only figures are known.
-        counterfactual: what the recorded requests come to in our allocator; None where it cannot be asked.
+        counterfactual: the peaks of the recorded requests in our allocator; None where they cannot be replayed.
         run_peak_reserved: peak of the whole prediction, of which the recording may cover only a stretch.
         notes: what should be known about the comparison, in words.
     """
@@ -297,7 +297,7 @@ class DeviceReconciliation:
     notes: tuple[str, ...]
 
     def of(self, quantity: Quantity) -> Comparison | None:
-        """The comparison of a quantity, if the recording tells it."""
+        """The comparison of a quantity, if the recording contains it."""
         return next((found for found in self.comparisons if found.quantity is quantity), None)
 
     def beyond(self, tolerance: Tolerance) -> tuple[Comparison, ...]:
@@ -312,8 +312,8 @@ class Reconciliation:
     """A prediction beside a run that really happened, or beside another prediction.
 
     Attributes:
-        name: of the files that tell of that run.
-        tolerance: how far apart they may be.
+        name: name of the files that describe that run.
+        tolerance: the difference that is allowed.
         devices: one entry for each device that both have.
         notes: what should be known about the comparison as a whole.
     """

@@ -1,12 +1,11 @@
-"""Makes a run of a trace alone: what a file tells of a program that ran elsewhere, or some time ago."""
+"""Makes a run from a trace alone, as it is read from the file of a program that ran elsewhere or earlier."""
 
 from __future__ import annotations
 
-from vramfit.analysis._curves import Curves, Measure
-from vramfit.analysis._lifetimes import trace_device
+from vramfit.analysis._lifetimes import Curves, Measure, trace_device
 from vramfit.analysis.breakdown import last_oom_row, oom_row
 from vramfit.analysis.device_timeline import DeviceTimeline
-from vramfit.analysis.groups import stack_frames
+from vramfit.analysis.groups import entry, stack_frames
 from vramfit.trace import DeviceOutcome, MemoryTrace, OomReport, Run
 from vramfit.trace.frames import user_frame
 from vramfit.trace.partial import run_of_trace
@@ -14,13 +13,13 @@ from vramfit.units import format_bytes
 
 
 def run_from_trace(trace: MemoryTrace, *, name: str = "") -> Run:
-    """The run that a trace tells of.
+    """The run that a trace describes.
 
     Its devices are those of `MemoryTrace.known_devices`. Where the size of a card is not known, it counts as 0, or,
     where the card ran out of memory, as what it had at that moment for this program.
 
     Args:
-        trace: what happened.
+        trace: the recording.
         name: what to call the program where the trace does not say, such as the name of the file.
     """
     curves_of = {index: DeviceTimeline.of(trace, index).curves for index in trace.known_devices}
@@ -67,13 +66,12 @@ def _last_oom(trace: MemoryTrace, curves_of: dict[int, Curves]) -> OomReport | N
     free = int(trace.address[row])
     requested = int(trace.size[row])
     stack = stack_frames(trace, int(trace.stack[row]))
-    op = int(trace.op[row])
     return OomReport(
         device=device,
         requested_bytes=requested,
         stack=stack,
         user_line=user_frame(stack),
-        op=trace.ops[op] if op >= 0 else "",
+        op=entry(trace.ops, int(trace.op[row])),
         message=f"out of memory: tried to allocate {format_bytes(requested)} with {format_bytes(free)} free",
         allocated_bytes=int(curves_of[device].allocated[row]),
         reserved_bytes=reserved,

@@ -40,13 +40,13 @@ class Remedy:
     """One thing that helps against a cause.
 
     Attributes:
-        kind: what it is.
-        text: what to do, in words.
+        kind: the kind of remedy.
+        text: the advice in words.
         alloc_conf: the allocator settings to do it with; None where it is no setting.
         peak_reserved: peak of reserved bytes under these settings in a replay; None if it was not tried.
-        baseline: the same under the recorded settings, also in a replay on a card of its own.
+        baseline: that peak under the recorded settings, also in a replay on an empty card.
         ooms: requests that fail under them in the replay.
-        baseline_ooms: the same under the recorded settings.
+        baseline_ooms: failing requests under the recorded settings.
     """
 
     kind: RemedyKind
@@ -110,7 +110,7 @@ def remedies_for(
 
 
 def prove(rehearsal: Rehearsal, remedies: Iterable[Remedy]) -> dict[Remedy, Remedy]:
-    """Each remedy with what it comes to: settings are tried by serving the requests under them."""
+    """Each remedy with its outcome: allocator settings are tried by serving the trace's requests under them."""
     peaks: dict[str, tuple[int, int]] = {}
 
     def tried(conf: str) -> tuple[int, int]:

@@ -10,11 +10,10 @@ from zlib import crc32
 
 import numpy as np
 
-from vramfit.analysis._curves import Curves, Measure
-from vramfit.analysis._lifetimes import Flags, Ints, Lifetimes
+from vramfit.analysis._lifetimes import Curves, Flags, Ints, Lifetimes, Measure, born_column
 from vramfit.analysis.alignment import Alignment, Ends, align
 from vramfit.analysis.device_timeline import DeviceTimeline
-from vramfit.analysis.groups import stack_frames
+from vramfit.analysis.groups import entry, stack_frames
 from vramfit.trace import Category, EventKind, Frame, MemoryTrace
 from vramfit.trace.frames import user_frame
 
@@ -26,13 +25,13 @@ _TELLING = 0.5
 
 
 class RequestLabel(NamedTuple):
-    """Who asked for a block, as far as a trace says it.
+    """Who asked for a block, as far as a trace says.
 
     Attributes:
         op: the operator; empty if unknown.
         line: the user's line.
         tensor: dtype and shape; empty if it is none or unknown.
-        category: what it is for.
+        category: what the bytes are for.
     """
 
     op: str = ""
@@ -42,7 +41,7 @@ class RequestLabel(NamedTuple):
 
 
 class Requests:
-    """What the program asked of one device's allocator.
+    """The requests and returns that a program made to one device's allocator.
 
     Attributes:
         trace: the whole trace.
@@ -82,7 +81,7 @@ class Requests:
 
     @property
     def tokens(self) -> Ints:
-        """A number for each: equal where the same number of bytes is asked for, or given back."""
+        """A number for each request or return, equal where the same number of bytes is requested or returned."""
         tokens: Ints = self.lives.size[self.block] * 2 + self.takes
         return tokens
 
@@ -92,10 +91,9 @@ class Requests:
 
     def _places(self, blocks: Ints) -> Ints:
         of_stack = [0 if line is None else crc32(_place(line).encode()) + 1 for line in self._lines]
-        born = self.lives.born[blocks]
-        stack = np.full(len(born), -1, dtype=np.int64)
-        stack[born >= 0] = self.trace.stack[born[born >= 0]]
-        return np.array([*of_stack, 0], dtype=np.int64)[stack]
+        return np.array([*of_stack, 0], dtype=np.int64)[
+            born_column(self.trace.stack, self.lives.born[blocks])
+        ]
 
     def settled(self, row: int) -> int:
         """The event itself; where it asks for a block's return that takes effect at once, the one that says so."""
@@ -113,11 +111,11 @@ class Requests:
     def label_of_row(self, row: int) -> RequestLabel:
         """Who asked, at an event of the trace."""
         trace = self.trace
-        stack, op, tensor = int(trace.stack[row]), int(trace.op[row]), int(trace.tensor[row])
+        stack = int(trace.stack[row])
         return RequestLabel(
-            op=trace.ops[op] if op >= 0 else "",
+            op=entry(trace.ops, int(trace.op[row])),
             line=self._lines[stack] if stack >= 0 else None,
-            tensor=trace.tensors[tensor] if tensor >= 0 else "",
+            tensor=entry(trace.tensors, int(trace.tensor[row])),
             category=Category(int(trace.category[row])),
         )
 
@@ -174,7 +172,7 @@ def _lines_tell(recorded: Requests, predicted: Requests) -> bool:
 
 
 def _with_places(requests: Requests) -> Ints:
-    """Tokens that tell lines apart too."""
+    """Tokens that also differ where the source lines differ."""
     factors = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
     mixed: Ints = (
         requests.tokens.astype(np.uint64) * factors[0] + requests.places.astype(np.uint64) * factors[1]

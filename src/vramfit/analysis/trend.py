@@ -23,7 +23,7 @@ _EXACT = 50  # longer series take the normal approximation, whose tail is the he
 
 
 def growth_p_value(levels: Sequence[int] | NDArray[np.int64]) -> float:
-    """The chance of at least such growth in levels that fluctuate, or in a running maximum of such levels.
+    """The chance of at least this much growth in fluctuating levels, or in a running maximum of them.
 
     It is the larger of `mann_kendall` and `new_maxima`. Steady growth over n levels gives 1/n!, the least possible.
     """

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vramfit.record.heap import Heap
 
 LEAST_ROUNDS = 5
-"""Rounds after the warm-up from which growth can be told from chance: six levels, of which 1/6! is below 0.5 %."""
+"""Fewest rounds after the warm-up that distinguish growth from chance: six levels, of which 1/6! is below 0.5 %."""
 
 _TAG = "vramfit leak check: round"
 _ASKED = 5  # growing stacks whose owners are looked for, the fastest first
@@ -63,7 +63,7 @@ def check_leaks(
     seconds: float = 20.0,
     alpha: float = ALPHA,
 ) -> LeakReport:
-    """Call a function ``warmup + rounds`` times and tell what memory grows with every call, and who holds it.
+    """Call a function ``warmup + rounds`` times and report what memory grows with every call, and who holds it.
 
     >>> history = []
     >>> report = vramfit.check_leaks(lambda: history.append(torch.ones(1024, 1024)), device="cpu")

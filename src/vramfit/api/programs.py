@@ -62,7 +62,7 @@ class Report:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the program fits its cards; None when that cannot be told."""
+        """Whether the program fits its cards; None when that is unknown."""
         return self.verdict.fits
 
     @property

@@ -214,7 +214,7 @@ class Track:
 
     @property
     def report(self) -> Report:
-        """The run with its verdict, as ``vramfit run`` tells it."""
+        """The run with its verdict, as ``vramfit run`` reports it."""
         from vramfit.analysis import verdict
 
         run = self.run

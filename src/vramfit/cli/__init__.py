@@ -19,14 +19,12 @@ from vramfit.cli.export import export_command
 from vramfit.cli.fit import fit_command
 from vramfit.cli.gpus import gpus_command
 from vramfit.cli.plan import plan_command
-from vramfit.cli.printing import INTERNAL_ERROR, print_bug, print_error
-from vramfit.cli.program import ProgramCommand
+from vramfit.cli.printing import INTERNAL_ERROR, GuardedStream, guarded_streams, print_bug, print_error
+from vramfit.cli.program import ProgramCommand, Verb, Verbs
 from vramfit.cli.replay import replay_command
 from vramfit.cli.run import run_command
-from vramfit.cli.standard_streams import GuardedStream, guarded_streams
 from vramfit.cli.stress import stress_command
 from vramfit.cli.tune import tune_command
-from vramfit.cli.verbs import Verb, Verbs
 from vramfit.cli.verify import verify_command
 from vramfit.errors import UsageError, VramfitError
 from vramfit.launch.interrupts import terminated_by_exit
@@ -145,7 +143,7 @@ def _vramfit(
 
 
 def _check_folder() -> None:
-    """Paths on the command line, and those that are shown, are relative to the current folder."""
+    """Make sure that there is a current folder: paths on the command line and in output are relative to it."""
     try:
         os.getcwd()
     except OSError as error:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vramfit.cli.options import gpu_names, size_of, span
+from vramfit.cli.options import card_of, gpu_names, size_of, span
 from vramfit.cli.printing import STANDARD_OUTPUT, check_outputs, wide_console
 from vramfit.errors import UsageError
 
@@ -68,11 +68,7 @@ def calibrate_command(
     """
     check_outputs((("-o", output), ("--json", json)))
     memory_bytes = size_of("--memory", memory)
-    spec = None
-    if gpu is not None:
-        from vramfit.gpus import find_gpu
-
-        spec = find_gpu(gpu)
+    spec = card_of(gpu)
     names = _cases(family or [])
     if listing:
         for name in names:

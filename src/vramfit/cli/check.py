@@ -10,27 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vramfit.cli import options
 from vramfit.cli.ci import failures_told, tell_check
-from vramfit.cli.options import (
-    WRITTEN,
-    AllocConf,
-    AssumedSizes,
-    Gpus,
-    Module,
-    Page,
-    Profile,
-    Steps,
-    Time,
-    Written,
-    WrittenThrough,
-    check_alloc_conf,
-    gpu_names,
-    size_of,
-)
-from vramfit.cli.printing import STANDARD_OUTPUT, check_outputs, write_document
-from vramfit.cli.program import check_source, program_command
-from vramfit.cli.standard_streams import apart_from_json
-from vramfit.cli.verbs import Verb
+from vramfit.cli.printing import STANDARD_OUTPUT, apart_from_json, check_outputs, write_document
+from vramfit.cli.program import Verb, check_source, program_command
 from vramfit.cli.where import chosen, run_program
 from vramfit.errors import UsageError, VramfitError
 from vramfit.files.policy import Writes
@@ -93,10 +76,10 @@ def check_command(
         typer.Option(
             metavar="NAME",
             help="The card of the program; by default the baseline's, or one of the budget's size.",
-            autocompletion=gpu_names,
+            autocompletion=options.gpu_names,
         ),
     ] = None,
-    gpus: Gpus = 1,
+    gpus: options.Gpus = 1,
     device: Annotated[
         str | None,
         typer.Option(
@@ -104,31 +87,35 @@ def check_command(
             help="Run for real instead, recorded: on this machine's card or on its CPU.",
         ),
     ] = None,
-    module: Module = None,
-    alloc_conf: AllocConf = None,
-    assume: AssumedSizes = Assume.UPPER,
-    profile: Profile = "auto",
-    steps: Steps = None,
-    time: Time = None,
-    writes: Written = None,
-    writes_through: WrittenThrough = None,
+    module: options.Module = None,
+    alloc_conf: options.AllocConf = None,
+    assume: options.AssumedSizes = Assume.UPPER,
+    profile: options.Profile = "auto",
+    steps: options.Steps = None,
+    time: options.Time = None,
+    writes: options.Written = None,
+    writes_through: options.WrittenThrough = None,
     json: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Write the result as JSON; - for standard output.", rich_help_panel=WRITTEN
+            metavar="FILE",
+            help="Write the result as JSON; - for standard output.",
+            rich_help_panel=options.WRITTEN,
         ),
     ] = None,
     junit: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the result as JUnit XML.", rich_help_panel=WRITTEN),
+        typer.Option(metavar="FILE", help="Write the result as JUnit XML.", rich_help_panel=options.WRITTEN),
     ] = None,
     write_baseline: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Write what it takes now, as a baseline for later.", rich_help_panel=WRITTEN
+            metavar="FILE",
+            help="Write what it takes now, as a baseline for later.",
+            rich_help_panel=options.WRITTEN,
         ),
     ] = None,
-    report: Page = None,
+    report: options.Page = None,
 ) -> None:
     """Check that a program stays within a memory budget, or takes no more than it used to.
 
@@ -139,7 +126,7 @@ def check_command(
     check_outputs(
         (("--json", json), ("--junit", junit), ("--write-baseline", write_baseline), ("--report", report))
     )
-    check_alloc_conf(alloc_conf)
+    options.check_alloc_conf(alloc_conf)
     limits = limits_from(steps, time)
     subject = _subject(module, target or [])
     if isinstance(subject, Path):
@@ -175,7 +162,7 @@ class _CheckOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _CheckOutputs:
-    """Files that were asked for; None for those that were not."""
+    """The files to write; None for those that were not requested."""
 
     json: Path | None
     junit: Path | None
@@ -184,7 +171,7 @@ class _CheckOutputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _CheckedTarget:
-    """What the target came to; without a run where it is a report."""
+    """What was found for the target; without a run where it is a report."""
 
     name: str
     states: Sequence[PeakState]
@@ -209,7 +196,7 @@ def _asked(
         raise UsageError("--of needs a budget", "Add --budget 20GiB")
     if tolerance is not None and baseline is None:
         raise UsageError("--tolerance has nothing to compare with", "Name an earlier result: --baseline FILE")
-    size = size_of("--budget", budget)
+    size = options.size_of("--budget", budget)
     if baseline is not None and not baseline.exists():
         raise UsageError(f"there is no baseline {baseline}", f"{_NO_BASELINE} {baseline}")
     return _CheckOptions(
@@ -375,7 +362,7 @@ def _check_end(found: _CheckedTarget) -> None:
 
 
 def _end(asked: _CheckOptions, found: _CheckedTarget, gates: Sequence[Gate], outputs: _CheckOutputs) -> None:
-    """Write, tell, and leave with the code that says how it went."""
+    """Write the files, print the result, and exit with the code for it."""
     passed = all(gate.passed for gate in gates)
     try:
         if asked.write is not None and any(state.is_used for state in found.states):
@@ -446,7 +433,7 @@ def _tell(check: Check, found: _CheckedTarget, json: Path | None) -> None:
 
 
 def _write_baseline(path: Path, found: _CheckedTarget) -> None:
-    """Write what the target came to in the form of ``vramfit run --json``."""
+    """Write the result for the target in the form of ``vramfit run --json``."""
     if not found.report:
         raise UsageError(
             f"{found.name} holds only figures, which are not enough for a baseline",

@@ -16,7 +16,7 @@ from vramfit.errors import VramfitError
 
 if TYPE_CHECKING:
     from vramfit.report import Check
-    from vramfit.report.ci.annotations import Annotation
+    from vramfit.report.ci import Annotation
 
 
 def in_github_actions() -> bool:
@@ -28,8 +28,8 @@ def tell_check(check: Check, *, seconds: float, junit: Path | None, json: Path |
     """Write the annotations and the summary of a workflow's step, and JUnit XML where that was asked for.
 
     Args:
-        check: what was found.
-        seconds: that the program took.
+        check: the outcome of the gates.
+        seconds: duration of the program.
         junit: the file.
         json: where the result goes as JSON; annotations do not go there too.
 
@@ -37,14 +37,13 @@ def tell_check(check: Check, *, seconds: float, junit: Path | None, json: Path |
         WriteError: the JUnit file cannot be written.
     """
     if in_github_actions():
-        from vramfit.report.ci.annotations import annotations_of
-        from vramfit.report.ci.summary import render_summary
+        from vramfit.report.ci import annotations_of, render_summary
 
         _annotate(annotations_of(check, repository=_repository()), json)
         _summarise(render_summary(check, root=Path.cwd()))
     if junit is not None:
         from vramfit.report import write_text
-        from vramfit.report.ci.junit import render_junit
+        from vramfit.report.ci import render_junit
 
         write_text(junit, render_junit(check, seconds=seconds))
 
@@ -57,14 +56,13 @@ def failures_told(target: str, *, junit: Path | None, json: Path | None) -> Iter
     except VramfitError as error:
         reason = f"{error.message}. {error.hint}" if error.hint else error.message
         if in_github_actions():
-            from vramfit.report.ci.annotations import failure_annotation
-            from vramfit.report.ci.summary import render_failure_summary
+            from vramfit.report.ci import failure_annotation, render_failure_summary
 
             _annotate([failure_annotation(target, reason)], json)
             _summarise(render_failure_summary(target, reason))
         if junit is not None:
             from vramfit.report import write_text
-            from vramfit.report.ci.junit import render_junit_failure
+            from vramfit.report.ci import render_junit_failure
 
             write_text(junit, render_junit_failure(target, reason))
         raise

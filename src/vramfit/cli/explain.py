@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vramfit.cli.options import Page
+from vramfit.cli.options import Page, Recording
 from vramfit.cli.printing import STANDARD_OUTPUT, check_outputs, write_document
 from vramfit.errors import TraceFormatError, UsageError
 
@@ -20,12 +20,7 @@ PROVEN_EVENTS = 200_000
 
 
 def explain_command(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE", help="A trace (.vft) or a torch snapshot: pickle or JSON, gzipped or plain."
-        ),
-    ],
+    file: Recording,
     device: Annotated[
         int | None,
         typer.Option(
@@ -80,7 +75,7 @@ def explain_command(
 
 
 def _causes(found: Explanation) -> FragmentationCauses | None:
-    """Why the explained device reserves more than was asked for; None, with a note, where that is not known."""
+    """Why the explained device reserves more than was requested; None, with a note, where that is unknown."""
     from vramfit.analysis import causes
 
     trace = found.run.trace
@@ -92,7 +87,7 @@ def _causes(found: Explanation) -> FragmentationCauses | None:
 
 
 def explain_file(file: Path, device: int | None, *, most: int, lower: Tolerance) -> Explanation:
-    """Read a recording and work out what there is to tell of one of its devices.
+    """Read a recording and explain one of its devices.
 
     Raises:
         TraceFormatError: the file cannot be read.
@@ -112,7 +107,7 @@ def explain_file(file: Path, device: int | None, *, most: int, lower: Tolerance)
 
 
 def _for_device(judged: Verdict, device: int | None, file: Path) -> Verdict:
-    """The verdict with the device that is asked for as the one that decides."""
+    """The verdict with the chosen device as the deciding one."""
     from dataclasses import replace
 
     known = [one.index for one in judged.devices]

@@ -7,17 +7,13 @@ from typing import Annotated
 
 import typer
 
+from vramfit.cli.options import Recording
 from vramfit.cli.printing import check_outputs
 from vramfit.errors import UsageError
 
 
 def export_command(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE", help="A trace (.vft) or a torch snapshot: pickle or JSON, gzipped or plain."
-        ),
-    ],
+    file: Recording,
     output: Annotated[
         list[Path],
         typer.Option(

@@ -7,45 +7,32 @@ from typing import Annotated
 
 import typer
 
-from vramfit.cli.options import AllocConf
-from vramfit.cli.planner_options import (
-    Budget,
-    DeviceName,
-    Gpu,
-    HostBudget,
-    JsonFile,
-    Margin,
-    OnCard,
-    Sizes,
-    WorkloadName,
-    room_of,
-    sizes_of,
-)
+from vramfit.cli import options
 from vramfit.cli.printing import check_outputs, print_result, showing, wide_console
 
 DOES_NOT_FIT = 3
 
 
 def fit_command(
-    workload: WorkloadName,
-    gpu: Gpu = None,
-    device: DeviceName = None,
-    budget: Budget = None,
-    margin: Margin = None,
-    host_budget: HostBudget = None,
+    workload: options.WorkloadName,
+    gpu: options.Gpu = None,
+    device: options.DeviceName = None,
+    budget: options.Budget = None,
+    margin: options.Margin = None,
+    host_budget: options.HostBudget = None,
     largest: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="The size to make as large as possible.", show_default="the first"),
     ] = None,
-    size: Sizes = None,
+    size: options.Sizes = None,
     plan: Annotated[Path | None, typer.Option(metavar="PLAN.toml", help="Apply this plan first.")] = None,
-    card: OnCard = None,
+    card: options.OnCard = None,
     at_least: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="A gate: end with exit code 3 if less than N fits."),
     ] = None,
-    alloc_conf: AllocConf = None,
-    json: JsonFile = None,
+    alloc_conf: options.AllocConf = None,
+    json: options.JsonFile = None,
 ) -> None:
     """Find the largest batch size, or another size, with which a workload's step fits.
 
@@ -53,7 +40,7 @@ def fit_command(
     machine has one of that kind. The exit code is 3 if not even 1 fits, or less than --at-least.
     """
     check_outputs([("--json", json)])
-    room = room_of(gpu, device, budget, margin, host_budget, alloc_conf)
+    room = options.room_of(gpu, device, budget, margin, host_budget, alloc_conf)
     with showing() as progress:
         from vramfit.planner.planner_run import fit_in_child
 
@@ -61,7 +48,7 @@ def fit_command(
             workload,
             room,
             size=largest,
-            sizes=sizes_of(size or []),
+            sizes=options.sizes_of(size or []),
             plan=plan,
             card=card,
             progress=progress,

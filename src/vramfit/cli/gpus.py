@@ -19,7 +19,7 @@ from vramfit.units import GIB, MIB, format_bytes
 SCHEMA = "vramfit.gpus/1"
 _HEADS = ("GPU", "Architecture", "CC", "Memory", "SMs", "L2", "GB/s", "fp32", "fp16", "Price")
 _TABLE = 100
-"""Columns that the list takes; where there are fewer, each card is told."""
+"""Columns that the table takes; where there are fewer, each card gets a sentence."""
 
 
 def gpus_command(

@@ -7,19 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vramfit.cli.options import AllocConf, size_of, span
-from vramfit.cli.planner_options import (
-    Budget,
-    DeviceName,
-    Gpu,
-    HostBudget,
-    JsonFile,
-    Margin,
-    Sizes,
-    WorkloadName,
-    room_of,
-    sizes_of,
-)
+from vramfit.cli import options
 from vramfit.cli.printing import check_outputs, print_result, showing, wide_console
 from vramfit.errors import UsageError
 
@@ -33,13 +21,13 @@ INTERRUPTED_CODE = 130
 
 
 def plan_command(
-    workload: WorkloadName,
-    gpu: Gpu = None,
-    device: DeviceName = None,
-    budget: Budget = None,
-    margin: Margin = None,
-    host_budget: HostBudget = None,
-    size: Sizes = None,
+    workload: options.WorkloadName,
+    gpu: options.Gpu = None,
+    device: options.DeviceName = None,
+    budget: options.Budget = None,
+    margin: options.Margin = None,
+    host_budget: options.HostBudget = None,
+    size: options.Sizes = None,
     numerics: Annotated[
         str,
         typer.Option(
@@ -66,14 +54,16 @@ def plan_command(
     ] = None,
     time_limit: Annotated[
         float,
-        typer.Option(metavar="SECONDS", min=0.1, help="For one solution of the program.", callback=span),
+        typer.Option(
+            metavar="SECONDS", min=0.1, help="For one solution of the program.", callback=options.span
+        ),
     ] = 10.0,
     search_seconds: Annotated[
         float | None,
         typer.Option(
             metavar="N",
             min=0.1,
-            callback=span,
+            callback=options.span,
             help="For the whole search: the best plan by then is taken.",
             show_default="as long as it takes",
         ),
@@ -81,11 +71,11 @@ def plan_command(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Leave aside what earlier searches for the workload saw.")
     ] = False,
-    alloc_conf: AllocConf = None,
+    alloc_conf: options.AllocConf = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="PLAN.toml", help="Write the plan.")
     ] = None,
-    json: JsonFile = None,
+    json: options.JsonFile = None,
 ) -> None:
     """Find the cheapest set of changes with which a workload trains within a budget.
 
@@ -97,7 +87,7 @@ def plan_command(
     if objective == "price":
         room = _room_for_price(gpu or device or budget or margin, host_budget, alloc_conf)
     else:
-        room = room_of(gpu, device, budget, margin, host_budget, alloc_conf)
+        room = options.room_of(gpu, device, budget, margin, host_budget, alloc_conf)
     with showing() as progress:
         from vramfit.planner.planner_job import PlanOptions
         from vramfit.planner.planner_run import plan_in_child
@@ -106,7 +96,7 @@ def plan_command(
             workload,
             room,
             PlanOptions(
-                sizes=sizes_of(size or []),
+                sizes=options.sizes_of(size or []),
                 numerics=numerics,
                 objective=objective,
                 allow=allow,
@@ -135,7 +125,7 @@ def _room_for_price(given: str | None, host_budget: str | None, alloc_conf: str 
             f"the objective price chooses the card, and {given} was given",
             "Leave --gpu, --device, --budget and --margin out, or take another objective",
         )
-    host_bytes = size_of("--host-budget", host_budget, least=0)
+    host_bytes = options.size_of("--host-budget", host_budget, least=0)
     return budget_for_any_card(MemoryBudget(gpu=None, host_bytes=host_bytes, alloc_conf=alloc_conf))
 
 

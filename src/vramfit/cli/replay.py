@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vramfit.cli.options import check_alloc_conf
+from vramfit.cli.options import Recording, check_alloc_conf
 from vramfit.cli.printing import STANDARD_OUTPUT, check_outputs, write_document
 
 if TYPE_CHECKING:
@@ -21,12 +21,7 @@ REPLAY_SCHEMA = "vramfit.replay/1"
 
 
 def replay_command(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE", help="A trace (.vft) or a torch snapshot: pickle or JSON, gzipped or plain."
-        ),
-    ],
+    file: Recording,
     alloc_conf: Annotated[
         str | None,
         typer.Option(

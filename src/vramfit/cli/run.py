@@ -9,28 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vramfit.cli.against import DEFAULT_TOLERANCE, compare, read_reference
-from vramfit.cli.options import (
-    ASSUMED,
-    COMPARED,
-    WRITTEN,
-    AllocConf,
-    AssumedSizes,
-    Gpus,
-    Module,
-    Page,
-    Profile,
-    Steps,
-    Time,
-    Written,
-    WrittenThrough,
-    check_alloc_conf,
-    gpu_names,
-)
-from vramfit.cli.printing import check_outputs
+from vramfit.cli import options
+from vramfit.cli.printing import apart_from_json, check_outputs
 from vramfit.cli.program import check_source, program_command
-from vramfit.cli.standard_streams import apart_from_json
-from vramfit.cli.where import chosen, run_program
+from vramfit.cli.where import DEFAULT_TOLERANCE, chosen, compare, read_reference, run_program
 from vramfit.errors import UsageError
 from vramfit.launch.limits import limits_from
 from vramfit.virtual.data_dependent.assume import Assume
@@ -56,10 +38,10 @@ def run_command(
         typer.Option(
             metavar="NAME",
             help='The card: "RTX 4090", a size such as 24GiB, or a TOML file.',
-            autocompletion=gpu_names,
+            autocompletion=options.gpu_names,
         ),
     ] = None,
-    gpus: Gpus = 1,
+    gpus: options.Gpus = 1,
     device: Annotated[
         str | None,
         typer.Option(
@@ -71,14 +53,14 @@ def run_command(
         str | None,
         typer.Option(metavar="SIZE", help="Memory that a recorded run may take, such as 2GiB."),
     ] = None,
-    module: Module = None,
-    alloc_conf: AllocConf = None,
-    assume: AssumedSizes = Assume.UPPER,
-    profile: Profile = "auto",
-    steps: Steps = None,
-    time: Time = None,
-    writes: Written = None,
-    writes_through: WrittenThrough = None,
+    module: options.Module = None,
+    alloc_conf: options.AllocConf = None,
+    assume: options.AssumedSizes = Assume.UPPER,
+    profile: options.Profile = "auto",
+    steps: options.Steps = None,
+    time: options.Time = None,
+    writes: options.Written = None,
+    writes_through: options.WrittenThrough = None,
     host_memory: Annotated[
         bool,
         typer.Option(
@@ -91,7 +73,7 @@ def run_command(
         typer.Option(
             metavar="FILE.py",
             help="Stand-ins for compiled kernels of the program (docs/kernels.md).",
-            rich_help_panel=ASSUMED,
+            rich_help_panel=options.ASSUMED,
         ),
     ] = None,
     json: Annotated[
@@ -99,27 +81,28 @@ def run_command(
         typer.Option(
             metavar="FILE",
             help="Write the report as JSON; - is standard output (the program's goes to standard error).",
-            rich_help_panel=WRITTEN,
+            rich_help_panel=options.WRITTEN,
         ),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the memory trace.", rich_help_panel=WRITTEN)
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the memory trace.", rich_help_panel=options.WRITTEN),
     ] = None,
     snapshot: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help="Write a torch memory snapshot, for pytorch.org/memory_viz.",
-            rich_help_panel=WRITTEN,
+            rich_help_panel=options.WRITTEN,
         ),
     ] = None,
-    report: Page = None,
+    report: options.Page = None,
     against: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FILE",
             help="Compare with a real run: its torch snapshot, its memory_stats() as JSON, or both (give it twice).",
-            rich_help_panel=COMPARED,
+            rich_help_panel=options.COMPARED,
         ),
     ] = None,
     against_device: Annotated[
@@ -127,7 +110,7 @@ def run_command(
         typer.Option(
             metavar="N",
             help="The device of that run to compare; by default those of the same index.",
-            rich_help_panel=COMPARED,
+            rich_help_panel=options.COMPARED,
         ),
     ] = None,
     tolerance: Annotated[
@@ -136,7 +119,7 @@ def run_command(
             metavar="T",
             help='How far they may differ, "0.5%" or "50MiB": the exit code is 3 beyond.',
             show_default=DEFAULT_TOLERANCE,
-            rich_help_panel=COMPARED,
+            rich_help_panel=options.COMPARED,
         ),
     ] = None,
 ) -> None:
@@ -160,7 +143,7 @@ def run_command(
         through=writes_through or (),
     )
     limits = limits_from(steps, time)
-    check_alloc_conf(alloc_conf)
+    options.check_alloc_conf(alloc_conf)
     name_kernels(kernels, virtual=gpu is not None)
     outputs = _Outputs(json=json, trace=trace, snapshot=snapshot, report=report)
     outputs.check()
@@ -189,7 +172,7 @@ def run_command(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Outputs:
-    """Files that were asked for; None for those that were not."""
+    """The files to write; None for those that were not requested."""
 
     json: Path | None
     trace: Path | None
@@ -224,7 +207,7 @@ class _Outputs:
 
 
 def _tell(run: Run, found: Reconciliation | None, outputs: _Outputs) -> Verdict:
-    """Judge a run, write what was asked for, and print the report even where something cannot be written."""
+    """Judge a run, write the files, and print the report even where a file cannot be written."""
     from vramfit.analysis import verdict as judge
 
     verdict = judge(run)
@@ -270,7 +253,7 @@ def exit_code(run: Run, verdict: Verdict, found: Reconciliation | None = None) -
 
 
 def _show(run: Run, verdict: Verdict, found: Reconciliation | None, json: Path | None) -> None:
-    """Print the report, as JSON where that was asked for on standard output."""
+    """Print the report, or its JSON where ``--json -`` is given."""
     if json == Path("-"):
         from vramfit.report import json_text
 
@@ -287,7 +270,7 @@ def _show(run: Run, verdict: Verdict, found: Reconciliation | None, json: Path |
 
 
 def _write(run: Run, verdict: Verdict, found: Reconciliation | None, outputs: _Outputs) -> None:
-    """Write the files that were asked for, each whole or not at all."""
+    """Write the requested files, each whole or not at all."""
     from vramfit.report import json_text, write_text
 
     if outputs.json is not None and outputs.json != Path("-"):

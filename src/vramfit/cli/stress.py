@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from vramfit.cli.options import AllocConf, check_alloc_conf, gpu_names, size_of
+from vramfit.cli.options import AllocConf, WorkloadName, card_of, check_alloc_conf, gpu_names, size_of
 from vramfit.cli.printing import check_outputs, print_result, showing, wide_console
 from vramfit.errors import UsageError
-
-if TYPE_CHECKING:
-    from vramfit.analysis._stability import StressReport
 
 DOES_NOT_FIT = 3
 FAILED = 1
 
 
 def stress_command(
-    workload: Annotated[
-        str, typer.Argument(metavar="FILE.py:WORKLOAD", help="The file and the Workload in it.")
-    ],
+    workload: WorkloadName,
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -64,8 +59,24 @@ def stress_command(
 
     The exit code is 3 if it does not fit at its usual sizes, and 1 if it fails there for another reason.
     """
-    _check(json, plot, alloc_conf)
-    report = _run(workload, gpu, device, budget, rounds, vary or [], alloc_conf)
+    check_alloc_conf(alloc_conf)
+    if plot is not None and plot.suffix != ".svg":
+        raise UsageError(f"--plot {plot} is not an SVG file", "Give it a name that ends in .svg")
+    check_outputs((("--json", json), ("--plot", plot)))
+    from vramfit.stress import Vary, stress
+
+    spec = card_of(gpu)
+    with showing() as progress:
+        report = stress(
+            workload,
+            gpu=spec,
+            device=device,
+            budget=size_of("--budget", budget),
+            rounds=rounds,
+            vary=[Vary.parse(text) for text in vary or []],
+            alloc_conf=alloc_conf,
+            progress=progress,
+        )
     from vramfit.report import json_text, print_report, render_stress_svg, write_text
 
     print_result(json, lambda: json_text(report), lambda: print_report(report, console=wide_console()))
@@ -75,40 +86,3 @@ def stress_command(
         from vramfit.analysis._stability import RoundOutcome
 
         raise typer.Exit(DOES_NOT_FIT if report.baseline.outcome is RoundOutcome.OUT_OF_MEMORY else FAILED)
-
-
-def _check(json: Path | None, plot: Path | None, alloc_conf: str | None) -> None:
-    """Find what cannot be read or written before minutes of work."""
-    check_alloc_conf(alloc_conf)
-    if plot is not None and plot.suffix != ".svg":
-        raise UsageError(f"--plot {plot} is not an SVG file", "Give it a name that ends in .svg")
-    check_outputs((("--json", json), ("--plot", plot)))
-
-
-def _run(
-    workload: str,
-    gpu: str | None,
-    device: str | None,
-    budget: str | None,
-    rounds: int | None,
-    vary: list[str],
-    alloc_conf: str | None,
-) -> StressReport:
-    from vramfit.stress import Vary, stress
-
-    spec = None
-    if gpu is not None:
-        from vramfit.gpus import find_gpu
-
-        spec = find_gpu(gpu)
-    with showing() as progress:
-        return stress(
-            workload,
-            gpu=spec,
-            device=device,
-            budget=size_of("--budget", budget),
-            rounds=rounds,
-            vary=[Vary.parse(text) for text in vary],
-            alloc_conf=alloc_conf,
-            progress=progress,
-        )

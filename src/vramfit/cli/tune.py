@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vramfit.cli.options import Recording
 from vramfit.cli.printing import check_outputs, print_result, wide_console
 
 if TYPE_CHECKING:
@@ -15,12 +16,7 @@ if TYPE_CHECKING:
 
 
 def tune_command(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE", help="A trace (.vft) or a torch snapshot: pickle or JSON, gzipped or plain."
-        ),
-    ],
+    file: Recording,
     device: Annotated[
         int | None,
         typer.Option(metavar="N", help="Only this device; by default all of the recording.", min=0),

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vramfit.cli.options import gpu_names, span
-from vramfit.cli.planner_options import JsonFile, OnCard, Sizes, sizes_of
+from vramfit.cli.options import JsonFile, OnCard, Sizes, card_of, gpu_names, sizes_of, span
 from vramfit.cli.printing import check_outputs, print_result, showing, wide_console
 
 BROKEN = 3
@@ -52,7 +51,6 @@ def verify_command(
     """
     check_outputs([("--json", json)])
     with showing() as progress:
-        from vramfit.gpus import find_gpu
         from vramfit.planner.planner_run import VerifyOptions, verify_in_child
 
         found = verify_in_child(
@@ -66,7 +64,7 @@ def verify_command(
                 seconds=seconds,
             ),
             target=workload,
-            gpu=None if gpu is None else find_gpu(gpu),
+            gpu=card_of(gpu),
             progress=progress,
         )
     from vramfit.report import json_text, print_report

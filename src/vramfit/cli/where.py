@@ -1,8 +1,9 @@
-"""Where ``vramfit run`` runs a program: on virtual cards, on the card of this machine, or metered on its CPU."""
+"""Where a program runs (virtual cards, the card of this machine, its CPU), and which real run it is compared with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,11 @@ from vramfit.files.policy import Writes
 from vramfit.virtual.data_dependent.assume import Assume
 
 if TYPE_CHECKING:
+    from vramfit.analysis import Reconciliation, Tolerance
     from vramfit.record.record_run import RecordedRun
-    from vramfit.trace import Run
+    from vramfit.trace import Actual, Run
     from vramfit.virtual.virtual_run import VirtualRun
+
 
 _DEVICES = "Write --device cuda, --device cuda:1 or --device cpu"
 
@@ -98,3 +101,55 @@ def _device(text: str | None) -> str:
     if not known:
         raise UsageError(f"--device {text} cannot be recorded", _DEVICES)
     return text
+
+
+DEFAULT_TOLERANCE = "1%"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """The run to compare with, read before the program starts: a wrong file should not cost a run."""
+
+    actual: Actual
+    device: int | None
+    tolerance: Tolerance
+
+    def reconcile(self, run: Run) -> Reconciliation:
+        """Compare a prediction with it.
+
+        Raises:
+            UsageError: the two have no device in common.
+        """
+        from vramfit.analysis import reconcile
+
+        return reconcile(run, self.actual, device=self.device, tolerance=self.tolerance)
+
+
+def compare(reference: Reference | None, run: Run) -> tuple[Reconciliation | None, UsageError | None]:
+    """The comparison, or why there can be none: the run's own report should not be lost by that."""
+    if reference is None:
+        return None, None
+    try:
+        return reference.reconcile(run), None
+    except UsageError as error:
+        return None, error
+
+
+def read_reference(files: Sequence[Path], device: int | None, tolerance: str | None) -> Reference | None:
+    """Read what the options name; None where there is nothing to compare with.
+
+    Raises:
+        UsageError: a file or an option cannot be used, or options stand without ``--against``.
+    """
+    if not files:
+        if device is not None or tolerance is not None:
+            option = "--tolerance" if device is None else "--against-device"
+            raise UsageError(f"{option} has nothing to compare with", "Name the real run: --against SNAPSHOT")
+        return None
+    from vramfit.analysis import Tolerance, check_device
+    from vramfit.trace import read_actual
+
+    bound = Tolerance.parse(DEFAULT_TOLERANCE if tolerance is None else tolerance)
+    actual = read_actual(*files)
+    check_device(actual, device)
+    return Reference(actual=actual, device=device, tolerance=bound)

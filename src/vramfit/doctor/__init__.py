@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from vramfit.doctor.checks import diagnose
-from vramfit.doctor.facts import Facts
-from vramfit.doctor.findings import Diagnosis, Finding, Severity
+from vramfit.doctor.facts import Diagnosis, Facts, Finding, Severity
 from vramfit.doctor.gathering import gather
 
 __all__ = ["Diagnosis", "Facts", "Finding", "Severity", "diagnose", "gather"]

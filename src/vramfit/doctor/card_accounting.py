@@ -10,20 +10,20 @@ from vramfit.doctor.facts import Card, Facts, Process, TorchDevice
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CardAccount:
-    """One card while a process of ours held a context and one tensor on it. Bytes; None is what nobody tells.
+    """One card while a process of ours held a context and one tensor on it. Bytes; None where unknown.
 
     ``total = driver_reserved + others + own_context + own_reserved + unaccounted + free``. Where processes share
     memory, so that their figures sum to more than is used, nothing is unaccounted and the sum exceeds the total.
 
     Attributes:
-        index: of the driver.
+        index: the driver's index of the card.
         torch_index: of torch, None if torch does not see it.
         total: all memory, as the driver counts.
         driver_reserved: kept by driver and firmware.
-        others: of other processes, as far as each is told.
+        others: bytes of other processes, as far as the driver reports them.
         processes: these processes.
         own_context: the CUDA context of the process that asked: what the card lost to it less its allocator's.
-        own_reserved: what its allocator held.
+        own_reserved: bytes that its allocator held.
         unaccounted: used by nobody whom the driver names.
         free: as ``torch.cuda.mem_get_info`` says, or the driver where torch does not see the card.
         torch_total: ``torch.cuda.mem_get_info``: what a program can at most have, with its context.
@@ -41,11 +41,6 @@ class CardAccount:
     unaccounted: int
     free: int
     torch_total: int | None
-
-    @property
-    def accounted(self) -> int:
-        """Bytes of which it is known whose they are."""
-        return self.total - self.unaccounted
 
 
 def accounts(facts: Facts) -> tuple[CardAccount, ...]:

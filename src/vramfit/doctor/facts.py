@@ -1,8 +1,8 @@
-"""What was found out about a machine: plain values, in bytes, from which every finding is drawn. No torch."""
+"""Facts about a machine, from which findings are drawn, and what a finding is: plain values. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -42,7 +42,7 @@ class MigInstance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """A card as the driver sees it. None is what the driver does not tell.
+    """A card as the driver sees it. None is what the driver does not report.
 
     Attributes:
         index: in the driver's order, that of the PCI bus.
@@ -79,8 +79,8 @@ class NvidiaDriver:
     """The NVIDIA driver and its cards.
 
     Attributes:
-        tool: who told.
-        version: of the driver.
+        tool: what answered.
+        version: version of the driver.
         cuda_version: the newest CUDA that it serves.
     """
 
@@ -266,3 +266,96 @@ RELEVANT = (
     "TMPDIR",
 )
 """Variables that decide about memory."""
+
+
+class Severity(Enum):
+    """How much a finding weighs."""
+
+    OK = "ok"
+    """As it should be."""
+    INFO = "info"
+    """Worth knowing; nothing to do."""
+    WARNING = "warning"
+    """Costs memory or time, or will surprise."""
+    ERROR = "error"
+    """Programs fail, or do not use the card."""
+
+    @property
+    def rank(self) -> int:
+        """0 for the lightest."""
+        return list(Severity).index(self)
+
+
+class FindingArea(Enum):
+    """What a finding is about; the order of the report."""
+
+    TORCH = "torch"
+    DRIVER = "driver"
+    CARDS = "cards"
+    VISIBILITY = "visible devices"
+    ALLOCATOR = "allocator settings"
+    HOST = "host"
+    VIRTUAL = "virtual GPU"
+
+    def ok(self, check: str, finding: str) -> Finding:
+        """A finding that all is as it should be."""
+        return Finding(check=check, area=self, severity=Severity.OK, finding=finding)
+
+    def info(self, check: str, finding: str, *, why: str, fix: str) -> Finding:
+        """A finding that is worth knowing."""
+        return Finding(check=check, area=self, severity=Severity.INFO, finding=finding, why=why, fix=fix)
+
+    def warning(self, check: str, finding: str, *, why: str, fix: str) -> Finding:
+        """A finding that costs memory or time."""
+        return Finding(check=check, area=self, severity=Severity.WARNING, finding=finding, why=why, fix=fix)
+
+    def error(self, check: str, finding: str, *, why: str, fix: str) -> Finding:
+        """A finding that makes programs fail."""
+        return Finding(check=check, area=self, severity=Severity.ERROR, finding=finding, why=why, fix=fix)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that decides about memory on this machine.
+
+    Attributes:
+        check: the short name of what was looked at; stays the same from version to version.
+        area: what it belongs to.
+        severity: its weight.
+        finding: what is so, in one line.
+        why: what it does to memory or to the program; empty for what is as it should be.
+        fix: what to do; empty where there is nothing to do.
+    """
+
+    check: str
+    area: FindingArea
+    severity: Severity
+    finding: str
+    why: str = ""
+    fix: str = ""
+
+
+Check = Callable[[Facts], Iterable[Finding]]
+"""A pure function: what it finds in the facts, nothing where it does not apply."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosis:
+    """The facts of a machine, and what they say.
+
+    Attributes:
+        facts: what was found out.
+        findings: the heaviest first, then by area.
+    """
+
+    facts: Facts
+    findings: tuple[Finding, ...]
+
+    @property
+    def worst(self) -> Severity:
+        """The weight of the heaviest finding."""
+        return max((finding.severity for finding in self.findings), key=lambda s: s.rank, default=Severity.OK)
+
+    def of(self, severity: Severity) -> tuple[Finding, ...]:
+        """The findings of one weight."""
+        return tuple(finding for finding in self.findings if finding.severity is severity)

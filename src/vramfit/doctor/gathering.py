@@ -19,9 +19,6 @@ from vramfit.doctor.probe import DriverAnswer, ProbeJob, Question, VirtualAnswer
 from vramfit.launch.job import result_of
 from vramfit.launch.starting import answer, python_command
 
-# -- Reads what the operating system tells of memory: /proc, control groups, limits, file systems. No torch.
-
-
 _NO_LIMIT = 1 << 60
 """Control groups of version 1 write the largest page-aligned int64 for no limit."""
 
@@ -209,11 +206,13 @@ def gather(
     tell("the driver and its cards")
     driver, driver_error = _driver(timeout)
     tell("torch and what it sees")
-    torch, torch_error = _torch(timeout)
+    torch, torch_error = _ask(Question.TORCH, Torch, timeout)
     virtual_error: str | None = None
     if torch is not None:
         tell("the virtual GPU")
-        virtual_error = _virtual(timeout)
+        virtual, virtual_error = _ask(Question.VIRTUAL, VirtualAnswer, timeout)
+        if virtual is not None:
+            virtual_error = virtual.error
     return Facts(
         host=read_host(root),
         container=read_container(root),
@@ -229,15 +228,6 @@ def gather(
 def _driver(timeout: float) -> tuple[NvidiaDriver | None, str]:
     told, failure = _ask(Question.DRIVER, DriverAnswer, timeout)
     return (None, failure) if told is None else (told.driver, told.error)
-
-
-def _torch(timeout: float) -> tuple[Torch | None, str]:
-    return _ask(Question.TORCH, Torch, timeout)
-
-
-def _virtual(timeout: float) -> str:
-    told, failure = _ask(Question.VIRTUAL, VirtualAnswer, timeout)
-    return failure if told is None else told.error
 
 
 def _ask(question: Question, kind: type[Answer], timeout: float) -> tuple[Answer | None, str]:

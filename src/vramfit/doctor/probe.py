@@ -62,13 +62,13 @@ def query_driver() -> tuple[NvidiaDriver | None, str]:
     except ImportError:
         pass
     else:
-        from vramfit.doctor.nvml import query_nvml
+        from vramfit.doctor.nvidia import query_nvml
 
         try:
             return query_nvml(pynvml), ""
         except pynvml.NVMLError as error:
             reason = f"NVML: {error}"
-    from vramfit.doctor.smi import SmiError, query_smi
+    from vramfit.doctor.nvidia import SmiError, query_smi
 
     try:
         return query_smi(), ""

@@ -1,4 +1,4 @@
-"""The extension for IPython and notebooks, ``%load_ext vramfit``: the cell magic ``%%vram``, and traces that show
+"""The extension for IPython and notebooks, ``%load_ext vramfit``: the cell magic ``%%vram``, and recordings that show
 themselves.
 
 Results of ``vramfit.run`` and ``vramfit.track`` show themselves without it. It does the same for bare traces and runs,
@@ -8,22 +8,194 @@ scripts. IPython itself is not imported: it calls what stands here with its shel
 
 from __future__ import annotations
 
-from typing import Any
+import argparse
+import ast
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, Protocol
 
 from vramfit.analysis import verdict
-from vramfit.integrations.cell_magic import CellMagic
+from vramfit.api.programs import Report
+from vramfit.errors import UsageError, VramfitError
 from vramfit.report.html.page import run_summary, trace_summary
 from vramfit.trace import MemoryTrace, Run
 
 _HTML = "text/html"
 _MAGIC = "vram"
+_USAGE = (
+    "It is written %%vram [--gpu NAME] [--gpus N] [--device cuda|cpu] [--budget SIZE] [--alloc-conf CONF] "
+    "[-o VARIABLE]"
+)
+
+
+class _Source(Protocol):
+    """What measures a block: a virtual GPU or a recording."""
+
+    @property
+    def report(self) -> Report: ...
+    def __enter__(self) -> object: ...
+    def __exit__(self, *error: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CellMagic:
+    """``%%vram [--gpu NAME] [--gpus N] [--device D] [--budget SIZE] [--alloc-conf S] [-o VARIABLE]``.
+
+    Runs the cell as IPython does, in the user's variables, and shows below it what it held: one output, with the
+    timeline in a notebook and as text in a terminal. With ``--gpu`` the cell runs on a virtual GPU and computes
+    nothing; what it makes holds no values, and what earlier cells made is not on the virtual card. Without, it runs
+    for real and is recorded: on this machine's card, or on its CPU, metered.
+
+    Args:
+        shell: IPython's.
+    """
+
+    shell: Any
+
+    @property
+    def __name__(self) -> str:
+        """What IPython lists it by."""
+        return _MAGIC
+
+    def __call__(self, line: str, cell: str) -> Any:
+        """Run a cell; its last expression is the value, as without the magic.
+
+        Args:
+            line: what follows ``%%vram``.
+            cell: the lines below.
+        """
+        __tracebackhide__ = True  # IPython leaves such frames out: the cell's own are what matters
+        with self._told():
+            options = _options(line)
+            source = _source(options)
+            code = self._compiled(cell)
+        name = f"In [{self.shell.execution_count}]"
+        entered = False
+        try:
+            with self._entered(source):
+                entered = True
+                return self._run(*code)
+        finally:
+            if entered:
+                found = source.report
+                found = replace(found, run=replace(found.run, program=(name,)))
+                if options.output:
+                    self.shell.user_ns[options.output] = found
+                self._show(found)
+
+    @contextmanager
+    def _entered(self, source: _Source) -> Iterator[None]:
+        """A block that lets through what the cell raises; what cannot begin is reported in a line."""
+        with self._told():
+            source.__enter__()
+        try:
+            yield
+        except BaseException as error:
+            source.__exit__(type(error), error, error.__traceback__)
+            raise
+        source.__exit__(None, None, None)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Let IPython show an error of ours in a line, without its stack."""
+        try:
+            yield
+        except VramfitError as error:
+            text = f"{error.message}. {error.hint}" if error.hint else error.message
+            try:
+                from IPython.core.error import UsageError as Shown
+            except ImportError:  # another shell of the same interface
+                raise error from None
+            raise Shown(text) from None
+
+    def _compiled(self, cell: str) -> tuple[Any, Any]:
+        """All statements, and the last expression where the cell ends with one; as IPython compiles its cells."""
+        shell = self.shell
+        source = shell.transform_cell(cell)
+        file = shell.compile.cache(source)  # so that stacks name the lines of the cell
+        tree = shell.transform_ast(shell.compile.ast_parse(source, filename=file))
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        try:
+            statements = shell.compile(tree, file, "exec")
+            value = None if last is None else shell.compile(ast.Expression(last.value), file, "eval")
+        except SyntaxError as error:
+            if "outside" in str(error) and ("await" in str(error) or "async" in str(error)):
+                raise UsageError(
+                    "%%vram runs no cell that awaits outside of a function",
+                    "Put `with vramfit.track() as trace:` around the part that is to be measured",
+                ) from None
+            raise
+        return statements, value
+
+    def _run(self, statements: Any, value: Any) -> Any:
+        __tracebackhide__ = True
+        shell = self.shell
+        exec(statements, shell.user_global_ns, shell.user_ns)
+        return None if value is None else eval(value, shell.user_global_ns, shell.user_ns)
+
+    def _show(self, report: Report) -> None:
+        """One output: in a notebook its summary, whose text is a line; in a terminal the report."""
+        formatter = self.shell.display_formatter
+        if _HTML not in formatter.active_types:
+            report.print()
+            return
+        data, metadata = formatter.format(report)
+        self.shell.display_pub.publish(data, metadata)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises what is wrong with the line, instead of leaving the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"%%vram: {message}", _USAGE)
+
+
+def _options(line: str) -> argparse.Namespace:
+    """Read what follows ``%%vram``.
+
+    Raises:
+        UsageError: the line cannot be read, or two options contradict each other.
+    """
+    parser = _Parser(prog="%%vram", add_help=False, allow_abbrev=False)
+    parser.add_argument("--gpu", metavar="NAME")
+    parser.add_argument("--gpus", metavar="N", type=int, default=1)
+    parser.add_argument("--device", metavar="cuda|cpu")
+    parser.add_argument("--budget", metavar="SIZE")
+    parser.add_argument("--alloc-conf", metavar="CONF")
+    parser.add_argument("-o", "--output", metavar="VARIABLE")
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise UsageError(f"%%vram: {error}", 'Quote names with spaces: --gpu "RTX 4090"') from None
+    found = parser.parse_args(words)
+    if found.gpu is not None and (found.device is not None or found.budget is not None):
+        raise UsageError(
+            "--device and --budget are for recording the cell for real, --gpu for a virtual GPU", "Give one"
+        )
+    if found.gpu is None and found.gpus != 1:
+        raise UsageError("--gpus is for virtual GPUs", "Choose one with --gpu NAME")
+    if found.output is not None and not found.output.isidentifier():
+        raise UsageError(f"-o {found.output} is not the name of a variable", "Write it as -o report")
+    return found
+
+
+def _source(options: argparse.Namespace) -> _Source:
+    if options.gpu is not None:
+        from vramfit.api.in_process import VirtualGPU
+
+        return VirtualGPU(options.gpu, gpus=options.gpus, alloc_conf=options.alloc_conf)
+    from vramfit.api.tracking import Track
+
+    return Track(device=options.device, budget=options.budget, alloc_conf=options.alloc_conf)
 
 
 def load_ipython_extension(shell: Any) -> None:
     """Add the magic and begin to show traces and runs; IPython calls it for ``%load_ext``."""
     formatter = shell.display_formatter.formatters[_HTML]
     formatter.for_type(MemoryTrace, trace_summary)
-    formatter.for_type(Run, _run)
+    formatter.for_type(Run, lambda run: run_summary(run, verdict(run)))
     shell.register_magic_function(CellMagic(shell), magic_kind="cell", magic_name=_MAGIC)
 
 
@@ -33,7 +205,3 @@ def unload_ipython_extension(shell: Any) -> None:
     for kind in (MemoryTrace, Run):
         formatter.pop(kind, None)
     shell.magics_manager.magics["cell"].pop(_MAGIC, None)
-
-
-def _run(run: Run) -> str:
-    return run_summary(run, verdict(run))

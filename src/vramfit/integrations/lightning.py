@@ -242,7 +242,7 @@ class _LightningTraining:
 
 
 class _Logs:
-    """Makes one value of those that the pieces of a batch log under one name.
+    """Combines the values that the pieces of a batch log under one name.
 
     A mean is taken over the pieces by their weights, and the loss itself adds up as the losses do. Metrics that keep
     their own state, and sums, smallest and largest values over an epoch, are logged piece by piece as they come.

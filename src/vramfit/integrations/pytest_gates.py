@@ -26,7 +26,7 @@ NO_LEAK = "no_vram_leak"
 FIXTURE = "vram"
 _HERE = str(Path(__file__).resolve().parents[1])
 LEAST_ROUNDS = 5
-"""Rounds after the warm-up from which growth can be told from chance (see vramfit.analysis.leaks)."""
+"""Fewest rounds after the warm-up that distinguish growth from chance (see vramfit.analysis.leaks)."""
 _WARM_UP = 1  # after the first time, which warms up as well
 _WIDTH = 100
 

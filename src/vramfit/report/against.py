@@ -25,7 +25,7 @@ from vramfit.analysis.reconciliation import (
 from vramfit.analysis.requests import RequestLabel
 from vramfit.report.folding import NARROW, broken
 from vramfit.report.rendering import Destination, json_values, printer
-from vramfit.report.text import each, elide_left, print_lines, relative, short_op
+from vramfit.report.text import each, elide_left, print_lines, relative, short_op, signed
 from vramfit.trace import Frame
 from vramfit.units import format_bytes
 
@@ -94,7 +94,7 @@ class _ReconciliationReport:
             yield from self.allocated(allocated, main, device.when)
 
     def allocated(self, allocated: Comparison, reserved: Comparison | None, when: When) -> Iterator[Text]:
-        """The allocated bytes, in parts only where those of the reserved bytes do not tell the same already."""
+        """The allocated bytes, with only those parts that differ from the parts of the reserved bytes."""
         told = {} if reserved is None else {part.part: part.difference for part in reserved.parts}
         for part in allocated.parts:
             if part.difference and told.get(part.part) != part.difference:
@@ -248,7 +248,7 @@ def _share(found: Comparison) -> str:
 
 
 def _signed(amount: int) -> str:
-    return _SAME if not amount else f"{'+' if amount > 0 else ''}{format_bytes(amount)}"
+    return signed(amount) if amount else _SAME
 
 
 def _requests(found: StreamComparison) -> str:

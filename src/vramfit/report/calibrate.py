@@ -11,9 +11,10 @@ from vramfit.calibrate.calibration_result import Calibration
 from vramfit.calibrate.compare import OpComparison, OpVerdict, Tally
 from vramfit.calibrate.records import OpRecord, to_text
 from vramfit.gpus.measured_profile import Rates
+from vramfit.plain import to_plain
 from vramfit.report.folding import table
 from vramfit.report.rendering import Destination, json_values, printer
-from vramfit.report.text import print_lines
+from vramfit.report.text import print_lines, signed
 from vramfit.units import format_bytes
 
 SCHEMA = "vramfit.calibrate/1"
@@ -133,7 +134,7 @@ def _disagreements(found: list[OpComparison]) -> Iterator[Text]:
     yield Text(f"Disagreements ({len(found)}; the card's bytes less the predicted ones)", style="bold")
     for comparison in found[:_SHOWN]:
         yield Text.assemble(
-            f"{_signed(comparison.difference):>12}  ",
+            f"{signed(comparison.difference):>12}  ",
             (comparison.verdict.value, _VERDICT_STYLES.get(comparison.verdict, "")),
             f"  {comparison.op}  ",
             (comparison.case, "dim"),
@@ -144,10 +145,6 @@ def _disagreements(found: list[OpComparison]) -> Iterator[Text]:
                 yield Text(f"              {name} {_steps(record)}")
     if len(found) > _SHOWN:
         yield Text(f"and {len(found) - _SHOWN} more: --json FILE has them all")
-
-
-def _signed(count: int) -> str:
-    return f"+{format_bytes(count)}" if count > 0 else format_bytes(count)
 
 
 def _steps(record: OpRecord) -> str:
@@ -213,7 +210,7 @@ def _json_values(found: Calibration, profile: str | None) -> dict[str, Any]:
         "all": _tally(found.total),
         "families": {tally.name: _tally(tally) for tally in found.families},
         "first_uses": _first_uses(found),
-        "rates": None if found.rates is None else _rates(found.rates),
+        "rates": to_plain(found.rates),
         "disagreements": [_comparison(comparison) for comparison in found.disagreements],
         "cases": [
             {
@@ -257,16 +254,6 @@ def _first_uses(found: Calibration) -> list[dict[str, Any]]:
         }
         for growth in found.growths
     ]
-
-
-def _rates(rates: Rates) -> dict[str, Any]:
-    return {
-        "flops": dict(rates.flops),
-        "bandwidth": rates.bandwidth,
-        "launch_seconds": rates.launch_seconds,
-        "to_card": dict(rates.to_card),
-        "to_host": dict(rates.to_host),
-    }
 
 
 def _comparison(comparison: OpComparison) -> dict[str, Any]:

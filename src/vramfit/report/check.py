@@ -11,9 +11,8 @@ from rich.text import Text
 from vramfit.analysis import Bound, Gate, PeakState, Quantity, TraceDiff
 from vramfit.report.diff import DiffLines
 from vramfit.report.rendering import Destination, json_values, printer, to_json
-from vramfit.report.run_words import ending_words
 from vramfit.report.sections import Sections
-from vramfit.report.text import print_lines, relative
+from vramfit.report.text import ending_words, print_lines, relative
 from vramfit.trace import OomReport
 from vramfit.trace.outcome import UNTOLD, Progress
 from vramfit.units import format_bytes

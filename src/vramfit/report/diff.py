@@ -13,7 +13,7 @@ from vramfit.analysis import NAMES, Change, HoldingChange, Pair, PeakState, Trac
 from vramfit.report.folding import NARROW, broken
 from vramfit.report.json_report import frame_to_json
 from vramfit.report.rendering import Destination, json_values, printer
-from vramfit.report.text import elide_left, print_lines, relative, short_op
+from vramfit.report.text import elide_left, print_lines, relative, short_op, signed
 from vramfit.trace import Category, Frame
 from vramfit.units import format_bytes
 
@@ -97,7 +97,7 @@ class DiffLines:
         before, after, difference = (
             format_bytes(pair.before),
             format_bytes(pair.after),
-            _signed(pair.difference),
+            signed(pair.difference),
         )
         if self.width < _ROW:
             change = f"{difference}, {share}" if share else difference
@@ -123,10 +123,10 @@ class DiffLines:
             yield Text("What changed", style="bold")
             yield from self.changes(alike[:_MOST_CHANGES])
         if rest := alike[_MOST_CHANGES:]:
-            left = _signed(sum(change.size.difference for change in rest))
+            left = signed(sum(change.size.difference for change in rest))
             yield Text(f"  {left:>{_SIGNED}}  in {len(rest)} smaller changes", style="bright_black")
         if one.omitted.before or one.omitted.after:
-            text = f"  {_signed(one.omitted.difference):>{_SIGNED}}  in what the reports do not list"
+            text = f"  {signed(one.omitted.difference):>{_SIGNED}}  in what the reports do not list"
             yield Text(text, style="bright_black")
         yield from self.table("Modules", one.modules, _MOST_MODULES)
         yield from self.table("Phases, highest allocated", one.phases, _MOST_MODULES)
@@ -151,11 +151,11 @@ class DiffLines:
         for change, (count, shape, op, where) in zip(changes, cells, strict=True):
             word, style = _SIGNS[change.change]
             if told:
-                size = (f"  {_signed(change.size.difference)}", style)
+                size = (f"  {signed(change.size.difference)}", style)
                 facts = ", ".join(filter(None, (count, shape, op, where)))
                 yield from broken(Text.assemble(size, f" {word} {facts}"), self.width, indent=4)
                 continue
-            line = Text.assemble((f"  {_signed(change.size.difference):>{_SIGNED}}", style), f"  {word:<5}")
+            line = Text.assemble((f"  {signed(change.size.difference):>{_SIGNED}}", style), f"  {word:<5}")
             line.append(f"{count:<{several}}  " if several else "")
             for text, width in zip((Text(shape), Text(op)), widths, strict=True):
                 if width:
@@ -255,10 +255,6 @@ def _shapes(before: str, after: str) -> str:
         return f"{before}→{after}"
     joined = (one if one == two else f"{one}→{two}" for one, two in zip(ours, theirs, strict=True))
     return f"{kinds[0]}[{','.join(joined)}]"
-
-
-def _signed(size: int) -> str:
-    return f"+{format_bytes(size)}" if size > 0 else format_bytes(size)
 
 
 @json_values.register(Sequence)

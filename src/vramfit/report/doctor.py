@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.text import Text
 
 from vramfit.doctor.card_accounting import CardAccount, account_lines, accounts
-from vramfit.doctor.findings import Diagnosis, Finding, Severity
+from vramfit.doctor.facts import Diagnosis, Finding, Severity
 from vramfit.plain import to_plain
+from vramfit.report.folding import broken
 from vramfit.report.rendering import Destination, json_values, printer
+from vramfit.report.text import print_lines
 from vramfit.units import format_bytes
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 SCHEMA = "vramfit.doctor/1"
 
@@ -33,7 +34,7 @@ def _json_values(diagnosis: Diagnosis) -> dict[str, Any]:
         "schema": SCHEMA,
         "worst": diagnosis.worst.value,
         "counts": {severity.value: len(diagnosis.of(severity)) for severity in Severity},
-        "findings": [_finding(finding) for finding in diagnosis.findings],
+        "findings": to_plain(diagnosis.findings),
         "cards": [_account(account) for account in accounts(diagnosis.facts)],
         "facts": to_plain(diagnosis.facts),
     }
@@ -42,17 +43,11 @@ def _json_values(diagnosis: Diagnosis) -> dict[str, Any]:
 @printer.register(Diagnosis)
 def _print(diagnosis: Diagnosis, *, to: Destination) -> None:
     """Print the findings, the heaviest first, then where each card's bytes are."""
-    from vramfit.report.text import print_lines
-
     width = min(to.console.width, _WIDEST)
     print_lines(to.console, _all_lines(diagnosis, width), width)
 
 
 def _all_lines(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
-    from rich.text import Text
-
-    from vramfit.report.folding import broken
-
     for finding in diagnosis.findings:
         if finding.severity is not Severity.OK:
             for line in _lines(finding):
@@ -70,8 +65,6 @@ def _all_lines(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
 
 
 def _lines(finding: Finding) -> Iterator[Text]:
-    from rich.text import Text
-
     yield Text.assemble(
         (finding.severity.value, _STYLES[finding.severity]),
         f"  {finding.area.value}: ",
@@ -84,8 +77,6 @@ def _lines(finding: Finding) -> Iterator[Text]:
 
 
 def _account_lines(account: CardAccount) -> Iterator[Text]:
-    from rich.text import Text
-
     seen = "not seen by torch" if account.torch_index is None else f"cuda:{account.torch_index}"
     yield Text(f"GPU {account.index}, {account.name} ({seen})", style="bold")
     rows = [*account_lines(account), ("total", account.total)]
@@ -100,17 +91,6 @@ def _summary(diagnosis: Diagnosis) -> str:
         for severity in (Severity.ERROR, Severity.WARNING)
     ]
     return f"{', '.join(counted)}; {len(diagnosis.of(Severity.OK))} as it should be"
-
-
-def _finding(finding: Finding) -> dict[str, Any]:
-    return {
-        "check": finding.check,
-        "area": finding.area.value,
-        "severity": finding.severity.value,
-        "finding": finding.finding,
-        "why": finding.why,
-        "fix": finding.fix,
-    }
 
 
 def _account(account: CardAccount) -> dict[str, Any]:

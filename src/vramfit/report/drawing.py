@@ -68,7 +68,7 @@ class Drawing:
     """Shapes on a white ground, painted one over the other.
 
     Attributes:
-        width, height: in units of 1/96 inch.
+        width, height: size in units of 1/96 inch.
         title: what the drawing is.
         description: what it shows, for readers who do not see it.
         shapes: what is on it.

@@ -26,13 +26,13 @@ _SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """What `vramfit explain` tells of one device.
+    """What `vramfit explain` shows of one device.
 
     Attributes:
-        run: what happened.
-        verdict: what is to be said about it; its deciding card is the device explained.
+        run: the run.
+        verdict: its verdict; the deciding card is the device explained.
         peaks: the local peaks.
-        leaks: what grows from step to step; None where that was not asked.
+        leaks: what grows from step to step; None where that was not searched for.
     """
 
     run: Run
@@ -71,7 +71,7 @@ class _ExplainReport(Sections):
             yield from LeakLines(self.width, self.root).lines(found.leaks)
 
     def headline(self, found: Explanation) -> Iterator[Text]:
-        """What was recorded, and what it came to."""
+        """What was recorded, and its peaks."""
         run, device = found.run, found.verdict.device
         name = " ".join(run.program) or "the trace"
         where = f" (GPU {device.index})" if len(run.devices) > 1 or device.index > 0 else ""

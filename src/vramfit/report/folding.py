@@ -10,7 +10,7 @@ from rich.cells import cell_len, chop_cells
 from rich.text import Text
 
 NARROW = 60
-"""Columns below which rows are told rather than lined up, and indents are short."""
+"""Columns below which rows are written as sentences instead of aligned, and indents are short."""
 _DEEPEST = 4
 """Characters of indent on a narrow terminal."""
 _BOUND = re.compile(
@@ -120,11 +120,11 @@ def table(
     that is not enough, each row is told below its name.
 
     Args:
-        heads: of the columns.
+        heads: heads of the columns.
         rows: their cells. The first column is text, folded between words and after commas; the others are figures.
-        width: of the terminal.
+        width: width of the terminal.
         most: characters from which such a word is broken itself rather than the table given up.
-        notes: what is to be said of each row, behind it where there is room.
+        notes: a remark on each row, behind it where there is room.
     """
     notes = notes or [Text()] * len(rows)
     longest = min(most, max((part.cell_len for row in rows for part in _parts(row[0])), default=0))

@@ -61,7 +61,7 @@ class Material:
         return judge(self.run) if self.judged is None else self.judged
 
     def pictured(self) -> int:
-        """The device that is asked for, else the one with the most reserved bytes."""
+        """The chosen device, else the one with the most reserved bytes."""
         if self.device is not None:
             return self.device
         trace = self.trace

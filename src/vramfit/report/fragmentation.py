@@ -71,7 +71,7 @@ class _FragmentationReport(Sections):
         yield from self.largest(found)
 
     def sum(self, found: FragmentationCauses) -> Iterator[Text]:
-        """How much of what is reserved nobody asked for."""
+        """How many reserved bytes no request asked for."""
         reserved = found.fragmentation.reserved
         spare = max(0, reserved - found.requested)
         share = f" ({100 * spare / reserved:.1f} %)" if reserved else ""
@@ -89,7 +89,7 @@ class _FragmentationReport(Sections):
         )
 
     def cause(self, cause: FragmentationCause, told: set[Remedy]) -> Iterator[Text]:
-        """One cause with its evidence and what helps; remedies that were ``told`` before only by name."""
+        """One cause with its evidence and remedies; remedies that were ``told`` before appear by name only."""
         indent = SIZE + 4
         head = Text.assemble((f"  {format_bytes(cause.bytes):>{SIZE}}  ", "bold"), cause.kind.value)
         yield from self.wrapped(head, indent=indent)

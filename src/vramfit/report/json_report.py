@@ -17,8 +17,9 @@ from vramfit.analysis import (
     growth,
     phases,
 )
+from vramfit.plain import to_plain
 from vramfit.report.rendering import json_values, to_json
-from vramfit.trace import Category, Frame, OomReport, Run, StillToCome
+from vramfit.trace import Category, Frame, OomReport, Run
 from vramfit.trace.outcome import HostMemory, Progress
 
 SCHEMA = "vramfit.run/1"
@@ -70,15 +71,7 @@ def _json_values(run: Run, verdict: Verdict, against: Reconciliation | None = No
         "seconds_simulated": run.seconds_simulated,
         "seconds_wall": run.seconds_wall,
         "ops": run.ops,
-        "warnings": [
-            {
-                "code": warning.code,
-                "message": warning.message,
-                "location": warning.location,
-                "count": warning.count,
-            }
-            for warning in run.warnings
-        ],
+        "warnings": to_plain(run.warnings),
         "files": _files(run),
         "modules": _modules(breakdown.modules),
         "tensors": [group_to_json(group) for group in breakdown.tensors],
@@ -214,21 +207,9 @@ def _oom(oom: OomReport, verdict: Verdict) -> dict[str, Any]:
         "handled": oom.handled,
         "why": list(verdict.why),
         "advice": list(verdict.advice),
-        "to_come": None if oom.to_come is None else _to_come(oom.to_come),
+        "to_come": to_plain(oom.to_come),
         "any_batch": verdict.any_batch if ended else None,
         "holders": holders,
-    }
-
-
-def _to_come(come: StillToCome) -> dict[str, Any]:
-    return {
-        "training": come.training,
-        "building": come.building,
-        "stepping": come.stepping,
-        "parameters_bytes": come.parameters_bytes,
-        "gradients_bytes": come.gradients_bytes,
-        "states_bytes": come.states_bytes,
-        "optimizers": list(come.optimizers),
     }
 
 

@@ -152,7 +152,7 @@ class LeakLines(Sections):
             yield Text(text, style="bright_black")
 
     def sawteeth(self, report: LeakReport) -> Iterator[Text]:
-        """What is freed at one blow."""
+        """What is freed all at once."""
         yield self.heading(
             "Freed at one blow", "no leak: reference cycles until they are collected, lists emptied"
         )

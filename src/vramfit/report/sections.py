@@ -43,14 +43,14 @@ SIZE = 10
 _EACH = 16
 """Columns of the number of blocks and the size of one."""
 _LEAST_OP = 6
-"""Columns below which an operator's name tells nothing."""
+"""Columns below which an operator's name is unreadable."""
 
 
 class Sections:
     """The parts of a report for one width.
 
     Args:
-        width: of the terminal, in characters; more than 140 are not used.
+        width: width of the terminal in characters; more than 140 are not used.
         root: the user's folder; file names below it are shown relative to it.
     """
 

@@ -9,6 +9,7 @@ from xml.sax.saxutils import escape
 from rich.text import Text
 
 from vramfit.analysis._stability import Limit, LimitReason, Round, RoundOutcome, StressReport, Trend
+from vramfit.plain import to_plain
 from vramfit.report.folding import broken, table
 from vramfit.report.rendering import Destination, json_values, printer
 from vramfit.report.text import print_lines, seconds
@@ -235,15 +236,7 @@ def _json_values(report: StressReport) -> dict[str, Any]:
             "ooms": found.ooms,
             "ooms_by_history": found.ooms_by_history,
         },
-        "warnings": [
-            {
-                "code": warning.code,
-                "message": warning.message,
-                "location": warning.location,
-                "count": warning.count,
-            }
-            for warning in report.warnings
-        ],
+        "warnings": to_plain(report.warnings),
         "seconds": round(report.seconds, 3),
     }
 

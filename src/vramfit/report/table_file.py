@@ -65,7 +65,7 @@ def _lines(trace: MemoryTrace) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    """A cell as RFC 4180 wants it; a name that a spreadsheet would take for a formula is told to be text."""
+    """A cell as RFC 4180 wants it; a name that a spreadsheet would read as a formula is marked as text."""
     if text[:1] in ("=", "+", "-", "@", "\t", "\r"):
         text = f"'{text}"
     if any(mark in text for mark in ',"\r\n'):

@@ -15,23 +15,21 @@ from vramfit.analysis import (
     Verdict,
 )
 from vramfit.report.rendering import Destination, printer
-from vramfit.report.run_words import (
-    ending_words,
-    files_lines,
-    fits_words,
-    steady_words,
-    unseen_words,
-    unused_words,
-)
 from vramfit.report.sections import SIZE, Sections
 from vramfit.report.text import (
     elide_right,
+    ending_words,
     exit_words,
+    files_lines,
+    fits_words,
     percent,
     print_lines,
     seconds,
     short_op,
     split_width,
+    steady_words,
+    unseen_words,
+    unused_words,
 )
 from vramfit.trace import Run, Source
 from vramfit.units import counted, format_bytes
@@ -77,7 +75,7 @@ class _RunReport(Sections):
         yield self.footer(run)
 
     def unused(self, run: Run, verdict: Verdict) -> Iterator[Text]:
-        """The report of a program that never came to use a card: there are no bytes to show."""
+        """The report of a program that never used a card: there are no bytes to show."""
         yield from self.unused_headline(run, verdict)
         yield from self.warnings(run)
         yield from self.files(run)

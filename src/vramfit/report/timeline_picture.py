@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vramfit.analysis import NAMES, DeviceTimeline, Timeline, timeline
-from vramfit.analysis._curves import Measure
-from vramfit.analysis._lifetimes import Ints, trace_device
+from vramfit.analysis._lifetimes import Ints, Measure, trace_device
 from vramfit.report.drawing import Area, Drawing, Label, Line, Point, Shape
 from vramfit.trace import Category, MemoryTrace
 from vramfit.units import GIB, KIB, MIB, TIB, counted, format_bytes

@@ -7,10 +7,11 @@ from typing import Any
 
 from rich.text import Text
 
-from vramfit.analysis.allocator_tuning import DeviceRecording, Trial, Tuning
+from vramfit.analysis.allocator_tuning import DeviceRecording, Tuning
+from vramfit.analysis.trials import Trial
 from vramfit.report.folding import broken, table
 from vramfit.report.rendering import Destination, json_values, printer
-from vramfit.report.text import print_lines
+from vramfit.report.text import print_lines, signed
 from vramfit.trace import CapacitySource
 from vramfit.units import counted, format_bytes
 
@@ -120,7 +121,7 @@ def _row(trial: Trial, alike: int, tuning: Tuning) -> list[Text]:
     if trial.alloc_conf == tuning.baseline.alloc_conf:
         name.append("  ← recorded", style="cyan")
     difference = trial.peak_reserved - tuning.baseline.peak_reserved
-    against = "" if not difference else f"{'+' if difference > 0 else '-'}{format_bytes(abs(difference))}"
+    against = signed(difference) if difference else ""
     peak = format_bytes(trial.peak_reserved)
     return [
         name,

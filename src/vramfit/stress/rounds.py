@@ -19,7 +19,7 @@ from typing import Any
 from vramfit.analysis._stability import Limit, LimitReason, Round, RoundOutcome
 from vramfit.errors import UsageError, VramfitError
 from vramfit.launch.job import tell
-from vramfit.stress.schedule import CEILING, CYCLES, StressJob, StressResult, Vary, chosen, cycle_of
+from vramfit.stress.stress_run import CEILING, CYCLES, StressJob, StressResult, Vary, chosen, cycle_of
 from vramfit.workload import State, Workload, load_workload
 
 _COARSE = 32

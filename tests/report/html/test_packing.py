@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vramfit.errors import TraceFormatError
-from vramfit.report.html.packing import Column, pack, to_text
+from vramfit.report.html.columns import Column, pack, to_text
 
 
 def unpack(block: bytes) -> tuple[dict[str, list[int]], dict[str, object]]:

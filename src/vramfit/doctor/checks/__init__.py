@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from vramfit.doctor.checks import (
-    allocator,
-    build,
-    card_modes,
-    host_limits,
-    neighbours,
-    visibility,
-)
-from vramfit.doctor.facts import Facts
-from vramfit.doctor.findings import Check, Diagnosis, FindingArea
+from vramfit.doctor.checks import allocator, build, cards, host_limits, visibility
+from vramfit.doctor.facts import Check, Diagnosis, Facts, FindingArea
 
 CHECKS: tuple[Check, ...] = (
     *build.CHECKS,
-    *card_modes.CHECKS,
-    *neighbours.CHECKS,
+    *cards.CHECKS,
     *visibility.CHECKS,
     *allocator.CHECKS,
     *host_limits.CHECKS,

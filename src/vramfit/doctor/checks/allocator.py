@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from vramfit.allocator import AllocatorConfig
 from vramfit.allocator.config import misread_numbers
 from vramfit.allocator.versions import REFERENCE_VERSION, TorchVersion, alloc_conf_from_env, rules_for
-from vramfit.doctor.facts import Facts
-from vramfit.doctor.findings import Check, Finding, FindingArea, Severity
+from vramfit.doctor.facts import Check, Facts, Finding, FindingArea, Severity
 from vramfit.errors import ConfigError
 from vramfit.units import KIB, MIB, format_bytes
 
@@ -27,52 +26,38 @@ def check_settings(facts: Facts) -> Iterator[Finding]:
     version = _version(facts)
     names = [name for name in rules_for(version).alloc_conf_variables if name in facts.environ]
     if not names:
-        yield Finding(
-            check="alloc-conf",
-            area=FindingArea.ALLOCATOR,
-            severity=Severity.OK,
-            finding="no settings: the allocator's defaults",
-        )
+        yield FindingArea.ALLOCATOR.ok("alloc-conf", "no settings: the allocator's defaults")
         return
     text = alloc_conf_from_env(facts.environ, version)
     yield from _several(facts, names, version)
     try:
         config = AllocatorConfig.parse(text, torch_version=version)
     except ConfigError as error:
-        yield Finding(
-            check="alloc-conf",
-            area=FindingArea.ALLOCATOR,
-            severity=Severity.ERROR,
-            finding=f"{names[0]}: {error.message.removeprefix('allocator settings ')}",
+        yield FindingArea.ALLOCATOR.error(
+            "alloc-conf",
+            f"{names[0]}: {error.message.removeprefix('allocator settings ')}",
             why=f"torch {version[0]}.{version[1]} refuses the whole string when CUDA starts, and the program fails",
             fix=error.hint or f"Correct it or unset {names[0]}",
         )
         return
     if facts.torch is not None and facts.torch.settings_error:
-        yield Finding(
-            check="alloc-conf",
-            area=FindingArea.ALLOCATOR,
-            severity=Severity.ERROR,
-            finding=f"torch refuses {names[0]}={text!r}: {facts.torch.settings_error}",
+        yield FindingArea.ALLOCATOR.error(
+            "alloc-conf",
+            f"torch refuses {names[0]}={text!r}: {facts.torch.settings_error}",
             why="the program fails when CUDA starts",
             fix=f"Correct it or unset {names[0]}",
         )
         return
     for note in misread_numbers(text, version):
-        yield Finding(
-            check="alloc-conf-sense",
-            area=FindingArea.ALLOCATOR,
-            severity=Severity.WARNING,
-            finding=note,
+        yield FindingArea.ALLOCATOR.warning(
+            "alloc-conf-sense",
+            note,
             why="torch does not complain: the setting is another than the one that is written",
             fix=f"Correct {names[0]}",
         )
     yield from _contradictions(config, facts)
-    yield Finding(
-        check="alloc-conf",
-        area=FindingArea.ALLOCATOR,
-        severity=Severity.OK,
-        finding=f"{names[0]}={text}" if text else f"{names[0]} is empty: the allocator's defaults",
+    yield FindingArea.ALLOCATOR.ok(
+        "alloc-conf", f"{names[0]}={text}" if text else f"{names[0]} is empty: the allocator's defaults"
     )
 
 
@@ -80,11 +65,9 @@ def _several(facts: Facts, names: list[str], version: TorchVersion) -> Iterator[
     others = [name for name in names[1:] if facts.environ[name] != facts.environ[names[0]]]
     if others:
         ignored = " and ".join(f"{name}={facts.environ[name]}" for name in others)
-        yield Finding(
-            check="alloc-conf-variables",
-            area=FindingArea.ALLOCATOR,
-            severity=Severity.WARNING,
-            finding=f"{names[0]} wins in torch {version[0]}.{version[1]}; {ignored} is ignored",
+        yield FindingArea.ALLOCATOR.warning(
+            "alloc-conf-variables",
+            f"{names[0]} wins in torch {version[0]}.{version[1]}; {ignored} is ignored",
             why="the first variable that is set decides alone, even when it is empty: settings are not merged, and "
             "which one is first changed with torch 2.12",
             fix=f"Keep one: put all settings into {names[0]} and unset the others",
@@ -157,11 +140,9 @@ def check_caching(facts: Facts) -> Iterator[Finding]:
     # c10/cuda/CUDACachingAllocator.cpp, forceUncachedAllocator: only whether it is set counts.
     value = facts.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING")
     if value is not None:
-        yield Finding(
-            check="caching",
-            area=FindingArea.ALLOCATOR,
-            severity=Severity.WARNING,
-            finding=f"PYTORCH_NO_CUDA_MEMORY_CACHING={value}",
+        yield FindingArea.ALLOCATOR.warning(
+            "caching",
+            f"PYTORCH_NO_CUDA_MEMORY_CACHING={value}",
             why="whatever its value, even 0: each tensor is a cudaMalloc and a cudaFree of its own, programs are "
             "several times slower, memory_stats() stays at 0 and no memory history is recorded",
             fix="Unset it, unless you look for memory errors with compute-sanitizer",
@@ -176,21 +157,17 @@ def check_cublas(facts: Facts) -> Iterator[Finding]:
     # aten/src/ATen/cuda/CUDABlas.cpp, parseChosenWorkspaceSize: pairs of :KiB:count, the default if there is none.
     pairs = re.findall(r":([0-9]+):([0-9]+)", text)
     if not pairs:
-        yield Finding(
-            check="cublas-workspace",
-            area=FindingArea.ALLOCATOR,
-            severity=Severity.WARNING,
-            finding=f"CUBLAS_WORKSPACE_CONFIG={text!r} cannot be read",
+        yield FindingArea.ALLOCATOR.warning(
+            "cublas-workspace",
+            f"CUBLAS_WORKSPACE_CONFIG={text!r} cannot be read",
             why="torch warns and takes its default; deterministic algorithms of cuBLAS are not ensured",
             fix="CUBLAS_WORKSPACE_CONFIG=:4096:8 (or :16:8, smaller and slower)",
         )
         return
     size = sum(int(size) * KIB * int(count) for size, count in pairs)
-    yield Finding(
-        check="cublas-workspace",
-        area=FindingArea.ALLOCATOR,
-        severity=Severity.INFO,
-        finding=f"CUBLAS_WORKSPACE_CONFIG={text}: {format_bytes(size)} for each handle and stream",
+    yield FindingArea.ALLOCATOR.info(
+        "cublas-workspace",
+        f"CUBLAS_WORKSPACE_CONFIG={text}: {format_bytes(size)} for each handle and stream",
         why="torch holds that much for cuBLAS, usually twice in training (autograd's thread has a handle of its own)",
         fix="Nothing to do if that is meant",
     )
@@ -199,20 +176,16 @@ def check_cublas(facts: Facts) -> Iterator[Finding]:
 def check_launching(facts: Facts) -> Iterator[Finding]:
     """How CUDA loads and starts kernels."""
     if facts.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-        yield Finding(
-            check="launch-blocking",
-            area=FindingArea.ALLOCATOR,
-            severity=Severity.WARNING,
-            finding="CUDA_LAUNCH_BLOCKING is on",
+        yield FindingArea.ALLOCATOR.warning(
+            "launch-blocking",
+            "CUDA_LAUNCH_BLOCKING is on",
             why="each kernel is waited for: programs are slower; memory stays nearly the same",
             fix="Unset it once the error that it was set for is found",
         )
     if facts.environ.get("CUDA_MODULE_LOADING", "").upper() == "EAGER":
-        yield Finding(
-            check="module-loading",
-            area=FindingArea.ALLOCATOR,
-            severity=Severity.WARNING,
-            finding="CUDA_MODULE_LOADING=EAGER",
+        yield FindingArea.ALLOCATOR.warning(
+            "module-loading",
+            "CUDA_MODULE_LOADING=EAGER",
             why="all kernels of all libraries are loaded at the start, hundreds of MiB of the card outside torch",
             fix="Unset it: since CUDA 11.7 kernels are loaded when they are first used (LAZY)",
         )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from vramfit.doctor.facts import Facts, TorchDevice
-from vramfit.doctor.findings import Check, Finding, FindingArea, Severity
+from vramfit.doctor.facts import Check, Facts, Finding, FindingArea, TorchDevice
 
 _OLDEST_TORCH = (2, 11)
 _PYTHONS = ((3, 11), (3, 13))
@@ -19,11 +18,9 @@ def check_python(facts: Facts) -> Iterator[Finding]:
     version = ".".join(str(part) for part in facts.host.python)
     if _PYTHONS[0] <= facts.host.python[:2] <= _PYTHONS[1]:
         return
-    yield Finding(
-        check="python",
-        area=FindingArea.TORCH,
-        severity=Severity.WARNING,
-        finding=f"Python {version}",
+    yield FindingArea.TORCH.warning(
+        "python",
+        f"Python {version}",
         why="vramfit is made for Python 3.11 to 3.13; torch's wheels and the virtual GPU are not tested on others",
         fix="Make an environment with Python 3.12",
     )
@@ -33,11 +30,9 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
     """Torch imports, is new enough, and was built for the card that is there."""
     torch = facts.torch
     if torch is None:
-        yield Finding(
-            check="torch-import",
-            area=FindingArea.TORCH,
-            severity=Severity.ERROR,
-            finding=f"importing torch and asking it for cards {facts.torch_error or 'failed'}",
+        yield FindingArea.TORCH.error(
+            "torch-import",
+            f"importing torch and asking it for cards {facts.torch_error or 'failed'}",
             why="nothing that uses torch can run in this interpreter",
             fix="Run python -c 'import torch; torch.cuda.init()' to see it fail; install torch from "
             "https://pytorch.org, or, if it hangs, look at the driver (dmesg, nvidia-smi)",
@@ -46,37 +41,31 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
     build = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "CPU only"
     described = f"torch {torch.version} ({build})"
     if torch.version_pair < _OLDEST_TORCH:
-        yield Finding(
-            check="torch-version",
-            area=FindingArea.TORCH,
-            severity=Severity.ERROR,
-            finding=described,
+        yield FindingArea.TORCH.error(
+            "torch-version",
+            described,
             why="vramfit reads torch's own interfaces as they are from 2.11 on",
             fix="pip install --upgrade torch",
         )
     newest = facts.driver.cuda_version if facts.driver else None
     if torch.cuda is None and torch.hip is None and facts.cards:
-        yield Finding(
-            check="torch-build",
-            area=FindingArea.TORCH,
-            severity=Severity.ERROR,
-            finding=f"{described}, but there is a card: {facts.cards[0].name}",
+        yield FindingArea.TORCH.error(
+            "torch-build",
+            f"{described}, but there is a card: {facts.cards[0].name}",
             why="this build has no CUDA code: torch.cuda.is_available() is False, and programs fall back to the CPU "
             "or fail",
             fix="Install the CUDA build that https://pytorch.org names for this driver"
             + (f" (CUDA {_dotted(newest)} or older)" if newest else ""),
         )
     elif torch.hip is not None:
-        yield Finding(
-            check="torch-build",
-            area=FindingArea.TORCH,
-            severity=Severity.WARNING,
-            finding=described,
+        yield FindingArea.TORCH.warning(
+            "torch-build",
+            described,
             why="the caching allocator is the same, but workspaces and contexts are modelled for NVIDIA cards only",
             fix="Take reserved bytes of the virtual GPU as an estimate here",
         )
     else:
-        yield Finding(check="torch-build", area=FindingArea.TORCH, severity=Severity.OK, finding=described)
+        yield FindingArea.TORCH.ok("torch-build", described)
 
 
 def check_driver(facts: Facts) -> Iterator[Finding]:
@@ -84,39 +73,28 @@ def check_driver(facts: Facts) -> Iterator[Finding]:
     driver = facts.driver
     if driver is not None:
         cuda = f", up to CUDA {_dotted(driver.cuda_version)}" if driver.cuda_version else ""
-        yield Finding(
-            check="driver",
-            area=FindingArea.DRIVER,
-            severity=Severity.OK,
-            finding=f"NVIDIA driver {driver.version}{cuda}",
-        )
+        yield FindingArea.DRIVER.ok("driver", f"NVIDIA driver {driver.version}{cuda}")
         return
     present = bool(facts.host.kernel_module or facts.host.device_nodes)
     if facts.driver_error and (present or "not found" not in facts.driver_error.lower()):
-        yield Finding(
-            check="driver",
-            area=FindingArea.DRIVER,
-            severity=Severity.ERROR,
-            finding=f"the driver cannot be asked: {facts.driver_error}",
+        yield FindingArea.DRIVER.error(
+            "driver",
+            f"the driver cannot be asked: {facts.driver_error}",
             why="cards, processes and their memory stay unknown, and CUDA will most likely fail as well",
             fix=_driver_fix(facts),
         )
     elif facts.host.kernel_module and not facts.host.device_nodes:
-        yield Finding(
-            check="driver",
-            area=FindingArea.DRIVER,
-            severity=Severity.WARNING,
-            finding=f"the kernel has the NVIDIA driver {facts.host.kernel_module}, but this container sees no card",
+        yield FindingArea.DRIVER.warning(
+            "driver",
+            f"the kernel has the NVIDIA driver {facts.host.kernel_module}, but this container sees no card",
             why="its device files are not passed in, so torch finds no card",
             fix="Start the container with --gpus all (Docker), --device nvidia.com/gpu=all (Podman), or request "
             "nvidia.com/gpu (Kubernetes)",
         )
     else:
-        yield Finding(
-            check="driver",
-            area=FindingArea.DRIVER,
-            severity=Severity.INFO,
-            finding="no NVIDIA driver and no card here",
+        yield FindingArea.DRIVER.info(
+            "driver",
+            "no NVIDIA driver and no card here",
             why="programs that ask for CUDA fail here, but vramfit still measures them",
             fix='Use a virtual card: vramfit run --gpu "RTX 4090" script.py',
         )
@@ -130,11 +108,9 @@ def check_init(facts: Facts) -> Iterator[Finding]:
     if driver is not None and driver.cuda_version is not None:
         built = tuple(int(part) for part in torch.cuda.split(".")[:2])
         if driver.cuda_version[0] < built[0]:
-            yield Finding(
-                check="driver-age",
-                area=FindingArea.DRIVER,
-                severity=Severity.ERROR,
-                finding=f"torch was built with CUDA {torch.cuda}, the driver {driver.version} serves up to "
+            yield FindingArea.DRIVER.error(
+                "driver-age",
+                f"torch was built with CUDA {torch.cuda}, the driver {driver.version} serves up to "
                 f"{_dotted(driver.cuda_version)}",
                 why="a driver serves no newer major version of CUDA: CUDA does not start (unless the compatibility "
                 "package of NVIDIA is installed)",
@@ -142,22 +118,18 @@ def check_init(facts: Facts) -> Iterator[Finding]:
             )
             return
     if torch.error and (facts.cards or facts.host.device_nodes):
-        yield Finding(
-            check="cuda-start",
-            area=FindingArea.DRIVER,
-            severity=Severity.ERROR,
-            finding=f"CUDA does not start in torch: {torch.error}",
+        yield FindingArea.DRIVER.error(
+            "cuda-start",
+            f"CUDA does not start in torch: {torch.error}",
             why="torch sees no card, whatever the program asks for",
             fix="Compare `nvidia-smi` with the message; after an update of the driver, restart the machine "
             "(or reload its kernel modules)",
         )
     for device in torch.devices:
         if device.error:
-            yield Finding(
-                check="card-start",
-                area=FindingArea.CARDS,
-                severity=Severity.ERROR,
-                finding=f"cuda:{device.index} cannot be used: {device.error}",
+            yield FindingArea.CARDS.error(
+                "card-start",
+                f"cuda:{device.index} cannot be used: {device.error}",
                 why="a tensor of one element could not be made on it",
                 fix="See the findings on its processes, its compute mode and its architecture; then nvidia-smi -q and "
                 "dmesg for errors of the card (Xid)",
@@ -179,30 +151,21 @@ def check_virtual(facts: Facts) -> Iterator[Finding]:
     if facts.virtual_error is None:
         return
     if facts.virtual_error:
-        yield Finding(
-            check="virtual-gpu",
-            area=FindingArea.VIRTUAL,
-            severity=Severity.ERROR,
-            finding=f"its self-check failed: {facts.virtual_error}",
+        yield FindingArea.VIRTUAL.error(
+            "virtual-gpu",
+            f"its self-check failed: {facts.virtual_error}",
             why="vramfit run --gpu, the planner and the tests on virtual cards cannot run in this interpreter",
             fix="Use a torch release from 2.11 on, from PyPI, on Linux; or report this version",
         )
     elif (facts.host.system, facts.host.machine) != _TESTED:
-        yield Finding(
-            check="virtual-gpu",
-            area=FindingArea.VIRTUAL,
-            severity=Severity.INFO,
-            finding=f"its self-check passed on {facts.host.system} {facts.host.machine}",
+        yield FindingArea.VIRTUAL.info(
+            "virtual-gpu",
+            f"its self-check passed on {facts.host.system} {facts.host.machine}",
             why="its developers have not run it on this platform",
             fix="Report what differs from a card",
         )
     else:
-        yield Finding(
-            check="virtual-gpu",
-            area=FindingArea.VIRTUAL,
-            severity=Severity.OK,
-            finding="its self-check passed",
-        )
+        yield FindingArea.VIRTUAL.ok("virtual-gpu", "its self-check passed")
 
 
 def runs_on(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
@@ -230,11 +193,9 @@ def runs_on(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
 
 def _unsupported(device: TorchDevice, architectures: Sequence[str], cuda: str) -> Finding:
     wanted = "{}.{}".format(*(device.capability or (0, 0)))
-    return Finding(
-        check="architecture",
-        area=FindingArea.CARDS,
-        severity=Severity.ERROR,
-        finding=f"cuda:{device.index} ({device.name}) has compute capability {wanted}; this torch (CUDA {cuda}) has "
+    return FindingArea.CARDS.error(
+        "architecture",
+        f"cuda:{device.index} ({device.name}) has compute capability {wanted}; this torch (CUDA {cuda}) has "
         f"kernels for {', '.join(architectures)}",
         why='its kernels fail there: "no kernel image is available for execution on the device"',
         fix="Install a torch built with a CUDA version that knows this card: newer for a new card, older for one "

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vramfit.doctor.facts import Facts
-from vramfit.doctor.findings import Check, Finding, FindingArea, Severity
+from vramfit.doctor.facts import Check, Facts, Finding, FindingArea, Severity
 from vramfit.units import GIB, MIB, format_bytes
 
 _SMALL_SHARED = GIB
@@ -38,28 +37,22 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
             "torch.load(mmap=True) and safetensors",
         )
     elif host.available_bytes and host.available_bytes < host.memory_bytes * _LOW_AVAILABLE:
-        yield Finding(
-            check="host-memory",
-            area=FindingArea.HOST,
-            severity=Severity.WARNING,
-            finding=f"{format_bytes(host.available_bytes)} of {format_bytes(host.memory_bytes)} of host memory are "
+        yield FindingArea.HOST.warning(
+            "host-memory",
+            f"{format_bytes(host.available_bytes)} of {format_bytes(host.memory_bytes)} of host memory are "
             "available",
             why="loading a model or its checkpoint may end in swapping or in the kernel killing the process",
             fix="End other programs, or add memory or swap",
         )
     else:
-        yield Finding(
-            check="host-memory",
-            area=FindingArea.HOST,
-            severity=Severity.OK,
-            finding=f"{format_bytes(host.memory_bytes)} of host memory, {format_bytes(host.available_bytes)} available",
+        yield FindingArea.HOST.ok(
+            "host-memory",
+            f"{format_bytes(host.memory_bytes)} of host memory, {format_bytes(host.available_bytes)} available",
         )
     if largest > usable:
-        yield Finding(
-            check="host-smaller",
-            area=FindingArea.HOST,
-            severity=Severity.WARNING,
-            finding=f"the host's {format_bytes(usable)} are less than the card's {format_bytes(largest)}",
+        yield FindingArea.HOST.warning(
+            "host-smaller",
+            f"the host's {format_bytes(usable)} are less than the card's {format_bytes(largest)}",
             why="a model that fills the card cannot pass through host memory when it is loaded, and little can be "
             "offloaded",
             fix="Build on the card (torch.device('cuda') or 'meta'), load shard by shard, map checkpoints into memory",
@@ -73,7 +66,7 @@ def check_shared_memory(facts: Facts) -> Iterator[Finding]:
         return
     size = f"/dev/shm has {format_bytes(place.total_bytes)}, {format_bytes(place.free_bytes)} free"
     if place.total_bytes >= _SMALL_SHARED and place.free_bytes >= _SMALL_SHARED // 4:
-        yield Finding(check="shared-memory", area=FindingArea.HOST, severity=Severity.OK, finding=size)
+        yield FindingArea.HOST.ok("shared-memory", size)
         return
     small = place.total_bytes < _SMALL_SHARED
     fixes = {
@@ -81,11 +74,9 @@ def check_shared_memory(facts: Facts) -> Iterator[Finding]:
         "podman": "Start the container with --shm-size=8g or --ipc=host",
         "docker": "Start the container with --shm-size=8g or --ipc=host",
     }
-    yield Finding(
-        check="shared-memory",
-        area=FindingArea.HOST,
-        severity=Severity.WARNING,
-        finding=size,
+    yield FindingArea.HOST.warning(
+        "shared-memory",
+        size,
         why="batches of DataLoader(num_workers > 0) and NCCL's buffers pass through it: beyond it workers die with "
         "'Bus error' or 'unable to allocate shared memory(shm)'",
         fix=fixes.get(facts.container.kind, "sudo mount -o remount,size=8G /dev/shm")
@@ -98,33 +89,26 @@ def check_locked_memory(facts: Facts) -> Iterator[Finding]:
     """Page-locked memory, which fast copies to the card need."""
     host = facts.host
     if host.wsl:
-        yield Finding(
-            check="pinned-memory",
-            area=FindingArea.HOST,
-            severity=Severity.WARNING,
-            finding="WSL limits page-locked memory",
+        yield FindingArea.HOST.warning(
+            "pinned-memory",
+            "WSL limits page-locked memory",
             why="pin_memory=True, offloading and non_blocking copies may fail with 'out of memory' long before the "
             "host's memory is used up",
             fix="Pin less, or raise memory= in %UserProfile%\\.wslconfig",
         )
     limit = host.locked_limit_bytes
     if host.infiniband and limit is not None and limit < _SMALL_LOCKED:
-        yield Finding(
-            check="locked-memory",
-            area=FindingArea.HOST,
-            severity=Severity.WARNING,
-            finding=f"ulimit -l is {format_bytes(limit)}, and there is an InfiniBand adapter",
+        yield FindingArea.HOST.warning(
+            "locked-memory",
+            f"ulimit -l is {format_bytes(limit)}, and there is an InfiniBand adapter",
             why="NCCL registers its buffers with the adapter, which counts against this limit: 'Cannot allocate "
             "memory' from ibv_reg_mr (what torch pins for the card does not count)",
             fix="docker run --ulimit memlock=-1, or memlock unlimited in /etc/security/limits.conf",
         )
     elif not host.wsl:
         size = "unlimited" if limit is None else format_bytes(limit)
-        yield Finding(
-            check="locked-memory",
-            area=FindingArea.HOST,
-            severity=Severity.OK,
-            finding=f"ulimit -l is {size}; what torch pins for the card does not count against it",
+        yield FindingArea.HOST.ok(
+            "locked-memory", f"ulimit -l is {size}; what torch pins for the card does not count against it"
         )
 
 
@@ -144,11 +128,9 @@ def check_address_space(facts: Facts) -> Iterator[Finding]:
         )
     if host.overcommit == 2:
         room = (host.commit_limit_bytes or 0) - (host.committed_bytes or 0)
-        yield Finding(
-            check="overcommit",
-            area=FindingArea.HOST,
-            severity=Severity.WARNING,
-            finding=f"vm.overcommit_memory is 2: {format_bytes(max(0, room))} may still be promised",
+        yield FindingArea.HOST.warning(
+            "overcommit",
+            f"vm.overcommit_memory is 2: {format_bytes(max(0, room))} may still be promised",
             why="addresses that are only reserved count as memory: forked DataLoader workers and CUDA fail while "
             "memory is free",
             fix="sudo sysctl vm.overcommit_memory=0",
@@ -159,11 +141,9 @@ def check_swap(facts: Facts) -> Iterator[Finding]:
     """Whether there is swap."""
     host = facts.host
     if not host.swap_bytes and host.memory_bytes:
-        yield Finding(
-            check="swap",
-            area=FindingArea.HOST,
-            severity=Severity.INFO,
-            finding="no swap",
+        yield FindingArea.HOST.info(
+            "swap",
+            "no swap",
             why="what does not fit host memory is killed at once; pinned memory could not be swapped anyway",
             fix="Nothing to do, unless loading checkpoints ends in 'Killed'",
         )
@@ -176,25 +156,21 @@ def check_scratch(facts: Facts) -> Iterator[Finding]:
         return
     size = f"{place.path} ({place.filesystem or 'unknown file system'}) has {format_bytes(place.free_bytes)} free"
     if place.filesystem in _IN_MEMORY:
-        yield Finding(
-            check="scratch",
-            area=FindingArea.HOST,
-            severity=Severity.WARNING,
-            finding=size,
+        yield FindingArea.HOST.warning(
+            "scratch",
+            size,
             why="it lies in host memory: offloading tensors there frees nothing",
             fix="Point TMPDIR and offload folders to a disk",
         )
     elif place.free_bytes < _SMALL_SCRATCH:
-        yield Finding(
-            check="scratch",
-            area=FindingArea.HOST,
-            severity=Severity.WARNING,
-            finding=size,
+        yield FindingArea.HOST.warning(
+            "scratch",
+            size,
             why="little room for offloading to disk, for checkpoints and for traces",
             fix="Free some space, or point TMPDIR to another disk",
         )
     else:
-        yield Finding(check="scratch", area=FindingArea.HOST, severity=Severity.OK, finding=size)
+        yield FindingArea.HOST.ok("scratch", size)
 
 
 def _who(kind: str) -> str:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from vramfit.doctor.card_accounting import match_card
-from vramfit.doctor.facts import Card, Facts
-from vramfit.doctor.findings import Check, Finding, FindingArea, Severity
+from vramfit.doctor.facts import Card, Check, Facts, Finding, FindingArea, Severity
 
 
 class Trouble(Enum):
@@ -90,11 +89,9 @@ def check_visible(facts: Facts) -> Iterator[Finding]:
     if text is None:
         return
     if not facts.cards:
-        yield Finding(
-            check="visible-devices",
-            area=FindingArea.VISIBILITY,
-            severity=Severity.INFO,
-            finding=f"CUDA_VISIBLE_DEVICES={text!r}, and no card is known here",
+        yield FindingArea.VISIBILITY.info(
+            "visible-devices",
+            f"CUDA_VISIBLE_DEVICES={text!r}, and no card is known here",
             why="the virtual GPU obeys it as a card would: an empty value or -1 hides the virtual cards too",
             fix="Unset it if programs say that they find no card",
         )
@@ -103,22 +100,15 @@ def check_visible(facts: Facts) -> Iterator[Finding]:
     for trouble, entry in visible.troubles:
         yield _trouble(text, trouble, entry, visible, facts.cards)
     if len(visible.slices) > 1:
-        yield Finding(
-            check="visible-devices",
-            area=FindingArea.VISIBILITY,
-            severity=Severity.WARNING,
-            finding=f"CUDA_VISIBLE_DEVICES names {len(visible.slices)} MIG slices",
+        yield FindingArea.VISIBILITY.warning(
+            "visible-devices",
+            f"CUDA_VISIBLE_DEVICES names {len(visible.slices)} MIG slices",
             why="a process uses one slice, the first",
             fix="Start one process for each slice, each with its own value",
         )
     if not visible.troubles:
         names = ", ".join(f"cuda:{n} is GPU {index}" for n, index in enumerate(visible.cards))
-        yield Finding(
-            check="visible-devices",
-            area=FindingArea.VISIBILITY,
-            severity=Severity.OK,
-            finding=f"CUDA_VISIBLE_DEVICES={text}: {names}",
-        )
+        yield FindingArea.VISIBILITY.ok("visible-devices", f"CUDA_VISIBLE_DEVICES={text}: {names}")
 
 
 def check_order(facts: Facts) -> Iterator[Finding]:
@@ -131,30 +121,24 @@ def check_order(facts: Facts) -> Iterator[Finding]:
         if "CUDA_VISIBLE_DEVICES" in facts.environ:
             return  # the value itself chose the order
         listed = ", ".join(f"cuda:{n} is GPU {index}" for n, index in enumerate(seen))
-        yield Finding(
-            check="device-order",
-            area=FindingArea.VISIBILITY,
-            severity=Severity.WARNING,
-            finding=f"torch counts the cards otherwise than nvidia-smi: {listed}",
+        yield FindingArea.VISIBILITY.warning(
+            "device-order",
+            f"torch counts the cards otherwise than nvidia-smi: {listed}",
             why="CUDA puts the fastest first unless told otherwise: watching or choosing a card by nvidia-smi's number "
             "hits another one",
             fix="export CUDA_DEVICE_ORDER=PCI_BUS_ID",
         )
     elif order != "PCI_BUS_ID" and len({card.name for card in facts.cards}) > 1:
-        yield Finding(
-            check="device-order",
-            area=FindingArea.VISIBILITY,
-            severity=Severity.WARNING,
-            finding=f"cards of several kinds, and CUDA_DEVICE_ORDER is {order or 'not set'}",
+        yield FindingArea.VISIBILITY.warning(
+            "device-order",
+            f"cards of several kinds, and CUDA_DEVICE_ORDER is {order or 'not set'}",
             why="CUDA then counts the fastest first, nvidia-smi by PCI bus: the same number may mean two cards",
             fix="export CUDA_DEVICE_ORDER=PCI_BUS_ID",
         )
     if order not in ("", "PCI_BUS_ID", "FASTEST_FIRST"):
-        yield Finding(
-            check="device-order",
-            area=FindingArea.VISIBILITY,
-            severity=Severity.WARNING,
-            finding=f"CUDA_DEVICE_ORDER={order!r} means nothing to CUDA",
+        yield FindingArea.VISIBILITY.warning(
+            "device-order",
+            f"CUDA_DEVICE_ORDER={order!r} means nothing to CUDA",
             why="it is ignored, and the fastest card comes first",
             fix="export CUDA_DEVICE_ORDER=PCI_BUS_ID",
         )

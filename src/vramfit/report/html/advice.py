@@ -38,7 +38,7 @@ _CAUSES, _PINS, _TRIALS, _STACKS = 8, 10, 8, 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """What was found out about a device; None for what was not asked or cannot be told.
+    """What was found out about a device; None for what was not analysed.
 
     Attributes:
         causes: why it reserves more than was asked for.

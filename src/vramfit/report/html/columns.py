@@ -1,9 +1,20 @@
-"""What the pictures of a page are drawn from: the blocks, segments, stacks and phases of a trace as columns."""
+"""What the pictures of a page are drawn from: columns of integers, packed small.
+
+NOTE [Form of the packed columns]
+All of it is deflated (zlib): the length of the header (four bytes, little endian), the header (JSON, UTF-8), then the
+columns one after the other; the page's decode.js reads them. The header's ``columns`` lists for each its name, the
+number of elements, the number of bytes of one element and whether the elements are differences to the one before. A
+column holds the lowest byte of every element, then the next byte of every element, and so on: planes of like bytes
+deflate far better than whole numbers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import base64
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,9 +30,60 @@ from vramfit.analysis import (
     origin,
     timeline,
 )
+from vramfit.analysis._lifetimes import born_column
+from vramfit.analysis.device_timeline import joined_ranges
 from vramfit.analysis.occupancy import span_segments
-from vramfit.report.html.packing import Column
+from vramfit.errors import TraceFormatError
 from vramfit.trace import EventKind, Frame, MemoryTrace, TraceDevice, marks
+
+_LEVEL = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """Natural numbers below 2^53.
+
+    Attributes:
+        values: the numbers.
+        rising: whether the numbers never fall, so that their differences are smaller than they are.
+    """
+
+    values: NDArray[Any]
+    rising: bool = False
+
+
+def pack(columns: Mapping[str, Column], facts: Mapping[str, Any]) -> bytes:
+    """Columns and what goes with them as one deflated block: see NOTE [Form of the packed columns].
+
+    Args:
+        columns: the columns by name.
+        facts: anything that JSON can say; the reader finds it beside the columns.
+
+    Raises:
+        TraceFormatError: a column holds a negative number, or one that is not exact as a double.
+    """
+    described, planes = [], []
+    for name, column in columns.items():
+        values = np.asarray(column.values).astype(np.int64)
+        if column.rising and len(values):
+            values = np.diff(values, prepend=0)
+        if len(values) and (int(values.min()) < 0 or int(values.max()) >= 1 << 53):
+            raise TraceFormatError(
+                f"the recording cannot be drawn: its column {name} holds numbers that no GPU has",
+                "Record it again, or look at what wrote the file",
+            )
+        width = max(1, (int(values.max(initial=0)).bit_length() + 7) // 8)
+        described.append([name, len(values), width, int(column.rising)])
+        whole = values.astype("<i8").view(np.uint8).reshape(-1, 8)
+        planes.append(np.ascontiguousarray(whole[:, :width].T).tobytes())
+    header = json.dumps({"columns": described, "facts": facts}, separators=(",", ":")).encode()
+    return zlib.compress(len(header).to_bytes(4, "little") + header + b"".join(planes), _LEVEL)
+
+
+def to_text(block: bytes) -> str:
+    """A packed block as text that may stand in a page."""
+    return base64.b64encode(block).decode("ascii")
+
 
 Ints = NDArray[np.int64]
 
@@ -65,20 +127,12 @@ def device_view(trace: MemoryTrace, device: TraceDevice, row: int) -> DeviceView
 
 def _in_order(lives: Lifetimes) -> Lifetimes:
     order = np.lexsort((lives.address, lives.born))
-    return Lifetimes(
-        device=lives.device,
-        rows=lives.rows,
-        born=lives.born[order],
-        freed=lives.freed[order],
-        completed=lives.completed[order],
-        address=lives.address[order],
-        size=lives.size[order],
-        block=lives.block[order],
-    )
+    columns = ("born", "freed", "completed", "address", "size", "block")
+    return replace(lives, **{name: getattr(lives, name)[order] for name in columns})
 
 
 def largest(lives: Lifetimes, count: int) -> Ints:
-    """The ``count`` largest blocks, of equals those that live longest, in the order of `Lifetimes`."""
+    """The ``count`` largest blocks (among equals, the longest-lived), in the order of `Lifetimes`."""
     if count >= len(lives.born):
         return np.arange(len(lives.born), dtype=np.int64)
     order = np.lexsort((lives.born - lives.freed, -lives.block))
@@ -98,31 +152,23 @@ class Origins:
     of_device: tuple[Ints, ...]
 
 
-_PROPERTIES = ("category", "op", "module", "tensor", "stack", "stream")
+_PROPERTIES = {"category": 0, "op": -1, "module": -1, "tensor": -1, "stack": -1, "stream": 0}
+"""Each with what stands for blocks from before the trace."""
 
 
 def origins(trace: MemoryTrace, views: Sequence[DeviceView]) -> Origins:
     """Find the distinct origins of the blocks of all devices."""
     born = np.concatenate([view.lives.born for view in views]) if views else np.zeros(0, dtype=np.int64)
     index = np.zeros(len(born), dtype=np.int64)
-    for name in _PROPERTIES:
-        unknown = 0 if name in ("category", "stream") else -1
-        column: Ints = np.full(len(born), unknown, dtype=np.int64)
-        if len(trace):
-            column = np.where(born >= 0, getattr(trace, name)[born], unknown).astype(np.int64)
+    of_block = {
+        name: born_column(getattr(trace, name), born, unknown=unknown)
+        for name, unknown in _PROPERTIES.items()
+    }
+    for column in of_block.values():
         values, place = np.unique(column, return_inverse=True)
         _, index = np.unique(index * (len(values) + 1) + place, return_inverse=True)
     _, first = np.unique(index, return_index=True)
-    columns = {}
-    for name in _PROPERTIES:
-        unknown = 0 if name in ("category", "stream") else -1
-        at = born[first]
-        source = getattr(trace, name)
-        columns[name] = (
-            np.where(at >= 0, source[at], unknown).astype(np.int64)
-            if len(source)
-            else np.full(len(at), unknown, dtype=np.int64)
-        )
+    columns = {name: column[first] for name, column in of_block.items()}
     ends = np.cumsum([len(view.lives.born) for view in views])[:-1]
     return Origins(columns=columns, of_device=tuple(np.split(index, ends)) if views else ())
 
@@ -221,7 +267,7 @@ def device_columns(
     """What the page holds of one device.
 
     Args:
-        trace: what happened.
+        trace: the recording.
         view: the device.
         origin: the origin of each of its blocks.
         kept: the blocks that the page holds; of the others it holds their number and sum.
@@ -305,12 +351,7 @@ def _arena(view: DeviceView) -> tuple[Ints, Ints]:
     low = np.concatenate([view.spans.start, address])
     high = np.concatenate([view.spans.end, address + view.lives.block])
     order = np.argsort(low, kind="stable")
-    low, high = low[order], np.maximum.accumulate(high[order]) if len(high) else high
-    begins = np.ones(len(low), dtype=bool)
-    begins[1:] = low[1:] > high[:-1]
-    starts = np.flatnonzero(begins)
-    ends = np.append(starts[1:], len(low))[: len(starts)] - 1
-    return low[starts], high[ends]
+    return joined_ranges(low[order], high[order])
 
 
 def _in_arena(start: Ints, end: Ints, address: Ints) -> Ints:

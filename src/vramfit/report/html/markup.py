@@ -16,7 +16,7 @@ def tag(name: str, *children: str | None, **attributes: str | int | bool | None)
     """An element. Children that are no `Html` are escaped.
 
     Args:
-        name: of the element.
+        name: name of the element.
         children: its content; None is left out.
         attributes: by name; a trailing underscore is dropped (``class_``), other underscores become hyphens.
             True gives the bare name; False and None leave the attribute out.

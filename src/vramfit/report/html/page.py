@@ -24,21 +24,27 @@ from vramfit.report.html.advice import (
     leaks_html,
     leaks_section,
 )
-from vramfit.report.html.card_bars import bars_scale, device_figures
 from vramfit.report.html.columns import (
     DeviceView,
     device_columns,
     device_view,
     largest,
     origins,
+    pack,
     shared_columns,
+    to_text,
 )
 from vramfit.report.html.markup import Html, join, table, tag
-from vramfit.report.html.packing import pack, to_text
-from vramfit.report.html.tables import blocks_text, device_tables, fragmentation_text, timeline_text
-from vramfit.report.run_words import files_lines
+from vramfit.report.html.tables import (
+    bars_scale,
+    blocks_text,
+    device_figures,
+    device_tables,
+    fragmentation_text,
+    timeline_text,
+)
 from vramfit.report.terminal import headline
-from vramfit.report.text import seconds
+from vramfit.report.text import files_lines, seconds
 from vramfit.report.timeline_picture import draw_timeline
 from vramfit.trace import MemoryTrace, Run, Source, TraceDevice
 from vramfit.units import counted, format_bytes
@@ -94,11 +100,11 @@ class _Words:
     """What a page says beside its pictures and tables.
 
     Attributes:
-        title: of the browser's tab.
+        title: title of the browser's tab.
         program: the command line.
         summary: the verdict with its figures.
-        warnings: what was done otherwise than on a card; empty without any.
-        footer: what was run, and with what.
+        warnings: what was done differently from a card; empty without any.
+        footer: the program, its duration and versions.
     """
 
     title: str
@@ -112,8 +118,8 @@ def render_html(run: Run, verdict: Verdict, *, root: Path | None = None) -> str:
     """A run as one HTML file.
 
     Args:
-        run: what happened.
-        verdict: what `vramfit.analysis.verdict` says about it.
+        run: the run.
+        verdict: its verdict, as `vramfit.analysis.verdict` gives it.
         root: the user's folder; file names below it are shown relative to it.
     """
     described = {device.index: device for device in run.trace.devices}
@@ -142,7 +148,7 @@ def render_trace_html(trace: MemoryTrace, *, title: str = "", root: Path | None 
     """A recording as one HTML file.
 
     Args:
-        trace: what happened.
+        trace: the recording.
         title: how to call the program where the trace does not say, such as the name of the file.
         root: the user's folder; file names below it are shown relative to it.
     """
