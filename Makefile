@@ -112,9 +112,10 @@ browser:
 		echo "No Chromium on PATH. On Debian and Ubuntu: sudo apt-get install chromium" >&2; exit 1; \
 	fi
 
+# By worksteal, each process begins with tests that stand together: what a file's tests share is made once.
 test: lint
 	@echo "== pytest: all tests, in $(JOBS) processes"
-	@$(QUICK) $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	@$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 bench: $(STAMP)
 	@set -e; for benchmark in $(BENCHMARKS); do \

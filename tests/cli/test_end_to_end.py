@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from cli.conftest import Invocation
 
 PROGRAM = """
 import torch
@@ -29,9 +32,15 @@ REQUEST = {"virtual": 1000 << 20, "cpu": 1400 << 20}
 """More than is free outside the segments, less than is free in all."""
 
 
-def vramfit(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "vramfit", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*arguments: str) -> int:
+    """Exit code of ``vramfit run``, in a process of its own."""
+    command = [sys.executable, "-m", "vramfit", "run", *arguments]
+    return subprocess.run(command, capture_output=True, check=False).returncode
 
 
 @pytest.fixture(params=["virtual", "cpu"])
@@ -42,35 +51,39 @@ def ran_out(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         PROGRAM.format(device=device, request=REQUEST[request.param], caught=False)
     )
     files = ["--trace", "run.vft", "--snapshot", "run.pickle", "--json", "run.json"]
-    assert vramfit("run", *options, *files, "holes.py", cwd=tmp_path).returncode == 3
+    assert run(*options, *files, "holes.py") == 3
     return tmp_path
 
 
-def test_the_files_know_what_was_free_when_it_ran_out(ran_out: Path) -> None:
+def test_the_files_know_what_was_free_when_it_ran_out(
+    ran_out: Path, vramfit: Callable[..., Invocation]
+) -> None:
     told = json.loads((ran_out / "run.json").read_text())["oom"]
     assert told["free_bytes"] > 0
     for file in ("run.vft", "run.pickle"):
-        document = json.loads(vramfit("explain", file, "--json", "-", cwd=ran_out).stdout)
+        document = json.loads(vramfit("explain", file, "--json", "-").out)
         oom = document["run"]["oom"]
         assert {key: oom[key] for key in ("free_bytes", "short_by_bytes", "request")} == {
             key: told[key] for key in ("free_bytes", "short_by_bytes", "request")
         }
-    printed = vramfit("explain", "run.vft", cwd=ran_out).stdout
+    printed = vramfit("explain", "run.vft").out
     assert "  as recorded               misses by" in printed
     assert "  defragmented              fits" in printed
-    assert "no difference" in vramfit("diff", "run.vft", "run.pickle", cwd=ran_out).stdout
+    assert "no difference" in vramfit("diff", "run.vft", "run.pickle").out
 
 
 @pytest.mark.parametrize("where", ON)
-def test_an_error_that_was_caught_last_is_no_end(where: str, tmp_path: Path) -> None:
+def test_an_error_that_was_caught_last_is_no_end(
+    where: str, tmp_path: Path, vramfit: Callable[..., Invocation]
+) -> None:
     device, options = ON[where]
     (tmp_path / "probe.py").write_text(PROGRAM.format(device=device, request=8 << 30, caught=True))
     files = ["--trace", "run.vft", "--snapshot", "run.pickle", "--json", "run.json"]
-    assert vramfit("run", *options, *files, "probe.py", cwd=tmp_path).returncode == 0
+    assert run(*options, *files, "probe.py") == 0
     for file in ("run.vft", "run.pickle", "run.json"):
-        found = vramfit("check", file, "--budget", "2GiB", cwd=tmp_path)
-        assert found.returncode == 0, (file, found.stdout)
-    assert "(caught)" in vramfit("explain", "run.vft", cwd=tmp_path).stdout
+        found = vramfit("check", file, "--budget", "2GiB")
+        assert found.code == 0, (file, found.out)
+    assert "(caught)" in vramfit("explain", "run.vft").out
 
 
 def test_a_reader_who_leaves_early_loses_no_file(tmp_path: Path) -> None:

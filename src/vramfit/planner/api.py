@@ -230,7 +230,7 @@ def verify(
 ) -> Verification:
     """Compare a plan with a run of its memory, and with the plain program's gradients and losses.
 
-    >>> vramfit.verify("plan.toml", steps=2)
+    >>> vramfit.verify("plan.toml", sizes={"batch_size": 64}, steps=2)
     <Verification: simulated pass, gradients pass, losses pass>
 
     Args:

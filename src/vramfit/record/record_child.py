@@ -18,7 +18,7 @@ from vramfit.launch.interrupts import note_interrupts
 from vramfit.launch.job import Stage
 from vramfit.launch.processes import CODE, MESSAGE
 from vramfit.launch.program_job import PARTIAL
-from vramfit.launch.running import leave_after, run_to_end
+from vramfit.launch.running import importing, leave_after, run_to_end
 from vramfit.launch.stopping import Stopping
 from vramfit.patching import PatchStack
 from vramfit.record.record_run import AUTO, CPU, RecordJob
@@ -36,7 +36,8 @@ def main(job_file: str) -> int:
     note_interrupts(Path(job.folder))
     job.enter(Stage.IMPORTING)
     try:
-        recorder = _recorder(job)
+        with importing():
+            recorder = _recorder(job)
         recorder.start()
     except VramfitError as unfit:
         job.fail(unfit)

@@ -18,7 +18,7 @@ from vramfit.launch.host_meter import HostMemoryMeter
 from vramfit.launch.interrupts import note_interrupts
 from vramfit.launch.job import Stage
 from vramfit.launch.processes import CODE, MESSAGE
-from vramfit.launch.running import leave_after, run_to_end
+from vramfit.launch.running import importing, leave_after, run_to_end
 from vramfit.launch.stopping import Stopping
 from vramfit.patching import PatchStack
 from vramfit.virtual.virtual_run import VirtualJob
@@ -35,25 +35,26 @@ def main(job_file: str) -> int:
     except VramfitError as unfit:
         job.fail(unfit)
         return unfit.exit_code
-    from vramfit.capture.step_counter import count_steps
-    from vramfit.virtual.gpu import VirtualGPU
-    from vramfit.virtual.ranks.launcher import alone
+    with importing():
+        from vramfit.capture.step_counter import count_steps
+        from vramfit.virtual.gpu import VirtualGPU
+        from vramfit.virtual.ranks.launcher import alone
 
-    job.enter(Stage.CHECKING)
-    try:
-        command = alone(job.command, job.gpus)
-        gpu = VirtualGPU(
-            job.gpu,
-            gpus=job.gpus,
-            alloc_conf=job.alloc_conf,
-            assume=job.assume,
-            profile=job.profile,
-            journal=job.journal_file,
-        )
-        gpu.__enter__()
-    except VramfitError as unfit:
-        job.fail(unfit)
-        return unfit.exit_code
+        job.enter(Stage.CHECKING)
+        try:
+            command = alone(job.command, job.gpus)
+            gpu = VirtualGPU(
+                job.gpu,
+                gpus=job.gpus,
+                alloc_conf=job.alloc_conf,
+                assume=job.assume,
+                profile=job.profile,
+                journal=job.journal_file,
+            )
+            gpu.__enter__()
+        except VramfitError as unfit:
+            job.fail(unfit)
+            return unfit.exit_code
     job.enter(Stage.RUNNING)
     stopping = Stopping(Path(job.folder), job.limits)
     host: HostMemoryMeter | None = None

@@ -1,0 +1,87 @@
+"""Whether the plans under examples/plans keep their word: each is applied and run on the virtual GPU that it is for.
+
+    python studies/example_plans.py [--only NAME ...]
+
+The exit code is 1 where a run comes to other bytes than a plan says. Tests do the same, but run GPT-2 XL with two of
+the 32 pieces of its batch: all of them take minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from vramfit import Plan, Workload
+from vramfit.gpus import find_gpu
+from vramfit.planner.devices.cost import StepCost, step_cost_with
+from vramfit.planner.devices.virtual_backend import VirtualBackend
+from vramfit.techniques import Choice
+from vramfit.techniques.micro_batching import MicroBatchingSetting
+from vramfit.units import format_bytes
+
+FOLDER = Path(__file__).resolve().parents[1] / "examples" / "plans"
+
+
+def names() -> list[str]:
+    """The plans that there are."""
+    return sorted(file.stem for file in FOLDER.glob("*.toml"))
+
+
+def workload_of(name: str) -> Workload:
+    """What a plan was made for."""
+    workload = runpy.run_path(str(FOLDER / "workloads.py"))[name]
+    assert isinstance(workload, Workload)
+    return workload
+
+
+def cost_of(name: str, *, pieces: int | None = None) -> StepCost:
+    """What a step of the planned program takes.
+
+    Args:
+        name: of the plan.
+        pieces: into which a smaller batch is cut, of as many examples each as the plan's; None runs the plan's own.
+    """
+    plan = Plan.load(FOLDER / f"{name}.toml")
+    sizes, choices = dict(plan.aim.sizes), plan.choices
+    if pieces is not None:
+        choices = tuple(_cut(choice, pieces) for choice in choices)
+        sizes["batch_size"] = sizes["batch_size"] // pieces_of(plan) * pieces
+    device = VirtualBackend(find_gpu(plan.aim.device), alloc_conf="", host_bytes=plan.aim.host_budget_bytes)
+    return step_cost_with(device, workload_of(name), choices, sizes, plan.aim.budget_bytes)
+
+
+def pieces_of(plan: Plan) -> int:
+    """Into how many pieces a plan cuts a batch."""
+    (count,) = (one.setting.count for one in plan.choices if isinstance(one.setting, MicroBatchingSetting))
+    return count
+
+
+def _cut(choice: Choice, pieces: int) -> Choice:
+    if not isinstance(choice.setting, MicroBatchingSetting):
+        return choice
+    return replace(choice, setting=replace(choice.setting, count=pieces))
+
+
+def main() -> int:
+    """Run each plan; 1 where one does not keep its word."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=names(), default=names(), metavar="NAME")
+    broken = 0
+    for name in parser.parse_args().only:
+        said, found = Plan.load(FOLDER / f"{name}.toml").after, cost_of(name)
+        keeps = found.fits and (found.peak_allocated_bytes, found.total_bytes, found.host_bytes) == (
+            said.peak_allocated_bytes,
+            said.total_bytes,
+            said.host_bytes,
+        )
+        broken += not keeps
+        told = f"{format_bytes(found.total_bytes)} on the card, {format_bytes(found.host_bytes)} on the host"
+        print(f"{name}: {told}: {'as planned' if keeps else 'not as planned'}", flush=True)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
