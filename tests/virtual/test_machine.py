@@ -7,7 +7,7 @@ import pytest
 from vramfit.allocator import AllocatorConfig
 from vramfit.errors import ConfigError, UsageError
 from vramfit.gpus import find_gpu
-from vramfit.virtual import stream_ids
+from vramfit.virtual import simulated_streams as stream_ids
 from vramfit.virtual.machine import InvalidDevice, Machine, visible_devices
 from vramfit.virtual.pinned import PinnedMemory
 

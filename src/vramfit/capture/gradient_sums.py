@@ -8,7 +8,7 @@ is tied to the head. An out-of-place ``aten.add`` arrives in the mode instead. T
 it here; the virtual GPU lets the first gradient stand for the sum (`OpRunner`). That only the engine holds a tensor is
 known from the use counts of the tensor and its storage (and from those of Python, which say whether a backward pass
 written in Python holds it). How high they are then depends on how torch calls modes, so each measures them once, by a
-tiny backward pass: `measure_counts` here, and vramfit/virtual/engine_probe.py.
+tiny backward pass: `measure_counts` here, and `exclusive_counts` of vramfit/virtual/mode.py.
 """
 
 from __future__ import annotations

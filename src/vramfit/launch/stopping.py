@@ -21,7 +21,7 @@ while results are saved. So what a SIGTERM did is read from the child's notes of
 handlers are taken away before results are saved.
 
 NOTE [No exception between dispatcher and mode]: before each op under a mode torch's C++ asks a function of Python for
-a rule (see dispatching.py of the virtual GPU), where it can take no exception: the process would abort. Handlers run
+a rule (see torch_patches of the virtual GPU), where it can take no exception: the process would abort. Handlers run
 where a function of Python begins, so one that raises may be called there. It then does nothing, and the signal is sent
 once more, a moment later: by the parent where it is an order of its own, else by a thread.
 """

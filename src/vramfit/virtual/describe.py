@@ -9,11 +9,14 @@ argument itself. What does not fit that form is asked anew each time.
 which a program without symbolic sizes, constants and tensors of other kinds never needs. For most ops of aten on plain
 tensors of one card it then runs the op's kernel for the meta device, and puts the results on that card. That takes a
 tenth of the time when it is done at once. Which ops go that way follows from the op alone (`is_plain`).
+
+Ops that FakeTensorMode cannot describe, or describes wrongly, are named here too, with what a user can do about them.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -28,7 +31,66 @@ from torch._subclasses.fake_tensor import (
     torch_decomp_decompositions,
 )
 
-from vramfit.virtual.undescribed import MISDESCRIBED, SparseOperation, has_sparse, is_compressed_product
+from vramfit.capture.ops import tensors_in
+
+# -- Ops that FakeTensorMode cannot describe, or describes wrongly ---------------------------------------------
+
+
+_aten = torch.ops.aten
+
+OF_TORCH = ("aten", "prims", "prim", "c10d", "_c10d_functional", "quantized", "inductor")
+"""Namespaces of torch's own operators."""
+
+COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc})
+"""Layouts of matrices of which torch makes a product in several ops."""
+
+MATRIX_AT: dict[torch._ops.OpOverload, int] = {
+    _aten.mm.default: 0,
+    _aten._sparse_mm.default: 0,
+    _aten._sparse_sparse_matmul.default: 0,
+    _aten.mv.default: 0,
+    _aten.addmm.default: 1,
+    _aten._sparse_addmm.default: 1,
+}
+"""Products of matrices: the place of the first among the arguments; the other follows."""
+
+MISDESCRIBED = frozenset({_aten.add.Tensor})
+"""Ops that FakeTensorMode describes, of sparse tensors without elements."""
+
+
+class SparseOperation(Exception):
+    """An op that FakeTensorMode cannot describe has sparse arguments."""
+
+
+class DynamicSizes(Exception):
+    """The fake implementation of a custom operator asks for a size that depends on data."""
+
+
+def has_sparse(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a sparse COO tensor is among the arguments."""
+    return any(t.layout is torch.sparse_coo for t in tensors_in((args, tuple(kwargs.values()))))
+
+
+def is_compressed_product(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether an op is a product with a CSR or CSC matrix, which torch makes of several."""
+    first = MATRIX_AT.get(func)
+    return first is not None and any(factor.layout in COMPRESSED for factor in args[first : first + 2])
+
+
+def fake_implementation(func: torch._ops.OpOverload) -> Any:
+    """The description that the author of a custom operator gave; None without one."""
+    return singleton.find(func.name()).fake_impl.kernel
+
+
+def advice(func: torch._ops.OpOverload) -> str:
+    """What the user can do about an operator that nobody described; empty for torch's own."""
+    if func.namespace in OF_TORCH:
+        return ""
+    return (
+        f'. Describe it: @torch.library.register_fake("{func._schema.name}") or '
+        f'@vramfit.fake_kernel("{func._schema.name}"), in the program or in a file for --kernels (docs/kernels.md)'
+    )
+
 
 # -- The FakeTensorMode that describes ops for the virtual card ----------------------------------------------
 
@@ -73,7 +135,7 @@ class VirtualFakeMode(FakeTensorMode):
         return True
 
 
-# -- Asks torch's kernels for the meta device, where FakeTensorMode would in the end ask nothing else --------
+# -- Ops for which FakeTensorMode would ask nothing but torch's kernel for the meta device ---------------------
 
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -173,7 +235,7 @@ _MAX_ENTRIES = 100_000
 # Looked up once: these are called for every op.
 _empty = torch._C._VariableFunctions.empty
 _empty_strided = torch._C._VariableFunctions.empty_strided
-_make_subclass = torch.Tensor._make_subclass  # the program's is replaced (torch_patches/subclasses.py)
+_make_subclass = torch.Tensor._make_subclass  # the program's is replaced (torch_patches/identity.py)
 _throw_on_mutable_data_ptr = torch._C._set_throw_on_mutable_data_ptr
 _is_inference = torch.is_inference_mode_enabled
 _default_dtype = torch.get_default_dtype

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from vramfit.allocator import parse_torch_version
 from vramfit.arguments import (
     path_argument,
     paths_argument,
@@ -23,7 +24,6 @@ from vramfit.arguments import (
     text_argument,
     whole_argument,
 )
-from vramfit.capture.torch_version import platform_text, torch_version
 from vramfit.errors import EnvironmentUnfitError
 from vramfit.files import Protection, Writes, current, make_policy, protect
 from vramfit.files.policy import writes_of
@@ -44,14 +44,14 @@ from vramfit.trace import (
     snapshot_from_trace,
 )
 from vramfit.trace.journal import TraceJournal
+from vramfit.trace.outcome import platform_text
 from vramfit.units import format_bytes
 from vramfit.virtual import build_shim, foreign, ranks, torch_cuda, torch_patches
 from vramfit.virtual.data_dependent.assume import Assume, assumption, may_come_from
-from vramfit.virtual.engine_probe import exclusive_counts
 from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.machine import Machine, VirtualDevice
 from vramfit.virtual.meter import Meter
-from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.mode import VirtualMode, exclusive_counts
 from vramfit.virtual.virtual_run import MOST_GPUS
 from vramfit.virtual.workspaces import Workspaces
 
@@ -113,7 +113,7 @@ class VirtualGPU:
         self._machine = Machine(
             [self.spec] * gpus,
             alloc_conf=alloc_conf,
-            torch_version=torch_version(),
+            torch_version=parse_torch_version(torch.__version__),
             context_bytes=context_bytes,
             assume=assumption(assume),
             measured=_measured(profile, self.spec),
@@ -452,7 +452,7 @@ def check_interpreter() -> None:
     """
     if _active is not None:
         raise EnvironmentUnfitError("a virtual GPU is active already", "Leave its block first.")
-    if torch_version() < (2, 11):
+    if parse_torch_version(torch.__version__) < (2, 11):
         raise EnvironmentUnfitError(f"torch {torch.__version__} is too old", "Install torch 2.11 or later.")
     if torch.cuda.is_initialized():
         raise EnvironmentUnfitError(

@@ -27,11 +27,10 @@ from vramfit.capture.storages import EventHook, FreedHook
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
 from vramfit.gpus.measured_profile import Rates
-from vramfit.virtual.clock import Clock, Engine
 from vramfit.virtual.data_dependent.assume import Assume
 from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.pinned import PinnedMemory
-from vramfit.virtual.stream_ids import StreamTable
+from vramfit.virtual.simulated_streams import Clock, Engine, StreamTable
 
 MIB = 1 << 20
 DEFAULT_SEED = 67280421310721  # c10/core/GeneratorImpl.h: default_rng_seed_val

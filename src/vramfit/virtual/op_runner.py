@@ -21,23 +21,31 @@ from vramfit.capture.attribution import ProgramPhase
 from vramfit.capture.ops import OpInfo, OpTable, device_of
 from vramfit.trace import Category
 from vramfit.virtual import kernels, roofline
-from vramfit.virtual.clock import Engine
 from vramfit.virtual.data_dependent.assume import Extent
 from vramfit.virtual.data_dependent.expectations import WATCHED, expectation, is_whole, rewritten
 from vramfit.virtual.data_dependent.guesses import Guesses
 from vramfit.virtual.data_dependent.shading import Shading
 from vramfit.virtual.data_dependent.shadow import ShadowStore, map_tensors, may_be_known
-from vramfit.virtual.describe import Describer, VirtualFakeMode, key_of, recipe_of
+from vramfit.virtual.describe import (
+    Describer,
+    DynamicSizes,
+    SparseOperation,
+    VirtualFakeMode,
+    advice,
+    fake_implementation,
+    has_sparse,
+    key_of,
+    recipe_of,
+)
 from vramfit.virtual.fills import Concern
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.meter import Meter
-from vramfit.virtual.noted import Noted
+from vramfit.virtual.noted import Noted, PageLocked
 from vramfit.virtual.op_cache import MAX_PLANS, RememberedCall, Shades, plan_of, plan_of_view
 from vramfit.virtual.op_call import OpCall
-from vramfit.virtual.page_locked import PageLocked
 from vramfit.virtual.placing import Placing
+from vramfit.virtual.simulated_streams import Engine
 from vramfit.virtual.tensor_subclasses import Twins
-from vramfit.virtual.undescribed import DynamicSizes, SparseOperation, advice, fake_implementation, has_sparse
 from vramfit.virtual.workspaces import Workspaces
 
 _ADD = torch.ops.aten.add.Tensor
@@ -73,8 +81,8 @@ class OpRunner(TorchDispatchMode):
         self.twins = Twins()
         self._plans = 0
         self.page_locked = PageLocked(machine)
-        self.exclusive_counts: tuple[int, int] | None = None  # from engine_probe.py
-        self.observed_counts: list[tuple[int, int]] | None = None  # filled for engine_probe.py only
+        self.exclusive_counts: tuple[int, int] | None = None  # see mode.py
+        self.observed_counts: list[tuple[int, int]] | None = None  # filled while they are measured
 
     # -- the general treatment -----------------------------------------------------------------------------------
 

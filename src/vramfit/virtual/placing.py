@@ -12,11 +12,11 @@ from vramfit.capture.ops import placed, tensors_in
 from vramfit.trace import Category
 from vramfit.virtual import kernels
 from vramfit.virtual.data_dependent.assume import Extent, Resting, bounds, concatenated, merged
+from vramfit.virtual.describe import COMPRESSED
 from vramfit.virtual.kernels import Blas, Extras, KernelContext
 from vramfit.virtual.meter import Held, Meter
 from vramfit.virtual.op_cache import RememberedCall
 from vramfit.virtual.op_call import OpCall
-from vramfit.virtual.undescribed import COMPRESSED
 from vramfit.virtual.workspaces import Workspaces
 
 NO_EXTRAS = Extras()

@@ -14,8 +14,7 @@ import warnings
 from collections.abc import Iterator
 
 from vramfit.files.namespace import syscalls
-from vramfit.files.namespace.contents import changes_in, is_whiteout
-from vramfit.files.namespace.manifest import DROPPED, PLACE, Manifest, read_manifest
+from vramfit.files.namespace.contents import DROPPED, PLACE, Manifest, changes_in, is_whiteout, read_manifest
 from vramfit.files.namespace.mounts import is_under
 from vramfit.files.namespace.overlay_storage import remove
 from vramfit.files.policy import FilePolicy, Writes

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from vramfit import units
 from vramfit.files.namespace import islands, mounts, syscalls, tree, ways
-from vramfit.files.namespace.manifest import PLACE, Manifest
+from vramfit.files.namespace.contents import PLACE, Manifest
 from vramfit.files.namespace.overlay_storage import Medium, Storage
 from vramfit.files.namespace.ways import Way
 from vramfit.files.policy import FilePolicy, Writes

@@ -11,9 +11,8 @@ from vramfit import units
 from vramfit.errors import EnvironmentUnfitError
 from vramfit.files.changes import summarise
 from vramfit.files.namespace import entry
-from vramfit.files.namespace.contents import changes_in
+from vramfit.files.namespace.contents import Manifest, changes_in, read_manifest
 from vramfit.files.namespace.entry import Inside, NamespaceEntry
-from vramfit.files.namespace.manifest import Manifest, read_manifest
 from vramfit.files.namespace.mounts import is_under
 from vramfit.files.namespace.overlay_storage import remove
 from vramfit.files.namespace.renames import copy_upper, install, keep_holes

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import builtins
 import functools
-import importlib.abc
 import os
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +18,7 @@ from vramfit.files import real, sparse_files
 from vramfit.files.calls import Calls
 from vramfit.files.overlay import Where
 from vramfit.files.patches import databases
-from vramfit.patching import PatchStack
+from vramfit.patching import PatchStack, after_import
 
 _REPLACED = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 _KEPT = os.O_RDWR | os.O_CREAT
@@ -80,7 +77,6 @@ def install(calls: Calls, patches: PatchStack, *, guarded: bool) -> None:
         "_gdbm": _dbm,
         "numpy.lib._datasource": _numpy,
     }
-    names = {*_READERS, *_WRITERS, *special}
 
     def treat(name: str, module: ModuleType) -> None:
         table: list[tuple[object, object]] = []
@@ -95,13 +91,7 @@ def install(calls: Calls, patches: PatchStack, *, guarded: bool) -> None:
         if table:
             patches.rebind(table)
 
-    for name in names:
-        module = sys.modules.get(name)
-        if module is not None:
-            treat(name, module)
-    finder = _ImportWatcher(names, treat)
-    sys.meta_path.insert(0, finder)
-    patches.call(lambda: sys.meta_path.remove(finder))
+    after_import({name: partial(treat, name) for name in {*_READERS, *_WRITERS, *special}}, patches)
     databases.install(calls, patches, guarded=guarded)
 
 
@@ -182,51 +172,6 @@ def _changed(old: Any, position: int, where: Callable[[Any], str]) -> Callable[.
 
 def _like(path: Any, where: str) -> Any:
     return os.fsencode(where) if isinstance(path, bytes) else where
-
-
-class _ImportWatcher(importlib.abc.MetaPathFinder):
-    """Sees modules being imported; finds none itself."""
-
-    def __init__(self, names: set[str], treat: Callable[[str, ModuleType], None]) -> None:
-        self._names = names
-        self._treat = treat
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """The spec that the others find, with a loader that lets `treat` see the module."""
-        if fullname not in self._names:
-            return None
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = None if finder is self or find is None else find(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _Loader(spec.loader, self._treat)  # type: ignore[assignment]
-                return spec
-        return None
-
-
-class _Loader:
-    """A loader that lets somebody see the module once it is there."""
-
-    def __init__(self, loader: Any, treat: Callable[[str, ModuleType], None]) -> None:
-        self._loader = loader
-        self._treat = treat
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> Any:
-        """As the loader does."""
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """As the loader does, and let the module be seen; it keeps its own loader."""
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._treat(module.__name__, module)
 
 
 def _torch(calls: Calls, module: ModuleType, patches: PatchStack) -> None:

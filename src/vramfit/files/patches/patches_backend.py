@@ -7,11 +7,11 @@ import os
 from types import TracebackType
 from typing import Self
 
-from vramfit.files import landlock, real
+from vramfit.files import real
 from vramfit.files.calls import Calls
 from vramfit.files.changes import look_through, summarise
 from vramfit.files.overlay import LOG, Overlay
-from vramfit.files.patches import audit, compiled_libraries, system
+from vramfit.files.patches import compiled_libraries, refusals, system
 from vramfit.files.policy import Backend, FilePolicy, cache_folder, default_through
 from vramfit.patching import PatchStack
 from vramfit.trace.outcome import FileChanges
@@ -42,11 +42,11 @@ class Patches:
         """Replace the functions."""
         self._overlay = overlay = Overlay(self.policy)
         try:
-            guarded = self._in_child and landlock.restrict(_writable(self.policy))
+            guarded = self._in_child and refusals.restrict_writes(_writable(self.policy))
             calls = Calls(overlay)
             system.install(calls, self._patches)
             compiled_libraries.install(calls, self._patches, guarded=guarded)
-            audit.install(overlay, self._patches, guarded=guarded)
+            refusals.install(overlay, self._patches, guarded=guarded)
         except BaseException:
             self._patches.undo()
             overlay.close()

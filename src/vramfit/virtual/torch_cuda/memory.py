@@ -12,7 +12,7 @@ import torch
 from vramfit.allocator import OutOfMemory
 from vramfit.errors import ConfigError
 from vramfit.trace.settings import settings_from_conf
-from vramfit.virtual import stream_ids as ids
+from vramfit.virtual import simulated_streams as ids
 from vramfit.virtual.machine import Machine, VirtualDevice
 from vramfit.virtual.torch_cuda.base import CFunctions
 

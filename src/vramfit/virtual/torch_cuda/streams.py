@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from vramfit.patching import PatchStack
-from vramfit.virtual import stream_ids as ids
-from vramfit.virtual.clock import Engine
+from vramfit.virtual import simulated_streams as ids
 from vramfit.virtual.machine import InvalidDevice
+from vramfit.virtual.simulated_streams import Engine
 from vramfit.virtual.torch_cuda.base import (
     CUDA_DEVICE_TYPE,
     C,

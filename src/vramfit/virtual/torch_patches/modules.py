@@ -15,7 +15,7 @@ from vramfit.patching import PatchStack
 from vramfit.trace import Category
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.tensor_subclasses import is_wrapper
-from vramfit.virtual.torch_patches.data import is_virtual
+from vramfit.virtual.torch_patches.identity import is_virtual
 
 _DESTINATION = "_vramfit_destination"
 
