@@ -75,7 +75,7 @@ def leave_after(main: Callable[[], int]) -> Any:
 
 
 def _save_before_exit(patches: PatchStack, finish: Finish, stopping: Stopping) -> None:
-    """``os._exit`` ends the process at once; the results are saved first. Forked children leave as they would."""
+    """Save the results before ``os._exit`` ends the process at once. Forked children leave as they would."""
     original, owner = os._exit, os.getpid()
 
     def leave_at_once(status: int) -> NoReturn:
@@ -89,11 +89,10 @@ def _save_before_exit(patches: PatchStack, finish: Finish, stopping: Stopping) -
 
 
 def _finalize() -> None:
-    """What an interpreter does after its exit handlers: drop the program's globals, and close what they held."""
+    """Do what an interpreter does after its exit handlers: drop the program's globals, and close what they held."""
     main_module = sys.modules.get("__main__")
-    if (
-        main_module is not None and main_module.__dict__ is not globals()
-    ):  # runpy drops a module's globals itself
+    # runpy drops the globals of a module itself.
+    if main_module is not None and main_module.__dict__ is not globals():
         main_module.__dict__.clear()
     gc.collect()
     for item in gc.get_objects():  # files that something else still holds
@@ -125,7 +124,7 @@ def run_program(command: list[str], stopping: Stopping) -> tuple[int, BaseExcept
 
 
 def _run_script(script: str, arguments: list[str]) -> None:
-    """As ``python script.py``: the script's folder leads ``sys.path``, and the script is the module ``__main__``."""
+    """Run a file as ``python script.py`` does: its folder leads ``sys.path``, and it is the module ``__main__``."""
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     script = os.path.join(os.getcwd(), script)  # Python/initconfig.c: config_run_filename_abspath
@@ -142,7 +141,7 @@ def _run_script(script: str, arguments: list[str]) -> None:
 
 
 def _run_module(name: str, arguments: list[str]) -> None:
-    """As ``python -m module``: the current folder leads ``sys.path``."""
+    """Run a module as ``python -m`` does: the current folder leads ``sys.path``."""
     sys.argv = [name, *arguments]
     sys.path.insert(0, os.getcwd())
     try:
@@ -206,7 +205,7 @@ def _is_ours(filename: str) -> bool:
 
 
 def _wind_down(code: int, error: BaseException | None) -> tuple[int, BaseException | None]:
-    """What an interpreter does at its end: wait for threads, run the exit handlers."""
+    """Do what an interpreter does at its end: wait for threads, run the exit handlers."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
     except SystemExit as stop:
@@ -225,7 +224,7 @@ def _wind_down(code: int, error: BaseException | None) -> tuple[int, BaseExcepti
 
 
 def _untold(arguments: threading.ExceptHookArgs) -> None:
-    """Threads that are still there fail by what is taken down around them; those of python just stop then."""
+    """Silence threads that outlive the program and fail as things are taken down; under python they would just stop."""
 
 
 # -- Processes that the program starts: nobody measures them, and the report must say so ----------------------
@@ -239,7 +238,7 @@ OTHER_PROCESSES = (
 
 
 def watch_processes(tell: Callable[[], object], patches: PatchStack) -> None:
-    """Call `tell` where the program starts a Python process of its own; a DataLoader's workers do not use the card."""
+    """Call `tell` where the program starts a Python process, except for a DataLoader's workers: they use no card."""
     start, popen = multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__
 
     def counted_start(self: multiprocessing.process.BaseProcess) -> None:

@@ -1,14 +1,14 @@
-"""What an op returns, by shape: FakeTensorMode says it once, a cache of our own says it again.
+"""What an op returns, by shape: FakeTensorMode works it out once, and a cache of our own gives it again.
 
 FakeTensorMode has a cache too, but building its key and its results takes most of a virtual training step. A key here
 is the op, each tensor's shape, strides, offset, dtype and device, and the other arguments with their types (``2`` and
-``2.0`` promote differently); a result is how to build the fake tensors again: fresh, a view of an argument, or an
-argument itself. What does not fit that form is asked anew each time.
+``2.0`` promote differently); a result is a recipe for the fake tensors: fresh, a view of an argument, or an argument
+itself. An op whose results do not fit that form goes to FakeTensorMode each time.
 
 ``FakeTensorMode._dispatch_impl`` (torch/_subclasses/fake_tensor.py) looks at an op's arguments in a dozen ways, most of
 which a program without symbolic sizes, constants and tensors of other kinds never needs. For most ops of aten on plain
-tensors of one card it then runs the op's kernel for the meta device, and puts the results on that card. That takes a
-tenth of the time when it is done at once. Which ops go that way follows from the op alone (`is_plain`).
+tensors of one card it then runs the op's kernel for the meta device, and puts the results on that card. Doing so at
+once takes a tenth of the time. Which ops allow it follows from the op alone (`is_plain`).
 
 Ops that FakeTensorMode cannot describe, or describes wrongly, are named here too, with what a user can do about them.
 """
@@ -63,7 +63,7 @@ class SparseOperation(Exception):
 
 
 class DynamicSizes(Exception):
-    """The fake implementation of a custom operator asks for a size that depends on data."""
+    """The fake implementation of a custom operator needs a size that depends on data."""
 
 
 def has_sparse(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -72,13 +72,13 @@ def has_sparse(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def is_compressed_product(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether an op is a product with a CSR or CSC matrix, which torch makes of several."""
+    """Whether an op is a product with a CSR or CSC matrix, which torch makes from several ops."""
     first = MATRIX_AT.get(func)
     return first is not None and any(factor.layout in COMPRESSED for factor in args[first : first + 2])
 
 
 def fake_implementation(func: torch._ops.OpOverload) -> Any:
-    """The description that the author of a custom operator gave; None without one."""
+    """The fake implementation that the author of a custom operator registered; None without one."""
     return singleton.find(func.name()).fake_impl.kernel
 
 
@@ -103,12 +103,12 @@ class _PerThread(threading.local):
 
 
 class VirtualFakeMode(FakeTensorMode):
-    """FakeTensorMode that never touches a device, and whose state is per thread: programs have several."""
+    """A FakeTensorMode that never touches a device, and keeps its state per thread, since programs have several."""
 
     def __init__(self) -> None:
         self._per_thread = _PerThread()
         super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
-        # describe.py remembers: asking and filling this one takes longer than the answer, and it is one for all modes.
+        # describe.py has its own: using torch's takes longer than the answer, and it is one for all modes.
         self.cache_enabled = False
 
     @property
@@ -191,7 +191,7 @@ def _takes_symbols(func: torch._ops.OpOverload) -> bool:
 
 
 def fakes_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[FakeTensor]:
-    """The fake tensors among arguments; none if there is a list or another tensor."""
+    """The fake tensors among arguments; none if a list or another kind of tensor is among them."""
     fakes: list[FakeTensor] = []
     for value in (*args, *kwargs.values()):
         if type(value) is FakeTensor:
@@ -208,13 +208,9 @@ def described(
     tensors: list[FakeTensor],
     mode: FakeTensorMode,
 ) -> tuple[torch.device, Any] | None:
-    """What a plain op returns: the card of its results, and results on the meta device; None if another has to say it.
+    """Results of a plain op (see `is_plain`) on the meta device, with the card that they belong to.
 
-    Args:
-        func: the op, for which `is_plain` holds.
-        args, kwargs: its arguments (strided fake tensors).
-        tensors: those among them.
-        mode: of the fake tensors.
+    None where FakeTensorMode has to describe it: the arguments lie on several devices, or the op refuses them.
     """
     if not tensors or "device" in kwargs:
         return None
@@ -225,7 +221,7 @@ def described(
         with in_kernel_invocation_manager(mode):
             return device, func(*args, **kwargs)
     except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, AssertionError):
-        return None  # it is asked again in full, for the error in its usual words
+        return None  # FakeTensorMode then raises the error in its usual words
 
 
 _META = torch.device("meta")
@@ -243,7 +239,7 @@ _has_cudnn = torch._C._get_cudnn_enabled
 
 
 class Output(IntEnum):
-    """How a result is made: with a storage of its own, as a view of an argument, or it is one, or a plain value."""
+    """How one result is made: with a storage of its own, as a view of an argument, as an argument, or a plain value."""
 
     FRESH = 0
     VIEW = 1
@@ -253,9 +249,8 @@ class Output(IntEnum):
 
 _FRESH, _VIEW, _ARGUMENT, _VALUE = map(int, Output)
 _VALUES = (type(None), int, bool, float)
-_INDEX = (
-    torch.ops.aten.index.Tensor
-)  # its masks have become positions by the time it is described (fake_impls/shapes.py)
+# Its masks have become positions by the time it is described (fake_impls/shapes.py).
+_INDEX = torch.ops.aten.index.Tensor
 _CONVOLUTIONS = frozenset({torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default})
 _Output = tuple[int, Any]
 Recipe = tuple[type | None, tuple[_Output, ...]]
@@ -284,7 +279,7 @@ class FakeFactory:
 
 
 class Describer:
-    """Results of ops on fake tensors."""
+    """Describes the results of ops on fake tensors."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
@@ -325,7 +320,7 @@ class Describer:
         kwargs: dict[str, Any],
         tensors: list[FakeTensor],
     ) -> Recipe | None:
-        """How to make the results of an op, without FakeTensorMode; None where it has to be asked. See `is_plain`."""
+        """How to make the results of an op without FakeTensorMode; None where only that can say. See `is_plain`."""
         plain = self._plain.get(func)
         if plain is None:
             plain = self._plain[func] = is_plain(func)
@@ -393,11 +388,9 @@ def _never_cached(func: torch._ops.OpOverload) -> bool:
 
 
 def key_of(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[FakeTensor]) -> Any:
-    """What decides the results of an op besides the op; None where the arguments hold what no key can.
+    """What decides the results of an op besides the op itself; None where the arguments hold what no key can.
 
-    Args:
-        args, kwargs: the arguments.
-        tensors: takes the tensors among them, in order.
+    The tensors among the arguments are appended to `tensors`, in order.
     """
     parts: list[Any] = [_is_inference(), _default_dtype()]  # the latter is what whole numbers divide into
     if not _add(args, parts, tensors):
@@ -436,12 +429,9 @@ def _add(values: Any, parts: list[Any], tensors: list[FakeTensor]) -> bool:
 
 
 def recipe_of(out: Any, tensors: list[FakeTensor], device: torch.device | None = None) -> Recipe | None:
-    """How to build results again from the tensors among the arguments; None when that cannot be said.
+    """How to build results again from the tensors among the arguments; None where no recipe can say so.
 
-    Args:
-        out: the results, fake tensors or, with ``device``, tensors on the meta device.
-        tensors: those among the arguments.
-        device: where the results are.
+    The results are fake tensors or, where `device` says which card they belong to, tensors on the meta device.
     """
     if isinstance(out, (list, tuple)):
         seen: set[int] = set()

@@ -160,7 +160,7 @@ class VirtualMode(OpRunner):
         return func(*args, **kwargs)
 
     def run(self, call: OpCall, *, real: bool = True, category: Category | None = None) -> Any:
-        """As `OpRunner.run`; what torch cannot describe of sparse tensors and custom operators has rules here."""
+        """As `OpRunner.run`; sparse tensors and custom operators that torch cannot describe have rules here."""
         try:
             return super().run(call, real=real, category=category)
         except SparseOperation:
@@ -170,13 +170,13 @@ class VirtualMode(OpRunner):
 
 
 def _others(types: Any, twins: Twins) -> tuple[type, ...]:
-    """Classes without those that stand for FakeTensor."""
+    """The classes that are no twins, which stand for FakeTensor."""
     return tuple(t for t in types if t not in twins)
 
 
 @contextmanager
 def _unnoticed(dense: Any) -> Iterator[None]:
-    """Let an operator over functions run its plain form under our mode: several insist that there is none."""
+    """Hide our mode from the plain form of an operator over functions: several insist that there is no mode."""
     with PatchStack() as patches:
         if _CURRENT_MODE in dense.__globals__:
             patches.item(dense.__globals__, _CURRENT_MODE, lambda: None)

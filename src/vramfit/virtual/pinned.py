@@ -13,8 +13,8 @@ from vramfit.allocator.stats import Gauge
 class PinnedMemory:
     """The caching allocator of page-locked memory (ATen/core/CachingHostAllocator.h).
 
-    A request is rounded up to a power of two; a freed block goes to the list of its size and serves only
-    requests that round to the same size; nothing is given back to the system before `empty_cache`.
+    A request is rounded up to a power of two; a freed block goes to the list of its size and serves only requests that
+    round to the same size; nothing is given back to the system before `empty_cache`.
     """
 
     def __init__(self) -> None:
@@ -31,23 +31,15 @@ class PinnedMemory:
         return self._reserved.current
 
     @property
-    def active_bytes(self) -> int:
-        """Bytes of the blocks in use."""
-        return self._active.current
-
-    @property
     def peak_reserved_bytes(self) -> int:
         """The most that was held from the system."""
         return self._reserved.peak
 
     def allocate(self, nbytes: int, *, round_limit: int | None = None, cache_limit: int | None = None) -> int:
-        """Take a block of at least `nbytes`; gives its handle, 0 for an empty request.
+        """Take a block of at least `nbytes`; returns its handle, 0 for an empty request.
 
-        Args:
-            nbytes: the request.
-            round_limit: a larger request is not rounded (``pinned_max_round_threshold_mb``).
-            cache_limit: neither is one larger than this, which is not kept either when it is freed
-                (``pinned_max_cached_size_mb``).
+        A request larger than `round_limit` (``pinned_max_round_threshold_mb``) is not rounded; one larger than
+        `cache_limit` (``pinned_max_cached_size_mb``) is neither rounded nor kept when it is freed.
         """
         if nbytes <= 0:
             return 0

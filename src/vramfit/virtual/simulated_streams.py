@@ -96,7 +96,7 @@ class Clock:
         self._lock = threading.Lock()
 
     def work(self, microseconds: float, device: int, stream: int, engine: Engine = Engine.COMPUTE) -> None:
-        """Give a stream something to do."""
+        """Give a stream work."""
         key = device, stream
         with self._lock:
             begin = self._streams.get(key, 0.0)
@@ -117,21 +117,21 @@ class Clock:
                 self.now_us = end
 
     def reached(self, device: int, stream: int) -> float:
-        """When a stream is done with all that it was given."""
+        """When a stream is done with all its work."""
         return max(self._host, self._streams.get((device, stream), 0.0))
 
     def hold(self, device: int, stream: int, until: float) -> None:
-        """Let what a stream is given from now on begin no earlier."""
+        """Let work given to a stream from now on begin no earlier."""
         key = (device, stream)
         with self._lock:
             self._streams[key] = max(self._streams.get(key, 0.0), until)
 
     def work_host(self, microseconds: float) -> None:
-        """Let the host itself work, while streams go on with what they were given."""
+        """Let the host itself work, while streams go on with the work that they have."""
         self.hold_host(self._host + microseconds)
 
     def hold_host(self, until: float) -> None:
-        """Let the host, and all that it asks for from now on, go on no earlier."""
+        """Let the host, and all work that it gives from now on, go on no earlier."""
         with self._lock:
             self._host = max(self._host, until)
             self.now_us = max(self.now_us, until)

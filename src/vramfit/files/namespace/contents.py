@@ -29,13 +29,13 @@ _NAME = "namespace.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """A namespace's folder.
+    """What a namespace leaves in its folder.
 
     Attributes:
         folder: where it lies.
         overlays: those that were mounted.
         missing: paths that are written for real and did not exist: what is written there is moved there at the end.
-        notes: what a report should tell.
+        notes: for the report.
     """
 
     folder: str
@@ -44,7 +44,7 @@ class Manifest:
     notes: tuple[str, ...] = ()
 
     def write(self, outside: str = "") -> None:
-        """Leave it in its folder; `outside` is put before the path of that, where it is seen under another."""
+        """Leave it in its folder, before whose path `outside` is put where this process sees the folder elsewhere."""
         named = outside + os.path.join(self.folder, _NAME)
         with open(f"{named}.new", "w", encoding="utf-8") as file:
             json.dump(dataclasses.asdict(self), file)
@@ -91,12 +91,12 @@ _MOST_COUNTED = 20_000
 def changes_in(
     manifest: Manifest, *, outside: str = "", uppers: Mapping[str, str] | None = None
 ) -> Iterator[FileChange]:
-    """What the overlays of a namespace hold.
+    """The changes that the overlays of a namespace hold.
 
     Args:
         manifest: of the namespace.
         outside: what is put before the paths of real files.
-        uppers: for overlays in memory, by their points: what they hold. Those that are not named are left out.
+        uppers: for overlays in memory, by their points, the folders of what they hold. Others in memory are left out.
     """
     for overlay in manifest.overlays:
         upper = outside + overlay.upper
@@ -174,7 +174,7 @@ class _ContentsReader:
         return shown if facts is not None and stat.S_ISDIR(facts.st_mode) else None
 
     def _moved_here(self, source: str, path: str, hidden: set[str]) -> Iterator[FileChange]:
-        """What a renamed folder brought with it, less what is kept apart."""
+        """What a renamed folder brought with it, without what the overlay keeps itself."""
         with os.scandir(source) as entries:
             inside = sorted((entry for entry in entries if entry.name not in hidden), key=lambda e: e.name)
         for entry in inside:

@@ -1,7 +1,7 @@
 """Compiled readers and writers that take a path: they are given the real path of what lies in the overlay.
 
-Each is replaced as soon as its module is imported. A library that is not listed reads what is on disk, and is kept from
-writing by Landlock where the kernel has it.
+Each is replaced as soon as its module is imported. A library that is not listed reads what is on disk, and Landlock
+keeps it from writing where the kernel has it.
 """
 
 from __future__ import annotations
@@ -64,10 +64,7 @@ _FOLDER_WRITERS = {"tokenizers": (("models.Model.save", 1),)}
 def install(calls: Calls, patches: PatchStack, *, guarded: bool) -> None:
     """Replace them, now or as soon as they are imported.
 
-    Args:
-        calls: on the overlay.
-        patches: takes it back.
-        guarded: whether the kernel refuses what is not led away.
+    `guarded` means that the kernel refuses what is not led away.
     """
     special: dict[str, Callable[[Calls, ModuleType, PatchStack], None]] = {
         "torch": _torch,
@@ -120,7 +117,7 @@ def _is_static(owner: Any, name: str) -> bool:
 
 
 def _at(args: Sequence[Any], position: int, options: dict[str, Any], change: Callable[[Any], Any]) -> Any:
-    """Arguments with the path at a position changed, also where it was given by a name of usual ones."""
+    """Arguments with the path at a position changed, or the one given by a usual name."""
     changed = list(args)
     if position < len(changed):
         if _is_path(changed[position]):
@@ -209,7 +206,7 @@ def _torch(calls: Calls, module: ModuleType, patches: PatchStack) -> None:
 
 
 def _arrow(calls: Calls, module: ModuleType, patches: PatchStack) -> None:
-    """Files of Arrow: data sets of Hugging Face are written through Python, and mapped here."""
+    """Lead away files of Arrow: data sets of Hugging Face are written through Python, and mapped here."""
     lib: Any = module
 
     def flags_of(mode: str) -> int:
@@ -259,7 +256,7 @@ def _h5py(calls: Calls, module: ModuleType, patches: PatchStack) -> None:
 
 
 def _dbm(calls: Calls, module: ModuleType, patches: PatchStack) -> None:
-    """Files of dbm; ndbm makes several, each with an ending."""
+    """Lead away files of dbm; ndbm makes several, each with an ending."""
     dbm: Any = module
     opened = dbm.open
 

@@ -1,11 +1,11 @@
 """What stands below the patches: a write that none of them led away is refused before it reaches a real file.
 
 Python announces every file operation of its own to audit hooks (PEP 578), wherever it was called from. What the patches
-led away has a path in the overlay by then; anything else that would write was not led, and raises. A hook cannot be
-removed, so there is one for the process, which does nothing while no overlay stands.
+led away has a path in the overlay by then; anything else that would write was not led away, and raises. A hook cannot
+be removed, so there is one for the process, which does nothing while no overlay stands.
 
 NOTE [Landlock]
-Writes of compiled libraries and of subprocesses no patch and no hook sees. On Linux the kernel refuses them outside
+No patch and no hook sees writes of compiled libraries and of subprocesses. On Linux the kernel refuses them outside
 some folders, to this process and all that it starts: they fail with "Permission denied" instead of replacing a file. It
 cannot be taken back, so it is for a process that ends with the program. Constants are those of
 include/uapi/linux/landlock.h and the system call numbers those of include/uapi/asm-generic/unistd.h; man 7 landlock
@@ -58,13 +58,7 @@ _hooked: list[bool] = []
 
 
 def install(overlay: Overlay, patches: PatchStack, *, guarded: bool) -> None:
-    """Watch over an overlay.
-
-    Args:
-        overlay: whose paths may be written to.
-        patches: takes the watch back.
-        guarded: whether the kernel keeps other processes from writing.
-    """
+    """Watch over an overlay; `guarded` means that the kernel keeps other processes from writing."""
     if not _hooked:
         _hooked.append(True)
         sys.addaudithook(_hook)
@@ -78,7 +72,7 @@ def _hook(
     events: frozenset[str] = _events,
     watched: list[tuple[Overlay, bool]] = _watched,
 ) -> None:
-    """Hear of an event: of the interpreter's last ones too, when this module has no names any more."""
+    """Hear of an event, even of the interpreter's last ones, when this module has no names any more."""
     if event not in events or not watched:
         return
     overlay, guarded = watched[-1]
@@ -136,10 +130,9 @@ def _landlock_version() -> int:
 
 
 def restrict_writes(writable: Iterable[str]) -> bool:
-    """Let this process and its children write below these paths alone, from now on; whether the kernel does so.
+    """Let this process and its children write below these paths alone, from now on; returns whether the kernel does so.
 
-    Args:
-        writable: folders and files; those that do not exist are left out.
+    Paths that do not exist are left out.
     """
     found = _landlock_version()
     if not found:

@@ -63,7 +63,7 @@ def _cudart_module(machine: Machine) -> ModuleType:
 
 
 class Nvtx:
-    """Stands for ``torch._C._nvtx`` (torch/csrc/cuda/shared/nvtx.cpp): tells the machine what it hears."""
+    """Stands for ``torch._C._nvtx`` (torch/csrc/cuda/shared/nvtx.cpp); passes ranges and marks on to the machine."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine

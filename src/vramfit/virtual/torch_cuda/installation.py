@@ -36,11 +36,9 @@ Pairs = list[tuple[object, object]]
 
 
 def install(machine: Machine, patches: PatchStack) -> None:
-    """Let ``torch.cuda`` and its kin be answered by a machine, until the patches are undone.
+    """Let a machine answer ``torch.cuda`` and its kin until the patches are undone.
 
-    Args:
-        machine: the virtual machine.
-        patches: takes every patch with its undo. If this function raises, undo it.
+    If this function raises, undo `patches`: what was patched before is in them.
     """
     patches.call(set_machine(machine))
     devices = DeviceFunctions(machine)
@@ -95,7 +93,7 @@ def _code(module: ModuleType) -> CodeType:
 
 
 def _made_anew(module: ModuleType, names: Sequence[str]) -> Pairs:
-    """Run a module's source once more, apart from it; gives its old and new objects of these names."""
+    """Run a module's source once more, apart from it; returns pairs of its old and new objects of these names."""
     fresh = ModuleType(module.__name__)
     fresh.__dict__.update(__package__=module.__package__, __file__=module.__file__)
     exec(_code(module), fresh.__dict__)

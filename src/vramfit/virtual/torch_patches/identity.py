@@ -146,7 +146,7 @@ def _patch_make(mode: OpRunner, patches: PatchStack) -> None:
     twins = mode.twins
 
     def make(cls: Any, data: torch.Tensor, require_grad: bool = False, **options: Any) -> torch.Tensor:
-        cls = twins.origin(cls)  # the class of a virtual tensor, asked for another
+        cls = twins.origin(cls)  # the class may come from a virtual tensor
         if options or not _is_annotated(cls):
             return original(cls, data, require_grad, **options)
         parameter = issubclass(cls, nn.Parameter)

@@ -106,7 +106,7 @@ def _host_library() -> Any:
 
 
 def _bitsandbytes_changes(mode: OpRunner, patches: PatchStack) -> dict[str, Change]:
-    """What is changed in bitsandbytes' modules once they are imported. See NOTE [bitsandbytes]."""
+    """The changes of bitsandbytes' modules once they are imported. See NOTE [bitsandbytes]."""
     library = NativeLibrary(mode)
     found: list[Any] = []
 
@@ -140,7 +140,7 @@ def _bitsandbytes_changes(mode: OpRunner, patches: PatchStack) -> dict[str, Chan
 
 
 def _prepare_bitsandbytes(patches: PatchStack) -> None:
-    """Let the library be searched for in silence, and its CUDA part be there if the rest was imported before."""
+    """Silence the search for the native library, and import its CUDA part if the rest was imported before."""
     patches.set(logging.getLogger(_LOADER), "disabled", True)
     if _PACKAGE in sys.modules and _CUDA not in sys.modules:
         importlib.import_module(_CUDA)

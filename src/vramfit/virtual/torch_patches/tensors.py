@@ -64,18 +64,18 @@ def _patch_lists(mode: OpRunner, patches: PatchStack) -> None:
     # torch makes its table of what follows the default device once, of the functions that it finds then.
     _device._device_constructors()
 
-    def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def real(data: Any) -> Any:
         torch._C._set_only_lift_cpu_tensors(True)  # kept per thread, and autograd has threads of its own
-        return original(_on_host(mode, data) if isinstance(data, (list, tuple)) else data, *args, **kwargs)
+        return _on_host(mode, data) if isinstance(data, (list, tuple)) else data
+
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return original(real(data), *args, **kwargs)
 
     def as_tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        torch._C._set_only_lift_cpu_tensors(True)
-        return as_original(_on_host(mode, data) if isinstance(data, (list, tuple)) else data, *args, **kwargs)
+        return as_original(real(data), *args, **kwargs)
 
     def new_tensor(self: FakeTensor, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        torch._C._set_only_lift_cpu_tensors(True)
-        data = _on_host(mode, data) if isinstance(data, (list, tuple)) else data
-        return torch.Tensor.new_tensor(self, data, *args, **kwargs)
+        return torch.Tensor.new_tensor(self, real(data), *args, **kwargs)
 
     def get(self: FakeTensor, index: Any) -> torch.Tensor:
         _keep_within(mode, self, index)
@@ -104,9 +104,9 @@ def _index(mode: OpRunner, index: Any) -> Any:
 
 
 def _keep_within(mode: OpRunner, tensor: torch.Tensor, index: Any) -> None:
-    """Bring guessed numbers that pick an element into the dimension that they index.
+    """Clamp guessed numbers that pick an element to the dimension that they index.
 
-    torch reads such a number on the host and refuses it out of range. A program that runs on a card has none there, so
+    torch reads such a number on the host and refuses one out of range. A program that runs on a card has none there, so
     a guess beyond the end (an expert that no token can choose) was too high.
     """
     items = index if isinstance(index, tuple) else (index,)
@@ -123,7 +123,7 @@ def _keep_within(mode: OpRunner, tensor: torch.Tensor, index: Any) -> None:
 
 
 def _indexed(item: Any) -> int:
-    """How many dimensions one part of an index takes."""
+    """The number of dimensions that one part of an index takes."""
     if item is None or item is Ellipsis or isinstance(item, bool):
         return 0
     mask = isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)
@@ -278,7 +278,7 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _patch_storage_size(mode: OpRunner, patches: PatchStack) -> None:
-    """``tensor.untyped_storage().resize_(n)``: what was there is not known any more, and the block follows."""
+    """``tensor.untyped_storage().resize_(n)``: its values are no longer known, and the block follows."""
     original: Callable[[torch.UntypedStorage, int], Any] = torch.UntypedStorage.resize_
 
     def resize_(self: torch.UntypedStorage, size: int) -> Any:
