@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -23,7 +23,9 @@ from vramfit.patching import PatchStack, after_import
 _REPLACED = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 _KEPT = os.O_RDWR | os.O_CREAT
 
-_READERS = {
+_Table = Mapping[str, tuple[tuple[str, int], ...]]
+
+_READERS: _Table = {
     "torch": (("_C.PyTorchFileReader", 0), ("jit.load", 0)),
     "safetensors._safetensors_rust": (("safe_open", 0),),
     "tokenizers": (("Tokenizer.from_file", 0),),
@@ -38,7 +40,7 @@ _READERS = {
     "sentencepiece": (("SentencePieceProcessor.Load", 1),),
 }
 """Module to functions that read a file, each with the position of its path."""
-_WRITERS = {
+_WRITERS: _Table = {
     "torch": (
         ("_C.ScriptModule.save", 1),
         ("_C.ScriptFunction.save", 1),
@@ -57,7 +59,7 @@ _WRITERS = {
     "onnx": (("save", 1), ("save_model", 1)),
 }
 """The same, for functions that write a file anew."""
-_FOLDER_WRITERS = {"tokenizers": (("models.Model.save", 1),)}
+_FOLDER_WRITERS: _Table = {"tokenizers": (("models.Model.save", 1),)}
 """The same, for functions that write files into a folder that is there."""
 
 
@@ -75,14 +77,20 @@ def install(calls: Calls, patches: PatchStack, *, guarded: bool) -> None:
         "numpy.lib._datasource": _numpy,
     }
 
+    def there(path: Any) -> Any:  # what does not exist, the reader says itself
+        return path if calls.overlay.untouched() else calls.place(path).real
+
+    kinds: tuple[tuple[_Table, Callable[[Any], Any]], ...] = (
+        (_READERS, there),
+        (_WRITERS, lambda path: calls.locate(path, _REPLACED)),
+        (_FOLDER_WRITERS, calls.folder_to_fill),
+    )
+
     def treat(name: str, module: ModuleType) -> None:
         table: list[tuple[object, object]] = []
-        for path, position in _READERS.get(name, ()):
-            _replace(module, path, partial(_reader, calls, position=position), patches, table)
-        for path, position in _WRITERS.get(name, ()):
-            _replace(module, path, partial(_writer, calls, position=position), patches, table)
-        for path, position in _FOLDER_WRITERS.get(name, ()):
-            _replace(module, path, partial(_folder_writer, calls, position=position), patches, table)
+        for functions, where in kinds:
+            for path, position in functions.get(name, ()):
+                _replace(module, path, partial(_changed, position=position, where=where), patches, table)
         if name in special:
             special[name](calls, module, patches)
         if table:
@@ -133,29 +141,9 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, (str, bytes, os.PathLike))
 
 
-def _reader(calls: Calls, old: Any, position: int) -> Callable[..., Any]:
-    def change(path: Any) -> Any:
-        if calls.overlay.untouched():
-            return path
-        return _like(path, calls.place(path).real)  # what does not exist, it says by itself
+def _changed(old: Any, position: int, where: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A function that is given the real path in place of the one at a position."""
 
-    @functools.wraps(old, updated=())
-    def read(*args: Any, **options: Any) -> Any:
-        args, options = _at(args, position, options, change)
-        return old(*args, **options)
-
-    return read
-
-
-def _writer(calls: Calls, old: Any, position: int) -> Callable[..., Any]:
-    return _changed(old, position, lambda path: calls.locate(path, _REPLACED))
-
-
-def _folder_writer(calls: Calls, old: Any, position: int) -> Callable[..., Any]:
-    return _changed(old, position, calls.folder_to_fill)
-
-
-def _changed(old: Any, position: int, where: Callable[[Any], str]) -> Callable[..., Any]:
     def change(path: Any) -> Any:
         return _like(path, where(path))
 
@@ -222,7 +210,7 @@ def _arrow(calls: Calls, module: ModuleType, patches: PatchStack) -> None:
         return mapped(where, mode)
 
     mapped = lib.memory_map
-    created = partial(_writer, calls, position=0)(lib.create_memory_map)
+    created = _changed(lib.create_memory_map, 0, lambda path: calls.locate(path, _REPLACED))
     table = (("OSFile", OSFile), ("memory_map", memory_map), ("create_memory_map", created))
     for name, new in table:
         old = getattr(lib, name)

@@ -43,19 +43,16 @@ _SUN_PATH = 100
 def install(calls: Calls, patches: PatchStack) -> None:
     """Replace them all."""
     table: list[tuple[object, object]] = []
-    for name in _OWN:
-        if hasattr(os, name):
-            _replace(name, getattr(calls, name), patches, table)
-    _replace("remove", calls.unlink, patches, table)
-    for name in _CHANGING:
-        if hasattr(os, name):
-            _replace(name, _changing(calls, getattr(os, name), name), patches, table)
+    replacements = {
+        **{name: getattr(calls, name) for name in _OWN},
+        "remove": calls.unlink,
+        **{name: _changing(calls, getattr(os, name, None), name) for name in _CHANGING},
+        **{name: _looking(calls, getattr(os, name, None)) for name in _LOOKING},
+    }
+    for name, call in replacements.items():
+        _replace(name, call, patches, table)
     for name, same in _BY_DESCRIPTOR.items():
-        if hasattr(os, name):
-            _replace(name, getattr(os, same), patches, table)
-    for name in _LOOKING:
-        if hasattr(os, name):
-            _replace(name, _looking(calls, getattr(os, name)), patches, table)
+        _replace(name, getattr(os, same, None), patches, table)
     _replace_sets({id(old): new for old, new in table}, patches)
     _replace_open(calls, patches, table)
     _replace_defaults({id(old): new for old, new in table}, patches)
@@ -65,9 +62,10 @@ def install(calls: Calls, patches: PatchStack) -> None:
     _redirect_temporary(calls.overlay.policy.temporary, patches)
 
 
-def _replace(
-    name: str, call: Callable[..., Any], patches: PatchStack, table: list[tuple[object, object]]
-) -> None:
+def _replace(name: str, call: Any, patches: PatchStack, table: list[tuple[object, object]]) -> None:
+    """Replace a function of `os`, if this system has it."""
+    if not hasattr(os, name):
+        return
     old = getattr(os, name)
 
     def replacement(*args: Any, **options: Any) -> Any:
