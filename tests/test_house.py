@@ -59,7 +59,6 @@ LONG_SIGNATURES = {
     "virtual/kernels/sdpa.py:_math": _TORCH_AND_OURS,
     "virtual/kernels/sdpa.py:scaled_dot_product_attention": _TORCH,
     "virtual/torch_cuda/memory.py:_cuda_record_memory_history_legacy": _TORCH,
-    "virtual/torch_patches/rnn.py:run_cudnn": _TORCH_AND_OURS,
 }
 """Functions elsewhere that may as well, with the reason."""
 

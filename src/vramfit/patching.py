@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -18,7 +20,7 @@ class _Absent:
 
 _ABSENT = _Absent()
 _OURS = __name__.partition(".")[0]
-# Tells objects that live apart as `id` does, which Python announces to audit hooks each time (files/patches/audit.py).
+# Tells objects that live apart as `id` does, which Python announces to audit hooks each time (see files/patches).
 _identity = object.__hash__
 
 
@@ -200,3 +202,71 @@ def _swap_names(pairs: list[tuple[object, object]]) -> int:
                 names[name] = table[number]
                 count += 1
     return count
+
+
+# -- Modules that are not imported yet -------------------------------------------------------------------------
+
+
+Change = Callable[[ModuleType], object]
+
+
+def after_import(changes: Mapping[str, Change], patches: PatchStack) -> None:
+    """Change modules by name: those that are imported already, and the others once they have been executed."""
+    for name, change in changes.items():
+        if (module := sys.modules.get(name)) is not None:
+            change(module)
+    finder = _AfterImport(changes)
+    sys.meta_path.insert(0, finder)
+    patches.call(lambda: sys.meta_path.remove(finder))
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds what the other finders find, and has modules changed once they have been executed."""
+
+    def __init__(self, changes: Mapping[str, Change]) -> None:
+        self._changes = changes
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a module that is to be changed; None for all others, which the next finder looks for."""
+        change = self._changes.get(fullname)
+        if change is None:
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if finder is self or find is None else find(fullname, path, target)
+            if spec is not None:
+                change_after(spec, change)
+                return spec
+        return None
+
+
+def change_after(spec: ModuleSpec, change: Change) -> None:
+    """Have a module changed once it has been executed."""
+    if spec.loader is not None:
+        spec.loader = _ChangingLoader(spec.loader, change)  # type: ignore[assignment]
+
+
+class _ChangingLoader:
+    """A loader that changes the module once it has been executed; several modules may share the one behind it."""
+
+    def __init__(self, loader: Any, change: Change) -> None:
+        self._loader = loader
+        self._change = change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Do as the loader does."""
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do as the loader does, which the module keeps as its own, and change the module."""
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._change(module)

@@ -22,7 +22,7 @@ import pytest
 from vramfit.files import FilePolicy, Writes
 from vramfit.files.namespace import attended, settle
 from vramfit.files.namespace.attending import LISTING
-from vramfit.files.namespace.manifest import PLACE, Manifest
+from vramfit.files.namespace.contents import PLACE, Manifest
 from vramfit.files.namespace.tree import MountedOverlay
 from vramfit.plain import to_plain
 

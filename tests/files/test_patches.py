@@ -25,7 +25,7 @@ from tests.files.planted import picture
 
 from vramfit.errors import UsageError
 from vramfit.files import current, make_policy, protect, real
-from vramfit.files.patches import audit
+from vramfit.files.patches import refusals
 from vramfit.files.policy import FilePolicy, default_through
 from vramfit.files.protection import recovered, standing
 from vramfit.trace import ChangeKind, FileChanges
@@ -278,6 +278,6 @@ def test_the_last_events_of_an_interpreter_find_no_names_and_no_error(
 ) -> None:
     """Names of modules are None by then; a hook stays for good."""
     for name in ("_events", "_watched"):
-        monkeypatch.setattr(audit, name, None)
-    audit._hook("import", ("anything",))
-    audit._hook("open", ("anything", "w", 0))
+        monkeypatch.setattr(refusals, name, None)
+    refusals._hook("import", ("anything",))
+    refusals._hook("open", ("anything", "w", 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vramfit.virtual.clock import Clock, Engine
+from vramfit.virtual.simulated_streams import Clock, Engine
 
 
 def test_one_stream_does_one_thing_after_the_other():

@@ -173,7 +173,7 @@ def test_pinned_memory_is_counted(machine):
     stats = torch.cuda.host_memory_stats()
     assert (stats["allocated_bytes.current"], stats["active_bytes.peak"]) == (8 * MIB, 0)
     torch._C._host_emptyCache()
-    assert machine.host_pinned_bytes == 0
+    assert machine.pinned.reserved_bytes == 0
 
 
 def test_what_is_not_followed_is_said(machine):

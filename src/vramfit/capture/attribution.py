@@ -1,6 +1,6 @@
 """Who allocates: the Python stack, the module and the phase at this moment.
 
-The names end in the trace and in the report; nothing here changes what the program does.
+They end up in the trace and in the report; nothing here changes what the program does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _identity = object.__hash__
 
 
 class ProgramPhase(Enum):
-    """What the program is doing, as far as torch's own hooks can tell."""
+    """What the program is doing, as far as torch's own hooks show."""
 
     SETUP = "setup"
     FORWARD = "forward"
@@ -66,17 +66,16 @@ class StackInterner:
         self._call = 0  # identity of the code that calls modules
         self._numbers: dict[tuple[int, ...], int] = {}
         self._outside: list[tuple[int, ...]] = []
-        self.origin: tuple[
-            Frame, ...
-        ] = ()  # innermost frames that no Python frame shows: a compiled program's
+        # Innermost frames that no Python frame shows: a compiled program's.
+        self.origin: tuple[Frame, ...] = ()
 
     def current(self, fallback: tuple[int, ...] | None = None, above: int = 0) -> int:
         """Index of the current stack, innermost first, without vramfit's and the dispatcher's own frames.
 
         Args:
-            above: how many frames above the caller's the walk begins; those left out must be vramfit's.
             fallback: the key (from `key`) of the stack to use where this thread has no frame of the program,
                 as in autograd's own threads.
+            above: how many frames above the caller's the walk begins; those left out must be vramfit's.
         """
         running = self._running()
         key = self._walk(sys._getframe(1 + above), running, len(running) - 1) or fallback or ()
@@ -86,18 +85,14 @@ class StackInterner:
     def key(self) -> tuple[int, ...]:
         """The current stack as alternating identities of code and bytecode positions, innermost first.
 
-        Where a module runs the key ends with the number of what is outside of it. See NOTE [Stacks of modules].
+        Where a module runs, the key ends with the number that stands for the frames outside it. See NOTE [Stacks of
+        modules].
         """
         running = self._running()
         return self._walk(sys._getframe(1), running, len(running) - 1)
 
     def follow_modules(self, modules: ModuleStack, call: CodeType) -> None:
-        """Let keys end where a module was called.
-
-        Args:
-            modules: those that run.
-            call: the code that enters and leaves each; its frames are hidden.
-        """
+        """Let keys end where a module was called, by frames of `call`, which are hidden."""
         self._running, self._call = modules.running_here, _identity(call)
         self._codes[self._call] = call
 
@@ -111,10 +106,8 @@ class StackInterner:
             if number == boundary and depth >= 0:
                 module = running[depth]
                 if module.frame != _identity(frame):
-                    if module.frame:
-                        return self._walk(
-                            start, running, -1
-                        )  # not the frame that entered it: a switched stack
+                    if module.frame:  # not the frame that entered it: a switched stack
+                        return self._walk(start, running, -1)
                     outside = self._walk(frame.f_back, running, depth - 1)
                     module.frame, module.outside = _identity(frame), self._number(outside)
                 add(module.outside)
@@ -202,7 +195,7 @@ class ModuleStack:
 
     def enter(self, module: nn.Module) -> bool:
         """Push a module; True when it is a root (no other module is running on this thread)."""
-        stack = self._stack()
+        stack = self.running_here()
         root = not stack
         path = self._paths.get(module)
         if path is None:
@@ -216,28 +209,28 @@ class ModuleStack:
 
     def leave(self) -> bool:
         """Pop the innermost module; True when the stack is empty again."""
-        stack = self._stack()
+        stack = self.running_here()
         if stack:
             stack.pop()
         return not stack
 
     def current(self) -> int:
         """Index of the running module in the trace's table, -1 outside every module."""
-        stack = self._stack()
+        stack = self.running_here()
         return stack[-1].index if stack else -1
 
     def current_path(self) -> str:
         """Dotted path of the running module, empty outside every module."""
-        stack = self._stack()
+        stack = self.running_here()
         return stack[-1].path if stack else ""
 
     def running(self) -> bool:
         """Whether any module runs on this thread."""
-        return bool(self._stack())
+        return bool(self.running_here())
 
     def root(self) -> nn.Module | None:
         """The outermost module that runs on this thread, None outside every module."""
-        stack = self._stack()
+        stack = self.running_here()
         return stack[0].module if stack else None
 
     def knows(self, module: nn.Module) -> bool:
@@ -260,9 +253,6 @@ class ModuleStack:
 
     def running_here(self) -> list[RunningModule]:
         """The modules that run on this thread, outermost first."""
-        return self._stack()
-
-    def _stack(self) -> list[RunningModule]:
         stack: list[RunningModule] | None = getattr(self._local, "stack", None)
         if stack is None:
             stack = self._local.stack = []
@@ -274,7 +264,7 @@ _STEP = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
 
 
 def _optimizers_stepping() -> int:
-    """How many optimizers are at their step on this thread, one called by the other; one that failed is not."""
+    """How many optimizers are in their step on this thread, one called by the other; one that failed does not count."""
     found = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -332,7 +322,7 @@ class PhaseTracker:
         return self._closed and inside == 1 and torch._C._current_graph_task_id() == -1
 
     def end_backward(self) -> None:
-        """A backward pass is over: after that of a closure the optimizer goes on."""
+        """Note that a backward pass is over: after that of a closure the optimizer goes on."""
         if self._stepped and self.phase is ProgramPhase.BACKWARD and _optimizers_stepping():
             self._enter(ProgramPhase.OPTIMIZER)
 

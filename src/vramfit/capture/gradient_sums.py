@@ -1,14 +1,14 @@
-"""Gradients that torch's engine sums in place, which it does not under a dispatch mode: here they are, on the CPU.
+"""Sums gradients in place on the CPU as torch's engine does, though not under a dispatch mode.
 
 NOTE [Gradients summed in place]: the engine adds a gradient to ``grad`` in place (torch/csrc/autograd/functions/
 accumulate_grad.h), and sums those of a tensor that is used twice in place where it alone holds the first one
 (torch/csrc/autograd/input_buffer.cpp, ``can_accumulate_inplace``). Under a dispatch mode, and for tensor subclasses,
-it does neither, so that whoever watches would see a tensor more than there is: as large as the embedding, where that
-is tied to the head. An out-of-place ``aten.add`` arrives in the mode instead. The planner's modes make an ``add_`` of
-it here; the virtual GPU lets the first gradient stand for the sum (`OpRunner`). That only the engine holds a tensor is
-known from the use counts of the tensor and its storage (and from those of Python, which say whether a backward pass
-written in Python holds it). How high they are then depends on how torch calls modes, so each measures them once, by a
-tiny backward pass: `measure_counts` here, and vramfit/virtual/engine_probe.py.
+it does neither, so that a watcher would see one tensor too many: as large as the embedding, where that is tied to the
+head. An out-of-place ``aten.add`` arrives in the mode instead. The planner's modes make an ``add_`` of it here; the
+virtual GPU lets the first gradient stand for the sum (`OpRunner`). That only the engine holds a tensor is known from
+the use counts of the tensor and its storage (and from Python's, which say whether a backward pass written in Python
+holds it). How high they are then depends on how torch calls modes, so each measures them once, by a tiny backward pass:
+`measure_counts` here, and `exclusive_counts` of vramfit/virtual/mode.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def summed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Te
 
 
 def measure_counts() -> None:
-    """Find out the use counts of a tensor that only the engine holds, by a tiny backward pass; the first time only."""
+    """Measure, once, the use counts of a tensor that only the engine holds, by a tiny backward pass."""
     if not _exclusive:
         leaf = torch.ones(4, 4, requires_grad=True)
         with _Looking() as looking:

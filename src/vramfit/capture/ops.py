@@ -1,4 +1,4 @@
-"""What an aten op's schema says that the dispatch mode needs, worked out once per op."""
+"""What the dispatch mode needs from an aten op's schema, worked out once per op."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class OpInfo:
         random: it draws random numbers.
         takes_generator: it has a ``generator`` argument.
         func: the op itself.
-        plans: what calls of it did, by what `key_of` says of their arguments (op_cache.py).
-        direct: a plan may be looked for before anything else; elsewhere a rule of its own decides first.
-        direct_forward: a plan may be looked for before anything else outside of backward passes.
+        plans: what calls of it did, by what `key_of` makes of their arguments (op_cache.py).
+        direct: a plan may be looked for before anything else; for other ops a rule decides first.
+        direct_forward: the same, but only outside backward passes.
         shadowed: whether it can run on CPU shadows; set to False once it could not.
         handler: a rule of ours that replaces the general treatment, or None.
     """
@@ -44,7 +44,6 @@ class OpInfo:
         "composite",
         "direct",
         "direct_forward",
-        "foreach",
         "fresh",
         "func",
         "handler",
@@ -77,7 +76,6 @@ class OpInfo:
         self.last_first = self.name in _LAST_FIRST
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.takes_generator = any(a.name == "generator" for a in schema.arguments)
-        self.foreach = "_foreach_" in self.name or "_fused_" in self.name or "_amp_foreach" in self.name
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         self.composite = has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(
             func.name(), "CUDA"
@@ -93,8 +91,13 @@ class OpInfo:
 class OpTable:
     """`OpInfo` of every op met so far, with the rules registered for it.
 
+    Args:
+        rules: by op.
+        late: by the name of an op that may be registered later, or by its namespace as ``name.*``.
+        foreign: finds the rule of an op that is not in them.
+
     Attributes:
-        met: the same by the id of the op, whose hash is a function in Python.
+        met: `OpInfo` by the `identity` of the op: its own hash is a function in Python.
     """
 
     def __init__(
@@ -103,13 +106,11 @@ class OpTable:
         late: dict[str, Rule] | None = None,
         foreign: Callable[[torch._ops.OpOverload], Rule | None] | None = None,
     ) -> None:
-        """Takes the rules by op, those by name of ops that may be registered later, and who knows ops of others."""
         self._rules = rules
         self._late = late or {}
         self._foreign = foreign
         self._known: dict[torch._ops.OpOverload, OpInfo] = {}
         self.met: dict[int, OpInfo] = {}
-        """What is known of the ops that were called, by `identity`."""
 
     def __getitem__(self, func: torch._ops.OpOverload) -> OpInfo:
         info = self._known.get(func)

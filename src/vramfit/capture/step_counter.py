@@ -1,16 +1,16 @@
-"""Counts the steps of a program and tells when they ask for the same memory again and again.
+"""Counts the steps of a program, and notes when they ask for the same memory again and again.
 
 NOTE [What a step is]
-With optimizers, a step is a round: it ends when each of them has stepped. The two of a GAN make one step together,
-five steps of a critic and one of its generator too; batches whose gradients are accumulated belong to the one that
-steps. A step that a GradScaler leaves out is none: `Optimizer.step` was not called. An optimizer that another one has
-left behind by `_PATIENCE` steps is not waited for until it steps again.
+With optimizers, a step is a round: it ends when each of them has stepped. The two of a GAN make one step together, as
+do five steps of a critic and one of its generator; batches whose gradients are accumulated belong to the round that
+steps. A step that a GradScaler skips does not count: `Optimizer.step` was not called. An optimizer that another one
+has left behind by `_PATIENCE` steps is not waited for until it steps again.
 
-Without any optimizer, a step is an outermost call of the largest module that was called so far: a batch of inference, a
-token of generation.
+Without any optimizer, a step is an outermost call of the largest module called so far: a batch of inference, a token
+of generation.
 
-A program is ended where the next step begins, in its first forward or backward pass: what an averaged copy of the
-weights, a scheduler or the loading of the next batch take is still seen.
+A program is ended where the next step begins, in its first forward or backward pass: so the memory that an averaged
+copy of the weights, a scheduler or the loading of the next batch takes is still seen.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PATIENCE = 10
 
 
 class Demand(Protocol):
-    """What a step asked for."""
+    """The memory that steps ask for."""
 
     def take(self) -> tuple[Hashable, Hashable]:
         """The requests since the last call, and the peaks so far, as values that can be compared."""
@@ -97,7 +97,7 @@ class StepCounter:
         patches.set(phases, "before", self.begin)
 
     def begin(self, phase: ProgramPhase) -> None:
-        """A phase is about to begin.
+        """Act on a phase that is about to begin.
 
         Raises:
             SystemExit: there were enough steps; see NOTE [How a program is ended] in launch/stopping.py.
@@ -113,14 +113,14 @@ class StepCounter:
                 self._stopping.stop(End.STEPS)
 
     def close(self) -> None:
-        """The program is at its end: what it did last counts, though nothing tells whether it asks for more."""
+        """Count what the program did last, at its end, though nothing shows whether that asks for more."""
         passed, self._passing = self._passing, False
         if passed and not self._stopping.asked:
             self._steps += 1
             self._tell()
 
     def _count(self, unit: Unit) -> None:
-        """A step is whole."""
+        """Count a step that is complete."""
         found = self._demand.take()
         if unit is not self._unit:
             self._unit, self._steps, self._before = unit, 0, None
@@ -149,7 +149,7 @@ class StepCounter:
             self._count(Unit.OPTIMIZER)
 
     def _forward(self) -> None:
-        """An outermost call of a module begins where there is no optimizer."""
+        """Count an outermost call of a module that begins where there is no optimizer."""
         root = self._modules.root()
         if root is None:
             return

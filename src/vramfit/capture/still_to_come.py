@@ -2,8 +2,8 @@
 
 A training step that runs out in its first forward pass has shown its parameters alone. Its gradients and the states of
 its optimizer follow from them: each parameter that is trained gets a gradient of its own size, and the optimizers of
-torch keep so many tensors of that size for it (`_STATES`, read from torch/optim/*.py, ``_init_group``). A model that
-was on its way to the device names what has not arrived. What the rest of the passes would add is not known.
+torch keep a known number of tensors of that size for it (`_STATES`, read from torch/optim/*.py, ``_init_group``). A
+model on its way to the device shows what has not arrived. What the rest of the passes would add is not known.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ _STATES: Mapping[type[Optimizer], tuple[int, tuple[str, ...]]] = {
 """Tensors of a parameter's size that an optimizer keeps for it, and the options that add one each. What is not here is
 taken to keep none."""
 
-
 _TELLING = ("__init__", "_apply", "apply", "step", "to")
 """Functions whose first argument tells: `nn.Module._apply` and what stands in its place move a model."""
 
 
 class _Moment(NamedTuple):
-    """What the Python stack tells of the moment: a model in its making or on its way, or an optimizer's step."""
+    """What the Python stack shows of the moment: a model being built or moved, or an optimizer's step."""
 
     building: bool
     moving: nn.Module | None
@@ -58,18 +57,17 @@ def still_to_come(
 ) -> StillToCome:
     """Look at the program at the moment at which a request failed.
 
-    Gradients and states that were made a moment ago are named as such, for nothing is to count twice, or not at all.
+    Gradients and states that were made a moment ago are tagged here, so that nothing counts twice or is missed.
 
     Args:
         here: whether a tensor lies on the device that ran out.
         trained: the parameters on any device that require gradients.
-        tag: says what a tensor is for.
+        tag: notes what a tensor is for.
     """
     moment = _moment()
     parameters = [parameter for parameter in trained if parameter.requires_grad and here(parameter)]
-    optimizers = list(
-        _optimizers(here)
-    )  # the collector knows a tuple that is growing too, and then it cannot grow
+    # A list: the collector knows a tuple that is growing too, and then it cannot grow.
+    optimizers = list(_optimizers(here))
     in_backward = torch._C._current_graph_task_id() != -1
     # Closures that an optimizer calls work with gradients, what it does itself works without.
     stepping = moment.stepping and not torch.is_grad_enabled() and not in_backward
@@ -116,14 +114,14 @@ def _optimizers(here: Callable[[torch.Tensor], bool]) -> Iterator[tuple[Optimize
 
 
 def _is_used_at_once(parameter: torch.Tensor) -> bool:
-    """Whether a hook may use the gradient of a parameter up before others are made: a step within the backward pass."""
+    """Whether a hook may use up a parameter's gradient before others are made: a step within the backward pass."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _missing(
     optimizer: Optimizer, group: Mapping[str, Any], here: Callable[[torch.Tensor], bool]
 ) -> Iterator[tuple[torch.Tensor, int]]:
-    """Each parameter of a group, and bytes of the states that it has yet to get."""
+    """Each parameter of a group, with the bytes of the states that it does not have yet."""
     count, options = _STATES.get(type(optimizer), (0, ()))
     each = count + sum(bool(group.get(option)) for option in options)
     for parameter in group["params"]:
@@ -145,7 +143,7 @@ def _states(optimizer: Optimizer, group: Mapping[str, Any]) -> Iterator[torch.Te
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
-    """The tensors of one state, but for counters of steps."""
+    """The tensors of one state, without counters of steps."""
     if isinstance(state, Mapping):
         yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
 
@@ -173,7 +171,7 @@ def _moment() -> _Moment:
 
 
 def _left(model: nn.Module, dtype: torch.dtype | None, here: Callable[[torch.Tensor], bool]) -> int:
-    """Bytes of a model that are not on the device, in the precision in which the others arrived, or are to arrive."""
+    """Bytes of a model that are not on the device, in the precision in which the rest arrived or is to arrive."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
     arrived = [tensor.element_size() for tensor in tensors if tensor.is_floating_point() and here(tensor)]
     size = min(arrived, default=dtype.itemsize if isinstance(dtype, torch.dtype) else None)

@@ -31,7 +31,7 @@ _KIND = {kind: EventKind[kind.name] for kind in AllocatorEventKind}
 
 
 class StorageRecord(weakref.ref[torch.UntypedStorage]):
-    """What is known of one storage. The weak reference itself tells its death."""
+    """What is known of one storage. The weak reference itself is called when the storage dies."""
 
     __slots__ = ("address", "category", "device", "graph", "key", "module", "nbytes", "phase", "row")
 
@@ -110,7 +110,7 @@ class MeteredMachine(Protocol):
 
 
 class StorageMeter(Generic[RecordT]):
-    """What all meters share: storages go through the allocators of a machine, what happens to a `TraceBuilder`.
+    """What all meters share: storages go through a machine's allocators, and events to a `TraceBuilder`.
 
     Attributes:
         machine: the devices.
@@ -119,7 +119,7 @@ class StorageMeter(Generic[RecordT]):
         ops: how many operators were counted.
         oom: the last request that did not fit.
         lock: held while the allocators and the trace change.
-        category: what is allocated now is for, where the moment does not tell.
+        category: of what is allocated now, where it does not follow from the phase.
     """
 
     def __init__(self, machine: MeteredMachine, builder: TraceBuilder) -> None:
@@ -180,7 +180,7 @@ class StorageMeter(Generic[RecordT]):
         self.free(record.address, record.device)
 
     def _demote(self, record: RecordT) -> None:
-        """What a forward pass made and dropped again before its backward began was a temporary all along."""
+        """Count as temporary what a forward pass made and dropped again before its backward pass began."""
         if (
             record.category == Category.ACTIVATIONS
             and record.graph
@@ -254,7 +254,7 @@ class StorageMeter(Generic[RecordT]):
     # -- attribution ---------------------------------------------------------------------------------------------
 
     def tag(self, tensor: torch.Tensor, category: Category, module: str | None = None) -> None:
-        """Say what a tensor is for, or those inside a wrapper; a later, better word replaces an earlier one."""
+        """Note what a tensor is for, or those inside a wrapper; a later, better category replaces an earlier one."""
         inside = self._inside(tensor)
         if inside is not None:
             for part in inside:
@@ -283,7 +283,7 @@ class StorageMeter(Generic[RecordT]):
         return alive
 
     def remember_backward(self) -> None:
-        """Keep the stack that calls the autograd engine: its own threads have no frame of the program."""
+        """Keep the stack that calls the autograd engine: the engine's own threads have no frame of the program."""
         self._backward_stack = self.stacks.key()
 
     @property

@@ -1,7 +1,7 @@
-"""What the system's file calls do on an overlay: the functions of ``os`` with their signatures and errors. No torch.
+"""The system's file calls on an overlay: the functions of ``os`` with their signatures and errors. No torch.
 
-Each takes what its original takes: text, bytes, path objects, descriptors, ``dir_fd``. Where nothing was changed yet, a
-call that only looks goes to the original as it stands.
+Each takes what its original takes: text, bytes, path objects, descriptors, ``dir_fd``. As long as nothing was changed,
+a call that only looks goes to the original as it stands.
 """
 
 from __future__ import annotations
@@ -49,17 +49,16 @@ class Calls:
     # Looking
 
     def place(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> Place:
-        """What a path of the program names."""
+        """The place that a path of the program names."""
         return self.overlay.find(self.overlay.text(path, dir_fd), follow=follow)
 
     def reading(self, path: Any, *, follow: bool = True) -> str:
-        """The real path of what is to be read; for compiled readers, that take no less.
+        """The real path of what is to be read, for compiled readers, which take nothing else.
 
         Raises:
             OSError: nothing exists at the path.
         """
-        place = self.existing(self.place(path, follow=follow), path)
-        return place.real
+        return self.existing(self.place(path, follow=follow), path).real
 
     def existing(self, place: Place, path: Any) -> Place:
         """The same place.
@@ -79,9 +78,7 @@ class Calls:
         place = self.place(path, dir_fd, follow=follow_symlinks)
         if place.found is None:
             raise real.failure(errno.ENOENT, path)
-        if follow_symlinks and modes.S_ISLNK(
-            place.found.st_mode
-        ):  # one of /proc, which leads where no path does
+        if follow_symlinks and place.is_link:  # one of /proc, which leads where no path does
             return real.stat(place.real)
         return place.found
 
@@ -110,7 +107,7 @@ class Calls:
         if place.found is None:
             return False
         where = place.real
-        if place.where is Where.UPPER and modes.S_ISDIR(place.found.st_mode):
+        if place.where is Where.UPPER and place.is_folder:
             where = self.overlay.view(place.path).below or where  # its mode was widened for ourselves
         return real.access(where, mode, **options)
 
@@ -126,8 +123,7 @@ class Calls:
         overlay = self.overlay
         name = overlay.of_fd(path) if isinstance(path, int) else overlay.text(path)
         place = self.existing(overlay.find(name), path)
-        assert place.found is not None
-        if not modes.S_ISDIR(place.found.st_mode):
+        if not place.is_folder:
             raise real.failure(errno.ENOTDIR, path)
         return overlay.enter(place) if place.name else place.view
 
@@ -220,7 +216,7 @@ class Calls:
     def locate(self, path: Any, flags: int, mode: int = 0o666, dir_fd: int | None = None) -> str:
         """The real path to open instead of a path of the program's.
 
-        A file that will be written is there afterwards as far as the flags want it: copied, or empty.
+        A file that will be written is there afterwards as far as the flags ask for it: copied, or empty.
 
         Raises:
             OSError: the path cannot be opened with these flags.
@@ -245,7 +241,7 @@ class Calls:
         if exclusive:
             raise real.failure(errno.EEXIST, path)
         kind = place.found.st_mode
-        if modes.S_ISDIR(kind):
+        if place.is_folder:
             if not flags & WRITING:
                 return self._open_folder(place)
             raise real.failure(errno.EISDIR, path)
@@ -263,7 +259,7 @@ class Calls:
             return overlay.copy_up(now, contents=not flags & os.O_TRUNC)
 
     def _open_folder(self, place: Place, *, changing: bool = False) -> str:
-        """A folder to open: by the path of what was opened its descriptor is known again."""
+        """The real path of a folder to open; its descriptor is recognised by that path later."""
         overlay = self.overlay
         view = overlay.enter(place) if place.name else place.view
         if view.through or (self._plain(view) and not changing):
@@ -272,7 +268,7 @@ class Calls:
             return overlay.open_folder(overlay.view(view.path))
 
     def folder_to_fill(self, path: Any) -> str:
-        """The real path of a folder for compiled writers, that make files in it."""
+        """The real path of a folder for compiled writers, which make files in it."""
         place = self.existing(self.place(path), path)
         return self._open_folder(place, changing=True)
 
@@ -331,10 +327,9 @@ class Calls:
             with overlay.changing():
                 source = self.existing(self.place(src, src_dir_fd, follow=False), src)
                 target = self.place(dst, dst_dir_fd, follow=False)
-                assert source.found is not None
                 if target.found is not None:
                     raise real.failure(errno.EEXIST, dst)
-                if modes.S_ISDIR(source.found.st_mode):
+                if source.is_folder:
                     raise real.failure(errno.EPERM, src)
                 if target.where is Where.THROUGH and source.where is not Where.THROUGH:
                     raise real.failure(errno.EXDEV, src)
@@ -354,26 +349,23 @@ class Calls:
         overlay = self.overlay
         with overlay.changing():
             place = self.existing(self.place(path, dir_fd, follow=False), path)
-            assert place.found is not None
-            if modes.S_ISDIR(place.found.st_mode):
+            if place.is_folder:
                 raise real.failure(errno.EISDIR, path)
             if place.where is Where.THROUGH:
                 real.unlink(place.real)
                 return
             self._remove(place)
-            if modes.S_ISLNK(place.found.st_mode):
+            if place.is_link:
                 overlay.forget_views()
 
     def _remove(self, place: Place) -> None:
-        """Let a file or an empty folder vanish."""
+        """Make a file or an empty folder vanish."""
         overlay = self.overlay
         overlay.may_change(place.view, place.path)
         overlay.open_folder(place.view)
-        assert place.found is not None
-        is_folder = modes.S_ISDIR(place.found.st_mode)
         if place.where is Where.UPPER:
-            real.rmdir(place.real) if is_folder else real.unlink(place.real)
-        if is_folder:
+            real.rmdir(place.real) if place.is_folder else real.unlink(place.real)
+        if place.is_folder:
             overlay.removed(place.path)
         overlay.hide(place)
         overlay.touch(place.view)
@@ -387,8 +379,7 @@ class Calls:
             if text.rstrip("/").endswith("/."):
                 raise real.failure(errno.EINVAL, path)
             place = self.existing(overlay.find(text.rstrip("/") or "/", follow=False), path)
-            assert place.found is not None
-            if not modes.S_ISDIR(place.found.st_mode):
+            if not place.is_folder:
                 raise real.failure(errno.ENOTDIR, path)
             if place.where is Where.THROUGH:
                 real.rmdir(place.real)
@@ -420,12 +411,11 @@ class Calls:
 
     def _rename(self, source: Place, target: Place, slash: bool) -> None:
         overlay = self.overlay
-        assert source.found is not None
         if source.where is Where.THROUGH and target.where is Where.THROUGH:
             real.rename(source.real, target.real)
             overlay.forget_views()
             return
-        is_folder = modes.S_ISDIR(source.found.st_mode)
+        is_folder = source.is_folder
         if not source.name or not target.name:
             raise real.failure(errno.EBUSY, source.path)
         if is_folder and f"{target.path}/".startswith(f"{source.path}/") and target.path != source.path:
@@ -434,34 +424,32 @@ class Calls:
             raise real.failure(errno.ENOTDIR, source.path)
         if source.path == target.path:
             return
-        self._check_target(source, target, is_folder)
-        if target.found is not None and os.path.samestat(source.found, target.found):
+        self._check_target(source, target)
+        if source.found and target.found and os.path.samestat(source.found, target.found):
             return  # two names of one file: rename(2) does nothing
         if source.where is Where.THROUGH or target.where is Where.THROUGH:
-            self._rename_across(source, target, is_folder)
+            self._rename_across(source, target)
         else:
             overlay.may_change(source.view, source.path)
             overlay.may_change(target.view, target.path)
-            self._rename_inside(source, target, is_folder)
+            self._rename_inside(source, target)
         overlay.forget_views()
 
-    def _check_target(self, source: Place, target: Place, is_folder: bool) -> None:
-        if target.found is None:
-            return
-        if modes.S_ISDIR(target.found.st_mode):
+    def _check_target(self, source: Place, target: Place) -> None:
+        if target.is_folder:
             if f"{source.path}/".startswith(f"{target.path}/"):
                 raise real.failure(errno.ENOTEMPTY, target.path)
-            if not is_folder:
+            if not source.is_folder:
                 raise real.failure(errno.EISDIR, target.path)
             view = self.overlay.enter(target)
             if real.listdir(view.path) if view.through else self.overlay.names(view):
                 raise real.failure(errno.ENOTEMPTY, target.path)
-        elif is_folder:
+        elif target.found is not None and source.is_folder:
             raise real.failure(errno.ENOTDIR, target.path)
 
-    def _rename_inside(self, source: Place, target: Place, is_folder: bool) -> None:
+    def _rename_inside(self, source: Place, target: Place) -> None:
         overlay = self.overlay
-        if is_folder:
+        if source.is_folder:
             from_path = overlay.open_folder(overlay.enter(source))
             # Opening it opened those above: what lies at the target may have changed its place since.
             target = overlay.checked(overlay.look(overlay.view(target.view.path), target.name))
@@ -470,29 +458,26 @@ class Calls:
             from_path = source.real
         to_path = join(overlay.open_folder(overlay.view(target.view.path)), target.name)
         if target.found is not None and target.where is Where.UPPER:
-            if modes.S_ISDIR(target.found.st_mode):
+            if target.is_folder:
                 real.rmdir(to_path)
                 overlay.removed(target.path)
             elif source.where is not Where.UPPER:
                 real.unlink(to_path)
         overlay.hide(target)
-        if is_folder:
+        if source.is_folder or source.where is Where.UPPER:
             real.rename(from_path, to_path)
-            overlay.hide(source)
+        overlay.hide(source)
+        if source.is_folder:
             overlay.renamed(source.path, target.path)
-        elif source.where is Where.UPPER:
-            real.rename(from_path, to_path)
-            overlay.hide(source)
-        else:
-            overlay.hide(source)
+        elif source.where is not Where.UPPER:
             overlay.moved(target, from_path)
         overlay.touch(overlay.view(source.view.path))
         overlay.touch(overlay.view(target.view.path))
 
-    def _rename_across(self, source: Place, target: Place, is_folder: bool) -> None:
-        """Between what is set aside and what is written for real."""
+    def _rename_across(self, source: Place, target: Place) -> None:
+        """Rename a file between what is set aside and what is written for real."""
         overlay = self.overlay
-        if is_folder:
+        if source.is_folder:
             raise real.failure(errno.EXDEV, source.path)
         to_path = overlay.prepare(target)
         beside = f"{to_path}.vramfit-{os.getpid()}"
@@ -511,7 +496,7 @@ class Calls:
     # Metadata
 
     def changing_place(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> Any:
-        """The real path of what is to be changed: a copy of what lies below; a descriptor of what has no path."""
+        """The real path of what is to be changed: a copy of what lies below; for what has no path, its descriptor."""
         overlay = self.overlay
         if isinstance(path, int) and not _has_path(real.fstat(path)):
             return path
@@ -557,20 +542,20 @@ class Calls:
 
     @naming_path
     def change(self, path: Any, call: Any, *args: Any, **options: Any) -> Any:
-        """Any other call that changes what a path names: owners, attributes, flags."""
+        """Make any other call that changes what a path names: owners, attributes, flags."""
         dir_fd, follow = options.pop("dir_fd", None), options.get("follow_symlinks", True)
         return call(self.changing_place(path, dir_fd, follow=follow), *args, **options)
 
     @naming_path
     def look(self, path: Any, call: Any, *args: Any, **options: Any) -> Any:
-        """Any other call that only looks."""
+        """Make any other call that only looks."""
         if isinstance(path, int) or self.overlay.untouched():
             return call(path, *args, **options)
         return self._call_read(call, path, *args, **options)
 
 
 def _has_path(found: os.stat_result) -> bool:
-    """Whether what a descriptor is open on is a file or a folder that has a name still."""
+    """Whether a descriptor is open on a file or folder that still has a name."""
     return found.st_nlink > 0 and (modes.S_ISREG(found.st_mode) or modes.S_ISDIR(found.st_mode))
 
 

@@ -1,4 +1,4 @@
-"""What would have happened to real files: found in an overlay, and put together for the report. No torch."""
+"""What would have happened to real files: found in an overlay, and summed up for the report. No torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def summarise(
         policy: what was kept.
         backend: what kept it.
         entries: what would have happened, in any order; Python's caches of compiled modules are left out.
-        reason: why it was not the better backend.
+        reason: why the better backend was not used.
         notes: limits that were met.
     """
     told = sorted(
@@ -50,7 +50,7 @@ def summarise(
 
 
 def look_through(overlay: Overlay) -> Iterator[FileChange]:
-    """Every path that would be otherwise, in no order."""
+    """Every path that would have changed, in no order."""
     overlay.catch_up()
     for path, folder in list(overlay.folders.items()):
         yield from _of_folder(overlay, path, folder)
@@ -90,7 +90,7 @@ def _of_file(now: str, path: str) -> FileChange:
 
 
 def _same_bytes(one: str, other: str) -> bool:
-    """Whether two files hold the same; large ones count as different unless nothing but their mode can differ."""
+    """Whether two files hold the same; large ones count as different unless only their modes can differ."""
     first, second = real.lstat(one), real.lstat(other)
     if first.st_size != second.st_size:
         return False

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class DirEntries:
-    """What `os.scandir` gives, once anything was changed.
+    """Stands for the iterator of `os.scandir` once anything was changed.
 
     Args:
         made: the entries.
@@ -38,13 +38,13 @@ class DirEntries:
         self.close()
 
     def close(self) -> None:
-        """Give no more."""
+        """Give no more entries."""
         self._made = iter(())
         self._close()
 
 
 class DirEntry:
-    """What `os.DirEntry` is.
+    """Stands for an `os.DirEntry`.
 
     Args:
         stat: `os.stat` as the program sees it.

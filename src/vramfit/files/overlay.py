@@ -90,6 +90,16 @@ class Place(NamedTuple):
         """The path without links, as the program would know it."""
         return join(self.view.path, self.name)
 
+    @property
+    def is_folder(self) -> bool:
+        """Whether a folder was found there."""
+        return self.found is not None and modes.S_ISDIR(self.found.st_mode)
+
+    @property
+    def is_link(self) -> bool:
+        """Whether a symbolic link was found there."""
+        return self.found is not None and modes.S_ISLNK(self.found.st_mode)
+
 
 def join(folder: str, name: str) -> str:
     """A path of a name in a folder; the root ends with its slash already."""
@@ -144,10 +154,12 @@ class Overlay:
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
         """A block in which the picture changes: alone among threads, and among processes once one forked."""
+        import fcntl  # here, since Windows has none
+
         with self._lock:
             outermost = self.shared[1] and not self._inside
             if outermost:
-                _lock_file(self._log)
+                fcntl.flock(self._log, fcntl.LOCK_EX)
             self._inside += 1
             try:
                 self.catch_up()
@@ -155,7 +167,7 @@ class Overlay:
             finally:
                 self._inside -= 1
                 if outermost:
-                    _unlock_file(self._log)
+                    fcntl.flock(self._log, fcntl.LOCK_UN)
 
     def catch_up(self) -> None:
         """Apply what other processes changed."""
@@ -165,7 +177,7 @@ class Overlay:
 
     def _read_log(self) -> None:
         data = bytearray()
-        while chunk := _pread(self._log, 1 << 16, self._offset + len(data)):
+        while chunk := os.pread(self._log, 1 << 16, self._offset + len(data)):
             data += chunk
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
@@ -238,7 +250,7 @@ class Overlay:
         return join(self.cwd if dir_fd is None else self.of_fd(dir_fd), name)
 
     def of_fd(self, fd: int) -> str:
-        """The path, as the program sees it, that a descriptor was opened by.
+        """The path by which a descriptor was opened, as the program sees it.
 
         Raises:
             OSError: the descriptor has no path.
@@ -249,7 +261,7 @@ class Overlay:
         return self.seen_as(found)
 
     def seen_as(self, path: str) -> str:
-        """How the program knows a real path."""
+        """The path by which the program knows a real path."""
         if path == self.upper:
             return "/"
         return path[len(self.upper) :] if path.startswith(f"{self.upper}/") else path
@@ -282,13 +294,12 @@ class Overlay:
         place = self.checked(self.look(view, name))
         if place.found is None:
             raise real.failure(errno.ENOENT, asked)
-        mode = place.found.st_mode
-        if modes.S_ISLNK(mode):
+        if place.is_link:
             links[0] += 1
             if links[0] > _MOST_LINKS:
                 raise real.failure(errno.ELOOP, asked)
             return self._walk(self.target(place), links)
-        if not modes.S_ISDIR(mode):
+        if not place.is_folder:
             raise real.failure(errno.ENOTDIR, asked)
         return self.enter(place)
 
@@ -298,7 +309,7 @@ class Overlay:
         return target if target.startswith("/") else join(place.view.path, target)
 
     def checked(self, place: Place) -> Place:
-        """The same, with its state looked up; a path that was not touched may name nothing."""
+        """The same place with its state looked up; a path that was not touched may name nothing."""
         if place.found is not None or place.where is Where.NOWHERE:
             return place
         try:
@@ -321,7 +332,7 @@ class Overlay:
         return View(path, place.real, None, False)
 
     def look(self, view: View, name: str) -> Place:
-        """What a name in a folder stands for, links not followed."""
+        """The place of a name in a folder, links not followed."""
         if view.through:
             return Place(view, name, Where.THROUGH, join(view.path, name))
         path = join(view.path, name)
@@ -347,7 +358,7 @@ class Overlay:
             return Place(view, name, Where.NOWHERE, upper)
 
     def find(self, path: str, *, follow: bool = True) -> Place:
-        """What an absolute path names, with its state; None there where nothing does.
+        """The place that an absolute path names, with its state; that is None where nothing is there.
 
         Raises:
             OSError: a folder of the path does not exist, or its links go in circles.
@@ -360,8 +371,8 @@ class Overlay:
             place = self.checked(self.look(self.view(folder or "/"), name))
             if place.found is None:
                 return place
-            if not modes.S_ISLNK(place.found.st_mode):
-                if bare != path and not modes.S_ISDIR(place.found.st_mode):
+            if not place.is_link:
+                if bare != path and not place.is_folder:
                     raise real.failure(errno.ENOTDIR, path)
                 return place
             if is_system(place.path) or not (follow or bare != path):  # a slash at the end follows a link
@@ -370,7 +381,7 @@ class Overlay:
         raise real.failure(errno.ELOOP, path)
 
     def behind(self, place: Place) -> Place:
-        """What is changed by way of a place: the same, or what a link of the kernel leads to past all paths.
+        """The place that is changed by way of another: the same, or where a link of the kernel leads past all paths.
 
         /proc/self/fd/3 is the very file that descriptor 3 was opened on. A real one that was opened for reading must
         not be written to by it; one that is open for writing, as standard output is, may be.
@@ -378,7 +389,7 @@ class Overlay:
         Raises:
             OSError: the link leads to what no longer exists.
         """
-        if place.found is None or not modes.S_ISLNK(place.found.st_mode) or not is_system(place.path):
+        if not (place.is_link and is_system(place.path)):
             return place
         target = self.target(place)
         try:
@@ -392,7 +403,7 @@ class Overlay:
         return place if found.where is Where.THROUGH else found
 
     def place_of(self, view: View) -> Place:
-        """A folder as what its parent holds."""
+        """The place of a folder in its parent."""
         parent, _, name = view.path.rpartition("/")
         if name:
             return self.checked(self.look(self.view(parent or "/"), name))
@@ -416,7 +427,7 @@ class Overlay:
     # Changing
 
     def open_folder(self, view: View) -> str:
-        """Make a folder exist in the upper folder, with those above it; its real path there."""
+        """Make a folder and those above it exist in the upper folder; returns its real path there."""
         if view.through:
             return view.path
         upper = self.upper + (view.path if view.path != "/" else "")
@@ -440,7 +451,7 @@ class Overlay:
         return upper
 
     def prepare(self, place: Place) -> str:
-        """Where a new file of a place is to lie, its folder being there; what lies there now is left to the caller."""
+        """Where a new file of a place is to lie, its folder made; what lies there now is left to the caller."""
         if place.where is Where.THROUGH:
             return place.real
         self.may_change(place.view, place.path)
@@ -457,11 +468,9 @@ class Overlay:
             raise real.failure(errno.EACCES, path)
 
     def copy_up(self, place: Place, *, contents: bool = True) -> str:
-        """Make what a place names exist in the upper folder; its real path there.
+        """Make what a place names exist in the upper folder, and return its real path there.
 
-        Args:
-            place: something that exists, no link.
-            contents: whether a file's bytes are wanted; without, the copy is empty.
+        A file is copied with its bytes, or empty if not `contents`.
         """
         if place.where in (Where.UPPER, Where.THROUGH):
             return place.real
@@ -497,28 +506,28 @@ class Overlay:
             self._note("gone", path, place.name)
 
     def made(self, path: str) -> None:
-        """A new folder exists in the upper folder; nothing shows through it."""
+        """Note that a new folder exists in the upper folder; nothing shows through it."""
         self._note("open", path, None)
 
     def removed(self, path: str) -> None:
-        """A folder no longer exists in the upper folder."""
+        """Note that a folder no longer exists in the upper folder."""
         if path in self.folders:
             self._note("close", path)
 
     def renamed(self, path: str, target: str) -> None:
-        """A folder of the upper folder has another name."""
+        """Note that a folder of the upper folder has another name."""
         self._note("rename", path, target)
 
     def moved(self, place: Place, source: str) -> None:
-        """A file shows at a place that really lies elsewhere."""
+        """Note that a file shows at a place though it really lies elsewhere."""
         self._note("moved", place.view.path, place.name, source)
 
     def forget_views(self) -> None:
-        """Links or folders changed, so paths may lead elsewhere; for every process."""
+        """Note, for every process, that links or folders changed, so that paths may lead elsewhere."""
         self._note("look", "")
 
     def touch(self, view: View) -> None:
-        """Names changed in a folder: so does its time."""
+        """Change a folder's time, since names in it changed."""
         now = time.time_ns()
         upper = self.upper + (view.path if view.path != "/" else "")
         real.utime(upper, ns=(real.lstat(upper).st_atime_ns, now))
@@ -530,14 +539,14 @@ class Overlay:
     # Notes
 
     def tell(self, note: str) -> None:
-        """Add a note to the report, once for each beginning."""
+        """Add a note to the report, unless one that begins alike is there."""
         if not any(known[:40] == note[:40] for known in self.notes):
             self.notes.append(note)
 
 
 @contextlib.contextmanager
 def unchanged_times(folder: str) -> Iterator[None]:
-    """A block that does to a folder of the upper folder what the program did not do."""
+    """Keep a folder's times in a block that does to the upper folder what the program did not do."""
     before = real.lstat(folder)
     try:
         yield
@@ -550,28 +559,12 @@ def _parents(path: str) -> Iterator[str]:
         yield path
 
 
-def _pread(file: int, count: int, offset: int) -> bytes:
-    return os.pread(file, count, offset)
-
-
-def _lock_file(file: int) -> None:
-    import fcntl
-
-    fcntl.flock(file, fcntl.LOCK_EX)
-
-
-def _unlock_file(file: int) -> None:
-    import fcntl
-
-    fcntl.flock(file, fcntl.LOCK_UN)
-
-
 _all: weakref.WeakSet[Overlay] = weakref.WeakSet()
 _registered: list[bool] = []
 
 
 def _remember(overlay: Overlay) -> None:
-    """Forked processes share an overlay: from the first fork on they wait for each other."""
+    """Let forked processes that share an overlay wait for each other, from the first fork on."""
     _all.add(overlay)
     if not _registered and hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_before_fork, after_in_child=_after_fork)

@@ -77,19 +77,18 @@ def make_policy(
     beside: str | os.PathLike[str] | None = None,
     backend: Backend | str = Backend.AUTO,
 ) -> FilePolicy:
-    """A policy for one run.
+    """The policy of one run.
 
     Args:
         writes: ``discard``, ``keep`` or ``real``.
         workplace: a folder of the run's own, removed after it: set-aside files and temporary files lie in it.
         through: paths of the user's that are written for real, besides the caches of `default_through`.
         ours: our own files: written for real, and never reported to the user.
-        beside: with ``keep``: the folder in which the set-aside files are left, in one of their own; by default the
-            current one.
-        backend: which backend to ask for.
+        beside: with ``keep``: where the folder of set-aside files is left; by default the current folder.
+        backend: the one to use.
 
     Raises:
-        UsageError: no such way to treat writes, or ``keep`` cannot be done here.
+        UsageError: there is no such way to treat writes, or ``keep`` cannot be done here.
     """
     chosen = writes_of(writes)
     place = os.path.realpath(workplace)
@@ -119,7 +118,7 @@ def make_policy(
 
 
 def writes_of(writes: Writes | str) -> Writes:
-    """What a word means.
+    """The way of treating writes that a word names.
 
     Raises:
         UsageError: the word is not one of `Writes`.
@@ -148,26 +147,8 @@ def default_through(environ: Mapping[str, str]) -> tuple[str, ...]:
     config = environ.get("XDG_CONFIG_HOME") or os.path.join(home, ".config")
     face = environ.get("HF_HOME") or os.path.join(cache, "huggingface")
     torch = environ.get("TORCH_HOME") or os.path.join(cache, "torch")
-    named = (
-        *("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE", "HF_ASSETS_CACHE", "HF_XET_CACHE"),
-        *("HF_MODULES_CACHE", "TORCH_EXTENSIONS_DIR", "PYTORCH_KERNEL_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR"),
-        *(
-            "TRITON_CACHE_DIR",
-            "CUDA_CACHE_PATH",
-            "PIP_CACHE_DIR",
-            "UV_CACHE_DIR",
-            "MPLCONFIGDIR",
-        ),
-        *(
-            "NUMBA_CACHE_DIR",
-            "SENTENCE_TRANSFORMERS_HOME",
-            "MODELSCOPE_CACHE",
-            "KAGGLEHUB_CACHE",
-        ),
-        *("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR", "PYTHONPYCACHEPREFIX"),
-    )
     paths = (
-        *(environ[name] for name in named if environ.get(name)),
+        *(environ[name] for name in _CACHE_VARIABLES if environ.get(name)),
         *(path for path in environ.get("NLTK_DATA", "").split(os.pathsep) if path),
         # These two name what lies above the cache, often a folder of the user's work.
         os.path.join(environ.get("TRITON_HOME") or home, ".triton"),
@@ -184,7 +165,7 @@ def default_through(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _places_of_work(home: str) -> list[str]:
-    """Folders that are never a cache alone, nor is what holds one of them."""
+    """Folders that are never a cache alone; nor is a folder that holds one of them."""
     places = [home, "/tmp", "/var/tmp", tempfile.gettempdir()]
     with contextlib.suppress(FileNotFoundError):  # it was removed under us
         places.append(os.getcwd())
@@ -192,28 +173,43 @@ def _places_of_work(home: str) -> list[str]:
 
 
 def _holds(path: str, places: Iterable[str]) -> bool:
-    """Whether one of some folders is that of a path, or lies in it."""
+    """Whether a path is one of some folders, or holds one."""
     folder = os.path.realpath(os.path.expanduser(path)).rstrip(os.sep) + os.sep
     return any(f"{place}{os.sep}".startswith(folder) for place in places)
 
 
 _CACHES = (
-    "torch_extensions",
-    "pip",
-    "uv",
-    "matplotlib",
-    "fontconfig",
-    "clip",
-    "whisper",
-    "kagglehub",
-    "modelscope",
-    "triton",
-    "vramfit",
+    *(
+        "torch_extensions",
+        "pip",
+        "uv",
+        "matplotlib",
+        "fontconfig",
+        "clip",
+        "whisper",
+        "kagglehub",
+        "modelscope",
+    ),
+    *("triton", "vramfit"),
+)
+_CACHE_VARIABLES = (
+    *("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE", "HF_ASSETS_CACHE", "HF_XET_CACHE"),
+    *("HF_MODULES_CACHE", "TORCH_EXTENSIONS_DIR", "PYTORCH_KERNEL_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR"),
+    *(
+        "TRITON_CACHE_DIR",
+        "CUDA_CACHE_PATH",
+        "PIP_CACHE_DIR",
+        "UV_CACHE_DIR",
+        "MPLCONFIGDIR",
+        "NUMBA_CACHE_DIR",
+    ),
+    *("SENTENCE_TRANSFORMERS_HOME", "MODELSCOPE_CACHE", "KAGGLEHUB_CACHE", "TIKTOKEN_CACHE_DIR"),
+    *("DATA_GYM_CACHE_DIR", "PYTHONPYCACHEPREFIX"),
 )
 
 
 def is_system(path: str) -> bool:
-    """Whether an absolute path is a device's or the kernel's: those are no files that a run could harm."""
+    """Whether an absolute path is a device's or the kernel's, which are no files that a run could harm."""
     # Nor is the folder of devices, since shared memory lies in it.
     if path.startswith(_SHARED_MEMORY) or path == os.path.dirname(_SHARED_MEMORY):
         return False

@@ -1,11 +1,10 @@
-"""Chooses what keeps a run's writes from the real files, and says which protection stands in this process. No torch."""
+"""Chooses what keeps a run's writes from the real files, and knows which protection stands in this process."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Protocol, Self
 
 from vramfit.errors import EnvironmentUnfitError
@@ -18,10 +17,10 @@ from vramfit.trace.outcome import FileChanges
 class Protection(Protocol):
     """What keeps writes from the real files while it is entered.
 
-    In a child it is entered before torch is imported, and never left: the process ends in it, so that what runs last
-    is protected as well. In the user's own process leaving it undoes every patch. With `Writes.KEEP` the backend
-    leaves what was set aside in ``policy.folder``, each file under its absolute path; otherwise nothing of it is needed
-    once the process has ended, whoever made the policy removes the folder.
+    In a child it is entered before torch is imported, and never left: the process ends in it, so that what runs last is
+    protected as well. In the user's own process leaving it undoes every patch. With `Writes.KEEP` the backend leaves
+    what was set aside in ``policy.folder``, each file under its absolute path; otherwise nothing of it is needed once
+    the process has ended, and whoever made the policy removes the folder.
     """
 
     policy: FilePolicy
@@ -30,13 +29,11 @@ class Protection(Protocol):
     def __enter__(self) -> Self:
         """Protect from now on."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stop protecting; what was set aside is no longer seen."""
 
     def changes(self) -> FileChanges:
-        """What would have happened to files until now; may be asked inside and after."""
+        """What would have happened to files until now; may be called inside and after."""
 
 
 class Unprotected:
@@ -48,16 +45,14 @@ class Unprotected:
         self.policy = policy
 
     def __enter__(self) -> Self:
-        """Nothing is to be done."""
+        """Do nothing."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Nothing is to be undone."""
+    def __exit__(self, *error: object) -> None:
+        """Do nothing."""
 
     def changes(self) -> FileChanges:
-        """Nobody counted."""
+        """An empty summary: nobody counted."""
         return summarise(self.policy, Backend.NONE, ())
 
 
@@ -98,7 +93,7 @@ def _patches(policy: FilePolicy, in_child: bool, reason: str) -> Protection:
 
 
 def recovered(policy: FilePolicy) -> FileChanges | None:
-    """What a process that was killed would have done to files, asked in its parent; None where nothing tells."""
+    """What a killed process would have done to files, for its parent; None where nothing shows it."""
     from vramfit.files.patches import patches_backend
 
     if policy.writes is Writes.REAL:
@@ -115,7 +110,7 @@ def current() -> Protection | None:
 
 
 def stand(protection: Protection) -> Protection:
-    """Enter a protection for the rest of the process, and let `current` tell of it."""
+    """Enter a protection for the rest of the process, and make it the `current` one."""
     protection.__enter__()
     _standing.append(protection)
     return protection
@@ -123,7 +118,7 @@ def stand(protection: Protection) -> Protection:
 
 @contextlib.contextmanager
 def standing(protection: Protection) -> Iterator[Protection]:
-    """Enter a protection, and let `current` tell of it."""
+    """Enter a protection, and make it the `current` one in the block."""
     with protection:
         _standing.append(protection)
         try:

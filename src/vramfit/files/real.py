@@ -1,9 +1,8 @@
-"""The system's own file calls, taken before anything is replaced: what the overlay itself works with. No torch."""
+"""The system's own file calls, taken before anything is replaced: the overlay itself works with them. No torch."""
 
 from __future__ import annotations
 
 import _io
-import builtins
 import contextlib
 import errno
 import io
@@ -17,7 +16,6 @@ chdir = os.chdir
 chmod = os.chmod
 close = os.close
 fstat = os.fstat
-ftruncate = getattr(os, "ftruncate", None)
 getcwd = os.getcwd
 link = os.link
 listdir = os.listdir
@@ -41,7 +39,6 @@ write = os.write
 FileIO = _io.FileIO
 open_file = io.open
 open_code = io.open_code
-builtin_open = builtins.open
 
 BINARY = getattr(os, "O_BINARY", 0)
 CLOSE_ON_EXEC = getattr(os, "O_CLOEXEC", 0)
@@ -74,15 +71,9 @@ def make_folders(path: str) -> None:
 
 
 def copy_contents(source: str, target: str, most: int) -> bool:
-    """Copy a file's bytes into a new file, its holes as holes.
+    """Copy a file's bytes into a new file, its holes as holes; returns whether the bytes were copied.
 
-    Args:
-        source: a file.
-        target: the new file.
-        most: bytes that may be copied; a larger file is copied as a hole of its size.
-
-    Returns:
-        whether the bytes were copied.
+    A file of more than `most` bytes is copied as a hole of its size.
     """
     reading = open_fd(source, os.O_RDONLY | BINARY | CLOSE_ON_EXEC)
     try:
@@ -90,7 +81,7 @@ def copy_contents(source: str, target: str, most: int) -> bool:
         writing = open_fd(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY | CLOSE_ON_EXEC, 0o600)
         try:
             if size:
-                os.truncate(writing, size) if ftruncate is None else ftruncate(writing, size)
+                truncate(writing, size)
             if allocated(fstat(reading)) > most:
                 return False
             for start, end in data_ranges(reading, size):
@@ -103,7 +94,7 @@ def copy_contents(source: str, target: str, most: int) -> bool:
 
 
 def data_ranges(file: int, size: int) -> Any:
-    """The ranges of a file that are no holes."""
+    """The ranges of a file that are not holes."""
     position = 0
     while position < size:
         start, end = position, size
@@ -162,7 +153,7 @@ os_setxattr: Any = getattr(os, "setxattr", None)
 
 
 def path_of_fd(fd: int) -> str | None:
-    """The path that a descriptor was opened by, None where it has none or the system does not tell."""
+    """The path by which a descriptor was opened, None where it has none or the system does not show it."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             found = readlink(f"/proc/self/fd/{fd}")
@@ -176,7 +167,7 @@ def path_of_fd(fd: int) -> str | None:
 
 
 def is_open_for_writing(path: str) -> bool:
-    """Whether a path is a descriptor's in /proc, and that one was opened for writing (proc_pid_fdinfo(5))."""
+    """Whether a path is a descriptor's in /proc that was opened for writing (proc_pid_fdinfo(5))."""
     folder, _, name = path.rpartition("/")
     if not folder.endswith("/fd"):
         return False
@@ -185,8 +176,6 @@ def is_open_for_writing(path: str) -> bool:
     return bool(int(flags, 8) & (os.O_WRONLY | os.O_RDWR))
 
 
-def failure(number: int, path: str, second: str | None = None) -> OSError:
+def failure(number: int, path: str) -> OSError:
     """The error that the system would have raised."""
-    if second is None:
-        return OSError(number, os.strerror(number), path)
-    return OSError(number, os.strerror(number), path, None, second)
+    return OSError(number, os.strerror(number), path)

@@ -51,7 +51,7 @@ class DiskAllowance:
 
     def spend(self, count: int) -> bool:
         """Account for bytes that are written; False where there is no room for them."""
-        # What was counted may have been overwritten or deleted since: a look at the disk tells.
+        # What was counted may have been overwritten or deleted since, which a look at the disk shows.
         if self.spent[0] + count > self.cap_bytes:
             if time.monotonic() < self._full + _BETWEEN:
                 return False
@@ -75,7 +75,7 @@ class DiskAllowance:
         return total
 
     def dropped(self, path: str) -> None:
-        """Contents had no room: say so once."""
+        """Note once that contents had no room."""
         self._tell(
             f"set-aside files reached {self.cap_bytes / (1 << 30):.1f} GiB of disk: the contents of what was "
             f"written after that were dropped, their sizes kept (first {path})"
@@ -117,7 +117,7 @@ class SetAsideFile(_io.FileIO):
         return super().write(view) or 0
 
     def _skip(self, count: int) -> bool:
-        """Move over bytes that hold nothing; False where something is there already that they must replace."""
+        """Move over bytes that hold nothing; False where they must replace something that is there already."""
         descriptor = self.fileno()
         found = real.fstat(descriptor)
         if not modes.S_ISREG(found.st_mode):
@@ -131,7 +131,7 @@ class SetAsideFile(_io.FileIO):
         return True
 
     def close(self) -> None:
-        """See `io.IOBase.close`; what was written past `write`, by NumPy or sendfile, is looked through."""
+        """See `io.IOBase.close`; what was written past `write`, by NumPy or sendfile, is looked through first."""
         if not self.closed and self.writable():
             with contextlib.suppress(OSError, ValueError):
                 settle(self.disk, self.fileno(), os.fsdecode(self.shown))
@@ -141,10 +141,7 @@ class SetAsideFile(_io.FileIO):
 def settle(disk: DiskAllowance, descriptor: int, path: str) -> None:
     """Dig holes where a file of the upper folder holds zeros, and drop its contents where they have no room.
 
-    Args:
-        disk: what its contents may occupy.
-        descriptor: open for writing.
-        path: how the program calls it.
+    `descriptor` is open for writing, and `path` is the program's name of the file.
     """
     found = real.fstat(descriptor)
     if not modes.S_ISREG(found.st_mode) or real.allocated(found) <= _HEAD or not _can_dig():
@@ -161,7 +158,7 @@ def settle(disk: DiskAllowance, descriptor: int, path: str) -> None:
 
 
 def settle_path(disk: DiskAllowance, real_path: str, path: str) -> None:
-    """`settle` for a file that a compiled library wrote."""
+    """Settle a file that a compiled library wrote."""
     with contextlib.suppress(OSError):
         descriptor = real.open_fd(real_path, os.O_RDWR | real.CLOSE_ON_EXEC)
         try:

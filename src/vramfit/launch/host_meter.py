@@ -1,4 +1,4 @@
-"""Looks at the host memory of the program of this process after its steps, by Python's own `tracemalloc`."""
+"""Follows the host memory of this process's program from step to step, by Python's own `tracemalloc`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _Place = tuple[str, int]
 
 
 class HostMemoryMeter:
-    """Follows what Python allocates, from `start` on; costs time, so it runs where it is asked for.
+    """Follows what Python allocates from `start` on; it costs time, so it runs only on request.
 
     Args:
-        pinned: page-locked bytes that torch holds now.
+        pinned: gives the page-locked bytes that torch holds now.
     """
 
     def __init__(self, pinned: Callable[[], int] = lambda: 0) -> None:
@@ -40,13 +40,13 @@ class HostMemoryMeter:
         self._looks: list[tuple[int, dict[_Place, int], int]] = []
 
     def start(self) -> None:
-        """Begin; a program that traces already goes on with its own number of frames."""
+        """Begin; where the program traces already, its own number of frames stays."""
         self._began = not tracemalloc.is_tracing()
         if self._began:
             tracemalloc.start(_FRAMES)
 
     def step(self) -> None:
-        """A step of the program has ended."""
+        """Look at the memory after a step of the program."""
         self._step += 1
         if self._step % self._each or not tracemalloc.is_tracing():
             return
@@ -56,7 +56,7 @@ class HostMemoryMeter:
             self._each *= 2
 
     def stop(self) -> HostMemory:
-        """End, and what was seen."""
+        """End, and return what was seen."""
         if self._began and tracemalloc.is_tracing():
             tracemalloc.stop()
         self._began = False
@@ -81,7 +81,7 @@ class HostMemoryMeter:
 
 
 class HostSteps:
-    """Hears of the steps of a program that nobody means to end, for its `HostMemoryMeter`."""
+    """Passes the steps of a program that nobody means to end on to its `HostMemoryMeter`."""
 
     asked = False
 
@@ -90,31 +90,31 @@ class HostSteps:
         self._meter = meter
 
     def note(self, **_: object) -> None:
-        """A step has ended."""
+        """Pass a step on."""
         self._meter.step()
 
     def enough(self) -> bool:
-        """There are never enough."""
+        """Never."""
         return False
 
     def stop(self, _end: End) -> None:
-        """Nothing is ended."""
+        """Do nothing."""
 
     def check(self) -> None:
-        """Nothing is ended."""
+        """Do nothing."""
 
 
 def _weight(site: HostSite) -> int:
-    """By which sites are ranked: growth counts for more than what was there from the first."""
+    """The weight by which sites are ranked: growth counts for more than what was there from the start."""
     return max(site.bytes) + 10 * max(0, site.bytes[-1] - site.bytes[0])
 
 
 def _places() -> dict[_Place, int]:
-    """Bytes by the line that a reader would look for, without what vramfit made or had made.
+    """Bytes by the line that a reader would look for, without what vramfit allocated or caused.
 
-    What a snapshot holds is taken raw, as Lib/tracemalloc.py keeps it (domain, bytes, frames from the innermost out,
-    number of frames; one object for equal frames): its own statistics make objects of every block, and a program may
-    have millions.
+    A snapshot's data is taken raw, as Lib/tracemalloc.py keeps it (domain, bytes, frames from the innermost out, number
+    of frames; one object for equal frames): its own statistics make an object for every block, and a program may have
+    millions.
     """
     snapshot: Any = tracemalloc.take_snapshot()
     sums: dict[int, int] = {}
@@ -132,7 +132,7 @@ def _places() -> dict[_Place, int]:
 
 
 def _place(frames: tuple[_Place, ...]) -> _Place | None:
-    """The innermost line of the user among some frames, else the innermost; None where vramfit stands before it."""
+    """The user's innermost line among some frames, else the innermost one; None where vramfit comes before it."""
     for file, line in frames:
         mine, users = _whose(file)
         if mine:

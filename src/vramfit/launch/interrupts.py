@@ -1,4 +1,4 @@
-"""Signals that reach the parent of a run: passed on to the child, an interrupt only where it has not got it itself.
+"""Signals that reach the parent of a run: passed on to the child, an interrupt only if the child did not get it itself.
 
 NOTE [Who was interrupted]
 A terminal interrupts every process of its foreground group, the child among them; a supervisor interrupts the one
@@ -95,7 +95,7 @@ class Signals:
         self._accounted += 1
 
     def terminate(self, number: int) -> None:
-        """Pass a demand to end on; before there is a child, end as a shell tells of it, and leave no file behind.
+        """Pass SIGTERM on; before there is a child, end with a shell's exit code for it, and leave no file behind.
 
         Raises:
             SystemExit: there is no child yet.
@@ -107,7 +107,7 @@ class Signals:
             raise SystemExit(128 + number)
 
     def started(self, child: subprocess.Popen[bytes]) -> None:
-        """There is a child now: pass on to it what came while it was started."""
+        """Note that there is a child now, and pass on what came while it was started."""
         self.child, self.starting = child, False
         if self.terminated is not None:
             child.send_signal(self.terminated)
@@ -120,7 +120,7 @@ def run_child(
     watch: Callable[[subprocess.Popen[bytes]], object] | None = None,
     **options: Any,
 ) -> int:
-    """Start a child and wait for its end, passing signals on; its exit code, negative for a signal.
+    """Start a child and wait for its end, passing signals on; returns its exit code, negative for a signal.
 
     Args:
         arguments: its command line.
@@ -142,9 +142,7 @@ def run_child(
                     watch(child)
             except KeyboardInterrupt:  # from a handler of the user's own
                 signals.interrupt()
-            except (
-                BaseException
-            ):  # raised by a handler too: whoever raises it does not want to wait for the child
+            except BaseException:  # a handler may raise it too, and then nobody wants to wait for the child
                 child.terminate()
                 raise
 
@@ -170,10 +168,10 @@ def terminated_by_exit() -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_kept() -> Iterator[None]:
-    """Let `passed_on` leave all handlers of this process alone: a program that calls us has its own idea of them.
+    """Let `passed_on` leave all handlers of this process alone, for a program that calls us and has its own.
 
-    An interrupt still reaches the child, by the ``KeyboardInterrupt`` that Python's handler raises; a process that a
-    signal ends is noticed by the child.
+    An interrupt still reaches the child, by the ``KeyboardInterrupt`` that Python's handler raises; the child notices a
+    process that a signal ended.
     """
     token = _KEPT.set(True)
     try:
@@ -184,7 +182,7 @@ def signals_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def passed_on(folder: Path) -> Iterator[Signals]:
-    """Pass SIGINT and SIGTERM on to the child that is named inside; handlers of the user's own are left alone."""
+    """Pass SIGINT and SIGTERM on to the child named inside; handlers of the user's own are left alone."""
     signals = Signals(folder)
 
     def interrupt(number: int, frame: FrameType | None) -> None:

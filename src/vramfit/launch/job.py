@@ -24,7 +24,7 @@ _JOB, _RESULT, _FAILURE, _STAGE = "job.json", "result.json", "failure.json", "st
 
 
 class Stage(Enum):
-    """How far a child has come; a child that dies in a stage is explained by it."""
+    """How far a child has come; the stage in which it dies explains its death."""
 
     IMPORTING = "importing"
     CHECKING = "checking"
@@ -90,7 +90,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: VramfitError) -> Self:
-        """An error as a failure; a class that `vramfit.errors` does not have goes as the nearest base that it has."""
+        """The failure for an error; a class that `vramfit.errors` does not have goes as the nearest base there."""
         kind = next(base.__name__ for base in type(error).__mro__ if base in KINDS.values())
         found = getattr(error, "found", {})
         return cls(kind=kind, message=error.message, hint=error.hint, code=error.exit_code, found=found)
@@ -105,7 +105,7 @@ class Failure:
 
     def write(self, folder: Path) -> None:
         """Leave it in a job's folder."""
-        write_whole(folder / _FAILURE, to_plain(self))
+        write_text(folder / _FAILURE, json.dumps(to_plain(self)))
 
 
 def failure_of(folder: Path) -> Failure | None:
@@ -113,16 +113,16 @@ def failure_of(folder: Path) -> Failure | None:
     return _read(folder / _FAILURE, Failure)
 
 
-def write_whole(file: Path, values: Any) -> None:
-    """Write plain values so that a child that is killed meanwhile leaves no half of them."""
+def write_text(file: Path, text: str) -> None:
+    """Write a small file so that a process that is killed meanwhile leaves no half of it."""
     beside = file.with_name(f"{file.name}.new")
-    beside.write_text(json.dumps(values), encoding="utf-8")
+    beside.write_text(text, encoding="utf-8")
     beside.replace(file)
 
 
 def write_result(folder: Path, result: Any) -> None:
     """Leave a result, a dataclass, in a job's folder."""
-    write_whole(folder / _RESULT, to_plain(result))
+    write_text(folder / _RESULT, json.dumps(to_plain(result)))
 
 
 def result_of(folder: Path, kind: type[Value]) -> Value | None:
@@ -147,7 +147,7 @@ def _read(file: Path, kind: type[Value]) -> Value | None:
     return from_plain(json.loads(file.read_text(encoding="utf-8")), kind)
 
 
-# -- How a child process tells its parent what it is doing: a line in a file, looked at now and then ---------
+# -- Progress: a line in a file that the child writes and the parent reads now and then ------------------------
 
 
 _NAME = "progress.txt"
@@ -156,20 +156,13 @@ _LOOK = 0.2
 
 
 def tell(folder: Path, text: str) -> None:
-    """Say what is being done, in a child's folder."""
-    beside = folder / f"{_NAME}.new"
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(folder / _NAME)
+    """Leave a line for the parent in a child's folder, saying what is being done."""
+    write_text(folder / _NAME, text)
 
 
 @contextmanager
 def listening(folder: Path, progress: Callable[[str], object] | None) -> Iterator[None]:
-    """Pass on what a child tells meanwhile, each text once.
-
-    Args:
-        folder: the child's.
-        progress: called with each new text; None listens to nothing.
-    """
+    """Call `progress` with each new text that a child leaves meanwhile; None listens to nothing."""
     if progress is None:
         yield
         return

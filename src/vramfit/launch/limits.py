@@ -20,9 +20,9 @@ class Limits:
     """When to end a program.
 
     Attributes:
-        steps: after as many, None for no limit.
-        steady: when enough steps in a row have asked for the same memory.
-        seconds: after as many of wall time, None for no limit.
+        steps: after so many, None for no limit.
+        steady: once enough steps in a row have asked for the same memory.
+        seconds: of wall time, None for no limit.
     """
 
     steps: int | None = None

@@ -1,4 +1,4 @@
-"""The job of running a program, and the run that comes of it. No torch."""
+"""The job of running a program, and the run that results from it. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vramfit.launch.job import Job, write_whole
+from vramfit.launch.job import Job, write_text
 from vramfit.launch.limits import NO_LIMITS, Limits
 from vramfit.plain import from_plain, to_plain
 from vramfit.trace import MemoryTrace, Run
@@ -28,8 +28,8 @@ class ProgramOptions:
         alloc_conf: allocator settings; None leaves them to the environment.
         environ: variables added to this process's.
         cwd: folder to run in; None for the current one.
-        journal: where the trace is written while it happens, for the case that this process is killed too; None
-            keeps it in a temporary folder.
+        journal: where the trace is written while it happens, in case this process is killed too; None keeps it in a
+            temporary folder.
         limits: when the program is ended.
         host_memory: whether to follow the host's memory too, which costs time.
     """
@@ -75,7 +75,7 @@ class ProgramJob(Job):
             for field in dataclasses.fields(run)
             if field.name != "trace"
         }
-        write_whole(folder / _FACTS, facts)
+        write_text(folder / _FACTS, json.dumps(facts))
 
 
 def load_run(folder: Path) -> Run | None:

@@ -23,7 +23,7 @@ from vramfit.trace import Run, read_any
 from vramfit.trace.outcome import End, Progress
 from vramfit.trace.partial import partial_run
 
-# -- The parent's side of an early end: tells a child that it is time, and ends one that does not hear -------
+# -- The parent's side of an early end: orders a child to end, and kills one that does not ---------------------
 
 
 _AGAIN = 0.25
@@ -45,7 +45,7 @@ EXIT_CODES = {
 
 
 class Supervisor:
-    """Watches a child and ends it where that is due.
+    """Watches a child and ends it when that is due.
 
     Args:
         folder: of its job.
@@ -90,7 +90,7 @@ class Supervisor:
             child.send_signal(ORDERS)
 
     def _due(self, status: Status, now: float) -> tuple[Order, End] | None:
-        """What is to be ordered now; None for nothing new."""
+        """The order that is due now; None for nothing new."""
         end = status.progress.end
         if self._signals.interrupts > 1 and not status.own_interrupt:
             return Order.LEAVE, End.INTERRUPTED
@@ -103,7 +103,7 @@ class Supervisor:
         return None
 
     def _is_heard(self, status: Status) -> bool:
-        """Whether the child has begun to do what was ordered."""
+        """Whether the child has begun to obey the order."""
         done = (
             ChildState.STOPPING
             if self._order is not None and self._order[0] is Order.STOP
@@ -112,7 +112,7 @@ class Supervisor:
         return status.state >= done
 
     def _is_late(self, status: Status, now: float) -> bool:
-        """Whether the child had its time."""
+        """Whether the child has used up its time."""
         if status.state is ChildState.SAVING:
             return now - self._since.setdefault("saving", now) > _SAVING
         since = self._since.setdefault("order", now)
@@ -120,7 +120,7 @@ class Supervisor:
 
 
 def _kill_with_children(child: subprocess.Popen[bytes]) -> None:
-    """Kill a process and what it has started, as far as the system tells."""
+    """Kill a process and those that it has started, as far as the system lists them."""
     family = _descendants(child.pid)
     child.kill()
     for process in family:
@@ -142,11 +142,11 @@ def run_job(
 ) -> Run:
     """Run a job in a child interpreter; the program's input and output are this process's own.
 
-    A child that is killed while the program runs leaves what it wrote until then: that is the run then, with a
+    A child that is killed while the program runs leaves what it wrote until then, which becomes the run, with a
     negative exit code and a warning.
 
     Args:
-        child: the module that runs it, as ``python -m`` is given it.
+        child: the module that runs the job, as for ``python -m``.
         job: what to run; its folder must exist.
         environ: variables added to this process's.
         cwd: folder to run in; None for the current one.
@@ -154,7 +154,7 @@ def run_job(
     Raises:
         EnvironmentUnfitError: this torch or this machine cannot run the job as asked.
         UsageError: the child found something wrong with its settings.
-        VramfitError: the child died before it could tell its results; the message says how.
+        VramfitError: the child died before it left results; the message says how.
         KeyboardInterrupt: the child was interrupted before the program started.
         SystemExit: the child was ended by SIGTERM before the program started.
     """
@@ -173,7 +173,7 @@ def run_job(
 
 
 def _progress(supervisor: Supervisor, signals: Signals, code: int) -> Progress:
-    """How far a child came that left no results."""
+    """How far a child without results came."""
     found = supervisor.progress
     if found.is_cut:
         return found
@@ -183,7 +183,7 @@ def _progress(supervisor: Supervisor, signals: Signals, code: int) -> Progress:
 
 
 def _recover(job: ProgramJob, stage: Stage | None, code: int, progress: Progress) -> Run:
-    """What a process that was killed had written down."""
+    """The run that a killed process had written down."""
     for file in (Path(job.folder) / PARTIAL, job.journal_file):
         if stage is Stage.RUNNING and file.exists():
             with contextlib.suppress(TraceFormatError):

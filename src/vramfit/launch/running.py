@@ -8,8 +8,10 @@ import contextlib
 import gc
 import importlib.machinery
 import io
+import multiprocessing.process
 import os
 import runpy
+import subprocess
 import sys
 import threading
 import traceback
@@ -84,7 +86,7 @@ def importing() -> Iterator[None]:
 
 
 def _save_before_exit(patches: PatchStack, finish: Finish, stopping: Stopping) -> None:
-    """``os._exit`` ends the process at once; the results are saved first. Forked children leave as they would."""
+    """Save the results before ``os._exit`` ends the process at once. Forked children leave as they would."""
     original, owner = os._exit, os.getpid()
 
     def leave_at_once(status: int) -> NoReturn:
@@ -98,11 +100,10 @@ def _save_before_exit(patches: PatchStack, finish: Finish, stopping: Stopping) -
 
 
 def _finalize() -> None:
-    """What an interpreter does after its exit handlers: drop the program's globals, and close what they held."""
+    """Do what an interpreter does after its exit handlers: drop the program's globals, and close what they held."""
     main_module = sys.modules.get("__main__")
-    if (
-        main_module is not None and main_module.__dict__ is not globals()
-    ):  # runpy drops a module's globals itself
+    # runpy drops the globals of a module itself.
+    if main_module is not None and main_module.__dict__ is not globals():
         main_module.__dict__.clear()
     gc.collect()
     for item in gc.get_objects():  # files that something else still holds
@@ -134,7 +135,7 @@ def run_program(command: list[str], stopping: Stopping) -> tuple[int, BaseExcept
 
 
 def _run_script(script: str, arguments: list[str]) -> None:
-    """As ``python script.py``: the script's folder leads ``sys.path``, and the script is the module ``__main__``."""
+    """Run a file as ``python script.py`` does: its folder leads ``sys.path``, and it is the module ``__main__``."""
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     script = os.path.join(os.getcwd(), script)  # Python/initconfig.c: config_run_filename_abspath
@@ -151,7 +152,7 @@ def _run_script(script: str, arguments: list[str]) -> None:
 
 
 def _run_module(name: str, arguments: list[str]) -> None:
-    """As ``python -m module``: the current folder leads ``sys.path``."""
+    """Run a module as ``python -m`` does: the current folder leads ``sys.path``."""
     sys.argv = [name, *arguments]
     sys.path.insert(0, os.getcwd())
     try:
@@ -215,7 +216,7 @@ def _is_ours(filename: str) -> bool:
 
 
 def _wind_down(code: int, error: BaseException | None) -> tuple[int, BaseException | None]:
-    """What an interpreter does at its end: wait for threads, run the exit handlers."""
+    """Do what an interpreter does at its end: wait for threads, run the exit handlers."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
     except SystemExit as stop:
@@ -234,4 +235,46 @@ def _wind_down(code: int, error: BaseException | None) -> tuple[int, BaseExcepti
 
 
 def _untold(arguments: threading.ExceptHookArgs) -> None:
-    """Threads that are still there fail by what is taken down around them; those of python just stop then."""
+    """Silence threads that outlive the program and fail as things are taken down; under python they would just stop."""
+
+
+# -- Processes that the program starts: nobody measures them, and the report must say so ----------------------
+
+
+OTHER_PROCESSES = (
+    "other-processes",
+    "the program started other Python processes: what they allocate on a card is not counted",
+)
+"""Code and text of the warning."""
+
+
+def watch_processes(tell: Callable[[], object], patches: PatchStack) -> None:
+    """Call `tell` where the program starts a Python process, except for a DataLoader's workers: they use no card."""
+    start, popen = multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__
+
+    def counted_start(self: multiprocessing.process.BaseProcess) -> None:
+        target = getattr(self, "_target", None)
+        if not getattr(target, "__module__", "").startswith("torch.utils.data"):
+            tell()
+        start(self)
+
+    def counted_popen(self: Any, args: Any, *rest: Any, **options: Any) -> None:
+        if _is_python(args):
+            tell()
+        popen(self, args, *rest, **options)
+
+    patches.set(multiprocessing.process.BaseProcess, "start", counted_start)
+    patches.set(subprocess.Popen, "__init__", counted_popen)
+
+
+def _is_python(args: Any) -> bool:
+    """Whether a command line starts Python or one of torch's launchers."""
+    first = (
+        args.split()[:1]
+        if isinstance(args, str)
+        else list(args)[:1]
+        if isinstance(args, (list, tuple))
+        else [args]
+    )
+    name = Path(os.fsdecode(first[0])).name if first else ""
+    return name.startswith(("python", "torchrun", "accelerate", "deepspeed"))

@@ -13,28 +13,18 @@ from vramfit.errors import UsageError
 
 
 def python_command(module: str, *arguments: str, options: Sequence[str] = ()) -> list[str]:
-    """The command line of a module of ours in an interpreter of its own.
-
-    Args:
-        module: as ``python -m`` is given it.
-        arguments: its own.
-        options: of the interpreter.
-    """
+    """The command line of a module of ours, as for ``python -m``, in an interpreter with these options."""
     # -P: the current folder must not shadow our own imports.
     return [sys.executable, *options, "-P", "-m", module, *arguments]
 
 
 def own_options() -> list[str]:
-    """Options of this interpreter (``-W``, ``-O``, ``-X``) that a program would have had in it."""
+    """Options of this interpreter (``-W``, ``-O``, ``-X``), which a program run in it would have had."""
     return subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined,no-any-return]
 
 
 def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """Start a process.
-
-    Args:
-        arguments: its command line.
-        options: of ``subprocess.Popen``.
+    """Start a process by its command line; the options are those of ``subprocess.Popen``.
 
     Raises:
         UsageError: the process cannot be started.
@@ -82,7 +72,7 @@ def answer(
 
 @contextlib.contextmanager
 def _starting(name: str) -> Iterator[None]:
-    """Say in a line why a process could not be started: its folder is gone, or its interpreter may not be run."""
+    """Say in one line why a process could not be started: its folder is gone, or its interpreter may not be run."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""What a child tells its parent at every moment, and what the parent orders: two small files in a job's folder.
+"""What a child reports to its parent at every moment, and what the parent orders: two small files in a job's folder.
 
 The status lies in memory that the system shares with its file (mmap), so that a store costs no system call and a killed
-child leaves what it had told.
+child leaves its last report.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from vramfit.launch.job import write_text
 from vramfit.trace.outcome import UNTOLD, End, Progress, Unit
 
 _STATUS, _ORDER = "status", "order"
@@ -43,7 +44,7 @@ class Order(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """What a child told.
+    """What a child reports.
 
     Attributes:
         state: what it is doing.
@@ -73,7 +74,7 @@ class StatusWriter:
             os.close(file)
 
     def write(self, status: Status) -> None:
-        """Tell all of it."""
+        """Store the whole status."""
         progress = status.progress
         _FORM.pack_into(
             self._map,
@@ -113,14 +114,12 @@ def read_status(folder: Path) -> Status:
 
 
 def write_order(folder: Path, order: Order, end: End) -> None:
-    """Order something, and say what it will have been that ended the program."""
-    beside = folder / f"{_ORDER}.new"
-    beside.write_text(f"{order.name} {end.name}", encoding="ascii")
-    beside.replace(folder / _ORDER)
+    """Leave an order, and the end that the program will have had by it."""
+    write_text(folder / _ORDER, f"{order.name} {end.name}")
 
 
 def read_order(folder: Path) -> tuple[Order, End] | None:
-    """What was ordered last."""
+    """The last order."""
     try:
         order, end = (folder / _ORDER).read_text(encoding="ascii").split()
     except FileNotFoundError:

@@ -21,7 +21,7 @@ while results are saved. So what a SIGTERM did is read from the child's notes of
 handlers are taken away before results are saved.
 
 NOTE [No exception between dispatcher and mode]: before each op under a mode torch's C++ asks a function of Python for
-a rule (see dispatching.py of the virtual GPU), where it can take no exception: the process would abort. Handlers run
+a rule (see torch_patches of the virtual GPU), where it can take no exception: the process would abort. Handlers run
 where a function of Python begins, so one that raises may be called there. It then does nothing, and the signal is sent
 once more, a moment later: by the parent where it is an order of its own, else by a thread.
 """
@@ -103,7 +103,7 @@ class Stopping:
         self.on_step: Callable[[], object] = lambda: None
         self._folder = folder
         self._writer = StatusWriter(folder)
-        # Apart from each other: threads count steps while the main one is told to end.
+        # Kept separately: threads count steps while the main one is being ended.
         self._state, self._end, self._seen = ChildState.STARTING, End.PROGRAM, UNTOLD
         self._own_interrupt = self._own_terminate = False
         self._owner = os.getpid()
@@ -124,21 +124,21 @@ class Stopping:
         return self._end is not End.PROGRAM
 
     def note(self, *, steps: int, unit: Unit, steady: int, module: str = "") -> None:
-        """Tell how far the program has come."""
+        """Report how far the program has come."""
         if os.getpid() == self._owner:
             self._seen = Progress(steps=steps, unit=unit, steady=steady, module=module)
             self._tell()
             self.on_step()
 
     def enough(self) -> bool:
-        """Whether the steps so far are as many as were asked for."""
+        """Whether the program has made as many steps as were asked for."""
         found, limits = self._seen, self.limits
         return (limits.steps is not None and found.steps >= limits.steps) or (
             limits.steady and found.steady >= STEADY
         )
 
     def stop(self, end: End) -> None:
-        """Tell the program to end; where it runs this raises.
+        """Tell the program to end; where the program runs, this raises.
 
         Raises:
             SystemExit: see NOTE [How a program is ended].
@@ -152,7 +152,7 @@ class Stopping:
         self.check()
 
     def check(self) -> None:
-        """Where the program does work: end it if it was told to and does not do so.
+        """End the program here, where it works, if it was told to end and has not.
 
         Raises:
             SystemExit: see NOTE [How a program is ended].
@@ -172,11 +172,9 @@ class Stopping:
     # -- its end -------------------------------------------------------------------------------------------------
 
     def install(self, save: Callable[[int], None], patches: PatchStack) -> None:
-        """Listen to orders and to SIGTERM while the program runs.
+        """Listen to orders and to SIGTERM until `patches` are undone.
 
-        Args:
-            save: leaves the results of what has happened so far, given an exit code.
-            patches: undoes it.
+        `save` leaves the results of what has happened so far, given an exit code.
         """
         self._save = save
         if ORDERS is not None:
@@ -187,7 +185,7 @@ class Stopping:
         self._tell(ChildState.RUNNING)
 
     def over(self) -> None:
-        """The main thread has come to its end: nothing is raised in it any longer, though others may work on."""
+        """Note that the main thread is at its end: nothing is raised in it any longer, though others may work on."""
         self._over = True
 
     def is_of_the_stop(self, error: BaseException) -> bool:
@@ -266,7 +264,7 @@ class Stopping:
     # -- signals -------------------------------------------------------------------------------------------------
 
     def _obey(self, number: int, frame: FrameType | None) -> None:
-        """The parent has an order. It is given again as long as nothing comes of it."""
+        """Carry out an order of the parent, which repeats it as long as nothing comes of it."""
         del number
         if (
             os.getpid() != self._owner
@@ -285,14 +283,14 @@ class Stopping:
             self.leave()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """SIGINT, as python has it. See NOTE [No exception between dispatcher and mode]."""
+        """Handle SIGINT as python does. See NOTE [No exception between dispatcher and mode]."""
         if _asks_for_rule(frame):
             _START_THREAD(_send_soon, (number,))
         else:
             signal.default_int_handler(number, frame)
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
-        """SIGTERM, of which the program knows nothing; where the figures are just changing the parent will order it."""
+        """Handle SIGTERM, unseen by the program; where the figures are just changing, the parent will order it."""
         del frame
         if os.getpid() != self._owner:
             _SET_SIGNAL(number, signal.SIG_DFL)
@@ -345,7 +343,7 @@ class Stopping:
         self._tell()
 
     def _forget(self) -> None:
-        """This is a forked child, which ends by a signal as any other process does."""
+        """Let a forked child end by a signal as any other process does."""
         for number in (signal.SIGTERM, ORDERS):
             if number is not None and _GET_SIGNAL(number) in (self._terminate, self._obey):
                 _SET_SIGNAL(number, signal.SIG_DFL)
@@ -370,14 +368,14 @@ class Stopping:
 def _disarm_handlers() -> None:
     """Let no handler of a signal do anything any longer; signals are still noted. See NOTE [Handlers that raise].
 
-    Other threads than the main one may not, and no handler runs in them.
+    Only the main thread may do this, and handlers run in no other.
     """
     if threading.current_thread() is not threading.main_thread():
         return
     while True:
         with contextlib.suppress(
             BaseException
-        ):  # of a handler, which raises once at most: it is replaced then
+        ):  # of a handler, which raises once at most: then it is replaced
             for number in signal.valid_signals():
                 if callable(_GET_SIGNAL(number)):
                     _SET_SIGNAL(number, _do_nothing)
@@ -385,7 +383,7 @@ def _disarm_handlers() -> None:
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """The handler of signals that have nothing to say any longer."""
+    """Handle a signal that no longer matters."""
 
 
 def _asks_for_rule(frame: FrameType | None) -> bool:
@@ -409,7 +407,7 @@ def _is_handled() -> bool:
 
 
 def _is_of_interrupt(error: BaseException) -> bool:
-    """Whether an exception tells of an interrupt that something between has made another one of."""
+    """Whether an exception comes from an interrupt that something between turned into another exception."""
     return any(
         isinstance(one, KeyboardInterrupt) or "KeyboardInterrupt" in str(one) or _is_of_worker(one)
         for one in _with_contexts(error)
@@ -436,7 +434,7 @@ def _with_contexts(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _flush() -> None:
-    """Write out what was printed; it may go to a pipe that nobody reads, or be interrupted in just that."""
+    """Write out what was printed, even if nobody reads the pipe or the program was interrupted while printing."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
             stream.flush()

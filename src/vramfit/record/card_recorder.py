@@ -27,7 +27,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from vramfit.capture.attribution import ModuleStack, PhaseTracker, ProgramPhase, StackInterner
 from vramfit.capture.step_counter import StepCounter
 from vramfit.capture.storages import LifetimePeaks
-from vramfit.capture.torch_version import platform_text
 from vramfit.errors import EnvironmentUnfitError, WriteError
 from vramfit.launch.stopping import StepSink
 from vramfit.patching import PatchStack
@@ -67,6 +66,7 @@ from vramfit.trace import (
     trace_from_snapshot,
 )
 from vramfit.trace.frames import user_frame
+from vramfit.trace.outcome import platform_text
 from vramfit.trace.partial import peaks_of
 
 _CONTEXT = "alloc"  # stacks of allocations; those of frees would double the cost, and nothing reads them

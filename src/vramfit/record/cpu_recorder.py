@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from vramfit.allocator import parse_torch_version
 from vramfit.capture.attribution import ProgramPhase
 from vramfit.capture.step_counter import StepCounter, count_steps
-from vramfit.capture.torch_version import platform_text, torch_version
 from vramfit.errors import EnvironmentUnfitError, UsageError
 from vramfit.gpus import GpuKind, GpuSpec, find_gpu
 from vramfit.launch import threads
@@ -32,6 +32,7 @@ from vramfit.record.recorder import (
 )
 from vramfit.trace import Category, DeviceOutcome, Run, Source, TraceBuilder, TraceDevice
 from vramfit.trace.journal import TraceJournal
+from vramfit.trace.outcome import platform_text
 from vramfit.units import format_bytes
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.tensor_subclasses import is_wrapper
@@ -109,7 +110,7 @@ class CpuRecorder(Recorder):
         machine = Machine(
             [self.device.spec()],
             alloc_conf=alloc_conf,
-            torch_version=torch_version(),
+            torch_version=parse_torch_version(torch.__version__),
             visible="0",
             context_bytes=0,
             observes_blocks=False,

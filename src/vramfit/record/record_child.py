@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vramfit.errors import UsageError, VramfitError
-from vramfit.launch import processes
 from vramfit.launch.host_meter import HostMemoryMeter
 from vramfit.launch.interrupts import note_interrupts
 from vramfit.launch.job import Stage
-from vramfit.launch.processes import CODE, MESSAGE
 from vramfit.launch.program_job import PARTIAL
-from vramfit.launch.running import importing, leave_after, run_to_end
+from vramfit.launch.running import OTHER_PROCESSES, importing, leave_after, run_to_end, watch_processes
 from vramfit.launch.stopping import Stopping
 from vramfit.patching import PatchStack
 from vramfit.record.record_run import AUTO, CPU, RecordJob
@@ -59,7 +57,8 @@ def main(job_file: str) -> int:
         steps.close()
         run = recorder.run() if run is None else run
         if started:
-            told = RunWarning(code=CODE, message=MESSAGE, location=None, count=started)
+            warning, text = OTHER_PROCESSES
+            told = RunWarning(code=warning, message=text, location=None, count=started)
             run = replace(run, warnings=(*run.warnings, told))
         if host is not None:
             run = replace(run, host=host.stop())
@@ -70,7 +69,7 @@ def main(job_file: str) -> int:
         save(code, recorder.stop(error))
 
     with PatchStack() as patches:
-        processes.install(count_processes, patches)
+        watch_processes(count_processes, patches)
         steps = recorder.count_steps(stopping, patches)
         stopping.install(save, patches)
         return run_to_end(job.command, finish, patches, stopping)

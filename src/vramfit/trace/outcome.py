@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
@@ -356,6 +357,11 @@ class ProfileNote:
     date: str
     source: str
     used: int
+
+
+def platform_text() -> str:
+    """Operating system and architecture of this machine, as `Run.platform` has them."""
+    return f"{platform.system()} {platform.machine()}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ aborts on them, for two reasons:
    object whose every method returns 0, and let torch replace it.
 2. It asks ``at::detail::getCUDAHooks()`` whether CUDA was built. The default object says no. We point that object
    at a copy of its virtual table in which a few answers are ours: CUDA is built, no context exists yet, and cuDNN is
-   there or not (batch norm, channels_last and recurrent layers take their decision from it).
+   there (batch norm, channels_last and recurrent layers take their decision from it).
 
 A CUDA build brings its own guard and hooks, which ask the driver: without a card they fail, and with one they would
 select real devices for virtual tensors. So both steps are taken there too, except that the hooks keep all their own
@@ -28,7 +28,6 @@ import functools
 import platform
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -41,6 +40,19 @@ _HOOKS_SYMBOL = "_ZN2at6detail12getCUDAHooksEv"
 _DESTRUCTOR_SLOTS = 2  # the Itanium C++ ABI gives a virtual destructor two slots
 _VTABLE_PREFIX = 2  # offset-to-top and type information stand before the first slot
 _TESTED_PLATFORMS = {("Linux", "x86_64")}
+_CPU_BUILD_ANSWERS: dict[str, int | float] = {
+    "isBuilt": 1,
+    # 9.1 and later take every route that the supported torch releases know (batchnorm, bf16, dilation).
+    "hasCuDNN": 1,
+    "compiledWithCuDNN": 1,
+    "supportsDilatedConvolutionWithCuDNN": 1,
+    "supportsDepthwiseConvolutionWithCuDNN": 1,
+    "supportsBFloat16ConvolutionWithCuDNNv8": 1,
+    "supportsBFloat16RNNWithCuDNN": 1,
+    "versionCuDNN": 91900,
+    "versionRuntimeCuDNN": 91900,
+    "batchnormMinEpsilonCuDNN": 0.0,  # CUDNN_BN_MIN_EPSILON of cudnn.h since cuDNN 7.5
+}
 
 # Objects that C++ keeps pointers to: they must never be collected.
 _keep_alive: list[object] = []
@@ -48,50 +60,29 @@ _keep_alive: list[object] = []
 _originals: list[tuple[ctypes.c_void_p, int | None]] | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShimReport:
-    """What the shim found and did.
-
-    Attributes:
-        build: ``"cpu"`` or ``"cuda"``: how this torch was built.
-        patched_hooks: names of the CUDA hooks that answer for the virtual GPU (none on a CUDA build).
-        platform_note: empty on a platform that this project is tested on, else a sentence that says it is not.
-    """
-
-    build: str
-    patched_hooks: tuple[str, ...]
-    platform_note: str
-
-
-def install(*, cudnn: bool = True) -> ShimReport:
+def install() -> None:
     """Make this process able to run autograd on fake ``cuda`` tensors. Idempotent; it lasts as long as the process.
-
-    Args:
-        cudnn: whether torch should believe that cuDNN is present.
 
     Raises:
         EnvironmentUnfitError: this torch does not export what is needed; the message names its version.
     """
     global _originals
-    cuda_build = _is_cuda_build()
+    if _originals is not None:
+        return
     answers: dict[str, int | float] = {"hasPrimaryContext": 0, "current_device": 0}
-    if not cuda_build:
-        answers |= _cpu_build_answers(cudnn)
-    if _originals is None:
-        done: list[tuple[ctypes.c_void_p, int | None]] = []
-        try:
-            done.append(_register_guard())
-            done.append(_patch_hooks(answers))
-        except (OSError, AttributeError, ValueError, KeyError) as error:
-            _put_back(done)
-            raise EnvironmentUnfitError(
-                f"torch {torch.__version__} on {sys.platform} does not export what the virtual GPU needs ({error})",
-                "Use a torch release from 2.11 on, from PyPI, on Linux; or report this version.",
-            ) from error
-        _originals = done
-    return ShimReport(
-        build="cuda" if cuda_build else "cpu", patched_hooks=tuple(answers), platform_note=platform_note()
-    )
+    if not _is_cuda_build():
+        answers |= _CPU_BUILD_ANSWERS
+    done: list[tuple[ctypes.c_void_p, int | None]] = []
+    try:
+        done.append(_register_guard())
+        done.append(_patch_hooks(answers))
+    except (OSError, AttributeError, ValueError, KeyError) as error:
+        _put_back(done)
+        raise EnvironmentUnfitError(
+            f"torch {torch.__version__} on {sys.platform} does not export what the virtual GPU needs ({error})",
+            "Use a torch release from 2.11 on, from PyPI, on Linux; or report this version.",
+        ) from error
+    _originals = done
 
 
 def uninstall() -> None:
@@ -127,16 +118,15 @@ def set_current_device(index: int) -> None:
 
 @functools.cache
 def _guard_slots() -> dict[str, int]:
-    """Slot of each virtual method of a device guard, from the header that this torch ships; its destructor is last."""
-    header = Path(torch.__file__).parent / "include" / "c10" / "core" / "impl" / "DeviceGuardImplInterface.h"
-    text = re.sub(r"/\*.*?\*/|//[^\n]*", "", header.read_text(), flags=re.DOTALL)
+    """Slot of each virtual method of a device guard, from the header that this torch ships; the destructor is last."""
+    text = _header("c10/core/impl/DeviceGuardImplInterface.h")
     body = text[text.index("struct C10_API DeviceGuardImplInterface") :]
     names = re.findall(r"\bvirtual\b[^;{(]*?(~?\w+)\s*\(", body)
     return {} if names[0].startswith("~") else {name: slot for slot, name in reversed([*enumerate(names)])}
 
 
 def platform_note() -> str:
-    """Say that nobody has run the virtual GPU on this platform yet; empty where it is tested."""
+    """A sentence saying that the virtual GPU has not been run on this platform; empty where it is tested."""
     system, machine = platform.system(), platform.machine()
     if (system, machine) in _TESTED_PLATFORMS:
         return ""
@@ -199,24 +189,6 @@ def _register_guard() -> tuple[ctypes.c_void_p, int | None]:
     return entry, original
 
 
-def _cpu_build_answers(cudnn: bool) -> dict[str, int | float]:
-    answers: dict[str, int | float] = {"isBuilt": 1}
-    if cudnn:
-        # 9.1 and later take every route that the supported torch releases know (batchnorm, bf16, dilation).
-        answers |= {
-            "hasCuDNN": 1,
-            "compiledWithCuDNN": 1,
-            "supportsDilatedConvolutionWithCuDNN": 1,
-            "supportsDepthwiseConvolutionWithCuDNN": 1,
-            "supportsBFloat16ConvolutionWithCuDNNv8": 1,
-            "supportsBFloat16RNNWithCuDNN": 1,
-            "versionCuDNN": 91900,
-            "versionRuntimeCuDNN": 91900,
-            "batchnormMinEpsilonCuDNN": 0.0,  # CUDNN_BN_MIN_EPSILON of cudnn.h since cuDNN 7.5
-        }
-    return answers
-
-
 def _patch_hooks(answers: dict[str, int | float]) -> tuple[ctypes.c_void_p, int | None]:
     get_hooks = getattr(_library("torch_cpu"), _HOOKS_SYMBOL)
     get_hooks.restype = ctypes.c_void_p
@@ -246,13 +218,18 @@ def _patch_hooks(answers: dict[str, int | float]) -> tuple[ctypes.c_void_p, int 
 
 def _hook_slots() -> dict[str, int]:
     """Slot of each virtual method of the CUDA hooks, from the headers that this torch ships."""
-    folder = Path(torch.__file__).parent / "include" / "ATen" / "detail"
     slots: dict[str, int] = {}
     for header in ("AcceleratorHooksInterface.h", "CUDAHooksInterface.h"):
-        text = re.sub(r"/\*.*?\*/|//[^\n]*", "", (folder / header).read_text(), flags=re.DOTALL)
+        text = _header(f"ATen/detail/{header}")
         for match in re.finditer(r"\bvirtual\b[^;{]*?(~?\w+)\s*\(([^;{]*)[;{]", text):
             name, rest = match.group(1), match.group(2)
             if name.startswith("~") or re.search(r"\boverride\b", rest) or name in slots:
                 continue
             slots[name] = _DESTRUCTOR_SLOTS + len(slots)
     return slots
+
+
+def _header(name: str) -> str:
+    """A header that this torch ships, without its comments."""
+    text = (Path(torch.__file__).parent / "include" / name).read_text()
+    return re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.DOTALL)

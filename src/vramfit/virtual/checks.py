@@ -1,4 +1,4 @@
-"""Mistakes that a card refuses and torch's descriptions by shape let pass.
+"""Mistakes that a card refuses, but torch's descriptions by shape let pass.
 
 The commonest is a half-precision layer fed with float32 (or the reverse): the meta functions promote, cuBLAS does not.
 """
@@ -36,7 +36,7 @@ def check_arguments(call: OpCall) -> None:
     """Raise what the card would raise for arguments that do not go together.
 
     Raises:
-        RuntimeError: with the card's own words.
+        RuntimeError: in the card's own words.
     """
     check = _CHECKS.get(call.func)
     if check is not None:

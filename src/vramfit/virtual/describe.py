@@ -1,19 +1,22 @@
-"""What an op returns, by shape: FakeTensorMode says it once, a cache of our own says it again.
+"""What an op returns, by shape: FakeTensorMode works it out once, and a cache of our own gives it again.
 
 FakeTensorMode has a cache too, but building its key and its results takes most of a virtual training step. A key here
 is the op, each tensor's shape, strides, offset, dtype and device, and the other arguments with their types (``2`` and
-``2.0`` promote differently); a result is how to build the fake tensors again: fresh, a view of an argument, or an
-argument itself. What does not fit that form is asked anew each time.
+``2.0`` promote differently); a result is a recipe for the fake tensors: fresh, a view of an argument, or an argument
+itself. An op whose results do not fit that form goes to FakeTensorMode each time.
 
 ``FakeTensorMode._dispatch_impl`` (torch/_subclasses/fake_tensor.py) looks at an op's arguments in a dozen ways, most of
 which a program without symbolic sizes, constants and tensors of other kinds never needs. For most ops of aten on plain
-tensors of one card it then runs the op's kernel for the meta device, and puts the results on that card. That takes a
-tenth of the time when it is done at once. Which ops go that way follows from the op alone (`is_plain`).
+tensors of one card it then runs the op's kernel for the meta device, and puts the results on that card. Doing so at
+once takes a tenth of the time. Which ops allow it follows from the op alone (`is_plain`).
+
+Ops that FakeTensorMode cannot describe, or describes wrongly, are named here too, with what a user can do about them.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -28,7 +31,66 @@ from torch._subclasses.fake_tensor import (
     torch_decomp_decompositions,
 )
 
-from vramfit.virtual.undescribed import MISDESCRIBED, SparseOperation, has_sparse, is_compressed_product
+from vramfit.capture.ops import tensors_in
+
+# -- Ops that FakeTensorMode cannot describe, or describes wrongly ---------------------------------------------
+
+
+_aten = torch.ops.aten
+
+OF_TORCH = ("aten", "prims", "prim", "c10d", "_c10d_functional", "quantized", "inductor")
+"""Namespaces of torch's own operators."""
+
+COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc})
+"""Layouts of matrices of which torch makes a product in several ops."""
+
+MATRIX_AT: dict[torch._ops.OpOverload, int] = {
+    _aten.mm.default: 0,
+    _aten._sparse_mm.default: 0,
+    _aten._sparse_sparse_matmul.default: 0,
+    _aten.mv.default: 0,
+    _aten.addmm.default: 1,
+    _aten._sparse_addmm.default: 1,
+}
+"""Products of matrices: the place of the first among the arguments; the other follows."""
+
+MISDESCRIBED = frozenset({_aten.add.Tensor})
+"""Ops that FakeTensorMode describes, of sparse tensors without elements."""
+
+
+class SparseOperation(Exception):
+    """An op that FakeTensorMode cannot describe has sparse arguments."""
+
+
+class DynamicSizes(Exception):
+    """The fake implementation of a custom operator needs a size that depends on data."""
+
+
+def has_sparse(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a sparse COO tensor is among the arguments."""
+    return any(t.layout is torch.sparse_coo for t in tensors_in((args, tuple(kwargs.values()))))
+
+
+def is_compressed_product(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether an op is a product with a CSR or CSC matrix, which torch makes from several ops."""
+    first = MATRIX_AT.get(func)
+    return first is not None and any(factor.layout in COMPRESSED for factor in args[first : first + 2])
+
+
+def fake_implementation(func: torch._ops.OpOverload) -> Any:
+    """The fake implementation that the author of a custom operator registered; None without one."""
+    return singleton.find(func.name()).fake_impl.kernel
+
+
+def advice(func: torch._ops.OpOverload) -> str:
+    """What the user can do about an operator that nobody described; empty for torch's own."""
+    if func.namespace in OF_TORCH:
+        return ""
+    return (
+        f'. Describe it: @torch.library.register_fake("{func._schema.name}") or '
+        f'@vramfit.fake_kernel("{func._schema.name}"), in the program or in a file for --kernels (docs/kernels.md)'
+    )
+
 
 # -- The FakeTensorMode that describes ops for the virtual card ----------------------------------------------
 
@@ -41,12 +103,12 @@ class _PerThread(threading.local):
 
 
 class VirtualFakeMode(FakeTensorMode):
-    """FakeTensorMode that never touches a device, and whose state is per thread: programs have several."""
+    """A FakeTensorMode that never touches a device, and keeps its state per thread, since programs have several."""
 
     def __init__(self) -> None:
         self._per_thread = _PerThread()
         super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
-        # describe.py remembers: asking and filling this one takes longer than the answer, and it is one for all modes.
+        # describe.py has its own: using torch's takes longer than the answer, and it is one for all modes.
         self.cache_enabled = False
 
     @property
@@ -73,7 +135,7 @@ class VirtualFakeMode(FakeTensorMode):
         return True
 
 
-# -- Asks torch's kernels for the meta device, where FakeTensorMode would in the end ask nothing else --------
+# -- Ops for which FakeTensorMode would ask nothing but torch's kernel for the meta device ---------------------
 
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -129,7 +191,7 @@ def _takes_symbols(func: torch._ops.OpOverload) -> bool:
 
 
 def fakes_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[FakeTensor]:
-    """The fake tensors among arguments; none if there is a list or another tensor."""
+    """The fake tensors among arguments; none if a list or another kind of tensor is among them."""
     fakes: list[FakeTensor] = []
     for value in (*args, *kwargs.values()):
         if type(value) is FakeTensor:
@@ -146,13 +208,9 @@ def described(
     tensors: list[FakeTensor],
     mode: FakeTensorMode,
 ) -> tuple[torch.device, Any] | None:
-    """What a plain op returns: the card of its results, and results on the meta device; None if another has to say it.
+    """Results of a plain op (see `is_plain`) on the meta device, with the card that they belong to.
 
-    Args:
-        func: the op, for which `is_plain` holds.
-        args, kwargs: its arguments (strided fake tensors).
-        tensors: those among them.
-        mode: of the fake tensors.
+    None where FakeTensorMode has to describe it: the arguments lie on several devices, or the op refuses them.
     """
     if not tensors or "device" in kwargs:
         return None
@@ -163,7 +221,7 @@ def described(
         with in_kernel_invocation_manager(mode):
             return device, func(*args, **kwargs)
     except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, AssertionError):
-        return None  # it is asked again in full, for the error in its usual words
+        return None  # FakeTensorMode then raises the error in its usual words
 
 
 _META = torch.device("meta")
@@ -173,7 +231,7 @@ _MAX_ENTRIES = 100_000
 # Looked up once: these are called for every op.
 _empty = torch._C._VariableFunctions.empty
 _empty_strided = torch._C._VariableFunctions.empty_strided
-_make_subclass = torch.Tensor._make_subclass  # the program's is replaced (torch_patches/subclasses.py)
+_make_subclass = torch.Tensor._make_subclass  # the program's is replaced (torch_patches/identity.py)
 _throw_on_mutable_data_ptr = torch._C._set_throw_on_mutable_data_ptr
 _is_inference = torch.is_inference_mode_enabled
 _default_dtype = torch.get_default_dtype
@@ -181,7 +239,7 @@ _has_cudnn = torch._C._get_cudnn_enabled
 
 
 class Output(IntEnum):
-    """How a result is made: with a storage of its own, as a view of an argument, or it is one, or a plain value."""
+    """How one result is made: with a storage of its own, as a view of an argument, as an argument, or a plain value."""
 
     FRESH = 0
     VIEW = 1
@@ -191,9 +249,8 @@ class Output(IntEnum):
 
 _FRESH, _VIEW, _ARGUMENT, _VALUE = map(int, Output)
 _VALUES = (type(None), int, bool, float)
-_INDEX = (
-    torch.ops.aten.index.Tensor
-)  # its masks have become positions by the time it is described (fake_impls/shapes.py)
+# Its masks have become positions by the time it is described (fake_impls/shapes.py).
+_INDEX = torch.ops.aten.index.Tensor
 _CONVOLUTIONS = frozenset({torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default})
 _Output = tuple[int, Any]
 Recipe = tuple[type | None, tuple[_Output, ...]]
@@ -222,7 +279,7 @@ class FakeFactory:
 
 
 class Describer:
-    """Results of ops on fake tensors."""
+    """Describes the results of ops on fake tensors."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
@@ -263,7 +320,7 @@ class Describer:
         kwargs: dict[str, Any],
         tensors: list[FakeTensor],
     ) -> Recipe | None:
-        """How to make the results of an op, without FakeTensorMode; None where it has to be asked. See `is_plain`."""
+        """How to make the results of an op without FakeTensorMode; None where only that can say. See `is_plain`."""
         plain = self._plain.get(func)
         if plain is None:
             plain = self._plain[func] = is_plain(func)
@@ -331,11 +388,9 @@ def _never_cached(func: torch._ops.OpOverload) -> bool:
 
 
 def key_of(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[FakeTensor]) -> Any:
-    """What decides the results of an op besides the op; None where the arguments hold what no key can.
+    """What decides the results of an op besides the op itself; None where the arguments hold what no key can.
 
-    Args:
-        args, kwargs: the arguments.
-        tensors: takes the tensors among them, in order.
+    The tensors among the arguments are appended to `tensors`, in order.
     """
     parts: list[Any] = [_is_inference(), _default_dtype()]  # the latter is what whole numbers divide into
     if not _add(args, parts, tensors):
@@ -374,12 +429,9 @@ def _add(values: Any, parts: list[Any], tensors: list[FakeTensor]) -> bool:
 
 
 def recipe_of(out: Any, tensors: list[FakeTensor], device: torch.device | None = None) -> Recipe | None:
-    """How to build results again from the tensors among the arguments; None when that cannot be said.
+    """How to build results again from the tensors among the arguments; None where no recipe can say so.
 
-    Args:
-        out: the results, fake tensors or, with ``device``, tensors on the meta device.
-        tensors: those among the arguments.
-        device: where the results are.
+    The results are fake tensors or, where `device` says which card they belong to, tensors on the meta device.
     """
     if isinstance(out, (list, tuple)):
         seen: set[int] = set()

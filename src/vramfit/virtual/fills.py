@@ -1,10 +1,10 @@
-"""Values that look right where nobody computed any: what a softmax, a sigmoid, a norm or an exponential must give.
+"""Plausible values for tensors that nobody computed: what a softmax, a sigmoid, a norm or an exponential must give.
 
 NOTE [Fills]
 A program may look at probabilities on the host: draw from them, check that they sum to one, take their logarithm. All
 elements of a softmax over n that nobody computed are taken for 1/n, of a sigmoid for a half, of a normalised vector for
 one over the root of its length. Such a *fill* is one number for a storage; copies and picks keep it, arithmetic on
-fills alone is done with the numbers, and anything else that is written there ends it. It is asked only where the
+fills alone is done with the numbers, and anything else that is written there ends it. A fill is used only where the
 program looks (fake_impls/host.py), so nothing is computed from it that decides a shape, a token or an index.
 """
 
@@ -27,12 +27,12 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """What each element of a tensor is taken for.
+    """The number that each element of a tensor is taken for.
 
     Attributes:
-        value: that number.
+        value: the number.
         low, high: no element can be less, or more.
-        length: it is the norm of vectors so long; 0 for other values.
+        length: of the vectors, where the number is their norm; 0 for other values.
     """
 
     value: float
@@ -54,7 +54,7 @@ class Concern(IntEnum):
 
 
 def concern(call: OpCall) -> Concern:
-    """Whether an op makes fills, or only goes on with those that there are, or has to do with none."""
+    """Whether an op makes fills, only carries on those that exist, or has nothing to do with any."""
     if call.func in _SOURCES:
         return Concern.ALWAYS
     return Concern.WITH_FILLS if call.info.mutated or call.func in _RULES else Concern.NEVER
@@ -67,19 +67,19 @@ class Fills:
         self._noted: Noted[Fill] = Noted()
 
     def find(self, tensor: torch.Tensor) -> Fill | None:
-        """What each element of a fake tensor is taken for; None where nothing is known."""
+        """The fill of a fake tensor; None where nothing is known."""
         return self._noted.find(tensor)
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """The tensor was overwritten."""
+        """Drop the fill of a tensor that was overwritten."""
         self._noted.forget(tensor)
 
     def __len__(self) -> int:
-        """How many tensors have one."""
+        """The number of tensors that have one."""
         return len(self._noted)
 
     def follow(self, call: OpCall) -> None:
-        """Note what an op gives, and forget what it overwrites."""
+        """Note the fill that an op gives, and drop those that it overwrites."""
         info, out = call.info, call.out
         rule = _RULES.get(call.func)
         if rule is None and not (info.mutated and len(self._noted)):
@@ -95,7 +95,7 @@ class Fills:
 
 
 def _sizes(source: torch.Tensor, dims: Any) -> int:
-    """How many elements lie along some dimensions; all where none is named."""
+    """The number of elements along some dimensions; of all elements where no dimension is named."""
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         return source.numel()
     axes = (dims,) if isinstance(dims, int) else dims
@@ -118,7 +118,7 @@ def _constant(fill: Fill) -> _Rule:
 
 
 def _norm(_fills: Fills, call: OpCall) -> Fill | None:
-    """The norm of vectors (``linalg_vector_norm``); of order two, the one by which they are normalised."""
+    """The fill of a norm of vectors (``linalg_vector_norm``) of order two, by which vectors are normalised."""
     order = call.args[1] if len(call.args) > 1 else 2
     if order != 2 or not call.out.numel():
         return None

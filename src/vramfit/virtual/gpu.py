@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from vramfit.allocator import parse_torch_version
 from vramfit.arguments import (
     path_argument,
     paths_argument,
@@ -23,7 +24,6 @@ from vramfit.arguments import (
     text_argument,
     whole_argument,
 )
-from vramfit.capture.torch_version import platform_text, torch_version
 from vramfit.errors import EnvironmentUnfitError
 from vramfit.files import Protection, Writes, current, make_policy, protect
 from vramfit.files.policy import writes_of
@@ -44,14 +44,14 @@ from vramfit.trace import (
     snapshot_from_trace,
 )
 from vramfit.trace.journal import TraceJournal
+from vramfit.trace.outcome import platform_text
 from vramfit.units import format_bytes
 from vramfit.virtual import build_shim, foreign, ranks, torch_cuda, torch_patches
 from vramfit.virtual.data_dependent.assume import Assume, assumption, may_come_from
-from vramfit.virtual.engine_probe import exclusive_counts
 from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.machine import Machine, VirtualDevice
 from vramfit.virtual.meter import Meter
-from vramfit.virtual.mode import VirtualMode
+from vramfit.virtual.mode import VirtualMode, exclusive_counts
 from vramfit.virtual.virtual_run import MOST_GPUS
 from vramfit.virtual.workspaces import Workspaces
 
@@ -113,7 +113,7 @@ class VirtualGPU:
         self._machine = Machine(
             [self.spec] * gpus,
             alloc_conf=alloc_conf,
-            torch_version=torch_version(),
+            torch_version=parse_torch_version(torch.__version__),
             context_bytes=context_bytes,
             assume=assumption(assume),
             measured=_measured(profile, self.spec),
@@ -139,7 +139,6 @@ class VirtualGPU:
         self._metadata: list[tuple[int, str]] = []
         self._run: Run | None = None
         self._started = 0.0
-        self._shim: build_shim.ShimReport | None = None
         self.meter = self.meter_type(self._machine, self._builder)
         self.mode = VirtualMode(self._machine, self.meter, Workspaces(self._machine, self.meter))
 
@@ -148,10 +147,10 @@ class VirtualGPU:
         check_interpreter()
         with contextlib.ExitStack() as undo:
             undo.callback(build_shim.uninstall)
-            self._shim = build_shim.install()
+            build_shim.install()
             build_shim.self_check()
-            if self._shim.platform_note:
-                self._machine.warn("platform-not-run", self._shim.platform_note)
+            if note := build_shim.platform_note():
+                self._machine.warn("platform-not-run", note)
             self.mode.exclusive_counts = exclusive_counts()
             self._started = time.perf_counter()
             undo.callback(self._put_back)
@@ -181,7 +180,7 @@ class VirtualGPU:
             self._run = self._outcome(error)
 
     def _install(self) -> None:
-        """Patch torch and what meets it, and let the machine's questions come here."""
+        """Patch torch and the libraries that it meets, and connect the machine's hooks."""
         with together():
             self._protect()
             torch_cuda.install(self._machine, self._patches)
@@ -221,7 +220,7 @@ class VirtualGPU:
         self._builder.journal.facts(meta, devices)
 
     def _protect(self) -> None:
-        """Keep the block's writes from the real files, unless something does already."""
+        """Keep the block's writes from the real files, unless a protection stands already."""
         if current() is not None:
             return
         workplace = self._folder.enter_context(
@@ -274,19 +273,19 @@ class VirtualGPU:
         self.meter.mark(tag)
 
     def _raw_malloc(self, device: int, size: int, stream: int) -> int:
-        """``torch.cuda.caching_allocator_alloc``."""
+        """Allocate for ``torch.cuda.caching_allocator_alloc``."""
         return self.meter.malloc(
             size, device, op="caching_allocator_alloc", category=Category.OTHER, stream=stream
         )[0]
 
     def _begin_history(self, arguments: dict[str, object]) -> None:
-        """``torch.cuda.memory._record_memory_history``: events from now on belong to the program's snapshots."""
+        """Let the program's snapshots begin here: ``torch.cuda.memory._record_memory_history``."""
         self.meter.collect()  # tensors that have died before are no part of them
         if arguments.get("clear_history") or self._machine.history is not None:
             self._history_start = len(self._builder)
 
     def _note_metadata(self, text: str) -> None:
-        """``torch.cuda.memory._set_memory_metadata``: events from now on carry the text."""
+        """Let events carry a text from now on: ``torch.cuda.memory._set_memory_metadata``."""
         if self._machine.history is not None:
             self.meter.collect()
             self._metadata.append((len(self._builder), text))
@@ -342,7 +341,7 @@ class VirtualGPU:
         return device.context_bytes if machine.init_pid is not None and used else 0
 
     def _tell_doubts(self) -> None:
-        """Say what the error bar of a peak comes from."""
+        """Warn of what the error bar of a peak comes from."""
         for device in range(len(self._machine.devices)):
             below, above = self.meter.error_bar(device)
             doubted = self.meter.lifetime_peaks(device).doubted
@@ -354,7 +353,7 @@ class VirtualGPU:
                 )
 
     def _tell_shapes(self, error: BaseException | None) -> None:
-        """A program may have failed because of sizes that were assumed, where its error shows one."""
+        """Warn that a program may have failed because of assumed sizes, where its error shows one."""
         if error is None or isinstance(error, (torch.OutOfMemoryError, SystemExit, KeyboardInterrupt)):
             return
         lines = [w.location for w in self._machine.warnings if w.code == "shape-from-data" and w.location]
@@ -418,7 +417,7 @@ class VirtualGPU:
         return {**snapshot, "device_traces": traces}
 
     def _write_metadata(self, trace: MemoryTrace, traces: list[list[dict[str, Any]]]) -> None:
-        """Put the program's own words in place of ours, for the events since it said them."""
+        """Put the program's own texts in place of ours, for the events since each was set."""
         if not self._metadata:
             return
         starts = [row for row, _ in self._metadata]
@@ -436,7 +435,7 @@ _active: VirtualGPU | None = None
 
 
 def _measured(profile: MeasuredProfile | str | PathLike[str], spec: GpuSpec) -> MeasuredTable | None:
-    """The measured calls of the profile that was asked for; None without one."""
+    """The measured calls of the chosen profile; None without one."""
     found = chosen_profile(profile, spec, torch.__version__)
     return None if found is None else MeasuredTable(found)
 
@@ -452,7 +451,7 @@ def check_interpreter() -> None:
     """
     if _active is not None:
         raise EnvironmentUnfitError("a virtual GPU is active already", "Leave its block first.")
-    if torch_version() < (2, 11):
+    if parse_torch_version(torch.__version__) < (2, 11):
         raise EnvironmentUnfitError(f"torch {torch.__version__} is too old", "Install torch 2.11 or later.")
     if torch.cuda.is_initialized():
         raise EnvironmentUnfitError(

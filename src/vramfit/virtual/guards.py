@@ -1,17 +1,17 @@
-"""Tells from the source of a program what must not be answered at random: what an ``assert`` or a ``raise`` hangs on.
+"""Reads from a program's source which answers must not be guessed: those on which an ``assert`` or a ``raise`` depends.
 
 A guess never makes a program fail: where the source says which answer raises, the other one is given, and such a
-question is never suspected of waiting (guesses.py). What is read are ``assert``, an ``if`` that raises on either side,
+question is never suspected of waiting (guesses.py). This module reads ``assert``, an ``if`` that raises on either side,
 an ``if`` that returns before a ``raise`` ends the block, and calls such as ``torch._assert(x.all(), ...)`` and
 ``torch._check``.
 
-A question is told from others on its line by what the frame that asks is evaluating: a part of the test on which a
-jump hangs, or an expression in it. What a ``not``, ``any(... for)``, ``.item() == 0`` or ``is False`` around it makes
-of its answer is known. Of other expressions in such a test it is not, so nothing is wanted of them.
+Questions on one line are distinguished by what the frame is evaluating: a part of the test on which a jump depends, or
+an expression in it. How a ``not``, ``any(... for)``, ``.item() == 0`` or ``is False`` around a question changes its
+answer is known. For other expressions in such a test it is not known, so no answer is preferred.
 
-The test of a ``while`` that asks ``any`` or ``all`` is read here as well: the answer that ends it comes first. So does
-the one that leaves a ``while True`` because nothing is left to do, ``if not rejected.any(): break``: that is how
-torch.nn.init.trunc_normal_ draws. A ``break`` when something has come (``if (token == eos).any()``) is not taken so.
+The test of a ``while`` that asks ``any`` or ``all`` is read here as well: the answer that ends the loop comes first. So
+does the one that leaves a ``while True`` because nothing is left to do, ``if not rejected.any(): break``, which is how
+torch.nn.init.trunc_normal_ draws. A ``break`` when something has come (``if (token == eos).any()``) is not read so.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ Place = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A question of which the source says what should be answered.
+    """A question for which the source says what should be answered.
 
     Attributes:
         wanted: the truth value that lets the program go on; None where that is not known.
-        raises: the other one makes it fail; otherwise it makes it go round again.
+        raises: the other value makes the program fail; otherwise it makes the program go round a loop again.
     """
 
     wanted: bool | None
@@ -62,7 +62,7 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class _Test:
-    """An expression, the truth value that it should have, and whether the program fails where it has another."""
+    """An expression, the truth value that it should have, and whether the program fails where it has the other one."""
 
     asked: ast.expr
     wanted: bool
@@ -89,7 +89,7 @@ class _GuardedSource:
 
 
 def guard(frame: FrameType) -> Guard | None:
-    """What hangs on the question that a frame asks; None where nothing is known."""
+    """What depends on the question that a frame asks; None where nothing is known."""
     source = _read(frame.f_code.co_filename)
     if not (source.questions or source.tests):
         return None
@@ -103,7 +103,7 @@ def guard(frame: FrameType) -> Guard | None:
 
 
 def _of_jump(source: _GuardedSource, frame: FrameType) -> Guard | None:
-    """What hangs on the question of a jump. Where it lies says Python 3.11 only by the line."""
+    """What depends on the question of a jump. Python 3.11 says where a jump lies by the line alone."""
     line = frame.f_lineno
     headers = [header for header in source.headers if header.first <= line <= header.last]
     if not headers:
@@ -121,7 +121,7 @@ def _of_jump(source: _GuardedSource, frame: FrameType) -> Guard | None:
 
 
 def _jumps(code: CodeType, at: int) -> bool:
-    """Whether a conditional jump asks."""
+    """Whether a conditional jump asks the question."""
     names = (opname[code.co_code[offset]] for offset in range(at, len(code.co_code), 2))
     name = next(names)
     if name == "TO_BOOL":  # Python 3.13 asks beforehand
@@ -131,7 +131,7 @@ def _jumps(code: CodeType, at: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def _count(code: CodeType, at: int, first: int, last: int) -> tuple[int, int]:
-    """The number of a conditional jump among those of some lines, and how many they are."""
+    """The position of a conditional jump among those of some lines, and their number."""
     jumps = [
         instruction.offset
         for instruction in get_instructions(code)
@@ -188,14 +188,14 @@ def _headers(tests: list[_Test]) -> Iterator[_Header]:
 
 
 def _jumps_of(part: ast.expr) -> int:
-    """How many jumps a part of a test takes."""
+    """The number of jumps that a part of a test compiles to."""
     if isinstance(part, ast.Compare):
         return len(part.ops)
     return 0 if isinstance(part, ast.Constant) else 1
 
 
 def _agreed(known: Guard | None, found: Guard) -> Guard:
-    """What hangs on an expression on which two things hang: what raises goes before what goes round again."""
+    """The guard of an expression that has two: one that raises goes before one that goes round again."""
     if known is None or known.raises != found.raises:
         return found if known is None or found.raises else known
     return known if known.wanted == found.wanted else replace(known, wanted=None)
@@ -230,7 +230,7 @@ def _tests(node: ast.AST) -> Iterator[_Test]:
 
 
 def _nothing_left(loop: ast.While) -> Iterator[_Test]:
-    """The tests of a ``while True`` that leave it when there is not ``any``."""
+    """The tests of a ``while True`` that leave the loop when ``any`` is false."""
     if not isinstance(loop.test, ast.Constant):
         return
     for step in loop.body:
@@ -241,8 +241,10 @@ def _nothing_left(loop: ast.While) -> Iterator[_Test]:
 
 
 def _raises(block: list[ast.stmt]) -> bool:
-    """Whether nothing is lost by keeping out of a block: it ends in a ``raise``, in each of its branches where it ends
-    in an ``if``; or such an ``if`` is all that there is."""
+    """Whether a block ends in a ``raise``, so that nothing is lost by keeping out of it.
+
+    A block that ends in an ``if`` counts where each branch does, or where the ``if`` is all that the block holds.
+    """
     if not block:
         return False
     last = block[-1]
@@ -252,7 +254,7 @@ def _raises(block: list[ast.stmt]) -> bool:
 
 
 def _parts(test: ast.expr, wanted: bool | None) -> Iterator[tuple[ast.expr, bool | None]]:
-    """The parts of a statement's test on which jumps hang, in their order, and what should be answered."""
+    """The parts of a statement's test on which jumps depend, in order, and what each should answer."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _parts(test.operand, None if wanted is None else not wanted)
     elif isinstance(test, ast.BoolOp):
@@ -267,7 +269,7 @@ def _parts(test: ast.expr, wanted: bool | None) -> Iterator[tuple[ast.expr, bool
 
 
 def _questions(test: ast.expr, wanted: bool) -> Iterator[tuple[ast.expr, bool]]:
-    """The expressions of a test whose truth may be asked, and the answer that helps the whole to be as wanted."""
+    """The expressions of a test whose truth may be asked, with the answer that makes the whole come out as wanted."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield test, not wanted  # the ``not`` asks, where more than a jump hangs on it
         yield from _questions(test.operand, not wanted)
@@ -289,7 +291,7 @@ def _questions(test: ast.expr, wanted: bool) -> Iterator[tuple[ast.expr, bool]]:
 
 
 def _compared(test: ast.Compare, wanted: bool) -> Iterator[tuple[ast.expr, bool]]:
-    """What is compared with a constant, where the comparison tells True from False."""
+    """The left side of a comparison with a constant, where the result tells True from False."""
     how, other = _HOW.get(type(test.ops[0])), test.comparators[0]
     if how is None or len(test.ops) > 1 or not isinstance(other, ast.Constant):
         return
@@ -301,7 +303,7 @@ def _compared(test: ast.Compare, wanted: bool) -> Iterator[tuple[ast.expr, bool]
 
 
 def _called(test: ast.Call, wanted: bool) -> Iterator[tuple[ast.expr, bool]]:
-    """What ``bool(x)``, ``x.item()``, ``any(x for ...)`` and ``all([x, y])`` ask."""
+    """The expressions whose truth ``bool(x)``, ``x.item()``, ``any(x for ...)`` and ``all([x, y])`` ask for."""
     name = _name(test.func)
     if isinstance(test.func, ast.Attribute):
         if name == "item" and not test.args:
@@ -318,5 +320,5 @@ def _called(test: ast.Call, wanted: bool) -> Iterator[tuple[ast.expr, bool]]:
 
 
 def _name(called: ast.expr) -> str:
-    """The name of what is called, without where it stands."""
+    """The last name of what is called, without the module or object that holds it."""
     return called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")

@@ -10,7 +10,6 @@ import os
 import re
 import threading
 import uuid
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -27,11 +26,10 @@ from vramfit.capture.storages import EventHook, FreedHook
 from vramfit.errors import UsageError
 from vramfit.gpus import GpuSpec
 from vramfit.gpus.measured_profile import Rates
-from vramfit.virtual.clock import Clock, Engine
 from vramfit.virtual.data_dependent.assume import Assume
 from vramfit.virtual.kernels.measured import MeasuredTable
 from vramfit.virtual.pinned import PinnedMemory
-from vramfit.virtual.stream_ids import StreamTable
+from vramfit.virtual.simulated_streams import Clock, Engine, StreamTable
 
 MIB = 1 << 20
 DEFAULT_SEED = 67280421310721  # c10/core/GeneratorImpl.h: default_rng_seed_val
@@ -105,7 +103,7 @@ class VirtualDevice:
         )
 
     def use_library(self, name: str) -> None:
-        """A library of CUDA is about to be used: by what was measured, its first use makes the context grow."""
+        """Let the context grow by what was measured for a CUDA library, when a program first uses that library."""
         if name in self._libraries:
             return
         self._libraries.add(name)
@@ -120,7 +118,7 @@ class VirtualDevice:
         return "allocator" in self.__dict__
 
     def memory_info(self) -> tuple[int, int]:
-        """Free and total bytes of the card, as ``cudaMemGetInfo`` says."""
+        """Free and total bytes of the card, as ``cudaMemGetInfo`` reports them."""
         return self.driver.free_bytes, self.spec.total_bytes
 
 
@@ -246,7 +244,7 @@ class Machine:
 
     @cached_property
     def devices(self) -> tuple[VirtualDevice, ...]:
-        """The devices the program sees. Asking for them settles ``CUDA_VISIBLE_DEVICES``."""
+        """The devices that the program sees. The first use settles ``CUDA_VISIBLE_DEVICES``."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") if self._visible is None else self._visible
         order = visible_devices(visible, self.uuids)
         if not order and visible:
@@ -352,11 +350,11 @@ class Machine:
         return self.streams.new(self.current_device if device is None else device, priority)
 
     def begin_capture(self, device: int, stream: int) -> None:
-        """A CUDA graph begins to record what is sent to a stream."""
+        """Note that a CUDA graph begins to record what is sent to a stream."""
         self._captures.add((device, stream))
 
     def end_capture(self, device: int, stream: int) -> None:
-        """The recording of a stream ends."""
+        """Note that the recording of a stream ends."""
         self._captures.discard((device, stream))
 
     def is_capturing(self, device: int | None = None) -> bool:
@@ -383,7 +381,7 @@ class Machine:
         self.clock.work(microseconds, number, self.current_stream(number), engine)
 
     def wait_for_stream(self, device: int) -> None:
-        """Let the host wait for this thread's current stream of a device, as one does who reads a value."""
+        """Let the host wait for this thread's current stream of a device, as it does to read a value."""
         self.clock.hold_host(self.clock.reached(device, self.current_stream(device)))
 
     def synchronize(self, device: int | None = None, until: float | None = None) -> None:
@@ -402,13 +400,8 @@ class Machine:
 
     # Pinned host memory
 
-    @property
-    def host_pinned_bytes(self) -> int:
-        """Page-locked host memory that torch holds, in bytes, free blocks of its cache included."""
-        return self.pinned.reserved_bytes
-
     def pin(self, nbytes: int) -> int:
-        """Take page-locked host memory; gives a handle for `unpin` (0 for nothing)."""
+        """Take page-locked host memory; returns a handle for `unpin` (0 for nothing)."""
         config = self.settle_config()
         return self.pinned.allocate(
             nbytes,
@@ -423,7 +416,7 @@ class Machine:
     # Warnings
 
     def warn(self, code: str, message: str, *, location: str | None = None) -> None:
-        """Note something the reader of the results must know; repeated ones (code, location) are counted."""
+        """Note something that the reader of the results must know; repetitions (same code and location) are counted."""
         location = location or None
         with self._warn_lock:
             known = self._warnings.get((code, location))
@@ -437,29 +430,18 @@ class Machine:
         """The warnings so far, in the order they first came."""
         return tuple(self._warnings.values())
 
-    def warning_counts(self) -> Counter[str]:
-        """How often each code was given."""
-        counts: Counter[str] = Counter()
-        for warned in self._warnings.values():
-            counts[warned.code] += warned.count
-        return counts
-
 
 def device_uuid(spec: GpuSpec, physical_index: int) -> uuid.UUID:
-    """An identifier for a card: the same card in the same place always has the same."""
+    """An identifier for a card, the same whenever the same card is in the same place."""
     return uuid.uuid5(_UUID_NAMESPACE, f"{spec.vendor_name}/{physical_index}")
 
 
 def visible_devices(text: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
-    """Which devices ``CUDA_VISIBLE_DEVICES`` leaves, in order.
+    """Indices of the devices that ``CUDA_VISIBLE_DEVICES`` leaves, in order; None means that it is not set.
 
-    The rules are the CUDA driver's (CUDA C++ Programming Guide, "CUDA Environment Variables"): the list ends
-    before the first entry that names no device; an entry given twice leaves none; an identifier may be cut
-    short as long as it names one device only. An empty text or ``-1`` leaves none.
-
-    Args:
-        text: the variable's value; None when it is not set.
-        uuids: identifiers of the machine's devices, ``GPU-...``.
+    The rules are the CUDA driver's (CUDA C++ Programming Guide, "CUDA Environment Variables"): the list ends before the
+    first entry that names no device; an entry given twice leaves none; an identifier (``GPU-...``) may be cut short as
+    long as it names one device only. An empty text or ``-1`` leaves none.
     """
     if text is None:
         return tuple(range(len(uuids)))

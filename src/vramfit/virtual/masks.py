@@ -1,4 +1,4 @@
-"""How many elements of a mask hold that nobody computed, and which: the same for the card and the host."""
+"""How many elements of a mask hold, and which, where nobody computed it: the same answer for the card and the host."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _LOGIC = {
             "logical_or",
             "logical_not",
             "logical_xor",
-            "bitwise_and",
-            "bitwise_or",
-            "bitwise_not",
-        ),
-        *(
-            "bitwise_xor",
             "any",
             "all",
             "isclose",
+            "isin",
+            "signbit",
+        ),
+        *(
+            "bitwise_and",
+            "bitwise_or",
+            "bitwise_not",
+            "bitwise_xor",
             "isnan",
             "isinf",
             "isposinf",
             "isneginf",
-            "isin",
-            "signbit",
         ),
     )
 }
@@ -59,7 +59,14 @@ def is_counting(func: torch._ops.OpOverload) -> bool:
 
 
 class Masks:
-    """What is assumed of masks. See NOTE [Masks agree] in fake_impls/shapes.py."""
+    """What is assumed about masks. See NOTE [Masks agree] in fake_impls/shapes.py.
+
+    Args:
+        assume: which sizes are taken where data decides them.
+        shadows: of all tensors.
+        expected: gives what is expected of a tensor's values.
+        ends: gives the answer that ends the loop whose test is being evaluated; None outside such a test.
+    """
 
     def __init__(
         self,
@@ -68,42 +75,40 @@ class Masks:
         expected: Callable[[torch.Tensor], Expectation],
         ends: Callable[[], bool | None],
     ) -> None:
-        """Takes what is assumed, all shadows, what is expected, and which answer ends the loop whose test is asked."""
         self._ends = ends
         self._assume = assume
         self._shadows = shadows
         self._expected = expected
         self._held: Noted[int] = Noted()  # counts of whole masks that were settled otherwise
-        self._used: Noted[set[tuple[object, ...]]] = Noted()  # views of storages whose counts were told
+        self._used: Noted[set[tuple[object, ...]]] = Noted()  # views of storages whose counts were used
 
     def holding(self, mask: torch.Tensor) -> tuple[int, bool]:
-        """How many elements of a fake mask hold, and whether that is sure; its values are not known."""
+        """How many elements of a fake mask with unknown values hold, and whether that is certain."""
         assumed, exact = self.assumed(mask)
         if mask.dtype is torch.bool and (count := self._shadows.count(mask, guessed=True)) is not None:
             return count, exact and count == assumed
         return assumed, exact
 
     def assumed(self, mask: torch.Tensor) -> tuple[int, bool]:
-        """The same, whatever its shadow says."""
+        """As `holding`, whatever the mask's shadow says."""
         elements, expected = mask.numel(), self._expected(mask)
         if expected.exact:
             return expected.count(elements), True
         if (held := self._held.find(mask)) is not None and is_whole(mask):
             return held, False
         most = self.most(mask)
-        if (
-            self._assume is Assume.UPPER and expected.share != 0
-        ):  # a fraction equals no given number, says its rule
+        # A share of 0 is that of a fraction, which equals no given number.
+        if self._assume is Assume.UPPER and expected.share != 0:
             return most, False
         return min(most, expected.count(elements)), False
 
     def most(self, mask: torch.Tensor) -> int:
-        """How many elements of a fake mask can hold."""
+        """The most elements of a fake mask that can hold."""
         bound = self._expected(mask).at_most
         return mask.numel() if bound is None else min(bound, mask.numel())
 
     def hold(self, mask: torch.Tensor, count: int) -> None:
-        """Say that so many elements of a mask hold, since a loop waits for fewer."""
+        """Assume that this many elements of a mask hold, since a loop waits for fewer."""
         shadow, view = self._shadows.find(mask), self._shadows.view(mask)
         if shadow is not None and view is not None:
             if shadow.guessed and mask.dtype is torch.bool and 0 not in mask.stride():
@@ -112,7 +117,7 @@ class Masks:
             self._held.set(mask, count)
 
     def settle(self, mask: torch.Tensor) -> bool:
-        """Say that a mask's count is used, so that it stays; whether it was used before."""
+        """Note that a mask's count is used, so that it stays; returns whether it was used before."""
         view = (mask.storage_offset(), tuple(mask.shape), mask.stride())
         used = self._used.find(mask)
         if used is None:
@@ -123,30 +128,30 @@ class Masks:
         return known
 
     def follow(self, call: OpCall) -> None:
-        """Let a mask keep its count that an op counts."""
+        """Settle the mask whose elements an op counts."""
         if is_counting(call.func):
             mask = call.args[0]
             if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool:
                 self.settle(mask)
 
     def forget(self, mask: torch.Tensor) -> None:
-        """The mask was overwritten."""
+        """Drop what is assumed about a mask that was overwritten."""
         self._held.forget(mask)
         self._used.forget(mask)
 
     def values(self, mask: torch.Tensor) -> torch.Tensor:
-        """Values of a mask on the host that nobody computed: as many hold as the card selects with it."""
+        """Values of an uncomputed mask on the host: as many hold as the card selects with it."""
         return pattern(mask.shape, self.assumed(mask)[0])
 
     def revised(
         self, func: torch._ops.OpOverload, out: torch.Tensor, value: torch.Tensor, source: object
     ) -> torch.Tensor:
-        """The values of a small mask that came out of guessed ones, or others of which as many hold as are assumed.
+        """The values of a small mask computed from guessed ones, or others of which as many hold as are assumed.
 
         Args:
-            func: the op that made it.
+            func: the op that made the mask.
             out: the fake mask.
-            value: what it would be.
+            value: the values that were computed.
             source: the first argument of the op.
         """
         if out.dtype is not torch.bool or out.numel() < 2:
@@ -159,12 +164,12 @@ class Masks:
             and source.dtype in _COUNTS
             and self._expected(source).values is None
         ):
-            return value  # counts agree with what they count, so what they are compared with is told
+            return value  # counts agree with what they count, so their comparisons hold as they are
         count = self.assumed(out)[0]
         return value if int(value.count_nonzero()) == count else pattern(out.shape, count)
 
     def rewrite(self, func: torch._ops.OpOverload, mask: torch.Tensor) -> None:
-        """Let as many elements of a small mask hold as are assumed after guessed positions were written."""
+        """After guessed positions were written, let as many elements of a small mask hold as are assumed."""
         if func not in _PUTS or mask.dtype is not torch.bool or not is_whole(mask):
             return
         count = self.assumed(mask)[0]
@@ -172,9 +177,9 @@ class Masks:
             self.hold(mask, count)
 
     def answer(self, func: torch._ops.OpOverload, source: torch.Tensor) -> bool | None:
-        """Whether any or all elements of a mask hold, as whoever selects with it finds; None for other questions.
+        """Whether any or all elements of a mask hold, consistent with what selecting finds; None for other questions.
 
-        The test of a ``while`` gets the answer that ends it, so that none of its rounds is made up.
+        The test of a ``while`` gets the answer that ends it, so that no round of the loop is made up.
         """
         if source.dtype is not torch.bool or func not in _ANY | _ALL:
             return None
@@ -185,7 +190,7 @@ class Masks:
 
 
 def pattern(shape: Sequence[int], count: int) -> torch.Tensor:
-    """A mask of which so many elements hold, evenly spread."""
+    """A mask in which this many elements hold, evenly spread."""
     elements = prod(shape)
     if count >= elements:
         return torch.ones(tuple(shape), dtype=torch.bool, device="cpu")

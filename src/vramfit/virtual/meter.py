@@ -26,7 +26,7 @@ _PLACING = 3
 
 
 class VirtualRecord(StorageRecord):
-    """What is known of one storage on a virtual card."""
+    """The record of one storage on a virtual card."""
 
     __slots__ = ("above", "below", "expected", "extents", "shape")
 
@@ -39,7 +39,7 @@ class VirtualRecord(StorageRecord):
 
 @dataclass(slots=True)
 class DoubtedPeaks(LifetimePeaks):
-    """Highest figures of a device since the start, and how far they are in doubt.
+    """Highest figures of a device since the start, and how uncertain they are.
 
     Attributes:
         lowest: the highest sum of the least bytes that each allocation could be.
@@ -60,8 +60,8 @@ class Held:
         address: where it lies.
         row: of its request in the trace.
         size: bytes asked for.
-        below, above: bytes by which it may be smaller and larger than told.
-        spare: the kernel does without where it does not fit.
+        below, above: bytes by which it may be smaller and larger than `size`.
+        spare: the kernel does without the block where it does not fit.
     """
 
     address: int
@@ -74,7 +74,7 @@ class Held:
 
 @dataclass(slots=True)
 class Doubt:
-    """Bytes by which what is allocated on a device at this moment may be less, and more, than told."""
+    """Bytes by which the sum allocated on a device now may be lower, and higher, than the figure given."""
 
     below: int = 0
     above: int = 0
@@ -106,8 +106,8 @@ class Meter(StorageMeter[VirtualRecord]):
 
         Args:
             tensor: the tensor.
-            op: what made it.
-            category: what it is for; None tells it from the moment.
+            op: the name of the op that made it.
+            category: what it is for; None takes that from the phase of the program.
             extents: assumed sizes on which its shape rests.
 
         Raises:
@@ -150,19 +150,12 @@ class Meter(StorageMeter[VirtualRecord]):
         described: int,
         category: int | None,
     ) -> None:
-        """`adopt` for a fresh tensor like one that was placed before, and rests on nothing assumed.
+        """`adopt` for a fresh tensor like one that was placed before, whose size rests on nothing assumed.
 
-        Args:
-            tensor: the tensor.
-            nbytes: of its storage.
-            device: index of its card.
-            name: of the op that made it.
-            op: the name's index in the trace.
-            described: index in the trace of its dtype and shape.
-            category: what it is for; None tells it from the moment.
+        `op` and `described` are indices in the trace: of the op's `name`, and of the tensor's dtype and shape.
 
         Raises:
-            torch.OutOfMemoryError: the card is full; the message is like the card's.
+            torch.OutOfMemoryError: as `adopt`.
         """
         if self._dead:
             self.collect()
@@ -223,20 +216,13 @@ class Meter(StorageMeter[VirtualRecord]):
         self.widen(record.device, record.below, record.above, op)
 
     def _note_estimate(self, record: VirtualRecord, op: str) -> None:
-        """Note the request of a storage that rests on assumed sizes; an empty one may take a block too."""
+        """Note the request of a storage that rests on assumed sizes; even an empty one may turn out to take a block."""
         if record.below or record.above:
             kind = (op, record.nbytes, record.below, record.above)
             self._estimate(record.row, record.device, record.below, record.above, kind)
 
     def in_doubt(self, tensor: torch.Tensor, below: int, above: int, op: str) -> None:
-        """Note that the size of a tensor that is kept is an estimate.
-
-        Args:
-            tensor: whose storage lies on a card.
-            below: bytes by which it may be smaller.
-            above: bytes by which it may be larger.
-            op: which op's size is not known exactly.
-        """
+        """Note that the size of a kept tensor is an estimate: it may be `below` bytes smaller or `above` larger."""
         record = self.record_of(tensor)
         assert record is not None
         record.below, record.above = below, above
@@ -292,7 +278,7 @@ class Meter(StorageMeter[VirtualRecord]):
                 other entries.
             device: index of the card.
             op: what needs them.
-            scale: least and most that each may be, as a multiple of what is told.
+            scale: least and most that each may be, as multiples of its size.
 
         Raises:
             torch.OutOfMemoryError: the card is full; no block is held then.
@@ -336,15 +322,15 @@ class Meter(StorageMeter[VirtualRecord]):
     def estimate(
         self, held: Iterable[Held], device: int, error: tuple[int, int], op: str, part: int = 0
     ) -> None:
-        """Note that the blocks of a kernel are estimates in all.
+        """Note that the sum of a kernel's blocks is an estimate; the trace is where a further block would be taken.
 
-        That of a library's choice counts, which its kernel can spare, else the largest one; where there is none, the
-        kernel may take one all the same.
+        The estimate is noted at the block of a library's choice, which its kernel can spare, else at the largest one;
+        where there is none, the kernel may take one all the same.
 
         Args:
-            held: its blocks; the trace is at the place where a further one would be taken.
+            held: its blocks.
             device: index of the card.
-            error: bytes by which they may be smaller in all, and larger.
+            error: bytes by which their sum may be lower, and higher.
             op: what needs them.
             part: for which of its results.
         """
@@ -360,7 +346,7 @@ class Meter(StorageMeter[VirtualRecord]):
     def _estimate(
         self, row: int, device: int, below: int, above: int, kind: tuple[object, ...], *, spare: bool = False
     ) -> None:
-        """Note a request as an estimate, or, for row -1, one that was not made and may be."""
+        """Note a request as an estimate, or, for row -1, one that was not made and may turn out to be."""
         number = self._kinds.setdefault(kind, len(self._kinds))
         if row >= 0:
             self.estimates.append(Estimate(row, device, below, above, number, spare))
@@ -393,13 +379,9 @@ class Meter(StorageMeter[VirtualRecord]):
             peaks.doubted = doubt.op if doubt.above else ""
 
     def widen(self, device: int, below: int, above: int, op: str) -> None:
-        """Note that what is allocated from now on may be less or more than told; `narrow` ends it.
+        """Note that, by an op's size, the sum allocated from now on may be `below` bytes lower or `above` higher.
 
-        Args:
-            device: index of the card.
-            below: bytes by which it may be less.
-            above: bytes by which it may be more.
-            op: which op's size is not known exactly.
+        `narrow` ends that.
         """
         doubt = self._doubts[device]
         doubt.below += below
@@ -407,17 +389,17 @@ class Meter(StorageMeter[VirtualRecord]):
         doubt.op = op
 
     def narrow(self, device: int, below: int, above: int) -> None:
-        """What was uncertain is gone."""
+        """End an uncertainty that `widen` noted."""
         doubt = self._doubts[device]
         doubt.below -= below
         doubt.above -= above
 
     def note_doubt(self, device: int) -> None:
-        """Count what is uncertain at this moment, also if nothing was allocated since it became so."""
+        """Let the present uncertainty count in the peaks, even if nothing was allocated since it arose."""
         self._note_peaks(device)
 
     def error_bar(self, device: int) -> tuple[int, int]:
-        """By how many bytes the peak of allocated memory may be lower, and higher, than told."""
+        """Bytes by which the peak of allocated memory may be lower, and higher, than the figure given."""
         peaks = self._peaks[device]
         return peaks.allocated - peaks.lowest, peaks.highest - peaks.allocated
 
@@ -438,7 +420,7 @@ class Meter(StorageMeter[VirtualRecord]):
         return found
 
     def expect(self, tensor: torch.Tensor, expected: Expectation | None) -> None:
-        """Say what is expected of the values of a fake tensor."""
+        """Note what is expected of the values of a fake tensor."""
         record = self.record_of(tensor)
         if record is not None:
             record.expected = expected
@@ -457,11 +439,11 @@ class Meter(StorageMeter[VirtualRecord]):
         return Resting(record.extents, frozenset(record.shape)).of(tensor.shape)
 
     def note_count(self, extent: Extent) -> None:
-        """Remember a guessed count that the program may read and make something of that size."""
+        """Remember a guessed count, which the program may read and use as a size."""
         self.assuming |= self.numbers.assume(extent, count=True)
 
 
 def _apart(nbytes: int, low: int, high: int) -> tuple[int, int]:
-    """By how many bytes a block may be smaller and larger, in steps in which the allocator hands them out."""
+    """Bytes by which a block may be smaller and larger, in steps in which the allocator hands them out."""
     shown, least, most = (-(-size // MIN_BLOCK) * MIN_BLOCK for size in (nbytes, low, high))
     return shown - least, most - shown

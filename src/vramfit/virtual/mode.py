@@ -20,13 +20,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.capture.ops import OpTable, identity, kinds_among, tensors_in
+from vramfit.gpus import find_gpu
 from vramfit.patching import PatchStack
-from vramfit.trace import Category
+from vramfit.trace import Category, TraceBuilder
 from vramfit.virtual.checks import check_arguments
-from vramfit.virtual.describe import key_of
+from vramfit.virtual.describe import DynamicSizes, SparseOperation, key_of
 from vramfit.virtual.fake_impls import LATE, RULES, custom, sparse
 from vramfit.virtual.foreign.operators import handler_of
 from vramfit.virtual.machine import Machine
@@ -35,7 +37,6 @@ from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.tensor_subclasses import Twins
 from vramfit.virtual.torch_cuda import invalid_device
-from vramfit.virtual.undescribed import DynamicSizes, SparseOperation
 from vramfit.virtual.workspaces import Workspaces
 
 _PRIM_DEVICE = torch.ops.prim.device.default
@@ -159,7 +160,7 @@ class VirtualMode(OpRunner):
         return func(*args, **kwargs)
 
     def run(self, call: OpCall, *, real: bool = True, category: Category | None = None) -> Any:
-        """As `OpRunner.run`; what torch cannot describe of sparse tensors and custom operators has rules here."""
+        """As `OpRunner.run`; sparse tensors and custom operators that torch cannot describe have rules here."""
         try:
             return super().run(call, real=real, category=category)
         except SparseOperation:
@@ -169,13 +170,13 @@ class VirtualMode(OpRunner):
 
 
 def _others(types: Any, twins: Twins) -> tuple[type, ...]:
-    """Classes without those that stand for FakeTensor."""
+    """The classes that are no twins, which stand for FakeTensor."""
     return tuple(t for t in types if t not in twins)
 
 
 @contextmanager
 def _unnoticed(dense: Any) -> Iterator[None]:
-    """Let an operator over functions run its plain form under our mode: several insist that there is none."""
+    """Hide our mode from the plain form of an operator over functions: several insist that there is no mode."""
     with PatchStack() as patches:
         if _CURRENT_MODE in dense.__globals__:
             patches.item(dense.__globals__, _CURRENT_MODE, lambda: None)
@@ -186,3 +187,30 @@ def _has_wrapper(types: Any) -> bool:
     """Whether a tensor class of the program has a dispatch of its own (quantised tensors, DTensor)."""
     plain = torch.Tensor.__torch_dispatch__
     return any(t not in _PLAIN_TYPES and t.__torch_dispatch__ is not plain for t in types)
+
+
+_measured: tuple[int, int] | None = None
+
+
+def exclusive_counts() -> tuple[int, int] | None:
+    """Use counts of a tensor and of its storage when only the engine holds it; None where no sum was seen.
+
+    Measured once per process, by a tiny backward pass on a virtual card of its own in which one sum is exclusive by
+    construction. See NOTE [Gradients summed in place] in vramfit/capture/gradient_sums.py.
+    """
+    global _measured
+    if _measured is None:
+        with PatchStack() as patches:
+            patches.set(fake_tensor, "init_gpu_context", lambda *_: None)
+            patches.set(torch.cuda, "_lazy_init", lambda *_: None)
+            machine = Machine([find_gpu("24GiB")], alloc_conf="", visible="0", context_bytes=0)
+            meter = Meter(machine, TraceBuilder())
+            mode = VirtualMode(machine, meter, Workspaces(machine, meter))
+            mode.observed_counts = []
+            with mode, torch.inference_mode(False), torch.enable_grad():  # the caller may have turned it off
+                leaf = torch.empty(4, 4, device="cuda:0", requires_grad=True)
+                product = leaf * 2.0
+                (product.sin() + product.cos()).sum().backward()
+            if mode.observed_counts:
+                _measured = mode.observed_counts[-1]
+    return _measured

@@ -3,20 +3,19 @@
 NOTE [What is remembered]
 A program runs the same ops on the same shapes again and again. What such an op returns, which blocks it takes and how
 long it works follows from the op and from what a key (`describe.key_of`) holds: shape, strides, offset, dtype and
-device of each tensor, and the other arguments with their types. Where a kernel's rule has a say it follows from the
+device of each tensor, and the other arguments with their types. Where the op has a kernel rule, it follows from the
 kernels' context too, which is made anew when a switch of torch changes. All of that is a `RememberedCall`. What changes
 from call to call is worked out each time: addresses, stacks, modules, phases and categories, cuBLAS's workspaces, true
-    values,
-gradients that the engine sums in place.
+values, gradients that the engine sums in place.
 
-Nothing is remembered of ops that ask for more: whose results do not fit a `Recipe`, that run on the host, whose
-temporaries were measured on the card or searched for by cuDNN. Nor is a plan used while an argument rests on an assumed
-size.
+Nothing is remembered of ops whose results do not fit a `Recipe`, that run on the host, or whose temporaries were
+measured on the card or searched for by cuDNN. Nor is a plan used while an argument rests on an assumed size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -42,7 +41,7 @@ MAX_PLANS = 100_000
 
 
 class Shades(IntEnum):
-    """How calls of an op touch true values."""
+    """How calls of an op affect true values."""
 
     NOT = 0
     """Not at all."""
@@ -54,45 +53,28 @@ class Shades(IntEnum):
     """In another way: see `Shading.follow`."""
 
 
+@dataclass(init=False, repr=False, eq=False, slots=True)
 class RememberedCall:
     """All that a call did that the next one like it does too.
 
     Attributes:
         recipe: how its results are made.
-        view: they only alias its arguments: nothing else happens.
+        view: they only alias its arguments, and nothing else happens.
         device: index of the card.
-        context: of the kernels; None where no rule asks it.
-        microseconds: that it works.
+        context: of the kernels; None where no rule asks for it.
+        microseconds: for which the card works.
         op: its name's index in the trace, -1 where it takes nothing.
-        fresh: of each result with a storage of its own on the card, in the order in which they are made: its position,
+        fresh: for each result with a storage of its own on the card, in the order in which they are made: its position,
             bytes and its description's index in the trace.
         others: positions of the results that lie in the storage of an argument.
         extras: temporaries; None without.
         libraries: whose workspaces it makes sure of.
-        named: sizes of its results that the call names and that could be assumed ones.
+        named: sizes of its results that its arguments name and that could be assumed ones.
         expects: whether something may be expected of values that it makes or writes.
-        shades: how it touches true values.
+        shades: how it affects true values.
         counts: whether it counts how many elements of a mask hold.
-        fills: whether it has to do with fills.
+        fills: whether it makes or carries on fills.
     """
-
-    __slots__ = (
-        "context",
-        "counts",
-        "device",
-        "expects",
-        "extras",
-        "fills",
-        "fresh",
-        "libraries",
-        "microseconds",
-        "named",
-        "op",
-        "others",
-        "recipe",
-        "shades",
-        "view",
-    )
 
     recipe: Recipe
     view: bool
@@ -112,7 +94,7 @@ class RememberedCall:
 
 
 def plan_of_view(recipe: Recipe) -> RememberedCall:
-    """What making a view does: nothing but the view."""
+    """The plan of an op that makes a view, and does nothing else."""
     plan = RememberedCall()
     plan.recipe, plan.view, plan.named = recipe, True, ()
     return plan
@@ -127,14 +109,14 @@ def plan_of(
     microseconds: float,
     builder: TraceBuilder,
 ) -> RememberedCall | None:
-    """What a call did; None where the next one like it may do otherwise.
+    """The plan of a call whose results rest on nothing assumed; None where the next call like it may do otherwise.
 
     Args:
-        call: the op, whose results rest on nothing assumed.
+        call: the op.
         device: index of the card on which it ran.
         recipe: how its results are made.
         tensors: those among the arguments.
-        microseconds: that it worked.
+        microseconds: for which the card worked.
         builder: of the trace.
     """
     func, info, out, context = call.func, call.info, call.out, call.context
@@ -159,7 +141,7 @@ def plan_of(
     written = call.written() if info.mutated else []
     plan.expects = may_be_expected(call, written)
     plan.counts, plan.fills = is_counting(func), concern(call)
-    # How many elements of a large mask hold may have been told; once it is overwritten that counts no more.
+    # The count of a large mask may have been used; once the mask is overwritten, that no longer counts.
     plan.shades = Shades.FORGET if any(tensor.dtype in WATCHED for tensor in written) else Shades.NOT
     if follows(info, out, written, [kind for kind, _ in recipe[1]]):
         plan.shades = Shades.FOLLOW

@@ -1,4 +1,4 @@
-"""One call of an op: what it is given and returns, what else decides how its kernel behaves, and what that takes."""
+"""One call of an op: its arguments and results, the state that its kernel depends on, and the memory that it takes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CUDNN_OF_NEWER = 92000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelContext:
-    """The card, the torch release and the switches that kernels ask.
+    """The card, the torch release and the switches on which kernels depend.
 
     Attributes:
         spec: the card.
@@ -29,27 +29,23 @@ class KernelContext:
         cudnn_benchmark: ``torch.backends.cudnn.benchmark``.
         deterministic: ``torch.use_deterministic_algorithms(True)`` (not in its warn-only form).
         allow_tf32: float32 matrix products may use TF32.
-        prefers_cublaslt: the program prefers cuBLASLt to cuBLAS
-            (``torch.backends.cuda.preferred_blas_library``, ``TORCH_BLAS_PREFER_CUBLASLT``).
-        cudnn_deterministic: ``torch.backends.cudnn.deterministic``, or deterministic algorithms even in their
-            warn-only form.
+        prefers_cublaslt: the program prefers cuBLASLt to cuBLAS (``torch.backends.cuda.preferred_blas_library``,
+            ``TORCH_BLAS_PREFER_CUBLASLT``).
+        cudnn_deterministic: ``torch.backends.cudnn.deterministic``, or deterministic algorithms even in their warn-only
+            form.
         cudnn_tf32: float32 convolutions may use TF32 (``torch.backends.cudnn.conv.fp32_precision``).
         conv_benchmark_empties_cache: the search of benchmark mode ends with ``torch.cuda.empty_cache()``
             (``torch._C._cudnn_set_conv_benchmark_empty_cache``).
         environ: the program's environment variables.
         flash_sdp: flash attention may be chosen (``torch.backends.cuda.flash_sdp_enabled()``).
-        mem_efficient_sdp: memory-efficient attention may be chosen.
-        cudnn_sdp: cuDNN attention may be chosen.
-        math_sdp: the math fallback may be chosen.
+        mem_efficient_sdp, cudnn_sdp, math_sdp: the same for memory-efficient and cuDNN attention and the math fallback.
         half_reduction_math_sdp: the math fallback computes in half precision
             (``torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()``), off by default.
-        sdp_priority: the order set by ``sdpa_kernel(..., set_priority=True)`` as ``SDPBackend`` numbers, or
-            None.
-        cudnn_version: cuDNN as ``torch.backends.cudnn.version()`` numbers it; 0 for that of the default
-            wheel.
+        sdp_priority: the order set by ``sdpa_kernel(..., set_priority=True)`` as ``SDPBackend`` numbers, or None.
+        cudnn_version: cuDNN as ``torch.backends.cudnn.version()`` numbers it; 0 for that of the default wheel.
         cuda_version: CUDA that torch was built with, ``(13, 0)`` in the default wheels since 2.11.
         searched: convolutions for which benchmark mode has searched an algorithm already; grows.
-        profile: calls that were measured on the card, which go before any rule; None without a profile.
+        profile: calls that were measured on the card, which take precedence over any rule; None without a profile.
     """
 
     spec: GpuSpec
@@ -150,19 +146,19 @@ class OpCall:
         return frozenset(_numbers((self.args, tuple(self.kwargs.values()))))
 
     def with_arguments(self, *args: Any) -> OpCall:
-        """The same op with other arguments by position, nothing known of its results."""
+        """The same op with other positional arguments, and nothing known of its results."""
         return OpCall(self.func, self.info, args, self.kwargs)
 
     def runs_on(self, device: int | None, context: KernelContext | None) -> None:
-        """Note the card on which it runs, None for the host, and the context of its kernels."""
+        """Note the card on which the op runs, None for the host, and the context of its kernels."""
         self.device, self._context = device, context
 
     def find_device(self) -> int | None:
-        """Index of the card on which it runs, as its results and arguments say; None for the host."""
+        """Index of the card on which the op runs, from its results and arguments; None for the host."""
         return device_of(self.out, self.args, self.kwargs)
 
     def written(self) -> list[torch.Tensor]:
-        """The tensors that it writes, lists flattened."""
+        """The tensors that the op writes, lists flattened."""
         return mutated_tensors(self.info, self.args, self.kwargs)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -174,18 +170,17 @@ class OpCall:
 class Extras:
     """Temporaries of one kernel, all gone when it returns.
 
-    Entries are bytes. A negative entry gives a block back earlier (`given_back`), a `Spare` one is done without
-    where it does not fit, and `EMPTY_CACHE` hands unused segments back to the card.
+    Entries are bytes. A negative entry gives a block back earlier (`given_back`), the kernel does without a `Spare` one
+    that does not fit, and `EMPTY_CACHE` hands unused segments back to the card.
 
     Attributes:
         before: those allocated before the op's outputs exist, in order.
         after: those allocated once the outputs exist, in order.
-        between: for ops that make one output after the other, the i-th are allocated once the i-th output
-            exists and are gone before the next one does.
-        error_bytes: how far their sum may be higher than told, where a closed library decides.
-        error_below_bytes: how far their sum may be lower than told.
-        between_errors: by how much each of ``between`` may be lower and higher; empty where nothing is estimated
-            there.
+        between: for ops that make one output after the other, the i-th are allocated once the i-th output exists and
+            are gone before the next one does.
+        error_bytes, error_below_bytes: how far their real sum may lie above and below, where a closed library decides.
+        between_errors: bytes by which each of ``between`` may be lower and higher; empty where nothing there is an
+            estimate.
     """
 
     before: tuple[int, ...] = ()

@@ -1,6 +1,6 @@
-"""What is done with one op on the virtual card: described, placed, timed, its values followed, and remembered.
+"""Runs one op on the virtual card: describes it, places and times it, follows its values, and remembers all of that.
 
-`VirtualMode` decides which ops come here; rules of fake_impls/ ask for parts of it.
+`VirtualMode` decides which ops come here; rules of fake_impls/ use single steps.
 """
 
 from __future__ import annotations
@@ -21,23 +21,31 @@ from vramfit.capture.attribution import ProgramPhase
 from vramfit.capture.ops import OpInfo, OpTable, device_of
 from vramfit.trace import Category
 from vramfit.virtual import kernels, roofline
-from vramfit.virtual.clock import Engine
 from vramfit.virtual.data_dependent.assume import Extent
 from vramfit.virtual.data_dependent.expectations import WATCHED, expectation, is_whole, rewritten
 from vramfit.virtual.data_dependent.guesses import Guesses
 from vramfit.virtual.data_dependent.shading import Shading
 from vramfit.virtual.data_dependent.shadow import ShadowStore, map_tensors, may_be_known
-from vramfit.virtual.describe import Describer, VirtualFakeMode, key_of, recipe_of
+from vramfit.virtual.describe import (
+    Describer,
+    DynamicSizes,
+    SparseOperation,
+    VirtualFakeMode,
+    advice,
+    fake_implementation,
+    has_sparse,
+    key_of,
+    recipe_of,
+)
 from vramfit.virtual.fills import Concern
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.meter import Meter
-from vramfit.virtual.noted import Noted
+from vramfit.virtual.noted import Noted, PageLocked
 from vramfit.virtual.op_cache import MAX_PLANS, RememberedCall, Shades, plan_of, plan_of_view
 from vramfit.virtual.op_call import OpCall
-from vramfit.virtual.page_locked import PageLocked
 from vramfit.virtual.placing import Placing
+from vramfit.virtual.simulated_streams import Engine
 from vramfit.virtual.tensor_subclasses import Twins
-from vramfit.virtual.undescribed import DynamicSizes, SparseOperation, advice, fake_implementation, has_sparse
 from vramfit.virtual.workspaces import Workspaces
 
 _ADD = torch.ops.aten.add.Tensor
@@ -73,8 +81,8 @@ class OpRunner(TorchDispatchMode):
         self.twins = Twins()
         self._plans = 0
         self.page_locked = PageLocked(machine)
-        self.exclusive_counts: tuple[int, int] | None = None  # from engine_probe.py
-        self.observed_counts: list[tuple[int, int]] | None = None  # filled for engine_probe.py only
+        self.exclusive_counts: tuple[int, int] | None = None  # see mode.py
+        self.observed_counts: list[tuple[int, int]] | None = None  # filled while they are measured
 
     # -- the general treatment -----------------------------------------------------------------------------------
 
@@ -88,7 +96,7 @@ class OpRunner(TorchDispatchMode):
         Args:
             call: the op.
             real: there may be real tensors among its arguments.
-            category: what its results are for; None tells it from the moment.
+            category: what its results are for; None takes that from the phase of the program.
         """
         if real:
             written = [t for t in call.written() if type(t) is not FakeTensor]
@@ -164,7 +172,7 @@ class OpRunner(TorchDispatchMode):
         tensors: list[FakeTensor],
         category: Category | None,
     ) -> Any:
-        """What `run` would do, the same in the same order, of which a plan says most."""
+        """Do what `run` would, in the same order, by a plan that holds most of it."""
         meter = self.meter
         call.out = out = self.describer.build(plan.recipe, tensors)
         meter.ops += 1
@@ -222,7 +230,7 @@ class OpRunner(TorchDispatchMode):
             raise RuntimeError(str(error)) from None
 
     def _with_reserve(self, call: OpCall, out: Any) -> Any:
-        """Results of an op, the bytes that cuDNN keeps among them as many as were measured."""
+        """The results of an op, with as many bytes kept by cuDNN among them as were measured."""
         device, measured = device_of(out, call.args, call.kwargs), self.machine.measured
         if device is None or measured is None:
             return out
@@ -246,17 +254,14 @@ class OpRunner(TorchDispatchMode):
         extents: tuple[Extent, ...] = (),
         engine: Engine = Engine.COMPUTE,
     ) -> float:
-        """Place an op's results, temporaries and workspaces on the card, and bring the shadows up to date.
+        """Place an op's results, temporaries and workspaces, update the shadows, and return its microseconds of work.
 
         Args:
             call: the op, with fake tensors as arguments.
             out: its results, not placed yet.
-            category: what they are for; None tells it from the moment.
+            category: what they are for; None takes that from the phase of the program.
             extents: assumed sizes of the results, beside those on which the arguments rest.
-            engine: what does the work. Copy engines take no time here: how long the link takes is told apart.
-
-        Returns:
-            For how many microseconds a card works on it.
+            engine: what does the work. Copy engines take no time here: that of the link is accounted for separately.
         """
         call.out = out
         if call.info.view:
@@ -275,9 +280,7 @@ class OpRunner(TorchDispatchMode):
                 self.machine.devices[device].use_library(library)
             self.placing.place(call, device, category=category, extents=extents)
             if engine is Engine.COMPUTE:
-                spec, rates = self.machine.devices[device].spec, self.machine.rates
-                microseconds = 1e6 * roofline.seconds(call, spec, rates)
-                self.machine.advance(microseconds, device)
+                microseconds = self._work(call, device)
         elif self.meter.phases.phase is ProgramPhase.OPTIMIZER:
             # Steps of an offloaded optimizer; other work of the host has no time of its own.
             moved = call.args, call.kwargs, out, call.written()
@@ -286,8 +289,14 @@ class OpRunner(TorchDispatchMode):
         self.shading.follow(call)
         return microseconds
 
+    def _work(self, call: OpCall, device: int) -> float:
+        """Let a card work on an op for the microseconds that are returned."""
+        microseconds = 1e6 * roofline.seconds(call, self.machine.devices[device].spec, self.machine.rates)
+        self.machine.advance(microseconds, device)
+        return microseconds
+
     def _expect(self, call: OpCall) -> None:
-        """Follow what can be expected of values: what is written loses it, what is made from it may have it."""
+        """Follow expectations: a tensor that is written loses its own, and one that is made may get one."""
         found = expectation(call, self.meter.expected)
         if call.info.mutated:
             for tensor in call.written():
@@ -310,7 +319,7 @@ class OpRunner(TorchDispatchMode):
         return fake
 
     def over(self, tensor: torch.Tensor) -> FakeTensor:
-        """A fake tensor that stands for a real CPU one: one storage where values are followed, pinned where it is."""
+        """A fake tensor in place of a real CPU one: both share values, where these are followed, and pinned memory."""
         real = tensor.untyped_storage()
         storage = torch.UntypedStorage(real.nbytes(), device="meta")
         meta = torch.empty(0, dtype=tensor.dtype, device="meta")
@@ -332,7 +341,7 @@ class OpRunner(TorchDispatchMode):
         call.kwargs = {k: map_tensors(to_fake, v) for k, v in call.kwargs.items()}
 
     def _write_host(self, info: OpInfo, written: list[torch.Tensor]) -> Any:
-        """A real CPU tensor is to be written from virtual ones: its values stay, and a warning says so."""
+        """Leave a real CPU tensor as it is that virtual ones were to be written into, with a warning."""
         self.machine.warn(
             "host-values-unknown",
             f"{info.name} writes virtual values into a real CPU tensor: its values stay as they were",
@@ -377,15 +386,12 @@ class OpRunner(TorchDispatchMode):
         call.out = target
         self.shading.accumulate(target, call.args[1])
         if target.device.type == "cuda":
-            device = target.device.index or 0
-            spec = self.machine.devices[device].spec
-            duration = roofline.seconds(call, spec, self.machine.rates)
-            self.machine.advance(1e6 * duration, device)
+            self._work(call, target.device.index or 0)
         return target
 
 
 def _without_generator(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """The overload that takes no generator: ``randint.low_generator`` is ``randint.low``."""
+    """The overload without a generator: ``randint.low`` for ``randint.low_generator``."""
     name = func._overloadname
     if "generator" not in name:
         return func

@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
-
-@dataclass(slots=True)
-class _Stat:
-    current: int = 0
-    peak: int = 0
-    allocated: int = 0
-    freed: int = 0
-
-    def add(self, amount: int) -> None:
-        self.current += amount
-        self.peak = max(self.peak, self.current)
-        if amount > 0:
-            self.allocated += amount
-        else:
-            self.freed -= amount
-
-    def as_dict(self) -> dict[str, int]:
-        return {"current": self.current, "peak": self.peak, "allocated": self.allocated, "freed": self.freed}
+from vramfit.allocator.stats import Gauge
 
 
 class PinnedMemory:
     """The caching allocator of page-locked memory (ATen/core/CachingHostAllocator.h).
 
-    A request is rounded up to a power of two; a freed block goes to the list of its size and serves only
-    requests that round to the same size; nothing is given back to the system before `empty_cache`.
+    A request is rounded up to a power of two; a freed block goes to the list of its size and serves only requests that
+    round to the same size; nothing is given back to the system before `empty_cache`.
     """
 
     def __init__(self) -> None:
@@ -39,8 +22,8 @@ class PinnedMemory:
         self._sizes: dict[int, int] = {}
         self._free: defaultdict[int, list[int]] = defaultdict(list)
         self._next = 1
-        self._requests, self._segments = _Stat(), _Stat()
-        self._active, self._reserved = _Stat(), _Stat()
+        self._requests, self._segments = Gauge(), Gauge()
+        self._active, self._reserved = Gauge(), Gauge()
 
     @property
     def reserved_bytes(self) -> int:
@@ -48,23 +31,15 @@ class PinnedMemory:
         return self._reserved.current
 
     @property
-    def active_bytes(self) -> int:
-        """Bytes of the blocks in use."""
-        return self._active.current
-
-    @property
     def peak_reserved_bytes(self) -> int:
         """The most that was held from the system."""
         return self._reserved.peak
 
     def allocate(self, nbytes: int, *, round_limit: int | None = None, cache_limit: int | None = None) -> int:
-        """Take a block of at least `nbytes`; gives its handle, 0 for an empty request.
+        """Take a block of at least `nbytes`; returns its handle, 0 for an empty request.
 
-        Args:
-            nbytes: the request.
-            round_limit: a larger request is not rounded (``pinned_max_round_threshold_mb``).
-            cache_limit: neither is one larger than this, which is not kept either when it is freed
-                (``pinned_max_cached_size_mb``).
+        A request larger than `round_limit` (``pinned_max_round_threshold_mb``) is not rounded; one larger than
+        `cache_limit` (``pinned_max_cached_size_mb``) is neither rounded nor kept when it is freed.
         """
         if nbytes <= 0:
             return 0
@@ -89,8 +64,8 @@ class PinnedMemory:
             return
         with self._lock:
             size = self._sizes[handle]
-            self._requests.add(-1)
-            self._active.add(-size)
+            self._requests.take(1)
+            self._active.take(size)
             if cache_limit is not None and size > cache_limit:
                 self._give_back(handle)
             else:
@@ -105,8 +80,8 @@ class PinnedMemory:
             self._free.clear()
 
     def _give_back(self, handle: int) -> None:
-        self._segments.add(-1)
-        self._reserved.add(-self._sizes.pop(handle))
+        self._segments.take(1)
+        self._reserved.take(self._sizes.pop(handle))
 
     def stats(self) -> dict[str, Any]:
         """As ``torch.cuda.host_memory_stats_as_nested_dict()`` (torch/csrc/cuda/Module.cpp)."""
@@ -114,10 +89,10 @@ class PinnedMemory:
         return {
             "num_host_alloc": self._segments.allocated,
             "num_host_free": self._segments.freed,
-            "allocations": self._segments.as_dict(),
-            "active_requests": self._requests.as_dict(),
-            "allocated_bytes": self._reserved.as_dict(),
-            "active_bytes": self._active.as_dict(),
+            "allocations": asdict(self._segments),
+            "active_requests": asdict(self._requests),
+            "allocated_bytes": asdict(self._reserved),
+            "active_bytes": asdict(self._active),
             "host_alloc_time": dict(no_time),
             "host_free_time": dict(no_time),
         }

@@ -1,4 +1,4 @@
-"""What one op takes on a card: temporaries, results and workspaces, in the order in which its kernel asks for them."""
+"""Places what one op takes on a card: temporaries, results and workspaces, in the order of its kernel's requests."""
 
 from __future__ import annotations
 
@@ -12,29 +12,22 @@ from vramfit.capture.ops import placed, tensors_in
 from vramfit.trace import Category
 from vramfit.virtual import kernels
 from vramfit.virtual.data_dependent.assume import Extent, Resting, bounds, concatenated, merged
+from vramfit.virtual.describe import COMPRESSED
 from vramfit.virtual.kernels import Blas, Extras, KernelContext
 from vramfit.virtual.meter import Held, Meter
 from vramfit.virtual.op_cache import RememberedCall
 from vramfit.virtual.op_call import OpCall
-from vramfit.virtual.undescribed import COMPRESSED
 from vramfit.virtual.workspaces import Workspaces
 
 NO_EXTRAS = Extras()
 _CERTAIN = Resting()
 _CAT = torch.ops.aten.cat.default
-_JOINING = {
-    _CAT,
-    torch.ops.aten.constant_pad_nd.default,
-    *(
-        getattr(torch.ops.aten, f"{how}_pad{n}d").default
-        for how in ("reflection", "replication")
-        for n in (1, 2, 3)
-    ),
-}
+_PADS = [f"{how}_pad{n}d" for how in ("reflection", "replication") for n in (1, 2, 3)]
+_JOINING = {_CAT, *(getattr(torch.ops.aten, pad).default for pad in ("constant_pad_nd", *_PADS))}
 
 
 class Placing:
-    """Places what ops make and need while they run."""
+    """Places the results of ops, and what their kernels need meanwhile."""
 
     def __init__(self, meter: Meter, workspaces: Workspaces) -> None:
         self._meter = meter
@@ -48,7 +41,7 @@ class Placing:
         Args:
             call: the op, whose results are not placed yet.
             device: index of the card on which it runs.
-            category: what the results are for; None tells it from the moment.
+            category: what the results are for; None takes that from the phase of the program.
             extents: assumed sizes of the results, beside those on which the arguments rest.
 
         Raises:
@@ -70,19 +63,9 @@ class Placing:
         self.take(name, extras, libraries, results, device=device, context=call.context, scale=scale)
 
     def place_again(self, plan: RememberedCall, name: str, out: Any, category: Category | None) -> None:
-        """`place` for a call of which a plan says what it takes.
-
-        Args:
-            plan: what calls like it take.
-            name: of the op.
-            out: its results, not placed yet.
-            category: what they are for; None tells it from the moment.
-
-        Raises:
-            torch.OutOfMemoryError: the card is full.
-        """
+        """`place` for a call whose requests a plan holds."""
         context = plan.context
-        if context is None:  # no rule and no library was asked: there is nothing but the results
+        if context is None:  # no rule and no library is concerned: there is nothing but the results
             self._results_again(plan, name, out, category)
             return
         extras = plan.extras or NO_EXTRAS
@@ -99,7 +82,7 @@ class Placing:
             results()
 
     def adopt_parts(self, out: Any, name: str) -> None:
-        """Place the parts that an op on compressed tensors has made; those that it shares are placed already."""
+        """Place the parts that an op on compressed tensors has made; those shared with others are placed already."""
         if type(out) is FakeTensor and out.layout in COMPRESSED:
             for part in placed(out):
                 if self._meter.record_of(part) is None:
@@ -137,15 +120,7 @@ class Placing:
         name: str,
         scale: tuple[float, float] = (1.0, 1.0),
     ) -> None:
-        """Take what the computation of one of several results needs, and give it back.
-
-        Args:
-            part: which of the results, from 0.
-            extras: the op's temporaries.
-            device: index of the card.
-            name: of the op.
-            scale: least and most that they may be, as a multiple of what is told.
-        """
+        """Take what the computation of one of several results needs, scaled as in `take`, and give it back."""
         held = self._meter.temporary(extras.between[part], device, name, scale)
         if extras.between_errors and any(extras.between_errors[part]):
             self._meter.estimate(held, device, extras.between_errors[part], name, part)
@@ -163,16 +138,9 @@ class Placing:
         context: KernelContext,
         scale: tuple[float, float] = (1.0, 1.0),
     ) -> None:
-        """Place an op's results, with the temporaries of its kernel and the workspaces of libraries.
+        """Place an op's results by calling `results`, with its kernel's temporaries and the workspaces of `libraries`.
 
-        Args:
-            name: of the op.
-            extras: its temporaries.
-            libraries: whose workspaces it makes sure of.
-            results: places the results.
-            device: index of the card.
-            context: what decides how its kernel behaves.
-            scale: least and most that temporaries may be, as a multiple of what is told.
+        Temporaries may really be as small and as large as the multiples in `scale`.
 
         Raises:
             torch.OutOfMemoryError: the card is full.
@@ -207,7 +175,7 @@ class Placing:
         call: OpCall,
         extents: tuple[Extent, ...],
     ) -> tuple[Resting, tuple[float, float]]:
-        """What the results may rest on, and by which factors temporaries may be less and more than told."""
+        """The assumed sizes on which the results may rest, and the least and most multiples of the temporaries."""
         out = call.out
         arguments = placed((call.args, tuple(call.kwargs.values())))
         given = [(tensor, self._meter.extents_of(tensor)) for tensor in arguments]

@@ -1,8 +1,8 @@
 """Simulated seconds of one op: the larger of its arithmetic and its memory traffic, plus a launch.
 
 FLOPs come from ``torch.utils.flop_counter`` (matrix products, convolutions, attention), bytes from the tensors that
-the op reads and writes. The rates are those that a profile holds, as measured on the card; without one they come
-from the data sheet, times an efficiency that real kernels reach.
+the op reads and writes. The rates (`Rates`) are those of a profile, as measured on the card; without one they come from
+the data sheet, times an efficiency that real kernels reach.
 """
 
 from __future__ import annotations
@@ -43,13 +43,7 @@ _UNMEASURED = Rates()
 
 
 def seconds(call: OpCall, spec: GpuSpec, rates: Rates | None = None) -> float:
-    """Estimated seconds of one op on a card.
-
-    Args:
-        call: the op, whose results are known.
-        spec: the card.
-        rates: what was measured on it, None without a profile.
-    """
+    """Estimated seconds of one op, whose results are known, on a card."""
     packet, args, kwargs, out = call.func._overloadpacket, call.args, call.kwargs, call.out
     if packet in _WITHOUT_KERNEL:
         return 0.0
@@ -69,13 +63,7 @@ def seconds(call: OpCall, spec: GpuSpec, rates: Rates | None = None) -> float:
 
 
 def traffic_seconds(moved: int, spec: GpuSpec, rates: Rates | None = None) -> float:
-    """Estimated seconds of a kernel that does little arithmetic.
-
-    Args:
-        moved: bytes that it reads and writes.
-        spec: the card.
-        rates: what was measured on it, None without a profile.
-    """
+    """Estimated seconds of a kernel that does little arithmetic and reads and writes `moved` bytes."""
     rates = rates or _UNMEASURED
     launch = LAUNCH_SECONDS if rates.launch_seconds is None else rates.launch_seconds
     return moved / (rates.bandwidth or spec.bandwidth * BANDWIDTH_EFFICIENCY) + launch
@@ -84,12 +72,7 @@ def traffic_seconds(moved: int, spec: GpuSpec, rates: Rates | None = None) -> fl
 def link_seconds(nbytes: int, spec: GpuSpec, rates: Rates | None, *, upwards: bool, pinned: bool) -> float:
     """Estimated seconds of a copy between the host and a card.
 
-    Args:
-        nbytes: bytes that cross.
-        spec: the card.
-        rates: what was measured on it, None without a profile.
-        upwards: from the host to the card.
-        pinned: whether the host's memory is page-locked.
+    `upwards` is to the card; `pinned` means that the host's memory is page-locked.
     """
     measured = {} if rates is None else rates.to_card if upwards else rates.to_host
     return nbytes / (measured.get("pinned" if pinned else "pageable") or spec.host_link)
@@ -99,20 +82,20 @@ def host_seconds(moved: Any) -> float:
     """Estimated seconds of an op on the host that does little arithmetic.
 
     Args:
-        moved: the tensors that it reads and writes, nested as they come; those written twice.
+        moved: the tensors that it reads and writes, nested in any way; those that it does both with appear twice.
     """
     return _nbytes(moved) / (HOST_BANDWIDTH * BANDWIDTH_EFFICIENCY)
 
 
 def flops_per_second(spec: GpuSpec, dtype: torch.dtype | None, rates: Rates = _UNMEASURED) -> float:
-    """What a large product of matrices reaches, in FLOP/s."""
+    """FLOP/s that a large matrix product reaches."""
     name = _peak_name(spec, dtype)
     peaks = spec.peak_flops
     return rates.flops.get(name) or (peaks.get(name) or peaks["float32"]) * COMPUTE_EFFICIENCY
 
 
 def _peak_name(spec: GpuSpec, dtype: torch.dtype | None) -> str:
-    """What a card calls its rate for a dtype; TF32 where the program allows it for float32."""
+    """The name of a card's rate for a dtype; TF32 where the program allows it for float32."""
     name = _DTYPE_PEAKS.get(dtype, "float32") if dtype is not None else "float32"
     if (
         name == "float32"

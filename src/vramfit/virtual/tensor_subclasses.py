@@ -4,10 +4,10 @@ NOTE [Tensor classes]
 There are two kinds, and torch treats them differently.
 
 1. *Wrappers* (torchao's quantised tensors, DTensor) have a dispatch of their own and hold plain tensors. They take
-   themselves apart: our mode sees what is inside. `parts` names those tensors.
+   themselves apart: our mode sees what is inside. `parts` gives those tensors.
 2. *Annotated* tensors (MONAI's MetaTensor, torchvision's TVTensor) are plain tensors with a class on top, which
    ``as_subclass`` gives them. A virtual tensor already has a class, FakeTensor, which makes it virtual. So
-   `Twins.twin` makes a class from the program's own that is virtual as well; while an op is handled its tensors go
+   `Twins` makes a class from the program's own that is virtual as well; while an op is handled its tensors go
    back to FakeTensor, so that nothing below has to know.
 """
 

@@ -13,12 +13,10 @@ from pathlib import Path
 from vramfit.errors import VramfitError
 from vramfit.files import protect
 from vramfit.files.protection import stand
-from vramfit.launch import processes
 from vramfit.launch.host_meter import HostMemoryMeter
 from vramfit.launch.interrupts import note_interrupts
 from vramfit.launch.job import Stage
-from vramfit.launch.processes import CODE, MESSAGE
-from vramfit.launch.running import importing, leave_after, run_to_end
+from vramfit.launch.running import OTHER_PROCESSES, importing, leave_after, run_to_end, watch_processes
 from vramfit.launch.stopping import Stopping
 from vramfit.patching import PatchStack
 from vramfit.virtual.virtual_run import VirtualJob
@@ -75,7 +73,7 @@ def main(job_file: str) -> int:
 
     location = gpu.mode.guesses.location
     with PatchStack() as patches:
-        processes.install(lambda: gpu.mode.machine.warn(CODE, MESSAGE, location=location()), patches)
+        watch_processes(lambda: gpu.mode.machine.warn(*OTHER_PROCESSES, location=location()), patches)
         steps = count_steps(gpu.meter, stopping, patches)
         stopping.install(save, patches)
         return run_to_end(command, finish, patches, stopping)

@@ -1,4 +1,4 @@
-"""How a program is run on virtual GPUs, by a child interpreter. Imports no torch itself."""
+"""How a program is run on virtual GPUs, and the job of the child interpreter that runs it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ from vramfit.launch.program_job import ProgramJob, ProgramOptions
 from vramfit.launch.runner import run_job
 from vramfit.trace import Run
 
-# -- How a program is run on virtual GPUs, and the job of the child that runs it. No torch -------------------
-
-
 MOST_GPUS = 8
 """Virtual GPUs of one process (c10/core/impl/FakeGuardImpl.h: kFakeGuardImplMaxDevices)."""
 
@@ -37,7 +34,7 @@ class VirtualRun(ProgramOptions):
         profile: a file of `vramfit calibrate`, ``none``, or ``auto`` for that of this card and torch.
         writes: what happens to files that the program writes: ``discard``, ``keep`` or ``real``.
         through: paths that it writes for real even so.
-        ours: such paths of a program of ours, which leaves its results there.
+        ours: the same for a program of vramfit's own, which leaves its results there.
         backend: what keeps its writes from the real files.
     """
 

@@ -63,8 +63,8 @@ class Workspaces:
         self._default_priority = tuple(torch._C._get_sdp_priority_order())
 
     def context(self, device: int) -> KernelContext:
-        """What decides how kernels on a device behave; made anew when a backend flag has changed."""
-        switches = torch._C  # asked for every op: the functions behind torch.backends, which are slower
+        """The state on which kernels on a device depend; made anew when a backend flag has changed."""
+        switches = torch._C  # read for every op: the functions behind torch.backends, which is slower
         key = (
             switches._get_cudnn_enabled(),
             switches._get_cudnn_benchmark(),
@@ -145,7 +145,7 @@ class Workspaces:
         return []
 
     def _workspace_bytes(self, blas: Blas, context: KernelContext) -> int:
-        """As measured with torch's own settings, else by the rule, which knows the variables that change it."""
+        """Bytes as measured with torch's own settings, else by the rule, which knows the variables that change them."""
         measured = self._machine.measured
         if measured is None or any(name in context.environ for name in _WORKSPACE_VARIABLES):
             return kernels.workspace_bytes(blas, context)
@@ -153,11 +153,11 @@ class Workspaces:
         return kernels.workspace_bytes(blas, context) if found is None else found
 
     def dropout_state(self, device: int) -> torch.Tensor:
-        """The random states of cuDNN's dropout: one per device, made at its first use and kept.
+        """The random states of cuDNN's dropout: one tensor per device, made at its first use and kept.
 
-        cuDNN tells the size only on a card (``cudnnDropoutGetStatesSize``). Its generators are XORWOW states of
-        curand (48 B, ``curandStateXORWOW_t``), one for each thread that the card holds: an estimate, with an error
-        bar of its own size.
+        cuDNN gives the size only on a card (``cudnnDropoutGetStatesSize``). Its generators are XORWOW states of curand
+        (48 B, ``curandStateXORWOW_t``), one for each thread that the card holds: an estimate, with an error bar of its
+        own size.
         """
         state = self._dropout_states.get(device)
         if state is None:
@@ -174,7 +174,7 @@ class Workspaces:
         return state
 
     def clear(self) -> None:
-        """``torch._C._cuda_clearCublasWorkspaces()``: give all of them back."""
+        """Give all workspaces back: ``torch._C._cuda_clearCublasWorkspaces()``."""
         for (_, device, _, _), (_, address) in self._held.items():
             if address:
                 self._meter.free(address, device)

@@ -14,8 +14,7 @@ import warnings
 from collections.abc import Iterator
 
 from vramfit.files.namespace import syscalls
-from vramfit.files.namespace.contents import changes_in, is_whiteout
-from vramfit.files.namespace.manifest import DROPPED, PLACE, Manifest, read_manifest
+from vramfit.files.namespace.contents import DROPPED, PLACE, Manifest, changes_in, is_whiteout, read_manifest
 from vramfit.files.namespace.mounts import is_under
 from vramfit.files.namespace.overlay_storage import remove
 from vramfit.files.policy import FilePolicy, Writes
@@ -33,7 +32,7 @@ LISTING = "changes.txt"
 
 @contextlib.contextmanager
 def attended(policy: FilePolicy) -> Iterator[None]:
-    """A block in which a child runs under a policy; whatever became of it, its folder is settled afterwards."""
+    """Attend a child that runs in the block; its folder is settled afterwards, whatever became of the child."""
     if policy.writes is Writes.REAL:
         yield
         return
@@ -49,7 +48,7 @@ def attended(policy: FilePolicy) -> Iterator[None]:
 
 
 def settle(policy: FilePolicy) -> None:
-    """Put what a namespace wrote through into its place; leave the rest in a readable form, or remove it.
+    """Move what a namespace wrote through into its place; leave the rest in a readable form, or remove it.
 
     Nothing happens where no namespace was entered.
     """
@@ -88,7 +87,7 @@ def _watch(policy: FilePolicy, stop: threading.Event) -> None:
 
 
 def keep_within(manifest: Manifest, most_bytes: int) -> None:
-    """Drop the contents of the largest files of a namespace while all of them occupy too much; sizes stay."""
+    """Drop the contents of a namespace's largest files while all of them occupy too much; sizes stay."""
     files = sorted(_occupying(manifest), reverse=True)
     used = sum(size for size, _ in files)
     if used <= most_bytes:
@@ -166,7 +165,7 @@ def _unmark(path: str) -> None:
 
 
 def _merge(source: str, target: str) -> None:
-    """Move a file or folder over another; what lies in the other alone stays."""
+    """Move a file or folder over another; what lies only in the other stays."""
     if os.path.isdir(source) and not os.path.islink(source) and os.path.isdir(target):
         for name in os.listdir(source):
             _merge(os.path.join(source, name), os.path.join(target, name))

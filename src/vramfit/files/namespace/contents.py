@@ -1,21 +1,88 @@
-"""Reads overlays: what was written, replaced and deleted, each against what lies in the real folder.
+"""What a namespace holds: the manifest in its folder, and what its overlays wrote, replaced and deleted.
 
-How overlayfs keeps things is in Documentation/filesystems/overlayfs.rst: a character device 0:0 where something was
-removed, a folder marked opaque where one was removed and made again, a redirect where a folder was renamed.
+The manifest is a JSON file, so that another process can tell. How overlayfs keeps things is in
+Documentation/filesystems/overlayfs.rst: a character device 0:0 where something was removed, a folder marked opaque
+where one was removed and made again, a redirect where a folder was renamed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import operator
 import os
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from vramfit.files.namespace.manifest import Manifest
 from vramfit.files.namespace.mounts import is_under
+from vramfit.files.namespace.tree import MountedOverlay
 from vramfit.trace.outcome import ChangeKind, FileChange
+
+PLACE = ".namespace"
+"""In a policy's folder: where the overlays keep what is written; with a suffix: where entering was tried."""
+DROPPED = "dropped.txt"
+"""In that folder: files whose contents were dropped, since all of them occupied too much."""
+_NAME = "namespace.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a namespace leaves in its folder.
+
+    Attributes:
+        folder: where it lies.
+        overlays: those that were mounted.
+        missing: paths that are written for real and did not exist: what is written there is moved there at the end.
+        notes: for the report.
+    """
+
+    folder: str
+    overlays: tuple[MountedOverlay, ...]
+    missing: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    def write(self, outside: str = "") -> None:
+        """Leave it in its folder, before whose path `outside` is put where this process sees the folder elsewhere."""
+        named = outside + os.path.join(self.folder, _NAME)
+        with open(f"{named}.new", "w", encoding="utf-8") as file:
+            json.dump(dataclasses.asdict(self), file)
+        os.replace(f"{named}.new", named)
+
+    def dropped(self, outside: str = "") -> tuple[str, ...]:
+        """Files whose contents were dropped, by the paths that the program knows."""
+        try:
+            named = outside + os.path.join(self.folder, DROPPED)
+            with open(named, encoding="utf-8", errors="surrogateescape") as file:
+                kept = [line.rstrip("\n") for line in file]
+        except FileNotFoundError:
+            return ()
+        return tuple(
+            os.path.join(overlay.point, os.path.relpath(path, overlay.upper))
+            for path in dict.fromkeys(kept)
+            for overlay in self.overlays
+            if path.startswith(overlay.upper + os.sep)
+        )
+
+
+def read_manifest(place: str) -> Manifest | None:
+    """What `Manifest.write` left below a policy's folder, None where no namespace was entered."""
+    try:
+        with open(os.path.join(place, PLACE, _NAME), encoding="utf-8") as file:
+            values = json.load(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return Manifest(
+        folder=values["folder"],
+        overlays=tuple(MountedOverlay(**overlay) for overlay in values["overlays"]),
+        missing=tuple(values["missing"]),
+        notes=tuple(values["notes"]),
+    )
+
+
+# -- Overlays against the real folders ---------------------------------------------------------------------------
+
 
 _MOST_COMPARED = 256 << 20
 _MOST_COUNTED = 20_000
@@ -24,12 +91,12 @@ _MOST_COUNTED = 20_000
 def changes_in(
     manifest: Manifest, *, outside: str = "", uppers: Mapping[str, str] | None = None
 ) -> Iterator[FileChange]:
-    """What the overlays of a namespace hold.
+    """The changes that the overlays of a namespace hold.
 
     Args:
         manifest: of the namespace.
         outside: what is put before the paths of real files.
-        uppers: for overlays in memory, by their points: what they hold. Those that are not named are left out.
+        uppers: for overlays in memory, by their points, the folders of what they hold. Others in memory are left out.
     """
     for overlay in manifest.overlays:
         upper = outside + overlay.upper
@@ -107,7 +174,7 @@ class _ContentsReader:
         return shown if facts is not None and stat.S_ISDIR(facts.st_mode) else None
 
     def _moved_here(self, source: str, path: str, hidden: set[str]) -> Iterator[FileChange]:
-        """What a renamed folder brought with it, less what is kept apart."""
+        """What a renamed folder brought with it, without what the overlay keeps itself."""
         with os.scandir(source) as entries:
             inside = sorted((entry for entry in entries if entry.name not in hidden), key=lambda e: e.name)
         for entry in inside:

@@ -1,4 +1,4 @@
-"""Enters the namespace, and finds out first, in a process that ends at once, whether that would go well."""
+"""Enters the namespace, after finding out in a process that ends at once whether that would go well."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from vramfit import units
 from vramfit.files.namespace import islands, mounts, syscalls, tree, ways
-from vramfit.files.namespace.manifest import PLACE, Manifest
+from vramfit.files.namespace.contents import PLACE, Manifest
 from vramfit.files.namespace.overlay_storage import Medium, Storage
 from vramfit.files.namespace.ways import Way
 from vramfit.files.policy import FilePolicy, Writes
@@ -43,10 +43,11 @@ class Inside:
 
     Attributes:
         manifest: the overlays.
-        outside: the path of the real tree, as this process reaches it. Only we write there, what must outlive it.
+        outside: the path of the real tree, as this process reaches it. Only we write there, what must outlive the
+            process.
         real: that tree again, where nothing can be written and reading changes no time.
         uppers: for overlays in memory: the path of what is written there.
-        mounts: what was seen before.
+        mounts: those that were seen before.
     """
 
     manifest: Manifest
@@ -78,10 +79,7 @@ def find_entry(policy: FilePolicy) -> NamespaceEntry | str:
 def enter(policy: FilePolicy, entry: NamespaceEntry, trial: str | None = None) -> Inside:
     """Take this process into a namespace in which the policy holds. It cannot be left.
 
-    Args:
-        policy: what is to hold.
-        entry: how to enter.
-        trial: a folder for a process that only tries, in place of the policy's; it looks more closely.
+    `trial` is a folder in place of the policy's for a process that only tries, which then checks more.
 
     Raises:
         OSError: the system refuses; the process may be half inside then and must end.
@@ -138,7 +136,7 @@ def _notes(entry: NamespaceEntry, policy: FilePolicy) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def any_policy() -> Iterator[FilePolicy]:
-    """A policy to try with, for a question that is asked without one."""
+    """A policy to try with where there is none."""
     with tempfile.TemporaryDirectory(prefix="vramfit-", ignore_cleanup_errors=True) as name:
         place = os.path.realpath(name)
         yield FilePolicy(
@@ -151,14 +149,14 @@ def any_policy() -> Iterator[FilePolicy]:
 
 
 def _try(policy: FilePolicy, entry: NamespaceEntry, folder: str) -> str | None:
-    """Enter in a child that ends at once; returns what it was refused. Its mounts end with it, its files are left."""
+    """Enter in a child that ends at once; returns why that was refused. Its mounts end with it, its files are left."""
     with _termination_waits():
         return _try_apart(policy, entry, folder)
 
 
 @contextlib.contextmanager
 def _termination_waits() -> Iterator[None]:
-    """Let SIGTERM come after the block: the process that tries would be left behind, making files where ours were."""
+    """Hold SIGTERM back until after the block, where it would leave the process that tries behind, making files."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield

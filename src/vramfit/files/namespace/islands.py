@@ -24,22 +24,10 @@ Knows = Callable[[int, int], bool]
 _DEPTH = 3
 _MOST_FOLDERS = 400
 _MOST_LOOKED_AT = 2000
-_SYSTEM = frozenset(
-    (
-        "/bin",
-        "/boot",
-        "/etc",
-        "/lib",
-        "/lib32",
-        "/lib64",
-        "/libx32",
-        "/proc",
-        "/sbin",
-        "/snap",
-        "/sys",
-        "/usr",
-    )
-)
+_SYSTEM = {
+    *("/bin", "/boot", "/etc", "/lib", "/lib32", "/lib64", "/libx32"),
+    *("/proc", "/sbin", "/snap", "/sys", "/usr"),
+}
 """Folders of the distribution: nothing below them is a user's, unless a program is known to use it."""
 
 
@@ -60,7 +48,7 @@ def find_islands(mounts: list[Mount], knows: Knows, known: Iterable[str], skip: 
     """The folders that could be written to, those above others first.
 
     Args:
-        mounts: what is seen.
+        mounts: those that are seen.
         knows: whose files can be copied up.
         known: paths that a program may write to.
         skip: a folder of our own.
@@ -79,7 +67,7 @@ def find_islands(mounts: list[Mount], knows: Knows, known: Iterable[str], skip: 
 def islands_beside_mounts(mounts: list[Mount], knows: Knows) -> frozenset[str]:
     """Islands among the folders that lie beside a mount, in case an island must be taken apart: see NOTE [Tree].
 
-    Asked before a namespace is entered: inside, owners whom it does not know all look alike.
+    They are looked for before a namespace is entered: inside, all owners that it does not know look alike.
     """
     above: set[str] = set()
     for mount in mounts:
@@ -113,12 +101,7 @@ def known_paths(environ: dict[str, str]) -> list[str]:
 
 
 def uncoverable(folder: str, knows: Knows) -> str | None:
-    """Why files in a folder that a program works in could not be replaced in an overlay, None if they can.
-
-    Args:
-        folder: the folder.
-        knows: whose files can be copied up.
-    """
+    """Why files in a folder that a program works in could not be replaced in an overlay, None if they can."""
     try:
         facts = os.stat(folder)
         if not os.access(folder, os.W_OK):
@@ -155,7 +138,7 @@ def _points(mount: Mount, mounts: list[Mount], knows: Knows, known: list[str], s
 
 
 def knows_all(folder: str, knows: Knows) -> bool:
-    """Whether a folder is of an owner whose files can be copied up, and this process may write there."""
+    """Whether a folder's owner is one whose files can be copied up, and this process may write there."""
     try:
         facts = os.lstat(folder)
     except OSError:
@@ -198,7 +181,7 @@ def _on_way(path: str, top: str, knows: Knows) -> Iterator[str]:
 
 
 def _below(top: str, knows: Knows, leave: set[str]) -> Iterator[str]:
-    """Islands below a folder that is none, breadth first."""
+    """Islands below a folder that is not one, breadth first."""
     waiting, looked = [(top, 0)], 0
     while waiting and looked < _MOST_FOLDERS:
         folder, depth = waiting.pop(0)

@@ -1,4 +1,4 @@
-"""What is mounted where, of /proc/self/mountinfo: which mounts are seen, and which could be written to."""
+"""What is mounted where, by /proc/self/mountinfo: which mounts are seen, and which could be written to."""
 
 from __future__ import annotations
 
@@ -10,33 +10,22 @@ from pathlib import Path
 MOUNTINFO = "/proc/self/mountinfo"
 SHARED_MEMORY = "/dev/shm"
 
-_PSEUDO = frozenset(
-    (
-        *(
-            "autofs",
-            "binder",
-            "binfmt_misc",
-            "bpf",
-            "cgroup",
-            "cgroup2",
-            "configfs",
-            "debugfs",
-            "devpts",
-            "devtmpfs",
-        ),
-        *(
-            "efivarfs",
-            "fuse.gvfsd-fuse",
-            "fuse.lxcfs",
-            "fuse.portal",
-            "fusectl",
-            "hugetlbfs",
-            "mqueue",
-            "nsfs",
-        ),
-        *("proc", "pstore", "resctrl", "rpc_pipefs", "securityfs", "selinuxfs", "sysfs", "tracefs"),
-    )
-)
+_PSEUDO = {
+    *(
+        "autofs",
+        "binder",
+        "binfmt_misc",
+        "bpf",
+        "cgroup",
+        "cgroup2",
+        "configfs",
+        "debugfs",
+        "devpts",
+        "devtmpfs",
+    ),
+    *("efivarfs", "fuse.gvfsd-fuse", "fuse.lxcfs", "fuse.portal", "fusectl", "hugetlbfs", "mqueue", "nsfs"),
+    *("proc", "pstore", "resctrl", "rpc_pipefs", "securityfs", "selinuxfs", "sysfs", "tracefs"),
+}
 """File systems whose files are the kernel's own or a service's: nothing of the user's lies there."""
 _KERNEL = ("/proc", "/sys", "/dev")
 
@@ -72,7 +61,7 @@ class Mount:
 
     @property
     def is_writable(self) -> bool:
-        """Whether anybody could write to files of a user's there."""
+        """Whether anybody could write to a user's files there."""
         return "ro" not in self.options and not self.is_pseudo
 
 
@@ -131,7 +120,7 @@ def _unescape(field: str) -> str:
 
 
 def _seen(mounts: list[Mount]) -> list[Mount]:
-    """Those that no other mount hides, by lying on the same point or on a folder above it."""
+    """Mounts that no other hides by lying on the same point or on a folder above."""
     by_number = {mount.number: mount for mount in mounts}
     children: dict[int, list[Mount]] = {}
     for mount in mounts:
@@ -151,5 +140,5 @@ def _seen(mounts: list[Mount]) -> list[Mount]:
 
 
 def flags_of(mount: Mount) -> frozenset[str]:
-    """What else a mount forbids, for one that takes its place: running programs, devices, set-user-id."""
+    """What else a mount forbids, and one in its place must: running programs, devices, set-user-id."""
     return mount.options & {"nosuid", "nodev", "noexec"}

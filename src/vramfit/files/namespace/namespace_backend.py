@@ -1,19 +1,17 @@
-"""The namespace backend as a protection: entered once, never left, and asked what was written."""
+"""The namespace backend as a protection: entered once, never left, and read for what was written."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from types import TracebackType
 from typing import Self
 
 from vramfit import units
 from vramfit.errors import EnvironmentUnfitError
 from vramfit.files.changes import summarise
 from vramfit.files.namespace import entry
-from vramfit.files.namespace.contents import changes_in
+from vramfit.files.namespace.contents import Manifest, changes_in, read_manifest
 from vramfit.files.namespace.entry import Inside, NamespaceEntry
-from vramfit.files.namespace.manifest import Manifest, read_manifest
 from vramfit.files.namespace.mounts import is_under
 from vramfit.files.namespace.overlay_storage import remove
 from vramfit.files.namespace.renames import copy_upper, install, keep_holes
@@ -23,10 +21,9 @@ from vramfit.trace.outcome import FileChanges
 
 
 def why_not(policy: FilePolicy | None = None) -> str | None:
-    """Why this process cannot enter a namespace, None if it can. Tried in a child that ends at once.
+    """Why this process cannot enter a namespace with a policy, None if it can. Tried in a child that ends at once.
 
-    Args:
-        policy: the one to enter with; None asks for a machine where temporary files lie.
+    Without a policy, the answer holds for the machine, where temporary files lie.
     """
     with contextlib.ExitStack() as stack:
         found = entry.find_entry(policy or stack.enter_context(entry.any_policy()))
@@ -70,9 +67,7 @@ class Namespace:
         keep_holes(self._patches)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """The namespace ends with the process; what was replaced in Python is put back."""
         self._patches.undo()
 
@@ -90,7 +85,7 @@ class Namespace:
         )
 
     def _bring_out(self, inside: Inside) -> None:
-        """Put on the disk what lies in memory and must outlive this process: what is kept, and caches made anew."""
+        """Put on the disk what lies in memory and must outlive this process: what is kept, and new caches."""
         for overlay in inside.manifest.overlays:
             if not overlay.in_memory:
                 continue
@@ -107,7 +102,7 @@ class Namespace:
 
 
 def recovered(policy: FilePolicy) -> FileChanges | None:
-    """What a process that was killed left in its overlays, asked in its parent; None if it entered no namespace."""
+    """What a killed process left in its overlays, for its parent; None if it entered no namespace."""
     manifest = read_manifest(policy.folder)
     if manifest is None:
         return None

@@ -1,4 +1,4 @@
-"""Where overlays keep what is written: on the disk of the run's own folder, or in memory where that cannot hold it."""
+"""Where overlays keep what is written: on the disk of the run's own folder, or in memory where that cannot hold any."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Storage:
 
     Attributes:
         folder: where they lie.
-        medium: what it is on.
+        medium: what that folder is on.
         marks: how overlayfs marks folders there.
     """
 
@@ -123,9 +123,9 @@ def remove(folder: str) -> None:
 
 
 def _become(upper: str, lower: str) -> None:
-    """An overlay's topmost folder shows the upper one's mode, owner and times: let them be the lower's."""
+    """Give an overlay's upper folder, whose mode, owner and times the overlay shows, those of the lower one."""
     facts = os.stat(lower)
-    with contextlib.suppress(OSError):  # an owner whom the namespace does not know
+    with contextlib.suppress(OSError):  # an owner unknown to the namespace
         os.chown(upper, facts.st_uid, facts.st_gid)
     os.chmod(upper, facts.st_mode & 0o7777)
     os.utime(upper, ns=(facts.st_atime_ns, facts.st_mtime_ns))

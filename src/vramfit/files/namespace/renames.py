@@ -16,6 +16,7 @@ import stat
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+from vramfit.files import real
 from vramfit.files.namespace.mounts import Mount, mount_of
 from vramfit.patching import PatchStack
 
@@ -29,16 +30,9 @@ def copy_contents(source: str, target: str) -> None:
 
 
 def _copy_data(reading: int, writing: int) -> None:
-    here, size = 0, os.fstat(reading).st_size
-    while here < size:
-        try:
-            start = os.lseek(reading, here, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            break  # only a hole is left
-        here = os.lseek(reading, start, os.SEEK_HOLE)
-        _copy_range(reading, writing, start, here)
+    size = os.fstat(reading).st_size
+    for start, end in real.data_ranges(reading, size):
+        _copy_range(reading, writing, start, end)
     os.ftruncate(writing, size)
 
 
@@ -87,7 +81,7 @@ def copy_upper(source: str, target: str) -> None:
     else:
         return
     shutil.copystat(source, target)  # extended attributes too
-    with contextlib.suppress(OSError):  # of another owner, whom the namespace does not know
+    with contextlib.suppress(OSError):  # of an owner unknown to the namespace
         os.chown(target, facts.st_uid, facts.st_gid)
 
 
@@ -95,13 +89,11 @@ Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 
 def install(mounts: list[Mount], patches: PatchStack) -> None:
-    """Replace ``os.rename``, ``os.replace`` and ``os.link``; what pathlib and shutil call is that.
+    """Replace ``os.rename``, ``os.replace`` and ``os.link``, which pathlib and shutil call.
 
-    Args:
-        mounts: those that were seen before the namespace: moves between them fail as they would.
-        patches: undoes it.
+    Moves between the `mounts` seen before the namespace fail as they would have.
     """
-    rename, link, rename_as_is = os.rename, os.link, os.rename
+    rename, link = os.rename, os.link
 
     def emulated(original: Callable[..., None]) -> Callable[..., None]:
         def move(
@@ -112,9 +104,10 @@ def install(mounts: list[Mount], patches: PatchStack) -> None:
             except OSError as error:
                 source, target = _absolute(src, src_dir_fd), _absolute(dst, dst_dir_fd)
                 if error.errno == errno.EBUSY and _is_bound_file(source, target):
-                    _pour(source, target)
+                    copy_contents(source, target)
+                    os.unlink(source)
                 elif error.errno == errno.EXDEV and _on_one(source, target, mounts):
-                    _move(source, target, rename_as_is)
+                    _move(source, target, rename)
                 else:
                     raise
 
@@ -155,22 +148,16 @@ def _absolute(path: Path, folder: int | None) -> str:
 
 
 def _on_one(source: str, target: str, mounts: list[Mount]) -> bool:
-    """Whether a rename between the real folders of two paths is one within a mount."""
+    """Whether a rename between the real folders of two paths stays within one mount."""
     return mount_of(os.path.dirname(source), mounts) == mount_of(os.path.dirname(target), mounts)
 
 
 def _is_bound_file(source: str, target: str) -> bool:
-    """Whether a file moves onto one that is written for real: a mount, which cannot be replaced by another file."""
+    """Whether a file moves onto one that is written for real: a mount, which no other file can replace."""
     try:
         return stat.S_ISREG(os.lstat(source).st_mode) and stat.S_ISREG(os.lstat(target).st_mode)
     except OSError:
         return False
-
-
-def _pour(source: str, target: str) -> None:
-    """Give a file another's contents."""
-    copy_contents(source, target)
-    os.unlink(source)
 
 
 def _move(source: str, target: str, rename: Callable[..., None]) -> None:
@@ -187,7 +174,7 @@ def _move(source: str, target: str, rename: Callable[..., None]) -> None:
 
 
 def _refuse(target: str, is_folder: bool) -> None:
-    """What rename(2) refuses."""
+    """Refuse what rename(2) refuses."""
     try:
         facts = os.lstat(target)
     except FileNotFoundError:

@@ -1,4 +1,7 @@
-"""The system calls that Python 3.11 lacks: unshare, mount, open_tree, pivot_root, capset. Linux only."""
+"""The system calls that Python 3.11 lacks: unshare, mount, open_tree, pivot_root, capset. Linux only.
+
+Each raises the OSError that the kernel gives; its file name is the path concerned, or the call.
+"""
 
 from __future__ import annotations
 
@@ -55,11 +58,7 @@ def unshare(flags: int) -> None:
 
 
 def mount(source: str, target: str, kind: str | None = None, flags: int = 0, data: str = "") -> None:
-    """Mount, see mount(2).
-
-    Raises:
-        OSError: as the kernel says; its file name is the target.
-    """
+    """Mount, see mount(2)."""
     encoded = None if kind is None else kind.encode()
     options = data.encode("utf-8", "surrogateescape") or None
     _check(
@@ -71,20 +70,12 @@ def mount(source: str, target: str, kind: str | None = None, flags: int = 0, dat
 
 
 def unmount(target: str, flags: int = DETACH) -> None:
-    """Take a mount away, see umount2(2).
-
-    Raises:
-        OSError: as the kernel says.
-    """
+    """Take a mount away, see umount2(2)."""
     _check(_libc().umount2(os.fsencode(target), flags), target)
 
 
 def pivot_root(new: str, old: str) -> None:
-    """Make a folder the root, and put the old root on another, see pivot_root(2).
-
-    Raises:
-        OSError: as the kernel says.
-    """
+    """Make a folder the root, and put the old root on another, see pivot_root(2)."""
     _call(_PIVOT_ROOT, new, os.fsencode(new), os.fsencode(old))
 
 
@@ -98,11 +89,7 @@ def make_read_only(point: str) -> None:
 
 
 def read_only_copy(path: str) -> int:
-    """A descriptor of a copy of all mounts from a folder down, through which nothing is written, not even times.
-
-    Raises:
-        OSError: as the kernel says.
-    """
+    """A descriptor of a copy of all mounts from a folder down, through which nothing is written, not even times."""
     number: int = _libc().syscall(
         ctypes.c_long(_OPEN_TREE),
         ctypes.c_int(_AT_FDCWD),
@@ -115,9 +102,8 @@ def read_only_copy(path: str) -> int:
 
 
 def _set_read_only(folder: int, path: str, flags: int) -> None:
-    attributes = struct.pack(
-        "QQQQ", READ_ONLY, 0, 0, 0
-    )  # struct mount_attr: set, clear, propagation, namespace
+    # struct mount_attr: set, clear, propagation, namespace
+    attributes = struct.pack("QQQQ", READ_ONLY, 0, 0, 0)
     _check(
         _libc().syscall(
             ctypes.c_long(_MOUNT_SETATTR),

@@ -7,9 +7,9 @@ made read-only. Overlays are mounted over the islands, and what was mounted belo
 Paths that are written through are bound from the real tree last, so that they lie above overlays.
 
 In a user namespace the kernel refuses a lower folder that has mounts of the outer namespace below it, since those
-could hide something (fs/namespace.c: clone_private_mount, has_locked_children). Such an island is taken apart: its
-folders that hold no mount get overlays of their own, and the island itself gets one over a skeleton, a folder with
-the same entries. Files directly in it are copied there; on file systems that share extents this takes no time. One
+could hide something (fs/namespace.c: clone_private_mount, has_locked_children). Such an island is taken apart: those of
+its folders that hold no mount get overlays of their own, and the island itself gets one over a skeleton, a folder with
+the same entries. Files directly in it are copied there; on file systems that share extents this takes no time. A file
 that the user may neither write nor replace is bound instead.
 """
 
@@ -65,11 +65,11 @@ class Tree:
 
     Attributes:
         storage: where overlays keep what is written.
-        mounts: what was seen before.
+        mounts: those that were seen before.
         real: the path of the real tree where nothing can be written.
         beside: islands among the folders that lie beside mounts.
         through: existing paths that are written for real.
-        hidden: folders of our own, of which the program sees nothing.
+        hidden: folders of our own, which are empty for the program.
         overlays: those that were mounted.
     """
 
@@ -111,7 +111,7 @@ class Tree:
                 syscalls.make_read_only(self._inside(folder))
 
     def enter(self) -> None:
-        """Make it this process's root; the current folder is the one of the same path in it.
+        """Make the tree this process's root; the current folder becomes the one of the same path in it.
 
         Raises:
             OSError: the system refuses.
@@ -236,7 +236,7 @@ class Tree:
     # -- sockets -------------------------------------------------------------------------------------------------
 
     def _bind_sockets(self) -> None:
-        """Sockets that others listen on: overlayfs shows another inode, which nobody listens on."""
+        """Bind sockets that others listen on: overlayfs shows another inode, on which nobody listens."""
         for path in listening():
             if not any(is_under(path, overlay.point) for overlay in self.overlays):
                 continue
@@ -259,7 +259,7 @@ def _may_be_changed(path: str) -> bool:
 
 
 def listening() -> list[str]:
-    """Paths of the sockets of this machine, of /proc/net/unix."""
+    """Paths of the sockets of this machine, by /proc/net/unix."""
     try:
         with open(_SOCKETS, encoding="utf-8", errors="surrogateescape") as file:
             found = [_SOCKET.fullmatch(line.rstrip("\n")) for line in file]

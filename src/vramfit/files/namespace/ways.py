@@ -72,12 +72,12 @@ class Capabilities:
     bound: int
 
     def has(self, *numbers: int) -> bool:
-        """Whether all of some are effective."""
+        """Whether all of these are effective."""
         return all(self.effective >> number & 1 for number in numbers)
 
 
 def capabilities() -> Capabilities:
-    """Those of this process, of /proc/self/status."""
+    """The capabilities of this process, by /proc/self/status."""
     lines = dict(
         line.split(":\t", 1) for line in Path(_STATUS).read_text("utf-8").splitlines() if ":\t" in line
     )
@@ -88,7 +88,7 @@ def capabilities() -> Capabilities:
 
 
 def possible_ways() -> list[Way]:
-    """What could be tried, the best first."""
+    """The ways that could be tried, the best first."""
     have = capabilities()
     ways = []
     if have.has(_SYS_ADMIN):
@@ -100,7 +100,7 @@ def possible_ways() -> list[Way]:
 
 
 def knows(way: Way, user: int, group: int) -> bool:
-    """Whether files of a user and a group can be copied up. Asked before the namespace is entered."""
+    """Whether files of a user and a group can be copied up; only valid before the namespace is entered."""
     if way.right is Right.OWN_ID:
         return user == os.getuid() and group == os.getgid()
     return _is_mapped(user, _ID_MAP) and _is_mapped(group, _ID_MAP.replace("uid", "gid"))
@@ -126,7 +126,7 @@ def enter(way: Way) -> None:
 
 
 def give_back(way: Way, before: Capabilities) -> None:
-    """Leave this process the capabilities that it had before it entered.
+    """Leave this process only the capabilities that it had before it entered.
 
     Raises:
         OSError: the system refuses.
@@ -143,7 +143,7 @@ def give_back(way: Way, before: Capabilities) -> None:
 
 
 def _enter_with_all_ids() -> None:
-    """A process that stays outside writes the maps: inside nobody has a right over ids outside."""
+    """Enter with the maps written by a process that stays outside: inside nobody has a right over ids outside."""
     process, (ready, go) = os.getpid(), os.pipe()
     helper = os.fork()
     if helper == 0:

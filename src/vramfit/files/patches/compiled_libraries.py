@@ -1,19 +1,16 @@
 """Compiled readers and writers that take a path: they are given the real path of what lies in the overlay.
 
-Each is replaced as soon as its module is imported. A library that is not listed reads what is on disk, and is kept from
-writing by Landlock where the kernel has it.
+Each is replaced as soon as its module is imported. A library that is not listed reads what is on disk, and Landlock
+keeps it from writing where the kernel has it.
 """
 
 from __future__ import annotations
 
 import builtins
 import functools
-import importlib.abc
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -21,12 +18,14 @@ from vramfit.files import real, sparse_files
 from vramfit.files.calls import Calls
 from vramfit.files.overlay import Where
 from vramfit.files.patches import databases
-from vramfit.patching import PatchStack
+from vramfit.patching import PatchStack, after_import
 
 _REPLACED = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 _KEPT = os.O_RDWR | os.O_CREAT
 
-_READERS = {
+_Table = Mapping[str, tuple[tuple[str, int], ...]]
+
+_READERS: _Table = {
     "torch": (("_C.PyTorchFileReader", 0), ("jit.load", 0)),
     "safetensors._safetensors_rust": (("safe_open", 0),),
     "tokenizers": (("Tokenizer.from_file", 0),),
@@ -41,7 +40,7 @@ _READERS = {
     "sentencepiece": (("SentencePieceProcessor.Load", 1),),
 }
 """Module to functions that read a file, each with the position of its path."""
-_WRITERS = {
+_WRITERS: _Table = {
     "torch": (
         ("_C.ScriptModule.save", 1),
         ("_C.ScriptFunction.save", 1),
@@ -60,17 +59,14 @@ _WRITERS = {
     "onnx": (("save", 1), ("save_model", 1)),
 }
 """The same, for functions that write a file anew."""
-_FOLDER_WRITERS = {"tokenizers": (("models.Model.save", 1),)}
+_FOLDER_WRITERS: _Table = {"tokenizers": (("models.Model.save", 1),)}
 """The same, for functions that write files into a folder that is there."""
 
 
 def install(calls: Calls, patches: PatchStack, *, guarded: bool) -> None:
     """Replace them, now or as soon as they are imported.
 
-    Args:
-        calls: on the overlay.
-        patches: takes it back.
-        guarded: whether the kernel refuses what is not led away.
+    `guarded` means that the kernel refuses what is not led away.
     """
     special: dict[str, Callable[[Calls, ModuleType, PatchStack], None]] = {
         "torch": _torch,
@@ -80,28 +76,27 @@ def install(calls: Calls, patches: PatchStack, *, guarded: bool) -> None:
         "_gdbm": _dbm,
         "numpy.lib._datasource": _numpy,
     }
-    names = {*_READERS, *_WRITERS, *special}
+
+    def there(path: Any) -> Any:  # what does not exist, the reader says itself
+        return path if calls.overlay.untouched() else calls.place(path).real
+
+    kinds: tuple[tuple[_Table, Callable[[Any], Any]], ...] = (
+        (_READERS, there),
+        (_WRITERS, lambda path: calls.locate(path, _REPLACED)),
+        (_FOLDER_WRITERS, calls.folder_to_fill),
+    )
 
     def treat(name: str, module: ModuleType) -> None:
         table: list[tuple[object, object]] = []
-        for path, position in _READERS.get(name, ()):
-            _replace(module, path, partial(_reader, calls, position=position), patches, table)
-        for path, position in _WRITERS.get(name, ()):
-            _replace(module, path, partial(_writer, calls, position=position), patches, table)
-        for path, position in _FOLDER_WRITERS.get(name, ()):
-            _replace(module, path, partial(_folder_writer, calls, position=position), patches, table)
+        for functions, where in kinds:
+            for path, position in functions.get(name, ()):
+                _replace(module, path, partial(_changed, position=position, where=where), patches, table)
         if name in special:
             special[name](calls, module, patches)
         if table:
             patches.rebind(table)
 
-    for name in names:
-        module = sys.modules.get(name)
-        if module is not None:
-            treat(name, module)
-    finder = _ImportWatcher(names, treat)
-    sys.meta_path.insert(0, finder)
-    patches.call(lambda: sys.meta_path.remove(finder))
+    after_import({name: partial(treat, name) for name in {*_READERS, *_WRITERS, *special}}, patches)
     databases.install(calls, patches, guarded=guarded)
 
 
@@ -130,7 +125,7 @@ def _is_static(owner: Any, name: str) -> bool:
 
 
 def _at(args: Sequence[Any], position: int, options: dict[str, Any], change: Callable[[Any], Any]) -> Any:
-    """Arguments with the path at a position changed, also where it was given by a name of usual ones."""
+    """Arguments with the path at a position changed, or the one given by a usual name."""
     changed = list(args)
     if position < len(changed):
         if _is_path(changed[position]):
@@ -146,29 +141,9 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, (str, bytes, os.PathLike))
 
 
-def _reader(calls: Calls, old: Any, position: int) -> Callable[..., Any]:
-    def change(path: Any) -> Any:
-        if calls.overlay.untouched():
-            return path
-        return _like(path, calls.place(path).real)  # what does not exist, it says by itself
+def _changed(old: Any, position: int, where: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A function that is given the real path in place of the one at a position."""
 
-    @functools.wraps(old, updated=())
-    def read(*args: Any, **options: Any) -> Any:
-        args, options = _at(args, position, options, change)
-        return old(*args, **options)
-
-    return read
-
-
-def _writer(calls: Calls, old: Any, position: int) -> Callable[..., Any]:
-    return _changed(old, position, lambda path: calls.locate(path, _REPLACED))
-
-
-def _folder_writer(calls: Calls, old: Any, position: int) -> Callable[..., Any]:
-    return _changed(old, position, calls.folder_to_fill)
-
-
-def _changed(old: Any, position: int, where: Callable[[Any], str]) -> Callable[..., Any]:
     def change(path: Any) -> Any:
         return _like(path, where(path))
 
@@ -182,51 +157,6 @@ def _changed(old: Any, position: int, where: Callable[[Any], str]) -> Callable[.
 
 def _like(path: Any, where: str) -> Any:
     return os.fsencode(where) if isinstance(path, bytes) else where
-
-
-class _ImportWatcher(importlib.abc.MetaPathFinder):
-    """Sees modules being imported; finds none itself."""
-
-    def __init__(self, names: set[str], treat: Callable[[str, ModuleType], None]) -> None:
-        self._names = names
-        self._treat = treat
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """The spec that the others find, with a loader that lets `treat` see the module."""
-        if fullname not in self._names:
-            return None
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = None if finder is self or find is None else find(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _Loader(spec.loader, self._treat)  # type: ignore[assignment]
-                return spec
-        return None
-
-
-class _Loader:
-    """A loader that lets somebody see the module once it is there."""
-
-    def __init__(self, loader: Any, treat: Callable[[str, ModuleType], None]) -> None:
-        self._loader = loader
-        self._treat = treat
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> Any:
-        """As the loader does."""
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """As the loader does, and let the module be seen; it keeps its own loader."""
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._treat(module.__name__, module)
 
 
 def _torch(calls: Calls, module: ModuleType, patches: PatchStack) -> None:
@@ -264,7 +194,7 @@ def _torch(calls: Calls, module: ModuleType, patches: PatchStack) -> None:
 
 
 def _arrow(calls: Calls, module: ModuleType, patches: PatchStack) -> None:
-    """Files of Arrow: data sets of Hugging Face are written through Python, and mapped here."""
+    """Lead away files of Arrow: data sets of Hugging Face are written through Python, and mapped here."""
     lib: Any = module
 
     def flags_of(mode: str) -> int:
@@ -280,7 +210,7 @@ def _arrow(calls: Calls, module: ModuleType, patches: PatchStack) -> None:
         return mapped(where, mode)
 
     mapped = lib.memory_map
-    created = partial(_writer, calls, position=0)(lib.create_memory_map)
+    created = _changed(lib.create_memory_map, 0, lambda path: calls.locate(path, _REPLACED))
     table = (("OSFile", OSFile), ("memory_map", memory_map), ("create_memory_map", created))
     for name, new in table:
         old = getattr(lib, name)
@@ -314,7 +244,7 @@ def _h5py(calls: Calls, module: ModuleType, patches: PatchStack) -> None:
 
 
 def _dbm(calls: Calls, module: ModuleType, patches: PatchStack) -> None:
-    """Files of dbm; ndbm makes several, each with an ending."""
+    """Lead away files of dbm; ndbm makes several, each with an ending."""
     dbm: Any = module
     opened = dbm.open
 

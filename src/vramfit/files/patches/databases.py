@@ -22,10 +22,7 @@ _IN_MEMORY = ("", ":memory:")
 def install(calls: Calls, patches: PatchStack, *, guarded: bool) -> None:
     """Replace `sqlite3.connect`.
 
-    Args:
-        calls: on the overlay.
-        patches: takes it back.
-        guarded: whether the kernel refuses what statements attach; else we do.
+    Where the kernel does not refuse what statements attach (`guarded`), an authorizer does.
     """
     connect = sqlite3.connect
 
@@ -45,7 +42,7 @@ def install(calls: Calls, patches: PatchStack, *, guarded: bool) -> None:
 
 
 def is_allowed(overlay: Overlay, database: Any) -> bool:
-    """Whether SQLite may open what it calls a database: it would not write to a real file."""
+    """Whether SQLite may open what it calls a database, because that would write to no real file."""
     if not isinstance(database, (str, bytes, os.PathLike)):
         return False
     text = os.fsdecode(database)
@@ -58,7 +55,7 @@ def is_allowed(overlay: Overlay, database: Any) -> bool:
 
 
 def _guard(overlay: Overlay) -> Callable[..., int]:
-    """An authorizer (sqlite.org/c3ref/set_authorizer.html): ATTACH and VACUUM INTO name files past `connect`."""
+    """An authorizer (sqlite.org/c3ref/set_authorizer.html), since ATTACH and VACUUM INTO name files past `connect`."""
 
     def allow(action: int, database: str | None, *rest: object) -> int:
         if action == sqlite3.SQLITE_ATTACH and not is_allowed(overlay, database):

@@ -58,7 +58,7 @@ def make_open(calls: Calls) -> Callable[..., Any]:
 
 
 def _flags(mode: Any) -> int | None:
-    """The flags of a mode; None for one that is none, which the original refuses."""
+    """The flags of a mode; None for an invalid one, which the original refuses."""
     if not isinstance(mode, str) or set(mode) - set("rwxabt+") or len(set(mode)) != len(mode):
         return None
     if len(set(mode) & set("rwxa")) != 1 or set("bt") <= set(mode):
@@ -77,7 +77,7 @@ def _set_aside(
     errors: str | None,
     newline: str | None,
 ) -> Any:
-    """What `io.open` makes of a path (Lib/_pyio.py: open), around a raw file of our own."""
+    """Do what `io.open` does with a path (Lib/_pyio.py: open), around a raw file of our own."""
     binary = "b" in mode
     if binary and (encoding, errors, newline) != (None, None, None):
         return real.open_file(file, mode, buffering, encoding, errors, newline)  # raises what it should
@@ -103,7 +103,7 @@ def _set_aside(
 
 
 def _named(made: Any, file: Any) -> Any:
-    """The file, called as the program called it."""
+    """The file, under the name that the program used."""
     raw = getattr(getattr(made, "buffer", made), "raw", made)
     if raw.name != file:
         raw.name = file

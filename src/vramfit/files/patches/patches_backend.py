@@ -1,17 +1,16 @@
-"""The patches backend as a protection: the overlay, the replaced functions, and what they saw. No torch."""
+"""The patches backend as a protection: the overlay, the replaced functions, and what they recorded. No torch."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from types import TracebackType
 from typing import Self
 
-from vramfit.files import landlock, real
+from vramfit.files import real
 from vramfit.files.calls import Calls
 from vramfit.files.changes import look_through, summarise
 from vramfit.files.overlay import LOG, Overlay
-from vramfit.files.patches import audit, compiled_libraries, system
+from vramfit.files.patches import compiled_libraries, refusals, system
 from vramfit.files.policy import Backend, FilePolicy, cache_folder, default_through
 from vramfit.patching import PatchStack
 from vramfit.trace.outcome import FileChanges
@@ -24,8 +23,9 @@ _OUTPUTS = ("/proc/self/fd/1", "/proc/self/fd/2")
 class Patches:
     """A `vramfit.files.protection.Protection` of replaced functions.
 
-    Python's own writes, and those of the libraries that `libraries` lists, go to the overlay. What no patch leads away
-    is refused: by an audit hook where Python announces it, and in a child by Landlock where the kernel has it.
+    Python's own writes, and those of the libraries that `compiled_libraries` lists, go to the overlay. What no patch
+    leads
+    away is refused: by an audit hook where Python announces it, and in a child by Landlock where the kernel has it.
     """
 
     backend = Backend.PATCHES
@@ -42,20 +42,18 @@ class Patches:
         """Replace the functions."""
         self._overlay = overlay = Overlay(self.policy)
         try:
-            guarded = self._in_child and landlock.restrict(_writable(self.policy))
+            guarded = self._in_child and refusals.restrict_writes(_writable(self.policy))
             calls = Calls(overlay)
             system.install(calls, self._patches)
             compiled_libraries.install(calls, self._patches, guarded=guarded)
-            audit.install(overlay, self._patches, guarded=guarded)
+            refusals.install(overlay, self._patches, guarded=guarded)
         except BaseException:
             self._patches.undo()
             overlay.close()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Put them back."""
         assert self._overlay is not None
         self._after = self.changes()
@@ -77,7 +75,7 @@ class Patches:
 
 
 def recovered(policy: FilePolicy) -> FileChanges | None:
-    """What the overlay of a process that was killed holds: its log tells. None without one."""
+    """What the overlay of a killed process holds, by its log; None without one."""
     if not real.exists(os.path.join(policy.folder, LOG)):
         return None
     overlay = Overlay(policy)
@@ -90,7 +88,7 @@ def recovered(policy: FilePolicy) -> FileChanges | None:
 def _writable(policy: FilePolicy) -> list[str]:
     """Folders that Landlock lets the process write to: those that are written for real, and ours.
 
-    What is not there yet cannot be named to the kernel. In the folder of all caches, that folder stands for it.
+    What does not exist yet cannot be named to the kernel. In the folder of all caches, that folder stands for it.
     Elsewhere a folder that the user named, or of a hub, is made, without a trace on the times above it; other caches
     are left out, so that libraries do without.
     """

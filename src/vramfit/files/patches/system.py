@@ -43,19 +43,16 @@ _SUN_PATH = 100
 def install(calls: Calls, patches: PatchStack) -> None:
     """Replace them all."""
     table: list[tuple[object, object]] = []
-    for name in _OWN:
-        if hasattr(os, name):
-            _replace(name, getattr(calls, name), patches, table)
-    _replace("remove", calls.unlink, patches, table)
-    for name in _CHANGING:
-        if hasattr(os, name):
-            _replace(name, _changing(calls, getattr(os, name), name), patches, table)
+    replacements = {
+        **{name: getattr(calls, name) for name in _OWN},
+        "remove": calls.unlink,
+        **{name: _changing(calls, getattr(os, name, None), name) for name in _CHANGING},
+        **{name: _looking(calls, getattr(os, name, None)) for name in _LOOKING},
+    }
+    for name, call in replacements.items():
+        _replace(name, call, patches, table)
     for name, same in _BY_DESCRIPTOR.items():
-        if hasattr(os, name):
-            _replace(name, getattr(os, same), patches, table)
-    for name in _LOOKING:
-        if hasattr(os, name):
-            _replace(name, _looking(calls, getattr(os, name)), patches, table)
+        _replace(name, getattr(os, same, None), patches, table)
     _replace_sets({id(old): new for old, new in table}, patches)
     _replace_open(calls, patches, table)
     _replace_defaults({id(old): new for old, new in table}, patches)
@@ -65,9 +62,10 @@ def install(calls: Calls, patches: PatchStack) -> None:
     _redirect_temporary(calls.overlay.policy.temporary, patches)
 
 
-def _replace(
-    name: str, call: Callable[..., Any], patches: PatchStack, table: list[tuple[object, object]]
-) -> None:
+def _replace(name: str, call: Any, patches: PatchStack, table: list[tuple[object, object]]) -> None:
+    """Replace a function of `os`, if this system has it."""
+    if not hasattr(os, name):
+        return
     old = getattr(os, name)
 
     def replacement(*args: Any, **options: Any) -> Any:
@@ -104,7 +102,7 @@ def _looking(calls: Calls, original: Any) -> Callable[..., Any]:
 
 
 def _replace_sets(table: dict[int, object], patches: PatchStack) -> None:
-    """What `os.supports_dir_fd` and its like say of an original holds for its replacement."""
+    """Put replacements beside their originals in `os.supports_dir_fd` and its like."""
     for name in _SETS:
         known = getattr(os, name)
         patches.set(os, name, known | {table[id(one)] for one in known if id(one) in table})
@@ -126,7 +124,7 @@ def _replace_open(calls: Calls, patches: PatchStack, table: list[tuple[object, o
 
 
 def _replace_defaults(table: dict[int, object], patches: PatchStack) -> None:
-    """``NamedTemporaryFile`` keeps `os.unlink` as a default of the function that deletes its file."""
+    """Replace `os.unlink` where ``NamedTemporaryFile`` keeps it as a default of the function that deletes its file."""
     for function in list(vars(tempfile._TemporaryFileCloser).values()):  # type: ignore[attr-defined]
         defaults = getattr(function, "__defaults__", None) or ()
         if any(id(one) in table for one in defaults):
@@ -135,7 +133,7 @@ def _replace_defaults(table: dict[int, object], patches: PatchStack) -> None:
 
 
 def _replace_sockets(calls: Calls, patches: PatchStack) -> None:
-    """A socket that is named by a path is made by the kernel."""
+    """Lead away sockets that are named by a path, which the kernel makes."""
     if not hasattr(socket, "AF_UNIX"):
         return
 
@@ -166,18 +164,17 @@ def _socket_path(calls: Calls, path: str, *, binding: bool) -> str:
         where = overlay.prepare(place)
     if len(os.fsencode(where)) < _SUN_PATH:
         return where
-    folder = real.open_fd(
-        os.path.dirname(where), os.O_RDONLY
-    )  # as long as the process: the socket may be asked for
+    # Open as long as the process, which may look the socket up by this path.
+    folder = real.open_fd(os.path.dirname(where), os.O_RDONLY)
     return f"/proc/self/fd/{folder}/{os.path.basename(where)}"
 
 
 def _redirect_temporary(folder: str, patches: PatchStack) -> None:
-    """Temporary files are really there, in a folder of their own: subprocesses and sockets meet in them."""
+    """Let temporary files be real, in a folder of their own: subprocesses and sockets meet in them."""
     real.make_folders(folder)
     patches.item(os.environ, "TMPDIR", folder)
     patches.set(tempfile, "tempdir", None)
-    # Where multiprocessing makes its own: asked for once, and kept.
+    # multiprocessing looks up once where it makes its own, and keeps that.
     config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     if "tempdir" not in config:
         patches.item(config, "tempdir", None)

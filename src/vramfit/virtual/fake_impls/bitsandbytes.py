@@ -1,4 +1,4 @@
-"""Ops of bitsandbytes. See NOTE [bitsandbytes] in torch_patches/bitsandbytes.py."""
+"""Ops of bitsandbytes. See NOTE [bitsandbytes] in torch_patches/libraries.py."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.virtual.describe import COMPRESSED, MATRIX_AT
 from vramfit.virtual.fake_impls.registry import rule
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
-from vramfit.virtual.undescribed import COMPRESSED, MATRIX_AT
 
 _BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _aten = torch.ops.aten

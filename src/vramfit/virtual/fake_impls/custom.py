@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.capture.ops import tensors_in
 from vramfit.virtual.data_dependent.assume import Assume, Extent
+from vramfit.virtual.describe import fake_implementation
 from vramfit.virtual.fake_impls import shapes
 from vramfit.virtual.fake_impls.registry import rule
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
-from vramfit.virtual.undescribed import fake_implementation
 
 _MASKED_SELECT = torch.ops.aten.masked_select.default
 _BITS = 64  # threadsPerBlock of vision/csrc/ops/cuda/nms_kernel.cu: pairs of boxes are bits of 64-bit words

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.virtual.describe import is_compressed_product
 from vramfit.virtual.fake_impls import compressed
 from vramfit.virtual.fake_impls.registry import RULES, find_overload, rule
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import Handler, OpRunner
-from vramfit.virtual.undescribed import is_compressed_product
 
 _Describe = Callable[["OpRunner", tuple[Any, ...]], Any]
 

@@ -11,13 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.trace import Category
 from vramfit.virtual import roofline
-from vramfit.virtual.clock import Engine
 from vramfit.virtual.data_dependent.guesses import GUESSED
+from vramfit.virtual.describe import COMPRESSED
 from vramfit.virtual.fake_impls import compressed
 from vramfit.virtual.fake_impls.registry import rule
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
-from vramfit.virtual.undescribed import COMPRESSED
+from vramfit.virtual.simulated_streams import Engine
 
 _TO_COPY = torch.ops.aten._to_copy.default
 _COPY_ = torch.ops.aten.copy_.default

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from vramfit.capture.ops import tensors_in
+from vramfit.virtual.describe import is_compressed_product
 from vramfit.virtual.fake_impls import compressed
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
-from vramfit.virtual.undescribed import is_compressed_product
 
 _Parts = Callable[..., torch.Tensor]
 

@@ -10,11 +10,10 @@ from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from vramfit.patching import PatchStack
+from vramfit.patching import PatchStack, change_after
 from vramfit.virtual.foreign.fake_kernels import KERNELS, LISTENERS, FakeKernel
 from vramfit.virtual.foreign.operators import note_launch, virtual_tensors
 from vramfit.virtual.op_runner import OpRunner
-from vramfit.virtual.torch_patches.libraries import change_after
 
 
 def install(mode: OpRunner, patches: PatchStack) -> None:

@@ -10,11 +10,11 @@ from torch._library.custom_ops import OPDEFS
 from torch._library.triton import triton_ops_to_kernels
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.virtual.describe import OF_TORCH
 from vramfit.virtual.foreign.fake_kernels import KERNELS, FakeKernel
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import Handler, OpRunner
 from vramfit.virtual.roofline import traffic_seconds
-from vramfit.virtual.undescribed import OF_TORCH
 
 # -- What a kernel that did not run leaves behind: time has passed, and what it wrote has no known values.
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from vramfit.patching import PatchStack
+from vramfit.patching import PatchStack, after_import
 from vramfit.virtual.op_runner import OpRunner
-from vramfit.virtual.torch_patches.libraries import after_import
 
 _CACHE_BYTES = 256 << 20  # triton/backends/nvidia/driver.py: get_empty_cache_for_benchmark
 UNTUNED = (

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from vramfit.patching import PatchStack
+from vramfit.patching import PatchStack, after_import
 from vramfit.virtual.foreign.operators import note_launch, virtual_tensors
 from vramfit.virtual.foreign.written import written_parameters
 from vramfit.virtual.op_runner import OpRunner
-from vramfit.virtual.torch_patches.libraries import after_import
 
 
 def install(mode: OpRunner, patches: PatchStack) -> None:

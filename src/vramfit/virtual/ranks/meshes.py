@@ -7,10 +7,9 @@ from typing import Any
 
 from torch.utils._python_dispatch import _disable_current_modes
 
-from vramfit.patching import PatchStack
+from vramfit.patching import PatchStack, after_import
 from vramfit.virtual.describe import VirtualFakeMode
 from vramfit.virtual.op_runner import OpRunner
-from vramfit.virtual.torch_patches.libraries import after_import
 
 
 def install(mode: OpRunner, patches: PatchStack) -> None:

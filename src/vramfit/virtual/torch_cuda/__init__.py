@@ -1,12 +1,8 @@
 """``torch.cuda`` as a program finds it on the virtual GPU; `install` puts it in place.
 
-One module per part: `devices`, `properties`, `streams`, `memory`, `graphs`, `rng`, `accelerator`, `backends`,
-`profiler`, `legacy` (old tensor types), `extras` (runtime functions, NVTX, sensors, copies between
-devices) and `releases`.
-
-Not covered: pluggable allocators (a warning says so),
-``torch.cuda.gds``, green contexts, jiterator, ``torch.accelerator.Graph``, ``can_use_flash_attention`` and
-its kin, ``torch.profiler``'s CUDA activities, NCCL calls of ``torch.cuda.nccl``, and pynvml itself.
+Not covered: pluggable allocators (a warning says so), ``torch.cuda.gds``, green contexts, jiterator,
+``torch.accelerator.Graph``, ``can_use_flash_attention`` and its kin, ``torch.profiler``'s CUDA activities, NCCL calls
+of ``torch.cuda.nccl``, and pynvml itself.
 """
 
 from vramfit.virtual.torch_cuda.base import installed_machine, invalid_device

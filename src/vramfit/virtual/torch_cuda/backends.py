@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import os
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -37,25 +39,16 @@ class BackendFunctions(CFunctions):
     def _cudnn_set_conv_benchmark_empty_cache(self, enable: bool) -> None:
         self.machine.conv_benchmark_empties_cache = enable
 
-    def _cuda_getCublasWorkspaceSize(self) -> int:
-        return self._workspace_bytes(Blas.CUBLAS)
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """The functions by their name in ``torch._C``."""
+        table, chosen = super().functions(), self.machine.cublas_workspace_bytes
+        for name, blas in (("Cublas", Blas.CUBLAS), ("CublasLt", Blas.CUBLASLT)):
+            table[f"_cuda_get{name}WorkspaceSize"] = partial(self.workspace_bytes, blas)
+            table[f"_cuda_set{name}WorkspaceSize"] = partial(chosen.__setitem__, blas.value)
+            table[f"_cuda_reset{name}WorkspaceSize"] = partial(chosen.pop, blas.value, None)
+        return table
 
-    def _cuda_setCublasWorkspaceSize(self, size: int) -> None:
-        self.machine.cublas_workspace_bytes["cublas"] = size
-
-    def _cuda_resetCublasWorkspaceSize(self) -> None:
-        self.machine.cublas_workspace_bytes.pop("cublas", None)
-
-    def _cuda_getCublasLtWorkspaceSize(self) -> int:
-        return self._workspace_bytes(Blas.CUBLASLT)
-
-    def _cuda_setCublasLtWorkspaceSize(self, size: int) -> None:
-        self.machine.cublas_workspace_bytes["cublaslt"] = size
-
-    def _cuda_resetCublasLtWorkspaceSize(self) -> None:
-        self.machine.cublas_workspace_bytes.pop("cublaslt", None)
-
-    def _workspace_bytes(self, blas: Blas) -> int:
+    def workspace_bytes(self, blas: Blas) -> int:
         """What the program chose, else what the library takes on this card."""
         chosen = self.machine.cublas_workspace_bytes.get(blas.value)
         if chosen is not None:
@@ -142,7 +135,7 @@ def patch_backends(functions: BackendFunctions, patches: PatchStack) -> None:
             patches.set(C, name, function)
         _patch_cudnn(functions, patches)
         return
-    # Its own cuDNN answers on a CUDA build; torch remembers the version once it has been asked for.
+    # On a CUDA build its own cuDNN answers; torch remembers its version once it has read it.
     front: Any = torch.backends.cudnn
     patches.keep(front.m, "__cudnn_version")
     if needs_older_build(spec.compute_capability for spec in machine.specs):

@@ -57,10 +57,10 @@ def invalid_device() -> RuntimeError:
 
 
 class CFunctions:
-    """A table of functions of ``torch._C``: a method with a leading underscore answers the one of its name.
+    """A table of functions of ``torch._C``: a method with a leading underscore stands for the function of its name.
 
     Args:
-        machine: answers them.
+        machine: gives the answers.
     """
 
     def __init__(self, machine: Machine) -> None:

@@ -24,7 +24,7 @@ def new_pool_id(*, user_created: bool) -> PoolId:
 
 
 def _when_gone(holder: object, function: Callable[..., object], *args: object) -> Callable[[], object]:
-    """Call a function when an object is gone, or when the result is called; not at the very end."""
+    """Call a function when an object is gone, or when the result is called; not at the interpreter's end."""
     finalizer = weakref.finalize(holder, function, *args)
     finalizer.atexit = False
     return finalizer

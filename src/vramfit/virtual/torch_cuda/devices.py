@@ -30,7 +30,7 @@ _HANDLE = 0x5580_0000_0000  # made-up addresses of library handles: stable and n
 
 
 class DeviceFunctions(CFunctions):
-    """The functions of torch/csrc/cuda/Module.cpp that speak of devices."""
+    """The functions of torch/csrc/cuda/Module.cpp that deal with devices."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
@@ -158,15 +158,15 @@ def patch_devices(functions: DeviceFunctions, patches: PatchStack) -> None:
     patches.set(cuda, "has_magma", True)
     # fork_rng warns once per process about several devices.
     patches.set(torch.random, "_fork_rng_warned_already", False)
-    # "Was this torch built with CUDA" is asked of torch._C at run time.
+    # Whether this torch was built with CUDA is looked up in torch._C at run time.
     patches.set(C, "_has_cuda", True)
     patches.set(C, "_has_magma", True)
     _forget_cached_answers(patches)
     # Fake tensors warm up a real context when is_available() says there is a card: there is none to warm up.
     if hasattr(fake_tensor, "init_gpu_context"):
         patches.set(fake_tensor, "init_gpu_context", _no_context)
-    # A CUDA build has its own version; it stands only if it serves the cards. All cards are asked, not the
-    # visible ones: CUDA_VISIBLE_DEVICES is the program's to set.
+    # A CUDA build keeps its own version only if that serves the cards: all of them, not just the visible ones, since
+    # CUDA_VISIBLE_DEVICES is the program's to set.
     cards = [spec.compute_capability for spec in functions.machine.specs]
     if not CUDA_BUILD or needs_older_build(cards):
         patches.set(torch.version, "cuda", release_for(functions.machine.torch_version, cards).cuda)

@@ -1,4 +1,4 @@
-"""The rest: the CUDA runtime's functions, NVTX, sensors, copies between devices, TunableOp."""
+"""The rest: the CUDA runtime's functions, NVTX, sensors, copies between devices, TunableOp, the profiler."""
 
 # ruff: noqa: ARG002, ARG005  # the signatures are those of the C functions and classes
 
@@ -7,10 +7,12 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import torch
+from torch.autograd import profiler
+from torch.profiler import ProfilerActivity
 
 from vramfit.patching import PatchStack
 from vramfit.virtual.machine import InvalidDevice, Machine, VirtualDevice
@@ -61,7 +63,7 @@ def _cudart_module(machine: Machine) -> ModuleType:
 
 
 class Nvtx:
-    """Stands for ``torch._C._nvtx`` (torch/csrc/cuda/shared/nvtx.cpp): tells the machine what it hears."""
+    """Stands for ``torch._C._nvtx`` (torch/csrc/cuda/shared/nvtx.cpp); passes ranges and marks on to the machine."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -209,7 +211,7 @@ class TunableFunctions(CFunctions):
 
 
 def patch_extras(machine: Machine, patches: PatchStack) -> None:
-    """Replace the runtime's functions, NVTX and the sensors, which torch asks of NVML."""
+    """Replace the runtime's functions, NVTX, the sensors, which torch asks of NVML, and parts of the profiler."""
     runtime = _cudart_module(machine)
     patches.set(C, "_cudart", runtime)
     patches.set(torch.cuda, "_cudart", runtime)
@@ -219,6 +221,7 @@ def patch_extras(machine: Machine, patches: PatchStack) -> None:
     # Reductions between devices take torch's own path; a CPU build would also warn that it lacks NCCL.
     patches.set(torch.cuda.nccl, "is_available", lambda tensors: False)
     _patch_sensors(machine, patches)
+    _patch_profiler(machine, patches)
 
 
 def _patch_sensors(machine: Machine, patches: PatchStack) -> None:
@@ -249,3 +252,26 @@ def _patch_sensors(machine: Machine, patches: PatchStack) -> None:
         answer.__name__ = name
         patches.set(torch.cuda, name, answer)
     patches.set(torch.cuda.memory, "list_gpu_processes", processes)
+
+
+def _patch_profiler(machine: Machine, patches: PatchStack) -> None:
+    """Let ``torch.profiler`` record the CPU side: there are no kernels whose times it could take.
+
+    Asked for those, a CUDA library that is not there would have it write a stack per op to stderr.
+    """
+    module: Any = profiler
+    supported = module._supported_activities
+
+    def supported_activities() -> set[ProfilerActivity]:
+        machine.warn("profiler-without-kernels", "torch.profiler records no kernels on the virtual GPU")
+        return {*supported(), ProfilerActivity.CUDA}
+
+    # With this, torch.profiler asks Kineto for CUDA activities, of which there are none ...
+    patches.set(module, "_supported_activities", supported_activities)
+    # ... and where Kineto is not wanted, it does not record CUDA events around each op instead.
+    states = dict(module.ProfilerState.__members__)
+    states["KINETO_GPU_FALLBACK"] = states["KINETO"]
+    patches.set(module, "ProfilerState", SimpleNamespace(**states))
+    # emit_nvtx enables a C++ observer that a CPU build lacks.
+    patches.set(module.emit_nvtx, "__enter__", lambda self: self)
+    patches.set(module.emit_nvtx, "__exit__", lambda *_: False)

@@ -8,10 +8,12 @@ working and keeps its version's habits. Python classes that derived from a C cla
 are made anew from torch's own source, now that the C class is ours, and bound wherever the old ones were.
 """
 
+# ruff: noqa: ARG002  # the signatures are those of the C functions and classes
+
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import CodeType, ModuleType
 from typing import Any
@@ -20,34 +22,29 @@ import torch
 
 from vramfit.patching import PatchStack
 from vramfit.virtual.machine import Machine
-from vramfit.virtual.torch_cuda import base
-from vramfit.virtual.torch_cuda.accelerator import AcceleratorFunctions
 from vramfit.virtual.torch_cuda.backends import BackendFunctions, patch_backends
-from vramfit.virtual.torch_cuda.base import C
+from vramfit.virtual.torch_cuda.base import C, CFunctions, set_machine
 from vramfit.virtual.torch_cuda.cuda_graphs import MemPool, PoolFunctions, base_classes
 from vramfit.virtual.torch_cuda.devices import DeviceFunctions, patch_devices
 from vramfit.virtual.torch_cuda.extras import CommFunctions, TunableFunctions, patch_extras
 from vramfit.virtual.torch_cuda.legacy import patch_legacy_tensors
 from vramfit.virtual.torch_cuda.memory import MemoryFunctions
-from vramfit.virtual.torch_cuda.profiler import patch_profiler
 from vramfit.virtual.torch_cuda.rng import patch_rng
-from vramfit.virtual.torch_cuda.streams import StreamFunctions, patch_streams
+from vramfit.virtual.torch_cuda.streams import StreamFunctions, VirtualStream, patch_streams
 
 Pairs = list[tuple[object, object]]
 
 
 def install(machine: Machine, patches: PatchStack) -> None:
-    """Let ``torch.cuda`` and its kin be answered by a machine, until the patches are undone.
+    """Let a machine answer ``torch.cuda`` and its kin until the patches are undone.
 
-    Args:
-        machine: the virtual machine.
-        patches: takes every patch with its undo. If this function raises, undo it.
+    If this function raises, undo `patches`: what was patched before is in them.
     """
-    patches.call(base.set_machine(machine))
+    patches.call(set_machine(machine))
     devices = DeviceFunctions(machine)
     memory = MemoryFunctions(machine)
     backends = BackendFunctions(machine)
-    tables: Sequence[base.CFunctions] = (
+    tables: Sequence[CFunctions] = (
         devices,
         memory,
         backends,
@@ -82,7 +79,6 @@ def install(machine: Machine, patches: PatchStack) -> None:
     patch_devices(devices, patches)
     patch_backends(backends, patches)
     patch_extras(machine, patches)
-    patch_profiler(machine, patches)
     patch_legacy_tensors(patches)
 
 
@@ -97,8 +93,64 @@ def _code(module: ModuleType) -> CodeType:
 
 
 def _made_anew(module: ModuleType, names: Sequence[str]) -> Pairs:
-    """Run a module's source once more, apart from it; gives its old and new objects of these names."""
+    """Run a module's source once more, apart from it; returns pairs of its old and new objects of these names."""
     fresh = ModuleType(module.__name__)
     fresh.__dict__.update(__package__=module.__package__, __file__=module.__file__)
     exec(_code(module), fresh.__dict__)
     return [(vars(module)[name], vars(fresh)[name]) for name in names if name in vars(module)]
+
+
+class AcceleratorFunctions(CFunctions):
+    """``torch.accelerator`` (torch/csrc/DeviceAccelerator.cpp), whose device is ``cuda`` here and answers."""
+
+    def __init__(self, machine: Machine, devices: DeviceFunctions, memory: MemoryFunctions) -> None:
+        super().__init__(machine)
+        self.devices = devices
+        self.memory = memory
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """The functions by their name in ``torch._C``; some are those of ``torch.cuda`` themselves."""
+        return super().functions() | {
+            "_accelerator_getDeviceIndex": self.devices._cuda_getDevice,
+            "_accelerator_setDeviceIndex": self.devices._cuda_setDevice,
+            "_accelerator_exchangeDevice": self.devices._cuda_exchangeDevice,
+            "_accelerator_maybeExchangeDevice": self.devices._cuda_maybeExchangeDevice,
+            "_accelerator_hooks_device_count": self.devices._cuda_getDeviceCount,
+            "_accelerator_hooks_get_current_device": self.devices._cuda_getDevice,
+            "_accelerator_hooks_set_current_device": self.devices._cuda_setDevice,
+            "_accelerator_hooks_exchange_device": self.devices._cuda_exchangeDevice,
+            "_accelerator_hooks_maybe_exchange_device": self.devices._cuda_maybeExchangeDevice,
+            "_accelerator_emptyCache": self.memory._cuda_emptyCache,
+            "_accelerator_emptyHostCache": self.memory._host_emptyCache,
+            "_accelerator_getDeviceStats": self.memory._cuda_memoryStats,
+            "_accelerator_resetAccumulatedStats": self.memory._cuda_resetAccumulatedMemoryStats,
+            "_accelerator_resetPeakStats": self.memory._cuda_resetPeakMemoryStats,
+        }
+
+    def _accelerator_getAccelerator(self) -> torch.device:
+        return torch.device("cuda")
+
+    def _get_accelerator(self, check: bool | None = None) -> torch.device:
+        return torch.device("cuda")
+
+    def _accelerator_getDeviceCapability(self, device: int) -> dict[str, Any]:
+        self.device(device)
+        # Every dtype has kernels on every card; what the hardware does fast is another question.
+        return {"supported_dtypes": {v for v in vars(torch).values() if isinstance(v, torch.dtype)}}
+
+    def _accelerator_getStream(self, device: int) -> VirtualStream:
+        index = self.device(device).index
+        return VirtualStream(stream_id=self.machine.current_stream(index), device_index=index)
+
+    def _accelerator_setStream(self, stream: Any) -> None:
+        self.machine.current_device = self.device(stream.device_index).index
+        self.machine.set_stream(stream.stream_id, stream.device_index)
+
+    def _accelerator_synchronizeDevice(self, device: int) -> None:
+        self.machine.synchronize(self.device(device).index)
+
+    def _accelerator_isAllocatorInitialized(self) -> bool:
+        return self.machine.init_pid is not None
+
+    def _accelerator_getMemoryInfo(self, device: int) -> tuple[int, int]:
+        return self.device(device).memory_info()

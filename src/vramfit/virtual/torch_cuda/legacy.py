@@ -59,7 +59,7 @@ def _construct(dtype: torch.dtype, args: tuple[Any, ...], device: torch.device) 
 
 
 class _HostTypeMeta(type):
-    """Metaclass of the stand-ins of the host's types, C types that cannot be patched: all but the call is theirs."""
+    """Metaclass of stand-ins for the host's types, C types that cannot be patched: only the call is ours."""
 
     original: type
 
@@ -72,9 +72,8 @@ class _HostTypeMeta(type):
     def __subclasscheck__(cls, subclass: type) -> bool:
         return subclass is cls or subclass is cls.original
 
-    def __eq__(
-        cls, other: object
-    ) -> bool:  # torch and others keep such types in tables that they made before
+    def __eq__(cls, other: object) -> bool:
+        # torch and others keep such types in tables that they made before.
         return other is cls or other is cls.original
 
     def __hash__(cls) -> int:
@@ -88,7 +87,7 @@ class _HostTypeMeta(type):
 
 
 def _as_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of a constructor, with numbers for the tensors of the card in a list of data.
+    """Arguments of a constructor, with numbers in place of the card's tensors in a list of data.
 
     torch reads them one by one below the dispatcher, where the virtual GPU has no values, and takes them for lists.
     """
@@ -130,12 +129,12 @@ def _patch_host_constructors(patches: PatchStack) -> None:
 
 
 def _own(wanted: Any) -> Any:
-    """torch's own type for the stand-in of one of the host, which C++ would not know."""
+    """torch's own type for the stand-in of a host type, which C++ would not know."""
     return wanted.original if isinstance(wanted, _HostTypeMeta) else wanted
 
 
 def _stand_in(name: str, dtype: torch.dtype) -> type:
-    # The name is what Tensor.type() says of such a tensor.
+    # The name is what Tensor.type() gives for a tensor of this type.
     return _TensorTypeMeta(_PREFIX + name, (), {"dtype": dtype, "is_cuda": True, "__module__": "torch.cuda"})
 
 
@@ -155,7 +154,7 @@ def patch_legacy_tensors(patches: PatchStack) -> None:
 
 
 class _DefaultType:
-    """``torch.Tensor(...)`` where the default tensor type is one of the card's; a default device alone leaves it."""
+    """``torch.Tensor(...)`` where the default tensor type is one of the card's; a default device does not change it."""
 
     def __init__(self, patches: PatchStack) -> None:
         self._constructing: PatchStack | None = None

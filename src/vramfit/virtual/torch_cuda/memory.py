@@ -12,13 +12,13 @@ import torch
 from vramfit.allocator import OutOfMemory
 from vramfit.errors import ConfigError
 from vramfit.trace.settings import settings_from_conf
-from vramfit.virtual import stream_ids as ids
+from vramfit.virtual import simulated_streams as ids
 from vramfit.virtual.machine import Machine, VirtualDevice
 from vramfit.virtual.torch_cuda.base import CFunctions
 
 
 class MemoryFunctions(CFunctions):
-    """The functions of torch/csrc/cuda/Module.cpp and memory_snapshot.cpp that speak of memory."""
+    """The functions of torch/csrc/cuda/Module.cpp and memory_snapshot.cpp that deal with memory."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
@@ -190,7 +190,7 @@ class MemoryFunctions(CFunctions):
 
     def _cuda_memorySnapshot(self, pool: Sequence[Any] | None = None) -> dict[str, Any]:
         provider = self.machine.hooks.snapshot_provider
-        snapshot = self._plain_snapshot() if provider is None else provider()
+        snapshot = self.plain_snapshot() if provider is None else provider()
         if pool is None:
             return snapshot
         wanted = tuple(pool[:2])
@@ -201,7 +201,8 @@ class MemoryFunctions(CFunctions):
             snapshot = {**snapshot, "device_traces": [[] for _ in self.machine.devices]}
         return snapshot
 
-    def _plain_snapshot(self) -> dict[str, Any]:
+    def plain_snapshot(self) -> dict[str, Any]:
+        """A snapshot without any history."""
         return {
             "segments": [segment for device in self.used() for segment in device.allocator.segments()],
             "device_traces": [[] for _ in self.machine.devices],

@@ -1,10 +1,10 @@
-"""Device properties, as ``torch.cuda.get_device_properties`` gives them, and what a release of torch brings with it."""
+"""Device properties as ``torch.cuda.get_device_properties`` gives them, and the versions that a torch release has."""
 
 from __future__ import annotations
 
 import uuid as uuids
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vramfit.virtual.machine import VirtualDevice
 
@@ -35,24 +35,21 @@ _PYPI = {
     (2, 11): TorchRelease(cuda="13.0", cudnn=91900, nccl=(2, 28, 9), architectures=_CU130),
     (2, 12): TorchRelease(cuda="13.0", cudnn=92000, nccl=(2, 29, 7), architectures=_CU130),
 }
-# CUDA 13 and cuDNN from 9.11 on no longer run on cards before Turing; such a card wants the wheel for CUDA
-# 12.6.
+# CUDA 13 and cuDNN from 9.11 on no longer run on cards before Turing: such a card wants the wheel for CUDA 12.6.
 _OLDEST_OF_CUDA_13 = (7, 5)
 _CU126 = (50, 60, 70, 75, 80, 86, 90)
 _CUDNN_CU126 = 91002
 
 
 def needs_older_build(capabilities: Iterable[tuple[int, int]]) -> bool:
-    """Whether a card is among these that a build for CUDA 13 no longer serves."""
+    """Whether one of these cards is no longer served by a build for CUDA 13."""
     return any(card < _OLDEST_OF_CUDA_13 for card in capabilities)
 
 
 def release_for(torch_version: tuple[int, int], capabilities: Iterable[tuple[int, int]]) -> TorchRelease:
-    """The build that somebody with these cards would install.
+    """The build that somebody with cards of these compute capabilities would install.
 
-    Args:
-        torch_version: major and minor; a newer one than is known here is given the newest known.
-        capabilities: compute capabilities of the cards.
+    A newer torch than is known here gets the newest release known.
     """
     known = max((version for version in _PYPI if version <= torch_version), default=min(_PYPI))
     release = _PYPI[known]
@@ -63,24 +60,11 @@ def release_for(torch_version: tuple[int, int], capabilities: Iterable[tuple[int
     extra = {
         major * 10 + minor for major, minor in cards if not _covered(major, minor, release.architectures)
     }
-    if not extra:
-        return release
-    return TorchRelease(
-        cuda=release.cuda,
-        cudnn=release.cudnn,
-        nccl=release.nccl,
-        architectures=tuple(sorted({*release.architectures, *extra})),
-    )
+    return replace(release, architectures=tuple(sorted({*release.architectures, *extra})))
 
 
-_BOARDS = {
-    53,
-    62,
-    72,
-    87,
-    101,
-    110,
-}  # torch/cuda/__init__.py DEVICE_REQUIREMENT: served by their own code only
+# Served by their own code only: torch/cuda/__init__.py, DEVICE_REQUIREMENT.
+_BOARDS = {53, 62, 72, 87, 101, 110}
 
 
 def _covered(major: int, minor: int, architectures: tuple[int, ...]) -> bool:
@@ -95,8 +79,7 @@ _FIRST_BUS = 0x17  # PCI buses of GPUs in servers; only its being stable matters
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class CudaDeviceProperties:
-    """Stands for ``torch._C._CudaDeviceProperties`` (torch/csrc/cuda/Module.cpp,
-    registerCudaDeviceProperties).
+    """Stands for ``torch._C._CudaDeviceProperties`` (torch/csrc/cuda/Module.cpp, registerCudaDeviceProperties).
 
     The attributes are those of the C class, in its units: bytes and kHz.
     """

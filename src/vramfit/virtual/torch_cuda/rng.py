@@ -76,7 +76,7 @@ class VirtualGenerator(_CpuGenerator):  # type: ignore[misc]
         return self.philox.seed
 
     def get_offset(self) -> int:
-        """How far the sequence has been consumed."""
+        """How much of the sequence has been consumed."""
         return self.philox.offset
 
     def set_offset(self, offset: int) -> None:
@@ -113,7 +113,7 @@ class VirtualGenerator(_CpuGenerator):  # type: ignore[misc]
         return self
 
     def clone_state(self) -> VirtualGenerator:
-        """A generator of its own with the same state."""
+        """A separate generator with the same state."""
         return VirtualGenerator(self._index, PhiloxState(self.philox.seed, self.philox.offset))
 
     def graphsafe_get_state(self) -> VirtualGenerator:
@@ -131,10 +131,9 @@ class VirtualGenerator(_CpuGenerator):  # type: ignore[misc]
         return state
 
     def draw(self, numbers: int) -> VirtualGenerator:
-        """Consume random numbers: gives the CPU generator to draw their true values from, and moves on.
+        """Consume random numbers: returns the CPU generator to draw their true values from, and moves on.
 
-        Args:
-            numbers: how many are drawn per thread of the kernel; the offset moves on in steps of 4.
+        `numbers` are drawn per thread of the kernel; the offset moves on in steps of 4.
         """
         packed = _STATE.pack(self.philox.seed, self.philox.offset)
         _CpuGenerator.manual_seed(

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from vramfit.patching import PatchStack
-from vramfit.virtual import stream_ids as ids
-from vramfit.virtual.clock import Engine
+from vramfit.virtual import simulated_streams as ids
 from vramfit.virtual.machine import InvalidDevice
+from vramfit.virtual.simulated_streams import Engine
 from vramfit.virtual.torch_cuda.base import (
     CUDA_DEVICE_TYPE,
     C,
@@ -29,7 +29,7 @@ _RECORD_US = (
 
 
 class StreamFunctions(CFunctions):
-    """The functions of torch/csrc/cuda/Module.cpp that speak of streams."""
+    """The functions of torch/csrc/cuda/Module.cpp that deal with streams."""
 
     def _cuda_getCurrentStream(self, device: int) -> tuple[int, int, int]:
         index = self.device(device).index
@@ -90,7 +90,7 @@ class VirtualStream(_CStream):  # type: ignore[misc]
         return ids.handle_of(self.stream_id, self.device_index)
 
     def query(self) -> bool:
-        """Whether all its work is done: nothing ever runs, so it is."""
+        """Whether all its work is done: always, since nothing ever runs."""
         return True
 
     def synchronize(self) -> None:
@@ -123,7 +123,7 @@ class VirtualStream(_CStream):  # type: ignore[misc]
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Go back to the stream and device of before."""
+        """Restore the stream and device that were current before."""
         machine = installed_machine()
         device, stream = self._before
         machine.set_stream(stream, self.device_index)
@@ -236,7 +236,7 @@ class VirtualEvent(_CEvent):  # type: ignore[misc]
         machine.clock.hold(device, number, self._time_us)
 
     def query(self) -> bool:
-        """Whether the work before it is done: nothing ever runs, so it is."""
+        """Whether the work before it is done: always, since nothing ever runs."""
         return True
 
     def synchronize(self) -> None:

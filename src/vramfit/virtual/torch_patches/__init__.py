@@ -1,52 +1,88 @@
 """Patches of torch outside ``torch.cuda`` that let an unmodified program run on fake tensors.
 
-Each module patches one thing; `install` applies them all to a `PatchStack`, which undoes them.
+Each module patches one part of torch; `install` applies them all to a `PatchStack`, which undoes them.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch._library import simple_registry
+
 from vramfit.launch import threads
 from vramfit.patching import PatchStack
+from vramfit.virtual.compiled import Compiler
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.torch_patches import (
-    attention,
-    autograd,
+    card_routes,
     checkpoints,
-    compile_,
-    data,
-    dispatching,
+    identity,
     libraries,
-    losses,
     modules,
-    one_hot,
-    optimizers,
-    rnn,
-    storage_methods,
-    subclasses,
     tensors,
     tracing,
+    training_steps,
 )
+
+_Find = Callable[[Any, type], Callable[..., Any] | None]
 
 
 def install(mode: OpRunner, patches: PatchStack) -> None:
     """Apply every patch of this package."""
+    _patch_compile(mode, patches)  # first: it keeps what the others replace
+    _shorten_dispatch(mode, patches)
     for module in (
-        compile_,  # first: it keeps what the others replace
-        dispatching,
         tensors,
-        data,
-        storage_methods,
-        subclasses,
+        identity,
         modules,
-        autograd,
-        optimizers,
+        training_steps,
         checkpoints,
         threads,
-        attention,
-        losses,
-        one_hot,
-        rnn,
+        card_routes,
         tracing,
         libraries,
     ):
         module.install(mode, patches)
+
+
+def _patch_compile(mode: OpRunner, patches: PatchStack) -> None:
+    """Make torch's own compiler work on the virtual GPU before a program first uses it."""
+    original = torch.compile
+    compiler = Compiler(mode, patches)
+
+    @functools.wraps(original)
+    def compile(*args: Any, **kwargs: Any) -> Any:
+        compiler.install()
+        return original(*args, **kwargs)
+
+    patches.set(torch, "compile", compile)
+
+
+def _shorten_dispatch(mode: OpRunner, patches: PatchStack) -> None:
+    """Answer at once that no library has a rule of its own (``torch.library.register_torch_dispatch``) for our mode.
+
+    Before torch hands an op or a question for a device to a mode (``torch/csrc/autograd/python_variable.cpp``), it
+    looks by name in Python whether there is such a rule for the mode's class. Nobody can have made one for ours; for
+    any other class the look-up is torch's.
+
+    The function is changed rather than replaced: torch keeps the one that it has found at the first op under any mode.
+    """
+    found: Any = simple_registry.find_torch_dispatch_rule
+    code, defaults = found.__code__, found.__defaults__
+    our_class: type = type(mode)
+    torchs: _Find = FunctionType(code, found.__globals__)
+
+    def find(
+        op: Any, torch_dispatch_class: type, ours: type = our_class, original: _Find = torchs
+    ) -> Callable[..., Any] | None:
+        return None if torch_dispatch_class is ours else original(op, torch_dispatch_class)
+
+    def undo() -> None:
+        found.__code__, found.__defaults__ = code, defaults
+
+    patches.call(undo)
+    found.__defaults__, found.__code__ = find.__defaults__, find.__code__

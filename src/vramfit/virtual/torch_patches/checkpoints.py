@@ -183,12 +183,12 @@ def _patch_torch_save(mode: OpRunner, patches: PatchStack, kept: dict[object, An
 
 
 def _is_zip(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether ``torch.save`` is asked for its present format, not for that before 1.6."""
+    """Whether ``torch.save`` is to write its present format, rather than that before torch 1.6."""
     return bool(options.get("_use_new_zipfile_serialization", args[2] if len(args) > 2 else True))
 
 
 class _Uploads:
-    """Brings tensors of a real file to the card where ``torch.load`` is told to, or where they were saved.
+    """Moves tensors of a real file to the card that ``torch.load`` maps them to, or on which they were saved.
 
     torch moves storages, which only a CUDA build can do. Here the storage stays on the host with a note of where it
     should go, and the tensor that is built on it is moved instead.
@@ -205,7 +205,7 @@ class _Uploads:
         patches.set(torch._utils, "_rebuild_tensor", self._build)
 
     def __enter__(self) -> None:
-        """A file is about to be read."""
+        """Begin to read a file."""
 
     def __exit__(self, *error: object) -> None:
         """Forget its storages."""
@@ -338,7 +338,7 @@ def _tell_mark(mode: OpRunner, file: Any) -> None:
 
 
 class _Parked:
-    """A virtual tensor set aside: it holds no memory of the card, and remembers where it lived."""
+    """A virtual tensor set aside: it holds no memory of the card, and remembers on which device it was."""
 
     def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
         self.tensor = tensor

@@ -15,7 +15,7 @@ from vramfit.patching import PatchStack
 from vramfit.trace import Category
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.tensor_subclasses import is_wrapper
-from vramfit.virtual.torch_patches.data import is_virtual
+from vramfit.virtual.torch_patches.identity import is_virtual
 
 _DESTINATION = "_vramfit_destination"
 
@@ -51,10 +51,10 @@ def _patch_parameter(mode: OpRunner, patches: PatchStack) -> None:
 
 
 def _patch_rebuild(patches: PatchStack) -> None:
-    """``type(parameter)(data, **parameter.__dict__)``, as big-model loaders rebuild a parameter elsewhere.
+    """``type(parameter)(data, **parameter.__dict__)``, by which big-model loaders rebuild a parameter elsewhere.
 
     The type of a virtual parameter is FakeTensor, whose constructor wants a mode, or takes the device of the old
-    parameter for that of the new one. A FakeTensor made from a tensor is meant as the parameter that the program sees.
+    parameter for that of the new one. A FakeTensor made from a tensor stands for the parameter that the program sees.
     """
     original = FakeTensor.__new__
 
@@ -132,7 +132,7 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def _note_move(lazy: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Remember where an uninitialized parameter or buffer was sent, and as what; there is nothing to move yet."""
+    """Remember where an uninitialized parameter or buffer is sent, and its dtype: there is nothing to move yet."""
     device, dtype = lazy.__dict__.get(_DESTINATION, (lazy.device, lazy.dtype))
     moved = fn(torch.empty(0, device=device, dtype=dtype))
     lazy.__dict__[_DESTINATION] = moved.device, moved.dtype

@@ -119,7 +119,7 @@ class TorchFiles:
             args, options: of ``torch.save``.
 
         Returns:
-            the token that is in the file; None where the file is a buffer in memory and the object too large for it.
+            the token in the file; None where the file is a buffer in memory and the object too large for it.
         """
         with self._skipping(obj):
             if isinstance(file, (str, os.PathLike)):
@@ -160,10 +160,9 @@ def _stamp(path: str) -> str:
 
 
 def torch_token(file: Any) -> str | None:
-    """The token, or what lies in its place, of a file of ``torch.save``; None in anything else.
+    """The token of a file of ``torch.save``, or what lies in its place; None for anything else.
 
-    Args:
-        file: a path, or an object to read from, which stays where it is.
+    The file is a path, or an object to read from, whose position stays.
     """
     if isinstance(file, (str, os.PathLike)):
         try:
@@ -191,7 +190,7 @@ def torch_token(file: Any) -> str | None:
 def safetensors_header(tensors: dict[str, torch.Tensor], metadata: Any) -> tuple[bytes, dict[str, int]]:
     """The header that safetensors writes, with its length before it, and where each tensor's bytes begin after it.
 
-    The library itself tells the order, the names of types and the form, for empty tensors of the same names and types;
+    The library itself gives the order, the names of types and the form, for empty tensors of the same names and types;
     shapes and offsets are then put in (safetensors/src/tensor.rs, prepare).
     """
     import safetensors.torch
@@ -242,11 +241,7 @@ def write_safetensors(tensors: dict[str, torch.Tensor], file: Any, metadata: Any
 
 
 def safetensors_token(file: Any) -> str | None:
-    """The token of a file of safetensors, None if it has none.
-
-    Args:
-        file: an object to read from.
-    """
+    """The token in an open file of safetensors, None if it has none."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     head = file.read(8)
@@ -272,7 +267,7 @@ def safetensors_token(file: Any) -> str | None:
 
 
 class OpenedSafetensors:
-    """What ``safetensors.safe_open`` gives, for a file whose tensors are kept in memory."""
+    """Stands for what ``safetensors.safe_open`` gives, for a file whose tensors are kept in memory."""
 
     def __init__(self, tensors: Callable[[str], torch.Tensor], names: list[str], header: Any) -> None:
         self._tensors = tensors
@@ -308,7 +303,7 @@ class OpenedSafetensors:
 
 
 class _Slice:
-    """What ``safe_open(...).get_slice`` gives."""
+    """Stands for what ``safe_open(...).get_slice`` gives."""
 
     def __init__(self, tensors: Callable[[str], torch.Tensor], name: str, entry: Any) -> None:
         self._tensors = tensors

@@ -1,4 +1,4 @@
-"""Methods of tensors that torch implements below the dispatcher, for fake tensors."""
+"""Methods of tensors and storages that torch implements below the dispatcher, for virtual ones."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from torch.utils import _device
 
 from vramfit.patching import PatchStack
 from vramfit.virtual.fake_impls.host import LONGEST_LIST, download, may_be_shortened
+from vramfit.virtual.meter import VirtualRecord
 from vramfit.virtual.op_runner import OpRunner
 
+_DEVICE: Any = torch._C.StorageBase.device  # type: ignore[attr-defined]
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def install(mode: OpRunner, patches: PatchStack) -> None:
-    """Give fake tensors what programs ask of real ones: values on the host, addresses, a printed form, a deep copy."""
+    """Give virtual tensors and storages what programs ask of real ones: host values, addresses, a printed form."""
     # With is_available() true, FakeTensor would create a real CUDA tensor to wake the device up.
     patches.set(fake_tensor, "init_gpu_context", lambda device: None)
     # A mismatch of shapes is the program's error and is raised; torch would also log it, with a traceback.
@@ -32,6 +34,9 @@ def install(mode: OpRunner, patches: PatchStack) -> None:
     _patch_sharing(mode, patches)
     _patch_repr(mode, patches)
     _refuse_nested(mode, patches)
+    _patch_storage_size(mode, patches)
+    _patch_storage_place(mode, patches)
+    _patch_storage_copies(mode, patches)
 
 
 def _refuse_nested(mode: OpRunner, patches: PatchStack) -> None:
@@ -59,18 +64,18 @@ def _patch_lists(mode: OpRunner, patches: PatchStack) -> None:
     # torch makes its table of what follows the default device once, of the functions that it finds then.
     _device._device_constructors()
 
-    def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def real(data: Any) -> Any:
         torch._C._set_only_lift_cpu_tensors(True)  # kept per thread, and autograd has threads of its own
-        return original(_on_host(mode, data) if isinstance(data, (list, tuple)) else data, *args, **kwargs)
+        return _on_host(mode, data) if isinstance(data, (list, tuple)) else data
+
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return original(real(data), *args, **kwargs)
 
     def as_tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        torch._C._set_only_lift_cpu_tensors(True)
-        return as_original(_on_host(mode, data) if isinstance(data, (list, tuple)) else data, *args, **kwargs)
+        return as_original(real(data), *args, **kwargs)
 
     def new_tensor(self: FakeTensor, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        torch._C._set_only_lift_cpu_tensors(True)
-        data = _on_host(mode, data) if isinstance(data, (list, tuple)) else data
-        return torch.Tensor.new_tensor(self, data, *args, **kwargs)
+        return torch.Tensor.new_tensor(self, real(data), *args, **kwargs)
 
     def get(self: FakeTensor, index: Any) -> torch.Tensor:
         _keep_within(mode, self, index)
@@ -99,9 +104,9 @@ def _index(mode: OpRunner, index: Any) -> Any:
 
 
 def _keep_within(mode: OpRunner, tensor: torch.Tensor, index: Any) -> None:
-    """Bring guessed numbers that pick an element into the dimension that they index.
+    """Clamp guessed numbers that pick an element to the dimension that they index.
 
-    torch reads such a number on the host and refuses it out of range. A program that runs on a card has none there, so
+    torch reads such a number on the host and refuses one out of range. A program that runs on a card has none there, so
     a guess beyond the end (an expert that no token can choose) was too high.
     """
     items = index if isinstance(index, tuple) else (index,)
@@ -118,7 +123,7 @@ def _keep_within(mode: OpRunner, tensor: torch.Tensor, index: Any) -> None:
 
 
 def _indexed(item: Any) -> int:
-    """How many dimensions one part of an index takes."""
+    """The number of dimensions that one part of an index takes."""
     if item is None or item is Ellipsis or isinstance(item, bool):
         return 0
     mask = isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)
@@ -256,3 +261,91 @@ def _patch_repr(mode: OpRunner, patches: PatchStack) -> None:
 
     patches.set(FakeTensor, "__repr__", represent)
     patches.set(FakeTensor, "__format__", formatted)
+
+
+# -- Storages, whose methods do not pass the dispatcher: those of virtual tensors lie on ``meta`` for torch -------
+
+
+def _record(mode: OpRunner, storage: torch.UntypedStorage) -> VirtualRecord | None:
+    if _DEVICE.__get__(storage).type != "meta":
+        return None
+    return mode.meter.record_of(_bytes(storage))
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A tensor of bytes over a storage where it lies for torch."""
+    return torch.empty(0, dtype=torch.uint8, device=_DEVICE.__get__(storage)).set_(storage)
+
+
+def _patch_storage_size(mode: OpRunner, patches: PatchStack) -> None:
+    """``tensor.untyped_storage().resize_(n)``: its values are no longer known, and the block follows."""
+    original: Callable[[torch.UntypedStorage, int], Any] = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        if _DEVICE.__get__(self).type == "meta" and size != self.nbytes():
+            mode.shadows.forget(_bytes(self))
+        out = original(self, size)
+        mode.meter.resized(self, "storage.resize_")
+        return out
+
+    patches.set(torch.UntypedStorage, "resize_", resize_)
+
+
+def _patch_storage_place(mode: OpRunner, patches: PatchStack) -> None:
+    """``.device``, and ``.data_ptr()``: on the card the replica's address, on the host one of the storage's own."""
+    original: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.data_ptr
+
+    def device(self: torch.UntypedStorage) -> torch.device:
+        record = _record(mode, self)
+        return _DEVICE.__get__(self) if record is None else torch.device("cuda", record.device)
+
+    def data_ptr(self: torch.UntypedStorage) -> int:
+        if _DEVICE.__get__(self).type != "meta":
+            return original(self)
+        record = _record(mode, self)
+        return self._cdata if record is None else record.address
+
+    patches.set(torch.UntypedStorage, "device", property(device))
+    patches.set(torch.UntypedStorage, "data_ptr", data_ptr)
+
+
+def _patch_storage_copies(mode: OpRunner, patches: PatchStack) -> None:
+    """``storage.copy_(other)``, ``.cpu()``, ``.cuda()``, ``.clone()`` and ``.fill_()``: those of a tensor over it."""
+
+    def over(storage: torch.UntypedStorage) -> torch.Tensor:
+        record, whole = _record(mode, storage), _bytes(storage)
+        if record is None:
+            return whole
+        return mode.describer.factory.make(whole, torch.device("cuda", record.device))
+
+    def on_card(storage: Any) -> bool:
+        return isinstance(storage, torch.UntypedStorage) and _record(mode, storage) is not None
+
+    base = torch.UntypedStorage
+    originals: dict[str, Callable[..., Any]] = {
+        name: getattr(base, name) for name in ("copy_", "cpu", "cuda", "clone", "fill_")
+    }
+
+    def copy_(self: torch.UntypedStorage, source: torch.UntypedStorage, non_blocking: bool = False) -> Any:
+        if not (on_card(self) or on_card(source)):
+            return originals["copy_"](self, source, non_blocking)
+        over(self).copy_(over(source), non_blocking=bool(non_blocking))
+        return self
+
+    def cpu(self: torch.UntypedStorage) -> Any:
+        return over(self).cpu().untyped_storage() if on_card(self) else originals["cpu"](self)
+
+    def cuda(self: torch.UntypedStorage, device: Any = None, non_blocking: bool = False) -> Any:
+        return over(self).cuda(device, non_blocking=non_blocking).untyped_storage()
+
+    def clone(self: torch.UntypedStorage) -> Any:
+        return over(self).clone().untyped_storage() if on_card(self) else originals["clone"](self)
+
+    def fill_(self: torch.UntypedStorage, value: int) -> Any:
+        if not on_card(self):
+            return originals["fill_"](self, value)
+        over(self).fill_(value)
+        return self
+
+    for name, method in {"copy_": copy_, "cpu": cpu, "cuda": cuda, "clone": clone, "fill_": fill_}.items():
+        patches.set(base, name, method)

@@ -1,7 +1,7 @@
 """``torch.jit.trace`` and what is built on it: the module runs once, for its memory, and no graph is recorded.
 
-torch's tracer turns sizes into tensors, which fake tensors cannot have, and a graph has no place in a memory run. What
-comes back runs the module itself. ``torch.jit.script`` reads source text instead, and is torch's own here.
+torch's tracer turns sizes into tensors, which fake tensors cannot have, and a graph has no place in a memory run. The
+result runs the module itself. ``torch.jit.script`` reads source text instead, and stays torch's own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TracedModule(nn.Module):
         return self._traced(*args, **kwargs)
 
     def train(self, mode: bool = True) -> TracedModule:
-        """As ever; the module that was traced follows."""
+        """Set the mode, also of the module that was traced."""
         super().train(mode)
         self._traced.train(mode)
         return self
@@ -160,7 +160,7 @@ def _trace_module(warn: Warn) -> Callable[..., Any]:
 
 
 def _passed_on(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A pass over a graph, which leaves what has none as it is."""
+    """A pass over a graph, which returns a stand-in without a graph unchanged."""
 
     @functools.wraps(original)
     def passed(mod: Any, *args: Any, **kwargs: Any) -> Any:
@@ -180,9 +180,8 @@ def _onnx_export(warn: Warn) -> Callable[..., Any]:
         warn("torch.onnx.export runs the model once and writes no file: parameters have no values here")
         keywords: Mapping[str, Any] = named.get("kwargs") or {}
         given = _arguments(args) if args is not None else ()
-        if (
-            given and isinstance(given[-1], dict) and not keywords
-        ):  # torch/onnx/__init__.py: args, last of them by name
+        # torch/onnx/__init__.py: the last of args holds those by name.
+        if given and isinstance(given[-1], dict) and not keywords:
             *given, keywords = given  # type: ignore[assignment]
         with torch.no_grad():
             _run_evaluating(model, tuple(given), keywords)

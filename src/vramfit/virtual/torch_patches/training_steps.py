@@ -1,7 +1,8 @@
-"""``torch.optim``: the card's code paths, the optimizer phase, and the names of its states."""
+"""Backward passes and optimizer steps: their phases begin, and the gradients and states that they leave get names."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,46 @@ from vramfit.capture.attribution import ProgramPhase
 from vramfit.patching import PatchStack
 from vramfit.trace import Category
 from vramfit.virtual.op_runner import OpRunner
-from vramfit.virtual.torch_patches.autograd import tag_gradients
 
 
 def install(mode: OpRunner, patches: PatchStack) -> None:
+    """Follow the autograd engine and ``torch.optim``."""
+    _patch_engine(mode, patches)
+    _patch_optimizers(mode, patches)
+
+
+def _patch_engine(mode: OpRunner, patches: PatchStack) -> None:
+    """Wrap the one function through which ``backward`` and ``grad`` enter the engine, and see the backward phase."""
+    graph = torch.autograd.graph
+    original = graph._engine_run_backward
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._current_graph_task_id() != -1:  # reentrant, as in checkpointing
+            return original(*args, **kwargs)
+        mode.meter.remember_backward()
+        mode.meter.phases.begin(ProgramPhase.BACKWARD)
+        mode.guesses.new_phase()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            tag_gradients(mode)
+            mode.meter.phases.end_backward()
+
+    patches.set(graph, "_engine_run_backward", run_backward)
+    patches.set(torch.autograd, "_engine_run_backward", run_backward)
+
+
+def tag_gradients(mode: OpRunner, parameters: Iterable[torch.Tensor] | None = None) -> None:
+    """Name the gradients of parameters, of all that are alive if none are given."""
+    meter = mode.meter
+    for parameter in meter.parameters() if parameters is None else parameters:
+        gradient = parameter.grad
+        if gradient is not None and type(gradient) is FakeTensor:
+            record = meter.record_of(parameter)
+            meter.tag(gradient, Category.GRADIENTS, None if record is None else record.module)
+
+
+def _patch_optimizers(mode: OpRunner, patches: PatchStack) -> None:
     """Let torch.optim choose foreach and fused as on a card, and follow its steps."""
     # torch.optim takes the foreach path by the tensors' exact type: fake ones would take the slow loop.
     # There are two lists: one for gradient clipping and the like, one for the optimizers' own default.
