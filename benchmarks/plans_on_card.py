@@ -141,8 +141,8 @@ def plan_for(case: Case, gpu: GpuSpec, folder: Path) -> Path:
 def fully_checkpointed(plan: Plan) -> Plan:
     """The same plan, but every block is recomputed."""
     whole = Choice(technique=find_technique("activation-checkpointing"), setting=Checkpointing())
-    others = tuple(entry for entry in plan.entries if entry.choice.name not in ACTIVATIONS)
-    return replace(plan, entries=(*others, PlanStep(choice=whole)))
+    others = (choice for choice in plan.choices if choice.name not in ACTIVATIONS)
+    return replace(plan, entries=tuple(PlanStep(choice=choice) for choice in (*others, whole)))
 
 
 def measured(case: Case, gpu: GpuSpec, folder: Path) -> Row:
