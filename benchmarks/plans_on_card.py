@@ -26,9 +26,8 @@ from vramfit import Plan
 from vramfit.errors import VramfitError
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.planner import planner_run
-from vramfit.planner.memory_budget import MemoryBudget
 from vramfit.planner.plan_file import PlanStep
-from vramfit.planner.planner_job import AskedRun
+from vramfit.planner.planner_job import AskedRun, MemoryBudget
 from vramfit.planner.planner_run import measure_in_child
 from vramfit.planner.verification import CardRun
 from vramfit.techniques import Choice, find_technique

@@ -12,7 +12,7 @@ from vramfit.cli.options import gpu_names, size_of
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from vramfit.planner.memory_budget import MemoryBudget
+    from vramfit.planner.planner_job import MemoryBudget
 
 WorkloadName = Annotated[
     str, typer.Argument(metavar="FILE.py:WORKLOAD", help="The file and the Workload in it.")
@@ -79,7 +79,7 @@ def room_of(
         UsageError: an option makes no sense.
         UnknownGpuError: there is no such card.
     """
-    from vramfit.planner.memory_budget import MemoryBudget
+    from vramfit.planner.planner_job import MemoryBudget
 
     if device not in (None, "cpu"):
         raise UsageError(f"cannot plan for the device {device!r}", "Give --gpu NAME, or --device cpu")

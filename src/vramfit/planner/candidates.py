@@ -37,7 +37,7 @@ from vramfit.planner.micro_batch_trial import (
     no_time_to_try,
     try_micro_batching,
 )
-from vramfit.planner.request import MEMORY, PlanRequest
+from vramfit.planner.plans import MEMORY, PlanRequest
 from vramfit.planner.search_cache import (
     CachedStep,
     ProfiledRun,

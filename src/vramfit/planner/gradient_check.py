@@ -22,8 +22,7 @@ from vramfit.errors import UsageError
 from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.largest_size import search_for
-from vramfit.planner.plans import Plan
-from vramfit.planner.request import NothingFits, PlanRequest
+from vramfit.planner.plans import NothingFits, Plan, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_cache import Runs, SearchCache
 from vramfit.planner.search_clock import SearchClock, TimeOver, limited

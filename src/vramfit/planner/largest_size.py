@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from vramfit.errors import UsageError
 from vramfit.planner.candidates import ACTIVATIONS, Candidates
 from vramfit.planner.devices.cost import DeviceBackend, StepCost
-from vramfit.planner.memory_budget import PRICE
 from vramfit.planner.micro_batch_trial import MicroBatchVerdict
-from vramfit.planner.plans import Plan
-from vramfit.planner.request import MEMORY, THROUGHPUT, NothingFits, PlanRequest
+from vramfit.planner.planner_job import PRICE
+from vramfit.planner.plans import MEMORY, THROUGHPUT, NothingFits, Plan, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_cache import Runs, SearchCache
 from vramfit.planner.search_clock import TIME_OVER, SearchClock, SearchStopped

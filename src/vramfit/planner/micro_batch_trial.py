@@ -25,8 +25,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from vramfit.errors import UsageError
 from vramfit.planner.devices.cost import DeviceBackend
-from vramfit.planner.flop_counting import tensors_of
 from vramfit.planner.search_clock import SearchClock, TimeOver, limited
+from vramfit.planner.step_profiler import tensors_of
 from vramfit.planner.trial_attempts import TrialAttempt, most_model_bytes, ways_to_try
 from vramfit.planner.whole_and_pieces import (
     EXAMPLES,

@@ -14,8 +14,7 @@ from vramfit.planner.activation_ilp.decisions import IlpSolution, activation_cho
 from vramfit.planner.candidates import Candidate, Candidates, ScoredCandidate, key_of
 from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.plan_file import PlanFigures, PlanStep, PlanTarget, SolverStats
-from vramfit.planner.plans import Plan
-from vramfit.planner.request import MEMORY, NothingFits
+from vramfit.planner.plans import MEMORY, NothingFits, Plan
 from vramfit.planner.search_clock import INTERRUPTED, TIME_OVER, SearchStopped
 from vramfit.techniques import Choice, find_technique
 from vramfit.units import format_bytes

@@ -19,14 +19,15 @@ from vramfit.gpus import GpuSpec
 from vramfit.launch.interrupts import passed_on, run_child
 from vramfit.launch.job import Failure, failure_of, listening, result_of
 from vramfit.launch.starting import python_command
-from vramfit.planner.memory_budget import DeviceMemory, MemoryBudget
 from vramfit.planner.planner_job import (
     Answer,
     AskedRun,
     ConfirmJob,
+    DeviceMemory,
     FitJob,
     Found,
     MeasureJob,
+    MemoryBudget,
     PlanJob,
     PlannerJob,
     PlanOptions,

@@ -26,8 +26,7 @@ from vramfit.planner.plan_builder import (
     fit_to_budget,
     not_run,
 )
-from vramfit.planner.plans import Plan
-from vramfit.planner.request import MEMORY, THROUGHPUT, PlanRequest
+from vramfit.planner.plans import MEMORY, THROUGHPUT, Plan, PlanRequest
 from vramfit.planner.search_clock import INTERRUPTED, SearchClock, SearchStopped
 from vramfit.techniques import Choice, check_together
 

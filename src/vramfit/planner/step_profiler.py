@@ -10,18 +10,19 @@ intervals between its forward and its backward pass.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
-from vramfit.planner.flop_counting import Estimate, called, flops_of, tensors_of
+from vramfit.capture.gradient_sums import summed
 from vramfit.techniques import BlockOp, ModelBlock
 from vramfit.techniques.activation_checkpointing.op_facts import repeats
 from vramfit.techniques.core.model_profile import ALWAYS, Saved
@@ -29,6 +30,10 @@ from vramfit.techniques.support.blocks import find_blocks
 
 BETWEEN = -1
 """Index of the intervals that belong to no block."""
+
+
+Estimate: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any], Any, int], float]
+"""The seconds of an operation, from itself, its arguments, its results and its FLOPs."""
 
 
 class StepMeter(Protocol):
@@ -538,3 +543,42 @@ def _mutated(func: Any, args: tuple[Any, ...]) -> Iterator[StorageWeakRef]:
         if declared.alias_info is not None and declared.alias_info.is_write:
             for tensor in _strided(value):
                 yield StorageWeakRef(tensor.untyped_storage())
+
+
+# -- one operation ---------------------------------------------------------------------------------------------------
+
+
+def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of an operation; of a sum of gradients, in place where it would be without a mode."""
+    total = summed(func, args, kwargs)
+    return func(*args, **kwargs) if total is None else total
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Multiplications and additions as torch's own counter counts them, of in-place and ``out=`` forms too."""
+    packet = func._overloadpacket
+    if packet.__name__.endswith("_") and func.namespace == "aten":
+        packet = getattr(torch.ops.aten, packet.__name__[:-1], packet)
+    count: Callable[..., int] | None = flop_registry.get(packet)
+    if count is None:
+        return 0
+    given = {name: value for name, value in kwargs.items() if name != "out"}
+    try:
+        return int(count(*args, **given, out_val=out))
+    except (TypeError, AssertionError, ValueError, IndexError):
+        return 0  # a form of the operation that the counter does not know
+
+
+def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments or results of an operation, or of a module: in lists, tuples and dicts.
+
+    It is asked several times for every operation, which `torch.utils._pytree` with its registry is slow at.
+    """
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from tensors_of(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from tensors_of(item)

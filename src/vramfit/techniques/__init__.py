@@ -28,9 +28,9 @@ from vramfit.techniques.core.technique import (
     check_together,
     live_of,
     setting_from_plain,
+    setting_to_plain,
     with_choices,
 )
-from vramfit.techniques.core.technique_settings import setting_to_plain
 
 __all__ = [
     "AppliedWorkload",

@@ -32,10 +32,11 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
     create_selective_checkpoint_contexts,
+    get_device_states,
+    set_device_states,
 )
 
 from vramfit.errors import UsageError
-from vramfit.techniques.activation_checkpointing.rerun_state import RandomState
 
 CAST = torch.ops.aten._to_copy.default
 """What autocast calls to make a copy in lower precision."""
@@ -121,6 +122,44 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 def is_cached_by_autocast(tensor: torch.Tensor) -> bool:
     """Whether autocast caches this tensor's copy: a leaf that needs gradients (aten/src/ATen/autocast_mode.cpp)."""
     return tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+
+
+# -- the state of random generators --------------------------------------------------------------------------------
+
+
+class RandomState:
+    """The state of the generators: the CPU's, and those of the devices that some tensors are on."""
+
+    def __init__(self, cpu: torch.Tensor, devices: list[int], states: list[torch.Tensor], kind: str) -> None:
+        self.cpu = cpu
+        self.devices = devices
+        self.states = states
+        self.kind = kind
+
+    @classmethod
+    def now(cls, tensors: Iterable[torch.Tensor]) -> RandomState:
+        """The present one."""
+        tensors = list(tensors)
+        kind = next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "cpu")
+        devices, states = get_device_states(*tensors)
+        return cls(torch.get_rng_state(), devices, states, kind)
+
+    def set(self) -> None:
+        """Make it the present one."""
+        torch.set_rng_state(self.cpu)
+        if self.kind != "cpu":
+            set_device_states(self.devices, self.states, device_type=self.kind)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether nothing was drawn between the two."""
+        return (
+            isinstance(other, RandomState)
+            and self.devices == other.devices
+            and torch.equal(self.cpu, other.cpu)
+            and all(torch.equal(mine, its) for mine, its in zip(self.states, other.states, strict=True))
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # states are compared, never looked up
 
 
 # -- specs ---------------------------------------------------------------------------------------------------------

@@ -32,13 +32,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from vramfit.techniques.activation_checkpointing.op_facts import (
     Matcher,
+    RandomState,
     alias_of,
     changed_arguments,
     op_facts,
     repeats,
     tensors_in,
 )
-from vramfit.techniques.activation_checkpointing.rerun_state import RandomState
 
 _STATISTICS = frozenset({"running_mean", "running_var"})
 """Arguments that batch norm updates in place, whatever its schema says."""
