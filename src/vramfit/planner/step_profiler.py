@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Protocol, TypeAlias
 
@@ -108,23 +108,18 @@ class StepProfile:
     gradient_bytes: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Op:
-    name: str
-    bytes: int
-    seconds: float
-    flops: int
-    random: bool
+    """What is known of an operation so far: `made` without what follows it, and the fields that change."""
+
+    made: BlockOp
+    shape: tuple[int, ...]
+    storages: set[StorageWeakRef]
+    reads: set[int]
+    last_read: int
+    last_saved: int = -1
     kept: bool = False
     mutated: bool = False
-    parent: str = ""
-    part: str = ""
-    shape: tuple[int, ...] = ()
-    fixed: bool = False
-    storages: set[StorageWeakRef] = field(default_factory=set)
-    reads: set[int] = field(default_factory=set)
-    last_read: int = -1
-    last_saved: int = -1
 
 
 @dataclass(slots=True)
@@ -373,22 +368,18 @@ class StepProfiler(TorchDispatchMode):
             seen.made[ref] = number
         shape = next((tuple(t.shape) for t in _strided(out)), ())
         parent = self._parents[-1] if self._parents else ""
-        seen.ops.append(
-            _Op(
-                name=name,
-                bytes=sum(fresh.values()),
-                seconds=seconds,
-                flops=flops,
-                random=torch.Tag.nondeterministic_seeded in func.tags,
-                parent=parent,
-                part=self._part_at(parent),
-                shape=shape,
-                fixed=not repeats(func, args, kwargs),
-                storages=set(fresh),
-                reads=read,
-                last_read=number,
-            )
+        made = BlockOp(
+            name=name,
+            bytes=sum(fresh.values()),
+            seconds=seconds,
+            flops=flops,
+            kept=False,
+            random=torch.Tag.nondeterministic_seeded in func.tags,
+            parent=parent,
+            part=self._part_at(parent),
+            fixed=not repeats(func, args, kwargs),
         )
+        seen.ops.append(_Op(made=made, shape=shape, storages=set(fresh), reads=read, last_read=number))
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:
@@ -455,7 +446,7 @@ class StepProfiler(TorchDispatchMode):
             inputs = {ref: size for ref, size in seen.inputs.items() if ref not in self._parameters}
             likeness = (
                 type(seen.module).__name__,
-                tuple((op.name, op.bytes, op.shape, op.kept) for op in seen.ops),
+                tuple((op.made.name, op.made.bytes, op.shape, op.kept) for op in seen.ops),
                 kept,
                 tuple(bool(op.storages & shared) for op in seen.ops),
             )
@@ -482,20 +473,13 @@ class StepProfiler(TorchDispatchMode):
 def _block_ops(seen: _Seen, shared: set[StorageWeakRef]) -> tuple[BlockOp, ...]:
     """The operations of a block, as the planner knows them."""
     return tuple(
-        BlockOp(
-            name=op.name,
-            bytes=op.bytes,
-            seconds=op.seconds,
-            flops=op.flops,
+        replace(
+            op.made,
             kept=op.kept,
-            random=op.random,
             mutated=op.mutated,
-            parent=op.parent,
             own_bytes=sum(size for ref, size in seen.kept.items() if ref in op.storages - shared),
             shared=bool(op.storages & shared),
-            fixed=op.fixed,
             reads=tuple(sorted(op.reads)),
-            part=op.part,
             last_read=op.last_read,
             last_saved=op.last_saved,
         )

@@ -101,16 +101,9 @@ def try_pieces(
         UsageError: the workload has no loss of its own, or a batch that cannot be cut.
     """
     setting = setting or MicroBatchingSetting()
-    if workload.loss is None or workload.step is not None:
-        raise UsageError(
-            "a workload without a loss, or with a step of its own, has no reduction", "Give it a loss"
-        )
-    given = {**workload.sizes, **(sizes or {}), batch_size_name(workload.sizes): EXAMPLES}
-    with torch.random.fork_rng(devices=[]), NothingDropped():
-        torch.manual_seed(0)
-        made = (workload.make_model if model is None else model)().float()
+    with _a_model(workload, model, "reduction") as made:
         _prepare(made)
-        batch = workload.batch(**given)
+        batch = _few_examples(workload, sizes)
         cut = find_cut(batch, setting.uncut)
         if cut.size < 2:
             raise UsageError(
@@ -164,19 +157,12 @@ def try_encoders(
         NoPiecesError: no part of it does.
         UsageError: the workload has no loss of its own, or a batch that cannot be cut.
     """
-    if workload.loss is None or workload.step is not None:
-        raise UsageError(
-            "a workload without a loss, or with a step of its own, has no encoders", "Give it a loss"
-        )
-    given = {**workload.sizes, **(sizes or {}), batch_size_name(workload.sizes): EXAMPLES}
-    with torch.random.fork_rng(devices=[]), NothingDropped():
-        torch.manual_seed(0)
-        made = (workload.make_model if model is None else model)().float()
+    with _a_model(workload, model, "encoders") as made:
         if batch_norms(made):
             raise NoPiecesError("batch norm couples the examples of a batch", "Freeze or replace it")
         candidates = tuple(encoder_candidates(made))  # as they are, with dropout
         _prepare(made)
-        batch = workload.batch(**given)
+        batch = _few_examples(workload, sizes)
         trial = _GradientTrial(workload, made, find_cut(batch), MicroBatchingSetting())
         expected = trial.gradients(batch, whole=True)
         for paths in candidates:
@@ -187,6 +173,26 @@ def try_encoders(
             if compared.judge((1.0,), trial, compared.names).share <= 1:
                 return Encoders(modules=paths, parameters=len(compared.names))
     raise NoPiecesError("no part of the model gives the same gradients in pieces of the batch", "")
+
+
+@contextmanager
+def _a_model(workload: Workload, make: Callable[[], nn.Module] | None, sought: str) -> Iterator[nn.Module]:
+    """A model in 32 bits, the same each time, and no dropout by functions while it is tried.
+
+    Raises:
+        UsageError: the workload has no loss of its own.
+    """
+    if workload.loss is None or workload.step is not None:
+        raise UsageError(
+            f"a workload without a loss, or with a step of its own, has no {sought}", "Give it a loss"
+        )
+    with torch.random.fork_rng(devices=[]), NothingDropped():
+        torch.manual_seed(0)
+        yield (workload.make_model if make is None else make)().float()
+
+
+def _few_examples(workload: Workload, sizes: Mapping[str, int] | None) -> Batch:
+    return workload.batch(**workload.sizes | dict(sizes or {}) | {batch_size_name(workload.sizes): EXAMPLES})
 
 
 def _in_pieces(trial: _GradientTrial, batch: Batch, paths: tuple[str, ...]) -> Gradients | None:
