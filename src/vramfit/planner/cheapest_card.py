@@ -75,9 +75,7 @@ def cheapest_plan(
     """The plan of the card on which a step costs least; its notes name what others cost.
 
     Args:
-        device_of: makes the virtual card.
         request: what is asked for; its budget is that of each card, less 2 %.
-        progress: called with what is being done.
         clock: of all searches together: when it has stopped, the best so far is taken.
         cards: to choose from; None for all with the price of an hour.
 

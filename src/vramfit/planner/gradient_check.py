@@ -84,7 +84,6 @@ def check_promises(workload: Workload, plan: Plan) -> Compared:
     """Compare a plan's gradients with the plain program's on this machine's CPU.
 
     Args:
-        workload: the plain one.
         plan: with its sizes, and the FLOPs of a plain step.
     """
     choices = tuple(choice for choice in plan.choices if choice.name not in _COMPILING)
@@ -173,13 +172,7 @@ class _Trained:
 
 
 class _Comparison:
-    """Trainings of a workload in one way, with this or that technique.
-
-    Args:
-        workload: plain.
-        way: how it is tried.
-        paths: names of the modules of the workload's own model.
-    """
+    """Trainings of a workload in one way, with this or that technique."""
 
     def __init__(self, workload: Workload, way: TrialAttempt, paths: frozenset[str]) -> None:
         self._way, self._paths = way, paths

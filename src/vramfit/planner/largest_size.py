@@ -106,12 +106,7 @@ class SizeSearch:
     """The search for the largest value of one size: each try is a run with a fresh model, each value runs once.
 
     Args:
-        device: where steps are run.
-        workload: with its techniques.
         sizes: of the batch; that of `name` is where the search begins.
-        name: of the size.
-        limit: bytes of the device.
-        progress: called with what is tried.
         host_limit: bytes that techniques may take of the host; None for any.
         clock: decides whether another run may begin.
 
@@ -277,9 +272,6 @@ def search_for(
     forbidden where the size is the batch's: with it there is no largest.
 
     Args:
-        device: where steps are run.
-        request: what is asked for.
-        progress: called with what is being done.
         clock: of this search, and of others for the same answer.
         cache: of earlier searches; None without one.
         kept: what others ran for the same request, or one that allows more; not for sizes that grow, where the plan of

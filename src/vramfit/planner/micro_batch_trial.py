@@ -89,11 +89,8 @@ def try_micro_batching(
     """Try a workload's loss on some examples, whole and in micro-batches.
 
     Args:
-        workload: plain.
-        profile: of a plain step.
         by_name: whether micro-batching was allowed by its name, and is offered though it could not be tried.
         probe: returns why examples are coupled, as far as shapes show; called where nothing could be tried.
-        clock: of the search.
     """
     why, over = "the model is too large for it here", False
     trials = _trials(workload, profile)

@@ -54,10 +54,7 @@ def fit_to_budget(
     """The quickest plan of a candidate whose run stays within the budget, or the one that came closest.
 
     Args:
-        candidates: what was run so far.
-        scored: the candidate.
         seen: called with each run; returns whether it is good enough.
-        tries: how many runs, at most.
         quick: whether the first solution is good enough, and the best need not be looked for.
 
     Raises:

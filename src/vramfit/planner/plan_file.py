@@ -262,7 +262,6 @@ def read_plan(path: str | os.PathLike[str], kind: type[P]) -> P:
     """Read a plan.
 
     Args:
-        path: of the file.
         kind: `PlanContents`, or what has more on top of it.
 
     Raises:
@@ -283,10 +282,9 @@ def read_plan(path: str | os.PathLike[str], kind: type[P]) -> P:
 
 
 def plan_from_toml(text: str, kind: type[P], *, name: str = "the plan") -> P:
-    """The plan that a text holds.
+    """The plan that a text holds; a person who writes one may leave out the tables of figures.
 
     Args:
-        text: as `plan_to_toml` gives it; tables of figures may be left out by a person who writes one.
         kind: `PlanContents`, or what has more on top of it.
         name: the plan's name in errors.
 

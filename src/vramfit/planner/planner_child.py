@@ -88,10 +88,6 @@ def plan(
     """The best plan for a budget, and the frontier if it was asked for.
 
     Args:
-        workload: the program.
-        device: where its steps are run.
-        job: what is asked.
-        progress: called with what is being done.
         evidence: by which earlier searches are trusted; None leaves them aside, as devices that measure do.
     """
     request = plan_request(workload, job)

@@ -47,7 +47,6 @@ class Evidence:
     """What runs depend on.
 
     Args:
-        job: the search.
         beside: a folder whose files are the child's own.
 
     Attributes:
@@ -176,7 +175,6 @@ def earlier_searches(folder: Path, job: PlanJob) -> Iterator[None]:
     The child decides whether it can be trusted. Where the cache cannot be read or written, nothing is kept.
 
     Args:
-        folder: of the job.
         job: with the workload and the card; one that is ``fresh`` leaves earlier searches aside.
     """
     named = json.dumps([os.path.abspath(job.target), to_plain(job.memory.gpu)], sort_keys=True)

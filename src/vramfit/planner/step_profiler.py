@@ -145,7 +145,6 @@ class StepProfiler(TorchDispatchMode):
     """Watches one step. Enter it, run the step, leave it, and ask for the `step profile`.
 
     Args:
-        model: the model of the step.
         places: the paths of its blocks; none may lie inside another.
         meter: knows time and memory.
         estimate: the seconds of an operation, from itself, its arguments, its results and its FLOPs; None takes the
@@ -368,7 +367,7 @@ class StepProfiler(TorchDispatchMode):
             seen.made[ref] = number
         shape = next((tuple(t.shape) for t in _strided(out)), ())
         parent = self._parents[-1] if self._parents else ""
-        made = BlockOp(
+        op = BlockOp(
             name=name,
             bytes=sum(fresh.values()),
             seconds=seconds,
@@ -379,7 +378,7 @@ class StepProfiler(TorchDispatchMode):
             part=self._part_at(parent),
             fixed=not repeats(func, args, kwargs),
         )
-        seen.ops.append(_Op(made=made, shape=shape, storages=set(fresh), reads=read, last_read=number))
+        seen.ops.append(_Op(made=op, shape=shape, storages=set(fresh), reads=read, last_read=number))
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:

@@ -131,10 +131,6 @@ def stand_in(workload: Workload, most_bytes: int) -> Iterator[tuple[Callable[[],
 
     Nothing comes where there is none of at most so many bytes in 32 bits, or where the model cannot be made without
     its values.
-
-    Args:
-        workload: whose model is too large.
-        most_bytes: that the parameters of a stand-in may take.
     """
     try:
         with _LargeOnMeta():
@@ -241,7 +237,6 @@ def _narrowed(
 
     Args:
         make: the workload's, which may put something around it or into it: adapters, a head.
-        model: what it made.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
@@ -349,8 +344,6 @@ def ways_to_try(
     """Ways to try a workload that take no more than the time and memory given.
 
     Args:
-        workload: plain.
-        sizes: of its batch.
         flops: of the whole trial with the model itself at these sizes; 0 where nobody knows.
         seconds: that a trial may take.
         model_bytes: of the model's parameters in 32 bits.

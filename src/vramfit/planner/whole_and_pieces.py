@@ -192,7 +192,7 @@ def _a_model(workload: Workload, make: Callable[[], nn.Module] | None, sought: s
 
 
 def _few_examples(workload: Workload, sizes: Mapping[str, int] | None) -> Batch:
-    return workload.batch(**workload.sizes | dict(sizes or {}) | {batch_size_name(workload.sizes): EXAMPLES})
+    return workload.batch(**{**workload.sizes, **(sizes or {}), batch_size_name(workload.sizes): EXAMPLES})
 
 
 def _in_pieces(trial: _GradientTrial, batch: Batch, paths: tuple[str, ...]) -> Gradients | None:

@@ -309,9 +309,6 @@ class MasterIsland:
 class Casts:
     """Casts a model's tensors in place, each an object as before, and back.
 
-    Args:
-        keeps_lost_bits: whether to keep what trained parameters lose.
-
     Attributes:
         tensors: what was cast.
         remainders: lost bits by parameter, int16 (see NOTE [Two halves]).

@@ -196,7 +196,6 @@ class HostOptimizer(torch.optim.Optimizer):
     """The optimizer of a program, with states and step on the host. See NOTE [Offloaded optimizers].
 
     Args:
-        old: the optimizer; its groups are copied.
         offload_gradients: whether gradients leave the card in the backward pass.
         minimal_size: parameters with fewer elements stay on the card.
     """

@@ -41,7 +41,6 @@ class CardBackend:
 
     Args:
         others_bytes: of the card that other processes hold, which is no part of what a workload takes.
-        host_bytes: memory of the host that a plan may spend.
 
     Attributes:
         name: of the card, as torch gives it.

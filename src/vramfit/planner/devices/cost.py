@@ -71,8 +71,6 @@ class DeviceBackend(Protocol):
         """Run some steps; past the budget a request fails.
 
         Args:
-            workload: with its techniques.
-            sizes: of the batch.
             budget: bytes that the device is taken to have; None for as many as it takes.
         """
         ...
@@ -80,28 +78,14 @@ class DeviceBackend(Protocol):
     def profile_step(
         self, workload: Workload, sizes: dict[str, int], places: Callable[[nn.Module], Sequence[str]]
     ) -> tuple[Profile, StepProfile]:
-        """Run some steps without a limit, and look at the last.
-
-        Args:
-            workload: with its techniques.
-            sizes: of the batch.
-            places: the paths of the model's blocks.
-        """
+        """Run some steps without a limit, and look at the last."""
         ...
 
 
 def profile_of(
     workload: Workload, state: State, sizes: Mapping[str, int], step: StepProfile, **figures: Any
 ) -> Profile:
-    """The profile of a workload.
-
-    Args:
-        workload: that ran.
-        state: its model and optimizer.
-        sizes: of the batch.
-        step: its profile.
-        figures: the device's own: the other fields of `Profile`.
-    """
+    """The profile of a workload that ran; `figures` are the device's own, the other fields of `Profile`."""
     return Profile(
         model=state.model,
         optimizer=state.optimizer,
@@ -127,11 +111,6 @@ def with_fewer_micro_batches(
     choices: tuple[Choice, ...], sizes: Mapping[str, int], count: int
 ) -> tuple[tuple[Choice, ...], dict[str, int], float]:
     """The same choices for a batch of a few micro-batches of the same size.
-
-    Args:
-        choices: the techniques.
-        sizes: of the batch.
-        count: how many micro-batches.
 
     Returns:
         the choices, the sizes, and how many times as many micro-batches the plan has.
@@ -168,13 +147,9 @@ def step_cost_with(
     *,
     tail: float = 0.0,
 ) -> StepCost:
-    """What a step with these techniques costs.
+    """What a step of a plain workload costs with these techniques.
 
     Args:
-        device: where to run.
-        workload: plain.
-        choices: the techniques.
-        sizes: of the batch.
         budget: bytes of the device; None for as many as it takes.
         tail: seconds of the optimizer's step, which comes once, however many micro-batches there are.
     """

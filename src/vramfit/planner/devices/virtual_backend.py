@@ -29,9 +29,7 @@ class VirtualBackend:
     """A virtual card.
 
     Args:
-        spec: the card.
         alloc_conf: allocator settings; None reads the environment.
-        host_bytes: memory of the host that a plan may spend.
         own_process: whether nothing else goes on in this process, so that its garbage collector may be set up: what is
             alive after a run is looked at no more.
 

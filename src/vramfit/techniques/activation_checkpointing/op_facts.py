@@ -251,12 +251,7 @@ class Matcher:
 
 
 class Keeping:
-    """What one call of a block keeps: the modes for its two runs.
-
-    Args:
-        specs: what is kept.
-        path: the block's name, for errors.
-    """
+    """What one call of a block keeps: the modes for its two runs."""
 
     def __init__(self, specs: Iterable[str], path: str) -> None:
         # The modes hold the policy and what is kept; nothing leads back from there, so that all goes with the graph.
@@ -279,12 +274,7 @@ class Keeping:
 
 
 class _Policy:
-    """Decides op by op.
-
-    Args:
-        specs: what is kept.
-        path: the block's name, for errors.
-    """
+    """Decides op by op."""
 
     def __init__(self, specs: Iterable[str], path: str) -> None:
         self.random: dict[str, dict[int, RandomState]] = {}
@@ -377,13 +367,7 @@ class _Kept:
 
 
 class _Delegate(TorchDispatchMode):
-    """Hands ops on to a mode of torch's that is not entered itself, so that an op can pass it by.
-
-    Args:
-        mode: made by ``create_selective_checkpoint_contexts``.
-        policy: what decides and remembers.
-        again: whether this is the second run.
-    """
+    """Hands ops on to a mode of torch's that is not entered itself, so that an op can pass it by."""
 
     def __init__(self, mode: Any, policy: _Policy, *, again: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -42,8 +42,6 @@ class Recomputed:
     """Runs a block under ``torch.utils.checkpoint.checkpoint``, in training and where gradients are wanted.
 
     Args:
-        path: the block's name, for errors.
-        keep: specs of the ops whose results are kept.
         segment: name of its segment; empty for a block on its own.
         first: whether it is the first of its segment, which keeps its input.
         last: whether it is the last of its segment, whose output is not needed again.
@@ -209,7 +207,6 @@ class Recipe:
     """How to find a block's output again.
 
     Args:
-        node: the `_SavedMark` at the block's end.
         segment: name of the segment that the block belongs to.
         version: how often the output was changed in place when it was given.
     """

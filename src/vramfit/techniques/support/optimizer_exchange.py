@@ -129,7 +129,6 @@ def carried_groups(old: Optimizer, names: Iterable[str], *, ratio: float = 1.0) 
     """The groups for a new optimizer: the same parameters with those hyperparameters that it knows.
 
     Args:
-        old: the optimizer whose place it takes.
         names: the hyperparameters besides the learning rate.
         ratio: what the learning rate is multiplied with.
     """
@@ -168,7 +167,6 @@ def exchange(
     """Put `new` in the place of the program's optimizer until the undo. See NOTE [Exchanged optimizers].
 
     Args:
-        live: the program.
         new: with the groups of the old one, as `carried_groups` gives them.
         ratio: what a change of the old learning rate is multiplied with.
         move: makes a parameter's states of the old ones, in memory of their own; None starts it anew.
