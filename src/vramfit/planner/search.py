@@ -20,7 +20,6 @@ from vramfit.planner.candidates import Candidate, Candidates, ScoredCandidate, c
 from vramfit.planner.memory_estimate import Effect, MemoryEstimate, Part, Parts, guesses
 from vramfit.planner.plan_builder import (
     FittedCandidate,
-    SearchResult,
     build_plan,
     check_budget,
     fit_to_budget,
@@ -142,8 +141,7 @@ class PlanSearch:
         best = min(self._fitted, key=_fit_rank, default=None)
         if best is None:  # there was no time for a run of any plan
             best = not_run(self.candidates, self._scored(plain))
-        result = SearchResult(fitted=best, plain=plain, seconds=self.clock.seconds - began)
-        return build_plan(self.candidates, result)
+        return build_plan(self.candidates, best, self.clock.seconds - began)
 
     def _has_fitting(self) -> bool:
         """Whether a plan was run that fits."""

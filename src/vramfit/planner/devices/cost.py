@@ -5,15 +5,17 @@ Many micro-batches are looked at by running a few of them: each after the second
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from vramfit.planner.plan_file import PlanFigures
 from vramfit.planner.step_profiler import StepProfile
-from vramfit.techniques import Choice, Profile, with_choices
+from vramfit.techniques import AttachedProgram, Choice, Profile, live_of, with_choices
 from vramfit.techniques.micro_batching import MicroBatchingSetting, batch_size_name
 from vramfit.workload import State, Workload
 
@@ -165,6 +167,30 @@ def step_cost_with(
         step_seconds=cost.step_seconds + passes * (times - 1),
         step_flops=round(cost.step_flops * times),
     )
+
+
+@contextmanager
+def started(
+    workload: Workload, device: torch.device | str, ended: Callable[[int], None] = lambda _: None
+) -> Iterator[State]:
+    """A workload that was started; what techniques changed beyond the model (TF32, the allocator) is undone afterwards.
+
+    Args:
+        workload: with its techniques.
+        device: where its model goes.
+        ended: called before the undo, also after an error, with the bytes that techniques hold on the host unpinned.
+    """
+    live: AttachedProgram | None = None
+    try:
+        state = workload.start(device)
+        live = live_of(state)
+        yield state
+    finally:
+        ended(0 if live is None else live.pageable_bytes)
+        # What undoing does to memory counts no more, nor whether there is enough of it.
+        with suppress(torch.OutOfMemoryError):
+            if live is not None:
+                live.undo()
 
 
 class PeakMeter:
