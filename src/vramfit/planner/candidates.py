@@ -75,7 +75,7 @@ _SLACK = 0.02
 """Part of the budget that the allocator is expected to hold beyond its tensors, at most; runs show what it holds."""
 
 _QUICK_GAP, _QUICK_SECONDS = 0.02, 2.0
-"""Of solutions that only compare candidates."""
+"""The gap and the seconds of solutions that only compare candidates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +167,7 @@ class Candidates:
         return key in self._by_key
 
     def failed(self) -> tuple[Key, ...]:
-        """Those that could not be applied."""
+        """The keys of the candidates that could not be applied."""
         return tuple(key for key, candidate in self._by_key.items() if candidate is None)
 
     @property

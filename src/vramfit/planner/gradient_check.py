@@ -45,13 +45,13 @@ from vramfit.workload import Workload
 Progress = Callable[[str], None]
 
 _EXAMPLES = 5
-"""In the batch: two pieces of it are not equally large."""
+"""Examples in the batch: two pieces of it are not equally large."""
 
 _STEPS = 3
-"""Of training: what an optimizer does shows in the losses after its first steps."""
+"""Training steps: what an optimizer does shows in the losses after its first steps."""
 
 _SECONDS = 30.0
-"""That the comparison may take by its estimate, all in all."""
+"""Seconds that the comparison may take by its estimate, all in all."""
 
 _LONGEST = 60.0
 """Seconds after which one way to compare is given up: machines are slower than its estimate, a stand-in has none."""
@@ -60,7 +60,7 @@ _RUNS = 4
 """Trainings of one comparison: plain, and with the techniques of each level."""
 
 _PART, _MOST = 1 / 16, 1 << 29
-"""Of the machine's memory that a model's values may take, and at most so many bytes: a training holds five to nine
+"""The share of the machine's memory that a model's values may take, and the most bytes: a training holds five to nine
 times as much, with the gradients of the other beside it."""
 
 _COMPILING = frozenset({"compile", "low-bit-optimizer"})

@@ -212,7 +212,7 @@ def with_card(found: LargestSize, check: CardCheck) -> LargestSize:
 
 
 CEILING = 1 << 24
-"""No number is tried beyond."""
+"""No number above this is tried."""
 
 
 def bracket(holds: Callable[[int], bool], start: int, *, closer: int = 1) -> tuple[int, int]:

@@ -49,7 +49,7 @@ _STANDARD_ERROR = 2
 """What a workload prints goes there: standard output is for results."""
 
 _SILENT = "6"
-"""Above all levels of libkineto, whose profiler tells each of its starts and stops (ILoggerObserver.h)."""
+"""Above all levels of libkineto, whose profiler announces each start and stop (ILoggerObserver.h)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

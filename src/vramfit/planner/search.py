@@ -105,7 +105,7 @@ class PlanSearch:
     _fitted: list[FittedCandidate] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """The first techniques are known."""
+        """Register the first techniques."""
         self._choices.update((choice_key(choice), choice) for choice in self.start)
 
     @property
@@ -334,7 +334,7 @@ class PlanSearch:
         return self.candidates.run(choices, fine=_FINE in parts)
 
     def _rank(self, scored: ScoredCandidate) -> tuple[float, float]:
-        """The smaller, the better."""
+        """What scored candidates are ordered by: smaller is better."""
         if self.request.objective == MEMORY:
             return (float(scored.lowest), scored.seconds)
         if scored.solution is None:
@@ -391,7 +391,7 @@ class PlanSearch:
 
 
 def _fit_rank(fitted: FittedCandidate) -> tuple[bool, float]:
-    """The smaller, the better."""
+    """What fitted candidates are ordered by: smaller is better."""
     cost = fitted.cost
     return (not cost.fits, cost.step_seconds if cost.fits else float(cost.total_bytes))
 

@@ -100,13 +100,13 @@ _LARGE = 1 << 20
 """Values of a tensor above which it is made without them."""
 
 _LAYERS = 2
-"""Of layers that are alike, so many are left."""
+"""How many of layers that are alike are left."""
 
 _STD = 0.02
-"""Of values that are drawn, as most models are initialised."""
+"""Standard deviation of drawn values, as most models are initialised."""
 
 _NARROW = "_vramfit_narrow"
-"""What says of a config that it is narrow already."""
+"""The attribute that marks a config as narrowed already."""
 
 # Names in configs read better several in a line:
 # fmt: off
@@ -314,7 +314,7 @@ def _narrow(config: Any, divisor: int) -> None:
 
 
 _SHORTEST = 8
-"""Smaller than that no size of a batch is made."""
+"""No size of a batch is made smaller than this."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -270,7 +270,7 @@ class _Weighed:
     parameters: int = 0
 
     def take(self, off: _Off, parameters: int) -> None:
-        """Remember the worst."""
+        """Keep the worst difference so far."""
         self.off = max(self.off, off, key=lambda one: one.share)
         self.parameters = parameters
 
@@ -306,7 +306,10 @@ class _GradientTrial:
                 return False
 
     def gradients(self, batch: Batch, *, whole: bool = False) -> Gradients:
-        """Of every parameter that has one; only a piece may have a loss that is no number, where no label counts."""
+        """The gradients of every parameter that has one.
+
+        Only a piece may have a loss that is no number, where no label counts.
+        """
         self.model.zero_grad(set_to_none=True)
         with _buffers_kept(self.model):
             loss = self.loss(batch)
@@ -350,7 +353,7 @@ class _GradientTrial:
         return found[0]
 
     def _weights(self, one: _Weighed, batch: Batch, spans: list[tuple[int, int]]) -> tuple[float, ...]:
-        """Of the pieces; nothing where the batch has no labels to count."""
+        """The weights of the pieces; empty where the batch has no labels to count."""
         setting = replace(self.setting, **one.setting)  # type: ignore[arg-type]
         try:
             return tuple(Splitter(setting, shifts=False).weights(batch, self.cut, spans))
@@ -420,12 +423,12 @@ def _differs(trial: _GradientTrial, found: _Weighed, batch: Batch) -> UsageError
     off = f"{found.off.part:.2g} of its norm" if math.isfinite(found.off.part) else "more than it is"
     return NoPiecesError(
         f"pieces of a batch do not give its gradients: that of {found.off.name} differs by {off}, with the reduction "
-        f"{_told(found.setting)} at best",
+        f"{_in_words(found.setting)} at best",
         "A loss that compares examples with each other cannot be cut; say where labels or weights are if it has some",
     )
 
 
-def _told(setting: _Weighing) -> str:
+def _in_words(setting: _Weighing) -> str:
     reduction = setting["reduction"]
     assert isinstance(reduction, Reduction)
     return reduction.value + (f" of {setting['labels']}" if "labels" in setting else "")

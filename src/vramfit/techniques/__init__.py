@@ -57,7 +57,7 @@ __all__ = [
 
 @cache
 def all_techniques() -> tuple[Technique[Any], ...]:
-    """One of each, in the order in which a plan's search considers them and tables show them (`Technique.follows`).
+    """One technique of each kind, in the order of a plan's search and of tables (see `Technique.follows`).
 
     Raises:
         ValueError: a technique follows none that there is.

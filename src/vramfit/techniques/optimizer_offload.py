@@ -453,7 +453,7 @@ class _Widened:
         self._host, self._master = host, master
 
     def __call__(self, *_: Any) -> None:
-        """Widen it."""
+        """Widen the gradient."""
         assert self._host.grad is not None
         self._master.grad = self._host.grad.to(torch.float32)
 
@@ -462,7 +462,7 @@ class _Narrowed(_Widened):
     """After the step: the weight that goes to the card."""
 
     def __call__(self, *_: Any) -> None:
-        """Round it to nearest."""
+        """Round the weight to nearest."""
         self._host.copy_(self._master)
         self._master.grad = None
 

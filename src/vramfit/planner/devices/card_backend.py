@@ -297,7 +297,7 @@ class _CardMeter(PeakMeter):
         self._index = index
 
     def seconds(self) -> float:
-        """Of the clock on the wall, once all work is done."""
+        """Seconds of the wall clock, once all work is done."""
         torch.cuda.synchronize(self._index)
         return time.perf_counter()
 

@@ -149,7 +149,7 @@ class _Counter(PeakMeter):
     device_type = "cpu"
 
     def seconds(self) -> float:
-        """Of the clock on the wall."""
+        """Seconds of the wall clock."""
         return time.perf_counter()
 
     def boundary(self) -> None:

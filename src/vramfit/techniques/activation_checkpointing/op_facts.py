@@ -138,14 +138,14 @@ class RandomState:
 
     @classmethod
     def now(cls, tensors: Iterable[torch.Tensor]) -> RandomState:
-        """The present one."""
+        """The present state of the generators."""
         tensors = list(tensors)
         kind = next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "cpu")
         devices, states = get_device_states(*tensors)
         return cls(torch.get_rng_state(), devices, states, kind)
 
     def set(self) -> None:
-        """Make it the present one."""
+        """Set the generators to this state."""
         torch.set_rng_state(self.cpu)
         if self.kind != "cpu":
             set_device_states(self.devices, self.states, device_type=self.kind)

@@ -168,7 +168,7 @@ class _BlockCall:
 
     @contextlib.contextmanager
     def second_run(self) -> Any:
-        """Surrounds it. Blocks before this one run here, before the results kept for this one are given out."""
+        """Surround the second run. Blocks before this one run first, then what was kept for this one is given out."""
         for index, recipe in self._recipes.items():
             self._found[index] = recipe.tensor()
         with contextlib.ExitStack() as stack:

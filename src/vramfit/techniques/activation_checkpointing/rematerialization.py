@@ -107,7 +107,7 @@ _OF_THREAD = threading.local()
 
 
 def _recordings() -> list[_Recording]:
-    """Those of this thread, the innermost last."""
+    """The recordings of this thread, the innermost last."""
     known: list[_Recording] | None = getattr(_OF_THREAD, "recordings", None)
     if known is None:
         known = _OF_THREAD.recordings = []
@@ -200,7 +200,7 @@ class _Step:
         self.changes = changes
 
     def run(self, values: dict[_Result, torch.Tensor], path: str) -> Any:
-        """Call it again."""
+        """Call the op again."""
         args, kwargs = self._filled(self.args, values, path), self._filled(self.kwargs, values, path)
         with torch.set_grad_enabled(self.grad), torch._C._AutoDispatchBelowAutograd():
             return self._called(args, kwargs)
@@ -279,7 +279,7 @@ class _Operation:
                     yield view.result
 
     def run(self, values: dict[_Result, torch.Tensor]) -> None:
-        """Compute its results."""
+        """Compute the results of the op, with all changes in place."""
         made = self.steps[0].run(values, self.path)
         for place, known in self.results:
             if (result := known()) is not None:
