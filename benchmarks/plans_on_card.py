@@ -26,9 +26,8 @@ from vramfit import Plan
 from vramfit.errors import VramfitError
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.planner import planner_run
-from vramfit.planner.memory_budget import MemoryBudget
 from vramfit.planner.plan_file import PlanStep
-from vramfit.planner.planner_job import AskedRun
+from vramfit.planner.planner_job import AskedRun, MemoryBudget
 from vramfit.planner.planner_run import measure_in_child
 from vramfit.planner.verification import CardRun
 from vramfit.techniques import Choice, find_technique
@@ -141,8 +140,8 @@ def plan_for(case: Case, gpu: GpuSpec, folder: Path) -> Path:
 def fully_checkpointed(plan: Plan) -> Plan:
     """The same plan, but every block is recomputed."""
     whole = Choice(technique=find_technique("activation-checkpointing"), setting=Checkpointing())
-    others = tuple(entry for entry in plan.entries if entry.choice.name not in ACTIVATIONS)
-    return replace(plan, entries=(*others, PlanStep(choice=whole)))
+    others = (choice for choice in plan.choices if choice.name not in ACTIVATIONS)
+    return replace(plan, entries=tuple(PlanStep(choice=choice) for choice in (*others, whole)))
 
 
 def measured(case: Case, gpu: GpuSpec, folder: Path) -> Row:

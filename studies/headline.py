@@ -27,7 +27,7 @@ from vramfit.gpus import find_gpu
 from vramfit.planner.devices.cost import step_cost_with
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.largest_size import SizeSearch, bracket, search_for
-from vramfit.planner.request import NothingFits, PlanRequest
+from vramfit.planner.plans import NothingFits, PlanRequest
 from vramfit.techniques import Numerics
 from vramfit.units import format_bytes, parse_bytes
 from vramfit.writing import write_text

@@ -34,8 +34,7 @@ from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.devices.cpu_backend import CpuBackend
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.gradient_check import promised_plan
-from vramfit.planner.plans import Plan
-from vramfit.planner.request import MEMORY, PlanRequest
+from vramfit.planner.plans import MEMORY, Plan, PlanRequest
 from vramfit.planner.verification import compare
 from vramfit.techniques import Numerics
 from vramfit.units import format_bytes

@@ -21,7 +21,7 @@ from vramfit.errors import (
 )
 from vramfit.gpus import find_gpu
 from vramfit.launch.job import Failure
-from vramfit.planner.request import NothingFits
+from vramfit.planner.plans import NothingFits
 from vramfit.trace import read_any
 from vramfit.units import GIB, parse_bytes
 

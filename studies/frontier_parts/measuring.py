@@ -18,7 +18,7 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from vramfit.capture.ops import OpTable
 from vramfit.gpus import find_gpu
-from vramfit.planner.flop_counting import FlopMode
+from vramfit.planner.devices.cpu_backend import FlopMode
 from vramfit.techniques import live_of
 from vramfit.virtual import roofline
 from vramfit.virtual.op_call import OpCall

@@ -15,8 +15,7 @@ from vramfit.capture.gradient_sums import measure_counts
 from vramfit.planner.candidates import Candidates, key_of
 from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.devices.cpu_backend import CpuBackend, arithmetic_seconds_of, rates
-from vramfit.planner.plans import Plan
-from vramfit.planner.request import MEMORY, THROUGHPUT, NothingFits, PlanRequest
+from vramfit.planner.plans import MEMORY, THROUGHPUT, NothingFits, Plan, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.step_profiler import StepProfile
 from vramfit.techniques import AppliedWorkload, Profile

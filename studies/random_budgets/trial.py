@@ -25,8 +25,7 @@ from vramfit.errors import UsageError
 from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.cpu_backend import CpuBackend
 from vramfit.planner.plan_file import plan_to_toml
-from vramfit.planner.plans import Plan
-from vramfit.planner.request import NothingFits, PlanRequest
+from vramfit.planner.plans import NothingFits, Plan, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.workload_check import check_workload
 from vramfit.techniques import Choice, Numerics, find_technique, with_choices

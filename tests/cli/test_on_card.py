@@ -16,9 +16,8 @@ from tests.planner.test_plan_objects import _plan
 
 from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
-from vramfit.planner.memory_budget import DeviceMemory, MemoryBudget
 from vramfit.planner.plan_file import PlanFigures, PlanTarget
-from vramfit.planner.planner_job import AskedRun
+from vramfit.planner.planner_job import AskedRun, DeviceMemory, MemoryBudget
 from vramfit.planner.planner_run import measure_in_child
 from vramfit.planner.verification import CardRun, Measured, Verification
 from vramfit.report import print_report

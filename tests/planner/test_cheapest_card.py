@@ -18,8 +18,7 @@ from vramfit.planner.cheapest_card import cheapest_plan, hourly, rented_cards
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.gradient_check import promised_plan
 from vramfit.planner.plan_file import PlanFigures, PlanTarget
-from vramfit.planner.plans import Plan, plan_of
-from vramfit.planner.request import NothingFits, PlanRequest
+from vramfit.planner.plans import NothingFits, Plan, PlanRequest, plan_of
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_clock import SearchClock
 from vramfit.techniques import Numerics

@@ -17,7 +17,7 @@ from vramfit.planner import micro_batch_trial
 from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.micro_batch_trial import coupling_by_shapes
-from vramfit.planner.request import PlanRequest
+from vramfit.planner.plans import PlanRequest
 
 
 def _device() -> VirtualBackend:

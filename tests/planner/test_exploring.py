@@ -9,7 +9,7 @@ from tests.planner.test_search import CONTEXT, GPU, MIB, workload
 
 from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.request import PlanRequest
+from vramfit.planner.plans import PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.workload import Workload
 

@@ -20,8 +20,7 @@ from vramfit.planner.gradient_check import check_promises, promised_plan
 from vramfit.planner.largest_size import search_for
 from vramfit.planner.micro_batch_trial import MicroBatchVerdict
 from vramfit.planner.plan_file import PlanFigures, PlanTarget
-from vramfit.planner.plans import Plan, plan_of
-from vramfit.planner.request import PlanRequest
+from vramfit.planner.plans import Plan, PlanRequest, plan_of
 from vramfit.techniques import Choice, Numerics, find_technique, setting_from_plain
 from vramfit.techniques.micro_batching import MicroBatchingSetting, Reduction
 from vramfit.workload import Workload

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from vramfit.capture.gradient_sums import measure_counts
-from vramfit.planner.flop_counting import FlopMode
+from vramfit.planner.devices.cpu_backend import FlopMode
 
 pytestmark = pytest.mark.usefixtures("fit_interpreter")
 

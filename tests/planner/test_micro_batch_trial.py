@@ -17,7 +17,7 @@ from vramfit.planner import micro_batch_trial, trial_attempts
 from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.micro_batch_trial import try_micro_batching
-from vramfit.planner.request import PlanRequest
+from vramfit.planner.plans import PlanRequest
 from vramfit.techniques import Profile
 from vramfit.techniques.micro_batching import Reduction
 from vramfit.workload import Batch, Workload

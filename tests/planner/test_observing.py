@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from vramfit.planner.flop_counting import FlopMode
+from vramfit.planner.devices.cpu_backend import FlopMode
 
 _A, _B, _C = torch.ones(3, 5), torch.ones(5, 7), torch.zeros(3, 7)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def made() -> Plan:
                         },
                     ),
                 ),
-                saves_bytes=5 * GIB,
+                saves_bytes=6 * GIB,
                 costs_seconds=0.125,
             ),
         ),
@@ -152,6 +153,23 @@ def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
         plan_from_toml(text, Plan)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value).replace(". ", "")
+
+
+@pytest.mark.parametrize("name", ["bert_large", "gpt2_xl", "llama_7b", "unet_3d"])
+def test_a_plan_that_was_cut_off_between_techniques_is_refused(name: str) -> None:
+    text = (Path(__file__).parents[2] / "examples" / "plans" / f"{name}.toml").read_text(encoding="utf-8")
+    plan = plan_from_toml(text, Plan)
+    _, *heads = (place.start() for place in re.finditer(r"^\[\[technique\]\]", text, re.MULTILINE))
+    assert len(heads) == len(plan.entries) - 1 > 0
+    for end in heads:
+        with pytest.raises(UsageError, match="techniques are not all there"):
+            plan_from_toml(text[:end], Plan)
+
+
+def test_a_person_may_take_a_technique_out() -> None:
+    plan = made()
+    first = dataclasses.replace(plan, entries=(PlanStep(choice=plan.entries[0].choice),))
+    assert plan_from_toml(plan_to_toml(first), Plan) == first
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

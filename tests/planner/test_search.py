@@ -16,7 +16,7 @@ from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.largest_size import grown_size, search_for
-from vramfit.planner.request import MEMORY, NothingFits, PlanRequest
+from vramfit.planner.plans import MEMORY, NothingFits, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.techniques import AppliedWorkload, Choice, Numerics, find_technique
 from vramfit.techniques.low_precision_training import LowPrecisionTrainingSetting

@@ -13,8 +13,7 @@ from tests.planner.test_search import CONTEXT, GPU, MIB
 from tests.planner.test_search_clock import Second, Timed, request
 
 from vramfit.planner.candidates import Candidates
-from vramfit.planner.memory_budget import DeviceMemory, MemoryBudget
-from vramfit.planner.planner_job import PlanJob, PlanOptions
+from vramfit.planner.planner_job import DeviceMemory, MemoryBudget, PlanJob, PlanOptions
 from vramfit.planner.planner_run import plan_in_child
 from vramfit.planner.plans import Plan
 from vramfit.planner.search import PlanSearch

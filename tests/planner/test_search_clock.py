@@ -21,8 +21,7 @@ from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.largest_size import search_for
 from vramfit.planner.plan_file import plan_from_toml, plan_to_toml
-from vramfit.planner.plans import Plan
-from vramfit.planner.request import NothingFits, PlanRequest
+from vramfit.planner.plans import NothingFits, Plan, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_clock import INTERRUPTED, TIME_OVER, SearchClock, SearchStopped
 from vramfit.workload import Workload

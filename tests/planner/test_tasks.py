@@ -15,11 +15,10 @@ from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
 from vramfit.planner.candidates import Candidates
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.memory_budget import DeviceMemory
-from vramfit.planner.planner_job import FitJob, VerifyValuesJob
-from vramfit.planner.request import NothingFits, PlanRequest
+from vramfit.planner.planner_child import fit, verify_values
+from vramfit.planner.planner_job import DeviceMemory, FitJob, VerifyValuesJob
+from vramfit.planner.plans import NothingFits, PlanRequest, sizes_of
 from vramfit.planner.search import PlanSearch
-from vramfit.planner.tasks import fit, sizes_of, verify_values
 from vramfit.planner.workload_check import check_workload
 from vramfit.workload import Workload
 

@@ -18,7 +18,7 @@ from vramfit.planner import gradient_check, micro_batch_trial
 from vramfit.planner.candidates import Candidates
 from vramfit.planner.gradient_check import check_promises
 from vramfit.planner.micro_batch_trial import try_micro_batching
-from vramfit.planner.request import PlanRequest
+from vramfit.planner.plans import PlanRequest
 from vramfit.planner.search_cache import SearchCache
 from vramfit.planner.search_clock import INTERRUPTED, SearchClock, SearchStopped, TimeOver, limited
 from vramfit.planner.search_evidence import Evidence

@@ -15,10 +15,10 @@ from torch import nn
 
 from vramfit.gpus import find_gpu
 from vramfit.launch.job import Failure
-from vramfit.planner import tasks
+from vramfit.planner import planner_child
 from vramfit.planner.devices.virtual_backend import VirtualBackend
-from vramfit.planner.memory_budget import DeviceMemory
 from vramfit.planner.planner_job import (
+    DeviceMemory,
     FitJob,
     PlanJob,
     PlannerJob,
@@ -87,10 +87,10 @@ def _verbs(plan: str, *, applied: bool = False) -> dict[Callable[..., Any], Plan
     """What each task is asked, on a plan where it takes one; ``fit`` takes one where it is to be applied."""
     options = PlanOptions(allow=["tf32"], time_limit=5.0)
     return {
-        tasks.plan: PlanJob(target="work.py:training", memory=MEMORY, options=options),
-        tasks.fit: FitJob(memory=MEMORY, plan=plan if applied else None),
-        tasks.verify_memory: VerifyMemoryJob(memory=MEMORY, plan=plan),
-        tasks.verify_values: VerifyValuesJob(
+        planner_child.plan: PlanJob(target="work.py:training", memory=MEMORY, options=options),
+        planner_child.fit: FitJob(memory=MEMORY, plan=plan if applied else None),
+        planner_child.verify_memory: VerifyMemoryJob(memory=MEMORY, plan=plan),
+        planner_child.verify_values: VerifyValuesJob(
             memory=MEMORY, plan=plan, steps=2, seconds=5.0, step_seconds=1e-3
         ),
     }
@@ -122,7 +122,7 @@ def test_each_verb_says_the_same_line(name: str, tmp_path: Path) -> None:
 def test_a_model_on_the_wrong_device_is_told_by_each_verb(tmp_path: Path) -> None:
     workload = replace(MLP, model=lambda: nn.Sequential(nn.Linear(16, 3)).cuda())
     asked = _verbs(_plan_file(tmp_path, dict(workload.sizes)))
-    for task in (tasks.plan, tasks.fit, tasks.verify_memory):
+    for task in (planner_child.plan, planner_child.fit, planner_child.verify_memory):
         found = _asked(task, workload, asked[task])
         assert found.message == "model makes 0.weight on cuda:0", task.__name__
         assert found.hint == "Make the model on the CPU: it is moved to the device"
@@ -131,7 +131,7 @@ def test_a_model_on_the_wrong_device_is_told_by_each_verb(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("fit_interpreter")
 def test_a_tensor_that_stays_behind_is_told_with_what_to_do() -> None:
     workload = replace(MLP, model=Table, batch=lambda batch_size: torch.ones(batch_size, 16), loss=_sum)
-    found = _asked(tasks.fit, workload, FitJob(memory=MEMORY))
+    found = _asked(planner_child.fit, workload, FitJob(memory=MEMORY))
     assert found.message.startswith(
         "tensors on different devices meet (Expected all tensors to be on the same"
     )
@@ -149,19 +149,19 @@ def test_a_plan_with_an_unknown_technique_or_size_is_told(tmp_path: Path) -> Non
     asked = _verbs(str(plan), applied=True)
     text = plan.read_text()
     plan.write_text(text.replace('"tf32"', '"tensor-float"'))
-    for task in (tasks.fit, tasks.verify_memory, tasks.verify_values):
+    for task in (planner_child.fit, planner_child.verify_memory, planner_child.verify_values):
         found = _asked(task, MLP, asked[task])
         assert "no technique 'tensor-float'" in found.message, task.__name__
         assert found.hint
         assert found.code == 2
     plan.write_text(text.replace("batch_size", "images"))
-    found = _asked(tasks.verify_memory, MLP, asked[tasks.verify_memory])
+    found = _asked(planner_child.verify_memory, MLP, asked[planner_child.verify_memory])
     assert found.message == "the workload has no size 'images'"
     assert found.hint == "It has batch_size"
 
 
 def test_what_no_batch_fits_says_what_one_takes() -> None:
-    found = tasks.fit(
+    found = planner_child.fit(
         MLP,
         VirtualBackend(CARD, alloc_conf="", host_bytes=0),
         FitJob(memory=replace(MEMORY, budget=CARD.typical_context_bytes + 1)),

@@ -15,7 +15,7 @@ from tests.planner.test_plan_objects import _plan
 from torch import nn
 
 from vramfit import Plan, Workload
-from vramfit.planner.request import PlanRequest
+from vramfit.planner.plans import PlanRequest
 from vramfit.techniques import Numerics
 from vramfit.units import parse_bytes
 

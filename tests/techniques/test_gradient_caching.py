@@ -16,7 +16,7 @@ from vramfit.errors import UsageError
 from vramfit.gpus import find_gpu
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.gradient_check import promised_plan
-from vramfit.planner.request import PlanRequest
+from vramfit.planner.plans import PlanRequest
 from vramfit.planner.whole_and_pieces import NoPiecesError, try_encoders, try_pieces
 from vramfit.techniques import AttachedProgram, gradient_caching, with_choices
 from vramfit.techniques.core.technique import Choice

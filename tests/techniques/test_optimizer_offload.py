@@ -17,9 +17,8 @@ from torch import nn
 from vramfit.errors import UsageError
 from vramfit.techniques import AttachedProgram, Choice, Piece, live_of
 from vramfit.techniques.low_precision_training import LowPrecisionTraining, LowPrecisionTrainingSetting
-from vramfit.techniques.optimizer_offload import OptimizerOffload, OptimizerOffloadSetting
+from vramfit.techniques.optimizer_offload import HostOptimizer, OptimizerOffload, OptimizerOffloadSetting
 from vramfit.techniques.step_in_backward import StepInBackward, StepInBackwardSetting
-from vramfit.techniques.support.optimizer_offload_host import HostOptimizer
 from vramfit.trace import Category
 from vramfit.virtual.gpu import VirtualGPU
 

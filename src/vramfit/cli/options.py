@@ -16,7 +16,7 @@ from vramfit.virtual.data_dependent.assume import Assume
 
 if TYPE_CHECKING:
     from vramfit.gpus import GpuSpec
-    from vramfit.planner.memory_budget import MemoryBudget
+    from vramfit.planner.planner_job import MemoryBudget
 
 
 _MOST_GPUS = 8
@@ -241,7 +241,7 @@ def room_of(
         UsageError: an option makes no sense.
         UnknownGpuError: there is no such card.
     """
-    from vramfit.planner.memory_budget import MemoryBudget
+    from vramfit.planner.planner_job import MemoryBudget
 
     if device not in (None, "cpu"):
         raise UsageError(f"cannot plan for the device {device!r}", "Give --gpu NAME, or --device cpu")

@@ -12,7 +12,7 @@ from vramfit.cli.printing import check_outputs, print_result, showing, wide_cons
 from vramfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from vramfit.planner.memory_budget import MemoryBudget
+    from vramfit.planner.planner_job import MemoryBudget
     from vramfit.planner.planner_run import Planned
 
 DOES_NOT_FIT = 3
@@ -118,7 +118,7 @@ def plan_command(
 
 
 def _room_for_price(given: str | None, host_budget: str | None, alloc_conf: str | None) -> MemoryBudget:
-    from vramfit.planner.memory_budget import MemoryBudget, budget_for_any_card
+    from vramfit.planner.planner_job import MemoryBudget, budget_for_any_card
 
     if given is not None:
         raise UsageError(

@@ -22,8 +22,7 @@ from vramfit.arguments import (
 )
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.launch.interrupts import signals_kept
-from vramfit.planner.memory_budget import PRICE, MemoryBudget, budget_for_any_card
-from vramfit.planner.planner_job import PlanJob, PlanOptions
+from vramfit.planner.planner_job import PRICE, MemoryBudget, PlanJob, PlanOptions, budget_for_any_card
 from vramfit.planner.planner_run import (
     VerifyOptions,
     fit_in_child,
@@ -118,7 +117,7 @@ def plan(
         target = path_argument("workload", workload)
         found = plan_in_child(target, memory, options, fresh=fresh, progress=progress)
     if found.failure is not None:
-        from vramfit.planner.request import NothingFits
+        from vramfit.planner.plans import NothingFits
 
         raise NothingFits(found.failure.message, found.failure.hint, found.plan)
     return found.plan
@@ -127,7 +126,7 @@ def plan(
 def _plan_here(workload: Workload, memory: MemoryBudget, options: PlanOptions, progress: Progress) -> Plan:
     """Plan in this process."""
     from vramfit.planner.gradient_check import promised_plan
-    from vramfit.planner.tasks import plan_request
+    from vramfit.planner.plans import plan_request
     from vramfit.planner.workload_check import check_workload
 
     space = memory.settled()

@@ -37,7 +37,7 @@ from vramfit.planner.micro_batch_trial import (
     no_time_to_try,
     try_micro_batching,
 )
-from vramfit.planner.request import MEMORY, PlanRequest
+from vramfit.planner.plans import MEMORY, PlanRequest
 from vramfit.planner.search_cache import (
     CachedStep,
     ProfiledRun,
@@ -75,7 +75,7 @@ _SLACK = 0.02
 """Part of the budget that the allocator is expected to hold beyond its tensors, at most; runs show what it holds."""
 
 _QUICK_GAP, _QUICK_SECONDS = 0.02, 2.0
-"""Of solutions that only compare candidates."""
+"""The gap and the seconds of solutions that only compare candidates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,9 +121,6 @@ class Candidates:
     """All candidates that were run for a request.
 
     Args:
-        device: where steps are run.
-        request: what is asked for.
-        progress: called with what is being done.
         clock: decides whether another run may begin.
         cache: of earlier searches; None without one.
         kept: runs of this search, and of others of this process for the same workload, sizes and card.
@@ -170,7 +167,7 @@ class Candidates:
         return key in self._by_key
 
     def failed(self) -> tuple[Key, ...]:
-        """Those that could not be applied."""
+        """The keys of the candidates that could not be applied."""
         return tuple(key for key, candidate in self._by_key.items() if candidate is None)
 
     @property
@@ -332,12 +329,7 @@ class Candidates:
         )
 
     def options(self, candidate: Candidate, *, quickening: bool = False) -> Iterator[Choice]:
-        """What could be added to a candidate, the mildest setting of each technique first.
-
-        Args:
-            candidate: what it is added to.
-            quickening: whether only what may make a step quicker is asked for.
-        """
+        """What could be added to a candidate, the mildest settings first; `quickening`: only what may save time."""
         for choice in self._offers(candidate):
             technique, setting = choice.technique, choice.setting
             if quickening and not technique.quickens:
@@ -432,7 +424,6 @@ class Candidates:
         """Run choices with the budget as the device's memory, or without a limit where that does not do.
 
         Args:
-            choices: the techniques.
             tail: seconds of the optimizer's step, which comes once, however many micro-batches there are.
         """
         key = key_of(choices)

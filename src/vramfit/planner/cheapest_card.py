@@ -17,9 +17,8 @@ from vramfit.gpus import GpuSpec, catalogue
 from vramfit.planner.candidates import Candidates, key_of
 from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.gradient_check import promised_plan
-from vramfit.planner.memory_budget import MARGIN, PRICE
-from vramfit.planner.plans import Plan
-from vramfit.planner.request import THROUGHPUT, NothingFits, PlanRequest
+from vramfit.planner.planner_job import MARGIN, PRICE
+from vramfit.planner.plans import THROUGHPUT, NothingFits, Plan, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_clock import SearchClock, SearchStopped
 from vramfit.techniques import Choice, check_together
@@ -76,9 +75,7 @@ def cheapest_plan(
     """The plan of the card on which a step costs least; its notes name what others cost.
 
     Args:
-        device_of: makes the virtual card.
         request: what is asked for; its budget is that of each card, less 2 %.
-        progress: called with what is being done.
         clock: of all searches together: when it has stopped, the best so far is taken.
         cards: to choose from; None for all with the price of an hour.
 

@@ -22,8 +22,7 @@ from vramfit.errors import UsageError
 from vramfit.planner.devices.cost import DeviceBackend
 from vramfit.planner.devices.virtual_backend import VirtualBackend
 from vramfit.planner.largest_size import search_for
-from vramfit.planner.plans import Plan
-from vramfit.planner.request import NothingFits, PlanRequest
+from vramfit.planner.plans import NothingFits, Plan, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_cache import Runs, SearchCache
 from vramfit.planner.search_clock import SearchClock, TimeOver, limited
@@ -46,13 +45,13 @@ from vramfit.workload import Workload
 Progress = Callable[[str], None]
 
 _EXAMPLES = 5
-"""In the batch: two pieces of it are not equally large."""
+"""Examples in the batch: two pieces of it are not equally large."""
 
 _STEPS = 3
-"""Of training: what an optimizer does shows in the losses after its first steps."""
+"""Training steps: what an optimizer does shows in the losses after its first steps."""
 
 _SECONDS = 30.0
-"""That the comparison may take by its estimate, all in all."""
+"""Seconds that the comparison may take by its estimate, all in all."""
 
 _LONGEST = 60.0
 """Seconds after which one way to compare is given up: machines are slower than its estimate, a stand-in has none."""
@@ -61,7 +60,7 @@ _RUNS = 4
 """Trainings of one comparison: plain, and with the techniques of each level."""
 
 _PART, _MOST = 1 / 16, 1 << 29
-"""Of the machine's memory that a model's values may take, and at most so many bytes: a training holds five to nine
+"""The share of the machine's memory that a model's values may take, and the most bytes: a training holds five to nine
 times as much, with the gradients of the other beside it."""
 
 _COMPILING = frozenset({"compile", "low-bit-optimizer"})
@@ -85,7 +84,6 @@ def check_promises(workload: Workload, plan: Plan) -> Compared:
     """Compare a plan's gradients with the plain program's on this machine's CPU.
 
     Args:
-        workload: the plain one.
         plan: with its sizes, and the FLOPs of a plain step.
     """
     choices = tuple(choice for choice in plan.choices if choice.name not in _COMPILING)
@@ -174,13 +172,7 @@ class _Trained:
 
 
 class _Comparison:
-    """Trainings of a workload in one way, with this or that technique.
-
-    Args:
-        workload: plain.
-        way: how it is tried.
-        paths: names of the modules of the workload's own model.
-    """
+    """Trainings of a workload in one way, with this or that technique."""
 
     def __init__(self, workload: Workload, way: TrialAttempt, paths: frozenset[str]) -> None:
         self._way, self._paths = way, paths

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from vramfit.errors import UsageError
 from vramfit.planner.candidates import ACTIVATIONS, Candidates
 from vramfit.planner.devices.cost import DeviceBackend, StepCost
-from vramfit.planner.memory_budget import PRICE
 from vramfit.planner.micro_batch_trial import MicroBatchVerdict
-from vramfit.planner.plans import Plan
-from vramfit.planner.request import MEMORY, THROUGHPUT, NothingFits, PlanRequest
+from vramfit.planner.planner_job import PRICE
+from vramfit.planner.plans import MEMORY, THROUGHPUT, NothingFits, Plan, PlanRequest
 from vramfit.planner.search import PlanSearch
 from vramfit.planner.search_cache import Runs, SearchCache
 from vramfit.planner.search_clock import TIME_OVER, SearchClock, SearchStopped
@@ -107,13 +106,13 @@ class SizeSearch:
     """The search for the largest value of one size: each try is a run with a fresh model, each value runs once.
 
     Args:
-        device: where steps are run.
-        workload: with its techniques.
         sizes: of the batch; that of `name` is where the search begins.
-        name: of the size.
-        limit: bytes of the device.
-        progress: called with what is tried.
         host_limit: bytes that techniques may take of the host; None for any.
+        clock: decides whether another run may begin.
+
+    Attributes:
+        failures: what went wrong at values above the first at which the workload itself failed, by value: models end
+            somewhere. Such a value does not fit.
     """
 
     device: DeviceBackend
@@ -123,9 +122,9 @@ class SizeSearch:
     limit: int
     progress: Callable[[str], None] = lambda _text: None
     host_limit: int | None = None
+    clock: SearchClock = field(default_factory=SearchClock)
+    failures: dict[int, str] = field(default_factory=dict)
     _costs: dict[int, StepCost] = field(default_factory=dict)
-    _failing: int = 0
-    _failure: str = ""
 
     def largest(self) -> LargestSize:
         """The largest value with which a step stays within the limit.
@@ -135,7 +134,8 @@ class SizeSearch:
         """
         low, high = bracket(self.fits, self.sizes[self.name])
         best = self._costs.get(low)
-        least = 0 if low else self.device.step_cost(self.workload, self._sizes_at(1), None).total_bytes
+        failing = min(self.failures, default=0)
+        alone = 0 if low else self.device.step_cost(self.workload, self._sizes_at(1), None).total_bytes
         return LargestSize(
             size=self.name,
             usual=self.sizes[self.name],
@@ -145,9 +145,9 @@ class SizeSearch:
             limit_bytes=self.limit,
             step_seconds=0.0 if best is None else best.step_seconds,
             tries=self._tries(),
-            least_bytes=least,
+            least_bytes=alone,
             predicted=low,
-            failure=self._failure,
+            failure=f"{self.name} {failing:,} fails: {self.failures[failing]}" if failing else "",
         )
 
     def largest_up_to(self) -> tuple[int, int, tuple[Try, ...]]:
@@ -166,14 +166,17 @@ class SizeSearch:
     def fits(self, value: int) -> bool:
         """Whether a step at this value stays within the limit."""
         if value not in self._costs:
+            self.clock.check()
             self.progress(f"{self.name} {value:,}")
             try:
-                self._costs[value] = self.device.step_cost(self.workload, self._sizes_at(value), self.limit)
+                with self.clock.running():
+                    self._costs[value] = self.device.step_cost(
+                        self.workload, self._sizes_at(value), self.limit
+                    )
             except Exception as error:  # a table of positions that ends, a check of the model's own
                 if value <= self.sizes[self.name]:
                     raise
-                if not self._failing or value < self._failing:
-                    self._failing, self._failure = value, f"{self.name} {value:,} fails: {brief(error)}"
+                self.failures[value] = brief(error)
                 self._costs[value] = StepCost(fits=False, peak_allocated_bytes=0, peak_reserved_bytes=0)
         cost = self._costs[value]
         return cost.fits and (self.host_limit is None or cost.host_bytes <= self.host_limit)
@@ -209,7 +212,7 @@ def with_card(found: LargestSize, check: CardCheck) -> LargestSize:
 
 
 CEILING = 1 << 24
-"""No number is tried beyond."""
+"""No number above this is tried."""
 
 
 def bracket(holds: Callable[[int], bool], start: int, *, closer: int = 1) -> tuple[int, int]:
@@ -269,9 +272,6 @@ def search_for(
     forbidden where the size is the batch's: with it there is no largest.
 
     Args:
-        device: where steps are run.
-        request: what is asked for.
-        progress: called with what is being done.
         clock: of this search, and of others for the same answer.
         cache: of earlier searches; None without one.
         kept: what others ran for the same request, or one that allows more; not for sizes that grow, where the plan of
@@ -283,16 +283,10 @@ def search_for(
     """
     clock = clock or SearchClock(limit=request.search_seconds)
     if request.objective in (THROUGHPUT, MEMORY):
-        search = PlanSearch(
-            Candidates(
-                device=device,
-                request=request,
-                progress=progress,
-                clock=clock,
-                cache=cache,
-                kept=kept or Runs(),
-            )
+        candidates = Candidates(
+            device=device, request=request, progress=progress, clock=clock, cache=cache, kept=kept or Runs()
         )
+        search = PlanSearch(candidates)
         return search, search.plan()
     name = grown_size(request)
     forbidden = request.forbidden
@@ -363,15 +357,7 @@ class _Growing:
     def _grow(self) -> None:
         request, name = self.request, self.name
         smallest = replace(request, objective=MEMORY, entries=False)
-        first = PlanSearch(
-            Candidates(
-                device=self.device,
-                request=smallest,
-                progress=self.progress,
-                clock=self.clock,
-                cache=self.cache,
-            )
-        )
+        first = PlanSearch(self._candidates(smallest))
         try:
             lean = first.plan()
             self.best = first, lean
@@ -401,28 +387,32 @@ class _Growing:
                 break
             value, self.best = larger, better
 
+    def _candidates(
+        self, request: PlanRequest, micro_batching: MicroBatchVerdict | None = None
+    ) -> Candidates:
+        return Candidates(
+            device=self.device,
+            request=request,
+            progress=self.progress,
+            known_micro_batching=micro_batching,
+            clock=self.clock,
+            cache=self.cache,
+        )
+
     def _largest(self, start: int, plan: Plan) -> int:
-        """The largest size at which a plan fits; 0 without one.
-
-        What goes wrong above the workload's own size is noted: models end somewhere.
-        """
-        request, name = self.request, self.name
-        planned = with_choices(request.workload, plan.choices)
-
-        def fits(value: int) -> bool:
-            self.clock.check()
-            self.progress(f"{name} {value:,}")
-            try:
-                with self.clock.running():
-                    cost = self.device.step_cost(planned, {**request.sizes, name: value}, request.limit)
-            except Exception as error:
-                if value <= request.sizes[name]:
-                    raise
-                self.failures[value] = brief(error)
-                return False
-            return cost.fits and (not plan.entries or cost.host_bytes <= request.host_bytes)
-
-        return bracket(fits, start, closer=max(1, start // _CLOSE))[0]
+        """The largest size at which a plan fits; 0 without one."""
+        search = SizeSearch(
+            self.device,
+            with_choices(self.request.workload, plan.choices),
+            self.request.sizes,
+            self.name,
+            self.request.limit,
+            self.progress,
+            host_limit=self.request.host_bytes if plan.entries else None,
+            clock=self.clock,
+            failures=self.failures,
+        )
+        return bracket(search.fits, start, closer=max(1, start // _CLOSE))[0]
 
     def _planned(
         self, value: int, like: Plan, micro_batching: MicroBatchVerdict | None
@@ -430,14 +420,7 @@ class _Growing:
         """The best plan at a size, with another one's to begin with; or that there is none."""
         asked = replace(self.request, sizes={**self.request.sizes, self.name: max(1, value)})
         search = PlanSearch(
-            Candidates(
-                device=self.device,
-                request=asked,
-                progress=self.progress,
-                known_micro_batching=micro_batching,
-                clock=self.clock,
-                cache=self.cache,
-            ),
+            self._candidates(asked, micro_batching),
             start=tuple(choice for choice in like.choices if choice.name not in ACTIVATIONS),
         )
         try:

@@ -25,8 +25,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from vramfit.errors import UsageError
 from vramfit.planner.devices.cost import DeviceBackend
-from vramfit.planner.flop_counting import tensors_of
 from vramfit.planner.search_clock import SearchClock, TimeOver, limited
+from vramfit.planner.step_profiler import tensors_of
 from vramfit.planner.trial_attempts import TrialAttempt, most_model_bytes, ways_to_try
 from vramfit.planner.whole_and_pieces import (
     EXAMPLES,
@@ -42,7 +42,7 @@ from vramfit.techniques.micro_batching import MicroBatchingSetting, batch_size_n
 from vramfit.workload import Batch, Workload
 
 _SECONDS = 30.0
-"""That a trial may take by its estimate."""
+"""Seconds that a trial may take by its estimate."""
 
 _LONGEST = 60.0
 """Seconds after which a trial is given up: machines are slower than the estimate, and stand-ins have none."""
@@ -53,7 +53,7 @@ _STEPS = 8
 """Training steps with all its examples that a trial takes: a batch and its micro-batches, twice, and varied ones."""
 
 _PART = 0.125
-"""Of the machine's memory that a model may take: a trial holds its values and three gradients."""
+"""Share of the machine's memory that a model may take: a trial holds its values and three gradients."""
 
 _MOST = 1 << 30
 """Bytes of a model in 32 bits, at most: beyond that memory costs more time than arithmetic."""
@@ -89,11 +89,8 @@ def try_micro_batching(
     """Try a workload's loss on some examples, whole and in micro-batches.
 
     Args:
-        workload: plain.
-        profile: of a plain step.
         by_name: whether micro-batching was allowed by its name, and is offered though it could not be tried.
         probe: returns why examples are coupled, as far as shapes show; called where nothing could be tried.
-        clock: of the search.
     """
     why, over = "the model is too large for it here", False
     trials = _trials(workload, profile)
@@ -202,7 +199,7 @@ def _trials(workload: Workload, profile: Profile) -> Iterator[TrialAttempt]:
 
 
 _EXAMPLES = 5
-"""B: more than one, so that nothing is broadcast, and not the size of much else."""
+"""The B of the note: more than one, so that nothing is broadcast, and not the size of much else."""
 
 # Names of operations read better several in a line:
 # fmt: off
@@ -244,7 +241,7 @@ class _CoupledOp:
 
 
 @dataclass(slots=True)
-class _SeenTensor:
+class _ForwardPass:
     """What one forward pass did.
 
     Attributes:
@@ -284,10 +281,10 @@ class _Watched:
     def __init__(self, workload: Workload) -> None:
         assert workload.loss is not None
         self._loss = workload.loss
-        self.seen = _SeenTensor()
+        self.seen = _ForwardPass()
 
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The loss."""
+        """The loss, with its operations noted."""
         mode = _Shapes()
         for parameter in model.parameters():
             mode.seen.parameters.add(mode.number(parameter))
@@ -303,7 +300,7 @@ class _Shapes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.seen = _SeenTensor()
+        self.seen = _ForwardPass()
         self._numbers: Any = WeakTensorKeyDictionary()
         self._count = 0
 
@@ -339,7 +336,7 @@ class _Shapes(TorchDispatchMode):
         return _Operand(self.number(tensor), tuple(tensor.shape), tensor.requires_grad)
 
 
-def _judged(first: _SeenTensor, second: _SeenTensor) -> str:
+def _judged(first: _ForwardPass, second: _ForwardPass) -> str:
     """Why examples are coupled, from two forward passes: of B and of B + 1 examples."""
     if [op.name for op in first.ops] != [op.name for op in second.ops]:
         return ""

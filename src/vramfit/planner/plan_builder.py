@@ -14,8 +14,7 @@ from vramfit.planner.activation_ilp.decisions import IlpSolution, activation_cho
 from vramfit.planner.candidates import Candidate, Candidates, ScoredCandidate, key_of
 from vramfit.planner.devices.cost import StepCost
 from vramfit.planner.plan_file import PlanFigures, PlanStep, PlanTarget, SolverStats
-from vramfit.planner.plans import Plan
-from vramfit.planner.request import MEMORY, NothingFits
+from vramfit.planner.plans import MEMORY, NothingFits, Plan
 from vramfit.planner.search_clock import INTERRUPTED, TIME_OVER, SearchStopped
 from vramfit.techniques import Choice, find_technique
 from vramfit.units import format_bytes
@@ -55,10 +54,7 @@ def fit_to_budget(
     """The quickest plan of a candidate whose run stays within the budget, or the one that came closest.
 
     Args:
-        candidates: what was run so far.
-        scored: the candidate.
         seen: called with each run; returns whether it is good enough.
-        tries: how many runs, at most.
         quick: whether the first solution is good enough, and the best need not be looked for.
 
     Raises:
@@ -124,29 +120,13 @@ def not_run(candidates: Candidates, scored: ScoredCandidate) -> FittedCandidate:
 _HOW_STOPPED = {TIME_OVER: "had no more time", INTERRUPTED: "was interrupted"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SearchResult:
-    """What a search found.
-
-    Attributes:
-        fitted: the techniques that fit best, and their run.
-        plain: the workload as it is.
-        seconds: that the search took.
-    """
-
-    fitted: FittedCandidate
-    plain: Candidate
-    seconds: float
-
-
-def build_plan(candidates: Candidates, result: SearchResult) -> Plan:
-    """The plan.
+def build_plan(candidates: Candidates, fitted: FittedCandidate, seconds: float) -> Plan:
+    """The plan of the techniques that fit best, found by a search of so many seconds.
 
     Raises:
         NothingFits: it does not stay within the budget.
     """
-    plain, fitted = result.plain, result.fitted
-    solution, cost = fitted.solution, fitted.cost
+    plain, solution, cost = candidates.plain, fitted.solution, fitted.cost
     before = _plain_figures(plain)
     plan = Plan(
         entries=_entries(candidates, fitted, before),
@@ -159,11 +139,11 @@ def build_plan(candidates: Candidates, result: SearchResult) -> Plan:
             seconds=candidates.solver_seconds,
             runs=candidates.runs,
             remembered=0 if candidates.cache is None else candidates.cache.used,
-            search_seconds=result.seconds,
+            search_seconds=seconds,
             first_plan_seconds=candidates.clock.first_plan,
             stopped=candidates.clock.stopped or None,
         ),
-        notes=(*_stopped(candidates, result), *candidates.notes(fitted.choices)),
+        notes=(*_stopped(candidates, seconds), *candidates.notes(fitted.choices)),
     )
     if not plan.fits:
         raise _nothing_yet(candidates, plan) if candidates.clock.stopped else _nothing_fits(plan, plain)
@@ -197,13 +177,13 @@ def _target(candidates: Candidates) -> PlanTarget:
     )
 
 
-def _stopped(candidates: Candidates, result: SearchResult) -> tuple[str, ...]:
+def _stopped(candidates: Candidates, seconds: float) -> tuple[str, ...]:
     """That this is only the best so far, where it is."""
     how = _HOW_STOPPED.get(candidates.clock.stopped)
     if how is None:
         return ()
     return (
-        f"The best so far: the search {how} after {result.seconds:.0f} s and {candidates.runs} runs; a longer one may "
+        f"The best so far: the search {how} after {seconds:.0f} s and {candidates.runs} runs; a longer one may "
         "find a quicker plan.",
     )
 

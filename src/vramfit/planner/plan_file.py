@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import tomllib
 import typing
@@ -261,7 +262,6 @@ def read_plan(path: str | os.PathLike[str], kind: type[P]) -> P:
     """Read a plan.
 
     Args:
-        path: of the file.
         kind: `PlanContents`, or what has more on top of it.
 
     Raises:
@@ -282,10 +282,9 @@ def read_plan(path: str | os.PathLike[str], kind: type[P]) -> P:
 
 
 def plan_from_toml(text: str, kind: type[P], *, name: str = "the plan") -> P:
-    """The plan that a text holds.
+    """The plan that a text holds; a person who writes one may leave out the tables of figures.
 
     Args:
-        text: as `plan_to_toml` gives it; tables of figures may be left out by a person who writes one.
         kind: `PlanContents`, or what has more on top of it.
         name: the plan's name in errors.
 
@@ -315,9 +314,32 @@ def plan_from_toml(text: str, kind: type[P], *, name: str = "the plan") -> P:
             notes=decode(document.get("notes", []), tuple[str, ...], "notes"),
         )
         check_together(found.choices)
+        _check_whole(found)
         return found
     except UsageError as error:
         raise UsageError(f"{name}: {error.message}", error.hint) from error
+
+
+def _check_whole(plan: PlanContents) -> None:
+    """Refuse a plan that lacks techniques, as a file does that was cut off between two of them.
+
+    What techniques save and cost, each beyond those before it, adds up to what lies between the figures before and
+    after. Nothing can be told where all of them are missing, nor where they have no figures, since they were not run
+    one by one or since a person wrote the plan.
+    """
+    before, after = plan.before, plan.after
+    saved = sum(entry.saves_bytes for entry in plan.entries)
+    seconds = before.step_seconds + sum(entry.costs_seconds for entry in plan.entries)
+    known = any(entry.saves_bytes or entry.costs_seconds for entry in plan.entries) and before != after
+    if not known or not before.total_bytes or not after.total_bytes:
+        return
+    bytes_agree = saved == before.total_bytes - after.total_bytes
+    if not bytes_agree or not math.isclose(seconds, after.step_seconds, rel_tol=1e-6, abs_tol=1e-9):
+        raise UsageError(
+            "its techniques are not all there: what they save and cost does not add up to the figures before and after",
+            "Copy the file again or make it anew; if you changed the list yourself, take out saves_bytes and "
+            "costs_seconds of every technique",
+        )
 
 
 def _tables(found: Any) -> list[Mapping[str, Any]]:

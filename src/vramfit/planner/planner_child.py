@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -16,18 +17,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from vramfit.errors import UnknownGpuError, UsageError
 from vramfit.files import Writes, make_policy, protect
 from vramfit.files.protection import stand
+from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.launch.interrupts import note_interrupts
 from vramfit.launch.job import job_file, tell
 from vramfit.launch.running import leave_after
 from vramfit.plain import from_plain
-from vramfit.planner import tasks
+from vramfit.planner.cheapest_card import cheapest_plan
+from vramfit.planner.devices.card_backend import CardBackend, card_of_this_process
 from vramfit.planner.devices.cost import DeviceBackend
-from vramfit.planner.memory_budget import DeviceMemory
+from vramfit.planner.devices.cpu_backend import CpuBackend
+from vramfit.planner.devices.virtual_backend import VirtualBackend
+from vramfit.planner.gradient_check import promised_plan
+from vramfit.planner.largest_size import CardCheck, LargestSize, SizeSearch
+from vramfit.planner.plan_file import plan_to_toml
 from vramfit.planner.planner_job import (
+    PRICE,
     Answer,
     ConfirmJob,
+    DeviceMemory,
     FitJob,
     MeasureJob,
     PlanJob,
@@ -35,9 +47,27 @@ from vramfit.planner.planner_job import (
     VerifyMemoryJob,
     VerifyValuesJob,
 )
-from vramfit.planner.search_evidence import Evidence
-from vramfit.planner.workload_check import failure_of_task
+from vramfit.planner.plans import Plan, plan_request, sizes_of
+from vramfit.planner.search import PlanFound
+from vramfit.planner.search_cache import SearchCache
+from vramfit.planner.search_clock import SearchClock, interruptible
+from vramfit.planner.search_evidence import SEARCH_FILE, Evidence
+from vramfit.planner.verification import (
+    CardRuns,
+    Simulated,
+    ValuesCheck,
+    compare,
+    run_on,
+    simulate,
+    smaller_sizes,
+    too_large,
+)
+from vramfit.planner.workload_check import check_workload, failure_of_task
+from vramfit.techniques import with_choices
+from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import Workload, load_workload
+
+Progress = Callable[[str], None]
 
 _INTERRUPTED = 130
 _REAL = ("cpu", "card")
@@ -46,13 +76,143 @@ _REAL = ("cpu", "card")
 _TALKATIVE = ("torchao", "torch.utils._pytree")
 """Loggers of libraries that warn when torchao is imported, of compiled extensions and of its own enumerations."""
 
+
+def plan(
+    workload: Workload,
+    device: DeviceBackend,
+    job: PlanJob,
+    progress: Progress,
+    evidence: Evidence | None = None,
+) -> PlanFound:
+    """The best plan for a budget, and the frontier if it was asked for.
+
+    Args:
+        evidence: by which earlier searches are trusted; None leaves them aside, as devices that measure do.
+    """
+    request = plan_request(workload, job)
+    check_workload(workload, request.sizes, progress)
+    clock = SearchClock(limit=request.search_seconds)
+    cache = None if evidence is None else SearchCache(evidence.beside / SEARCH_FILE, evidence)
+    with interruptible(clock):
+        if request.objective == PRICE:
+            search, found = cheapest_plan(partial(virtual_card, job.memory), request, progress, clock)
+        else:
+            search, found = promised_plan(device, request, progress, clock, cache)
+    frontier = tuple(search.frontier()) if job.options.frontier else ()
+    return PlanFound(plan=plan_to_toml(found), frontier=frontier)
+
+
+def fit(workload: Workload, device: DeviceBackend, job: FitJob, progress: Progress) -> LargestSize:
+    """The largest value of a size that fits."""
+    sizes = sizes_of(workload, job.sizes)
+    name = job.size or next(iter(workload.sizes))
+    if name not in sizes:
+        raise UsageError(f"the workload has no size {name!r}", f"It has {', '.join(sizes)}")
+    check_workload(workload, sizes, progress)
+    host_limit = None
+    if job.plan is not None:
+        plan = Plan.load(job.plan)
+        workload = with_choices(workload, plan.choices)
+        host_limit = job.memory.host_budget or plan.aim.host_budget_bytes or None
+    return SizeSearch(device, workload, sizes, name, job.memory.limit, progress, host_limit).largest()
+
+
+def confirm(workload: Workload, device: DeviceBackend, job: ConfirmJob, progress: Progress) -> CardCheck:
+    """The largest value that fits this card, of those up to the one that was predicted."""
+    card = card_of(device)
+    if why := another_card(card, job):
+        return CardCheck(card=card.name, skipped=why)
+    sizes = {**sizes_of(workload, job.sizes), job.size: job.value}
+    if job.plan is not None:
+        workload = with_choices(workload, Plan.load(job.plan).choices)
+    search = SizeSearch(card, workload, sizes, job.size, job.memory.limit, progress)
+    value, failing, tries = search.largest_up_to()
+    return CardCheck(card=card.name, value=value, failing=failing, tries=tries, left_bytes=card.left_bytes)
+
+
+def measure(workload: Workload, device: DeviceBackend, job: MeasureJob, progress: Progress) -> CardRuns:
+    """What a workload takes on this card, plain or with plans: a run for each that was asked for."""
+    card = card_of(device)
+    if why := another_card(card, job):
+        return CardRuns(card=card.name, skipped=why)
+    runs = []
+    for asked in job.runs:
+        progress(f"{asked.name}, on {card.name}")
+        program = workload if asked.plan is None else Plan.load(asked.plan).apply(workload)
+        runs.append(run_on(card, program, sizes_of(workload, asked.sizes), asked.limit))
+    return CardRuns(card=card.name, runs=tuple(runs), left_bytes=card.left_bytes)
+
+
+def card_of(device: DeviceBackend) -> CardBackend:
+    """The card, which these tasks are for."""
+    if not isinstance(device, CardBackend):
+        raise TypeError(f"{device.name} is not a card")
+    return device
+
+
+def another_card(card: CardBackend, job: ConfirmJob | MeasureJob) -> str:
+    """Why this machine's card says nothing of the one that is asked about; empty where it does."""
+    if job.any_card or job.memory.gpu is None:
+        return ""
+    wanted = job.memory.gpu.name
+    try:
+        here = find_gpu(card.name).name
+    except UnknownGpuError:
+        here = card.name
+    return "" if here == wanted else f"this machine's card is a {card.name}, not a {wanted}"
+
+
+def verify_memory(
+    workload: Workload, device: DeviceBackend, job: VerifyMemoryJob, progress: Progress
+) -> Simulated:
+    """Whether a plan's memory is what it says."""
+    found = Plan.load(job.plan)
+    check_workload(workload, sizes_of(workload, dict(found.aim.sizes)), progress)
+    progress("the program before and after, on the device")
+    return simulate(device, workload, found)
+
+
+def verify_values(
+    workload: Workload,
+    device: DeviceBackend,  # noqa: ARG001  # the CPU that this process is on
+    job: VerifyValuesJob,
+    progress: Progress,
+) -> ValuesCheck:
+    """Whether gradients and losses are what a plan promises."""
+    found = Plan.load(job.plan)
+    if why := too_large(workload, job.memory.host_bytes):
+        return ValuesCheck(skipped=why, sizes=dict(found.aim.sizes))
+    sizes = sizes_of(workload, job.sizes)
+    check_workload(workload, sizes, progress)
+    if not job.sizes:
+        sizes = smaller_sizes(workload, found, job.step_seconds, job.seconds, job.steps)
+    gradients, losses, notes = compare(
+        workload, found, sizes, steps=job.steps, seconds=job.seconds, progress=progress
+    )
+    if losses.plain and not math.isfinite(losses.plain[0]):
+        raise UsageError(
+            f"the plain program's loss is {losses.plain[0]}: nothing can be compared with it",
+            "Let batch make values that the model can train on",
+        )
+    if not gradients.parameters:
+        notes = (*notes, "no gradients were compared: no parameter had one")
+    if not losses.plain:
+        notes = (*notes, "no losses were compared: the workload's steps give none")
+    return ValuesCheck(
+        sizes=sizes,
+        gradients=gradients if gradients.parameters else None,
+        losses=losses if losses.plain else None,
+        notes=tuple(notes),
+    )
+
+
 TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
-    "plan": (PlanJob, tasks.plan),
-    "fit": (FitJob, tasks.fit),
-    "confirm": (ConfirmJob, tasks.confirm),
-    "measure": (MeasureJob, tasks.measure),
-    "verify-memory": (VerifyMemoryJob, tasks.verify_memory),
-    "verify-values": (VerifyValuesJob, tasks.verify_values),
+    "plan": (PlanJob, plan),
+    "fit": (FitJob, fit),
+    "confirm": (ConfirmJob, confirm),
+    "measure": (MeasureJob, measure),
+    "verify-memory": (VerifyMemoryJob, verify_memory),
+    "verify-values": (VerifyValuesJob, verify_values),
 }
 """The kinds of job, and what does each."""
 
@@ -75,7 +235,8 @@ def main(name: str) -> int:
     try:
         if job.memory.device not in _REAL:
             _protect_files(folder)
-        card_here = job.memory.device == "cuda" and _card_here()
+        # Asked before the virtual card is there. Wakes no card up.
+        card_here = job.memory.device == "cuda" and torch.cuda.is_available()
         if isinstance(job, PlanJob) and job.memory.device == "cuda":
             evidence = Evidence(job, folder)
             evidence.watch()
@@ -96,26 +257,12 @@ def _protect_files(folder: Path) -> None:
     stand(protect(policy, in_child=True))
 
 
-def _card_here() -> bool:
-    """Whether torch sees a real card, asked before the virtual one is there. Wakes no card up."""
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def _device(memory: DeviceMemory) -> tuple[DeviceBackend, Callable[[str], Workload]]:
     """Where steps are run, and what reads the workload's file there."""
     if memory.device == "cpu":
-        from vramfit.planner.devices.cpu_backend import CpuBackend
-
         return CpuBackend(), load_workload
     if memory.device == "card":
-        from vramfit.planner.devices.card_backend import card_of_this_process
-
         return card_of_this_process(memory.host_bytes), load_workload
-    from vramfit.planner.devices.virtual_backend import VirtualBackend
-    from vramfit.virtual.gpu import VirtualGPU
-
     spec = memory.gpu
     assert spec is not None
 
@@ -123,10 +270,14 @@ def _device(memory: DeviceMemory) -> tuple[DeviceBackend, Callable[[str], Worklo
         with VirtualGPU(spec):  # a file may ask for the card while it is read
             return load_workload(target)
 
-    device = VirtualBackend(
-        spec, alloc_conf=memory.alloc_conf, host_bytes=memory.host_bytes, own_process=True
+    return virtual_card(memory, spec, own_process=True), load
+
+
+def virtual_card(memory: DeviceMemory, card: GpuSpec, *, own_process: bool = False) -> VirtualBackend:
+    """A card with the host's memory and the allocator's settings that were asked for."""
+    return VirtualBackend(
+        card, alloc_conf=memory.alloc_conf, host_bytes=memory.host_bytes, own_process=own_process
     )
-    return device, load
 
 
 if __name__ == "__main__":

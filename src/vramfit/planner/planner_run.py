@@ -19,14 +19,15 @@ from vramfit.gpus import GpuSpec
 from vramfit.launch.interrupts import passed_on, run_child
 from vramfit.launch.job import Failure, failure_of, listening, result_of
 from vramfit.launch.starting import python_command
-from vramfit.planner.memory_budget import DeviceMemory, MemoryBudget
 from vramfit.planner.planner_job import (
     Answer,
     AskedRun,
     ConfirmJob,
+    DeviceMemory,
     FitJob,
     Found,
     MeasureJob,
+    MemoryBudget,
     PlanJob,
     PlannerJob,
     PlanOptions,
@@ -48,7 +49,7 @@ _STANDARD_ERROR = 2
 """What a workload prints goes there: standard output is for results."""
 
 _SILENT = "6"
-"""Above all levels of libkineto, whose profiler tells each of its starts and stops (ILoggerObserver.h)."""
+"""Above all levels of libkineto, whose profiler announces each start and stop (ILoggerObserver.h)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,11 +101,8 @@ def plan_in_child(
     Interrupted, it gives the best plan so far; the plan says that it is that.
 
     Args:
-        target: ``FILE.py:NAME``.
-        memory: what it may take.
         options: what else is asked of the plan and of the search.
         fresh: whether what earlier searches saw is left aside.
-        progress: called with what is being done.
 
     Raises:
         KeyboardInterrupt: it was interrupted before there was a plan.
@@ -139,13 +137,9 @@ def fit_in_child(
     """The largest value of a size of ``FILE.py:NAME`` that fits, in a process of its own.
 
     Args:
-        target: ``FILE.py:NAME``.
-        memory: what it may take.
         size: the name of the size; None for the workload's first.
         sizes: where to begin, and the other sizes.
-        plan: to be applied first.
         card: whether what was found is confirmed on this machine's card; None does so if it is of the kind of `memory`.
-        progress: called with what is done.
 
     Raises:
         UsageError: the workload or the size is not there, or a card was asked for and there is none.
@@ -184,11 +178,7 @@ def measure_in_child(
     """Run ``FILE.py:NAME`` on this machine's card, plain or with plans, in a process of its own.
 
     Args:
-        target: ``FILE.py:NAME``.
-        memory: with the card that is meant.
-        runs: those to be made.
         card: True for any card; None refuses one of another kind than that of `memory`.
-        progress: called with what is done.
 
     Raises:
         UsageError: there is no card, no such workload or no such plan.
@@ -226,11 +216,9 @@ def verify_in_child(
     Its memory is simulated, and measured where this machine has the card that the plan is for.
 
     Args:
-        file: the plan.
         options: what is compared; None for all of it.
         target: ``FILE.py:NAME``; None for the one that the plan was made for.
         gpu: the virtual card; None for the one that the plan names.
-        progress: called with what is done.
 
     Raises:
         UsageError: there is no such plan or workload, or a card was asked for and there is none.
@@ -324,8 +312,6 @@ def run_task(job: PlannerJob, kind: type[Found], progress: Progress | None) -> A
 
     Args:
         job: what to do; it is given a folder here.
-        kind: of what is found.
-        progress: called with what is being done.
 
     Raises:
         UsageError: there is no such file.

@@ -1,15 +1,24 @@
-"""A plan, and its application to a program."""
+"""A plan: what is asked for, the plan itself with its application to a program, and the error that none fits."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 from vramfit.errors import UsageError
-from vramfit.planner.plan_file import PlanContents, PlanFigures, PlanStep, PlanTarget, read_plan, write_plan
-from vramfit.techniques import AttachedProgram, Choice, Numerics, with_choices
+from vramfit.planner.plan_file import (
+    PlanContents,
+    PlanFigures,
+    PlanStep,
+    PlanTarget,
+    plan_to_toml,
+    read_plan,
+    write_plan,
+)
+from vramfit.planner.planner_job import PlanJob
+from vramfit.techniques import AttachedProgram, Choice, Numerics, Technique, find_technique, with_choices
 from vramfit.units import format_bytes
 from vramfit.workload import Batch, Workload, check_optimizer
 
@@ -19,6 +28,97 @@ if TYPE_CHECKING:
 
 _PLANNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models that a plan is applied to."""
+
+THROUGHPUT, MEMORY = "throughput", "memory"
+"""Objectives: the quickest step, and the lowest peak."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequest:
+    """What a plan is asked for.
+
+    Attributes:
+        workload: without techniques.
+        sizes: of the batch.
+        budget_bytes: of the device, the CUDA context included.
+        margin_bytes: of it, to be left free.
+        host_bytes: of the host that may be spent.
+        numerics: how far results may differ.
+        objective: ``throughput`` or ``memory``.
+        allowed: names of the techniques to choose from; None for all.
+        forbidden: names of those that are left out.
+        target: the workload's name as ``FILE.py:NAME``.
+        time_limit: seconds for one solution of the program.
+        entries: whether what each technique saves and costs is found by a run of its own.
+        search_seconds: for the whole search; None for as long as it takes.
+    """
+
+    workload: Workload
+    sizes: Mapping[str, int]
+    budget_bytes: int
+    margin_bytes: int = 0
+    host_bytes: int = 0
+    numerics: Numerics = Numerics.ROUNDING
+    objective: str = THROUGHPUT
+    allowed: frozenset[str] | None = None
+    forbidden: frozenset[str] = frozenset()
+    target: str = ""
+    time_limit: float = 10.0
+    entries: bool = True
+    search_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse names that belong to no technique."""
+        for name in (*sorted(self.allowed or ()), *sorted(self.forbidden)):
+            find_technique(name)
+
+    @property
+    def limit(self) -> int:
+        """Bytes that the run may take."""
+        return self.budget_bytes - self.margin_bytes
+
+    def may(self, technique: Technique[Any]) -> bool:
+        """Whether a technique may be used."""
+        if technique.name in self.forbidden:
+            return False
+        if self.allowed is None:
+            return not technique.on_request
+        return technique.name in self.allowed
+
+
+def plan_request(workload: Workload, job: PlanJob) -> PlanRequest:
+    """The request for a plan that a job holds.
+
+    Raises:
+        UsageError: there is no such size, technique or level of numerics.
+    """
+    options, memory = job.options, job.memory
+    return PlanRequest(
+        workload=workload,
+        sizes=sizes_of(workload, options.sizes),
+        budget_bytes=memory.budget,
+        margin_bytes=memory.margin,
+        host_bytes=memory.host_bytes,
+        numerics=Numerics.parse(options.numerics),
+        objective=options.objective,
+        allowed=None if options.allow is None else frozenset(options.allow),
+        forbidden=frozenset(options.forbid),
+        target=job.target,
+        time_limit=options.time_limit,
+        search_seconds=options.search_seconds,
+    )
+
+
+def sizes_of(workload: Workload, given: Mapping[str, int]) -> dict[str, int]:
+    """The workload's sizes, with those that were given in place of its own.
+
+    Raises:
+        UsageError: it has no such size.
+    """
+    for name in given:
+        if name not in workload.sizes:
+            raise UsageError(f"the workload has no size {name!r}", f"It has {', '.join(workload.sizes)}")
+    return {**workload.sizes, **given}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,3 +273,22 @@ def plan_of(choices: Iterable[Choice], aim: PlanTarget, before: PlanFigures, aft
     return Plan(
         entries=tuple(PlanStep(choice=choice) for choice in choices), aim=aim, before=before, after=after
     )
+
+
+class NothingFits(UsageError):
+    """No plan stays within the budget.
+
+    Attributes:
+        plan: the one that came closest.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, hint: str, plan: Plan) -> None:
+        super().__init__(message, hint)
+        self.plan = plan
+
+    @property
+    def found(self) -> dict[str, str]:
+        """The plan as a text, for another process."""
+        return {"plan": plan_to_toml(self.plan)}

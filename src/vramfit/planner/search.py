@@ -20,14 +20,12 @@ from vramfit.planner.candidates import Candidate, Candidates, ScoredCandidate, c
 from vramfit.planner.memory_estimate import Effect, MemoryEstimate, Part, Parts, guesses
 from vramfit.planner.plan_builder import (
     FittedCandidate,
-    SearchResult,
     build_plan,
     check_budget,
     fit_to_budget,
     not_run,
 )
-from vramfit.planner.plans import Plan
-from vramfit.planner.request import MEMORY, THROUGHPUT, PlanRequest
+from vramfit.planner.plans import MEMORY, THROUGHPUT, Plan, PlanRequest
 from vramfit.planner.search_clock import INTERRUPTED, SearchClock, SearchStopped
 from vramfit.techniques import Choice, check_together
 
@@ -107,7 +105,7 @@ class PlanSearch:
     _fitted: list[FittedCandidate] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """The first techniques are known."""
+        """Register the first techniques."""
         self._choices.update((choice_key(choice), choice) for choice in self.start)
 
     @property
@@ -143,8 +141,7 @@ class PlanSearch:
         best = min(self._fitted, key=_fit_rank, default=None)
         if best is None:  # there was no time for a run of any plan
             best = not_run(self.candidates, self._scored(plain))
-        result = SearchResult(fitted=best, plain=plain, seconds=self.clock.seconds - began)
-        return build_plan(self.candidates, result)
+        return build_plan(self.candidates, best, self.clock.seconds - began)
 
     def _has_fitting(self) -> bool:
         """Whether a plan was run that fits."""
@@ -337,7 +334,7 @@ class PlanSearch:
         return self.candidates.run(choices, fine=_FINE in parts)
 
     def _rank(self, scored: ScoredCandidate) -> tuple[float, float]:
-        """The smaller, the better."""
+        """What scored candidates are ordered by: smaller is better."""
         if self.request.objective == MEMORY:
             return (float(scored.lowest), scored.seconds)
         if scored.solution is None:
@@ -394,7 +391,7 @@ class PlanSearch:
 
 
 def _fit_rank(fitted: FittedCandidate) -> tuple[bool, float]:
-    """The smaller, the better."""
+    """What fitted candidates are ordered by: smaller is better."""
     cost = fitted.cost
     return (not cost.fits, cost.step_seconds if cost.fits else float(cost.total_bytes))
 

@@ -91,10 +91,6 @@ class CachedStep:
 class SearchCache:
     """What was seen, in a file that the next search reads.
 
-    Args:
-        file: whose folder exists.
-        evidence: of what runs depend on.
-
     Attributes:
         used: records that stood in for a run.
     """

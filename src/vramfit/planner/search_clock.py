@@ -45,12 +45,12 @@ class SearchClock:
     _spare: int = 0
 
     def __post_init__(self) -> None:
-        """It begins now."""
+        """Start the clock."""
         self._began = self.now()
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the search began."""
         return self.now() - self._began
 
     @property
@@ -77,7 +77,7 @@ class SearchClock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside is a run."""
+        """Inside, one run is made, whose time is noted."""
         began = self.now()
         try:
             yield
@@ -86,7 +86,7 @@ class SearchClock:
 
     @contextmanager
     def sparing(self, runs: int) -> Iterator[None]:
-        """Inside, the time of so many runs is left for what comes behind."""
+        """Inside, the time of so many runs is left to what follows."""
         before, self._spare = self._spare, runs
         try:
             yield
@@ -98,11 +98,11 @@ class SearchClock:
         self.stopped = INTERRUPTED
 
     def run_out(self) -> None:
-        """The time is over, unless the search was stopped before."""
+        """Stop the search, unless it was stopped before: the time is over."""
         self.stopped = self.stopped or TIME_OVER
 
     def found(self) -> None:
-        """There is a plan."""
+        """Note that there is a plan."""
         if self.first_plan is None:
             self.first_plan = self.seconds
 
@@ -130,7 +130,7 @@ def interruptible(clock: SearchClock) -> Iterator[None]:
 
 
 _PART = 0.5
-"""Of the time that is left of a search, what one limited piece of work may take."""
+"""Share of the time left to a search that one limited piece of work may take."""
 
 
 class TimeOver(BaseException):

@@ -34,7 +34,7 @@ _PREFIXES = ("CUBLAS_", "CUDA_", "HF_", "NVIDIA_", "PYTORCH_", "TORCH", "TRANSFO
 """Variables that libraries read to do something else."""
 
 _ASIDE = ("VRAMFIT_CACHE_DIR",)
-"""Of these, variables that change no run."""
+"""Variables among these that change no run."""
 
 _LARGE = 1 << 26
 """Bytes of a file from which on its size and time stand for what is in it: checkpoints take long to read."""
@@ -47,7 +47,6 @@ class Evidence:
     """What runs depend on.
 
     Args:
-        job: the search.
         beside: a folder whose files are the child's own.
 
     Attributes:
@@ -128,14 +127,14 @@ def _installed() -> tuple[str, ...]:
 
 @cache
 def _packages() -> str:
-    """Of all that is installed, with its version."""
+    """A hash of all installed packages with their versions."""
     found = sorted(f"{one.name} {one.version}" for one in importlib.metadata.distributions())
     return hashlib.sha256("\n".join(found).encode()).hexdigest()
 
 
 @cache
 def _sources() -> str:
-    """Of vramfit's own source."""
+    """A hash of vramfit's own source."""
     found = hashlib.sha256()
     for file in sorted(_PACKAGE.rglob("*.py")):
         found.update(f"{file.relative_to(_PACKAGE)}\n".encode() + file.read_bytes())
@@ -143,7 +142,7 @@ def _sources() -> str:
 
 
 def _variables() -> dict[str, str]:
-    """Those of libraries that a run depends on."""
+    """The environment variables of libraries that a run depends on."""
     names = sorted(name for name in os.environ if name.startswith(_PREFIXES) and name not in _ASIDE)
     return {name: os.environ[name] for name in names}
 
@@ -160,11 +159,11 @@ SEARCH_FILE = "search.jsonl"
 _VARIABLE = "VRAMFIT_CACHE_DIR"
 
 _KEPT = 32
-"""Searches that are kept; the oldest go."""
+"""How many searches are kept; the oldest are removed."""
 
 
 def search_folder() -> Path:
-    """Where they are kept: ``VRAMFIT_CACHE_DIR``, else ``vramfit/searches`` in the user's folder of caches."""
+    """Where searches are kept: ``VRAMFIT_CACHE_DIR``, else ``vramfit/searches`` in the user's folder of caches."""
     chosen = os.environ.get(_VARIABLE)
     return Path(chosen) if chosen else Path(cache_folder(os.environ)) / "vramfit" / "searches"
 
@@ -176,7 +175,6 @@ def earlier_searches(folder: Path, job: PlanJob) -> Iterator[None]:
     The child decides whether it can be trusted. Where the cache cannot be read or written, nothing is kept.
 
     Args:
-        folder: of the job.
         job: with the workload and the card; one that is ``fresh`` leaves earlier searches aside.
     """
     named = json.dumps([os.path.abspath(job.target), to_plain(job.memory.gpu)], sort_keys=True)

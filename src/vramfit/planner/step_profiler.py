@@ -10,18 +10,19 @@ intervals between its forward and its backward pass.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
-from vramfit.planner.flop_counting import Estimate, called, flops_of, tensors_of
+from vramfit.capture.gradient_sums import summed
 from vramfit.techniques import BlockOp, ModelBlock
 from vramfit.techniques.activation_checkpointing.op_facts import repeats
 from vramfit.techniques.core.model_profile import ALWAYS, Saved
@@ -29,6 +30,10 @@ from vramfit.techniques.support.blocks import find_blocks
 
 BETWEEN = -1
 """Index of the intervals that belong to no block."""
+
+
+Estimate: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any], Any, int], float]
+"""The seconds of an operation, from itself, its arguments, its results and its FLOPs."""
 
 
 class StepMeter(Protocol):
@@ -103,23 +108,18 @@ class StepProfile:
     gradient_bytes: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Op:
-    name: str
-    bytes: int
-    seconds: float
-    flops: int
-    random: bool
+    """What is known of an operation so far: `made` without what follows it, and the fields that change."""
+
+    made: BlockOp
+    shape: tuple[int, ...]
+    storages: set[StorageWeakRef]
+    reads: set[int]
+    last_read: int
+    last_saved: int = -1
     kept: bool = False
     mutated: bool = False
-    parent: str = ""
-    part: str = ""
-    shape: tuple[int, ...] = ()
-    fixed: bool = False
-    storages: set[StorageWeakRef] = field(default_factory=set)
-    reads: set[int] = field(default_factory=set)
-    last_read: int = -1
-    last_saved: int = -1
 
 
 @dataclass(slots=True)
@@ -145,7 +145,6 @@ class StepProfiler(TorchDispatchMode):
     """Watches one step. Enter it, run the step, leave it, and ask for the `step profile`.
 
     Args:
-        model: the model of the step.
         places: the paths of its blocks; none may lie inside another.
         meter: knows time and memory.
         estimate: the seconds of an operation, from itself, its arguments, its results and its FLOPs; None takes the
@@ -368,22 +367,18 @@ class StepProfiler(TorchDispatchMode):
             seen.made[ref] = number
         shape = next((tuple(t.shape) for t in _strided(out)), ())
         parent = self._parents[-1] if self._parents else ""
-        seen.ops.append(
-            _Op(
-                name=name,
-                bytes=sum(fresh.values()),
-                seconds=seconds,
-                flops=flops,
-                random=torch.Tag.nondeterministic_seeded in func.tags,
-                parent=parent,
-                part=self._part_at(parent),
-                shape=shape,
-                fixed=not repeats(func, args, kwargs),
-                storages=set(fresh),
-                reads=read,
-                last_read=number,
-            )
+        op = BlockOp(
+            name=name,
+            bytes=sum(fresh.values()),
+            seconds=seconds,
+            flops=flops,
+            kept=False,
+            random=torch.Tag.nondeterministic_seeded in func.tags,
+            parent=parent,
+            part=self._part_at(parent),
+            fixed=not repeats(func, args, kwargs),
         )
+        seen.ops.append(_Op(made=op, shape=shape, storages=set(fresh), reads=read, last_read=number))
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:
@@ -450,7 +445,7 @@ class StepProfiler(TorchDispatchMode):
             inputs = {ref: size for ref, size in seen.inputs.items() if ref not in self._parameters}
             likeness = (
                 type(seen.module).__name__,
-                tuple((op.name, op.bytes, op.shape, op.kept) for op in seen.ops),
+                tuple((op.made.name, op.made.bytes, op.shape, op.kept) for op in seen.ops),
                 kept,
                 tuple(bool(op.storages & shared) for op in seen.ops),
             )
@@ -477,20 +472,13 @@ class StepProfiler(TorchDispatchMode):
 def _block_ops(seen: _Seen, shared: set[StorageWeakRef]) -> tuple[BlockOp, ...]:
     """The operations of a block, as the planner knows them."""
     return tuple(
-        BlockOp(
-            name=op.name,
-            bytes=op.bytes,
-            seconds=op.seconds,
-            flops=op.flops,
+        replace(
+            op.made,
             kept=op.kept,
-            random=op.random,
             mutated=op.mutated,
-            parent=op.parent,
             own_bytes=sum(size for ref, size in seen.kept.items() if ref in op.storages - shared),
             shared=bool(op.storages & shared),
-            fixed=op.fixed,
             reads=tuple(sorted(op.reads)),
-            part=op.part,
             last_read=op.last_read,
             last_saved=op.last_saved,
         )
@@ -538,3 +526,42 @@ def _mutated(func: Any, args: tuple[Any, ...]) -> Iterator[StorageWeakRef]:
         if declared.alias_info is not None and declared.alias_info.is_write:
             for tensor in _strided(value):
                 yield StorageWeakRef(tensor.untyped_storage())
+
+
+# -- one operation ---------------------------------------------------------------------------------------------------
+
+
+def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of an operation; of a sum of gradients, in place where it would be without a mode."""
+    total = summed(func, args, kwargs)
+    return func(*args, **kwargs) if total is None else total
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Multiplications and additions as torch's own counter counts them, of in-place and ``out=`` forms too."""
+    packet = func._overloadpacket
+    if packet.__name__.endswith("_") and func.namespace == "aten":
+        packet = getattr(torch.ops.aten, packet.__name__[:-1], packet)
+    count: Callable[..., int] | None = flop_registry.get(packet)
+    if count is None:
+        return 0
+    given = {name: value for name, value in kwargs.items() if name != "out"}
+    try:
+        return int(count(*args, **given, out_val=out))
+    except (TypeError, AssertionError, ValueError, IndexError):
+        return 0  # a form of the operation that the counter does not know
+
+
+def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments or results of an operation, or of a module: in lists, tuples and dicts.
+
+    It is asked several times for every operation, which `torch.utils._pytree` with its registry is slow at.
+    """
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from tensors_of(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from tensors_of(item)

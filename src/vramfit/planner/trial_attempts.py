@@ -100,13 +100,13 @@ _LARGE = 1 << 20
 """Values of a tensor above which it is made without them."""
 
 _LAYERS = 2
-"""Of layers that are alike, so many are left."""
+"""How many of layers that are alike are left."""
 
 _STD = 0.02
-"""Of values that are drawn, as most models are initialised."""
+"""Standard deviation of drawn values, as most models are initialised."""
 
 _NARROW = "_vramfit_narrow"
-"""What says of a config that it is narrow already."""
+"""The attribute that marks a config as narrowed already."""
 
 # Names in configs read better several in a line:
 # fmt: off
@@ -131,10 +131,6 @@ def stand_in(workload: Workload, most_bytes: int) -> Iterator[tuple[Callable[[],
 
     Nothing comes where there is none of at most so many bytes in 32 bits, or where the model cannot be made without
     its values.
-
-    Args:
-        workload: whose model is too large.
-        most_bytes: that the parameters of a stand-in may take.
     """
     try:
         with _LargeOnMeta():
@@ -241,7 +237,6 @@ def _narrowed(
 
     Args:
         make: the workload's, which may put something around it or into it: adapters, a head.
-        model: what it made.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
@@ -319,7 +314,7 @@ def _narrow(config: Any, divisor: int) -> None:
 
 
 _SHORTEST = 8
-"""Smaller than that no size of a batch is made."""
+"""No size of a batch is made smaller than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,8 +344,6 @@ def ways_to_try(
     """Ways to try a workload that take no more than the time and memory given.
 
     Args:
-        workload: plain.
-        sizes: of its batch.
         flops: of the whole trial with the model itself at these sizes; 0 where nobody knows.
         seconds: that a trial may take.
         model_bytes: of the model's parameters in 32 bits.

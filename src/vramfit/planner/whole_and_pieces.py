@@ -101,16 +101,9 @@ def try_pieces(
         UsageError: the workload has no loss of its own, or a batch that cannot be cut.
     """
     setting = setting or MicroBatchingSetting()
-    if workload.loss is None or workload.step is not None:
-        raise UsageError(
-            "a workload without a loss, or with a step of its own, has no reduction", "Give it a loss"
-        )
-    given = {**workload.sizes, **(sizes or {}), batch_size_name(workload.sizes): EXAMPLES}
-    with torch.random.fork_rng(devices=[]), NothingDropped():
-        torch.manual_seed(0)
-        made = (workload.make_model if model is None else model)().float()
+    with _a_model(workload, model, "reduction") as made:
         _prepare(made)
-        batch = workload.batch(**given)
+        batch = _few_examples(workload, sizes)
         cut = find_cut(batch, setting.uncut)
         if cut.size < 2:
             raise UsageError(
@@ -164,19 +157,12 @@ def try_encoders(
         NoPiecesError: no part of it does.
         UsageError: the workload has no loss of its own, or a batch that cannot be cut.
     """
-    if workload.loss is None or workload.step is not None:
-        raise UsageError(
-            "a workload without a loss, or with a step of its own, has no encoders", "Give it a loss"
-        )
-    given = {**workload.sizes, **(sizes or {}), batch_size_name(workload.sizes): EXAMPLES}
-    with torch.random.fork_rng(devices=[]), NothingDropped():
-        torch.manual_seed(0)
-        made = (workload.make_model if model is None else model)().float()
+    with _a_model(workload, model, "encoders") as made:
         if batch_norms(made):
             raise NoPiecesError("batch norm couples the examples of a batch", "Freeze or replace it")
         candidates = tuple(encoder_candidates(made))  # as they are, with dropout
         _prepare(made)
-        batch = workload.batch(**given)
+        batch = _few_examples(workload, sizes)
         trial = _GradientTrial(workload, made, find_cut(batch), MicroBatchingSetting())
         expected = trial.gradients(batch, whole=True)
         for paths in candidates:
@@ -187,6 +173,26 @@ def try_encoders(
             if compared.judge((1.0,), trial, compared.names).share <= 1:
                 return Encoders(modules=paths, parameters=len(compared.names))
     raise NoPiecesError("no part of the model gives the same gradients in pieces of the batch", "")
+
+
+@contextmanager
+def _a_model(workload: Workload, make: Callable[[], nn.Module] | None, sought: str) -> Iterator[nn.Module]:
+    """A model in 32 bits, the same each time, and no dropout by functions while it is tried.
+
+    Raises:
+        UsageError: the workload has no loss of its own.
+    """
+    if workload.loss is None or workload.step is not None:
+        raise UsageError(
+            f"a workload without a loss, or with a step of its own, has no {sought}", "Give it a loss"
+        )
+    with torch.random.fork_rng(devices=[]), NothingDropped():
+        torch.manual_seed(0)
+        yield (workload.make_model if make is None else make)().float()
+
+
+def _few_examples(workload: Workload, sizes: Mapping[str, int] | None) -> Batch:
+    return workload.batch(**{**workload.sizes, **(sizes or {}), batch_size_name(workload.sizes): EXAMPLES})
 
 
 def _in_pieces(trial: _GradientTrial, batch: Batch, paths: tuple[str, ...]) -> Gradients | None:
@@ -264,7 +270,7 @@ class _Weighed:
     parameters: int = 0
 
     def take(self, off: _Off, parameters: int) -> None:
-        """Remember the worst."""
+        """Keep the worst difference so far."""
         self.off = max(self.off, off, key=lambda one: one.share)
         self.parameters = parameters
 
@@ -300,7 +306,10 @@ class _GradientTrial:
                 return False
 
     def gradients(self, batch: Batch, *, whole: bool = False) -> Gradients:
-        """Of every parameter that has one; only a piece may have a loss that is no number, where no label counts."""
+        """The gradients of every parameter that has one.
+
+        Only a piece may have a loss that is no number, where no label counts.
+        """
         self.model.zero_grad(set_to_none=True)
         with _buffers_kept(self.model):
             loss = self.loss(batch)
@@ -344,7 +353,7 @@ class _GradientTrial:
         return found[0]
 
     def _weights(self, one: _Weighed, batch: Batch, spans: list[tuple[int, int]]) -> tuple[float, ...]:
-        """Of the pieces; nothing where the batch has no labels to count."""
+        """The weights of the pieces; empty where the batch has no labels to count."""
         setting = replace(self.setting, **one.setting)  # type: ignore[arg-type]
         try:
             return tuple(Splitter(setting, shifts=False).weights(batch, self.cut, spans))
@@ -414,12 +423,12 @@ def _differs(trial: _GradientTrial, found: _Weighed, batch: Batch) -> UsageError
     off = f"{found.off.part:.2g} of its norm" if math.isfinite(found.off.part) else "more than it is"
     return NoPiecesError(
         f"pieces of a batch do not give its gradients: that of {found.off.name} differs by {off}, with the reduction "
-        f"{_told(found.setting)} at best",
+        f"{_in_words(found.setting)} at best",
         "A loss that compares examples with each other cannot be cut; say where labels or weights are if it has some",
     )
 
 
-def _told(setting: _Weighing) -> str:
+def _in_words(setting: _Weighing) -> str:
     reduction = setting["reduction"]
     assert isinstance(reduction, Reduction)
     return reduction.value + (f" of {setting['labels']}" if "labels" in setting else "")

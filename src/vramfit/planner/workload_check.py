@@ -96,24 +96,14 @@ _MIXED = re.compile(r"[Ee]xpected all tensors to be on the same device|is not on
 
 
 def failure_of_task(error: Exception, target: str) -> Failure:
-    """An error on its way to the parent, with what was found all the same.
-
-    Args:
-        error: raised on purpose, or by the workload's own code.
-        target: the workload, as ``FILE.py:NAME``.
-    """
+    """An error on its way to the parent, with what was found all the same."""
     if not isinstance(error, VramfitError):
         return workload_failure(error, target)
     return Failure.of(error)
 
 
 def workload_failure(error: Exception, target: str) -> Failure:
-    """An error of the workload's own: the message, its place in the user's file, and what to do.
-
-    Args:
-        error: with its traceback.
-        target: the workload, as ``FILE.py:NAME``.
-    """
+    """An error of the workload's own: the message, its place in the user's file, and what to do."""
     file = target.rpartition(":")[0]
     lines = [
         frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(file)

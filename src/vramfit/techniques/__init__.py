@@ -28,9 +28,9 @@ from vramfit.techniques.core.technique import (
     check_together,
     live_of,
     setting_from_plain,
+    setting_to_plain,
     with_choices,
 )
-from vramfit.techniques.core.technique_settings import setting_to_plain
 
 __all__ = [
     "AppliedWorkload",
@@ -57,7 +57,7 @@ __all__ = [
 
 @cache
 def all_techniques() -> tuple[Technique[Any], ...]:
-    """One of each, in the order in which a plan's search considers them and tables show them (`Technique.follows`).
+    """One technique of each kind, in the order of a plan's search and of tables (see `Technique.follows`).
 
     Raises:
         ValueError: a technique follows none that there is.

@@ -36,7 +36,7 @@ _LEAST_GAP_SHARE = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllocatorSetting(Setting):
-    """The settings.
+    """Settings of the allocator.
 
     Attributes:
         conf: as in ``PYTORCH_ALLOC_CONF``: ``expandable_segments:True``.
@@ -77,7 +77,7 @@ class AllocatorSettings(Technique[AllocatorSetting]):
         yield AllocatorSetting(conf="roundup_power2_divisions:8")
 
     def attach(self, live: AttachedProgram, setting: AllocatorSetting) -> None:
-        """Give them to the allocator; nothing happens for a model on the CPU.
+        """Give the settings to the allocator; nothing happens for a model on the CPU.
 
         Raises:
             UsageError: torch does not read them, or cannot change them in a running process.

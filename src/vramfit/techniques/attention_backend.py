@@ -133,11 +133,7 @@ class AttentionBackend(Technique[AttentionSetting]):
 
 
 class ChosenBackend:
-    """Lets attention inside a module take one of some backends.
-
-    Args:
-        backends: those to take, the best first.
-    """
+    """Lets attention inside a module take one of some backends."""
 
     def __init__(self, backends: tuple[SdpaName, ...]) -> None:
         self.backends = tuple(dict.fromkeys((*backends, SdpaName.MATH)))

@@ -82,11 +82,7 @@ class ChannelsLast(Technique[ChannelsLastSetting]):
 
 
 class InputsLast:
-    """Converts a model's inputs.
-
-    Args:
-        dims: numbers of dimensions of those that are converted.
-    """
+    """Converts a model's inputs."""
 
     def __init__(self, dims: tuple[int, ...]) -> None:
         self.dims = dims

@@ -131,11 +131,6 @@ class _Backend:
 
     Dynamo runs what it compiled before for other modules of the same code where the backends are equal. With the
     settings in the backend instead of torch's global configuration, modules with another budget are compiled anew.
-
-    Args:
-        mode: of inductor.
-        budget: ``activation_memory_budget``.
-        redraws: whether inductor draws random numbers itself.
     """
 
     mode: str
@@ -210,9 +205,6 @@ _VERSION = "vramfit-kept-draws-1"  # inductor's caches tell compilations with an
 @cache
 def kept_draws(before: Any = None) -> Any:
     """A pass over joint graphs that has all random operations saved.
-
-    Args:
-        before: another such pass, which runs first; None without.
 
     Below a budget of 1 torch's partitioner may recompute random operations in the backward pass, which draw anew there:
     dropout then has another mask than in the forward pass, and gradients are wrong without a word

@@ -90,11 +90,7 @@ class EarlyRelease(Technique[EarlyReleaseSetting]):
 
 
 class WithoutCache:
-    """Gives ``use_cache=False`` to a model that trains.
-
-    Args:
-        position: where the argument stands among the positional ones.
-    """
+    """Gives ``use_cache=False`` to a model that trains."""
 
     def __init__(self, position: int) -> None:
         self.position = position
@@ -113,11 +109,7 @@ class WithoutCache:
 
 
 class LossAlone:
-    """Takes fields out of a training model's output that has a loss.
-
-    Args:
-        outputs: their names.
-    """
+    """Takes fields out of a training model's output that has a loss."""
 
     def __init__(self, outputs: tuple[str, ...]) -> None:
         self.outputs = outputs

@@ -101,14 +101,7 @@ class FusedNorms(Technique[FusedNormSetting]):
 
 
 class FusedNorm:
-    """Computes a norm by torch's kernel.
-
-    Args:
-        form: what the module computes.
-        weight: name of its weight.
-        bias: name of its bias; empty without.
-        eps: name of the attribute that is added under the root.
-    """
+    """Computes a norm by torch's kernel."""
 
     def __init__(self, form: NormForm, weight: str, bias: str, eps: str) -> None:
         self.form = form

@@ -124,12 +124,7 @@ def encoder_candidates(model: nn.Module) -> Iterator[tuple[str, ...]]:
 
 
 class InPieces:
-    """Runs a module in pieces of its batch, each under a checkpoint, and puts their results together.
-
-    Args:
-        name: of the module, for errors.
-        count: of pieces.
-    """
+    """Runs a module in pieces of its batch, each under a checkpoint, and puts their results together."""
 
     def __init__(self, name: str, count: int) -> None:
         self.name, self.count = name, count

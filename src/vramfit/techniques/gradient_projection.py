@@ -100,9 +100,8 @@ class GradientProjection(Technique[GradientProjectionSetting]):
                 f"no matrix of the model has a shorter side above the rank of {setting.rank}",
                 "Give a smaller rank, or leave gradient-projection out",
             )
-        groups = carried_groups(old, ("eps", "weight_decay", "decoupled_weight_decay"))
+        groups = carried_groups(old, ("betas", "eps", "weight_decay", "decoupled_weight_decay"))
         for new, group in zip(groups, old.param_groups, strict=True):
-            new["betas"] = tuple(float(beta) for beta in group["betas"])
             new["each_projected"] = [id(parameter) in projected for parameter in group["params"]]
         made = ProjectedAdam(
             groups, rank=setting.rank, update_interval=setting.update_interval, scale=setting.scale

@@ -106,11 +106,7 @@ class InPlaceActivations(Technique[InPlaceSetting]):
 
 
 class InPlaceChain:
-    """Runs a chain of layers, some of its activations in place.
-
-    Args:
-        activations: their names in the chain.
-    """
+    """Runs a chain of layers, some of its activations in place."""
 
     def __init__(self, activations: tuple[str, ...]) -> None:
         self.activations = frozenset(activations)

@@ -126,11 +126,8 @@ class LowBitOptimizer(Technique[LowBitOptimizerSetting]):
         kind = _kind(setting.bits, decoupled=decoupled.pop())
         if all(parameter.device.type == "cpu" for parameter in parameters_of(old)):
             kind = _uncompiled(kind)
-        groups = carried_groups(old, ("eps", "weight_decay", "amsgrad"))
-        for new, group in zip(groups, old.param_groups, strict=True):
-            new["betas"] = tuple(float(beta) for beta in group["betas"])
         made = kind(
-            groups,
+            carried_groups(old, ("betas", "eps", "weight_decay", "amsgrad")),
             block_size=setting.block_size or _BLOCK[setting.bits],
             bf16_stochastic_round=setting.bf16_stochastic_round,
         )

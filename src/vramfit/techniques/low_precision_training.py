@@ -16,6 +16,7 @@ from vramfit.techniques.core.attached_program import AttachedProgram, AttachStag
 from vramfit.techniques.core.model_profile import Profile
 from vramfit.techniques.core.surround import plain_class
 from vramfit.techniques.core.technique import Numerics, Promise, Setting, Technique
+from vramfit.techniques.optimizer_offload import HostOptimizer
 from vramfit.techniques.support.casting import (
     HALVES,
     cast_tensors,
@@ -24,7 +25,6 @@ from vramfit.techniques.support.casting import (
     surround_loss,
 )
 from vramfit.techniques.support.float32_steps import Float32Steps, is_elementwise, join_, resting_dtype, split
-from vramfit.techniques.support.optimizer_offload_host import HostOptimizer
 
 _BFLOAT16_FROM = (8, 0)  # CUDA C++ Programming Guide, arithmetic instructions
 _AO_ROUNDING = "bf16_stochastic_round"  # torchao/optim/adam.py: its optimizers round by themselves
@@ -308,9 +308,6 @@ class MasterIsland:
 
 class Casts:
     """Casts a model's tensors in place, each an object as before, and back.
-
-    Args:
-        keeps_lost_bits: whether to keep what trained parameters lose.
 
     Attributes:
         tensors: what was cast.

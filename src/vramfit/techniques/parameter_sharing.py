@@ -147,7 +147,6 @@ def _equal(model: nn.Module, *, unknown: bool = False) -> dict[str, str]:
     """Tensors that equal an earlier one, with its name.
 
     Args:
-        model: where to look.
         unknown: whether tensors without values count as equal to those like them.
     """
     firsts: dict[object, list[tuple[str, torch.Tensor]]] = {}

@@ -125,7 +125,7 @@ class _Switches:
 
     @classmethod
     def read(cls) -> _Switches:
-        """As they are now."""
+        """The switches as they stand now."""
         return cls(
             old_matmul=_or_none(torch.get_float32_matmul_precision),
             old_cudnn=_or_none(lambda: bool(_BACKENDS.cudnn.allow_tf32)),

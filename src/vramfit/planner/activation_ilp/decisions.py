@@ -201,10 +201,7 @@ def absent_bytes(block: ModelBlock, decision: Decision, positions: Positions, *,
     """Bytes that a recomputed block has less than a plain one at positions of its own pass, negative for more.
 
     Args:
-        block: at work.
-        decision: for it.
         positions: as `StepInterval` has them, shape [n]; 0 at negative ones.
-        backward: which pass.
 
     Returns:
         shape [n].

@@ -90,7 +90,6 @@ def groups_of(step: StepProfile, *, cut: bool = False) -> tuple[Group, ...]:
     """Equal blocks together, as far as they wait for one another.
 
     Args:
-        step: its profile.
         cut: whether the last blocks of a group are apart, which are where the peak often is: bounds are closer then.
     """
     held = held_in(step)
@@ -203,13 +202,7 @@ class _GroupSizes:
 
 @dataclass(slots=True)
 class Program:
-    """The unknowns of all groups, and what they have to obey.
-
-    Args:
-        step: its profile.
-        groups: of its blocks.
-        options: what may be chosen.
-    """
+    """The unknowns of all groups, and what they have to obey."""
 
     step: StepProfile
     groups: Sequence[Group]

@@ -116,16 +116,7 @@ def _together(
     best: ilp.Solved,
     began: float,
 ) -> IlpSolution | None:
-    """Decisions for equal blocks as one; None where that finds none. See NOTE [Equal blocks].
-
-    Args:
-        step: its profile.
-        budget: in bytes.
-        options: what may be chosen.
-        groups: of equal blocks.
-        best: what nothing is better than.
-        began: when solving did.
-    """
+    """Decisions for equal blocks as one; None where that finds none. See NOTE [Equal blocks]."""
     if best.decisions is None:
         return None
     found = best

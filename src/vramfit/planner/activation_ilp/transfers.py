@@ -190,12 +190,6 @@ def spread(
 
     What one block leaves in the window is on its way while the next one computes: so blocks that go to the host are
     best apart from one another.
-
-    Args:
-        step: its profile.
-        decisions: by path.
-        options: what may be chosen.
-        fits: whether decisions stay within the budget.
     """
     alike: dict[tuple[int, int], list[str]] = {}
     for block in step.blocks:

@@ -7,7 +7,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,9 @@ import torch
 
 from vramfit.errors import UsageError, VramfitError
 from vramfit.gpus import find_gpu
-from vramfit.planner.devices.cost import PeakMeter, StepCost, profile_of
+from vramfit.planner.devices.cost import PeakMeter, StepCost, profile_of, started
 from vramfit.planner.step_profiler import StepProfile, StepProfiler
-from vramfit.techniques import AttachedProgram, Profile, live_of
+from vramfit.techniques import Profile
 from vramfit.workload import Batch, State, Workload
 
 WARM_STEPS = 2
@@ -41,7 +41,6 @@ class CardBackend:
 
     Args:
         others_bytes: of the card that other processes hold, which is no part of what a workload takes.
-        host_bytes: memory of the host that a plan may spend.
 
     Attributes:
         name: of the card, as torch gives it.
@@ -171,17 +170,11 @@ class CardBackend:
 
     @contextmanager
     def _running(self, workload: Workload) -> Iterator[tuple[Workload, State]]:
-        live: list[AttachedProgram] = []
-        try:
-            state = workload.start(self._device)
-            live += [found] if (found := live_of(state)) is not None else []
+        with started(workload, self._device, self._keep_pageable) as state:
             yield workload, state
-        finally:
-            self._pageable_bytes = sum(one.pageable_bytes for one in live)
-            # What techniques changed beyond the model (TF32, the allocator) must not reach the next run.
-            with suppress(torch.OutOfMemoryError):
-                for one in live:
-                    one.undo()
+
+    def _keep_pageable(self, nbytes: int) -> None:
+        self._pageable_bytes = nbytes
 
     @property
     def _host_peak_bytes(self) -> int:
@@ -304,7 +297,7 @@ class _CardMeter(PeakMeter):
         self._index = index
 
     def seconds(self) -> float:
-        """Of the clock on the wall, once all work is done."""
+        """Seconds of the wall clock, once all work is done."""
         torch.cuda.synchronize(self._index)
         return time.perf_counter()
 

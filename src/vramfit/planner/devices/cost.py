@@ -5,15 +5,17 @@ Many micro-batches are looked at by running a few of them: each after the second
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from vramfit.planner.plan_file import PlanFigures
 from vramfit.planner.step_profiler import StepProfile
-from vramfit.techniques import Choice, Profile, with_choices
+from vramfit.techniques import AttachedProgram, Choice, Profile, live_of, with_choices
 from vramfit.techniques.micro_batching import MicroBatchingSetting, batch_size_name
 from vramfit.workload import State, Workload
 
@@ -71,8 +73,6 @@ class DeviceBackend(Protocol):
         """Run some steps; past the budget a request fails.
 
         Args:
-            workload: with its techniques.
-            sizes: of the batch.
             budget: bytes that the device is taken to have; None for as many as it takes.
         """
         ...
@@ -80,28 +80,14 @@ class DeviceBackend(Protocol):
     def profile_step(
         self, workload: Workload, sizes: dict[str, int], places: Callable[[nn.Module], Sequence[str]]
     ) -> tuple[Profile, StepProfile]:
-        """Run some steps without a limit, and look at the last.
-
-        Args:
-            workload: with its techniques.
-            sizes: of the batch.
-            places: the paths of the model's blocks.
-        """
+        """Run some steps without a limit, and look at the last."""
         ...
 
 
 def profile_of(
     workload: Workload, state: State, sizes: Mapping[str, int], step: StepProfile, **figures: Any
 ) -> Profile:
-    """The profile of a workload.
-
-    Args:
-        workload: that ran.
-        state: its model and optimizer.
-        sizes: of the batch.
-        step: its profile.
-        figures: the device's own: the other fields of `Profile`.
-    """
+    """The profile of a workload that ran; `figures` are the device's own, the other fields of `Profile`."""
     return Profile(
         model=state.model,
         optimizer=state.optimizer,
@@ -127,11 +113,6 @@ def with_fewer_micro_batches(
     choices: tuple[Choice, ...], sizes: Mapping[str, int], count: int
 ) -> tuple[tuple[Choice, ...], dict[str, int], float]:
     """The same choices for a batch of a few micro-batches of the same size.
-
-    Args:
-        choices: the techniques.
-        sizes: of the batch.
-        count: how many micro-batches.
 
     Returns:
         the choices, the sizes, and how many times as many micro-batches the plan has.
@@ -168,13 +149,9 @@ def step_cost_with(
     *,
     tail: float = 0.0,
 ) -> StepCost:
-    """What a step with these techniques costs.
+    """What a step of a plain workload costs with these techniques.
 
     Args:
-        device: where to run.
-        workload: plain.
-        choices: the techniques.
-        sizes: of the batch.
         budget: bytes of the device; None for as many as it takes.
         tail: seconds of the optimizer's step, which comes once, however many micro-batches there are.
     """
@@ -190,6 +167,30 @@ def step_cost_with(
         step_seconds=cost.step_seconds + passes * (times - 1),
         step_flops=round(cost.step_flops * times),
     )
+
+
+@contextmanager
+def started(
+    workload: Workload, device: torch.device | str, ended: Callable[[int], None] = lambda _: None
+) -> Iterator[State]:
+    """A workload that was started; what techniques changed beyond the model (TF32, the allocator) is undone afterwards.
+
+    Args:
+        workload: with its techniques.
+        device: where its model goes.
+        ended: called before the undo, also after an error, with the bytes that techniques hold on the host unpinned.
+    """
+    live: AttachedProgram | None = None
+    try:
+        state = workload.start(device)
+        live = live_of(state)
+        yield state
+    finally:
+        ended(0 if live is None else live.pageable_bytes)
+        # What undoing does to memory counts no more, nor whether there is enough of it.
+        with suppress(torch.OutOfMemoryError):
+            if live is not None:
+                live.undo()
 
 
 class PeakMeter:

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramfit.capture.gradient_sums import measure_counts
 from vramfit.planner.devices.cost import PeakMeter, StepCost, profile_of
-from vramfit.planner.flop_counting import Estimate, FlopMode, tensors_of
-from vramfit.planner.step_profiler import StepProfile, StepProfiler
+from vramfit.planner.step_profiler import Estimate, StepProfile, StepProfiler, called, flops_of, tensors_of
 from vramfit.techniques import Profile, live_of
 from vramfit.workload import State, Workload
 
@@ -108,13 +108,48 @@ class CpuBackend:
         return found, step
 
 
+class FlopMode(TorchDispatchMode):
+    """Counts what torch's own counter counts, and holds nothing: that one's module hooks keep tensors alive.
+
+    Args:
+        estimate: the seconds of an operation, from itself, its arguments, its results and its FLOPs; None for no time.
+
+    Attributes:
+        total: FLOPs so far.
+        seconds: estimated so far.
+    """
+
+    def __init__(self, estimate: Estimate | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._estimate = estimate
+        self.total = 0
+        self.seconds = 0.0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, so torch need not wrap each call to keep its compiler away."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and count it."""
+        kwargs = kwargs or {}
+        out = called(func, args, kwargs)
+        flops = flops_of(func, args, kwargs, out)
+        self.total += flops
+        if self._estimate is not None and func.namespace != "prim":
+            self.seconds += self._estimate(func, args, kwargs, out, flops)
+        return out
+
+
 class _Counter(PeakMeter):
     """Peaks between boundaries, from the profiler's list of allocations and frees: known once the run is over."""
 
     device_type = "cpu"
 
     def seconds(self) -> float:
-        """Of the clock on the wall."""
+        """Seconds of the wall clock."""
         return time.perf_counter()
 
     def boundary(self) -> None:

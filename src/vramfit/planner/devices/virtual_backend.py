@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
 from vramfit.errors import VramfitError
 from vramfit.gpus import GpuSpec
-from vramfit.planner.devices.cost import PeakMeter, StepCost, profile_of
+from vramfit.planner.devices.cost import PeakMeter, StepCost, profile_of, started
 from vramfit.planner.step_profiler import StepProfile, StepProfiler
-from vramfit.techniques import AttachedProgram, Profile, live_of
+from vramfit.techniques import Profile
 from vramfit.trace import Run
 from vramfit.virtual.gpu import VirtualGPU
 from vramfit.workload import State, Workload
@@ -29,9 +28,7 @@ class VirtualBackend:
     """A virtual card.
 
     Args:
-        spec: the card.
         alloc_conf: allocator settings; None reads the environment.
-        host_bytes: memory of the host that a plan may spend.
         own_process: whether nothing else goes on in this process, so that its garbage collector may be set up: what is
             alive after a run is looked at no more.
 
@@ -138,32 +135,22 @@ class VirtualBackend:
         # The card's own figures stay those of its kind: the context does not shrink with the budget.
         spec = replace(self.spec, total_bytes=total, context_bytes=self.spec.typical_context_bytes)
         gpu = VirtualGPU(spec, alloc_conf=self._alloc_conf)
-        live: list[AttachedProgram] = []
-        ran: list[Run] = []
-        pageable = 0
+        ran: list[tuple[Run, int]] = []
         try:
-            with gpu:
-                try:
-                    state = workload.start("cuda")
-                    live += [found] if (found := live_of(state)) is not None else []
-                    work(gpu, state)
-                finally:
-                    ran.append(gpu.run)
-                    pageable = sum(one.pageable_bytes for one in live)
-                    # What techniques changed beyond the model (TF32, the allocator) must not reach the next run. What
-                    # undoing does to memory counts no more, nor whether there is enough of it.
-                    with suppress(torch.OutOfMemoryError):
-                        for one in live:
-                            one.undo()
+            with gpu, started(workload, "cuda", lambda pageable: ran.append((gpu.run, pageable))) as state:
+                work(gpu, state)
         except torch.OutOfMemoryError as error:
-            if ran[0].oom is None:
+            if ran[0][0].oom is None:
                 raise VramfitError(f"the workload ran out of memory outside the card: {error}") from error
-            return ran[0], ran[0].host_pinned_peak_bytes + pageable, True
+            failed = True
+        else:
+            failed = False
         finally:
             gc.collect()  # a model is full of cycles, and the next run needs its memory
             if self._own_process:
                 gc.freeze()
-        return ran[0], ran[0].host_pinned_peak_bytes + pageable, False
+        run, pageable = ran[0]
+        return run, run.host_pinned_peak_bytes + pageable, failed
 
 
 def _seconds(gpu: VirtualGPU) -> float:

@@ -32,10 +32,11 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
     create_selective_checkpoint_contexts,
+    get_device_states,
+    set_device_states,
 )
 
 from vramfit.errors import UsageError
-from vramfit.techniques.activation_checkpointing.rerun_state import RandomState
 
 CAST = torch.ops.aten._to_copy.default
 """What autocast calls to make a copy in lower precision."""
@@ -121,6 +122,44 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 def is_cached_by_autocast(tensor: torch.Tensor) -> bool:
     """Whether autocast caches this tensor's copy: a leaf that needs gradients (aten/src/ATen/autocast_mode.cpp)."""
     return tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+
+
+# -- the state of random generators --------------------------------------------------------------------------------
+
+
+class RandomState:
+    """The state of the generators: the CPU's, and those of the devices that some tensors are on."""
+
+    def __init__(self, cpu: torch.Tensor, devices: list[int], states: list[torch.Tensor], kind: str) -> None:
+        self.cpu = cpu
+        self.devices = devices
+        self.states = states
+        self.kind = kind
+
+    @classmethod
+    def now(cls, tensors: Iterable[torch.Tensor]) -> RandomState:
+        """The present state of the generators."""
+        tensors = list(tensors)
+        kind = next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "cpu")
+        devices, states = get_device_states(*tensors)
+        return cls(torch.get_rng_state(), devices, states, kind)
+
+    def set(self) -> None:
+        """Set the generators to this state."""
+        torch.set_rng_state(self.cpu)
+        if self.kind != "cpu":
+            set_device_states(self.devices, self.states, device_type=self.kind)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether nothing was drawn between the two."""
+        return (
+            isinstance(other, RandomState)
+            and self.devices == other.devices
+            and torch.equal(self.cpu, other.cpu)
+            and all(torch.equal(mine, its) for mine, its in zip(self.states, other.states, strict=True))
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # states are compared, never looked up
 
 
 # -- specs ---------------------------------------------------------------------------------------------------------
@@ -212,12 +251,7 @@ class Matcher:
 
 
 class Keeping:
-    """What one call of a block keeps: the modes for its two runs.
-
-    Args:
-        specs: what is kept.
-        path: the block's name, for errors.
-    """
+    """What one call of a block keeps: the modes for its two runs."""
 
     def __init__(self, specs: Iterable[str], path: str) -> None:
         # The modes hold the policy and what is kept; nothing leads back from there, so that all goes with the graph.
@@ -240,12 +274,7 @@ class Keeping:
 
 
 class _Policy:
-    """Decides op by op.
-
-    Args:
-        specs: what is kept.
-        path: the block's name, for errors.
-    """
+    """Decides op by op."""
 
     def __init__(self, specs: Iterable[str], path: str) -> None:
         self.random: dict[str, dict[int, RandomState]] = {}
@@ -338,13 +367,7 @@ class _Kept:
 
 
 class _Delegate(TorchDispatchMode):
-    """Hands ops on to a mode of torch's that is not entered itself, so that an op can pass it by.
-
-    Args:
-        mode: made by ``create_selective_checkpoint_contexts``.
-        policy: what decides and remembers.
-        again: whether this is the second run.
-    """
+    """Hands ops on to a mode of torch's that is not entered itself, so that an op can pass it by."""
 
     def __init__(self, mode: Any, policy: _Policy, *, again: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -12,36 +12,36 @@ kept for its backward pass is there afterwards: the same work and memory as for 
 
 That a block's input is what the block before it gave is not assumed but seen in each forward pass: the same tensor
 object, not changed in place since. Where the parent does something in between, the block keeps its input.
+
+NOTE [Caches of keys and values]: in training a block of transformers fills the cache that it is given, by default in
+each step. A second run would fill it again and attend to everything twice. So each run gets a cache of its own, as it
+was before the block, and the common one stays as it is: what the block would have put there is gone with its other
+activations. transformers itself gives its checkpointed blocks no cache (``GradientCheckpointingLayer`` in
+modeling_layers.py), but through a cache keys and values are laid out differently in memory, so that attention rounds
+differently.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from vramfit.errors import UsageError
 from vramfit.techniques.activation_checkpointing.op_facts import Keeping
-from vramfit.techniques.activation_checkpointing.rerun_state import (
-    buffer_versions,
-    own_caches,
-    refuse_changed_buffers,
-    untouched_statistics,
-    with_own_caches,
-)
 
 
 class Recomputed:
     """Runs a block under ``torch.utils.checkpoint.checkpoint``, in training and where gradients are wanted.
 
     Args:
-        path: the block's name, for errors.
-        keep: specs of the ops whose results are kept.
         segment: name of its segment; empty for a block on its own.
         first: whether it is the first of its segment, which keeps its input.
         last: whether it is the last of its segment, whose output is not needed again.
@@ -168,7 +168,7 @@ class _BlockCall:
 
     @contextlib.contextmanager
     def second_run(self) -> Any:
-        """Surrounds it. Blocks before this one run here, before the results kept for this one are given out."""
+        """Surround the second run. Blocks before this one run first, then what was kept for this one is given out."""
         for index, recipe in self._recipes.items():
             self._found[index] = recipe.tensor()
         with contextlib.ExitStack() as stack:
@@ -207,7 +207,6 @@ class Recipe:
     """How to find a block's output again.
 
     Args:
-        node: the `_SavedMark` at the block's end.
         segment: name of the segment that the block belongs to.
         version: how often the output was changed in place when it was given.
     """
@@ -266,3 +265,103 @@ class _SavedMark(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # noqa: ARG004
         return grads[0]
+
+
+# -- what the second run has to find as it was: running statistics, buffers and caches ----------------------------
+
+
+@contextlib.contextmanager
+def untouched_statistics(module: nn.Module) -> Iterator[None]:
+    """While this is entered, norm layers in training update copies of their running statistics.
+
+    Their outputs come from the batch alone. The statistics themselves are never written to, so that other calls whose
+    backward pass is still to come find them as they saved them.
+    """
+    kept: list[tuple[nn.Module, str, torch.Tensor]] = []
+    try:
+        for norm in _norms_in_training(module):
+            for name, buffer in norm.named_buffers(recurse=False):
+                kept.append((norm, name, buffer))
+                norm._buffers[name] = buffer.clone()
+        yield
+    finally:
+        for norm, name, buffer in kept:
+            norm._buffers[name] = buffer
+
+
+def buffer_versions(module: nn.Module) -> dict[str, int]:
+    """How often each buffer was changed in place, but for the running statistics of norm layers."""
+    norms = {id(norm) for norm in module.modules() if isinstance(norm, _NormBase)}
+    return {
+        f"{path}.{name}" if path else name: buffer._version
+        for path, inner in module.named_modules()
+        if id(inner) not in norms
+        for name, buffer in inner.named_buffers(recurse=False)
+        if not buffer.is_inference()
+    }
+
+
+def refuse_changed_buffers(path: str, before: dict[str, int], after: dict[str, int]) -> None:
+    """Compare the versions of buffers.
+
+    Raises:
+        UsageError: one has been changed.
+    """
+    for name, version in after.items():
+        if before.get(name, version) != version:
+            raise UsageError(
+                f"{path} cannot be recomputed: its forward pass changes its buffer {name}",
+                "Leave it out of the modules to recompute",
+            )
+
+
+def _norms_in_training(module: nn.Module) -> Iterator[nn.Module]:
+    for inner in module.modules():
+        if isinstance(inner, _NormBase) and inner.training and inner.track_running_stats:
+            yield inner
+
+
+# -- caches of keys and values -------------------------------------------------------------------------------------
+
+Arguments = TypeVar("Arguments", tuple[Any, ...], dict[str, Any])
+
+
+class _Cache:
+    """A cache as it was before the block."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+
+
+def own_caches(arguments: Arguments) -> Arguments:
+    """A block's arguments with its caches set aside."""
+    return _changed(arguments, lambda value: _Cache(_copied(value)) if _is_cache(value) else value)
+
+
+def with_own_caches(arguments: Arguments) -> Arguments:
+    """A block's arguments for one run."""
+    return _changed(arguments, lambda value: _copied(value.cache) if isinstance(value, _Cache) else value)
+
+
+def _changed(arguments: Arguments, change: Callable[[Any], Any]) -> Arguments:
+    if isinstance(arguments, dict):
+        return {name: change(value) for name, value in arguments.items()}
+    return tuple(change(value) for value in arguments)
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether it is a cache, or the part of one that belongs to a layer."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "__dict__")
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a cache with the same tensors; blocks put others in their place, and do not write into them."""
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item) for item in value)
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    if not _is_cache(value):
+        return value
+    made = copy.copy(value)
+    vars(made).update({name: _copied(item) for name, item in vars(value).items()})
+    return made

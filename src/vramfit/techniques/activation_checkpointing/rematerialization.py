@@ -32,13 +32,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from vramfit.techniques.activation_checkpointing.op_facts import (
     Matcher,
+    RandomState,
     alias_of,
     changed_arguments,
     op_facts,
     repeats,
     tensors_in,
 )
-from vramfit.techniques.activation_checkpointing.rerun_state import RandomState
 
 _STATISTICS = frozenset({"running_mean", "running_var"})
 """Arguments that batch norm updates in place, whatever its schema says."""
@@ -60,12 +60,7 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
 
 
 class Rematerialized:
-    """Runs a block so that its results are computed again one at a time, in training and where gradients are wanted.
-
-    Args:
-        path: the block's name, for errors.
-        keep: specs of the ops whose results are kept.
-    """
+    """Runs a block so that its results are computed again one at a time, in training and where gradients are wanted."""
 
     def __init__(self, path: str, *, keep: tuple[str, ...] = ()) -> None:
         self.path = path
@@ -90,12 +85,7 @@ class Rematerialized:
 
 
 class Apart:
-    """Counts the ops of a part of a block apart from those around it, so that these may be more or fewer.
-
-    Args:
-        path: the part's name.
-        keep: specs of its ops whose results are kept.
-    """
+    """Counts the ops of a part of a block apart from those around it, so that these may be more or fewer."""
 
     def __init__(self, path: str, *, keep: tuple[str, ...] = ()) -> None:
         self.path = path
@@ -117,7 +107,7 @@ _OF_THREAD = threading.local()
 
 
 def _recordings() -> list[_Recording]:
-    """Those of this thread, the innermost last."""
+    """The recordings of this thread, the innermost last."""
     known: list[_Recording] | None = getattr(_OF_THREAD, "recordings", None)
     if known is None:
         known = _OF_THREAD.recordings = []
@@ -186,9 +176,7 @@ class _Step:
     """One call of an op, with recipes for arguments.
 
     Args:
-        func: the op.
         args: its arguments: tensors as `_View` or `_Held`.
-        kwargs: its keyword arguments.
         state: of the generators before it; None if it draws nothing.
         changes: the result that it changes in place, which holds it.
     """
@@ -212,7 +200,7 @@ class _Step:
         self.changes = changes
 
     def run(self, values: dict[_Result, torch.Tensor], path: str) -> Any:
-        """Call it again."""
+        """Call the op again."""
         args, kwargs = self._filled(self.args, values, path), self._filled(self.kwargs, values, path)
         with torch.set_grad_enabled(self.grad), torch._C._AutoDispatchBelowAutograd():
             return self._called(args, kwargs)
@@ -291,7 +279,7 @@ class _Operation:
                     yield view.result
 
     def run(self, values: dict[_Result, torch.Tensor]) -> None:
-        """Compute its results."""
+        """Compute the results of the op, with all changes in place."""
         made = self.steps[0].run(values, self.path)
         for place, known in self.results:
             if (result := known()) is not None:
@@ -353,12 +341,7 @@ def _computed(wanted: _Result) -> torch.Tensor:
 
 
 class _Recording(TorchDispatchMode):
-    """Notes the ops of one call of a block.
-
-    Args:
-        keep: specs of the ops whose results are kept.
-        path: the block's name, for errors.
-    """
+    """Notes the ops of one call of a block."""
 
     def __init__(self, keep: tuple[str, ...], path: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -523,12 +506,7 @@ class _Recording(TorchDispatchMode):
 
 
 class _Making:
-    """Makes recipes of the arguments of a call.
-
-    Args:
-        recording: knows the results so far.
-        changes: the result that it changes in place.
-    """
+    """Makes recipes of the arguments of a call."""
 
     def __init__(self, recording: _Recording, changes: _Result | None) -> None:
         self._recording = recording

@@ -148,7 +148,6 @@ class Head:
         """Make room for the gradients that are needed, of hidden states, weight and bias.
 
         Args:
-            needed: which ones.
             into: what the weight's is added to, if not to one of its own.
         """
         if needed[0]:

@@ -31,7 +31,6 @@ def chunked_cross_entropy(
         bias: (classes,) or None.
         target: the class of each row, int64.
         class_weight: the weight of each class, or None.
-        spec: how it is computed.
 
     Returns:
         the loss: a scalar, or one of each row for the reduction ``none``.

@@ -51,11 +51,11 @@ class Casting:
 
     @classmethod
     def now(cls, device_type: str) -> Casting:
-        """As it is."""
+        """The present state of autocast."""
         return cls(torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
 
     def again(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
-        """As it was."""
+        """A context in which autocast is as it was then."""
         return torch.autocast(device_type, dtype=self.dtype, enabled=self.enabled)
 
     def of(self, dtype: torch.dtype) -> torch.dtype:
@@ -265,7 +265,7 @@ def looked_at(args: Any) -> Any:
 
 
 def deferred_in(args: Any) -> Iterator[DeferredLogits]:
-    """All among arguments."""
+    """The deferred logits among arguments."""
     if isinstance(args, DeferredLogits):
         yield args
     elif isinstance(args, tuple | list):

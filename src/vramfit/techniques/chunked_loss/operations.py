@@ -24,8 +24,6 @@ from vramfit.techniques.chunked_loss.deferred import (
 
 _Handler: TypeAlias = Callable[..., Any]
 
-_NEVER = -(1 << 62)  # an index to ignore that no target has
-
 
 def defer(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunking: Chunking
@@ -43,10 +41,7 @@ def defer(
 
 def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation that has deferred logits among its arguments."""
-    if func in _KNOWN_BEFORE:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-    if func in _GRAPH and args[0].full is None:
+    if func in _KNOWN_BEFORE or (func in _GRAPH and args[0].full is None):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if not args and isinstance(kwargs.get("input"), DeferredLogits):
@@ -280,47 +275,19 @@ _REDUCERS: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 # What a tensor without values can tell.
+_ATTRIBUTES = (
+    "shape dtype device requires_grad ndim layout is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
+    "itemsize nbytes"
+)
+_METHODS = (
+    "size dim ndimension numel nelement element_size is_floating_point is_complex is_contiguous get_device "
+    "__len__ __hash__"
+)
 _KNOWN_BEFORE: frozenset[Callable[..., Any]] = frozenset(
     {
-        *(
-            getattr(Tensor, name).__get__
-            for name in (
-                "shape",
-                "dtype",
-                "device",
-                "requires_grad",
-                "ndim",
-                "layout",
-                "is_cuda",
-                "is_cpu",
-                "is_meta",
-                "is_sparse",
-                "is_quantized",
-                "is_nested",
-                "itemsize",
-                "nbytes",
-            )
-        ),
-        *(
-            getattr(Tensor, name)
-            for name in (
-                "size",
-                "dim",
-                "ndimension",
-                "numel",
-                "nelement",
-                "element_size",
-                "is_floating_point",
-                "is_complex",
-                "is_contiguous",
-                "get_device",
-                "__len__",
-                "__hash__",
-            )
-        ),
-        torch.numel,
-        torch.is_floating_point,
-        torch.is_complex,
+        *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES.split()),
+        *(getattr(Tensor, name) for name in _METHODS.split()),
+        *(torch.numel, torch.is_floating_point, torch.is_complex),
     }
 )
 
@@ -336,9 +303,6 @@ _LOOKS: frozenset[Callable[..., Any]] = frozenset(
             getattr(Tensor, name)
             for name in ("__repr__", "tolist", "item", "argmax", "isnan", "isfinite", "isinf")
         ),
-        torch.argmax,
-        torch.isnan,
-        torch.isfinite,
-        torch.isinf,
+        *(torch.argmax, torch.isnan, torch.isfinite, torch.isinf),
     }
 )

@@ -68,26 +68,6 @@ class Attachable(Protocol):
         ...
 
 
-class Scaler(Protocol):
-    """What scales losses: ``torch.amp.GradScaler`` is one."""
-
-    def scale(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The loss to go backward from."""
-        ...
-
-    def unscale_(self, optimizer: Optimizer) -> None:
-        """Turn the gradients into true ones."""
-        ...
-
-    def step(self, optimizer: Optimizer) -> Any:
-        """Take the step, unless a gradient overflowed."""
-        ...
-
-    def update(self) -> None:
-        """Choose the next scale."""
-        ...
-
-
 class AttachedProgram:
     """A model and an optimizer that techniques are attached to, in place.
 
@@ -127,7 +107,7 @@ class AttachedProgram:
         self.placed = device is None
         self.device = device if device is not None else _device_of(model)
         self.splitter: Callable[[Batch], Sequence[Piece]] | None = None
-        self.scaler: Scaler | None = None
+        self.scaler: torch.amp.GradScaler | None = None
         self.steps_in_backward = False
         self.clip: Callable[[float], Any] | None = None
         self.frees_input = False

@@ -5,7 +5,10 @@ A technique says where it could be applied, what it promises of the results, and
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import types
+import typing
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -16,9 +19,9 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 import torch
 
 from vramfit.errors import UsageError
+from vramfit.plain import decode
 from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage
 from vramfit.techniques.core.model_profile import Profile
-from vramfit.techniques.core.technique_settings import describe_setting, read_setting
 from vramfit.workload import State, Workload, call_model, to_device
 
 
@@ -127,7 +130,8 @@ class Technique(ABC, Generic[S]):
 
     def describe(self, setting: S) -> str:
         """The setting in words, for tables: what is not the default, as ``name value``."""
-        return describe_setting(setting)
+        changed = setting_to_plain(setting)
+        return ", ".join(f"{name.replace('_', ' ')} {_words(value)}" for name, value in changed.items())
 
     def apply(self, workload: Workload, setting: S) -> Workload:
         """A new workload with the technique; the given one is not changed.
@@ -171,6 +175,19 @@ class Choice:
         return self.technique.promise(self.setting)
 
 
+# -- settings as what TOML and JSON can hold ---------------------------------------------------------------------
+
+
+def setting_to_plain(setting: Any) -> dict[str, Any]:
+    """A setting as what TOML and JSON can hold; defaults are left out."""
+    plain = {}
+    for field in fields(setting):
+        value = getattr(setting, field.name)
+        if value != _default(field):
+            plain[field.name] = _as_plain(value)
+    return plain
+
+
 def setting_from_plain(technique: Technique[S], plain: Mapping[str, Any]) -> S:
     """A setting of a technique from what TOML and JSON can hold.
 
@@ -178,8 +195,49 @@ def setting_from_plain(technique: Technique[S], plain: Mapping[str, Any]) -> S:
         UsageError: a name is unknown, a value is not one of those possible, or one is missing.
     """
     kind = cast(type[S], technique.setting_type)
-    return read_setting(technique.name, kind, plain)
+    known = {field.name: field for field in fields(kind)}
+    unknown = sorted(set(plain) - set(known))
+    if unknown:
+        raise UsageError(
+            f"{technique.name} has no setting {unknown[0]!r}", f"It has {', '.join(known) or 'none'}"
+        )
+    for name, value in plain.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{name} of {technique.name} is {value}", "Give a number")
+    hints = typing.get_type_hints(kind)
+    values = {
+        name: decode(value, hints[name], f"{name} of {technique.name}") for name, value in plain.items()
+    }
+    for name, field in known.items():
+        if name not in values and _default(field) is dataclasses.MISSING:
+            raise UsageError(f"{technique.name} needs the setting {name!r}", "Give it")
+    return kind(**values)
 
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _as_plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, tuple | list):
+        return [_as_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _as_plain(item) for key, item in value.items()}
+    return value
+
+
+def _words(plain: Any) -> str:
+    if isinstance(plain, list):
+        shown = ", ".join(map(str, plain[:3]))
+        return shown if len(plain) <= 3 else f"{shown} and {len(plain) - 3} more"
+    return str(plain)
+
+
+# -- workloads with techniques ---------------------------------------------------------------------------------------
 
 _LIVE = "vramfit"
 

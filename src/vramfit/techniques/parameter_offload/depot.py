@@ -128,7 +128,6 @@ class Depot:
     """All blocks of a model. Copies and pickles of it know none, and send gradients to the host.
 
     Args:
-        device: where blocks compute.
         count: how many blocks there are.
         ahead: how many blocks are brought before they are asked for.
         keeps_gradients: whether gradients stay on the device until `Gradients.gather`.
@@ -296,9 +295,6 @@ class Gradients:
         """What autograd shall do with a gradient on the card: nothing, or add what is given.
 
         Args:
-            visitors: the block.
-            number: of the parameter in it.
-            gradient: of the parameter's copy.
             node: what adds gradients to the parameter.
         """
         parameter = visitors.parameters[number]

@@ -127,7 +127,6 @@ class _BlockSearch:
     """One search, with its idea of how much a block has to hold.
 
     Args:
-        model: what is searched.
         weights: of so many layers with a matrix or a kernel; a single one keeps little more than its input.
         alone: whether a member of a list need not repeat (a layer that is called again and again).
     """
@@ -345,8 +344,6 @@ def best_blocks(
     Equal ones are taken apart from one another, so that the link is never idle.
 
     Args:
-        blocks: to choose from.
-        count: how many to choose.
         crossing_bytes: what crosses the link in the forward pass of a block, and again in its backward pass.
         link: bytes per second.
     """

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from vramfit.techniques.support.optimizer_exchange import is_separable
+from vramfit.techniques.support.optimizer_exchange import ELEMENTWISE, is_separable
 
 Optimizer = torch.optim.Optimizer
 
@@ -307,23 +307,6 @@ _SMALLEST_CHUNK = 4 << 20
 _CHUNKS = 128
 _ALIGNED = 4  # elements of float32 that a vectorised kernel takes at once
 
-# Each element's update depends on its own gradient and state alone, so that a parameter may be cut anywhere.
-_ELEMENTWISE = frozenset(
-    {
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    }
-)
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Slice:
@@ -421,7 +404,7 @@ def chunks_of(
 
 def _may_be_cut(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
     tensors = (parameter, parameter.grad, *optimizer.state.get(parameter, {}).values())
-    return type(optimizer) in _ELEMENTWISE and all(
+    return type(optimizer) in ELEMENTWISE and all(
         tensor.layout is torch.strided and tensor.is_contiguous()
         for tensor in tensors
         if isinstance(tensor, torch.Tensor)

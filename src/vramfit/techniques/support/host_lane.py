@@ -29,15 +29,15 @@ class Lane(Protocol):
         ...
 
     def wait(self, end: Any) -> None:
-        """Let what the device computes from now on begin after that."""
+        """Let what the device computes from now on begin after that end."""
         ...
 
     def finish(self, end: Any) -> None:
-        """Wait on the host."""
+        """Let the host wait for that end."""
         ...
 
     def ended(self, end: Any) -> bool:
-        """Whether it has come already."""
+        """Whether that end has come already."""
         ...
 
 

@@ -28,23 +28,17 @@ _NOT_FOLLOWED = ("params", "initial_lr")
 _RATES = ("lr", "initial_lr")
 _SCHEDULED = (*_RATES, "momentum", "betas")  # what torch/optim/lr_scheduler.py changes
 
-# Each updates every parameter from its own gradient and state alone. LBFGS does not.
-_SEPARABLE = (
-    torch.optim.Adadelta,
-    torch.optim.Adafactor,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.Muon,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-    torch.optim.SparseAdam,
+ELEMENTWISE = frozenset(
+    {
+        *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax),
+        *(torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop),
+        torch.optim.SGD,
+    }
 )
+"""Each element's update depends on its own gradient and state alone, so that a parameter may be cut anywhere."""
+
+# Each updates every parameter from its own gradient and state alone. LBFGS does not.
+_SEPARABLE = ELEMENTWISE | {torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam}
 _SEPARABLE_MODULES = (
     "torchao.optim.adam",
     "vramfit.techniques.gradient_projection",
@@ -135,14 +129,15 @@ def carried_groups(old: Optimizer, names: Iterable[str], *, ratio: float = 1.0) 
     """The groups for a new optimizer: the same parameters with those hyperparameters that it knows.
 
     Args:
-        old: the optimizer whose place it takes.
         names: the hyperparameters besides the learning rate.
         ratio: what the learning rate is multiplied with.
     """
     wanted, groups = tuple(names), []
     for group in old.param_groups:
         new = {"params": list(group["params"]), **{name: group[name] for name in wanted if name in group}}
-        for name in ("lr", "initial_lr"):
+        if "betas" in new:
+            new["betas"] = tuple(map(float, new["betas"]))
+        for name in _RATES:
             if name in group:
                 new[name] = float(group[name]) * ratio
         groups.append(new)
@@ -172,7 +167,6 @@ def exchange(
     """Put `new` in the place of the program's optimizer until the undo. See NOTE [Exchanged optimizers].
 
     Args:
-        live: the program.
         new: with the groups of the old one, as `carried_groups` gives them.
         ratio: what a change of the old learning rate is multiplied with.
         move: makes a parameter's states of the old ones, in memory of their own; None starts it anew.

@@ -89,7 +89,6 @@ class Groups:
     """Floating-point numbers as integers of few bits between the least and the largest of their group.
 
     Args:
-        flat: finite numbers.
         bits: 8, 4 or 2.
         group: how many share a scale, 8 bytes for each.
     """
@@ -137,7 +136,6 @@ class LargestOfGroup:
     """Of each group the numbers of largest magnitude; the others become zero.
 
     Args:
-        flat: the numbers.
         keep: the part of each group that is kept.
         group: how many make a group, at most 32768; 256 and less need one byte per kept index, more need two.
     """
