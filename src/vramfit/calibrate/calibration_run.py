@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from vramfit.calibrate.calibration_result import Calibration
-from vramfit.calibrate.children import Child, CommandFailed, as_usage_error
 from vramfit.calibrate.measurement_journal import About, CalibrationJournal, CaseFailure
 from vramfit.calibrate.records import CaseRecord, record_from_plain
-from vramfit.calibrate.worker import Role, WorkerConfig
-from vramfit.errors import UnknownGpuError
+from vramfit.calibrate.worker import Child, CommandFailed, Role, WorkerConfig
+from vramfit.errors import UnknownGpuError, VramfitError
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.gpus.measured_profile import NO_PROFILE, Rates, rates_from_plain
 from vramfit.launch.starting import answer
@@ -165,12 +164,17 @@ def _about(card: Child, options: Options) -> About:
     try:
         told = card.ask("about", _STEP_SECONDS)
     except CommandFailed as error:
-        raise as_usage_error(error, "asking the card for its properties") from None
+        raise _fatal(error, "asking the card for its properties") from None
     return About(
         **told | {"capability": tuple(told["capability"])},
         source="card" if options.gpu is None else "virtual",
         driver=_driver_version(options.device) if options.gpu is None else "",
     )
+
+
+def _fatal(error: CommandFailed, doing: str) -> VramfitError:
+    """What the user reads of a failure after which nothing else makes sense."""
+    return VramfitError(f"{doing} failed: {error}", "Run the command again; what was measured is kept")
 
 
 def _driver_version(device: int) -> str:
@@ -192,7 +196,7 @@ def _limit(card: Child, options: Options) -> int:
         card.limit(limit, _STEP_SECONDS)
         return limit
     except CommandFailed as error:
-        raise as_usage_error(error, "asking the card for its free memory") from None
+        raise _fatal(error, "asking the card for its free memory") from None
 
 
 # -- surroundings --------------------------------------------------------------------------------------------

@@ -10,13 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.capture.ops import tensors_in
 from vramfit.virtual.data_dependent.assume import Extent
-from vramfit.virtual.data_dependent.counting import COUNTING, counts
 from vramfit.virtual.data_dependent.expectations import Expectation
-from vramfit.virtual.data_dependent.ranking import ranks
+from vramfit.virtual.data_dependent.plausible_values import COUNTING, counts, guess_value, ranks
 from vramfit.virtual.data_dependent.shadow import (
     MAX_ELEMENTS,
     ShadowStore,
-    guess_value,
     map_tensors,
     may_be_known,
     may_carry,

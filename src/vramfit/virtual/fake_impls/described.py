@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from vramfit.virtual.fake_impls import compressed
 from vramfit.virtual.fake_impls.registry import RULES, find_overload, rule
+from vramfit.virtual.fake_impls.sparse import multiply_compressed
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import Handler, OpRunner
 from vramfit.virtual.undescribed import is_compressed_product
@@ -172,7 +172,7 @@ def use_miopen(mode: OpRunner, call: OpCall) -> bool:
 def sparse_addmm(mode: OpRunner, call: OpCall) -> Any:
     """A dense matrix plus a sparse one times a dense one: shaped like the first."""
     if is_compressed_product(call.func, call.args):
-        return compressed.multiply(mode, call)
+        return multiply_compressed(mode, call)
     out = mode.fake_empty(tuple(call.args[0].shape), call.args[0].dtype, call.args[0].device)
     mode.settle(call, out)
     return out

@@ -13,8 +13,8 @@ from vramfit.trace import Category
 from vramfit.virtual import roofline
 from vramfit.virtual.clock import Engine
 from vramfit.virtual.data_dependent.guesses import GUESSED
-from vramfit.virtual.fake_impls import compressed
 from vramfit.virtual.fake_impls.registry import rule
+from vramfit.virtual.fake_impls.sparse import build_compressed, download_compressed, parts_of
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.undescribed import COMPRESSED
@@ -90,16 +90,16 @@ def _upload_compressed(
 ) -> torch.Tensor:
     """The three parts of a CSR or CSC tensor cross one by one (native/TensorConversions.cpp, ``_to_copy``)."""
     dtype = kwargs.get("dtype")
-    *indices, values = compressed.parts_of(source)
+    *indices, values = parts_of(source)
     parts = [_upload(mode, index, device, {}) for index in indices]
     parts.append(_upload(mode, values, device, {} if dtype is None else {"dtype": dtype}))
-    return compressed.build(mode, parts, tuple(source.shape), source.layout)
+    return build_compressed(mode, parts, tuple(source.shape), source.layout)
 
 
 def download(mode: OpRunner, source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
     """A real CPU tensor for a virtual one: its shadow, or values nobody knows."""
     if source.layout in COMPRESSED:
-        return compressed.download(
+        return download_compressed(
             source, kwargs.get("dtype") or source.dtype, lambda p: download(mode, p, {})
         )
     pinned, waits = bool(kwargs.get("pin_memory")), not kwargs.get("non_blocking")

@@ -20,8 +20,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.virtual.data_dependent.assume import Assume, Extent
-from vramfit.virtual.data_dependent.counting import evenly
 from vramfit.virtual.data_dependent.expectations import Expectation
+from vramfit.virtual.data_dependent.plausible_values import evenly
 from vramfit.virtual.data_dependent.shadow import MAX_KNOWN, may_carry
 from vramfit.virtual.fake_impls.registry import rule
 from vramfit.virtual.op_call import OpCall
