@@ -13,7 +13,16 @@ from typing import Any
 
 import torch
 
-from vramfit.virtual.kernels.rules import Rule, Scratch, ceil_div, is_dense, nbytes, sequence, table
+from vramfit.virtual.kernels.rules import (
+    Rule,
+    Scratch,
+    around_outputs,
+    ceil_div,
+    is_dense,
+    nbytes,
+    sequence,
+    table,
+)
 from vramfit.virtual.op_call import Extras, KernelContext, OpCall
 
 _VALUES_PER_THREAD = (16, 256)  # min_values_per_thread, max_values_per_thread
@@ -270,13 +279,13 @@ def _prod(call: OpCall) -> Extras | None:
     return _converting(call.args[0], dim, call.out.dtype, call.context, _accumulator(call.out.dtype))
 
 
-def _count_nonzero(call: OpCall) -> Extras | None:
+@around_outputs
+def _count_nonzero(call: OpCall, before: Scratch, after: Scratch) -> None:
     """``count_nonzero``: where the input is not zero, summed as int64 (TensorAdvancedIndexing.cpp,
     ``count_nonzero_cuda``)."""
     source = call.args[0]
     if not source.numel():
-        return None
-    before, after = Scratch(), Scratch()
+        return
     before.take(source.numel())
     after.take(source.numel() * 8)
     shape = tuple(source.shape)
@@ -284,7 +293,6 @@ def _count_nonzero(call: OpCall) -> Extras | None:
         strides = source.stride() if is_dense(source) else torch.empty(shape, device="meta").stride()
         dims = _dims(call.argument(1, "dim"), source.dim())
         _reduce(after, shape, strides, 8, dims, _Accumulator(8), call.context)
-    return sequence(before, after)
 
 
 def _extreme(call: OpCall) -> Extras | None:
