@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -29,15 +28,19 @@ def _index_put(count: int, accumulate: bool = False) -> Run:
     return forward(target.index_put_, (index,), values, accumulate=accumulate)
 
 
-def _along(method: str, count: int, **options: Any) -> Run:
+def _along(method: str, count: int) -> Run:
     """A write along the first dimension, of rows by one index each."""
-    return forward(getattr(rand(2000, 64), method), 0, integers(2000, count), rand(count, 64), **options)
+    return forward(getattr(rand(2000, 64), method), 0, integers(2000, count), rand(count, 64))
 
 
-def _scattered(method: str, count: int, **options: Any) -> Run:
+def _scattered(method: str, count: int) -> Run:
     """A write along the first dimension, of elements by an index each."""
-    write = getattr(rand(2000, 64), method)
-    return forward(write, 0, integers(2000, count, 16), rand(count, 16), **options)
+    return forward(getattr(rand(2000, 64), method), 0, integers(2000, count, 16), rand(count, 16))
+
+
+def _scatter_reduce(count: int) -> Run:
+    source = rand(count, 16)
+    return forward(rand(2000, 64).scatter_reduce_, 0, integers(2000, count, 16), source, reduce="amax")
 
 
 def _ones(*shape: int, dtype: torch.dtype = torch.bool) -> torch.Tensor:
@@ -57,7 +60,7 @@ _OPS: dict[str, Callable[[int], Run]] = {
     "gather": lambda n: both(torch.gather, rand(2000, 64, grad=True), 0, integers(2000, n, 16)),
     "scatter": partial(_scattered, "scatter_"),
     "scatter_add": partial(_scattered, "scatter_add_"),
-    "scatter_reduce": partial(_scattered, "scatter_reduce_", reduce="amax"),
+    "scatter_reduce": _scatter_reduce,
     "masked_fill": lambda n: both(torch.masked_fill, rand(n, 16, grad=True), integers(2, n, 16) == 0, 0.0),
     "where": lambda n: both(
         torch.where, integers(2, n, 16) == 0, rand(n, 16, grad=True), rand(n, 16, grad=True)
