@@ -46,9 +46,9 @@ class OpComparison:
 
     Attributes:
         case: name of the case.
-        verdict: how they compare.
-        measured: what the card did, None if it ran no such op.
-        predicted: what the virtual GPU says, None if it says nothing of such an op.
+        verdict: how the two compare.
+        measured: what the card did; None if it did not run the op.
+        predicted: what the virtual GPU says; None if it does not run the op.
     """
 
     case: str
@@ -57,18 +57,13 @@ class OpComparison:
     predicted: OpRecord | None
 
     @property
-    def family(self) -> str:
-        """Name of the family of the case."""
-        return self.case.partition("/")[0]
-
-    @property
     def op(self) -> str:
         """Full name of the op."""
         return self._either.op
 
     @property
     def signature(self) -> str:
-        """What it was called with."""
+        """What the op was called with, as text."""
         return self._either.signature
 
     @property
@@ -227,7 +222,7 @@ def disagreements(comparisons: Iterable[OpComparison]) -> list[OpComparison]:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What came of a run. Sizes are bytes.
+    """The outcome of a calibration. Sizes are bytes.
 
     Attributes:
         about: the card and the software.
@@ -297,9 +292,9 @@ class Calibration:
         )
 
     def profile(self, date: str | None = None) -> MeasuredProfile:
-        """What the virtual GPU shall prefer from now on.
+        """What the virtual GPU prefers to its rules from now on.
 
-        It holds the calls whose rules are not exact or have an error bar; the others need none.
+        The profile holds the calls whose rules are not exact or have an error bar; the others need none.
 
         Args:
             date: the day, ISO form; None for today.

@@ -206,7 +206,7 @@ def _read_replies(process: subprocess.Popen[str], replies: queue.Queue[str | Non
 
 
 def main(text: str) -> None:
-    """Serve commands until there are no more."""
+    """Answer the commands on standard input until they end."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what torch or a library prints is no reply
     config = from_plain(json.loads(text), WorkerConfig)
@@ -254,7 +254,7 @@ class _Server:
             return {"failed": "broken" if broken else "error", "text": text}, not broken
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Give back what the server holds: nothing, here."""
 
     def prepare(self) -> None:
         """Be ready for one more case."""

@@ -223,7 +223,7 @@ def _written_buffer(call: ast.Call) -> str | None:
 
 
 def _label(call: ast.Call) -> str | None:
-    """How the trace calls what a call runs: ``inductor: fused_add_gelu``, ``inductor: addmm``; None for a helper."""
+    """The trace's label of what a call runs: ``inductor: fused_add_gelu``, ``inductor: addmm``; None for a helper."""
     path = ast.unparse(call.func).split(".")
     if path[-1] == "run":
         return "inductor: " + re.sub("__+", "_", _KERNEL_KIND.sub("", path[-2]))

@@ -28,7 +28,7 @@ _LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.devic
 
 
 class Shadow(weakref.ref[torch.UntypedStorage]):
-    """The real CPU storage behind one virtual storage. The weak reference itself tells when it is over."""
+    """The real CPU storage behind one virtual storage. The weak reference itself notices when that is gone."""
 
     __slots__ = ("guessed", "key", "real")
 
@@ -62,7 +62,7 @@ class ShadowStore:
         return _over(shadow.real, tensor)
 
     def count(self, tensor: torch.Tensor, *, guessed: bool = False) -> int | None:
-        """How many elements of a fake tensor are not zero, repeated ones included; None where nobody knows.
+        """How many elements of a fake tensor are not zero, repeated ones included; None where that is unknown.
 
         Args:
             tensor: the fake tensor.

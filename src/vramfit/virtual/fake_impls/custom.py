@@ -21,7 +21,7 @@ from vramfit.trace import Category
 from vramfit.virtual import roofline
 from vramfit.virtual.data_dependent.assume import Assume, Extent
 from vramfit.virtual.fake_impls import shapes
-from vramfit.virtual.fake_impls.registry import LATE, rule
+from vramfit.virtual.fake_impls.registry import LATE, finish, rule
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.undescribed import fake_implementation
@@ -65,7 +65,7 @@ def _true_result(mode: OpRunner, call: OpCall) -> Any:
         return None
     if true is None:
         return None
-    return shapes.finish(mode, call, shapes.like(mode, true, shapes.device_of(call.args)))
+    return finish(mode, call, shapes.like(mode, true, shapes.device_of(call.args)))
 
 
 def _describe(mode: OpRunner, call: OpCall, sizes: _Sizes) -> Any:
@@ -82,7 +82,7 @@ class _Asked:
 
 
 class _Sizes(FakeImplCtx):
-    """The context of a fake implementation: gives assumed numbers, and says afterwards what they were."""
+    """The context of a fake implementation: gives assumed sizes, and reports afterwards what they were."""
 
     def __init__(self, mode: OpRunner, func: torch._ops.OpOverload, bound: int, *, binding: bool) -> None:
         super().__init__(mode.fake, func)  # type: ignore[no-untyped-call]
@@ -100,7 +100,7 @@ class _Sizes(FakeImplCtx):
         """An assumed size between two bounds.
 
         Raises:
-            ValueError: the bounds are none.
+            ValueError: the lower bound is negative.
         """
         if min < 0:
             raise ValueError(
@@ -117,7 +117,7 @@ class _Sizes(FakeImplCtx):
         return shown
 
     def tell(self) -> tuple[Extent, ...]:
-        """Warn of what was assumed; the extents of it."""
+        """Warn of the sizes that were assumed; returns their extents."""
         found = []
         for asked in self._asked:
             what = f"{asked.shown:,} of {asked.high:,} elements"

@@ -238,7 +238,7 @@ def _turned(
     values: torch.Tensor,
     shape: tuple[int, ...],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """New parts for the elements of a CSC matrix in the order of its rows; nobody knows which they are.
+    """New parts for the elements of a CSC matrix in the order of its rows; their values are unknown.
 
     native/TensorConversions.cpp, ``sparse_compressed_to_flipped`` with a batch of one: what it names lives until its
     end, and the new plain indices are one of the two rows of the sorted places, so that both stay.

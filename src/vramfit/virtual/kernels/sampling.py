@@ -53,9 +53,8 @@ def _multinomial(call: OpCall, scratch: Scratch) -> None:
         for _ in range(3):
             scratch.take(size)
         return
-    checking = reduce_extras(
-        weights, None, weights.element_size(), call.context
-    )  # max() and min(), one after the other
+    # max() and min(), one after the other
+    checking = reduce_extras(weights, None, weights.element_size(), call.context)
     largest = scratch.take(weights.element_size())
     for partial in checking.after if checking else ():
         scratch.use(partial)

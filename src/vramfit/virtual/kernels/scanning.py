@@ -1,4 +1,4 @@
-"""Running sums and their like: cumsum, cumprod, logcumsumexp, cummax, cummin.
+"""Running sums, products and extremes: cumsum, cumprod, logcumsumexp, cummax, cummin.
 
 aten/src/ATen/native/cuda/ScanKernels.cpp and ScanUtils.cuh (``scan_dim``, ``scan_dim_with_indices``): one long row
 goes through CUB, several rows are scanned by kernels that need no storage. native/ReduceOps.cpp
@@ -30,7 +30,7 @@ def scan_row(scratch: Scratch, count: int, dtype: torch.dtype, ctx: KernelContex
 
 @after_outputs
 def _scan(call: OpCall, scratch: Scratch) -> None:
-    """``cumsum`` and its like."""
+    """Running sums and products."""
     source, dim = call.args[0], call.argument(1, "dim", -1)
     if not source.numel() or not source.dim():
         return

@@ -96,9 +96,8 @@ def copy(mode: OpRunner, target: torch.Tensor, source: torch.Tensor) -> None:
         and mode.shadows.find(target) is None
         and _whole_storage(target)
     ):
-        mode.shadows.set(
-            target, value, guessed=shadow.guessed
-        )  # pickled objects are known whatever their size
+        # Pickled objects are known whatever their size.
+        mode.shadows.set(target, value, guessed=shadow.guessed)
 
 
 def _whole_storage(tensor: torch.Tensor) -> bool:
@@ -142,10 +141,10 @@ def _flattened(mode: OpRunner, name: str, lists: Any) -> list[Any]:
 
 
 def backend_of(args: tuple[Any, ...], device: torch.device) -> Any:
-    """What a group does collectives of such tensors with.
+    """The backend that does a group's collectives of tensors on a device.
 
     Raises:
-        RuntimeError: it has no backend for them (a group of NCCL alone and CPU tensors); the error is torch's own.
+        RuntimeError: torch's own; the group has no such backend (a group of NCCL alone and CPU tensors).
     """
     boxed = next(value for value in args if isinstance(value, torch.ScriptObject))
     group = torch.distributed.ProcessGroup.unbox(boxed)
