@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from vramfit.calibrate.calibration_result import Calibration
-from vramfit.calibrate.compare import OpVerdict, compare_case, disagreements
+from vramfit.calibrate.calibration_result import Calibration, OpVerdict, compare_case, disagreements
 from vramfit.calibrate.measurement_journal import CaseFailure
 from vramfit.calibrate.records import CaseRecord, OpRecord, from_text
 from vramfit.gpus.measured_profile import MeasuredCall, MeasuredOp

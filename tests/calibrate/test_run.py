@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from vramfit.calibrate.calibration_result import Calibration
+from vramfit.calibrate.calibration_result import Calibration, OpVerdict
 from vramfit.calibrate.calibration_run import (
     Options,
     _cases,
@@ -23,12 +23,10 @@ from vramfit.calibrate.calibration_run import (
     spec_of,
 )
 from vramfit.calibrate.cases import OpFamily, find_case, grid
-from vramfit.calibrate.children import Child, CommandFailed
-from vramfit.calibrate.compare import OpVerdict
 from vramfit.calibrate.measurement_journal import About, CalibrationJournal
 from vramfit.calibrate.predict import PredictingGPU
 from vramfit.calibrate.records import CaseRecord, record_to_plain
-from vramfit.calibrate.worker import Role, WorkerConfig
+from vramfit.calibrate.worker import Child, CommandFailed, Role, WorkerConfig
 from vramfit.gpus import find_gpu
 from vramfit.gpus.measured_profile import (
     MeasuredCall,

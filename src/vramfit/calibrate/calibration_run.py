@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from vramfit.calibrate.calibration_result import Calibration
-from vramfit.calibrate.children import Child, CommandFailed, as_usage_error
 from vramfit.calibrate.measurement_journal import About, CalibrationJournal, CaseFailure
 from vramfit.calibrate.records import CaseRecord, record_from_plain
-from vramfit.calibrate.worker import Role, WorkerConfig
-from vramfit.errors import UnknownGpuError
+from vramfit.calibrate.worker import Child, CommandFailed, Role, WorkerConfig
+from vramfit.errors import UnknownGpuError, VramfitError
 from vramfit.gpus import GpuSpec, find_gpu
 from vramfit.gpus.measured_profile import NO_PROFILE, Rates, rates_from_plain
 from vramfit.launch.starting import answer
@@ -27,13 +26,13 @@ _SHARE_OF_FREE = 0.5
 
 
 class CalibrationObserver(Protocol):
-    """Hears how a calibration goes on."""
+    """Is informed of the progress of a calibration."""
 
     def about(self, about: About, journal: CalibrationJournal) -> None:
         """The card is known; ``journal`` holds what was measured before."""
 
     def doing(self, what: str) -> None:
-        """A step of its own begins."""
+        """A step outside the cases begins: ``what`` names it."""
 
     def case(self, number: int, of: int, name: str, note: str) -> None:
         """A case is done: measured, known already (an empty note), or failed with a note."""
@@ -45,7 +44,7 @@ class Options:
 
     Attributes:
         cases: names of the cases in the order of measurement.
-        journal: file of the measurements; None for the usual one, which the caller then chooses by `About`.
+        journal: file of the measurements, or a function that chooses it by `About`.
         device: index of the card.
         gpu: the virtual GPU that takes the card's place, None for the card.
         acting: the profile by which that virtual GPU behaves, ``none`` for the rules alone.
@@ -56,7 +55,7 @@ class Options:
     """
 
     cases: Sequence[str]
-    journal: Any  # a Path, or a function of About that gives one
+    journal: Path | Callable[[About], Path]
     device: int = 0
     gpu: GpuSpec | None = None
     acting: str = NO_PROFILE
@@ -146,7 +145,7 @@ def _predictor_config(about: About, gpu: GpuSpec | None) -> WorkerConfig:
 
 
 def spec_of(about: About) -> GpuSpec:
-    """The catalogue's card of that name with the figures that the card itself tells; else one of its size."""
+    """The catalogue's card of that name, else one of its size, with the figures that the card itself reports."""
     try:
         spec = find_gpu(about.name)
     except UnknownGpuError:
@@ -165,12 +164,17 @@ def _about(card: Child, options: Options) -> About:
     try:
         told = card.ask("about", _STEP_SECONDS)
     except CommandFailed as error:
-        raise as_usage_error(error, "asking the card for its properties") from None
+        raise _fatal(error, "asking the card for its properties") from None
     return About(
         **told | {"capability": tuple(told["capability"])},
         source="card" if options.gpu is None else "virtual",
         driver=_driver_version(options.device) if options.gpu is None else "",
     )
+
+
+def _fatal(error: CommandFailed, doing: str) -> VramfitError:
+    """What the user reads of a failure after which nothing else makes sense."""
+    return VramfitError(f"{doing} failed: {error}", "Run the command again; what was measured is kept")
 
 
 def _driver_version(device: int) -> str:
@@ -184,7 +188,7 @@ def _driver_version(device: int) -> str:
 
 
 def _limit(card: Child, options: Options) -> int:
-    """Most bytes that a case may allocate; the worker is told."""
+    """Most bytes that a case may allocate; the worker is limited to them."""
     try:
         limit = options.memory_bytes
         if limit is None:
@@ -192,7 +196,7 @@ def _limit(card: Child, options: Options) -> int:
         card.limit(limit, _STEP_SECONDS)
         return limit
     except CommandFailed as error:
-        raise as_usage_error(error, "asking the card for its free memory") from None
+        raise _fatal(error, "asking the card for its free memory") from None
 
 
 # -- surroundings --------------------------------------------------------------------------------------------
@@ -219,8 +223,8 @@ def _surroundings(
 def _first_uses(fresh: Child, witness: Child | None) -> tuple[dict[str, Any], ...]:
     """First uses in a process that has not used the card yet.
 
-    A process cannot see the card before it has a context; another one that has its own can. So a witness tells how
-    much is free before and after. Without one the process's own account must do, which counts all that is taken.
+    A process cannot see the card before it has a context; another one that has its own can. So a witness reports how
+    much is free before and after. Without one the process's own figure must do, which counts all that is taken.
     """
     try:
         fresh.start()

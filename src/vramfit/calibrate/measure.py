@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,7 @@ from vramfit.calibrate.records import BlockKind, CaseRecord, Give, OpRecord, Ste
 from vramfit.capture.ops import OpInfo, strided_parts, tensors_in
 from vramfit.virtual.kernels.measured import Switches, signature
 
-# -- Sees each op of a piece of code begin and end, and tells which blocks belong to it ----------------------
+# -- watching ops: when each begins and ends, and which blocks belong to it ----------------------------------
 
 
 _PRIM_DEVICE = torch.ops.prim.device.default
@@ -68,17 +68,17 @@ class WatchedCall:
 
 
 class Listener(Protocol):
-    """Hears of each op; calls come in pairs, one op at a time."""
+    """Is called before and after each op; ops do not overlap."""
 
     def begin(self) -> None:
         """An op is about to run."""
 
     def end(self, call: WatchedCall) -> None:
-        """It has run."""
+        """The op has run."""
 
 
 class OpWatch(TorchDispatchMode):
-    """Tells a listener of every op but views and sums of gradients, in whichever thread it runs."""
+    """Calls a listener around every op but views and sums of gradients, in whichever thread it runs."""
 
     def __init__(self, listener: Listener) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class OpWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an op between two words to the listener."""
+        """Run an op between the two calls of the listener."""
         del types
         kwargs = kwargs or {}
         if self._is_view(func) or _sums_gradients(func):
@@ -116,7 +116,7 @@ class OpWatch(TorchDispatchMode):
 
 
 def _sums_gradients(func: Any) -> bool:
-    """Whether the engine may be summing two gradients: in place on a card, but never where a mode looks on."""
+    """Whether the engine may be summing two gradients, which it does in place only where no mode is active."""
     return func is _ADD and torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
@@ -246,7 +246,7 @@ class CaseMeter:
         return CaseRecord(case=case.name, ops=tuple(ops), seconds=seconds, peak_bytes=peak)
 
     def watch(self, run: Callable[[], object]) -> list[OpRecord]:
-        """Run something once and tell what each of its ops did with memory."""
+        """Run something once; returns what each of its ops did with memory."""
         listener = _History(self._marks)
         memory = torch.cuda.memory
         memory._record_memory_history(
@@ -285,8 +285,6 @@ class CaseMeter:
 
 def with_first(ops: Sequence[OpRecord], first: Sequence[OpRecord]) -> list[OpRecord]:
     """Records of warm ops, with what the first call of each did where that differs."""
-    from dataclasses import replace
-
     if [(op.op, op.signature) for op in ops] != [(op.op, op.signature) for op in first]:
         return list(ops)
     return [

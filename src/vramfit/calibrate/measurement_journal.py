@@ -62,7 +62,7 @@ class CaseFailure:
 
 
 class CalibrationJournal:
-    """Measurements of one card with one torch, as they come.
+    """Measurements of one card with one torch, each kept as soon as it is there.
 
     Args:
         path: its file, JSON lines; read if it is there.
@@ -97,7 +97,7 @@ class CalibrationJournal:
         """Read measurements made elsewhere.
 
         Raises:
-            UsageError: it is not a file of measurements.
+            UsageError: the file cannot be read, or holds no measurements.
         """
         hint = "Give the file that ends in .measured.jsonl, beside the profile"
         try:
@@ -130,7 +130,7 @@ class CalibrationJournal:
         self._write({"case": failure.case, "failed": [failure.kind, failure.text]})
 
     def note(self, name: str, value: Any) -> None:
-        """Keep another fact: ``growths`` or ``rates``."""
+        """Keep a fact about the card: ``growths`` or ``rates``."""
         self._write({"fact": name, "value": value})
 
     def _write(self, line: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from vramfit.calibrate.cases import Case, Flag
@@ -47,7 +46,7 @@ class WatchedMeter(Meter):
 
 
 class _Sight:
-    """A listener that keeps what the meter noted of each op."""
+    """A listener that keeps what the meter noted during each op."""
 
     def __init__(self, meter: WatchedMeter) -> None:
         self.ops: list[OpRecord] = []
@@ -99,8 +98,3 @@ class PredictingGPU(VirtualGPU):
         with OpWatch(sight):
             run()
         return sight.ops
-
-
-def predict(gpu: PredictingGPU, cases: Iterable[Case]) -> list[CaseRecord]:
-    """Predictions of several cases in turn."""
-    return [gpu.predict(case) for case in cases]

@@ -65,7 +65,7 @@ def from_text(text: str) -> tuple[Step, ...]:
     """What `to_text` wrote.
 
     Raises:
-        ValueError: a word is not a step.
+        ValueError: the text holds something other than steps.
     """
     steps: list[Step] = []
     for word in text.split():
@@ -95,7 +95,7 @@ def canonical(steps: Sequence[Step]) -> tuple[Step, ...]:
 
 
 def peak_bytes(steps: Iterable[Step]) -> int:
-    """Most bytes that the blocks of an op hold at once, each rounded as the allocator does."""
+    """Most bytes that the blocks of an op hold at once, each rounded up as by the allocator."""
     sizes: list[int] = []
     held = most = 0
     for step in steps:
@@ -195,11 +195,6 @@ class OpRecord:
     above: int = 0
     below: int = 0
     first: tuple[Step, ...] | None = None
-
-    @property
-    def allocates(self) -> bool:
-        """Whether it took any block."""
-        return bool(self.steps)
 
     @property
     def measured(self) -> MeasuredOp:

@@ -7,8 +7,7 @@ from typing import Any
 
 from rich.text import Text
 
-from vramfit.calibrate.calibration_result import Calibration
-from vramfit.calibrate.compare import OpComparison, OpVerdict, Tally
+from vramfit.calibrate.calibration_result import Calibration, OpComparison, OpVerdict, Tally
 from vramfit.calibrate.records import OpRecord, to_text
 from vramfit.gpus.measured_profile import Rates
 from vramfit.plain import to_plain

@@ -30,7 +30,7 @@ from vramfit.trace import Category, TraceBuilder
 from vramfit.virtual.checks import check_arguments
 from vramfit.virtual.describe import DynamicSizes, SparseOperation, key_of
 from vramfit.virtual.fake_impls import LATE, RULES, custom, sparse
-from vramfit.virtual.foreign.operators import handler_of
+from vramfit.virtual.foreign.foreign_calls import handler_of
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.meter import Meter
 from vramfit.virtual.op_call import OpCall

@@ -36,7 +36,7 @@ def main(job_file: str) -> int:
     with importing():
         from vramfit.capture.step_counter import count_steps
         from vramfit.virtual.gpu import VirtualGPU
-        from vramfit.virtual.ranks.launcher import alone
+        from vramfit.virtual.ranks.one_process import alone
 
         job.enter(Stage.CHECKING)
         try:

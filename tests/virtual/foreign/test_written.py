@@ -6,7 +6,7 @@ import math as tl  # any module: what counts is that `tl` is one
 from collections.abc import Callable
 from types import SimpleNamespace
 
-from vramfit.virtual.foreign.written import written_parameters
+from vramfit.virtual.foreign.triton_runtime import written_parameters
 
 
 def plain(x_ptr, y_ptr, out_ptr, n, BLOCK):

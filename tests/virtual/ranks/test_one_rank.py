@@ -256,7 +256,7 @@ def test_a_model_that_is_still_on_the_host_is_sharded_onto_the_card(alone: Virtu
 
 
 def test_torchrun_with_one_process_runs_its_script_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vramfit.virtual.ranks.launcher import alone
+    from vramfit.virtual.ranks.one_process import alone
 
     monkeypatch.setattr(os, "environ", dict(os.environ))
     arguments = ["--nproc-per-node", "gpu", "--master-port", "29600", "train.py", "--lr", "1"]
@@ -275,7 +275,7 @@ def test_torchrun_with_one_process_runs_its_script_here(monkeypatch: pytest.Monk
 
 
 def test_variables_that_the_user_sets_are_completed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vramfit.virtual.ranks.launcher import alone
+    from vramfit.virtual.ranks.one_process import alone
 
     for given, found in (
         ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29700"}, ("1", "0", "29700", "127.0.0.1")),

@@ -103,13 +103,7 @@ def _sdpa(
     def attend() -> object:
         with torch.set_grad_enabled(trained):
             out = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                dropout_p=dropout,
-                is_causal=causal,
-                enable_gqa=key_heads is not None,
+                *(q, k, v, mask, dropout, causal), enable_gqa=key_heads is not None
             )
         return torch.autograd.grad(out, (q, k, v), g) if trained else out
 

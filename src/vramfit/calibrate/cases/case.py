@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,10 +116,12 @@ def rand(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) ->
 
 def integers(high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """Whole numbers below a bound, on the card: each as often as any other, in no order."""
-    count = 1
-    for size in shape:
-        count *= size
-    return ((torch.arange(count, device="cuda") * 7919) % high).to(dtype).reshape(shape)
+    return ((torch.arange(math.prod(shape), device="cuda") * 7919) % high).to(dtype).reshape(shape)
+
+
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    """The same images with channels last."""
+    return x.contiguous(memory_format=torch.channels_last)
 
 
 def forward(op: Callable[..., Any], *inputs: Any, **options: Any) -> Run:
@@ -132,31 +136,22 @@ def forward(op: Callable[..., Any], *inputs: Any, **options: Any) -> Run:
 
 def both(op: Callable[..., Any], *inputs: Any, **options: Any) -> Run:
     """Run an op forward, and backward to every input that wants a gradient."""
-    wanted = [x for x in _flat(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
-
-    def run() -> object:
-        out = op(*inputs, **options)
-        first = out[0] if isinstance(out, (tuple, list)) else out
-        return torch.autograd.grad(first, wanted, torch.ones_like(first))
-
-    return run
+    wanted = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    return partial(_trained, op, inputs, options, wanted)
 
 
 def module(layer: torch.nn.Module, *inputs: torch.Tensor) -> Run:
     """Run a layer forward, and backward to its parameters and inputs."""
-    parameters = [p for p in layer.parameters() if p.requires_grad]
-    wanted = [*(x for x in inputs if x.requires_grad), *parameters]
-
-    def run() -> object:
-        out = layer(*inputs)
-        first = out[0] if isinstance(out, (tuple, list)) else out
-        return torch.autograd.grad(first, wanted, torch.ones_like(first))
-
-    return run
+    wanted = [x for x in (*inputs, *layer.parameters()) if x.requires_grad]
+    return partial(_trained, layer, inputs, {}, wanted)
 
 
-def _flat(values: Sequence[Any]) -> list[Any]:
-    return [item for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
+def _trained(
+    op: Callable[..., Any], inputs: Sequence[Any], options: Mapping[str, Any], wanted: list[torch.Tensor]
+) -> object:
+    out = op(*inputs, **options)
+    first = out[0] if isinstance(out, (tuple, list)) else out
+    return torch.autograd.grad(first, wanted, torch.ones_like(first))
 
 
 def short(dtype: torch.dtype) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from vramfit.calibrate.cases.case import Case, Flag, Grid, OpFamily, Run, module, rand, short
+from vramfit.calibrate.cases.case import Case, Flag, Grid, OpFamily, Run, forward, module, rand, short
 
 _HALVES = (torch.float16, torch.bfloat16)
 _ALL = (torch.float32, *_HALVES)
@@ -118,18 +118,8 @@ def cases() -> list[Case]:
 
 def _layer(conv: _Conv, dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor]:
     kind = (_TRANSPOSED if conv.transposed else _LAYERS)[len(conv.size)]
-    layer: nn.Module = kind(
-        conv.inputs,
-        conv.outputs,
-        conv.kernel,
-        stride=conv.stride,
-        padding=conv.padding,
-        dilation=conv.dilation,
-        groups=conv.groups,
-        bias=conv.bias,
-        device="cuda",
-        dtype=dtype,
-    )
+    geometry = {name: getattr(conv, name) for name in ("stride", "padding", "dilation", "groups", "bias")}
+    layer: nn.Module = kind(conv.inputs, conv.outputs, conv.kernel, **geometry, device="cuda", dtype=dtype)
     x = rand(conv.batch, conv.inputs, *conv.size, dtype=dtype)
     if conv.last:
         layer = layer.to(memory_format=_LAST[len(conv.size)])  # type: ignore[call-overload]  # stubs lack it
@@ -143,10 +133,4 @@ def _run(conv: _Conv, dtype: torch.dtype) -> Run:
 
 
 def _infer(conv: _Conv, dtype: torch.dtype) -> Run:
-    layer, x = _layer(conv, dtype)
-
-    def run() -> object:
-        with torch.no_grad():
-            return layer(x)
-
-    return run
+    return forward(*_layer(conv, dtype))

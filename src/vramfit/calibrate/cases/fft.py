@@ -24,8 +24,8 @@ def cases() -> list[Case]:
         shape = "x".join(map(str, size))
         grid.add(f"fftn/4x{shape}", partial(_many, torch.fft.fftn, size))
         grid.add(f"rfftn/4x{shape}", partial(_many, torch.fft.rfftn, size))
-    grid.add("rfft/64x1024/backward", partial(_backward, torch.fft.rfft))
-    grid.add("fft2/8x3x224x224", _fft2)
+    grid.add("rfft/64x1024/backward", lambda: both(torch.fft.rfft, rand(64, 1024, grad=True)))
+    grid.add("fft2/8x3x224x224", lambda: forward(torch.fft.fft2, rand(8, 3, 224, 224)))
     grid.add("stft/16x16000", _stft)
     return grid.cases
 
@@ -41,14 +41,6 @@ def _irfft(length: int) -> Run:
 
 def _many(function: Callable[..., Any], size: tuple[int, ...]) -> Run:
     return forward(function, rand(4, *size), dim=tuple(range(1, len(size) + 1)))
-
-
-def _backward(function: Callable[..., Any]) -> Run:
-    return both(function, rand(64, 1024, grad=True))
-
-
-def _fft2() -> Run:
-    return forward(torch.fft.fft2, rand(8, 3, 224, 224))
 
 
 def _stft() -> Run:

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from vramfit.calibrate.cases.case import Case, Flag, Grid, OpFamily, Run, forward, rand
+from vramfit.calibrate.cases.case import Case, Flag, Grid, OpFamily, Run, channels_last, forward, rand
 
 
 def cases() -> list[Case]:
@@ -18,16 +18,16 @@ def cases() -> list[Case]:
             grid.add(f"to card/{name}", partial(_to_card, pinned, dtype), Flag.UNTIMED)
     grid.add("to card/pinned/other type", partial(_copy_other_type, True), Flag.UNTIMED)
     grid.add("to card/pageable/other type", partial(_copy_other_type, False), Flag.UNTIMED)
-    grid.add("to card/strided", _strided, Flag.UNTIMED)
-    grid.add("to host/pageable", _to_host, Flag.UNTIMED)
+    grid.add("to card/strided", lambda: partial(_host(False, torch.float32).t().to, "cuda"), Flag.UNTIMED)
+    grid.add("to host/pageable", lambda: rand(1000, 1000).cpu, Flag.UNTIMED)
     grid.add("to host/pinned", _to_pinned, Flag.UNTIMED)
     grid.add("to host/strided", _strided_to_host, Flag.UNTIMED)
-    grid.add("on card/fp32 to bf16", partial(_convert, torch.bfloat16))
-    grid.add("on card/clone", _clone)
-    grid.add("on card/transposed", _transposed)
-    grid.add("on card/to channels last", _channels_last)
-    grid.add("on card/cat", _cat)
-    grid.add("on card/stack", _stack)
+    grid.add("on card/fp32 to bf16", lambda: forward(rand(2000, 2000).to, torch.bfloat16))
+    grid.add("on card/clone", lambda: forward(torch.clone, rand(2000, 2000)))
+    grid.add("on card/transposed", lambda: forward(lambda x: x.t().contiguous(), rand(2000, 1000)))
+    grid.add("on card/to channels last", lambda: forward(channels_last, rand(8, 64, 56, 56)))
+    grid.add("on card/cat", lambda: forward(torch.cat, [rand(100 + n, 64) for n in range(40)]))
+    grid.add("on card/stack", lambda: forward(torch.stack, [rand(100, 64) for _ in range(40)]))
     return grid.cases
 
 
@@ -45,16 +45,6 @@ def _copy_other_type(pinned: bool) -> Run:
     return forward(target.copy_, source)
 
 
-def _strided() -> Run:
-    source = _host(False, torch.float32).t()
-    return lambda: source.to("cuda")
-
-
-def _to_host() -> Run:
-    source = rand(1000, 1000)
-    return source.cpu
-
-
 def _to_pinned() -> Run:
     source, target = rand(1000, 1000), _host(True, torch.float32)
     return lambda: target.copy_(source, non_blocking=True)
@@ -63,27 +53,3 @@ def _to_pinned() -> Run:
 def _strided_to_host() -> Run:
     source, target = rand(1000, 1000).t(), torch.zeros(1000, 1000)
     return lambda: target.copy_(source)
-
-
-def _convert(dtype: torch.dtype) -> Run:
-    return forward(rand(2000, 2000).to, dtype)
-
-
-def _clone() -> Run:
-    return forward(torch.clone, rand(2000, 2000))
-
-
-def _transposed() -> Run:
-    return forward(lambda x: x.t().contiguous(), rand(2000, 1000))
-
-
-def _channels_last() -> Run:
-    return forward(lambda x: x.contiguous(memory_format=torch.channels_last), rand(8, 64, 56, 56))
-
-
-def _cat() -> Run:
-    return forward(torch.cat, [rand(100 + n, 64) for n in range(40)])
-
-
-def _stack() -> Run:
-    return forward(torch.stack, [rand(100, 64) for _ in range(40)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -24,43 +23,19 @@ def cases() -> list[Case]:
     return grid.cases
 
 
-def _index(count: int) -> Run:
-    return both(lambda x, i: x[i], rand(2000, 64, grad=True), integers(2000, count))
-
-
-def _index_two(count: int) -> Run:
-    return both(
-        lambda x, i, j: x[i, j], rand(200, 300, 8, grad=True), integers(200, count), integers(300, count)
-    )
-
-
 def _index_put(count: int, accumulate: bool = False) -> Run:
     target, index, values = rand(2000, 64), integers(2000, count), rand(count, 64)
     return forward(target.index_put_, (index,), values, accumulate=accumulate)
 
 
-def _index_add(count: int) -> Run:
-    return forward(rand(2000, 64).index_add_, 0, integers(2000, count), rand(count, 64))
+def _along(method: str, count: int) -> Run:
+    """A write along the first dimension, of rows by one index each."""
+    return forward(getattr(rand(2000, 64), method), 0, integers(2000, count), rand(count, 64))
 
 
-def _index_copy(count: int) -> Run:
-    return forward(rand(2000, 64).index_copy_, 0, integers(2000, count), rand(count, 64))
-
-
-def _index_select(count: int) -> Run:
-    return both(torch.index_select, rand(2000, 64, grad=True), 0, integers(2000, count))
-
-
-def _gather(count: int) -> Run:
-    return both(torch.gather, rand(2000, 64, grad=True), 0, integers(2000, count, 16))
-
-
-def _scatter(count: int) -> Run:
-    return forward(rand(2000, 64).scatter_, 0, integers(2000, count, 16), rand(count, 16))
-
-
-def _scatter_add(count: int) -> Run:
-    return forward(rand(2000, 64).scatter_add_, 0, integers(2000, count, 16), rand(count, 16))
+def _scattered(method: str, count: int) -> Run:
+    """A write along the first dimension, of elements by an index each."""
+    return forward(getattr(rand(2000, 64), method), 0, integers(2000, count, 16), rand(count, 16))
 
 
 def _scatter_reduce(count: int) -> Run:
@@ -68,65 +43,33 @@ def _scatter_reduce(count: int) -> Run:
     return forward(rand(2000, 64).scatter_reduce_, 0, integers(2000, count, 16), source, reduce="amax")
 
 
-def _masked_fill(count: int) -> Run:
-    return both(torch.masked_fill, rand(count, 16, grad=True), integers(2, count, 16) == 0, 0.0)
+def _ones(*shape: int, dtype: torch.dtype = torch.bool) -> torch.Tensor:
+    return torch.ones(*shape, dtype=dtype, device="cuda")
 
 
-def _where(count: int) -> Run:
-    return both(
-        torch.where, integers(2, count, 16) == 0, rand(count, 16, grad=True), rand(count, 16, grad=True)
-    )
-
-
-def _masked_select(count: int) -> Run:
-    return forward(
-        torch.masked_select, rand(count, 16), torch.ones(count, 16, dtype=torch.bool, device="cuda")
-    )
-
-
-def _nonzero(count: int) -> Run:
-    return forward(torch.nonzero, torch.ones(count, 4, device="cuda"))
-
-
-def _bool_index(count: int) -> Run:
-    return forward(lambda x, m: x[m], rand(count, 8), torch.ones(count, dtype=torch.bool, device="cuda"))
-
-
-def _take(count: int) -> Run:
-    return forward(torch.take, rand(2000, 64), integers(128_000, count))
-
-
-def _put(count: int) -> Run:
-    return forward(rand(2000, 64).put_, integers(128_000, count), rand(count), accumulate=True)
-
-
-def _repeat_interleave(count: int) -> Run:
-    return forward(torch.repeat_interleave, rand(count, 4), 3, dim=0)
-
-
-def _roll_flip(count: int) -> Run:
-    return forward(lambda x: (x.roll(3, 0), x.flip(1)), rand(count, 16))
-
-
-_OPS: dict[str, Callable[..., Any]] = {
-    "index": _index,
-    "index by two": _index_two,
+_OPS: dict[str, Callable[[int], Run]] = {
+    "index": lambda n: both(lambda x, i: x[i], rand(2000, 64, grad=True), integers(2000, n)),
+    "index by two": lambda n: both(
+        lambda x, i, j: x[i, j], rand(200, 300, 8, grad=True), integers(200, n), integers(300, n)
+    ),
     "index_put": _index_put,
     "index_put accumulate": partial(_index_put, accumulate=True),
-    "index_add": _index_add,
-    "index_copy": _index_copy,
-    "index_select": _index_select,
-    "gather": _gather,
-    "scatter": _scatter,
-    "scatter_add": _scatter_add,
+    "index_add": partial(_along, "index_add_"),
+    "index_copy": partial(_along, "index_copy_"),
+    "index_select": lambda n: both(torch.index_select, rand(2000, 64, grad=True), 0, integers(2000, n)),
+    "gather": lambda n: both(torch.gather, rand(2000, 64, grad=True), 0, integers(2000, n, 16)),
+    "scatter": partial(_scattered, "scatter_"),
+    "scatter_add": partial(_scattered, "scatter_add_"),
     "scatter_reduce": _scatter_reduce,
-    "masked_fill": _masked_fill,
-    "where": _where,
-    "masked_select": _masked_select,
-    "nonzero": _nonzero,
-    "boolean index": _bool_index,
-    "take": _take,
-    "put": _put,
-    "repeat_interleave": _repeat_interleave,
-    "roll and flip": _roll_flip,
+    "masked_fill": lambda n: both(torch.masked_fill, rand(n, 16, grad=True), integers(2, n, 16) == 0, 0.0),
+    "where": lambda n: both(
+        torch.where, integers(2, n, 16) == 0, rand(n, 16, grad=True), rand(n, 16, grad=True)
+    ),
+    "masked_select": lambda n: forward(torch.masked_select, rand(n, 16), _ones(n, 16)),
+    "nonzero": lambda n: forward(torch.nonzero, _ones(n, 4, dtype=torch.float32)),
+    "boolean index": lambda n: forward(lambda x, m: x[m], rand(n, 8), _ones(n)),
+    "take": lambda n: forward(torch.take, rand(2000, 64), integers(128_000, n)),
+    "put": lambda n: forward(rand(2000, 64).put_, integers(128_000, n), rand(n), accumulate=True),
+    "repeat_interleave": lambda n: forward(torch.repeat_interleave, rand(n, 4), 3, dim=0),
+    "roll and flip": lambda n: forward(lambda x: (x.roll(3, 0), x.flip(1)), rand(n, 16)),
 }

@@ -40,17 +40,28 @@ def cases() -> list[Case]:
         grid.add(
             f"cross_entropy/512x32000/ignoring/{short(dtype)}", partial(_cross_entropy, dtype, ignore_index=7)
         )
-    grid.add("cross_entropy/512x1000/probabilities", _cross_entropy_probabilities)
+    grid.add(
+        "cross_entropy/512x1000/probabilities",
+        lambda: both(F.cross_entropy, rand(512, 1000, grad=True), torch.softmax(rand(512, 1000), 1)),
+    )
     grid.add("cross_entropy/512x1000/weights", _cross_entropy_weights)
-    grid.add("cross_entropy/8x21x64x64", _cross_entropy_2d)
+    grid.add(
+        "cross_entropy/8x21x64x64",
+        lambda: both(F.cross_entropy, rand(8, 21, 64, 64, grad=True), integers(21, 8, 64, 64)),
+    )
     for name, function in _ELEMENTWISE.items():
         for reduction in _REDUCTIONS:
             grid.add(f"{name}/1000x100/{reduction}", partial(_elementwise, function, reduction))
     grid.add("kl_div/1000x100", _kl)
     grid.add("cosine_embedding/256x128", _cosine)
-    grid.add("triplet/256x128", _triplet)
-    grid.add("multi_margin/256x100", _multi_margin)
-    grid.add("multilabel_margin/256x100", _multilabel_margin)
+    grid.add(
+        "triplet/256x128", lambda: both(F.triplet_margin_loss, *(rand(256, 128, grad=True) for _ in range(3)))
+    )
+    for name, function, size in (
+        ("multi_margin", F.multi_margin_loss, (256,)),
+        ("multilabel_margin", F.multilabel_margin_loss, (256, 100)),
+    ):
+        grid.add(f"{name}/256x100", partial(_margin, function, size))
     grid.add("ctc/native/150x16x40", partial(_ctc, zero=False), Flag.NO_CUDNN)
     grid.add("ctc/150x16x40/infinity", partial(_ctc, zero=True), Flag.NO_CUDNN)
     return grid.cases
@@ -64,10 +75,6 @@ def _cross_entropy(dtype: torch.dtype, **options: Any) -> Run:
     return both(F.cross_entropy, rand(512, 32_000, dtype=dtype, grad=True), integers(32_000, 512), **options)
 
 
-def _cross_entropy_probabilities() -> Run:
-    return both(F.cross_entropy, rand(512, 1000, grad=True), torch.softmax(rand(512, 1000), 1))
-
-
 def _cross_entropy_weights() -> Run:
     return both(
         F.cross_entropy,
@@ -75,10 +82,6 @@ def _cross_entropy_weights() -> Run:
         integers(1000, 512),
         weight=torch.ones(1000, device="cuda"),
     )
-
-
-def _cross_entropy_2d() -> Run:
-    return both(F.cross_entropy, rand(8, 21, 64, 64, grad=True), integers(21, 8, 64, 64))
 
 
 def _elementwise(function: Callable[..., Any], reduction: str) -> Run:
@@ -119,16 +122,8 @@ def _cosine() -> Run:
     )
 
 
-def _triplet() -> Run:
-    return both(F.triplet_margin_loss, *(rand(256, 128, grad=True) for _ in range(3)))
-
-
-def _multi_margin() -> Run:
-    return both(F.multi_margin_loss, rand(256, 100, grad=True), integers(100, 256))
-
-
-def _multilabel_margin() -> Run:
-    return both(F.multilabel_margin_loss, rand(256, 100, grad=True), integers(100, 256, 100))
+def _margin(function: Callable[..., Any], size: tuple[int, ...]) -> Run:
+    return both(function, rand(256, 100, grad=True), integers(100, *size))
 
 
 def _ctc(*, zero: bool) -> Run:

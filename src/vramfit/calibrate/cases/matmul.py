@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -19,6 +20,21 @@ _SHAPES = (
     (1024, 1000, 77),
     (8192, 1024, 128),
 )
+
+# By name: whether gradients are wanted, and the shapes of the operands.
+_OPS: dict[str, tuple[Any, ...]] = {
+    "mv/2048x1024/{}": (True, torch.mv, (2048, 1024), (1024,)),
+    "addmm/inner/512/{}": (False, torch.addmm, (512, 512), (512, 256), (256, 512)),
+    "addmm/bias/512/{}": (False, torch.addmm, (512,), (512, 256), (256, 512)),
+    "addmm/bias/relu/512/{}": (False, torch._addmm_activation, (512,), (512, 256), (256, 512)),
+    "baddbmm/16x128/{}": (False, torch.baddbmm, (16, 128, 128), (16, 128, 64), (16, 64, 128)),
+    "einsum/bhqd,bhkd/{}": (
+        *(True, partial(torch.einsum, "bhqd,bhkd->bhqk")),
+        *((4, 8, 128, 64), (4, 8, 128, 64)),
+    ),
+    "matmul/3d by 2d/{}/both": (True, torch.matmul, (8, 128, 256), (256, 512)),
+    "outer/2048/{}": (False, torch.outer, (2048,), (2048,)),
+}
 
 
 def cases() -> list[Case]:
@@ -41,14 +57,8 @@ def cases() -> list[Case]:
         for layout in ("transposed", "strided", "overlapping", "rows apart"):
             grid.add(f"mm/256x320x192/{layout}/{short(dtype)}", partial(_laid_out, layout, dtype))
             grid.add(f"bmm/6x256x320x192/{layout}/{short(dtype)}", partial(_laid_out, layout, dtype, batch=6))
-        grid.add(f"mv/2048x1024/{short(dtype)}", partial(_mv, dtype))
-        grid.add(f"addmm/inner/512/{short(dtype)}", partial(_addmm, dtype, None))
-        grid.add(f"addmm/bias/512/{short(dtype)}", partial(_addmm, dtype, 512))
-        grid.add(f"addmm/bias/relu/512/{short(dtype)}", partial(_addmm_relu, dtype))
-        grid.add(f"baddbmm/16x128/{short(dtype)}", partial(_baddbmm, dtype))
-        grid.add(f"einsum/bhqd,bhkd/{short(dtype)}", partial(_einsum, dtype))
-        grid.add(f"matmul/3d by 2d/{short(dtype)}/both", partial(_matmul, dtype))
-        grid.add(f"outer/2048/{short(dtype)}", partial(_outer, dtype))
+        for name, (trained, function, *shapes) in _OPS.items():
+            grid.add(name.format(short(dtype)), partial(_of_random, trained, function, shapes, dtype))
         grid.add(f"mm/out/512/{short(dtype)}", partial(_mm_out, dtype))
     grid.add("int_mm/512x512x512", _int_mm)
     grid.add("scaled_mm/512x512x512", _scaled_mm, priority=2)
@@ -56,24 +66,15 @@ def cases() -> list[Case]:
 
 
 def _mm(m: int, n: int, k: int, dtype: torch.dtype) -> Run:
-    if dtype.is_complex:
-        return forward(torch.mm, rand(m, k).to(dtype), rand(k, n).to(dtype))
     return forward(torch.mm, rand(m, k, dtype=dtype), rand(k, n, dtype=dtype))
 
 
 def _linear(m: int, n: int, k: int, dtype: torch.dtype) -> Run:
-    return both(
-        F.linear,
-        rand(m, k, dtype=dtype, grad=True),
-        rand(n, k, dtype=dtype, grad=True),
-        rand(n, dtype=dtype, grad=True),
-    )
+    return _of_random(True, F.linear, [(m, k), (n, k), (n,)], dtype)
 
 
 def _bmm(batch: int, m: int, n: int, k: int, dtype: torch.dtype) -> Run:
-    return both(
-        torch.bmm, rand(batch, m, k, dtype=dtype, grad=True), rand(batch, k, n, dtype=dtype, grad=True)
-    )
+    return _of_random(True, torch.bmm, [(batch, m, k), (batch, k, n)], dtype)
 
 
 def _laid_out(layout: str, dtype: torch.dtype, batch: int = 0) -> Run:
@@ -90,50 +91,9 @@ def _laid_out(layout: str, dtype: torch.dtype, batch: int = 0) -> Run:
     return forward(torch.bmm if batch else torch.mm, left, right)
 
 
-def _mv(dtype: torch.dtype) -> Run:
-    return both(torch.mv, rand(2048, 1024, dtype=dtype, grad=True), rand(1024, dtype=dtype, grad=True))
-
-
-def _addmm(dtype: torch.dtype, bias: int | None) -> Run:
-    added = rand(512, 512, dtype=dtype) if bias is None else rand(bias, dtype=dtype)
-    return forward(torch.addmm, added, rand(512, 256, dtype=dtype), rand(256, 512, dtype=dtype))
-
-
-def _addmm_relu(dtype: torch.dtype) -> Run:
-    return forward(
-        torch._addmm_activation,
-        rand(512, dtype=dtype),
-        rand(512, 256, dtype=dtype),
-        rand(256, 512, dtype=dtype),
-    )
-
-
-def _baddbmm(dtype: torch.dtype) -> Run:
-    return forward(
-        torch.baddbmm,
-        rand(16, 128, 128, dtype=dtype),
-        rand(16, 128, 64, dtype=dtype),
-        rand(16, 64, 128, dtype=dtype),
-    )
-
-
-def _einsum(dtype: torch.dtype) -> Run:
-    return both(
-        torch.einsum,
-        "bhqd,bhkd->bhqk",
-        rand(4, 8, 128, 64, dtype=dtype, grad=True),
-        rand(4, 8, 128, 64, dtype=dtype, grad=True),
-    )
-
-
-def _matmul(dtype: torch.dtype) -> Run:
-    return both(
-        torch.matmul, rand(8, 128, 256, dtype=dtype, grad=True), rand(256, 512, dtype=dtype, grad=True)
-    )
-
-
-def _outer(dtype: torch.dtype) -> Run:
-    return forward(torch.outer, rand(2048, dtype=dtype), rand(2048, dtype=dtype))
+def _of_random(trained: bool, function: Any, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> Run:
+    operands = [rand(*shape, dtype=dtype, grad=trained) for shape in shapes]
+    return (both if trained else forward)(function, *operands)
 
 
 def _mm_out(dtype: torch.dtype) -> Run:

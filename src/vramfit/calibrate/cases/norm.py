@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from vramfit.calibrate.cases.case import Case, Flag, Grid, OpFamily, Run, module, rand, short
+from vramfit.calibrate.cases.case import Case, Flag, Grid, OpFamily, Run, channels_last, module, rand, short
 
 _BATCHED: tuple[tuple[int, ...], ...] = ((32, 64, 56, 56), (8, 512, 7, 7), (2, 32, 16, 16, 16), (256, 128))
 _GROUPED: tuple[tuple[tuple[int, ...], int], ...] = (
@@ -74,17 +74,13 @@ def _batch(shape: tuple[int, ...], dtype: torch.dtype, *, last: bool = False, tr
     kind = {2: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[len(shape)]
     layer = kind(shape[1], device="cuda").train(training)
     x = rand(*shape, dtype=dtype)
-    if last:
-        x = x.contiguous(memory_format=torch.channels_last)
-    return module(layer, x.requires_grad_())
+    return module(layer, (channels_last(x) if last else x).requires_grad_())
 
 
 def _group(shape: tuple[int, ...], groups: int, dtype: torch.dtype, *, last: bool = False) -> Run:
     layer = nn.GroupNorm(groups, shape[1], device="cuda", dtype=dtype)
     x = rand(*shape, dtype=dtype)
-    if last:
-        x = x.contiguous(memory_format=torch.channels_last)
-    return module(layer, x.requires_grad_())
+    return module(layer, (channels_last(x) if last else x).requires_grad_())
 
 
 def _instance(dtype: torch.dtype) -> Run:

@@ -50,13 +50,21 @@ def cases() -> list[Case]:
             grid.add(
                 f"clip_grad_norm_/{norm}/{'foreach' if foreach else 'loop'}", partial(_clip, norm, foreach)
             )
-    grid.add("clip_grad_value_", _clip_value)
+    grid.add("clip_grad_value_", lambda: partial(torch.nn.utils.clip_grad_value_, _parameters(), 0.5))
     grid.add("unscale/fp32", partial(_unscale, torch.float32))
     grid.add("unscale/fp16", partial(_unscale, torch.float16))
-    grid.add("foreach_norm/200 tensors", partial(_foreach_norm, 200))
-    grid.add("foreach_add/200 tensors", partial(_foreach_add, 200))
+    grid.add(
+        "foreach_norm/200 tensors",
+        lambda: forward(torch._foreach_norm, [rand(1000 + 100 * n) for n in range(200)], 2),
+    )
+    grid.add(
+        "foreach_add/200 tensors", lambda: forward(torch._foreach_add, [rand(1000) for _ in range(200)], 1.0)
+    )
     grid.add("foreach_copy/bf16 from fp32", _foreach_copy)
-    grid.add("foreach_lerp", _foreach_lerp)
+    grid.add(
+        "foreach_lerp",
+        lambda: forward(torch._foreach_lerp_, [rand(*s) for s in _SIZES], [rand(*s) for s in _SIZES], 0.1),
+    )
     return grid.cases
 
 
@@ -78,29 +86,12 @@ def _clip(norm: float, foreach: bool) -> Run:
     return lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0, norm_type=norm, foreach=foreach)
 
 
-def _clip_value() -> Run:
-    parameters = _parameters()
-    return lambda: torch.nn.utils.clip_grad_value_(parameters, 0.5)
-
-
 def _unscale(dtype: torch.dtype) -> Run:
     grads = [rand(*size, dtype=dtype) for size in _SIZES]
     found, inverse = torch.zeros(1, device="cuda"), torch.ones((), device="cuda")
     return forward(torch._amp_foreach_non_finite_check_and_unscale_, grads, found, inverse)
 
 
-def _foreach_norm(count: int) -> Run:
-    return forward(torch._foreach_norm, [rand(1000 + 100 * n) for n in range(count)], 2)
-
-
-def _foreach_add(count: int) -> Run:
-    return forward(torch._foreach_add, [rand(1000) for _ in range(count)], 1.0)
-
-
 def _foreach_copy() -> Run:
     sources = [rand(*size) for size in _SIZES]
     return forward(torch._foreach_copy_, [source.bfloat16() for source in sources], sources)
-
-
-def _foreach_lerp() -> Run:
-    return forward(torch._foreach_lerp_, [rand(*s) for s in _SIZES], [rand(*s) for s in _SIZES], 0.1)

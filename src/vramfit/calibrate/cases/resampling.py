@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from vramfit.calibrate.cases.case import Case, Grid, OpFamily, Run, both, rand, short
+from vramfit.calibrate.cases.case import Case, Grid, OpFamily, Run, both, channels_last, rand, short
 
 _MODES = {
     "nearest": 4,
@@ -48,9 +48,9 @@ def cases() -> list[Case]:
         grid.add(f"pad/{mode}", partial(_pad, mode))
     for mode in ("bilinear", "nearest"):
         grid.add(f"grid_sample/{mode}", partial(_grid_sample, mode))
-    grid.add("unfold/3", _unfold)
-    grid.add("fold/3", _fold)
-    grid.add("pixel_shuffle/2", _pixel_shuffle)
+    grid.add("unfold/3", lambda: both(F.unfold, rand(*_SHAPES[4], grad=True), 3))
+    grid.add("fold/3", lambda: both(F.fold, rand(8, 32 * 9, 46 * 46, grad=True), (48, 48), 3))
+    grid.add("pixel_shuffle/2", lambda: both(F.pixel_shuffle, rand(*_SHAPES[4], grad=True), 2))
     return grid.cases
 
 
@@ -58,8 +58,13 @@ def _interpolate(
     mode: str, rank: int, factor: float, dtype: torch.dtype, *, last: bool = False, **options: Any
 ) -> Run:
     x = rand(*_SHAPES[rank], dtype=dtype)
-    x = x.contiguous(memory_format=torch.channels_last) if last else x
-    return both(F.interpolate, x.requires_grad_(), scale_factor=factor, mode=mode, **options)
+    return both(
+        F.interpolate,
+        (channels_last(x) if last else x).requires_grad_(),
+        scale_factor=factor,
+        mode=mode,
+        **options,
+    )
 
 
 _POOLS: tuple[tuple[str, Any, tuple[Any, ...], int], ...] = (
@@ -78,8 +83,7 @@ _POOLS: tuple[tuple[str, Any, tuple[Any, ...], int], ...] = (
 
 def _pool(function: Any, arguments: tuple[Any, ...], rank: int, last: bool) -> Run:
     x = rand(*_SHAPES[rank])
-    x = x.contiguous(memory_format=torch.channels_last) if last else x
-    return both(function, x.requires_grad_(), *arguments)
+    return both(function, (channels_last(x) if last else x).requires_grad_(), *arguments)
 
 
 def _pad(mode: str) -> Run:
@@ -94,15 +98,3 @@ def _grid_sample(mode: str) -> Run:
         mode=mode,
         align_corners=False,
     )
-
-
-def _unfold() -> Run:
-    return both(F.unfold, rand(*_SHAPES[4], grad=True), 3)
-
-
-def _fold() -> Run:
-    return both(F.fold, rand(8, 32 * 9, 46 * 46, grad=True), (48, 48), 3)
-
-
-def _pixel_shuffle() -> Run:
-    return both(F.pixel_shuffle, rand(*_SHAPES[4], grad=True), 2)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from vramfit.calibrate.cases.case import Case, Flag, Grid, OpFamily, Run, module, rand, short
+from vramfit.calibrate.cases.case import Case, Flag, Grid, OpFamily, Run, forward, module, rand, short
 
 _SIZES = ((35, 20, 200, 200, 2), (128, 32, 256, 512, 1), (50, 8, 64, 100, 3), (512, 64, 512, 1024, 2))
 
@@ -68,13 +68,7 @@ def _layer(
 def _infer(
     kind: Callable[..., nn.Module], steps: int, batch: int, inputs: int, hidden: int, layers: int
 ) -> Run:
-    layer, x = kind(inputs, hidden, layers, device="cuda").eval(), rand(steps, batch, inputs)
-
-    def run() -> object:
-        with torch.no_grad():
-            return layer(x)
-
-    return run
+    return forward(kind(inputs, hidden, layers, device="cuda").eval(), rand(steps, batch, inputs))
 
 
 def _cell(kind: Callable[..., nn.Module]) -> Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -29,9 +30,9 @@ def cases() -> list[Case]:
             if dtype is torch.bfloat16 and length > 100_000:
                 continue
             grid.add(f"sort/{rows}x{length}/{short(dtype)}", partial(_sort, rows, length, dtype))
-    grid.add("sort/stable/64x8000", partial(_stable, 64, 8000))
-    grid.add("sort/by columns/8000x64", partial(_columns, 8000, 64))
-    grid.add("argsort/16x5000", partial(_argsort, 16, 5000))
+    grid.add("sort/stable/64x8000", lambda: forward(torch.sort, rand(64, 8000), stable=True))
+    grid.add("sort/by columns/8000x64", lambda: forward(torch.sort, rand(8000, 64), dim=0))
+    grid.add("argsort/16x5000", lambda: forward(torch.argsort, rand(16, 5000)))
     for rows, length, k in _TOP:
         for dtype in (torch.float32, torch.bfloat16):
             grid.add(f"topk/{rows}x{length}/{k}/{short(dtype)}", partial(_topk, rows, length, k, dtype))
@@ -46,18 +47,17 @@ def cases() -> list[Case]:
         grid.add(f"cumsum/flat/{count}", partial(_cumsum, count, 0, 0, torch.float32))
         grid.add(f"unique/{count}", partial(_unique, count))
         grid.add(f"unique/counts/{count}", partial(_unique, count, inverse=True))
-        grid.add(f"unique_consecutive/{count}", partial(_consecutive, count))
-        grid.add(f"bincount/{count}", partial(_bincount, count))
-        grid.add(f"histc/{count}", partial(_histc, count))
-        grid.add(f"searchsorted/{count}", partial(_searchsorted, count))
-        grid.add(f"median/{count}", partial(_median, count))
-        grid.add(f"kthvalue/{count}", partial(_kthvalue, count))
-    grid.add("cummax/256x1000", _cummax)
-    grid.add("logcumsumexp/256x1000", _logcumsumexp)
-    grid.add("cumprod/256x1000", _cumprod)
-    grid.add("mode/64x5000", _mode)
-    grid.add("quantile/10000", _quantile)
-    grid.add("unique/rows/2000x4", _unique_rows)
+        for name, make in _COUNTED.items():
+            grid.add(f"{name}/{count}", partial(make, count))
+    grid.add("cummax/256x1000", lambda: forward(torch.cummax, rand(256, 1000), 1))
+    grid.add("logcumsumexp/256x1000", lambda: forward(torch.logcumsumexp, rand(256, 1000), 1))
+    grid.add("cumprod/256x1000", lambda: forward(torch.cumprod, rand(256, 1000), 1))
+    grid.add("mode/64x5000", lambda: forward(torch.mode, integers(100, 64, 5000)))
+    grid.add("quantile/10000", lambda: forward(torch.quantile, rand(10_000), 0.9))
+    grid.add(
+        "unique/rows/2000x4",
+        lambda: forward(torch.unique, torch.arange(8000, device="cuda").reshape(2000, 4), dim=0),
+    )
     return grid.cases
 
 
@@ -69,18 +69,6 @@ def _sort(rows: int, length: int, dtype: torch.dtype) -> Run:
     return forward(torch.sort, _values(rows, length, dtype=dtype))
 
 
-def _stable(rows: int, length: int) -> Run:
-    return forward(torch.sort, rand(rows, length), stable=True)
-
-
-def _columns(rows: int, columns: int) -> Run:
-    return forward(torch.sort, rand(rows, columns), dim=0)
-
-
-def _argsort(rows: int, length: int) -> Run:
-    return forward(torch.argsort, rand(rows, length))
-
-
 def _topk(rows: int, length: int, k: int, dtype: torch.dtype) -> Run:
     return forward(torch.topk, rand(rows, length, dtype=dtype), k)
 
@@ -90,54 +78,18 @@ def _cumsum(rows: int, length: int, axis: int, dtype: torch.dtype) -> Run:
     return forward(torch.cumsum, _values(*shape, dtype=dtype), axis)
 
 
-def _cummax() -> Run:
-    return forward(torch.cummax, rand(256, 1000), 1)
-
-
-def _logcumsumexp() -> Run:
-    return forward(torch.logcumsumexp, rand(256, 1000), 1)
-
-
-def _cumprod() -> Run:
-    return forward(torch.cumprod, rand(256, 1000), 1)
-
-
 def _unique(count: int, *, inverse: bool = False) -> Run:
     distinct = torch.arange(count, device="cuda").flip(0)  # all different: as many as there can be
     return forward(torch.unique, distinct, return_inverse=inverse, return_counts=inverse)
 
 
-def _unique_rows() -> Run:
-    return forward(torch.unique, torch.arange(8000, device="cuda").reshape(2000, 4), dim=0)
-
-
-def _consecutive(count: int) -> Run:
-    return forward(torch.unique_consecutive, torch.arange(count, device="cuda"), return_counts=True)
-
-
-def _bincount(count: int) -> Run:
-    return forward(torch.bincount, integers(64, count), minlength=64)
-
-
-def _histc(count: int) -> Run:
-    return forward(torch.histc, rand(count), bins=64, min=-4, max=4)
-
-
-def _searchsorted(count: int) -> Run:
-    return forward(torch.searchsorted, torch.arange(1000.0, device="cuda"), rand(count))
-
-
-def _median(count: int) -> Run:
-    return forward(torch.median, rand(count))
-
-
-def _kthvalue(count: int) -> Run:
-    return forward(torch.kthvalue, rand(count), 7)
-
-
-def _mode() -> Run:
-    return forward(torch.mode, integers(100, 64, 5000))
-
-
-def _quantile() -> Run:
-    return forward(torch.quantile, rand(10_000), 0.9)
+_COUNTED: dict[str, Callable[[int], Run]] = {
+    "unique_consecutive": lambda n: forward(
+        torch.unique_consecutive, torch.arange(n, device="cuda"), return_counts=True
+    ),
+    "bincount": lambda n: forward(torch.bincount, integers(64, n), minlength=64),
+    "histc": lambda n: forward(torch.histc, rand(n), bins=64, min=-4, max=4),
+    "searchsorted": lambda n: forward(torch.searchsorted, torch.arange(1000.0, device="cuda"), rand(n)),
+    "median": lambda n: forward(torch.median, rand(n)),
+    "kthvalue": lambda n: forward(torch.kthvalue, rand(n), 7),
+}

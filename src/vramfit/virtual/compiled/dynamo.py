@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ def install(mode: OpRunner, outside: Outside, patches: PatchStack) -> None:
     patches.set(wrapper, "__call__", convert)
     _patch_optimizers(mode, patches)
     _patch_guards(mode, patches)
+    _patch_flex_attention(mode, outside, patches)
     # The mode is for the run, not for the compiler: a compiled program may run under it.
     patches.set(type(mode), "ignore_compile_internals", classmethod(lambda cls: True))
     patches.call(torch._dynamo.reset)  # what was compiled for virtual tensors fits no others
@@ -103,6 +105,22 @@ def _patch_guards(mode: OpRunner, patches: PatchStack) -> None:
     patches.set(CheckFunctionManager, "__init__", init)
 
 
+def _patch_flex_attention(mode: OpRunner, outside: Outside, patches: PatchStack) -> None:
+    """``flex_attention`` with gradients traces its functions while the program runs: outside, as compilers do.
+
+    What it makes on the card is kept virtual.
+    """
+    # By its path: an operator has the name of the module.
+    flex_attention = importlib.import_module("torch._higher_order_ops.flex_attention")
+    original = flex_attention.create_fw_bw_graph
+
+    def create_fw_bw_graph(*args: Any, **kwargs: Any) -> Any:
+        with outside(), mode.fake:
+            return original(*args, **kwargs)
+
+    patches.set(flex_attention, "create_fw_bw_graph", create_fw_bw_graph)
+
+
 class _Refusals:
     """With ``fullgraph=True`` torch refuses a call of which no frame was compiled.
 
@@ -116,7 +134,7 @@ class _Refusals:
             patches.set(eval_frame, _COUNT, self._counted)
 
     def stop(self) -> None:
-        """Something runs eagerly."""
+        """Refuse no calls from now on: something has run eagerly."""
         self._eager = True
 
     def _counted(self, value: int) -> int:

@@ -34,9 +34,7 @@ if TYPE_CHECKING:
     from vramfit.gpus import GpuSpec
     from vramfit.virtual.compiled.player import GraphPlayer
 
-# -- What Inductor made of a graph, for the next virtual card of the process: a plan's search compiles one
-# many times.
-
+# -- graphs that are compiled once: a plan's search compiles the same graph for many virtual cards -----------
 
 _KEPT = 256
 """Graphs that are remembered."""
@@ -46,11 +44,11 @@ Compile = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What came of a graph.
+    """What Inductor made of a graph.
 
     Attributes:
-        output: of Inductor, as it was before anything was called.
-        graph: the program that it calls.
+        output: Inductor's result, as it was before anything was called.
+        graph: the program that the output calls.
     """
 
     output: Any
@@ -70,8 +68,8 @@ _known: OrderedDict[Hashable, _Known] = OrderedDict()
 def once(compile_graph: Compile, player: GraphPlayer, cards: Callable[[], Sequence[GpuSpec]]) -> Compile:
     """Inductor's ``fx_codegen_and_compile``, that does not write the same program twice.
 
-    What is the same is told by the key of Inductor's own cache, which is not used itself: it lies on the user's disk,
-    and what it holds is bound to a card. Graphs with sizes that vary, with constants of their own, for CUDA graphs, and
+    The key of Inductor's own cache says what is the same. The cache itself is not used: it lies on the user's disk, and
+    what it holds is bound to a card. Graphs with sizes that vary, with constants of their own, for CUDA graphs, and
     those that it would not keep are compiled each time.
 
     Args:
@@ -108,7 +106,7 @@ def _without_runner(output: Any) -> Any:
 
 
 def _key(gm: GraphModule, inputs: Sequence[Any], to_check: Sequence[int], kwargs: Any) -> Hashable | None:
-    """What tells a graph from others, with the lines of the program that it comes from; None where nothing does."""
+    """What distinguishes a graph from others, with the lines that it comes from; None where nothing does."""
     if kwargs.get("cudagraphs") or not all(
         isinstance(one, torch.Tensor) and _is_fixed(one) for one in inputs
     ):
@@ -177,7 +175,7 @@ def install(mode: OpRunner, outside: Outside, patches: PatchStack) -> None:
 
 
 def _unloaded(source: str, extra: str = "", **options: Any) -> SimpleNamespace:
-    """The module of a kernel made from a template, which nobody loads."""
+    """Stands for the module of a kernel made from a template, which is never loaded."""
     del options
     return SimpleNamespace(__file__="<kernel>", key=extra, source=source)
 
@@ -186,7 +184,7 @@ def _forget_cards() -> None:
     """Forget what Inductor remembers of cards: those of a virtual machine are gone with it."""
     device_interface.caching_worker_device_properties.clear()
     DeviceProperties.create.cache_clear()
-    CacheBase.get_system.cache_clear()  # by which programs on the user's disk are told from each other
+    CacheBase.get_system.cache_clear()  # names programs on the user's disk
     CacheBase.get_local_cache_path.cache_clear()
     for module in (torch._inductor.utils, pad_mm):
         _clear(module)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from vramfit.capture.attribution import ProgramPhase
 from vramfit.capture.ops import tensors_in
 from vramfit.trace import Category, Frame
 from vramfit.virtual import roofline
-from vramfit.virtual.compiled.origins import Step
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.torch_cuda.cuda_graphs import PoolId, new_pool_id
 
@@ -51,9 +51,7 @@ class GraphPools:
             with self._in_pool(device_index, clear=calls <= 2):
                 if calls > 1:
                     inputs[:] = [
-                        value.clone()
-                        if isinstance(value, torch.Tensor) and _moves(value, i in static)
-                        else value
+                        value if i in static or not _is_on_card(value) else value.clone()
                         for i, value in enumerate(inputs)
                     ]
                 return model(inputs)
@@ -81,11 +79,27 @@ class GraphPools:
                 self._mode.workspaces.clear()
 
 
-def _moves(tensor: torch.Tensor, static: bool) -> bool:
-    return not static and tensor.device.type == "cuda"
+def _is_on_card(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cuda"
 
 
 _ALIGNMENT = 16  # torch/_inductor/utils.py: GPU_ALIGN_BYTES, in bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One step of a compiled graph.
+
+    Attributes:
+        label: what it runs, as the trace names it.
+        frames: lines of the program for which it stands, innermost first; none in a backward pass, which the
+            program enters at one line.
+    """
+
+    label: str
+    frames: tuple[Frame, ...] = ()
+
+
 _NO_STEP = Step(label="inductor")
 
 

@@ -18,18 +18,18 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vramfit.virtual.compiled.origins import BufferOrigins, Step
+from vramfit.trace import Frame
+from vramfit.virtual.compiled.player import GraphPlayer, Step
 
 if TYPE_CHECKING:
     from torch._inductor.graph import GraphLowering
-
-    from vramfit.virtual.compiled.player import GraphPlayer
 
 # Below our own package, so that stacks leave its frames out.
 _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "graphs")
 _ALLOCATIONS = re.compile(r"empty_strided_\w+")
 _KERNEL_KIND = re.compile(r"^(triton|cpp)_((poi|per|red|tem|for|spl|unk|mix)_)?|_\d+$")
 _WRITTEN_ARGUMENT = re.compile(r"^(in_out_ptr|out_ptr)")
+_FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in (\S+)', re.MULTILINE)
 _STEP = "_vramfit_step"
 _counter = itertools.count()
 
@@ -55,7 +55,7 @@ class CompiledGraph:
         self._kernels: dict[str, frozenset[int] | None] = {}
         tree = ast.parse(source)
         given = {*player.namespace(), *self._constants, _STEP}
-        tree.body = list(self._kept(tree.body, given, BufferOrigins(lowering)))
+        tree.body = list(self._kept(tree.body, given, _BufferOrigins(lowering)))
         self._code = compile(ast.fix_missing_locations(tree), self.filename, "exec")
         self._bind(player)
 
@@ -87,7 +87,7 @@ class CompiledGraph:
     def _at(self, number: int) -> None:
         self._player.step = self._steps[number]
 
-    def _kept(self, body: list[ast.stmt], given: set[str], origins: BufferOrigins) -> Iterator[ast.stmt]:
+    def _kept(self, body: list[ast.stmt], given: set[str], origins: _BufferOrigins) -> Iterator[ast.stmt]:
         """The statements of the module that say what runs; names that the player provides stay the player's."""
         for statement in body:
             if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
@@ -105,14 +105,16 @@ class CompiledGraph:
             elif not isinstance(statement, (ast.If, ast.Delete, ast.Expr)):
                 yield statement
 
-    def _mark(self, scope: ast.FunctionDef | ast.ClassDef, origins: BufferOrigins) -> None:
+    def _mark(self, scope: ast.FunctionDef | ast.ClassDef, origins: _BufferOrigins) -> None:
         """Put a note of its step before each statement of a function, or of a class's methods."""
         for node in [scope] if isinstance(scope, ast.FunctionDef) else ast.walk(scope):
             if isinstance(node, ast.FunctionDef):
                 labels = _labels(node)
                 node.body = self._marked(node.body, labels, origins)
 
-    def _marked(self, body: list[ast.stmt], labels: dict[str, str], origins: BufferOrigins) -> list[ast.stmt]:
+    def _marked(
+        self, body: list[ast.stmt], labels: dict[str, str], origins: _BufferOrigins
+    ) -> list[ast.stmt]:
         out: list[ast.stmt] = []
         for statement in body:
             for inner in ("body", "orelse"):
@@ -128,6 +130,35 @@ class CompiledGraph:
                     out.append(ast.parse(f"{_STEP}({number})").body[0])
             out.append(statement)
         return out
+
+
+class _BufferOrigins:
+    """The lines of the program behind the buffers of a graph."""
+
+    def __init__(self, lowering: GraphLowering) -> None:
+        self._buffers = {} if lowering.is_backward else lowering.name_to_buffer
+        self._order = {node: i for i, node in enumerate(lowering.graph.nodes)}
+        self._parsed: dict[str, tuple[Frame, ...]] = {}
+
+    def step(self, label: str, buffer: str | None) -> Step:
+        """The step that fills a buffer."""
+        return Step(label=label, frames=self._frames(buffer))
+
+    def _frames(self, buffer: str | None) -> tuple[Frame, ...]:
+        found = self._buffers.get(buffer or "")
+        if found is None:
+            return ()
+        traced = [node for node in found.origins if node.stack_trace]
+        if not traced:
+            return ()
+        text = max(traced, key=lambda node: self._order.get(node, -1)).stack_trace or ""
+        frames = self._parsed.get(text)
+        if frames is None:
+            frames = tuple(
+                Frame(file, int(line), name) for file, line, name in reversed(_FRAME.findall(text))
+            )
+            self._parsed[text] = frames
+        return frames
 
 
 def _import_kept(statement: ast.Import | ast.ImportFrom, given: set[str]) -> Iterator[ast.stmt]:
@@ -192,7 +223,7 @@ def _written_buffer(call: ast.Call) -> str | None:
 
 
 def _label(call: ast.Call) -> str | None:
-    """How the trace calls what a call runs: ``inductor: fused_add_gelu``, ``inductor: addmm``; None for a helper."""
+    """The trace's label of what a call runs: ``inductor: fused_add_gelu``, ``inductor: addmm``; None for a helper."""
     path = ast.unparse(call.func).split(".")
     if path[-1] == "run":
         return "inductor: " + re.sub("__+", "_", _KERNEL_KIND.sub("", path[-2]))

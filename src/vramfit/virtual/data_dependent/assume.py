@@ -2,7 +2,7 @@
 
 NOTE [Error bars]
 A result whose size is assumed carries an *extent*: the size shown, the least and the most that it could be. Whatever
-is computed from it carries extents too (resting.py), so each storage has bytes that it shows, bytes that it could be
+is computed from it carries extents too (`Resting`), so each storage has bytes that it shows, bytes that it could be
 at least, and bytes that it could be at most. The meter sums all three; the highest sum of each is the peak and its
 error bar. Sizes that closed libraries keep to themselves widen the same sums while they are held.
 
@@ -44,7 +44,7 @@ def assumption(value: str | Assume) -> Assume:
     """What ``--assume`` names.
 
     Raises:
-        UsageError: it names nothing.
+        UsageError: the value is neither.
     """
     try:
         return Assume(value)
@@ -107,11 +107,11 @@ def bounds(
     return int(low), -int(-high // 1)
 
 
-_TELLING = 256  # least size of which a multiple tells: smaller ones divide too much
+_TELLING = 256  # least size whose multiples count: smaller ones divide too many numbers
 
 
 def may_come_from(error: BaseException, sizes: Collection[int], lines: Collection[str]) -> bool:
-    """Whether an error may come from an assumed size: its message tells one, or it was raised where one was assumed.
+    """Whether an error may come from an assumed size: its message names one, or it was raised where one was assumed.
 
     Args:
         error: what ended the program.
@@ -124,8 +124,7 @@ def may_come_from(error: BaseException, sizes: Collection[int], lines: Collectio
     return any(f"{f.f_code.co_filename}:{number}" in lines for f, number in walk_tb(error.__traceback__))
 
 
-# -- Which dimensions of a tensor rest on assumed sizes, told from the tensors and numbers that it is made
-# from.
+# -- which dimensions of a tensor rest on assumed sizes: see NOTE [Following assumed sizes] ------------------
 
 
 TELLING = 256

@@ -150,10 +150,6 @@ def _last_axis(call: ExpectedCall) -> Expectation:
     return Expectation(values=call.source.shape[axis] if call.source.dim() else 1)
 
 
-def _stable_sort(call: ExpectedCall) -> Expectation:
-    return Expectation(values=call.source.shape[call.kwargs.get("dim", -1)] if call.source.dim() else 1)
-
-
 def _multinomial(call: ExpectedCall) -> Expectation:
     return Expectation(values=call.source.shape[-1])
 
@@ -441,8 +437,7 @@ _TABLE: dict[tuple[str, ...], tuple[int, Rule | Expectation]] = {
     ("argmax", "argmin"): (0, _axis_values),
     ("argsort", "argsort.stable"): (0, _last_axis),
     ("topk",): (1, _topk),
-    ("sort",): (1, _last_axis),
-    ("sort.stable",): (1, _stable_sort),
+    ("sort", "sort.stable"): (1, _last_axis),
     ("max.dim", "min.dim"): (1, _axis_values),
     ("multinomial",): (0, _multinomial),
     ("randint", "randint.generator"): (0, _randint),

@@ -1,10 +1,10 @@
-"""Answers to questions about values that nobody computed, so that no loop waits forever for another one.
+"""Answers to questions about values that nobody computed, given so that no loop waits forever for another answer.
 
 NOTE [Loops over assumed rows]
 ``for i in range(len(x[mask]))`` goes round as often as the mask selects. Under an upper bound that may be for hours,
 though its memory shows in the first rounds. The number cannot be less than the tensor has rows, so the loop itself is
 left alone. Where lines in such loops have asked for values `ROUNDS` times, the lines that assumed the number give
-`STANDING` rows from then on, for whatever they are asked that is no larger. Masks that were used before keep their
+`STANDING` rows from then on, wherever the usual number is no larger. Masks that were used before keep their
 count, so that all that was selected with one has as many rows. What is not shown is held by the error bar.
 
 This is for programs that only look (``torch.no_grad``): where gradients are kept each round may hold more memory, and
@@ -35,7 +35,7 @@ from vramfit.virtual.data_dependent.loops import Stake, guards, stake
 from vramfit.virtual.guards import Guard, guard
 from vramfit.virtual.machine import Machine
 
-# -- Loops of the program over rows whose number is assumed, and which lines assumed it ----------------------
+# -- loops over rows whose number is assumed, and the lines that assumed it ----------------------------------
 
 
 ROUNDS = 128
@@ -216,7 +216,7 @@ class Guesses:
         return count >> far % 64
 
     def new_phase(self) -> None:
-        """Forget who asked: a question per training step is no loop."""
+        """Forget which lines asked: a question per training step is no loop."""
         self._asked.clear()
 
     def location(self) -> str:
@@ -268,7 +268,7 @@ class Guesses:
         return frames[: own[-1] + 1] if own else frames
 
     def _waits(self, asked: int, ever: int) -> bool:
-        """Whether a loop seems to wait for the line that has asked so often in this phase, and in all."""
+        """Whether a loop seems to wait for a line that asked so often in this phase, and ``ever`` times in all."""
         frames = self._frames()
         if not frames or guards(frames[0].f_code.co_filename, frames[0].f_lineno):
             return False
@@ -306,7 +306,7 @@ def _patience(found: Stake, *, direct: bool, own: bool) -> int:
 
 
 def _guarding() -> Guard | None:
-    """What hangs on the question that is being asked, by torch itself or by the innermost frame outside of it."""
+    """What depends on the current question of torch itself, or of the innermost frame outside of torch."""
     for frame in _frames():
         name = frame.f_code.co_filename
         if name.startswith(_OWN):

@@ -1,4 +1,4 @@
-"""Tells from the source of a program what hangs on a line: whether a loop may be waiting for it to be answered.
+"""What depends on a line of a program, read from its source: whether a loop may be waiting for its answer.
 
 NOTE [Loops that wait]
 A loop that counts (a ``for`` over something finite, ``while step < steps`` with ``step += 1``, a ``while True`` with
@@ -32,31 +32,31 @@ _Loop = ast.While | ast.For | ast.AsyncFor
 
 
 class Stake(IntEnum):
-    """What hangs on a line, the higher the surer it is that a loop waits for it."""
+    """What depends on a line; the higher, the surer it is that a loop waits for it."""
 
     NONE = 0
     WITHIN_COUNTED = 1
-    """It stands in a ``while`` that counts."""
+    """The line stands in a ``while`` that counts."""
     ENDS_COUNTED = 2
-    """It may end a loop that would end anyway."""
+    """The line may end a loop that would end anyway."""
     WITHIN = 3
-    """It stands in a loop that may wait, or in a source that cannot be read."""
+    """The line stands in a loop that may wait, or in a source that cannot be read."""
     SETS = 4
-    """It sets what a loop that may wait compares."""
+    """The line sets what a loop that may wait compares."""
     ENDS = 5
-    """It is a test of a loop that may wait."""
+    """The line is a test of a loop that may wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class _LoopSource:
-    """First and last lines of a file's loops with what hangs on them, and of its guards."""
+    """First and last lines of a file's loops with what depends on them, and of its guards."""
 
     stakes: tuple[tuple[Stake, int, int], ...]
     guards: tuple[tuple[int, int], ...]
 
 
 def stake(filename: str, line: int) -> Stake:
-    """What hangs on a line."""
+    """What depends on a line."""
     source = _read(filename)
     if source is None:
         return Stake.WITHIN
@@ -169,7 +169,7 @@ def _targets(node: ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) -
 
 
 def _names(node: ast.AST) -> Iterator[str]:
-    """Variables and attributes by their text; what is called is none."""
+    """Variables and attributes by their text, without the functions that are called."""
     if isinstance(node, ast.Name):
         yield node.id
     elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):

@@ -10,13 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.capture.ops import tensors_in
 from vramfit.virtual.data_dependent.assume import Extent
-from vramfit.virtual.data_dependent.counting import COUNTING, counts
 from vramfit.virtual.data_dependent.expectations import Expectation
-from vramfit.virtual.data_dependent.ranking import ranks
+from vramfit.virtual.data_dependent.plausible_values import COUNTING, counts, guess_value, ranks
 from vramfit.virtual.data_dependent.shadow import (
     MAX_ELEMENTS,
     ShadowStore,
-    guess_value,
     map_tensors,
     may_be_known,
     may_carry,
@@ -66,9 +64,8 @@ class Shading:
         self.masks.follow(call)
         func, info, args, out = call.func, call.info, call.args, call.out
         drawn = self._draw(call, call.device) if info.random and call.device is not None else None
-        fits = (
-            may_carry if info.random else may_be_known
-        )  # many draws are better counted than drawn otherwise
+        # Many draws are better counted than drawn otherwise.
+        fits = may_carry if info.random else may_be_known
         fresh = [t for t in tensors_in(out) if fits(t)] if info.fresh else []
         written = call.written() if info.mutated else []
         for tensor in written:
@@ -109,7 +106,7 @@ class Shading:
     def stays_unknown(self, call: OpCall, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether an op reads something unknown, so that what it writes is forgotten and `follow` has nothing to do.
 
-        It is for ops that draw nothing, of whose results none is guessed at once.
+        This is for ops that draw nothing and whose results are not guessed at once.
 
         Args:
             call: the op.
@@ -206,9 +203,8 @@ class Shading:
         if "device" in real_kwargs:
             real_kwargs["device"] = torch.device("cpu")
         if "pin_memory" in real_kwargs:
-            real_kwargs["pin_memory"] = (
-                False  # a shadow lies in plain memory, the only one where there is no card
-            )
+            # A shadow lies in plain memory, the only one where there is no card.
+            real_kwargs["pin_memory"] = False
         return map_tensors(to_real, args), real_kwargs, guessed
 
     def _compute(

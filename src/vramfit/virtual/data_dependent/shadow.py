@@ -6,7 +6,7 @@ every op that touches it runs too. Views need no care: they share the storage, s
 masks decide shapes and branches (which tokens stand for a picture, is anything padded?), so their shadows may have up
 to `MAX_KNOWN` elements, as long as all of their values are true ones.
 
-Where an op reads something without a shadow (a big activation), its small results are *guessed*: see `guess_value`.
+Where an op reads something without a shadow (a big activation), its small results are *guessed* (plausible_values.py).
 A guess is marked, the mark follows whatever is computed from it, and whoever looks at one gets a warning.
 """
 
@@ -26,30 +26,9 @@ MAX_ELEMENTS = 4096
 MAX_KNOWN = 1 << 18
 _LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 
-_aten = torch.ops.aten
-_INDEX_OPS = {
-    _aten.argmax.default,
-    _aten.argmin.default,
-    _aten.topk.default,
-    _aten.sort.default,
-    _aten.sort.stable,
-    _aten.multinomial.default,
-    _aten.max.dim,
-    _aten.min.dim,
-    _aten.argsort.default,
-}
-_TRUE_OPS = {
-    _aten.isfinite.default,
-    _aten.all.default,
-    _aten.all.dim,
-    _aten._is_all_true.default,  # torch.distributions asks it of every argument
-    _aten.eq.Tensor,
-    _aten.isclose.default,
-}
-
 
 class Shadow(weakref.ref[torch.UntypedStorage]):
-    """The real CPU storage behind one virtual storage. The weak reference itself tells when it is over."""
+    """The real CPU storage behind one virtual storage. The weak reference itself notices when that is gone."""
 
     __slots__ = ("guessed", "key", "real")
 
@@ -83,7 +62,7 @@ class ShadowStore:
         return _over(shadow.real, tensor)
 
     def count(self, tensor: torch.Tensor, *, guessed: bool = False) -> int | None:
-        """How many elements of a fake tensor are not zero, repeated ones included; None where nobody knows.
+        """How many elements of a fake tensor are not zero, repeated ones included; None where that is unknown.
 
         Args:
             tensor: the fake tensor.
@@ -168,29 +147,6 @@ def follows(info: OpInfo, out: Any, written: Sequence[torch.Tensor], kinds: Sequ
         for t, kind in zip(results, kinds, strict=True)
         if isinstance(t, torch.Tensor)
     )
-
-
-def guess_value(func: Any, dtype: torch.dtype, args: tuple[Any, ...]) -> float | int | bool:
-    """A plausible value for results that nobody computed.
-
-    Indices lie a third of the way into their range: neither 0, 1, 2 nor the last entry, where vocabularies keep their
-    end-of-sequence tokens. Questions whose usual answer is yes (finite, equal, all) get yes, others no. Sums and
-    losses are 1.
-    """
-    if dtype is torch.bool:
-        return func in _TRUE_OPS
-    if dtype.is_floating_point or dtype.is_complex:
-        return 1.0
-    if func in _INDEX_OPS and isinstance(args[0], torch.Tensor) and args[0].dim():
-        axis = -1
-        if (
-            len(args) > 1
-            and func not in (_aten.topk.default, _aten.multinomial.default)
-            and isinstance(args[1], int)
-        ):
-            axis = args[1]
-        return args[0].shape[axis] // 3 if args[0].shape else 0
-    return 1
 
 
 def _over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:

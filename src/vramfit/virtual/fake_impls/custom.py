@@ -1,9 +1,9 @@
-"""Custom operators whose fake implementation asks for a size that depends on data, and torchvision's suppression.
+"""Operators of libraries: fake implementations that ask for a size that depends on data, torchvision, bitsandbytes.
 
 ``torch.library.get_ctx().new_dynamic_size()`` wants a symbolic size, for which our FakeTensorMode has no ShapeEnv. So
 the fake implementation runs again with a context of ours, which gives an assumed number instead. Where the operator
 says no maximum its arguments bound the size: by their elements where the result looks like coordinates of elements,
-else by their rows. That is a convention and no promise of the operator, so the bar is said not to hold it.
+else by their rows. The operator does not promise that, so a warning says that the error bar does not hold its result.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import torch
 from torch._library.fake_impl import FakeImplCtx, set_ctx_getter
 from torch._subclasses.fake_tensor import FakeTensor
 
+from vramfit.capture.attribution import ProgramPhase
 from vramfit.capture.ops import tensors_in
+from vramfit.trace import Category
+from vramfit.virtual import roofline
 from vramfit.virtual.data_dependent.assume import Assume, Extent
 from vramfit.virtual.describe import fake_implementation
 from vramfit.virtual.fake_impls import shapes
-from vramfit.virtual.fake_impls.registry import rule
+from vramfit.virtual.fake_impls.registry import LATE, finish, rule
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
 
@@ -62,7 +65,7 @@ def _true_result(mode: OpRunner, call: OpCall) -> Any:
         return None
     if true is None:
         return None
-    return shapes.finish(mode, call, shapes.like(mode, true, shapes.device_of(call.args)))
+    return finish(mode, call, shapes.like(mode, true, shapes.device_of(call.args)))
 
 
 def _describe(mode: OpRunner, call: OpCall, sizes: _Sizes) -> Any:
@@ -79,7 +82,7 @@ class _Asked:
 
 
 class _Sizes(FakeImplCtx):
-    """The context of a fake implementation: gives assumed numbers, and says afterwards what they were."""
+    """The context of a fake implementation: gives assumed sizes, and reports afterwards what they were."""
 
     def __init__(self, mode: OpRunner, func: torch._ops.OpOverload, bound: int, *, binding: bool) -> None:
         super().__init__(mode.fake, func)  # type: ignore[no-untyped-call]
@@ -97,7 +100,7 @@ class _Sizes(FakeImplCtx):
         """An assumed size between two bounds.
 
         Raises:
-            ValueError: the bounds are none.
+            ValueError: the lower bound is negative.
         """
         if min < 0:
             raise ValueError(
@@ -114,7 +117,7 @@ class _Sizes(FakeImplCtx):
         return shown
 
     def tell(self) -> tuple[Extent, ...]:
-        """Warn of what was assumed; the extents of it."""
+        """Warn of the sizes that were assumed; returns their extents."""
         found = []
         for asked in self._asked:
             what = f"{asked.shown:,} of {asked.high:,} elements"
@@ -167,3 +170,36 @@ def nms(mode: OpRunner, call: OpCall) -> Any:
     del pairs
     shapes.number_rows(mode, count, found)
     return found
+
+
+# -- bitsandbytes ----------------------------------------------------------------------------------------------------
+
+_QUANTISING = {"quantize_4bit", "quantize_blockwise", "int8_vectorwise_quant"}
+_KEYS = (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CompositeExplicitAutograd)
+
+
+def bitsandbytes_on_card(mode: OpRunner, call: OpCall) -> Any:
+    """Run the Python that an op has for a card: its allocations arrive one by one, and its values are unknown then.
+
+    See NOTE [bitsandbytes] in torch_patches/libraries.py.
+    """
+    card = next((t.device.index or 0 for t in call.tensors() if t.device.type == "cuda"), None)
+    key = next(
+        (k for k in _KEYS if torch._C._dispatch_has_kernel_for_dispatch_key(call.func.name(), k)), None
+    )
+    if card is None or key is None:
+        return mode.run(call)
+    with mode:
+        call.out = out = call.func._op_dk(key, *call.args, **call.kwargs)
+    for tensor in (*tensors_in(out), *call.written()):
+        if type(tensor) is FakeTensor:
+            mode.shadows.forget(tensor)
+            # Before anything runs, weights are quantised: packed, and their scales.
+            if mode.meter.phases.phase is ProgramPhase.SETUP and call.func._opname in _QUANTISING:
+                mode.meter.tag(tensor, Category.PARAMETERS)
+    spec, rates = mode.machine.devices[card].spec, mode.machine.rates
+    mode.machine.advance(1e6 * roofline.seconds(call, spec, rates), card)
+    return out
+
+
+LATE["bitsandbytes.*"] = bitsandbytes_on_card

@@ -1,4 +1,4 @@
-"""Ops with CUDA kernels that torch describes nowhere: what each returns, told from its arguments."""
+"""Ops with CUDA kernels that torch describes nowhere: what each returns, derived from its arguments."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.virtual.describe import is_compressed_product
-from vramfit.virtual.fake_impls import compressed
-from vramfit.virtual.fake_impls.registry import RULES, find_overload, rule
+from vramfit.virtual.fake_impls.registry import RULES, find_overload, finish, rule
+from vramfit.virtual.fake_impls.sparse import multiply_compressed
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import Handler, OpRunner
 
@@ -73,12 +73,7 @@ def is_all_true(mode: OpRunner, call: OpCall) -> Any:
 
 
 def _handler(describe: _Describe) -> Handler:
-    def handler(mode: OpRunner, call: OpCall) -> Any:
-        out = describe(mode, call.args)
-        mode.settle(call, out)
-        return out
-
-    return handler
+    return lambda mode, call: finish(mode, call, describe(mode, call.args))
 
 
 def _register() -> None:
@@ -107,9 +102,7 @@ _NO_REDUCTION = 0  # at::Reduction::None
 )
 def like_input(mode: OpRunner, call: OpCall) -> Any:
     """A gradient shaped like the op's input, which follows the incoming gradient among the arguments."""
-    out = mode.fake_like(call.args[1])
-    mode.settle(call, out)
-    return out
+    return finish(mode, call, mode.fake_like(call.args[1]))
 
 
 @rule("aten.cudnn_grid_sampler.default")
@@ -117,17 +110,14 @@ def grid_sampler(mode: OpRunner, call: OpCall) -> Any:
     """cuDNN's grid sampler: the input's channels at the grid's places (native/cudnn/GridSampler.cpp)."""
     source, grid = call.args
     shape = (*source.shape[:2], *grid.shape[1:3])
-    out = mode.fake_empty(shape, source.dtype, source.device)
-    mode.settle(call, out)
-    return out
+    return finish(mode, call, mode.fake_empty(shape, source.dtype, source.device))
 
 
 @rule("aten.cudnn_grid_sampler_backward.default")
 def grid_sampler_backward(mode: OpRunner, call: OpCall) -> Any:
     """The gradients of its input and its grid."""
     out = tuple(mode.fake_empty(tuple(t.shape), t.dtype, t.device) for t in call.args[:2])
-    mode.settle(call, out)
-    return out
+    return finish(mode, call, out)
 
 
 @rule("aten.multi_margin_loss.default")
@@ -137,8 +127,7 @@ def multi_margin_loss(mode: OpRunner, call: OpCall) -> Any:
     source: torch.Tensor = bound["self"]
     each = bound.get("reduction", 1) == _NO_REDUCTION and source.dim() > 1
     out = mode.fake_empty((source.shape[0],) if each else (), source.dtype, source.device)
-    mode.settle(call, out)
-    return out
+    return finish(mode, call, out)
 
 
 @rule("aten.multilabel_margin_loss_forward.default")
@@ -147,9 +136,7 @@ def multilabel_margin_loss(mode: OpRunner, call: OpCall) -> Any:
     source, _, reduction = call.args
     each = reduction == _NO_REDUCTION and source.dim() > 1
     loss = mode.fake_empty((source.shape[0],) if each else (), source.dtype, source.device)
-    out = (loss, mode.fake_like(source))
-    mode.settle(call, out)
-    return out
+    return finish(mode, call, (loss, mode.fake_like(source)))
 
 
 @rule("aten._nested_tensor_from_mask_left_aligned.default")
@@ -172,10 +159,9 @@ def use_miopen(mode: OpRunner, call: OpCall) -> bool:
 def sparse_addmm(mode: OpRunner, call: OpCall) -> Any:
     """A dense matrix plus a sparse one times a dense one: shaped like the first."""
     if is_compressed_product(call.func, call.args):
-        return compressed.multiply(mode, call)
+        return multiply_compressed(mode, call)
     out = mode.fake_empty(tuple(call.args[0].shape), call.args[0].dtype, call.args[0].device)
-    mode.settle(call, out)
-    return out
+    return finish(mode, call, out)
 
 
 @rule("aten._ctc_loss.default", "aten._ctc_loss.Tensor")
@@ -189,21 +175,16 @@ def ctc_loss(mode: OpRunner, call: OpCall) -> Any:
     else:
         longest = max(lengths, default=0)
     steps, batch = log_probs.shape[0], log_probs.shape[1] if log_probs.dim() == 3 else 1
-    out = (
-        mode.fake_empty((batch,), log_probs.dtype, log_probs.device),
-        mode.fake_empty((batch, steps, 2 * longest + 1), log_probs.dtype, log_probs.device),
-    )
-    mode.settle(call, out)
-    return out
+    losses = mode.fake_empty((batch,), log_probs.dtype, log_probs.device)
+    alphas = mode.fake_empty((batch, steps, 2 * longest + 1), log_probs.dtype, log_probs.device)
+    return finish(mode, call, (losses, alphas))
 
 
 @rule("aten._ctc_loss_backward.default", "aten._ctc_loss_backward.Tensor")
 def ctc_loss_backward(mode: OpRunner, call: OpCall) -> Any:
     """A contiguous gradient of the log probabilities (native/cuda/LossCTC.cu)."""
     log_probs = call.args[1]
-    out = mode.fake_empty(tuple(log_probs.shape), log_probs.dtype, log_probs.device)
-    mode.settle(call, out)
-    return out
+    return finish(mode, call, mode.fake_empty(tuple(log_probs.shape), log_probs.dtype, log_probs.device))
 
 
 @rule("aten._cudnn_ctc_loss.default", "aten._cudnn_ctc_loss.Tensor")
@@ -212,8 +193,7 @@ def cudnn_ctc_loss(mode: OpRunner, call: OpCall) -> Any:
     log_probs = call.args[0]
     losses = mode.fake_empty((log_probs.shape[1],), log_probs.dtype, log_probs.device)
     gradient = mode.fake_empty(tuple(log_probs.shape), log_probs.dtype, log_probs.device)
-    mode.settle(call, (losses, gradient))
-    return losses, gradient
+    return finish(mode, call, (losses, gradient))
 
 
 def _column_major(mode: OpRunner, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
@@ -227,18 +207,14 @@ def geqrf(mode: OpRunner, call: OpCall) -> Any:
     source: torch.Tensor = call.args[0]
     shape = tuple(source.shape)
     factors = mode.fake_empty((*shape[:-2], min(shape[-2:])), source.dtype, source.device)
-    out = (_column_major(mode, shape, source), factors)
-    mode.settle(call, out)
-    return out
+    return finish(mode, call, (_column_major(mode, shape, source), factors))
 
 
 @rule("aten.ormqr.default")
 def ormqr(mode: OpRunner, call: OpCall) -> Any:
     """A matrix times an orthogonal one: shaped like the matrix (native/BatchLinearAlgebra.cpp ``ormqr``)."""
     other: torch.Tensor = call.args[2]
-    out = _column_major(mode, tuple(other.shape), other)
-    mode.settle(call, out)
-    return out
+    return finish(mode, call, _column_major(mode, tuple(other.shape), other))
 
 
 @rule("aten.linalg_lstsq.default")
@@ -301,8 +277,7 @@ def gru_cell(mode: OpRunner, call: OpCall) -> Any:
     """The new state, and a workspace for backward (native/cuda/RNN.cu, GRU_WORKSPACE_MULTIPLIER)."""
     hx: torch.Tensor = call.args[2]
     out = (mode.fake_like(hx), mode.fake_empty((hx.shape[0], 5 * hx.shape[1]), hx.dtype, hx.device))
-    mode.settle(call, out)
-    return out
+    return finish(mode, call, out)
 
 
 @rule("aten._thnn_fused_gru_cell_backward.default")
@@ -315,9 +290,7 @@ def gru_cell_backward(mode: OpRunner, call: OpCall) -> Any:
         return mode.fake_empty(shape, workspace.dtype, workspace.device)
 
     biases = (empty(3 * size), empty(3 * size)) if has_bias else (None, None)
-    out = (empty(batch, 3 * size), empty(batch, 3 * size), mode.fake_like(grad), *biases)
-    mode.settle(call, out)
-    return out
+    return finish(mode, call, (empty(batch, 3 * size), empty(batch, 3 * size), mode.fake_like(grad), *biases))
 
 
 # -- In-place random ops: FakeTensorMode's decompositions want a CUDA generator that does not exist here -----

@@ -13,8 +13,8 @@ from vramfit.trace import Category
 from vramfit.virtual import roofline
 from vramfit.virtual.data_dependent.guesses import GUESSED
 from vramfit.virtual.describe import COMPRESSED
-from vramfit.virtual.fake_impls import compressed
 from vramfit.virtual.fake_impls.registry import rule
+from vramfit.virtual.fake_impls.sparse import build_compressed, download_compressed, parts_of
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
 from vramfit.virtual.simulated_streams import Engine
@@ -90,16 +90,16 @@ def _upload_compressed(
 ) -> torch.Tensor:
     """The three parts of a CSR or CSC tensor cross one by one (native/TensorConversions.cpp, ``_to_copy``)."""
     dtype = kwargs.get("dtype")
-    *indices, values = compressed.parts_of(source)
+    *indices, values = parts_of(source)
     parts = [_upload(mode, index, device, {}) for index in indices]
     parts.append(_upload(mode, values, device, {} if dtype is None else {"dtype": dtype}))
-    return compressed.build(mode, parts, tuple(source.shape), source.layout)
+    return build_compressed(mode, parts, tuple(source.shape), source.layout)
 
 
 def download(mode: OpRunner, source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """A real CPU tensor for a virtual one: its shadow, or values nobody knows."""
+    """A real CPU tensor for a virtual one: the values of its shadow, or made-up ones."""
     if source.layout in COMPRESSED:
-        return compressed.download(
+        return download_compressed(
             source, kwargs.get("dtype") or source.dtype, lambda p: download(mode, p, {})
         )
     pinned, waits = bool(kwargs.get("pin_memory")), not kwargs.get("non_blocking")
@@ -115,7 +115,7 @@ def download(mode: OpRunner, source: torch.Tensor, kwargs: Mapping[str, Any]) ->
 def may_be_shortened(mode: OpRunner, tensor: torch.Tensor) -> bool:
     """Whether the first of a fake tensor's rows may stand for all: there are many, and how many is assumed.
 
-    Counts that sum to something are needed all.
+    Counts with a known sum are all needed.
     """
     if tensor.dim() == 0 or tensor.shape[0] <= LONGEST_LIST:
         return False
@@ -294,19 +294,15 @@ def record_stream(mode: OpRunner, call: OpCall) -> None:
 
 def warn_guess(mode: OpRunner) -> None:
     """Say once per line that the program looked at a value that nobody computed."""
-    mode.machine.warn(
-        "guessed-value",
-        GUESSED,
-        location=mode.guesses.location(),
-    )
+    mode.machine.warn("guessed-value", GUESSED, location=mode.guesses.location())
 
 
 def _pass_link(
     mode: OpRunner, device: int, nbytes: int, engine: Engine, pinned: bool, *, waits: bool
 ) -> None:
-    """Let the time pass that a copy over the card's host link takes; the host waits for it, unless told not to.
+    """Let the time pass that a copy over the card's host link takes; the host waits for it where `waits` is set.
 
-    With pageable memory it waits in any case (CUDA Runtime API, "API synchronization behavior").
+    With pageable memory the host waits in any case (CUDA Runtime API, "API synchronization behavior").
     """
     spec, rates = mode.machine.devices[device].spec, mode.machine.rates
     upwards = engine is Engine.UPWARDS

@@ -1,4 +1,4 @@
-"""The table of rules: op overload to handler."""
+"""The table of rules, from op overload to handler, and how a rule ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from vramfit.virtual.op_runner import Handler
+from vramfit.virtual.data_dependent.assume import Extent
+from vramfit.virtual.op_call import OpCall
+from vramfit.virtual.op_runner import Handler, OpRunner
 
 AnyHandler = TypeVar("AnyHandler", bound=Handler)
 
@@ -27,8 +29,8 @@ def rule(
     Args:
         overloads: full names.
         on_host: the handler also wants calls that touch no fake tensor and no ``cuda`` device.
-        hands_on: what the handler gives to `VirtualMode.run` it gives as it came, and what decides whether it does is
-            in the key of the call: a call that is remembered need not pass it again.
+        hands_on: the handler passes some calls to `VirtualMode.run` unchanged, and the key of a call decides which: a
+            remembered call need not go through the handler again.
     """
 
     def register(handler: AnyHandler) -> AnyHandler:
@@ -45,8 +47,14 @@ def rule(
     return register
 
 
+def finish(mode: OpRunner, call: OpCall, out: Any, extent: Extent | None = None) -> Any:
+    """Place a result, which may rest on an assumed size, and return it."""
+    mode.settle(call, out, extents=() if extent is None else (extent,))
+    return out
+
+
 def find_overload(name: str) -> Any:
-    """The overload of that full name, None when this torch lacks it."""
+    """The overload of that full name; None where this torch lacks it."""
     namespace, packet, overload = name.split(".")
     found = getattr(getattr(torch.ops, namespace), packet, None)
     return getattr(found, overload, None)

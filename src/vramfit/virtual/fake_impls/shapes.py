@@ -20,21 +20,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from vramfit.virtual.data_dependent.assume import Assume, Extent
-from vramfit.virtual.data_dependent.counting import evenly
 from vramfit.virtual.data_dependent.expectations import Expectation
+from vramfit.virtual.data_dependent.plausible_values import evenly
 from vramfit.virtual.data_dependent.shadow import MAX_KNOWN, may_carry
-from vramfit.virtual.fake_impls.registry import rule
+from vramfit.virtual.fake_impls.registry import finish, rule
 from vramfit.virtual.op_call import OpCall
 from vramfit.virtual.op_runner import OpRunner
 
-# -- What the rules for results of assumed sizes share: how much is assumed, that it is told, and that it
-# agrees.
-
-
-def finish(mode: OpRunner, call: OpCall, out: Any, extent: Extent | None = None) -> Any:
-    """Place a result, which may rest on an assumed size."""
-    mode.settle(call, out, extents=() if extent is None else (extent,))
-    return out
+# -- shared by the rules: how much is assumed, the warning of it, and that masks agree -----------------------
 
 
 def true_result(mode: OpRunner, call: OpCall) -> Any:
@@ -46,7 +39,7 @@ def true_result(mode: OpRunner, call: OpCall) -> Any:
 
 
 def selected(mode: OpRunner, name: str, mask: torch.Tensor, elements: int) -> Extent:
-    """How many elements a mask selects: all or the share that is expected, with a warning unless that is exact.
+    """How many elements a mask selects: all or the expected share, with a warning unless the number is exact.
 
     Args:
         mode: the virtual GPU.
@@ -86,8 +79,8 @@ def tell(mode: OpRunner, name: str, what: str) -> None:
 
     Args:
         mode: the virtual GPU.
-        name: of what has that size.
-        what: is assumed.
+        name: what has that size.
+        what: the sizes that are assumed.
     """
     kind = "an upper bound" if mode.machine.assume is Assume.UPPER else "what is to be expected"
     mode.machine.warn(
@@ -160,7 +153,7 @@ def masked_select(mode: OpRunner, call: OpCall) -> Any:
 
 
 def select_masked(mode: OpRunner, call: OpCall, name: str) -> Any:
-    """Elements where a mask holds; ``name`` is what the program asked for."""
+    """Elements where a mask holds; ``name`` is the op that the program called."""
     if (true := true_result(mode, call)) is not None:
         return finish(mode, call, like(mode, true, device_of(call.args)))
     elements = torch.broadcast_shapes(call.args[0].shape, call.args[1].shape).numel()

@@ -51,7 +51,7 @@ KERNELS_VARIABLE = "VRAMFIT_KERNELS"
 
 KERNELS: dict[str, FakeKernel] = {}
 LISTENERS: list[Callable[[FakeKernel], None]] = []
-"""Who wants to hear of stand-ins that are registered while a virtual GPU is there."""
+"""Called with each stand-in that is registered while a virtual GPU is there."""
 
 
 def fake_kernel(name: str, *, writes: Sequence[str] = ()) -> Callable[[Function], Function]:
@@ -78,7 +78,7 @@ def fake_kernel(name: str, *, writes: Sequence[str] = ()) -> Callable[[Function]
         writes: names of parameters whose tensors the kernel writes: their values are unknown from then on.
 
     Raises:
-        UsageError: the name is neither, or ``writes`` holds no names.
+        UsageError: the name is neither of these, or ``writes`` is not a list of names.
     """
     text_argument("name", name)
     if isinstance(writes, str | bytes) or not isinstance(writes, Iterable):
@@ -130,7 +130,7 @@ def load() -> None:
         runpy.run_path(str(path))
     except UsageError:
         raise
-    except Exception as error:  # the file is the user's: whatever it raises is told as its error
+    except Exception as error:  # the file is the user's, and so is whatever it raises
         line = next((f.lineno for f in _frames(error) if Path(f.filename) == path), None)
         at = "" if line is None else f", line {line}"
         raise UsageError(

@@ -1,8 +1,8 @@
-"""What CUDA kernels and libraries allocate beyond their outputs: pure functions of arguments, card and torch
-version.
+"""What CUDA kernels and libraries allocate beyond their outputs: pure functions of arguments, card and torch version.
 
-One module per family of kernels. Every rule names the file and function of torch's C++ that it follows;
-where a closed library decides, the figure is an estimate and carries an error bar.
+One module per family of kernels; each that has a table ``RULES`` takes part, there is no list to add it to. Every rule
+names the file and function of torch's C++ that it follows; where a closed library decides, the figure is an estimate
+and carries an error bar.
 
 Exact, block by block as the C++ takes and gives them back (rules.py): embedding and index backward, deterministic
 writes, sorts, topk, scans, reductions, losses, pooling and interpolation, copies. CUB's storage (cub.py) follows CUDA
@@ -16,6 +16,13 @@ factors and the handles of libraries, which lie outside the allocator; products 
 nested tensors; what quantised kernels keep.
 """
 
+from __future__ import annotations
+
+import pkgutil
+from importlib import import_module
+
+import torch
+
 from vramfit.virtual.kernels.matmul import (
     Blas,
     blas_libraries,
@@ -27,9 +34,9 @@ from vramfit.virtual.kernels.matmul import (
     workspaces_are_unified,
 )
 from vramfit.virtual.kernels.metas import METAS
-from vramfit.virtual.kernels.registry import covered, extras, has_rule
+from vramfit.virtual.kernels.rules import Rule
 from vramfit.virtual.kernels.sdpa import SdpaBackend, choose_backend
-from vramfit.virtual.op_call import Extras, KernelContext
+from vramfit.virtual.op_call import Extras, KernelContext, OpCall
 
 __all__ = [
     "METAS",
@@ -49,3 +56,29 @@ __all__ = [
     "workspace_is_cached",
     "workspaces_are_unified",
 ]
+
+_RULES: dict[torch._ops.OpOverload, Rule] = {}
+for _found in pkgutil.iter_modules(__path__):
+    _RULES |= getattr(import_module(f"{__name__}.{_found.name}"), "RULES", {})
+
+
+def extras(call: OpCall) -> Extras | None:
+    """Temporaries that an op's CUDA kernel allocates; None when it allocates nothing beyond its outputs.
+
+    Calls that were measured on the card are answered from its profile.
+    """
+    profile = call.context.profile
+    if profile is not None and (measured := profile.extras(call)) is not None:
+        return measured
+    rule = _RULES.get(call.func)
+    return rule(call) if rule is not None else None
+
+
+def has_rule(func: torch._ops.OpOverload) -> bool:
+    """Whether an op has a rule."""
+    return func in _RULES
+
+
+def covered() -> frozenset[str]:
+    """Names of the op overloads that have a rule."""
+    return frozenset(str(func) for func in _RULES)

@@ -290,9 +290,8 @@ def _sdp_efficient_backward(call: OpCall) -> Extras | None:
     copy = _copy_unless(grad.transpose(1, 2).is_contiguous(), grad)
     if chunk == batch:
         return _extras([copy], after)
-    gradients = [
-        nbytes(tensor) // batch * chunk for tensor in (query, key, value)
-    ]  # of one chunk, then copied
+    # Gradients of one chunk, then copied.
+    gradients = [nbytes(tensor) // batch * chunk for tensor in (query, key, value)]
     return _extras([], [copy // batch * chunk, *gradients, *after])
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from vramfit.virtual.kernels.rules import Rule, Scratch, nbytes, sequence, table
-from vramfit.virtual.op_call import Extras, OpCall
+from vramfit.virtual.kernels.rules import Rule, Scratch, after_outputs, around_outputs, nbytes, table
+from vramfit.virtual.op_call import OpCall
 
 
 def _lengths(scratch: Scratch, lengths: Any) -> None:
@@ -22,22 +22,21 @@ def _lengths(scratch: Scratch, lengths: Any) -> None:
         scratch.take(batch * 8)
 
 
-def _forward(call: OpCall) -> Extras | None:
+@after_outputs
+def _forward(call: OpCall, scratch: Scratch) -> None:
     """``_ctc_loss``: its log alphas are an output."""
-    scratch = Scratch()
     _lengths(scratch, call.args[2])
-    return sequence(after=scratch)
 
 
-def _backward(call: OpCall) -> Extras | None:
+@around_outputs
+def _backward(call: OpCall, before: Scratch, after: Scratch) -> None:
     """``_ctc_loss_backward``: log betas as large as the log alphas, before the gradient."""
-    before, after = Scratch(), Scratch()
     before.take(nbytes(call.args[6]))
     _lengths(after, call.args[3])
-    return sequence(before, after)
 
 
-def _cudnn(call: OpCall) -> Extras | None:
+@after_outputs
+def _cudnn(call: OpCall, scratch: Scratch) -> None:
     """``_cudnn_ctc_loss``: its workspace is estimated as alphas and betas of the extended targets in float32."""
     log_probs, lengths = call.args[0], call.args[3]
     longest = 0
@@ -46,10 +45,8 @@ def _cudnn(call: OpCall) -> Extras | None:
     elif call.args[1].dim() == 1 and len(lengths):
         longest = call.args[1].shape[0] // len(lengths)
     states = log_probs.shape[0] * len(lengths) * (2 * longest + 1) * 4
-    scratch = Scratch()
     scratch.take(2 * states)
     scratch.doubt((2 * states + 4096, 2 * states))
-    return sequence(after=scratch)
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table(

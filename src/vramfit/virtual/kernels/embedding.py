@@ -10,9 +10,17 @@ from __future__ import annotations
 import torch
 
 from vramfit.virtual.kernels.cub import scan_bytes, scan_error, select_bytes, sort_bytes, sort_error
-from vramfit.virtual.kernels.rules import Rule, Scratch, ceil_div, nbytes, round_up, sequence, table
+from vramfit.virtual.kernels.rules import (
+    Rule,
+    Scratch,
+    around_outputs,
+    before_outputs,
+    ceil_div,
+    round_up,
+    table,
+)
 from vramfit.virtual.kernels.sorting import sort
-from vramfit.virtual.op_call import Extras, KernelContext, OpCall
+from vramfit.virtual.op_call import KernelContext, OpCall
 
 _UNSORTED = 3072
 _ROWS_PER_THREAD = 10  # NROWS_PER_THREAD
@@ -21,7 +29,8 @@ _BLOCKS_PER_SM = 4  # MAX_ATOMIC_ACCUM_BLOCKS_PER_SM
 _MAX = 2  # EmbeddingBagMode
 
 
-def _dense_backward(call: OpCall) -> Extras | None:
+@around_outputs
+def _dense_backward(call: OpCall, before: Scratch, after: Scratch) -> None:
     """``embedding_dense_backward(grad, indices, num_weights, padding_idx, scale_grad_by_freq)``.
 
     The gradient table is allocated after the indices are sorted, and before they are split into segments.
@@ -30,13 +39,11 @@ def _dense_backward(call: OpCall) -> Extras | None:
     weights = call.argument(2, "num_weights")
     by_frequency = bool(call.argument(4, "scale_grad_by_freq"))
     count, index = indices.numel(), indices.element_size()
-    before, after = Scratch(), Scratch()
-    before.take(0 if indices.is_contiguous() else nbytes(indices))
-    before.take(0 if grad.is_contiguous() else nbytes(grad))
+    before.copy(indices)
+    before.copy(grad)
     if count > _UNSORTED or (by_frequency and count):
         _sorted(before, count, index, call.context, counted=by_frequency)
         _segments(after, count, index, grad.shape[-1], weights, grad.element_size(), call.context)
-    return sequence(before, after)
 
 
 def _sorted(scratch: Scratch, count: int, index: int, ctx: KernelContext, *, counted: bool) -> None:
@@ -90,13 +97,13 @@ def _segments(
         scratch.take(partials * width * accumulator)
 
 
-def _renorm(call: OpCall) -> Extras | None:
+@before_outputs
+def _renorm(call: OpCall, scratch: Scratch) -> None:
     """``embedding_renorm_`` (``max_norm``): sorted indices, which are unique among them (Embedding.cu)."""
     indices = call.args[1]
     count, index = indices.numel(), indices.element_size()
     if not count:
-        return None
-    scratch = Scratch()
+        return
     scratch.take(count * index)
     order = scratch.take(count * 8)
     sort(scratch, indices, -1, call.context)
@@ -104,10 +111,10 @@ def _renorm(call: OpCall) -> Extras | None:
     scratch.take(count * index)
     scratch.take(8)
     scratch.use(select_bytes(count, index))
-    return sequence(before=scratch)
 
 
-def _bag_backward(call: OpCall) -> Extras | None:
+@around_outputs
+def _bag_backward(call: OpCall, before: Scratch, after: Scratch) -> None:
     """``_embedding_bag_dense_backward``: sums and means sort, as above; the largest are added where they came from.
 
     EmbeddingBag.cu ``_embedding_bag_dense_backward_cuda``: an index array of the bags is sorted along. Repeated
@@ -118,12 +125,10 @@ def _bag_backward(call: OpCall) -> Extras | None:
     by_frequency = bool(call.argument(6, "scale_grad_by_freq", False))
     mode = call.argument(7, "mode", 0)
     count, index = indices.numel(), indices.element_size()
-    before, after = Scratch(), Scratch()
-    before.take(0 if grad.is_contiguous() else nbytes(grad))
+    before.copy(grad)
     if mode != _MAX and count:
         _sorted(before, count, index, call.context, counted=by_frequency)
         _segments(after, count, index, grad.shape[-1], weights, grad.element_size(), call.context, bags=True)
-    return sequence(before, after)
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table(

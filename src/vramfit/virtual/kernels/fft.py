@@ -12,8 +12,8 @@ from itertools import pairwise
 
 import torch
 
-from vramfit.virtual.kernels.rules import Rule, Scratch, nbytes, sequence, table
-from vramfit.virtual.op_call import Extras, OpCall
+from vramfit.virtual.kernels.rules import Rule, Scratch, after_outputs, nbytes, table
+from vramfit.virtual.op_call import OpCall
 
 _MOST_DIMS = 3  # cufft_max_ndim
 _ONE_KERNEL = 4096  # longest smooth length that one kernel transforms
@@ -52,17 +52,16 @@ def _execute(
     scratch.doubt((nbytes_ if smooth else (_WORST - 1) * nbytes_, area))
 
 
-def _plain(call: OpCall) -> Extras | None:
+@after_outputs
+def _plain(call: OpCall, scratch: Scratch) -> None:
     """``_fft_c2c``: up to three dimensions at a time; beyond that a second tensor of the result's size."""
     source, dims = call.args[0], [d % call.args[0].dim() for d in call.args[1]]
     if not dims or not source.numel():
-        return None
-    scratch = Scratch()
+        return
     if len(dims) > _MOST_DIMS:
         scratch.take(nbytes(call.out))
     dims = sorted(dims, key=lambda d: source.stride()[d])[:_MOST_DIMS]
     _execute(scratch, source, dims, [source.shape[d] for d in dims], nbytes(call.out))
-    return sequence(after=scratch)
 
 
 def _at_once(dims: list[int]) -> bool:
@@ -70,34 +69,32 @@ def _at_once(dims: list[int]) -> bool:
     return len(dims) <= _MOST_DIMS and not (len(dims) >= 2 and dims[:2] == [0, 1])
 
 
-def _from_real(call: OpCall) -> Extras | None:
+@after_outputs
+def _from_real(call: OpCall, scratch: Scratch) -> None:
     """``_fft_r2c``: where not all dimensions go at once, a second tensor of the result's size."""
     source = call.args[0]
     dims = [d % source.dim() for d in call.args[1]]
     if not dims or not source.numel():
-        return None
-    scratch = Scratch()
+        return
     if not _at_once(dims):
         scratch.take(nbytes(call.out) if len(dims) > 1 else 0)
         dims = dims[-1:]
     _execute(scratch, source, dims, [source.shape[d] for d in dims], nbytes(call.out))
-    return sequence(after=scratch)
 
 
-def _to_real(call: OpCall) -> Extras | None:
+@after_outputs
+def _to_real(call: OpCall, scratch: Scratch) -> None:
     """``_fft_c2r``: of a copy, since cuFFT overwrites its input."""
     source = call.args[0]
     dims = [d % source.dim() for d in call.args[1]]
     if not dims or not source.numel():
-        return None
+        return
     length = call.argument(3, "last_dim_size")
-    scratch = Scratch()
     scratch.take(nbytes(source))
     dense = source if source.is_contiguous() else source.new_empty(source.shape)
     executed = dims if _at_once(dims) else dims[-1:]
     lengths = [source.shape[d] for d in executed[:-1]] + [length]
     _execute(scratch, dense, executed, lengths, nbytes(source))
-    return sequence(after=scratch)
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table(

@@ -12,7 +12,16 @@ import torch
 
 from vramfit.virtual.kernels.cub import scan_bytes, scan_error, sort_bytes, sort_error
 from vramfit.virtual.kernels.reduction import reduce_extras
-from vramfit.virtual.kernels.rules import Rule, Scratch, nbytes, sequence, table, temporaries, workspace
+from vramfit.virtual.kernels.rules import (
+    Rule,
+    Scratch,
+    after_outputs,
+    nbytes,
+    sequence,
+    table,
+    temporaries,
+    workspace,
+)
 from vramfit.virtual.op_call import Extras, KernelContext, OpCall
 
 _INDEX = 8
@@ -59,7 +68,7 @@ def put_sorted(
     count = torch.broadcast_shapes(*(index.shape for index in tensors)).numel()
     if not count:
         return
-    scratch.take(0 if target.is_contiguous() else nbytes(target))
+    scratch.copy(target)
     for index in tensors:
         scratch.take(index.numel() * _INDEX if index.dtype is torch.int32 else 0)
     _linear_index(scratch, tensors, target.device, count, ctx, unsafe=unsafe)
@@ -130,36 +139,35 @@ def _linear_index(
             scratch.give(product)
 
 
-def _index_add(call: OpCall) -> Extras | None:
+@after_outputs
+def _index_add(call: OpCall, scratch: Scratch) -> None:
     """``index_add``: atomic sums; in deterministic mode ``index_put_`` with accumulation of the scaled source."""
     target = call.args[0]
     if not call.context.deterministic or not target.dim():
-        return None
+        return
     dim, index = call.argument(1, "dim"), call.argument(2, "index")
     values = call.argument(3, "source")
-    scratch = Scratch()
     scratch.take(index.numel() * _INDEX if index.dtype is torch.int32 else 0)
     scratch.take(nbytes(values))  # source * alpha
     indices = [None] * (dim % target.dim()) + [index]
     put_sorted(scratch, target, indices, values.new_empty(values.shape), call.context, unsafe=False)
-    return sequence(after=scratch)
 
 
-def _index_copy(call: OpCall) -> Extras | None:
+@after_outputs
+def _index_copy(call: OpCall, scratch: Scratch) -> None:
     """``index_copy``: in deterministic mode ``index_put_`` without accumulation (TensorAdvancedIndexing.cpp)."""
     target = call.args[0]
     if not call.context.deterministic or not target.dim():
-        return None
+        return
     dim, index = call.argument(1, "dim"), call.argument(2, "index")
     values = call.argument(3, "source")
-    scratch = Scratch()
     if values.numel() > 1:
         indices = [None] * (dim % target.dim()) + [index]
         put_sorted(scratch, target, indices, values, call.context, unsafe=False)
-    return sequence(after=scratch)
 
 
-def _scatter(call: OpCall) -> Extras | None:
+@after_outputs
+def _scatter(call: OpCall, scratch: Scratch) -> None:
     """``scatter`` and ``scatter_add``: in deterministic mode ``index_put_``.
 
     ``scatter_impl`` calls ``_scatter_via_index_put``: an index expanded over the other dimensions addresses whole
@@ -168,12 +176,11 @@ def _scatter(call: OpCall) -> Extras | None:
     """
     target = call.args[0]
     if not call.context.deterministic or not target.dim():
-        return None
+        return
     dim, index = call.argument(1, "dim") % target.dim(), call.argument(2, "index")
     source = call.argument(3, "src")
     if not isinstance(source, torch.Tensor) or not index.numel():
-        return None
-    scratch = Scratch()
+        return
     others = [axis for axis in range(index.dim()) if axis != dim]
     part = source.as_strided(index.shape, source.stride())
     indices: list[torch.Tensor | None]
@@ -187,7 +194,6 @@ def _scatter(call: OpCall) -> Extras | None:
         indices = [index] * target.dim()
         scratch.doubt((index.numel() * index.dim() * _INDEX, 0))
     put_sorted(scratch, target, indices, part, call.context, unsafe=False)
-    return sequence(after=scratch)
 
 
 def _scatter_reduce(call: OpCall) -> Extras | None:
@@ -213,31 +219,29 @@ def _index(call: OpCall) -> Extras | None:
     return workspace(*sizes)
 
 
-def _masked_scatter(call: OpCall) -> Extras | None:
+@after_outputs
+def _masked_scatter(call: OpCall, scratch: Scratch) -> None:
     """``masked_scatter``: a running count of the mask (IndexKernel.cpp, ``masked_scatter__cuda``; IndexKernel.cu,
     ``launch_masked_scatter_kernel``), of contiguous tensors."""
     target, mask, source = call.args[:3]
     count = target.numel()
-    scratch = Scratch()
     scratch.take(count * _INDEX)
     scratch.take(0 if mask.shape == target.shape and mask.is_contiguous() else count)
     storage = scan_bytes(count, _INDEX)
     scratch.use(storage)
     scratch.doubt(scan_error(storage))
-    scratch.take(0 if source.is_contiguous() else nbytes(source))
-    return sequence(after=scratch)
+    scratch.copy(source)
 
 
-def _index_reduce(call: OpCall) -> Extras | None:
+@after_outputs
+def _index_reduce(call: OpCall, scratch: Scratch) -> None:
     """``index_reduce`` with ``mean`` counts what falls into each place (Indexing.cu,
     ``index_reduce_func_cuda_impl``)."""
     if call.argument(4, "reduce") != "mean" or not isinstance(call.out, torch.Tensor):
-        return None
-    scratch = Scratch()
+        return
     scratch.take(nbytes(call.out))
     scratch.use(nbytes(call.argument(3, "source")))  # ones
     scratch.use(call.out.numel())  # where nothing fell
-    return sequence(after=scratch)
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table(

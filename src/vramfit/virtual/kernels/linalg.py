@@ -8,14 +8,22 @@ ones; the error bars reach from nothing to twice as much and a page.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from vramfit.virtual.kernels.rules import Rule, Scratch, nbytes, sequence, table
-from vramfit.virtual.op_call import Extras, OpCall
+from vramfit.virtual.kernels.rules import Rule, Scratch, after_outputs, before_outputs, nbytes, table
+from vramfit.virtual.op_call import OpCall
 
 _PANEL = 64  # columns that a blocked factorisation works on at a time
 _POINTER = 8
 _STATUS = 4  # an int32 for each matrix
+
+
+def _of_matrices(fill: Callable[[OpCall, Scratch], None]) -> Rule:
+    """The rule of an op that takes its blocks after its outputs, and none for an empty input."""
+    rule = after_outputs(fill)
+    return lambda call: rule(call) if call.args[0].numel() else None
 
 
 def _matrices(tensor: torch.Tensor) -> tuple[int, int, int]:
@@ -43,17 +51,14 @@ def _pointers(scratch: Scratch, tensor: torch.Tensor, arrays: int = 1) -> None:
         scratch.take(batch * _POINTER if batch > 1 else 0)
 
 
-def _cholesky(call: OpCall) -> Extras | None:
+@_of_matrices
+def _cholesky(call: OpCall, scratch: Scratch) -> None:
     """``linalg_cholesky_ex``: in the output; a batch through pointers."""
     source = call.args[0]
-    if not source.numel():
-        return None
-    scratch = Scratch()
     if _matrices(source)[0] > 1:
         _pointers(scratch, source)
     else:
         _panels(scratch, source)
-    return sequence(after=scratch)
 
 
 def _factored(scratch: Scratch, source: torch.Tensor) -> None:
@@ -65,27 +70,21 @@ def _factored(scratch: Scratch, source: torch.Tensor) -> None:
         _panels(scratch, source)
 
 
-def _lu(call: OpCall) -> Extras | None:
+@_of_matrices
+def _lu(call: OpCall, scratch: Scratch) -> None:
     """``linalg_lu_factor_ex``: a column-major copy is the output."""
-    if not call.args[0].numel():
-        return None
-    scratch = Scratch()
     _factored(scratch, call.args[0])
-    return sequence(after=scratch)
 
 
-def _lu_parts(call: OpCall) -> Extras | None:
+@_of_matrices
+def _lu_parts(call: OpCall, scratch: Scratch) -> None:
     """``linalg_lu``: pivots, status and the permutation that they mean (``linalg_lu_out``, ``lu_unpack_out``)."""
     source = call.args[0]
-    if not source.numel():
-        return None
     batch, rows, columns = _matrices(source)
-    scratch = Scratch()
     scratch.take(batch * min(rows, columns) * 4)
     scratch.take(batch * _STATUS)
     _factored(scratch, source)
     scratch.take(batch * rows * 8)
-    return sequence(after=scratch)
 
 
 def _solved(scratch: Scratch, source: torch.Tensor) -> None:
@@ -94,147 +93,116 @@ def _solved(scratch: Scratch, source: torch.Tensor) -> None:
         _pointers(scratch, source, arrays=2)
 
 
-def _solve(call: OpCall) -> Extras | None:
+@_of_matrices
+def _solve(call: OpCall, scratch: Scratch) -> None:
     """``_linalg_solve_ex``: its factors are outputs, and the right-hand side is copied into the result."""
-    if not call.args[0].numel():
-        return None
-    scratch = Scratch()
     _solved(scratch, call.args[0])
-    return sequence(after=scratch)
 
 
-def _inverse(call: OpCall) -> Extras | None:
+@_of_matrices
+def _inverse(call: OpCall, scratch: Scratch) -> None:
     """``linalg_inv_ex``: solved for the identity, beside factors and pivots (``linalg_inv_ex_out``)."""
     source = call.args[0]
-    if not source.numel():
-        return None
     batch, rows, _ = _matrices(source)
-    scratch = Scratch()
     scratch.take(nbytes(source))
     scratch.take(batch * rows * 4)
     _solved(scratch, source)
-    return sequence(after=scratch)
 
 
-def _determinant(call: OpCall) -> Extras | None:
+@_of_matrices
+def _determinant(call: OpCall, scratch: Scratch) -> None:
     """``_linalg_det``, ``_linalg_slogdet``: factors and pivots are outputs; status, and the diagonal's product."""
     source = call.args[0]
-    if not source.numel():
-        return None
     batch, rows, _ = _matrices(source)
-    scratch = Scratch()
     scratch.take(batch * _STATUS)
     _factored(scratch, source)
     scratch.take(batch * rows * source.element_size())
-    return sequence(after=scratch)
 
 
-def _qr(call: OpCall) -> Extras | None:
+@_of_matrices
+def _qr(call: OpCall, scratch: Scratch) -> None:
     """``linalg_qr``: the factors of the reflectors; Q is made where they were (``linalg_qr_out``)."""
     source = call.args[0]
-    if not source.numel():
-        return None
     batch, rows, columns = _matrices(source)
-    scratch = Scratch()
     if call.argument(1, "mode", "reduced") == "r":
         scratch.take(nbytes(source))  # there is no Q to work in
     scratch.take(batch * min(rows, columns) * source.element_size())
     _panels(scratch, source)
-    return sequence(after=scratch)
 
 
-def _reflectors(call: OpCall) -> Extras | None:
+@_of_matrices
+def _reflectors(call: OpCall, scratch: Scratch) -> None:
     """``geqrf``, ``linalg_householder_product``, ``ormqr``, ``linalg_ldl_factor_ex``: work in their output."""
-    if not call.args[0].numel():
-        return None
-    scratch = Scratch()
     _panels(scratch, call.args[0])
-    return sequence(after=scratch)
 
 
-def _svd(call: OpCall) -> Extras | None:
+@_of_matrices
+def _svd(call: OpCall, scratch: Scratch) -> None:
     """``_linalg_svd``: a copy that cuSOLVER overwrites, and the vectors even when only values are wanted
     (``svd_cusolver``)."""
     source = call.args[0]
-    if not source.numel():
-        return None
     batch, rows, columns = _matrices(source)
     least, element = min(rows, columns), source.element_size()
-    scratch = Scratch()
     scratch.take(nbytes(source))
     scratch.take(batch * _STATUS)
     if not call.argument(2, "compute_uv", True):
         scratch.take(batch * rows * least * element)
         scratch.take(batch * columns * least * element)
     _area(scratch, (rows * columns + 2 * least * least) * element)
-    return sequence(after=scratch)
 
 
-def _eigh(call: OpCall) -> Extras | None:
+@_of_matrices
+def _eigh(call: OpCall, scratch: Scratch) -> None:
     """``_linalg_eigh``: vectors replace a copy of the matrix, which is an output where they are wanted
     (``linalg_eigh_cusolver``)."""
     source = call.args[0]
-    if not source.numel():
-        return None
     batch, rows, _ = _matrices(source)
-    scratch = Scratch()
     if not call.argument(2, "compute_v", True):
         scratch.take(nbytes(source))
     scratch.take(batch * _STATUS)
     _area(scratch, (2 * rows * rows + 8 * rows) * source.element_size())
-    return sequence(after=scratch)
 
 
-def _eig(call: OpCall) -> Extras | None:
+@_of_matrices
+def _eig(call: OpCall, scratch: Scratch) -> None:
     """``linalg_eig``: a copy that the solver overwrites; for real matrices also the vectors' real form
     (``linalg_eig_cusolver_xgeev``; MAGMA does it on the host)."""
     source = call.args[0]
-    if not source.numel():
-        return None
     batch, rows, _ = _matrices(source)
-    scratch = Scratch()
     scratch.take(nbytes(source))
     scratch.take(batch * _STATUS)
     scratch.take(0 if source.is_complex() else nbytes(source))
     _area(scratch, 3 * rows * rows * source.element_size())
-    return sequence(after=scratch)
 
 
-def _triangular(call: OpCall) -> Extras | None:
+@_of_matrices
+def _triangular(call: OpCall, scratch: Scratch) -> None:
     """``linalg_solve_triangular``, ``triangular_solve``: cuBLAS works in the result; a batch through pointers."""
-    if not call.args[0].numel():
-        return None
-    scratch = Scratch()
     _pointers(scratch, call.args[0], arrays=2)
-    return sequence(after=scratch)
 
 
-def _cholesky_solve(call: OpCall) -> Extras | None:
+@_of_matrices
+def _cholesky_solve(call: OpCall, scratch: Scratch) -> None:
     """``cholesky_solve``: a column-major copy of the factor beside that of the right-hand side, the result
     (``_cholesky_solve_helper_cuda``)."""
-    if not call.args[0].numel():
-        return None
-    scratch = Scratch()
     scratch.take(nbytes(call.args[1]))
     _pointers(scratch, call.args[1], arrays=2)
     scratch.take(_STATUS)
-    return sequence(after=scratch)
 
 
-def _exponential(call: OpCall) -> Extras | None:
+@before_outputs
+def _exponential(call: OpCall, scratch: Scratch) -> None:
     """``linalg_matrix_exp``: powers and their combinations, as many as the norm asks for.
 
     native/LinearAlgebra.cpp ``compute_T18`` keeps five of each and two products; smaller norms need three.
     """
     source = call.args[0]
     if not source.numel() or source.shape[-1] < 2:
-        return None
+        return
     size = nbytes(source)
-    scratch = Scratch()
     for copies in (5, 5, 2):
         scratch.take(copies * size)
     scratch.doubt((3 * size, 6 * size))
-    return sequence(before=scratch)
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table(

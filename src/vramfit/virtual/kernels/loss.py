@@ -5,33 +5,27 @@ aten/src/ATen/native/cuda/SoftMax.cu, NLLLoss2d.cu, Loss.cu, native/Loss.cpp.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from vramfit.virtual.kernels.reduction import reduce_dense
-from vramfit.virtual.kernels.rules import Rule, nbytes, table, temporaries, workspace
+from vramfit.virtual.kernels.rules import Rule, dense_copy, nbytes, table, temporaries, workspace
 from vramfit.virtual.op_call import Extras, KernelContext, OpCall
-
-
-def _copy(tensor: Any) -> int:
-    return 0 if not isinstance(tensor, torch.Tensor) or tensor.is_contiguous() else nbytes(tensor)
 
 
 def _softmax(call: OpCall) -> Extras | None:
     """``host_softmax``: input made contiguous."""
-    return temporaries(_copy(call.args[0]))
+    return temporaries(dense_copy(call.args[0]))
 
 
 def _softmax_backward(call: OpCall) -> Extras | None:
     """``softmax_backward_cuda_out`` multiplies gradient and output into a tensor of their size, beside the
     result; ``host_softmax_backward`` wants both contiguous."""
     grad, output = call.args[:2]
-    return temporaries(nbytes(grad), _copy(grad), _copy(output))
+    return temporaries(nbytes(grad), dense_copy(grad), dense_copy(output))
 
 
 def _log_softmax_backward(call: OpCall) -> Extras | None:
-    return temporaries(_copy(call.args[0]), _copy(call.args[1]))
+    return temporaries(dense_copy(call.args[0]), dense_copy(call.args[1]))
 
 
 def _nll(call: OpCall) -> Extras | None:
@@ -39,16 +33,16 @@ def _nll(call: OpCall) -> Extras | None:
     are not reduced the weights alone."""
     weight = call.argument(2, "weight")
     if call.argument(3, "reduction", 1) == 0 and call.args[0].dim() != 1:
-        return temporaries(_copy(weight))
-    return temporaries(_copy(call.args[0]), _copy(call.args[1]), _copy(weight))
+        return temporaries(dense_copy(weight))
+    return temporaries(dense_copy(call.args[0]), dense_copy(call.args[1]), dense_copy(weight))
 
 
 def _nll_backward(call: OpCall) -> Extras | None:
     """``nll_loss_backward_out_cuda_template`` copies what is not dense; it does not read the log-probabilities."""
     weight = call.argument(3, "weight")
     if call.argument(4, "reduction", 1) == 0 and call.args[1].dim() != 1:
-        return temporaries(_copy(weight))
-    return temporaries(_copy(call.args[0]), _copy(call.args[2]), _copy(weight))
+        return temporaries(dense_copy(weight))
+    return temporaries(dense_copy(call.args[0]), dense_copy(call.args[2]), dense_copy(weight))
 
 
 def _reducing(count: int, dtype: torch.dtype, ctx: KernelContext) -> tuple[int, ...]:
@@ -91,8 +85,8 @@ def _multilabel(call: OpCall) -> Extras | None:
     (MultiLabelMarginCriterion.cu)."""
     source = call.args[0]
     if call.argument(2, "reduction", 1) == 0 or source.dim() < 2:
-        return workspace(_copy(source))
-    return Extras(tuple(s for s in (_copy(source),) if s), (source.shape[0] * source.element_size(),))
+        return workspace(dense_copy(source))
+    return Extras(tuple(s for s in (dense_copy(source),) if s), (source.shape[0] * source.element_size(),))
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table(

@@ -88,8 +88,8 @@ def signature(
 ) -> str:
     """What decides the temporaries of a call: shapes, types and layouts, numbers, and switches.
 
-    Real and fake tensors give the same text. Of a float only whether it is 0 or 1 is told, and where a tensor lies
-    only if that is not the card. Raw bytes that cuDNN keeps have the size that it likes, which the rest decides.
+    Real and fake tensors give the same text. A float is named only if it is 0 or 1, and a tensor's device only if that
+    is not the card. The size of raw bytes that cuDNN keeps is left out: the rest of the call decides it.
     """
     names, raw = _facts(func)
     words = [
@@ -152,7 +152,7 @@ def _layout(tensor: torch.Tensor) -> str:
 
 
 def library_of(func: torch._ops.OpOverload) -> str | None:
-    """The library whose first use makes the context grow; cuBLAS is told by its workspace."""
+    """The library whose first use makes the context grow; cuBLAS is recognised by its workspace instead."""
     name = func._schema.name.removeprefix("aten::")
     if "convolution" in name or "cudnn" in name:
         return "cudnn"
@@ -164,7 +164,7 @@ def library_of(func: torch._ops.OpOverload) -> str | None:
 
 
 class MeasuredTable:
-    """The measured calls of a profile, ready to be asked.
+    """The measured calls of a profile, by op and signature.
 
     Args:
         profile: where they come from.

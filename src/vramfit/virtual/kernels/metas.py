@@ -61,7 +61,7 @@ def _efficient_attention(func: torch._ops.OpOverload, seed_at: int) -> Meta:
 
 
 def _cudnn_attention(func: torch._ops.OpOverload) -> Meta:
-    """cuDNN attention makes no logsumexp unless asked to (native/cudnn/MHA.cpp, ``run_cudnn_SDP_fprop``)."""
+    """cuDNN attention makes no logsumexp unless the call wants one (native/cudnn/MHA.cpp, ``run_cudnn_SDP_fprop``)."""
 
     def meta(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
         results = _results(mode, func, args, kwargs)

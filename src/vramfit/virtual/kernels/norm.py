@@ -12,17 +12,8 @@ from typing import Any
 import torch
 
 from vramfit.virtual.kernels.reduction import reduce_extras
-from vramfit.virtual.kernels.rules import Rule, ceil_div, nbytes, table, temporaries
+from vramfit.virtual.kernels.rules import Rule, ceil_div, dense_copy, table, temporaries, workspace
 from vramfit.virtual.op_call import Extras, KernelContext, OpCall
-
-
-def _dense_copy(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None or tensor.is_contiguous() else nbytes(tensor)
-
-
-def _before(*sizes: int) -> Extras | None:
-    kept = tuple(size for size in sizes if size)
-    return Extras(before=kept) if kept else None
 
 
 def _accumulator(tensor: torch.Tensor) -> int:
@@ -35,12 +26,12 @@ def _accumulator(tensor: torch.Tensor) -> int:
 def _layer_norm(call: OpCall) -> Extras | None:
     """``layer_norm_cuda``: works on contiguous input and parameters."""
     weight, bias = call.argument(2, "weight"), call.argument(3, "bias")
-    return _before(_dense_copy(call.args[0]), _dense_copy(weight), _dense_copy(bias))
+    return workspace(dense_copy(call.args[0]), dense_copy(weight), dense_copy(bias))
 
 
 def _rms_norm(call: OpCall) -> Extras | None:
     """``_fused_rms_norm_cuda`` copies what is not dense, as layer norm does."""
-    return _before(_dense_copy(call.args[0]), _dense_copy(call.argument(2, "weight")))
+    return workspace(dense_copy(call.args[0]), dense_copy(call.argument(2, "weight")))
 
 
 def partial_rows(rows: int, width: int, sm_count: int) -> int:
@@ -69,7 +60,7 @@ def _layer_norm_backward(call: OpCall) -> Extras | None:
     """``layer_norm_backward_cuda``: contiguous gradient and input, and partial sums for tall inputs."""
     grad, source, normalized, weight = call.args[0], call.args[1], call.args[2], call.args[5]
     wanted = sum(result is not None for result in call.out[1:3])
-    copies = tuple(s for s in (_dense_copy(source), _dense_copy(weight), _dense_copy(grad)) if s)
+    copies = tuple(s for s in (dense_copy(source), dense_copy(weight), dense_copy(grad)) if s)
     partials = tuple(s for s in _parameter_partials(source, normalized, wanted, call.context) if s)
     return Extras(copies, partials) if copies or partials else None
 
@@ -78,7 +69,7 @@ def _rms_norm_backward(call: OpCall) -> Extras | None:
     """``_fused_rms_norm_backward_cuda(grad, input, normalized_shape, rstd, weight, mask)``."""
     grad, source, normalized, weight = call.args[0], call.args[1], call.args[2], call.args[4]
     wanted = 1 if call.out[1] is not None else 0
-    copies = tuple(s for s in (_dense_copy(source), _dense_copy(weight), _dense_copy(grad)) if s)
+    copies = tuple(s for s in (dense_copy(source), dense_copy(weight), dense_copy(grad)) if s)
     partials = tuple(s for s in _parameter_partials(source, normalized, wanted, call.context) if s)
     return Extras(copies, partials) if copies or partials else None
 
@@ -180,11 +171,11 @@ def _native_batch_norm_backward(call: OpCall) -> Extras | None:
     """
     grad, source = call.args[0], call.args[1]
     if not _channels_last_backward(source):
-        return _before(_dense_copy(grad))
+        return workspace(dense_copy(grad))
     sums = source.shape[1] * 4
     if not _channels_last_backward(grad):
         return Extras(
-            before=tuple(s for s in (_dense_copy(grad), _dense_copy(source)) if s), after=(sums, sums)
+            before=tuple(s for s in (dense_copy(grad), dense_copy(source)) if s), after=(sums, sums)
         )
     return temporaries(sums, sums, *_staging(source, 2))
 
@@ -194,7 +185,7 @@ def _batch_norm_backward_reduce(call: OpCall) -> Extras | None:
     grad, source = call.args[:2]
     if _channels_last_backward(grad) and _channels_last_backward(source):
         return temporaries(*_staging(source, 2))
-    return _before(_dense_copy(grad), _dense_copy(source))
+    return workspace(dense_copy(grad), dense_copy(source))
 
 
 def _cudnn_batch_norm_error(call: OpCall) -> Extras | None:

@@ -9,11 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 
-from vramfit.virtual.kernels.rules import Rule, Scratch, ceil_div, is_dense, nbytes, sequence, table
+from vramfit.virtual.kernels.rules import (
+    Rule,
+    Scratch,
+    around_outputs,
+    ceil_div,
+    is_dense,
+    nbytes,
+    sequence,
+    table,
+)
 from vramfit.virtual.op_call import Extras, KernelContext, OpCall
 
 _VALUES_PER_THREAD = (16, 256)  # min_values_per_thread, max_values_per_thread
@@ -57,11 +67,7 @@ def global_buffers(
     inner = _coalesced([(shape[d], strides[d]) for d in reduced if shape[d] > 1])
     kept = [d for d in range(len(shape)) if d not in reduced and shape[d] > 1]
     outer = _coalesced([(shape[d], strides[d]) for d in kept])
-    inputs = outputs = 1
-    for size, _ in inner:
-        inputs *= size
-    for size, _ in outer:
-        outputs *= size
+    inputs, outputs = prod(size for size, _ in inner), prod(size for size, _ in outer)
     along_input = not outer or (bool(inner) and inner[0][1] < outer[0][1])
     step_input = step_output = output_vector = 1
     if along_input:
@@ -180,10 +186,7 @@ def _reduce(
             scratch.take(size)
         return
     if not kind.fits_output:  # AccumulationBuffer
-        outputs = 1
-        for axis, size in enumerate(shape):
-            outputs *= 1 if axis in reduced else size
-        scratch.take(outputs * kind.nbytes)
+        scratch.take(prod(size for axis, size in enumerate(shape) if axis not in reduced) * kind.nbytes)
     for piece in pieces:
         blocks = [
             scratch.take(size)
@@ -198,10 +201,7 @@ def _pieces(shape: tuple[int, ...], strides: tuple[int, ...], element: int) -> l
     TensorIterator.cpp ``can_use_32bit_indexing``, ``get_dim_to_split`` and ``SplitUntil32Bit``.
     """
     extents = [(size - 1) * abs(stride) * element for size, stride in zip(shape, strides, strict=True)]
-    numel = 1
-    for size in shape:
-        numel *= size
-    if numel <= _MAX_OFFSET and 1 + sum(extents) <= _MAX_OFFSET:
+    if prod(shape) <= _MAX_OFFSET and 1 + sum(extents) <= _MAX_OFFSET:
         return [shape]
     longest = max(range(len(shape)), key=lambda axis: (extents[axis], -axis))
     half = shape[longest] // 2
@@ -270,13 +270,13 @@ def _prod(call: OpCall) -> Extras | None:
     return _converting(call.args[0], dim, call.out.dtype, call.context, _accumulator(call.out.dtype))
 
 
-def _count_nonzero(call: OpCall) -> Extras | None:
+@around_outputs
+def _count_nonzero(call: OpCall, before: Scratch, after: Scratch) -> None:
     """``count_nonzero``: where the input is not zero, summed as int64 (TensorAdvancedIndexing.cpp,
     ``count_nonzero_cuda``)."""
     source = call.args[0]
     if not source.numel():
-        return None
-    before, after = Scratch(), Scratch()
+        return
     before.take(source.numel())
     after.take(source.numel() * 8)
     shape = tuple(source.shape)
@@ -284,7 +284,6 @@ def _count_nonzero(call: OpCall) -> Extras | None:
         strides = source.stride() if is_dense(source) else torch.empty(shape, device="meta").stride()
         dims = _dims(call.argument(1, "dim"), source.dim())
         _reduce(after, shape, strides, 8, dims, _Accumulator(8), call.context)
-    return sequence(before, after)
 
 
 def _extreme(call: OpCall) -> Extras | None:

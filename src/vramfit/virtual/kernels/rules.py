@@ -39,6 +39,11 @@ def nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def dense_copy(tensor: torch.Tensor | None) -> int:
+    """Bytes of the contiguous copy of a tensor; 0 where it is contiguous already, or not there."""
+    return 0 if tensor is None or tensor.is_contiguous() else nbytes(tensor)
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements fill their memory without gaps or overlap, in whatever order of dimensions."""
     expected = 1
@@ -102,6 +107,10 @@ class Scratch:
         self._taken += 1
         return self._taken
 
+    def copy(self, tensor: torch.Tensor | None) -> int:
+        """Take the block of a tensor's contiguous copy; none where it is contiguous already, or not there."""
+        return self.take(dense_copy(tensor))
+
     def give(self, *blocks: int) -> None:
         """Give blocks back, in this order."""
         self._entries.extend(given_back(block) for block in blocks if block)
@@ -133,3 +142,24 @@ def sequence(before: Scratch | None = None, after: Scratch | None = None) -> Ext
     if not (first or second or above or below):
         return None
     return Extras(before=first, after=second, error_bytes=above, error_below_bytes=below)
+
+
+def around_outputs(fill: Callable[[OpCall, Scratch, Scratch], None]) -> Rule:
+    """The rule of a kernel that takes blocks before the op's outputs, and others after them."""
+
+    def rule(call: OpCall) -> Extras | None:
+        before, after = Scratch(), Scratch()
+        fill(call, before, after)
+        return sequence(before, after)
+
+    return rule
+
+
+def before_outputs(fill: Callable[[OpCall, Scratch], None]) -> Rule:
+    """The rule of a kernel that takes all of its blocks before the op's outputs."""
+    return around_outputs(lambda call, before, _: fill(call, before))
+
+
+def after_outputs(fill: Callable[[OpCall, Scratch], None]) -> Rule:
+    """The rule of a kernel that takes its blocks once the op's outputs are there."""
+    return around_outputs(lambda call, _, after: fill(call, after))

@@ -1,4 +1,4 @@
-"""Running sums and their like: cumsum, cumprod, logcumsumexp, cummax, cummin.
+"""Running sums, products and extremes: cumsum, cumprod, logcumsumexp, cummax, cummin.
 
 aten/src/ATen/native/cuda/ScanKernels.cpp and ScanUtils.cuh (``scan_dim``, ``scan_dim_with_indices``): one long row
 goes through CUB, several rows are scanned by kernels that need no storage. native/ReduceOps.cpp
@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from vramfit.virtual.kernels.cub import scan_bytes, scan_error
-from vramfit.virtual.kernels.rules import Rule, Scratch, nbytes, sequence, table
-from vramfit.virtual.op_call import Extras, KernelContext, OpCall
+from vramfit.virtual.kernels.rules import Rule, Scratch, after_outputs, table
+from vramfit.virtual.op_call import KernelContext, OpCall
 
 
 def scan_row(scratch: Scratch, count: int, dtype: torch.dtype, ctx: KernelContext) -> None:
@@ -28,27 +28,25 @@ def scan_row(scratch: Scratch, count: int, dtype: torch.dtype, ctx: KernelContex
     scratch.doubt(scan_error(storage))
 
 
-def _scan(call: OpCall) -> Extras | None:
-    """``cumsum`` and its like."""
+@after_outputs
+def _scan(call: OpCall, scratch: Scratch) -> None:
+    """Running sums and products."""
     source, dim = call.args[0], call.argument(1, "dim", -1)
     if not source.numel() or not source.dim():
-        return None
+        return
     wanted = call.out.dtype
-    scratch = Scratch()
     if source.dtype != wanted:
         scratch.take(source.numel() * wanted.itemsize)  # keeps the strides of a dense source
-    scratch.take(0 if call.out.is_contiguous() else nbytes(call.out))
+    scratch.copy(call.out)
     scratch.take(0 if source.is_contiguous() else source.numel() * wanted.itemsize)
     if source.numel() == source.shape[dim]:
         scan_row(scratch, source.numel(), wanted, call.context)
-    return sequence(after=scratch)
 
 
-def _with_indices(call: OpCall) -> Extras | None:
+@after_outputs
+def _with_indices(call: OpCall, scratch: Scratch) -> None:
     """``cummax``, ``cummin``: a contiguous copy; no library (``scan_dim_with_indices``)."""
-    scratch = Scratch()
-    scratch.take(0 if call.args[0].is_contiguous() else nbytes(call.args[0]))
-    return sequence(after=scratch)
+    scratch.copy(call.args[0])
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table(

@@ -18,9 +18,18 @@ from vramfit.virtual.kernels.cub import (
     sort_error,
 )
 from vramfit.virtual.kernels.reduction import reduce_extras
-from vramfit.virtual.kernels.rules import Rule, Scratch, ceil_div, nbytes, sequence, table
+from vramfit.virtual.kernels.rules import (
+    Rule,
+    Scratch,
+    after_outputs,
+    around_outputs,
+    before_outputs,
+    ceil_div,
+    nbytes,
+    table,
+)
 from vramfit.virtual.kernels.sorting import stable_sort
-from vramfit.virtual.op_call import Extras, KernelContext, OpCall
+from vramfit.virtual.op_call import KernelContext, OpCall
 
 _INDEX = 8
 _CHUNK = 2**30  # nonzero_cuda_out_impl: elements counted at a time beyond 2**31 - 1
@@ -33,7 +42,7 @@ def nonzero(before: Scratch, after: Scratch, source: torch.Tensor, ctx: KernelCo
         return
     chunks = 1 if count < 2**31 - 1 else ceil_div(count, _CHUNK)
     chunk = count if chunks == 1 else _CHUNK
-    before.take(0 if source.is_contiguous() else nbytes(source))
+    before.copy(source)
     before.take(4 * chunks)
     counting = reduce_bytes(chunk, 4, ctx)
     before.use(counting)
@@ -42,30 +51,29 @@ def nonzero(before: Scratch, after: Scratch, source: torch.Tensor, ctx: KernelCo
     before.doubt((max(counting, storage), max(counting, storage) // 2))
 
 
-def _nonzero(call: OpCall) -> Extras | None:
-    before, after = Scratch(), Scratch()
+@around_outputs
+def _nonzero(call: OpCall, before: Scratch, after: Scratch) -> None:
     nonzero(before, after, call.args[0], call.context)
-    return sequence(before, after)
 
 
-def _nonzero_static(call: OpCall) -> Extras | None:
+@after_outputs
+def _nonzero_static(call: OpCall, scratch: Scratch) -> None:
     """``nonzero_static_cuda_out_impl``: a count and a running count of each block of 512 x 16 elements."""
     source = call.args[0]
     count = source.numel()
     if not count:
-        return None
-    scratch = Scratch()
-    scratch.take(0 if source.is_contiguous() else nbytes(source))
+        return
+    scratch.copy(source)
     tile = 512 * 16
     target = call.context.spec.sm_count * (2 if source.element_size() == 1 else 1)
     rounds = ceil_div(ceil_div(count, tile), target)
     blocks = ceil_div(count, rounds * tile)
     scratch.take(blocks * 4)
     scratch.take(blocks * _INDEX)
-    return sequence(after=scratch)
 
 
-def _masked_select(call: OpCall) -> Extras | None:
+@before_outputs
+def _masked_select(call: OpCall, scratch: Scratch) -> None:
     """``masked_select``: tensor and mask are broadcast, the mask's positions found, and the tensor indexed by them.
 
     IndexKernel.cpp ``masked_select_out_cuda_impl`` calls ``index`` with the expanded mask, which turns it into
@@ -75,34 +83,32 @@ def _masked_select(call: OpCall) -> Extras | None:
     shape = torch.broadcast_shapes(source.shape, mask.shape)
     count = shape.numel()
     if not count:
-        return None
+        return
     expanded = mask.shape != shape
-    before, nothing = Scratch(), Scratch()
-    before.take(count if expanded else 0)  # an expanded mask is copied to be counted
-    before.take(4)
+    scratch.take(count if expanded else 0)  # an expanded mask is copied to be counted
+    scratch.take(4)
     counting = reduce_bytes(count, 4, call.context)
-    before.use(counting)
-    before.take(call.out.numel() * max(1, len(shape)) * _INDEX)
+    scratch.use(counting)
+    scratch.take(call.out.numel() * max(1, len(shape)) * _INDEX)
     storage = select_bytes(count, _INDEX)
-    before.use(storage)
-    before.doubt((max(counting, storage), max(counting, storage) // 2))
-    return sequence(before, nothing)
+    scratch.use(storage)
+    scratch.doubt((max(counting, storage), max(counting, storage) // 2))
 
 
-def _unique(call: OpCall) -> Extras | None:
+@around_outputs
+def _unique(call: OpCall, before: Scratch, after: Scratch) -> None:
     """``_unique2``: a sorted copy, with its order if the inverse is wanted (UniqueCub.cu, ``unique_cuda_template``)."""
     source = call.args[0]
     count, element = source.numel(), source.element_size()
     if not count:
-        return None
+        return
     ordered = bool(call.argument(2, "return_inverse", False))
     counted = bool(call.argument(3, "return_counts", False))
-    before, after = Scratch(), Scratch()
-    before.take(0 if source.is_contiguous() else nbytes(source))
+    before.copy(source)
     if source.dtype is torch.bool:  # counting them is enough
         before.take(4)
         before.use(reduce_bytes(count, 4, call.context))
-        return sequence(before, after)
+        return
     before.take(count * element)
     span = before.take(count * _INDEX if ordered else 0)
     before.take(count * _INDEX if ordered else 0)
@@ -113,7 +119,6 @@ def _unique(call: OpCall) -> Extras | None:
     if ordered:  # before values and counts exist; their peak is no higher than that of the sort
         after.use(scan_bytes(count, _INDEX))
     _distinct(after, count, element, counted)
-    return sequence(before, after)
 
 
 def _distinct(after: Scratch, count: int, element: int, counted: bool) -> None:
@@ -124,20 +129,20 @@ def _distinct(after: Scratch, count: int, element: int, counted: bool) -> None:
     after.doubt(scan_error(storage))
 
 
-def _unique_consecutive(call: OpCall) -> Extras | None:
+@around_outputs
+def _unique_consecutive(call: OpCall, before: Scratch, after: Scratch) -> None:
     """``unique_consecutive`` of a whole tensor: as above without sorting; 32-bit marks of where values change."""
     source = call.args[0]
     count, element = source.numel(), source.element_size()
     if not count or call.argument(3, "dim") is not None:
-        return None
-    before, after = Scratch(), Scratch()
-    before.take(0 if source.is_contiguous() else nbytes(source))
+        return
+    before.copy(source)
     before.take(count * 4 if call.argument(1, "return_inverse", False) else 0)
     _distinct(after, count, element, bool(call.argument(2, "return_counts", False)))
-    return sequence(before, after)
 
 
-def _unique_dim(call: OpCall) -> Extras | None:
+@before_outputs
+def _unique_dim(call: OpCall, scratch: Scratch) -> None:
     """``unique_dim``: rows are compared through an index array that Thrust sorts (Unique.cu, ``unique_dim_cuda``).
 
     Beside its storage there are the rows as one matrix, sorted rows, and the index array.
@@ -145,26 +150,24 @@ def _unique_dim(call: OpCall) -> Extras | None:
     source, dim = call.args[0], call.argument(1, "dim")
     count = source.shape[dim] if source.dim() else 1
     if not source.numel():
-        return None
-    scratch = Scratch()
+        return
     scratch.take(nbytes(source) if dim % max(source.dim(), 1) or not source.is_contiguous() else 0)
     scratch.take(count * _INDEX)
     merging = count * _INDEX + 4096  # Thrust's merge sort keeps a second array
     scratch.use(merging)
     scratch.doubt((merging, merging // 2))
     scratch.take(nbytes(source))
-    return sequence(before=scratch)
 
 
-def _histogram(call: OpCall) -> Extras | None:
+@before_outputs
+def _histogram(call: OpCall, scratch: Scratch) -> None:
     """``bincount`` and ``histc`` look for the least and the largest value first (SummaryOps.cu).
 
     ``bincount`` converts weights that are not float32 to float64.
     """
     source = call.args[0]
     if not source.numel():
-        return None
-    scratch = Scratch()
+        return
     reducing = reduce_extras(source, None, source.element_size(), call.context)
     for _ in range(2):
         number = scratch.take(source.element_size())
@@ -173,7 +176,6 @@ def _histogram(call: OpCall) -> Extras | None:
     weights = call.argument(1, "weights")
     if isinstance(weights, torch.Tensor) and weights.dtype not in (torch.float32, torch.float64):
         scratch.take(weights.numel() * 8)
-    return sequence(before=scratch)
 
 
 def _searchsorted(boundaries_at: int, input_at: int) -> Rule:
@@ -182,26 +184,25 @@ def _searchsorted(boundaries_at: int, input_at: int) -> Rule:
     BucketizationUtils.h ``searchsorted_maybe_trim_input_tensors``.
     """
 
-    def rule(call: OpCall) -> Extras | None:
+    @after_outputs
+    def rule(call: OpCall, scratch: Scratch) -> None:
         tensors = [call.args[boundaries_at], call.args[input_at]]
-        scratch = Scratch()
         if not isinstance(tensors[1], torch.Tensor):
             scratch.take(tensors[0].element_size())
             tensors = tensors[:1]
         for tensor in tensors:
-            scratch.take(0 if tensor.is_contiguous() else nbytes(tensor))
+            scratch.copy(tensor)
         if len(tensors) == 2 and tensors[0].dtype != tensors[1].dtype:
             common = torch.result_type(*tensors)
             for tensor in tensors:
                 scratch.take(0 if tensor.dtype == common else tensor.numel() * common.itemsize)
-        sorter = call.kwargs.get("sorter")
-        scratch.take(0 if sorter is None or sorter.is_contiguous() else nbytes(sorter))
-        return sequence(after=scratch)
+        scratch.copy(call.kwargs.get("sorter"))
 
     return rule
 
 
-def _isin(call: OpCall) -> Extras | None:
+@after_outputs
+def _isin(call: OpCall, scratch: Scratch) -> None:
     """``isin``: many test elements are sorted together with the elements.
 
     native/TensorCompare.cpp ``isin_Tensor_Tensor_out`` compares directly while the test elements are fewer than
@@ -209,11 +210,10 @@ def _isin(call: OpCall) -> Extras | None:
     """
     elements, tests = call.args[:2]
     if not (isinstance(elements, torch.Tensor) and isinstance(tests, torch.Tensor)):
-        return None
+        return
     if tests.numel() < 10 * elements.numel() ** 0.145 or not elements.numel():
-        return None
+        return
     width = elements.element_size()
-    scratch = Scratch()
     scratch.take(elements.numel() * width)  # unique values, their order,
     scratch.take(elements.numel() * _INDEX)
     scratch.take(tests.numel() * width)
@@ -224,7 +224,6 @@ def _isin(call: OpCall) -> Extras | None:
     stable_sort(scratch, count, count, width, call.context)
     scratch.take(count)  # where neighbours are equal, and that in the order of before
     scratch.take(count)
-    return sequence(after=scratch)
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table(

@@ -9,8 +9,18 @@ from __future__ import annotations
 import torch
 
 from vramfit.virtual.kernels.cub import segmented_sort_bytes, sort_bytes, sort_error
-from vramfit.virtual.kernels.rules import Rule, Scratch, ceil_div, is_dense, nbytes, sequence, table
-from vramfit.virtual.op_call import Extras, KernelContext, OpCall
+from vramfit.virtual.kernels.rules import (
+    Rule,
+    Scratch,
+    after_outputs,
+    around_outputs,
+    before_outputs,
+    ceil_div,
+    is_dense,
+    nbytes,
+    table,
+)
+from vramfit.virtual.op_call import KernelContext, OpCall
 
 _SMALL_SORT = 4096  # Sort.h, should_use_small_sort: sorted in place by one block per slice
 _LARGE_SEGMENT = 1_000_000  # do_launch_stable_sort_kernel: one such slice keeps a card busy
@@ -88,30 +98,28 @@ def sort(scratch: Scratch, source: torch.Tensor, dim: int, ctx: KernelContext, *
     scratch.give(*reversed(stand_ins))
 
 
-def _sort_rule(call: OpCall) -> Extras | None:
-    scratch = Scratch()
+@after_outputs
+def _sort_rule(call: OpCall, scratch: Scratch) -> None:
     sort(scratch, call.args[0], call.argument(1, "dim", -1), call.context)
-    return sequence(after=scratch)
 
 
-def _sort_stable_rule(call: OpCall) -> Extras | None:
+@after_outputs
+def _sort_stable_rule(call: OpCall, scratch: Scratch) -> None:
     """``sort.stable(self, *, stable, dim, descending)``."""
-    scratch = Scratch()
     sort(scratch, call.args[0], call.kwargs.get("dim", call.argument(2, "dim", -1)), call.context)
-    return sequence(after=scratch)
 
 
-def _argsort(call: OpCall) -> Extras | None:
+@around_outputs
+def _argsort(call: OpCall, before: Scratch, after: Scratch) -> None:
     """``argsort`` throws the sorted values away (native/Sorting.cpp)."""
     source = call.args[0]
     dim = call.kwargs.get("dim", next((a for a in call.args[1:] if type(a) is int), -1))
-    before, after = Scratch(), Scratch()
     before.take(nbytes(source))
     sort(after, source, dim, call.context)
-    return sequence(before, after)
 
 
-def _topk(call: OpCall) -> Extras | None:
+@after_outputs
+def _topk(call: OpCall, scratch: Scratch) -> None:
     """``topk_out_cuda``: radix selection, then a sort of the k found.
 
     Sorting everything is for AMD's cards and for CUDA before 11.6 (``should_use_sort``).
@@ -119,11 +127,9 @@ def _topk(call: OpCall) -> Extras | None:
     source, k = call.args[0], call.argument(1, "k")
     dim = call.argument(2, "dim", -1)
     if not source.dim() or not source.numel() or not k:
-        return None
+        return
     values = call.out[0]
-    scratch = Scratch()
     topk(scratch, source, k, dim, call.argument(4, "sorted", True), values, call.context)
-    return sequence(after=scratch)
 
 
 def topk(
@@ -138,7 +144,7 @@ def topk(
     """Temporaries of ``topk_out_cuda`` into values like the given ones."""
     length = source.shape[dim]
     slices = source.numel() // length
-    copy = scratch.take(0 if source.is_contiguous() else nbytes(source))
+    copy = scratch.copy(source)
     buffers = [scratch.take(n) for n in _multi_block_sizes(slices, length, source.element_size(), ctx)]
     scratch.give(*reversed(buffers), copy)
     if ordered and values.numel() > 1 and k > _SMALL_SORT:
@@ -175,21 +181,20 @@ def _multi_block_sizes(slices: int, length: int, element: int, ctx: KernelContex
     return [slices * element, slices * 8, digits, blocks * 512, slices * 1024, blocks * 4, blocks * 4]
 
 
-def _kthvalue(call: OpCall) -> Extras | None:
+@before_outputs
+def _kthvalue(call: OpCall, scratch: Scratch) -> None:
     """``kthvalue`` and ``median(dim)`` select in a contiguous copy (Sorting.cpp)."""
-    scratch = Scratch()
-    scratch.take(0 if call.args[0].is_contiguous() else nbytes(call.args[0]))
-    return sequence(before=scratch)
+    scratch.copy(call.args[0])
 
 
-def _median(call: OpCall) -> Extras | None:
+@before_outputs
+def _median(call: OpCall, scratch: Scratch) -> None:
     """``median()`` sorts the flattened tensor and looks at its middle (Sorting.cpp, ``median_impl``)."""
     source = call.args[0]
     if not source.numel():
-        return None
+        return
     count, element = source.numel(), source.element_size()
-    scratch = Scratch()
-    scratch.take(0 if source.is_contiguous() else nbytes(source))
+    scratch.copy(source)
     scratch.take(count * element)
     indices = scratch.take(count * _INDEX)
     if count <= _SMALL_SORT:
@@ -197,10 +202,10 @@ def _median(call: OpCall) -> Extras | None:
     else:
         stable_sort(scratch, count, count, element, call.context, floating=source.is_floating_point())
     scratch.give(indices)
-    return sequence(before=scratch)
 
 
-def _mode(call: OpCall) -> Extras | None:
+@after_outputs
+def _mode(call: OpCall, scratch: Scratch) -> None:
     """``mode``: slices that lie contiguously; longer than 2048, each is sorted with its positions by Thrust.
 
     TensorModeKernel.cpp ``mode_kernel_impl``, TensorModeKernel.cu ``calculate_mode``. Thrust's own storage is
@@ -208,18 +213,16 @@ def _mode(call: OpCall) -> Extras | None:
     """
     source = call.args[0]
     if not source.numel() or not source.dim():
-        return None
+        return
     dim = call.argument(1, "dim", -1)
     length, element = source.shape[dim], source.element_size()
-    scratch = Scratch()
-    scratch.take(0 if source.transpose(dim, -1).is_contiguous() else nbytes(source))
+    scratch.copy(source.transpose(dim, -1))
     if length > _SMALL_MODE:
         scratch.take(length * element)
         scratch.take(length * _INDEX)
         storage = sort_bytes(length, element, _INDEX, call.context)
         scratch.use(storage)
         scratch.doubt((storage + length * (element + _INDEX), storage))
-    return sequence(after=scratch)
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table(

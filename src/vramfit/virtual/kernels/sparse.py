@@ -29,7 +29,7 @@ def _product(call: OpCall) -> Extras | None:
         scratch.give(*reversed(sorting))
     scratch.take((sparse.shape[0] + 1) * 4)
     scratch.take(count * 4)
-    scratch.take(0 if dense.t().is_contiguous() else nbytes(dense))
+    scratch.copy(dense.t())
     scratch.take(nbytes(call.out))  # the result column by column, copied at last
     scratch.doubt((nbytes(call.out) + count * 8, 0))
     return sequence(after=scratch)

@@ -10,8 +10,15 @@ from __future__ import annotations
 
 import torch
 
-from vramfit.virtual.kernels.rules import Rule, Scratch, nbytes, sequence, table
-from vramfit.virtual.op_call import Extras, OpCall
+from vramfit.virtual.kernels.rules import (
+    Rule,
+    Scratch,
+    after_outputs,
+    before_outputs,
+    nbytes,
+    table,
+)
+from vramfit.virtual.op_call import OpCall
 
 _CHANNELS_LAST = torch.channels_last
 _NEAREST_CHANNELS = 4  # upsample_nearest2d_out_cuda_template: so many channels have a channels_last kernel
@@ -25,78 +32,71 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
     )
 
 
-def _nearest(call: OpCall) -> Extras | None:
+@after_outputs
+def _nearest(call: OpCall, scratch: Scratch) -> None:
     """Nearest neighbours, forward and backward: a kernel for channels_last, else contiguous forms of both."""
     source = call.args[0]
     if not isinstance(call.out, torch.Tensor) or not source.numel():
-        return None
+        return
     if _is_channels_last(source) and source.shape[1] >= _NEAREST_CHANNELS and _is_channels_last(call.out):
-        return None
-    scratch = Scratch()
-    scratch.take(0 if source.is_contiguous() else nbytes(source))
-    scratch.take(0 if call.out.is_contiguous() else nbytes(call.out))
-    return sequence(after=scratch)
+        return
+    scratch.copy(source)
+    scratch.copy(call.out)
 
 
-def _dense_2d(call: OpCall) -> Extras | None:
+@after_outputs
+def _dense_2d(call: OpCall, scratch: Scratch) -> None:
     """Planes that the kernel reads contiguously or in channels_last, in whichever order the input lies."""
     source = call.args[0]
     if source.is_contiguous() or _is_channels_last(source):
-        return None
-    scratch = Scratch()
+        return
     scratch.take(nbytes(source))
-    return sequence(after=scratch)
 
 
-def _dense_2d_backward(call: OpCall) -> Extras | None:
+@after_outputs
+def _dense_2d_backward(call: OpCall, scratch: Scratch) -> None:
     """A gradient brought to the memory format of the input that follows it."""
     grad, source = call.args[:2]
     wanted = _is_channels_last if _is_channels_last(source) else torch.Tensor.is_contiguous
-    scratch = Scratch()
     scratch.take(0 if wanted(grad) else nbytes(grad))
-    return sequence(after=scratch)
 
 
-def _contiguous(call: OpCall) -> Extras | None:
+@after_outputs
+def _contiguous(call: OpCall, scratch: Scratch) -> None:
     """A contiguous copy of a strided first argument."""
-    scratch = Scratch()
-    scratch.take(0 if call.args[0].is_contiguous() else nbytes(call.args[0]))
-    return sequence(after=scratch)
+    scratch.copy(call.args[0])
 
 
-def _roll(call: OpCall) -> Extras | None:
+@before_outputs
+def _roll(call: OpCall, scratch: Scratch) -> None:
     """``roll``: one dimension after the other; what was rolled before lives until the last is done."""
     source = call.args[0]
     dims = call.argument(2, "dims", ())
     count = 1 if isinstance(dims, int) else len(dims)
-    scratch = Scratch()
-    scratch.take(0 if source.is_contiguous() else nbytes(source))
+    scratch.copy(source)
     for _ in range(count - 1):
         scratch.take(nbytes(source))
-    return sequence(before=scratch)
 
 
-def _cdist_backward(call: OpCall) -> Extras | None:
+@after_outputs
+def _cdist_backward(call: OpCall, scratch: Scratch) -> None:
     """``_cdist_backward``: the gradient from every pair of rows, before it is summed (DistanceKernel.cu,
     ``cdist_backward_kernel_impl``)."""
     first, second = call.args[1], call.args[2]
     if not call.out.numel() or not second.numel():
-        return None
-    scratch = Scratch()
+        return
     for tensor in (first, second, call.args[0]):
-        scratch.take(0 if tensor.is_contiguous() else nbytes(tensor))
+        scratch.copy(tensor)
     scratch.take(nbytes(call.out) * second.shape[-2])
-    return sequence(after=scratch)
 
 
-def _pdist_backward(call: OpCall) -> Extras | None:
+@after_outputs
+def _pdist_backward(call: OpCall, scratch: Scratch) -> None:
     """``_pdist_backward``: the same for pairs within one matrix (``pdist_backward_kernel_impl``)."""
     source = call.args[1]
     if source.shape[0] < 2:
-        return None
-    scratch = Scratch()
+        return
     scratch.take((source.shape[0] - 1) * nbytes(source))
-    return sequence(after=scratch)
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = table(

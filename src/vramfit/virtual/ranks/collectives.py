@@ -1,6 +1,9 @@
-"""Collectives of one rank (``c10d::*``): what each writes, and what torch's side of NCCL allocates for it.
+"""Collectives of one rank: what each writes, and what torch's side of NCCL allocates for it.
 
-With one rank every collective copies what goes in to what comes out, so values that are known stay known.
+With one rank every collective copies its inputs to its outputs, so known values stay known. ``c10d::*`` writes into
+tensors of the program. ``_c10d_functional::*``, which DTensor and compiled programs call, returns new ones
+(torch/csrc/distributed/c10d/Functional.cpp): a clone for ``all_reduce`` and ``broadcast``, a tensor of the gathered or
+scattered size for the others, which with one rank is the input's.
 
 NOTE [What a collective allocates]
 NCCL works in its own buffers, outside torch's allocator. Of the collectives in ProcessGroupNCCL.cpp only two take
@@ -18,14 +21,17 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import distributed_c10d
 
 from vramfit.capture.ops import tensors_in
+from vramfit.patching import PatchStack
 from vramfit.virtual.fake_impls.registry import LATE, RULES, find_overload
 from vramfit.virtual.op_call import OpCall
-from vramfit.virtual.op_runner import OpRunner
+from vramfit.virtual.op_runner import Handler, OpRunner
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _COPY_ = torch.ops.aten.copy_.default
+_CLONE = torch.ops.aten.clone.default
 
 
 def _in_place(args: tuple[Any, ...]) -> list[Pair]:
@@ -90,9 +96,8 @@ def copy(mode: OpRunner, target: torch.Tensor, source: torch.Tensor) -> None:
         and mode.shadows.find(target) is None
         and _whole_storage(target)
     ):
-        mode.shadows.set(
-            target, value, guessed=shadow.guessed
-        )  # pickled objects are known whatever their size
+        # Pickled objects are known whatever their size.
+        mode.shadows.set(target, value, guessed=shadow.guessed)
 
 
 def _whole_storage(tensor: torch.Tensor) -> bool:
@@ -136,10 +141,10 @@ def _flattened(mode: OpRunner, name: str, lists: Any) -> list[Any]:
 
 
 def backend_of(args: tuple[Any, ...], device: torch.device) -> Any:
-    """What a group does collectives of such tensors with.
+    """The backend that does a group's collectives of tensors on a device.
 
     Raises:
-        RuntimeError: it has no backend for them (a group of NCCL alone and CPU tensors); the error is torch's own.
+        RuntimeError: torch's own; the group has no such backend (a group of NCCL alone and CPU tensors).
     """
     boxed = next(value for value in args if isinstance(value, torch.ScriptObject))
     group = torch.distributed.ProcessGroup.unbox(boxed)
@@ -154,15 +159,63 @@ def _nothing(mode: OpRunner, call: OpCall) -> None:
     return None
 
 
+def _same(mode: OpRunner, call: OpCall) -> Any:
+    """What came in: the op works in place, or waits."""
+    return call.args[0]
+
+
+def _copied(mode: OpRunner, call: OpCall) -> Any:
+    if isinstance(call.args[0], (list, tuple)):
+        return [_clone(mode, tensor) for tensor in call.args[0]]
+    return _clone(mode, call.args[0])
+
+
+def _clone(mode: OpRunner, tensor: torch.Tensor) -> Any:
+    return mode.run(mode.call(_CLONE, tensor, memory_format=torch.contiguous_format))
+
+
+def _into(mode: OpRunner, call: OpCall) -> Any:
+    """The tensor that the program gave for the result."""
+    copy(mode, call.kwargs["out"], call.args[0])
+    return call.kwargs["out"]
+
+
+_FUNCTIONAL: dict[str, Handler] = {
+    **dict.fromkeys(("wait_tensor", "all_reduce_", "all_reduce_coalesced_", "broadcast_"), _same),
+    **dict.fromkeys(("all_reduce", "all_reduce_coalesced", "broadcast", "all_to_all_single"), _copied),
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather_into_tensor_coalesced"), _copied),
+    **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"), _copied),
+    **dict.fromkeys(("all_gather_into_tensor_out", "reduce_scatter_tensor_out"), _into),
+}
+
+
 def register() -> None:
-    """Put the rules of all ``c10d`` ops into the table; a repeated call changes nothing."""
-    rules = {name: _collective(name, copies) for name, copies in _COPIES.items()}
-    rules |= dict.fromkeys(("send", "recv_", "recv_any_source_"), _no_peer)
-    rules |= dict.fromkeys(("check_for_nan", "monitored_barrier_"), _nothing)
+    """Put the rules of all collectives into the table; a repeated call changes nothing."""
+    rules = {f"c10d.{name}": _collective(name, copies) for name, copies in _COPIES.items()}
+    rules |= dict.fromkeys(("c10d.send", "c10d.recv_", "c10d.recv_any_source_"), _no_peer)
+    rules |= dict.fromkeys(("c10d.check_for_nan", "c10d.monitored_barrier_"), _nothing)
+    rules |= {f"_c10d_functional.{name}": handler for name, handler in _FUNCTIONAL.items()}
     for name, handler in rules.items():
-        full = f"c10d.{name}.default"
-        overload = find_overload(full)
+        overload = find_overload(f"{name}.default")
         if overload is None:
-            LATE[full] = handler
+            LATE[f"{name}.default"] = handler
         else:
             RULES[overload] = handler
+
+
+def install(mode: OpRunner, patches: PatchStack) -> None:
+    """Follow the bytes of every Python object that torch pickles for a collective, however large it is.
+
+    ``all_gather_object`` and the like pickle an object into a tensor of bytes, move that to the card, and unpickle
+    what comes back. The virtual card follows values of small tensors only, and a vocabulary is larger.
+    """
+    original: Callable[..., tuple[torch.Tensor, torch.Tensor]] = distributed_c10d._object_to_tensor
+
+    def object_to_tensor(obj: Any, device: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        pickled, size = original(obj, torch.device("cpu"), *rest)
+        moved, moved_size = pickled.to(device), size.to(device)
+        if type(moved) is FakeTensor and mode.shadows.find(moved) is None:
+            mode.shadows.set(moved, pickled)
+        return moved, moved_size
+
+    patches.set(distributed_c10d, "_object_to_tensor", object_to_tensor)

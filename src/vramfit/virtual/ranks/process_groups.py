@@ -1,21 +1,26 @@
-"""Process groups of the ``nccl`` backend: a handle that torch can register, with the options that programs set.
+"""Process groups of one rank: where its processes meet, the handle in NCCL's place, and what DDP and DTensor ask.
 
 The handle is torch's own ``FakeProcessGroup``, a backend in C++ that does nothing. It never gets a collective to do:
-those on a virtual card are answered by rules, and a CPU tensor finds no backend in a group of NCCL alone, as on a card.
+rules answer those on a virtual card, and a CPU tensor finds no backend in a group of NCCL alone, as on a card.
 """
 
 from __future__ import annotations
 
+import importlib
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import distributed
 from torch._C import _distributed_c10d
-from torch._C._distributed_c10d import FakeProcessGroup
+from torch._C._distributed_c10d import FakeProcessGroup, HashStore, Logger
 from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import _disable_current_modes
 
-from vramfit.patching import PatchStack
+from vramfit.errors import UsageError
+from vramfit.patching import PatchStack, after_import
+from vramfit.virtual.describe import VirtualFakeMode
 from vramfit.virtual.op_runner import OpRunner
 
 # torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp: kProcessGroupNCCLDefaultTimeout
@@ -78,6 +83,63 @@ class ProcessGroupNCCL(metaclass=_HandleClass):
 
 
 def install(mode: OpRunner, patches: PatchStack) -> None:
+    """Let the program make process groups, and DDP, FSDP and DTensor work in them."""
+    _patch_stores(patches)
+    _patch_nccl(mode, patches)
+    _patch_splitting(patches)
+    # DDP's own timings come from CUDA events in C++, which a CPU build lacks; they say nothing here. All else of its
+    # reducer is C++ that runs as it is: its buckets and ``c10d::allreduce_`` come through the dispatcher.
+    patches.set(Logger, "set_runtime_stats_and_log", lambda self: None)
+    _patch_meshes(patches)
+
+
+def refuse_more(world_size: int, rank: int) -> None:
+    """A virtual run is one process, which others could not reach.
+
+    Raises:
+        UsageError: the group has more ranks than one.
+    """
+    if world_size > 1:
+        raise UsageError(
+            f"this process is rank {rank} of {world_size}, and a virtual run is one process: the other ranks are "
+            "not there",
+            "Run it with RANK=0 LOCAL_RANK=0 WORLD_SIZE=1: DDP's buckets and collectives are then those of one rank "
+            "(parameters and states that FSDP or ZeRO divide among ranks stay whole)",
+        )
+
+
+def _patch_stores(patches: PatchStack) -> None:
+    """Give ``env://``, ``tcp://`` and ``file://`` a store of this process alone, after torch has read the address.
+
+    torch's TCPStore would open a port and its FileStore would leave a file; with one rank nobody else reads either.
+    """
+
+    def tcp_store(
+        hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any
+    ) -> HashStore:
+        if not 0 <= port < 2**16:  # as torch.distributed.rendezvous: _create_c10d_store
+            raise ValueError(f"port must have value from 0 to 65535 but was {port}.")
+        refuse_more(world_size, rank)
+        return HashStore()
+
+    def file_store(path: str, world_size: int = -1) -> HashStore:
+        refuse_more(world_size, 0)
+        return HashStore()
+
+    # By its full name: the attribute `rendezvous` of torch.distributed is the function of that name.
+    meeting = importlib.import_module("torch.distributed.rendezvous")
+    patches.set(meeting, "_create_c10d_store", tcp_store)
+    patches.set(meeting, "FileStore", file_store)
+    original = distributed_c10d._new_process_group_helper
+
+    def new_group(group_size: int, group_rank: int, *args: Any, **kwargs: Any) -> Any:
+        refuse_more(group_size, group_rank)  # also where the program brings a store of its own
+        return original(group_size, group_rank, *args, **kwargs)
+
+    patches.set(distributed_c10d, "_new_process_group_helper", new_group)
+
+
+def _patch_nccl(mode: OpRunner, patches: PatchStack) -> None:
     """Let ``init_process_group("nccl")`` find a backend; a CUDA build's own is out of the way meanwhile."""
 
     class Counted(ProcessGroupNCCL):
@@ -106,7 +168,6 @@ def install(mode: OpRunner, patches: PatchStack) -> None:
     }
     for name, answer in answers.items():
         patches.set(FakeProcessGroup, name, answer)
-    _patch_splitting(patches)
 
 
 def _patch_splitting(patches: PatchStack) -> None:
@@ -128,3 +189,38 @@ def _patch_splitting(patches: PatchStack) -> None:
         return mine
 
     patches.rebind([(distributed_c10d.split_group, split_group)])
+
+
+def _patch_meshes(patches: PatchStack) -> None:
+    """Keep from the mode how DTensor works out shapes, and show it which streams FSDP names."""
+
+    def propagate_apart(module: ModuleType) -> None:
+        """DTensor runs each op once on fake tensors of its own to learn the global shape: no work of the program."""
+        quiet = VirtualFakeMode()
+        patches.set(module, "FakeTensorMode", lambda: quiet)
+        if hasattr(module, "detect_fake_mode"):
+            patches.set(module, "detect_fake_mode", lambda *args, **kwargs: None)
+        inner = module.ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def propagate(self: Any, schema: Any) -> Any:
+            with _disable_current_modes():
+                return inner(self, schema)
+
+        patches.set(module.ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
+
+    def seen_stream(module: ModuleType) -> None:
+        """FSDP1 names a stream below the dispatcher, where a CPU build has no kernel for it."""
+        if "_no_dispatch_record_stream" in vars(module):
+            patches.set(
+                module, "_no_dispatch_record_stream", lambda tensor, stream: tensor.record_stream(stream)
+            )
+
+    after_import(
+        {
+            "torch.distributed.tensor._sharding_prop": propagate_apart,
+            "torch.distributed.fsdp._common_utils": seen_stream,
+            "torch.distributed.fsdp._flat_param": seen_stream,
+            "torch.distributed.fsdp._runtime_utils": seen_stream,
+        },
+        patches,
+    )

@@ -8,7 +8,7 @@ GPU a fake tensor stands for a real one (``transformers/utils/import_utils.py``:
 NOTE [bitsandbytes]
 Its CUDA kernels are Python functions (bitsandbytes/backends/cuda/ops.py) that allocate results and temporaries with
 torch and hand addresses to a library of C functions, none of which allocates. So that Python runs as it is, on virtual
-tensors (fake_impls/bitsandbytes.py): which kernel a shape takes on a card, and what it needs on the way, is decided by
+tensors (fake_impls/custom.py): which kernel a shape takes on a card, and what it needs on the way, is decided by
 the release that is installed. Only the library is replaced, since virtual addresses hold nothing. What bitsandbytes
 keeps per process (tables on the card, which kernel a shape takes, a cuBLAS handle) starts afresh for each run.
 """

@@ -1,7 +1,11 @@
-"""``torch.multiprocessing.spawn``: its one process is this one, which is on the virtual GPU; more are refused by name.
+"""Programs that start processes: the one process of torchrun or ``spawn`` is this one; more are refused by name.
 
-A process that torch starts is a new interpreter, in which there is no virtual card. What it would run alone runs here,
-with rank 0. On a card the child would have a CUDA context of its own, beside the parent's where that one has any.
+A process that torch starts is a new interpreter, in which there is no virtual card. What it would run alone runs here:
+torchrun's script with the variables that torchrun sets, the function of ``torch.multiprocessing.spawn`` with rank 0. On
+a card the child of ``spawn`` would have a CUDA context of its own, beside the parent's if that has one.
+
+A program whose user has set ``RANK=0`` and ``WORLD_SIZE=1`` by hand finds the others of torchrun's variables as well: a
+script that is written for torchrun may read any of them.
 """
 
 from __future__ import annotations
@@ -10,7 +14,9 @@ import functools
 import importlib
 import multiprocessing
 import multiprocessing.process
+import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed
@@ -25,7 +31,8 @@ _ONE = (
     "Let it start one process (as it does where it asks torch.cuda.device_count() and there is one GPU, or by its own "
     "option for the number of processes or the world size): that one runs on the virtual GPU"
 )
-
+_MODULES = ("torch.distributed.run", "torch.distributed.launch")
+_ALL_GPUS = ("gpu", "auto")
 
 # By its full name: the attribute `spawn` of torch.multiprocessing is the function of that name.
 _spawning: Any = importlib.import_module("torch.multiprocessing.spawn")
@@ -121,3 +128,76 @@ def _is_virtual(value: Any) -> bool:
     if isinstance(value, dict):
         return any(map(_is_virtual, value.values()))
     return isinstance(value, FakeTensor)
+
+
+# -- torchrun ------------------------------------------------------------------------------------------------
+
+
+def alone(command: list[str], gpus: int) -> list[str]:
+    """The command that torchrun would start, and its variables in this process; other commands as they are.
+
+    Args:
+        command: what python would be given: a script and its arguments, or ``-m``, a module and its arguments.
+        gpus: how many virtual GPUs there are, which is what ``--nproc-per-node=gpu`` means.
+
+    Raises:
+        UsageError: torchrun is to start more processes than one.
+    """
+    arguments = _torchrun_arguments(command)
+    if arguments is None:
+        _complete()
+        return command
+    from torch.distributed.run import get_args_parser
+
+    options = get_args_parser().parse_args(arguments)
+    nodes, processes = str(options.nnodes).split(":")[-1], str(options.nproc_per_node)
+    processes = str(gpus) if processes in _ALL_GPUS else processes
+    if (nodes, processes) != ("1", "1"):
+        raise UsageError(
+            f"torchrun is to start {processes} process(es) on {nodes} node(s), and a virtual run is one process",
+            "Give it --nproc-per-node 1: DDP's buckets and collectives are then those of one rank",
+        )
+    if options.no_python:
+        raise UsageError(
+            "torchrun --no-python starts a program that is not Python's", "Give its Python script itself"
+        )
+    os.environ.update(_variables(options.master_addr or "127.0.0.1", options.master_port or 29500))
+    script = [options.training_script, *options.training_script_args]
+    return ["-m", *script] if options.module else script
+
+
+def _complete() -> None:
+    """Add what is missing of torchrun's variables where the user set some of them for one process."""
+    if os.environ.get("WORLD_SIZE") == "1" and os.environ.get("RANK") == "0":
+        for name, value in _variables("127.0.0.1", 29500).items():
+            os.environ.setdefault(name, value)
+
+
+def _torchrun_arguments(command: list[str]) -> list[str] | None:
+    if command[:1] == ["-m"] and len(command) > 1 and command[1] in _MODULES:
+        return command[2:]
+    if command and Path(command[0]).name == "torchrun":
+        return command[1:]
+    return None
+
+
+def _variables(address: str, port: int) -> dict[str, str]:
+    """What torch/distributed/elastic/agent/server/local_elastic_agent.py sets for a worker."""
+    zero = (
+        "RANK",
+        "LOCAL_RANK",
+        "GROUP_RANK",
+        "ROLE_RANK",
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_MAX_RESTARTS",
+    )
+    one = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE")
+    return {
+        **dict.fromkeys(zero, "0"),
+        **dict.fromkeys(one, "1"),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "none",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
