@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.files.planted import picture
 
+from vramfit.files import real
 from vramfit.files.calls import Calls
-from vramfit.files.overlay import Overlay
+from vramfit.files.overlay import Overlay, View, Where
 from vramfit.files.policy import FilePolicy, Writes
 
 NAMES = ("a", "b", "c", "d", "e")
@@ -164,6 +165,42 @@ def test_forked_processes_see_what_each_other_did() -> None:
         assert not calls.access(below / "d", os.F_OK) and calls.stat(below / "moved/a").st_size == 9
         calls.mkdir(below / "d")
         assert calls.listdir(below / "d") == []
+
+
+def test_no_thread_finds_half_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with overlaid() as (calls, below, _, overlay):
+        path, seen = str(below / "a"), []
+        copy = real.copy_contents
+
+        def slow(source: str, target: str, most: int) -> bool:
+            seen.append((overlay.find(path).where, calls.listdir(str(below))))
+            done = copy(source, target, most)
+            seen.append((overlay.find(path).where, calls.listdir(str(below))))
+            return done
+
+        monkeypatch.setattr(real, "copy_contents", slow)
+        before = calls.listdir(str(below))
+        os.close(calls.open(path, os.O_WRONLY | os.O_APPEND))
+        assert seen == [(Where.BELOW, before)] * 2
+        assert overlay.find(path).where is Where.UPPER
+        assert calls.listdir("/").count(".vramfit-copy") == 0
+
+
+def test_what_a_thread_finds_while_another_changes_the_picture_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with overlaid() as (calls, below, _, overlay):
+        walk = overlay._walk
+
+        def interrupted(path: str, links: list[int]) -> View:
+            view = walk(path, links)
+            monkeypatch.setattr(overlay, "_walk", walk)
+            os.close(calls.open(str(below / "d" / "new"), os.O_WRONLY | os.O_CREAT))  # another thread, by now
+            return view
+
+        monkeypatch.setattr(overlay, "_walk", interrupted)
+        assert overlay.view(str(below / "d")).folder is None  # as it was when the thread looked
+        assert overlay.view(str(below / "d")).folder is not None
 
 
 def test_a_read_only_file_or_folder_refuses_as_ever() -> None:

@@ -33,6 +33,10 @@ from vramfit.files.sparse_files import DiskAllowance
 
 LOG = ".vramfit-log"
 """In the upper folder: what changed, for forked processes and for the parent."""
+
+_COPY = ".vramfit-copy"
+"""In the upper folder: a copy that is being made."""
+
 _MOST_LINKS = 40
 """Symbolic links that one path may go through, as in the kernel (fs/namei.c, MAXSYMLINKS)."""
 
@@ -214,7 +218,7 @@ class Overlay:
                 self.folders[target + known[len(path) :]] = self.folders.pop(known)
             if self.cwd == path or self.cwd.startswith(start):
                 self.cwd = target + self.cwd[len(path) :]
-        self._views.clear()
+        self._views = {}
 
     # Looking
 
@@ -274,9 +278,11 @@ class Overlay:
         """
         if self.shared[0] != self._seen:
             self.catch_up()
-        found = self._views.get(path)
+        # A thread may be on its way while another one changes the picture: what it finds is kept with the old views.
+        views = self._views
+        found = views.get(path)
         if found is None:
-            found = self._views[path] = self._walk(path, [0])
+            found = views[path] = self._walk(path, [0])
         return found
 
     def _walk(self, path: str, links: list[int]) -> View:
@@ -419,6 +425,7 @@ class Overlay:
         names.update(dict.fromkeys(view.folder.moved))
         if view.path == "/":
             names.pop(LOG, None)
+            names.pop(_COPY, None)
         if view.folder.below is not None:
             gone = view.folder.gone
             names.update(dict.fromkeys(name for name in real.listdir(view.folder.below) if name not in gone))
@@ -480,15 +487,18 @@ class Overlay:
             return self.open_folder(self.enter(place) if place.name else place.view)
         above = self.open_folder(place.view)
         target = join(above, place.name)
-        with unchanged_times(above):
+        # Another thread must not find half of a copy: it is made beside, and then given its name.
+        copy = join(self.upper, _COPY)
+        with unchanged_times(self.upper), unchanged_times(above):
             if modes.S_ISLNK(real.lstat(place.real).st_mode):
-                real.symlink(real.readlink(place.real), target)
+                real.symlink(real.readlink(place.real), copy)
             elif contents:
-                if not real.copy_contents(place.real, target, self.disk.room()):
+                if not real.copy_contents(place.real, copy, self.disk.room()):
                     self.disk.dropped(place.path)
             else:
-                real.close(real.open_fd(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-        real.copy_metadata(place.real, target)
+                real.close(real.open_fd(copy, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
+            real.copy_metadata(place.real, copy)
+            real.rename(copy, target)
         if contents:
             self.disk.spend(real.allocated(real.lstat(target)))
         if place.where is Where.MOVED:
