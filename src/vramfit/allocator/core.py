@@ -142,8 +142,6 @@ class BlockStore:
     """Blocks, pools and counters of one device; the base of `CachingAllocator`.
 
     Attributes:
-        driver: the card.
-        device: its index, named in errors.
         torch_version: whose rules apply.
         plain: whether the short paths are right (NOTE [Two paths]).
     """

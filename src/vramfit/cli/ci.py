@@ -28,9 +28,6 @@ def tell_check(check: Check, *, seconds: float, junit: Path | None, json: Path |
     """Write the annotations and the summary of a workflow's step, and JUnit XML where that was asked for.
 
     Args:
-        check: the outcome of the gates.
-        seconds: duration of the program.
-        junit: the file.
         json: where the result goes as JSON; annotations do not go there too.
 
     Raises:

@@ -139,7 +139,6 @@ def end_options_at_module(arguments: list[str], with_value: set[str]) -> list[st
     """Insert ``--`` after ``-m MODULE`` where that stands among our own options.
 
     Args:
-        arguments: what follows the verb.
         with_value: our options that take the next argument as their value.
     """
     position = 0
@@ -199,9 +198,6 @@ def check_source(command: list[str]) -> None:
     """Find a script that python could not compile, before an interpreter is started for it.
 
     Only the source of the script itself is looked at; what it imports is found out by running it.
-
-    Args:
-        command: as `program_command` gives it.
 
     Raises:
         VramfitError: the source has a syntax error or cannot be decoded; the program itself failed, so the

@@ -87,11 +87,7 @@ class PlanCallback(Callback):
 
 
 class _LightningTraining:
-    """One fit with a plan. See NOTE [A plan in Lightning].
-
-    Attributes:
-        live: the module and the optimizer with the techniques.
-    """
+    """One fit with a plan. See NOTE [A plan in Lightning]."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, plan: Plan) -> None:
         self._trainer, self._module = trainer, module

@@ -108,11 +108,7 @@ class PlanCallback(TrainerCallback):
 
 
 class _TrainerTraining:
-    """One training with a plan. See NOTE [A plan in the Trainer].
-
-    Attributes:
-        live: the model and the optimizer with the techniques.
-    """
+    """One training with a plan. See NOTE [A plan in the Trainer]."""
 
     def __init__(self, trainer: Any, plan: Plan) -> None:
         self._trainer = trainer

@@ -90,7 +90,6 @@ def try_pieces(
     memory in 32 bits.
 
     Args:
-        workload: with a loss.
         setting: where labels are, which are ignored, what stays uncut, and the reduction; ``auto`` tries all.
         sizes: of the batch, in place of the workload's; the number of examples is always four.
         model: makes one that stands in for the workload's.
@@ -149,7 +148,6 @@ def try_encoders(
     Gradients of a batch of four examples are compared, on the CPU and without dropout, as `try_pieces` does.
 
     Args:
-        workload: with a loss.
         sizes: of the batch, in place of the workload's; the number of examples is always four.
         model: makes one that stands in for the workload's.
 

@@ -191,7 +191,6 @@ def _json_values(found: Calibration, profile: str | None) -> dict[str, Any]:
     """Everything as values that `json` can write. Sizes are bytes.
 
     Args:
-        found: the calibration.
         profile: the file that the profile was written to, None if it was not.
     """
     about = found.about

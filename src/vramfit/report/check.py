@@ -34,7 +34,6 @@ class Check:
 
     Attributes:
         target: the program or file.
-        gates: the requirements.
         diffs: how the run differs from the baseline, device by device; empty without one.
         progress: how far a program came that was run for it.
         states: what each device held at its peak.

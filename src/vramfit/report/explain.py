@@ -29,9 +29,7 @@ class Explanation:
     """What `vramfit explain` shows of one device.
 
     Attributes:
-        run: the run.
         verdict: its verdict; the deciding card is the device explained.
-        peaks: the local peaks.
         leaks: what grows from step to step; None where that was not searched for.
     """
 

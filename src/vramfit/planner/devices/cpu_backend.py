@@ -43,11 +43,6 @@ class CpuBackend:
     Args:
         host_bytes: memory of the machine that may be taken; None for all.
         estimate: the seconds of an operation; None takes `seconds_of`.
-
-    Attributes:
-        name: ``CPU``.
-        device_type: ``cpu``.
-        total_bytes: memory of the machine.
     """
 
     name = "CPU"
@@ -113,10 +108,6 @@ class FlopMode(TorchDispatchMode):
 
     Args:
         estimate: the seconds of an operation, from itself, its arguments, its results and its FLOPs; None for no time.
-
-    Attributes:
-        total: FLOPs so far.
-        seconds: estimated so far.
     """
 
     def __init__(self, estimate: Estimate | None = None) -> None:
