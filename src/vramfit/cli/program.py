@@ -112,6 +112,8 @@ class ProgramCommand(Verb):
     is all that follows ``-m MODULE``.
     """
 
+    allow_interspersed_args = False
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """End our own options after ``-m MODULE``; the parser itself ends them at the script."""
         return super().parse_args(ctx, end_options_at_module(args, self._options_with_value()))

@@ -13,23 +13,17 @@ from vramfit.planner.plan_file import PlanFigures
 from vramfit.planner.plans import Plan
 from vramfit.planner.search import FrontierPoint
 from vramfit.report.folding import broken, table
-from vramfit.report.rendering import Destination, json_values, printer
-from vramfit.report.text import print_lines, seconds
+from vramfit.report.rendering import json_values, printed_as_lines
+from vramfit.report.text import seconds
 from vramfit.techniques import setting_to_plain
 from vramfit.units import format_bytes
 
 PLAN_SCHEMA = "vramfit.plan/1"
-_WIDEST = 120
 
 
-@printer.register(Plan)
-def _print(plan: Plan, frontier: Sequence[FrontierPoint] = (), *, to: Destination) -> None:
-    """Print the verdict, the techniques with what each does, and the frontier."""
-    width = min(to.console.width, _WIDEST)
-    print_lines(to.console, _lines(plan, frontier, width), width)
-
-
-def _lines(plan: Plan, frontier: Sequence[FrontierPoint], width: int) -> Iterator[Text]:
+@printed_as_lines(Plan)
+def _lines(plan: Plan, frontier: Sequence[FrontierPoint] = (), *, width: int) -> Iterator[Text]:
+    """The verdict, the techniques with what each does, and the frontier."""
     for sentence in _head(plan):
         yield from broken(sentence, width)
     yield Text()

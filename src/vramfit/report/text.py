@@ -97,7 +97,7 @@ def short_op(op: str) -> str:
 
 
 def each(count: int, size: int) -> str:
-    """Of several blocks of one size how many there are and what one takes, ``12 × 48.00 MiB``; empty for a single one."""
+    """How many blocks of one size there are, and what one takes, ``12 × 48.00 MiB``; empty for a single one."""
     return f"{count:,} × {format_bytes(size)}" if count > 1 else ""
 
 
