@@ -186,7 +186,6 @@ class BlockStore:
         self._captures: list[tuple[PoolId, frozenset[int] | None]] = []
         self._private: dict[PoolId, PrivatePool] = {}
         self._use_on_oom: list[PoolId] = []
-        self._callbacks: list[Callable[[], bool]] = []  # asked for memory when no cached block fits
         self._set_config(AllocatorConfig() if config is None else config)
         limit = self._config.max_split_size
         self._reported_max_split = -1 if limit is None else limit  # torch reads it once, at the start

@@ -142,7 +142,7 @@ def stability(rounds: Sequence[Round], length: int, *, tried: Iterable[Round] = 
     failed = [one for one in rounds if one.outcome is RoundOutcome.OUT_OF_MEMORY]
     by_history = sum(tuple(sorted(one.sizes.items())) in fitting for one in failed)
     trend, series = Trend.STEADY, reserved
-    if by_history and _kept(rounds) > _wasted(failed):
+    if by_history and _kept(rounds) > max(one.peak_reserved - one.peak_allocated for one in failed):
         trend, series = Trend.ALLOCATED_GROWS, allocated
     elif by_history:
         trend = Trend.RUNS_OUT
@@ -168,11 +168,6 @@ def stability(rounds: Sequence[Round], length: int, *, tried: Iterable[Round] = 
 def _kept(rounds: Sequence[Round]) -> int:
     """Bytes that were left allocated after the rounds beyond what the first one left."""
     return max(one.allocated for one in rounds) - rounds[0].allocated
-
-
-def _wasted(failed: Sequence[Round]) -> int:
-    """The most that was reserved and not allocated when a round ran out."""
-    return max(one.peak_reserved - one.peak_allocated for one in failed)
 
 
 def _overhead(rounds: Sequence[Round]) -> float:

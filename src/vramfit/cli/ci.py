@@ -36,7 +36,8 @@ def tell_check(check: Check, *, seconds: float, junit: Path | None, json: Path |
     if in_github_actions():
         from vramfit.report.ci import annotations_of, render_summary
 
-        _annotate(annotations_of(check, repository=_repository()), json)
+        checked_out = Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd())
+        _annotate(annotations_of(check, repository=checked_out), json)
         _summarise(render_summary(check, root=Path.cwd()))
     if junit is not None:
         from vramfit.report import write_text
@@ -63,11 +64,6 @@ def failures_told(target: str, *, junit: Path | None, json: Path | None) -> Iter
 
             write_text(junit, render_junit_failure(target, reason))
         raise
-
-
-def _repository() -> Path:
-    """Where the workflow checked its repository out."""
-    return Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd())
 
 
 def _annotate(annotations: Iterator[Annotation] | list[Annotation], json: Path | None) -> None:

@@ -145,11 +145,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _options(line: str) -> argparse.Namespace:
-    """Read what follows ``%%vram``.
-
-    Raises:
-        UsageError: the line cannot be read, or two options contradict each other.
-    """
+    """Read what follows ``%%vram``."""
     parser = _Parser(prog="%%vram", add_help=False, allow_abbrev=False)
     parser.add_argument("--gpu", metavar="NAME")
     parser.add_argument("--gpus", metavar="N", type=int, default=1)

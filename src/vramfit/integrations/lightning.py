@@ -306,11 +306,7 @@ def _nothing() -> None:
 
 
 def _check_training(trainer: Trainer, module: LightningModule, plan: Plan) -> None:
-    """Make sure that a plan can be applied to this training.
-
-    Raises:
-        UsageError: the plan cannot be applied.
-    """
+    """Make sure that a plan can be applied to this training."""
     name = type(module).__name__
     if not module.automatic_optimization:
         raise UsageError(

@@ -187,11 +187,7 @@ def _inner(optimizer: Any) -> Any:
 
 
 def _check_trainer(trainer: Any, plan: Plan) -> None:
-    """Make sure that a plan can be applied to this training.
-
-    Raises:
-        UsageError: the plan cannot be applied.
-    """
+    """Make sure that a plan can be applied to this training."""
     args, accelerator = trainer.args, trainer.accelerator
     others = [found for found in trainer.callback_handler.callbacks if isinstance(found, PlanCallback)]
     if len(others) > 1:

@@ -175,11 +175,7 @@ def try_encoders(
 
 @contextmanager
 def _a_model(workload: Workload, make: Callable[[], nn.Module] | None, sought: str) -> Iterator[nn.Module]:
-    """A model in 32 bits, the same each time, and no dropout by functions while it is tried.
-
-    Raises:
-        UsageError: the workload has no loss of its own.
-    """
+    """A model in 32 bits, the same each time, and no dropout by functions while it is tried."""
     if workload.loss is None or workload.step is not None:
         raise UsageError(
             f"a workload without a loss, or with a step of its own, has no {sought}", "Give it a loss"

@@ -39,11 +39,6 @@ class AnnotationPlace:
     reason: str
 
 
-def title_of(gate: Gate) -> str:
-    """A few words for a gate that failed."""
-    return _TITLES[gate.bound]
-
-
 def sentence_of(check: Check, gate: Gate) -> str:
     """What was measured and what it is held to, with the device where there are several."""
     several = len({one.device for one in check.gates}) > 1
@@ -145,7 +140,9 @@ def annotations_of(check: Check, *, repository: Path) -> Iterator[Annotation]:
             if place is not None:
                 where = "" if file else f" ({short_location(place.frame)})"
                 message = f"{message}\n{place.reason[0].upper()}{place.reason[1:]}{where}."
-            yield Annotation(level=Level.ERROR, title=title_of(gate), message=message, file=file, line=line)
+            yield Annotation(
+                level=Level.ERROR, title=_TITLES[gate.bound], message=message, file=file, line=line
+            )
         elif gate.bound is Bound.BASELINE and gate.note:
             yield Annotation(
                 level=Level.NOTICE,

@@ -187,7 +187,7 @@ def render_frontier_svg(plan: Plan, frontier: Sequence[FrontierPoint]) -> str:
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        f'font-size="12" role="img"><title>{escape(_title(plan))}</title>',
+        f'font-size="12" role="img"><title>Memory against time of a step on {escape(plan.aim.device)}</title>',
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
         f'<path d="M{left} {top}V{height - bottom}H{width - right}" fill="none" stroke="#555"/>',
     ]
@@ -218,7 +218,3 @@ def render_frontier_svg(plan: Plan, frontier: Sequence[FrontierPoint]) -> str:
     parts.append(f'<text x="{middle}" y="{height - 12}" text-anchor="middle">memory of the device</text>')
     parts.append(f'<text x="{left}" y="{top - 6}">seconds of a step (estimated)</text></svg>')
     return "\n".join(parts) + "\n"
-
-
-def _title(plan: Plan) -> str:
-    return f"Memory against time of a step on {plan.aim.device}"

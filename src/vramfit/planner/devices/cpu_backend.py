@@ -49,7 +49,8 @@ class CpuBackend:
     device_type = "cpu"
 
     def __init__(self, *, host_bytes: int | None = None, estimate: Estimate | None = None) -> None:
-        self.total_bytes = _machine_bytes() if host_bytes is None else host_bytes
+        machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.total_bytes = machine_bytes if host_bytes is None else host_bytes
         self.host_bytes = 0
         self._estimate: Estimate = seconds_of if estimate is None else estimate
 
@@ -222,10 +223,6 @@ def _timed(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
-
-
-def _machine_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 CPU_FLOPS = 20e9
