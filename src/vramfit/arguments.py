@@ -28,7 +28,6 @@ def size_argument(name: str, given: Any, *, least: int = 1) -> int:
     """A size in bytes.
 
     Args:
-        name: of the argument.
         given: ``"2GiB"`` or a whole number of bytes, also as a float (``2.5e9``).
         least: the smallest size allowed: 1, or 0 where no memory at all makes sense.
 
@@ -64,7 +63,6 @@ def number_argument(name: str, given: Any, *, least: float, most: float, inside:
     """A number within bounds; True, False and ``nan`` do not count.
 
     Args:
-        name: of the argument.
         given: a whole number or a float.
         least, most: the bounds.
         inside: whether the bounds themselves are excluded.

@@ -98,9 +98,6 @@ class PatchStack:
         module would keep the old one. Names inside classes, closures and containers are not looked at, and
         vramfit's own modules keep the originals.
 
-        Args:
-            pairs: (old, new) objects; the old ones are found by identity.
-
         Returns:
             How many names were rebound; 0 inside `together`.
         """

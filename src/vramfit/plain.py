@@ -47,7 +47,6 @@ def from_plain(values: Any, kind: type[Value]) -> Value:
     """The value that `to_plain` described, from a process or a file of our own.
 
     Args:
-        values: plain values.
         kind: the type; it may be generic, such as ``tuple[int, ...]``.
 
     Raises:
@@ -61,7 +60,6 @@ class Misfit(ValueError):
 
     Args:
         place: the keys that lead to it, ``rates.flops.float32``; empty for the value itself.
-        value: what stands there.
         kind: the type that it should have.
     """
 

@@ -57,29 +57,6 @@ def test_several_oversized_blocks_are_freed_from_the_largest_down() -> None:
     assert allocator.memory_stats_flat()["num_alloc_retries"] == 0
 
 
-def test_callbacks_come_before_the_driver() -> None:
-    allocator, _ = make()
-    held = [allocator.malloc(40 * MIB)]
-    asked: list[str] = []
-
-    def release() -> bool:
-        asked.append("first")
-        if held:
-            allocator.free(held.pop())
-            return True
-        return False
-
-    def nothing() -> bool:
-        asked.append("second")
-        return False
-
-    allocator.add_free_memory_callback(release)
-    allocator.add_free_memory_callback(nothing)
-    allocator.malloc(40 * MIB)
-    assert asked == ["first", "second"]
-    assert allocator.reserved_bytes == 40 * MIB
-
-
 def test_pending_blocks_are_waited_for() -> None:
     allocator, events = make()
     a = allocator.malloc(700 * MIB)

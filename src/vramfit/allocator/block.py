@@ -163,8 +163,6 @@ class PrivatePool:
     Attributes:
         pool_id: torch's pair of numbers.
         users: graphs and contexts that hold it; at 0 its free memory may go back to the driver.
-        small: its small pool.
-        large: its large pool.
         no_split: blocks are handed out whole.
         reserved: bytes it holds from the driver by pool, small first.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from vramfit.allocator.block import ALLOCATED, Block, Segment, describe_segments
 from vramfit.allocator.config import AllocatorConfig
@@ -131,17 +131,9 @@ class CachingAllocator(ReleasingStore):
             raise self._out_of_memory(size, rounded)
         pool = self._pool_for(rounded, stream)
         block = self._take_free(pool, stream, rounded)
-        if block is None and self._run_callbacks():
-            block = self._take_free(pool, stream, rounded)
         if block is None:
             block = self._obtain(pool, stream, size, rounded)
         return self._hand_out(block, rounded, size)
-
-    def _run_callbacks(self) -> bool:
-        freed = False
-        for callback in self._callbacks:  # every one of them, as in trigger_free_memory_callbacks
-            freed |= callback()
-        return freed
 
     def free(self, address: int) -> None:
         """Give an allocation back; address 0 is ignored.
@@ -297,14 +289,6 @@ class CachingAllocator(ReleasingStore):
             pool_id: only the memory of this private pool, which nothing may hold any more.
         """
         self._release_cached(pool_id)
-
-    def add_free_memory_callback(self, callback: Callable[[], bool]) -> None:
-        """Have ``callback`` called when no cached block fits; it returns whether it freed memory.
-
-        torch registers such callbacks for memory shared between processes
-        (c10/cuda/CUDACachingAllocator.h, ``FreeMemoryCallback``).
-        """
-        self._callbacks.append(callback)
 
     @property
     def config(self) -> AllocatorConfig:

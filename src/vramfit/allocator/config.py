@@ -62,10 +62,6 @@ class AllocatorConfig:
     def parse(cls, text: str, *, torch_version: TorchVersion = REFERENCE_VERSION) -> AllocatorConfig:
         """Read a ``PYTORCH_ALLOC_CONF`` string, for instance ``max_split_size_mb:128``.
 
-        Args:
-            text: the settings; empty for the defaults.
-            torch_version: major and minor version whose settings are accepted.
-
         Raises:
             ConfigError: a setting is unknown or its value is not accepted; the message has torch's reason.
         """
@@ -209,7 +205,6 @@ def parse_settings(
     """The fields of `AllocatorConfig` that a settings string sets.
 
     Args:
-        text: the settings.
         torch_version: whose settings are known.
         large_segment_size: in force so far; limits of other settings depend on it.
 

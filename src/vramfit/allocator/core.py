@@ -142,8 +142,6 @@ class BlockStore:
     """Blocks, pools and counters of one device; the base of `CachingAllocator`.
 
     Attributes:
-        driver: the card.
-        device: its index, named in errors.
         torch_version: whose rules apply.
         plain: whether the short paths are right (NOTE [Two paths]).
     """
@@ -188,7 +186,6 @@ class BlockStore:
         self._captures: list[tuple[PoolId, frozenset[int] | None]] = []
         self._private: dict[PoolId, PrivatePool] = {}
         self._use_on_oom: list[PoolId] = []
-        self._callbacks: list[Callable[[], bool]] = []  # asked for memory when no cached block fits
         self._set_config(AllocatorConfig() if config is None else config)
         limit = self._config.max_split_size
         self._reported_max_split = -1 if limit is None else limit  # torch reads it once, at the start

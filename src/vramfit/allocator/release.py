@@ -114,9 +114,6 @@ class ReleasingStore(ExpandableStore):
         Garbage collection, the driver, oversized cached blocks and the driver, all cached blocks and the
         driver, private pools opened for this (``use_on_oom``). Source: c10/cuda/CUDACachingAllocator.cpp,
         ``DeviceCachingAllocator::malloc``.
-
-        Raises:
-            OutOfMemory: nothing helped.
         """
         if self._collects:
             self._collect_garbage()

@@ -187,9 +187,6 @@ class DeviceStats:
     """All statistics of one device (c10/core/CachingDeviceAllocator.h, ``DeviceStats``).
 
     Attributes:
-        small: counters of the small pool.
-        large: counters of the large pool.
-        total: peaks over both.
         private: reserved bytes by private pool (all, small, large).
         num_alloc_retries: cache flushes because the driver had no memory left.
         num_ooms: requests that failed.

@@ -71,10 +71,6 @@ def alloc_conf_from_env(environ: Mapping[str, str], torch_version: TorchVersion 
     The first variable that exists decides alone, even when it is empty: settings are never merged. From
     2.12 on ``PYTORCH_CUDA_ALLOC_CONF`` comes first, although a comment in the header says the reverse
     (c10/core/AllocatorConfig.cpp, ``AcceleratorAllocatorConfig::instance``; tried on 2.13 and 2.14).
-
-    Args:
-        environ: the environment, for instance ``os.environ``.
-        torch_version: major and minor version of torch.
     """
     for name in rules_for(torch_version).alloc_conf_variables:
         if name in environ:

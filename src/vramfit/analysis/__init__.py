@@ -1,202 +1,124 @@
 """What a trace means: pure functions from a MemoryTrace or a run to a value. No torch, no printing."""
 
-from vramfit.analysis._causes import (
-    FragmentationCause,
-    FragmentationCauses,
-    LargestRequest,
-    causes,
-)
-from vramfit.analysis._diff import Change, HoldingChange, Pair, TraceDiff, diff, diff_states
-from vramfit.analysis._leaks import (
-    GrowingStack,
-    LeakPlace,
-    LeakReport,
-    LeakVerdict,
-    Release,
-    Sawtooth,
-    SettledStack,
-    leaks,
-)
-from vramfit.analysis._lifetimes import Curves, Lifetimes, Measure, curves, lifetimes
-from vramfit.analysis._peaks import LocalPeak, Removal, peaks
-from vramfit.analysis._phases import (
-    LEAST_STEPS,
-    Growth,
-    Phase,
-    PhaseSummary,
-    Steps,
-    StepSource,
-    growth,
-    phases,
-    steps,
-    summarise,
-)
-from vramfit.analysis._reconcile import check_device, reconcile
-from vramfit.analysis._stability import (
-    Limit,
-    LimitReason,
-    Round,
-    RoundOutcome,
-    Stability,
-    StressReport,
-    Trend,
-    stability,
-)
-from vramfit.analysis._states import Holding, PeakState, no_card, state_from_trace, states, states_from_report
-from vramfit.analysis._verdict import NO_CARD, VARIES, DeviceVerdict, Outcome, Verdict, verdict
-from vramfit.analysis.accounting import CauseKind
-from vramfit.analysis.alignment import Alignment, Ends, align
-from vramfit.analysis.allocator_tuning import DeviceRecording, Trap, TrapKind, Tuning, tune
-from vramfit.analysis.breakdown import Breakdown, Moment, at, oom_row, peak
-from vramfit.analysis.device_timeline import DeviceTimeline, SegmentSpans, Timeline, segment_spans, timeline
-from vramfit.analysis.gates import Bound, Gate, baseline_gates, budget_gates, card_gates, used_gates
-from vramfit.analysis.groups import ModuleNode, TensorGroup, fold_layers, fold_path, module_tree
-from vramfit.analysis.occupancy import Fragmentation, fragmentation
-from vramfit.analysis.pinning import Holder, PinGroup, PinnedSegment
-from vramfit.analysis.reconciliation import (
-    DEFAULT_TOLERANCE,
-    Cause,
-    Comparison,
-    Counterfactual,
-    DeviceReconciliation,
-    Difference,
-    Part,
-    PartDifference,
-    Quantity,
-    Reconciliation,
-    StreamComparison,
-    StreamDifference,
-    Tolerance,
-    When,
-)
-from vramfit.analysis.recorded_run import run_from_trace
-from vramfit.analysis.remedies import Remedy, RemedyKind
-from vramfit.analysis.requests import RequestLabel
-from vramfit.analysis.shortage import NAMES, Fit, OomExplanation, OomVerdict, WhatIf, WhatIfAnswer
-from vramfit.analysis.trials import Trial
-from vramfit.trace.frames import Origin, origin, short_location, user_frame
-
-__all__ = [
-    "DEFAULT_TOLERANCE",
-    "LEAST_STEPS",
-    "NAMES",
-    "NO_CARD",
-    "VARIES",
-    "Alignment",
-    "Bound",
-    "Breakdown",
-    "Cause",
-    "CauseKind",
-    "Change",
-    "Comparison",
-    "Counterfactual",
-    "Curves",
-    "DeviceReconciliation",
-    "DeviceRecording",
-    "DeviceTimeline",
-    "DeviceVerdict",
-    "Difference",
-    "Ends",
-    "Fit",
-    "Fragmentation",
-    "FragmentationCause",
-    "FragmentationCauses",
-    "Gate",
-    "GrowingStack",
-    "Growth",
-    "Holder",
-    "Holding",
-    "HoldingChange",
-    "LargestRequest",
-    "LeakPlace",
-    "LeakReport",
-    "LeakVerdict",
-    "Lifetimes",
-    "Limit",
-    "LimitReason",
-    "LocalPeak",
-    "Measure",
-    "ModuleNode",
-    "Moment",
-    "OomExplanation",
-    "OomVerdict",
-    "Origin",
-    "Outcome",
-    "Pair",
-    "Part",
-    "PartDifference",
-    "PeakState",
-    "Phase",
-    "PhaseSummary",
-    "PinGroup",
-    "PinnedSegment",
-    "Quantity",
-    "Reconciliation",
-    "Release",
-    "Remedy",
-    "RemedyKind",
-    "Removal",
-    "RequestLabel",
-    "Round",
-    "RoundOutcome",
-    "Sawtooth",
-    "SegmentSpans",
-    "SettledStack",
-    "Stability",
-    "StepSource",
-    "Steps",
-    "StreamComparison",
-    "StreamDifference",
-    "StressReport",
-    "TensorGroup",
-    "Timeline",
-    "Tolerance",
-    "TraceDiff",
-    "Trap",
-    "TrapKind",
-    "Trend",
-    "Trial",
-    "Tuning",
-    "Verdict",
-    "WhatIf",
-    "WhatIfAnswer",
-    "When",
-    "align",
-    "at",
-    "baseline_gates",
-    "budget_gates",
-    "card_gates",
-    "causes",
-    "check_device",
-    "curves",
-    "diff",
-    "diff_states",
-    "fold_layers",
-    "fold_path",
-    "fragmentation",
-    "growth",
-    "leaks",
-    "lifetimes",
-    "module_tree",
-    "no_card",
-    "oom_row",
-    "origin",
-    "peak",
-    "peaks",
-    "phases",
-    "reconcile",
-    "run_from_trace",
-    "segment_spans",
-    "short_location",
-    "stability",
-    "state_from_trace",
-    "states",
-    "states_from_report",
-    "steps",
-    "summarise",
-    "timeline",
-    "tune",
-    "used_gates",
-    "user_frame",
-    "verdict",
-]
+from vramfit.analysis._causes import FragmentationCause as FragmentationCause
+from vramfit.analysis._causes import FragmentationCauses as FragmentationCauses
+from vramfit.analysis._causes import LargestRequest as LargestRequest
+from vramfit.analysis._causes import causes as causes
+from vramfit.analysis._diff import Change as Change
+from vramfit.analysis._diff import HoldingChange as HoldingChange
+from vramfit.analysis._diff import Pair as Pair
+from vramfit.analysis._diff import TraceDiff as TraceDiff
+from vramfit.analysis._diff import diff as diff
+from vramfit.analysis._diff import diff_states as diff_states
+from vramfit.analysis._leaks import GrowingStack as GrowingStack
+from vramfit.analysis._leaks import LeakPlace as LeakPlace
+from vramfit.analysis._leaks import LeakReport as LeakReport
+from vramfit.analysis._leaks import LeakVerdict as LeakVerdict
+from vramfit.analysis._leaks import Release as Release
+from vramfit.analysis._leaks import Sawtooth as Sawtooth
+from vramfit.analysis._leaks import SettledStack as SettledStack
+from vramfit.analysis._leaks import leaks as leaks
+from vramfit.analysis._lifetimes import Curves as Curves
+from vramfit.analysis._lifetimes import Lifetimes as Lifetimes
+from vramfit.analysis._lifetimes import Measure as Measure
+from vramfit.analysis._lifetimes import curves as curves
+from vramfit.analysis._lifetimes import lifetimes as lifetimes
+from vramfit.analysis._peaks import LocalPeak as LocalPeak
+from vramfit.analysis._peaks import Removal as Removal
+from vramfit.analysis._peaks import peaks as peaks
+from vramfit.analysis._phases import LEAST_STEPS as LEAST_STEPS
+from vramfit.analysis._phases import Growth as Growth
+from vramfit.analysis._phases import Phase as Phase
+from vramfit.analysis._phases import PhaseSummary as PhaseSummary
+from vramfit.analysis._phases import Steps as Steps
+from vramfit.analysis._phases import StepSource as StepSource
+from vramfit.analysis._phases import growth as growth
+from vramfit.analysis._phases import phases as phases
+from vramfit.analysis._phases import steps as steps
+from vramfit.analysis._phases import summarise as summarise
+from vramfit.analysis._reconcile import check_device as check_device
+from vramfit.analysis._reconcile import reconcile as reconcile
+from vramfit.analysis._stability import Limit as Limit
+from vramfit.analysis._stability import LimitReason as LimitReason
+from vramfit.analysis._stability import Round as Round
+from vramfit.analysis._stability import RoundOutcome as RoundOutcome
+from vramfit.analysis._stability import Stability as Stability
+from vramfit.analysis._stability import StressReport as StressReport
+from vramfit.analysis._stability import Trend as Trend
+from vramfit.analysis._stability import stability as stability
+from vramfit.analysis._states import Holding as Holding
+from vramfit.analysis._states import PeakState as PeakState
+from vramfit.analysis._states import no_card as no_card
+from vramfit.analysis._states import state_from_trace as state_from_trace
+from vramfit.analysis._states import states as states
+from vramfit.analysis._states import states_from_report as states_from_report
+from vramfit.analysis._verdict import NO_CARD as NO_CARD
+from vramfit.analysis._verdict import VARIES as VARIES
+from vramfit.analysis._verdict import DeviceVerdict as DeviceVerdict
+from vramfit.analysis._verdict import Outcome as Outcome
+from vramfit.analysis._verdict import Verdict as Verdict
+from vramfit.analysis._verdict import verdict as verdict
+from vramfit.analysis.accounting import CauseKind as CauseKind
+from vramfit.analysis.alignment import Alignment as Alignment
+from vramfit.analysis.alignment import Ends as Ends
+from vramfit.analysis.alignment import align as align
+from vramfit.analysis.allocator_tuning import DeviceRecording as DeviceRecording
+from vramfit.analysis.allocator_tuning import Trap as Trap
+from vramfit.analysis.allocator_tuning import TrapKind as TrapKind
+from vramfit.analysis.allocator_tuning import Tuning as Tuning
+from vramfit.analysis.allocator_tuning import tune as tune
+from vramfit.analysis.breakdown import Breakdown as Breakdown
+from vramfit.analysis.breakdown import Moment as Moment
+from vramfit.analysis.breakdown import at as at
+from vramfit.analysis.breakdown import oom_row as oom_row
+from vramfit.analysis.breakdown import peak as peak
+from vramfit.analysis.device_timeline import DeviceTimeline as DeviceTimeline
+from vramfit.analysis.device_timeline import SegmentSpans as SegmentSpans
+from vramfit.analysis.device_timeline import Timeline as Timeline
+from vramfit.analysis.device_timeline import segment_spans as segment_spans
+from vramfit.analysis.device_timeline import timeline as timeline
+from vramfit.analysis.gates import Bound as Bound
+from vramfit.analysis.gates import Gate as Gate
+from vramfit.analysis.gates import baseline_gates as baseline_gates
+from vramfit.analysis.gates import budget_gates as budget_gates
+from vramfit.analysis.gates import card_gates as card_gates
+from vramfit.analysis.gates import used_gates as used_gates
+from vramfit.analysis.groups import ModuleNode as ModuleNode
+from vramfit.analysis.groups import TensorGroup as TensorGroup
+from vramfit.analysis.groups import fold_layers as fold_layers
+from vramfit.analysis.groups import fold_path as fold_path
+from vramfit.analysis.groups import module_tree as module_tree
+from vramfit.analysis.occupancy import Fragmentation as Fragmentation
+from vramfit.analysis.occupancy import fragmentation as fragmentation
+from vramfit.analysis.pinning import Holder as Holder
+from vramfit.analysis.pinning import PinGroup as PinGroup
+from vramfit.analysis.pinning import PinnedSegment as PinnedSegment
+from vramfit.analysis.reconciliation import DEFAULT_TOLERANCE as DEFAULT_TOLERANCE
+from vramfit.analysis.reconciliation import Cause as Cause
+from vramfit.analysis.reconciliation import Comparison as Comparison
+from vramfit.analysis.reconciliation import Counterfactual as Counterfactual
+from vramfit.analysis.reconciliation import DeviceReconciliation as DeviceReconciliation
+from vramfit.analysis.reconciliation import Difference as Difference
+from vramfit.analysis.reconciliation import Part as Part
+from vramfit.analysis.reconciliation import PartDifference as PartDifference
+from vramfit.analysis.reconciliation import Quantity as Quantity
+from vramfit.analysis.reconciliation import Reconciliation as Reconciliation
+from vramfit.analysis.reconciliation import StreamComparison as StreamComparison
+from vramfit.analysis.reconciliation import StreamDifference as StreamDifference
+from vramfit.analysis.reconciliation import Tolerance as Tolerance
+from vramfit.analysis.reconciliation import When as When
+from vramfit.analysis.recorded_run import run_from_trace as run_from_trace
+from vramfit.analysis.remedies import Remedy as Remedy
+from vramfit.analysis.remedies import RemedyKind as RemedyKind
+from vramfit.analysis.requests import RequestLabel as RequestLabel
+from vramfit.analysis.shortage import NAMES as NAMES
+from vramfit.analysis.shortage import Fit as Fit
+from vramfit.analysis.shortage import OomExplanation as OomExplanation
+from vramfit.analysis.shortage import OomVerdict as OomVerdict
+from vramfit.analysis.shortage import WhatIf as WhatIf
+from vramfit.analysis.shortage import WhatIfAnswer as WhatIfAnswer
+from vramfit.analysis.trials import Trial as Trial
+from vramfit.trace.frames import Origin as Origin
+from vramfit.trace.frames import origin as origin
+from vramfit.trace.frames import short_location as short_location
+from vramfit.trace.frames import user_frame as user_frame

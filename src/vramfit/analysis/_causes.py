@@ -26,7 +26,6 @@ class FragmentationCause:
     """One cause.
 
     Attributes:
-        kind: the kind of cause.
         bytes: how many bytes are reserved for it; for LIVE_MEMORY what the request lacks even if nothing were
             fragmented.
         count: number of gaps or blocks.
@@ -61,9 +60,6 @@ class FragmentationCauses:
     The bytes of all causes but LIVE_MEMORY add up to ``reserved - requested``.
 
     Attributes:
-        device: device index.
-        moment: when this is.
-        fragmentation: how the reserved memory is used.
         requested: bytes asked for in blocks that are allocated.
         request: by what the causes are judged; None if reserved memory never grew within the trace.
         causes: largest first, after the decisive one.
@@ -109,8 +105,6 @@ def causes(
     """Find out why ``device`` reserves more than was asked for.
 
     Args:
-        trace: the recording.
-        device: index of the device.
         row: the moment right after this event; by default the last out-of-memory, or else the request that brought
             the reserved memory to its peak.
         proven: try remedies that are allocator settings by serving the trace's requests under them.

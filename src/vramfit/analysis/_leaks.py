@@ -95,7 +95,6 @@ class GrowingStack:
     """A stack whose memory grows from step to step.
 
     Attributes:
-        place: where the memory is allocated.
         bytes_per_step: median slope, in bytes of blocks as torch counts them; exact where growth is constant.
         requested_per_step: median slope of the requested bytes.
         grown_bytes: growth from the end of the warm-up to the last step.
@@ -128,7 +127,6 @@ class SettledStack:
     """A stack that grew after the warm-up, and stopped or slowed down: a cache that filled.
 
     Attributes:
-        place: where the memory is allocated.
         grown_bytes: bytes by which it grew.
         last_step: number of the last step in which it grew.
     """
@@ -145,7 +143,6 @@ class Sawtooth:
     Reference cycles that wait for the garbage collector look so, and lists that are emptied once an epoch.
 
     Attributes:
-        place: where the memory is allocated.
         most_bytes: most that it held at a boundary.
         times: how often blocks were freed all at once.
         steps: most steps whose blocks were freed at once.
@@ -162,8 +159,6 @@ class LeakReport:
     """Whether a device's memory grows from step to step, and what makes it grow.
 
     Attributes:
-        device: index of the device.
-        verdict: the answer.
         steps: the steps that were told apart.
         warmup: number of steps left out at the beginning.
         alpha: chance of calling growth where there is none, for the whole report.
@@ -230,8 +225,6 @@ def leaks(
     with fewer the verdict says so.
 
     Args:
-        trace: the recording.
-        device: index of the device.
         alpha: chance of calling growth where there is none, for the whole trace.
         by: take the steps from this source; None takes the best that the trace has.
         boundaries: rows after which steps begin, ascending, instead; the last one may be given twice, so that the
@@ -342,8 +335,6 @@ class _LeakSearch:
 
         Args:
             keys: one for each block; the blocks of equal keys are summed.
-            amounts: bytes of each block.
-            keep: blocks to look at, None for all.
         """
         chosen = np.arange(len(keys)) if keep is None else np.flatnonzero(keep)
         if not self.count or not len(chosen):

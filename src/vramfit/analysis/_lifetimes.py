@@ -23,13 +23,11 @@ class Lifetimes:
     """The blocks of one device, one array element each, in no particular order.
 
     Attributes:
-        device: index of the device.
         rows: number of events of the trace; a row of this value means "not within the trace".
         born: row of the allocation; -1 for a block that was there before the trace began.
         freed: row at which the free was asked for; ``rows`` if never. From here on it no longer counts as
             allocated.
         completed: row at which the free took effect; ``rows`` if never. Until here it counts as active.
-        address: where the block lies.
         size: bytes that were asked for.
         block: bytes of the block, which is what torch counts as allocated; block - size is slack.
     """

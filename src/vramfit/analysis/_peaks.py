@@ -48,11 +48,9 @@ class LocalPeak:
     """A moment at which the allocated bytes were higher than around it.
 
     Attributes:
-        allocated: bytes allocated.
         prominence: by how many bytes it stands out from what lies between it and any higher peak.
         count: how many local peaks of the run are of this kind: in the same part of the iterations, or, where the
             trace names no phases, at the same operator and line. This is the highest of them, the first of equals.
-        breakdown: what was alive.
         removal: what would have to go to lower it.
     """
 
@@ -84,8 +82,6 @@ def peaks(
     the events) only the higher is seen. The highest peak of all is always the first of the result.
 
     Args:
-        trace: the recording.
-        device: index of the device.
         most: at most so many.
         prominence: share of the highest peak by which a peak has to stand out.
         share: by which each peak should be lower, for `Removal`.

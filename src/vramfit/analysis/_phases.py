@@ -60,9 +60,7 @@ class PhaseSummary:
     Attributes:
         part: ``"forward"``, ``"backward"``, ``"step"``, or the name of a phase outside any iteration.
         count: number of iterations that have it.
-        first: the first of them.
         worst: the one with the highest peak, the last of equals.
-        last: the last of them.
     """
 
     part: str
@@ -117,7 +115,6 @@ def phases(trace: MemoryTrace, device: int = 0) -> tuple[Phase, ...]:
     """The phases of a trace in the order in which they were first entered; empty if it names none.
 
     Args:
-        trace: the recording.
         device: index of the device whose memory is meant.
     """
     if not len(trace) or int(trace.phase.max()) < 0:
@@ -260,7 +257,6 @@ def steps(trace: MemoryTrace, device: int = 0, *, by: StepSource | None = None) 
     """Find where the steps begin: two phases or three marks decide; else what repeats, and equal parts last.
 
     Args:
-        trace: the recording.
         device: index of the device whose events are meant.
         by: take this source, whatever it tells.
     """

@@ -55,7 +55,6 @@ def reconcile(
         run: the prediction.
         actual: the recording.
         device: compare this device of the recording, with that of the same index, or with the fullest one.
-        tolerance: the difference that is allowed.
 
     Raises:
         UsageError: the two have no device in common.

@@ -26,7 +26,6 @@ class Round:
 
     Attributes:
         sizes: the value of each size.
-        outcome: how the round ended.
         peak_allocated, peak_reserved: the most during the round.
         allocated, reserved: what was left afterwards, the batch and the gradients gone, the cache kept.
         message: why it was refused, or the text of the out-of-memory; empty where it fitted.
@@ -60,7 +59,6 @@ class Limit:
     """How far one size can go, the others being as usual.
 
     Attributes:
-        name: name of the size.
         usual: its value in the workload.
         largest: the largest value that fits; 0 if none does.
         failing: the smallest value tried that does not; None if all did.
@@ -144,7 +142,7 @@ def stability(rounds: Sequence[Round], length: int, *, tried: Iterable[Round] = 
     failed = [one for one in rounds if one.outcome is RoundOutcome.OUT_OF_MEMORY]
     by_history = sum(tuple(sorted(one.sizes.items())) in fitting for one in failed)
     trend, series = Trend.STEADY, reserved
-    if by_history and _kept(rounds) > _wasted(failed):
+    if by_history and _kept(rounds) > max(one.peak_reserved - one.peak_allocated for one in failed):
         trend, series = Trend.ALLOCATED_GROWS, allocated
     elif by_history:
         trend = Trend.RUNS_OUT
@@ -172,11 +170,6 @@ def _kept(rounds: Sequence[Round]) -> int:
     return max(one.allocated for one in rounds) - rounds[0].allocated
 
 
-def _wasted(failed: Sequence[Round]) -> int:
-    """The most that was reserved and not allocated when a round ran out."""
-    return max(one.peak_reserved - one.peak_allocated for one in failed)
-
-
 def _overhead(rounds: Sequence[Round]) -> float:
     reserved = max((one.peak_reserved for one in rounds), default=0)
     allocated = max((one.peak_allocated for one in rounds), default=0)
@@ -202,15 +195,12 @@ class StressReport:
         source: what it ran on: ``virtual``, ``card`` or ``cpu``.
         total_bytes: memory for the program: of the card without its context, or the budget; 0 if unknown.
         alloc_conf: allocator settings; empty for the defaults.
-        torch_version: version of torch.
-        sizes: the usual value of each size.
         baseline: the second of two steps at the usual sizes (the first makes the optimizer's state), or the first that
             failed.
         limits: one for each size that was varied.
         cycle: the sizes that the rounds go through.
         rounds: the rounds, on a cache that is never emptied.
         stability: what the rounds show; None without rounds.
-        seconds: time the test took.
         warnings: what the virtual GPU did differently from a card.
     """
 

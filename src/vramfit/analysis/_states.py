@@ -27,13 +27,11 @@ class Holding:
     """Blocks that were alive at the peak and were asked for by the same stack for the same modules.
 
     Attributes:
-        category: what the bytes are for.
         op: the operator that made them.
         module: dotted path with layer numbers replaced by ``*``.
         tensor: dtype and shape of the largest.
         line: the user's line.
         stack: the frames of the user and of libraries, innermost first; of a JSON report only those that it names.
-        count: number of blocks.
         total_bytes: their bytes.
         block_bytes: bytes of each; 0 where they differ in size, or the source does not say.
     """
@@ -55,7 +53,6 @@ class PeakState:
 
     Attributes:
         name: name of the file or run.
-        device: index of the device.
         gpu: name of the card, empty if unknown.
         allocated, reserved: peaks of the run.
         outside: memory outside torch's allocator.
@@ -148,8 +145,6 @@ def state_from_trace(
     """What a device held at the peak of a trace, or when it last ran out of memory at the end of it.
 
     Args:
-        trace: the recording.
-        device: index of the device.
         name: name of the file or run.
         outside: memory outside torch's allocator; None takes the context that the trace names.
     """

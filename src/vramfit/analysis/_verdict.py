@@ -54,10 +54,6 @@ class DeviceVerdict:
     """One card. Bytes throughout.
 
     Attributes:
-        index: device index.
-        gpu: name of the card.
-        total: memory of the card.
-        context: taken by the CUDA context, outside torch.
         peak_allocated: highest bytes allocated over the run.
         peak_reserved: highest bytes held from the driver over the run.
         peak_active: highest bytes allocated or awaited by a stream.
@@ -103,7 +99,6 @@ class Verdict:
     """What a run says about its memory.
 
     Attributes:
-        outcome: whether the run fits.
         devices: one verdict per card, by index; never empty (see `NO_CARD`).
         critical: index (into ``devices``) of the card that ran out, else of the fullest one.
         oom: the request that could not be served, also if the program caught it.

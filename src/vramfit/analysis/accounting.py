@@ -45,7 +45,6 @@ class Request:
     Attributes:
         row: the event of the request.
         size: bytes asked for.
-        stream: the stream of the request.
         small: whether the request is for the small pool.
         failed: whether the request ran out of memory.
         grown: row of the segment event that it caused; -1 where it failed.

@@ -70,7 +70,6 @@ def align(
     """Align ``first`` with ``second``; only equal elements are ever aligned.
 
     Args:
-        first: one sequence.
         second: the other, of which the first may be a part.
         free: ends of the second that may stand out.
         cost_of_start: for each index of the second, how unlikely it is that the first begins there: this decides

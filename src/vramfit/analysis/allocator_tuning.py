@@ -37,7 +37,6 @@ class Trap:
     """A trap that the trace shows.
 
     Attributes:
-        kind: which one.
         alloc_conf: the settings concerned.
         text: the harm, with the figures of the replay.
     """
@@ -195,7 +194,6 @@ class DeviceRecording:
     """One device of the recording. Bytes throughout.
 
     Attributes:
-        index: device index.
         recorded: peaks by the recording's own figures.
         predicted: peaks of a replay under the recorded settings, from the state in which the recording begins.
         exact: that replay placed every block and every segment as recorded.
@@ -226,8 +224,6 @@ class Tuning:
         best: the trial to take: of those within `tolerance` of the lowest peak the one with the fewest retries, then
             the fewest settings, then the fewest calls to the driver.
         traps: settings to avoid.
-        events: events of the trace.
-        seconds: time it took.
     """
 
     devices: tuple[DeviceRecording, ...]
@@ -290,10 +286,8 @@ def tune(
     peak is above one and a half times the recorded one, which it cannot come down from.
 
     Args:
-        trace: the recording.
         device: only this device; None for all, ranked by the one that needs the most.
         settings: try only these, instead of searching.
-        progress: called as the work goes on.
 
     Raises:
         UsageError: the trace has no requests, or no such device.

@@ -29,7 +29,6 @@ class Moment:
 
     Attributes:
         row: the event; values hold right after it. -1 is the state before the first event.
-        time_us: its time.
         phase: name of the phase, empty if none.
         op: the operator, empty if unknown.
         line: the user's line.
@@ -47,15 +46,12 @@ class Breakdown:
     """The allocated memory of one device at one moment. Bytes are those of blocks, as torch counts them.
 
     Attributes:
-        device: index of the device.
-        moment: when this is.
         allocated: bytes allocated; the sum of ``categories``, and the total of ``modules``.
         active: allocated, and given back but still awaited by a stream.
         categories: bytes by category; every category is present.
         modules: the tree of modules; the root's own bytes belong to no module.
         tensors: groups of like tensors, largest total first.
         tensors_omitted: groups that were left off, and their bytes: (count, bytes).
-        fragmentation: how the reserved memory is used.
         slack: bytes of allocated blocks that nobody asked for.
     """
 
@@ -91,8 +87,6 @@ def peak(
     of those.
 
     Args:
-        trace: the recording.
-        device: index of the device.
         by: which figure has its peak there.
         tensors: keep at most so many groups of tensors.
     """

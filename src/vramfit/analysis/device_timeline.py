@@ -31,7 +31,6 @@ class SegmentSpans:
     together are one element; neighbours that are mapped at the same moment make up one range then.
 
     Attributes:
-        device: index of the device.
         rows: number of events of the trace; a row of this value means "not within the trace".
         start, end: addresses, the end exclusive.
         born: row from which it was held; -1 if before the trace began.
@@ -275,10 +274,7 @@ class Timeline:
 
     Attributes:
         rows: the events at which the values hold, ascending.
-        time_us: their times.
         categories: array of shape [8, len(rows)], indexed by `Category`; a column sums to ``allocated``.
-        allocated: allocated bytes at those rows.
-        reserved: reserved bytes at those rows.
     """
 
     rows: Ints
@@ -292,8 +288,6 @@ def timeline(trace: MemoryTrace, device: int = 0, *, points: int | None = None) 
     """Allocated bytes by category over time.
 
     Args:
-        trace: the recording.
-        device: index of the device.
         points: at most about so many rows; of each stretch of events the one with the most allocated bytes is
             kept, so that no peak is lost. None keeps all.
     """

@@ -28,14 +28,10 @@ class Gate:
     """One requirement on one device.
 
     Attributes:
-        bound: the kind of limit.
-        device: index of the device.
-        quantity: the figure that is measured.
         actual: bytes of the run.
         limit: bytes that it may have; for `Bound.CARD` those that it could have had, 0 if unknown.
         baseline: bytes of the run before; None without one.
         passed: whether the requirement is met.
-        note: what should be known beside it; empty if nothing.
     """
 
     bound: Bound
@@ -104,11 +100,6 @@ def budget_gates(
 
     A device that ran out within it is left out: what it held then says nothing of what it needs.
 
-    Args:
-        run: the devices of the run.
-        budget: bytes.
-        quantity: the figure that the budget limits.
-
     Raises:
         UsageError: the run does not tell that figure.
     """
@@ -131,11 +122,6 @@ def baseline_gates(
     run: Sequence[PeakState], baseline: Sequence[PeakState], tolerance: Tolerance
 ) -> tuple[Gate, ...]:
     """Hold each device to what it took before, reserved and allocated alike. Less than before is never too much.
-
-    Args:
-        run: the devices of the run.
-        baseline: the devices of the earlier run.
-        tolerance: the increase that is allowed.
 
     Raises:
         UsageError: a device of the run is not in the baseline, or they tell no figure in common.

@@ -145,13 +145,9 @@ class TensorGroup:
     Attributes:
         tensor: dtype and shape, ``"bfloat16[4, 1024, 768]"``; empty for a block that is no tensor or unknown.
         op: the operator that made it.
-        category: what the bytes are for.
         module: dotted path with layer numbers replaced by ``*``.
         line: the user's line that made it.
         library_line: the innermost line outside torch, where that is in another package than the user's.
-        block_bytes: bytes of one block.
-        count: number of blocks or requests.
-        total_bytes: bytes of all of them.
     """
 
     tensor: str

@@ -31,7 +31,6 @@ class Pairing:
 
     Attributes:
         recorded, predicted: the requests.
-        alignment: the alignment of the two.
         of_recorded: for each block of the recording the block of the prediction that it is, or -1.
         of_predicted: the other way round.
         start_row: last row of the prediction before the stretch that the recording covers.

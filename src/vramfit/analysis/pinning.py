@@ -21,7 +21,6 @@ class Holder:
     Attributes:
         address, size, block: its address, bytes requested, and bytes of the block.
         tensor, op, module, phase: as in the trace, empty where it does not say.
-        category: what the bytes are for.
         line: the user's line that made it.
         born: event that made it; -1 from before the trace.
         freed: event at which its free is asked for; None if never within the trace.
@@ -49,7 +48,6 @@ class PinnedSegment:
     """A segment with both live blocks and free memory in it, and its history.
 
     Attributes:
-        segment: the segment itself.
         free: free bytes in it.
         largest_gap: the largest free range.
         taken_for: the block for which it was taken; None if that was before the trace.
@@ -78,7 +76,6 @@ class PinGroup:
     """Like blocks that lie beside free memory.
 
     Attributes:
-        group: the blocks as a group.
         phase: the phase in which the first of them was made.
         born: event that made the first of them; -1 from before the trace.
         in_holes: number of blocks beside free memory that lie where other blocks were before.

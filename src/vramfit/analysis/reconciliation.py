@@ -146,7 +146,6 @@ class Difference:
         is_near: the recording does not say who asked; ``label`` is of the request before, which both make.
         is_workspace: whether the blocks are workspaces of a library.
         size: bytes that each was asked for.
-        count: number of blocks or requests.
         total: bytes that they add to the prediction, negative for those that it lacks. Of ROUNDED blocks, which are
             in both, what their sizes differ by.
     """
@@ -199,7 +198,6 @@ class StreamDifference:
         label: who asked; see ``is_near`` of `Difference`.
         is_near: the label is of the request before.
         size: bytes that each asked for.
-        count: number of blocks or requests.
     """
 
     cause: Cause
@@ -313,7 +311,6 @@ class Reconciliation:
 
     Attributes:
         name: name of the files that describe that run.
-        tolerance: the difference that is allowed.
         devices: one entry for each device that both have.
         notes: what should be known about the comparison as a whole.
     """

@@ -19,7 +19,6 @@ def run_from_trace(trace: MemoryTrace, *, name: str = "") -> Run:
     where the card ran out of memory, as what it had at that moment for this program.
 
     Args:
-        trace: the recording.
         name: what to call the program where the trace does not say, such as the name of the file.
     """
     curves_of = {index: DeviceTimeline.of(trace, index).curves for index in trace.known_devices}

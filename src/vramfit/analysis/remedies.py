@@ -40,7 +40,6 @@ class Remedy:
     """One thing that helps against a cause.
 
     Attributes:
-        kind: the kind of remedy.
         text: the advice in words.
         alloc_conf: the allocator settings to do it with; None where it is no setting.
         peak_reserved: peak of reserved bytes under these settings in a replay; None if it was not tried.

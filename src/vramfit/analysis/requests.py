@@ -31,7 +31,6 @@ class RequestLabel(NamedTuple):
         op: the operator; empty if unknown.
         line: the user's line.
         tensor: dtype and shape; empty if it is none or unknown.
-        category: what the bytes are for.
     """
 
     op: str = ""
@@ -44,9 +43,6 @@ class Requests:
     """The requests and returns that a program made to one device's allocator.
 
     Attributes:
-        trace: the whole trace.
-        device: index of the device.
-        lives: its blocks.
         rows: rows of the trace at which a block was asked for or given back, ascending.
         takes: which of them ask for a block.
         block: for each, the block, as index into ``lives``.

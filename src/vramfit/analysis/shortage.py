@@ -87,9 +87,7 @@ class OomExplanation:
     """A request that failed, and what would have served it.
 
     Attributes:
-        row: the event.
         requested: bytes of the request, rounded.
-        stream: the stream of the request.
         capacity: memory for the allocator, and what tells it.
         answers: one for each what-if.
         largest_request: the largest request that could have been served then, on this stream, in bytes.
@@ -265,10 +263,7 @@ class Shortage:
     """A request that failed, on a card. Bytes throughout.
 
     Attributes:
-        oom: the request.
         breakdown: what the card held at that moment.
-        context: bytes of the CUDA context.
-        total: memory of the card.
         used: most that was reserved, with the context.
     """
 

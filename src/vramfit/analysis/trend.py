@@ -117,7 +117,6 @@ def theil_sen(levels: Sequence[int] | NDArray[np.int64], at: Sequence[int] | NDA
     """The median slope over all pairs: exactly k for growth of k per step, and deaf to single outliers.
 
     Args:
-        levels: the values.
         at: where on the axis each lies, strictly ascending.
     """
     values, places = np.asarray(levels), np.asarray(at)

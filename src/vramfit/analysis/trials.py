@@ -78,7 +78,6 @@ def first_candidates(sizes: Sizes, *, segments: bool, limited: bool) -> Iterator
     """Settings of one kind each, by family.
 
     Args:
-        sizes: the requests.
         segments: torch knows ``large_segment_size_mb``.
         limited: the card's memory is known, so that garbage collection can act.
     """
@@ -108,7 +107,6 @@ def finer_candidates(best: dict[str, AllocatorConfig], sizes: Sizes) -> Iterator
 
     Args:
         best: the best settings so far, by family; only of families that gained something.
-        sizes: the requests.
     """
     yield from _around(best, sizes)
     parts = [best[family] for family in ("max_split", "roundup", "segments") if family in best]
@@ -191,7 +189,6 @@ class Trial:
 
     Attributes:
         alloc_conf: the settings; empty for the defaults.
-        config: the settings, read.
         family: what kind of settings these are.
         peak_reserved: peak of the device that needs the most.
         peak_allocated: peak of the device that needs the most.
@@ -199,9 +196,7 @@ class Trial:
         device_allocs: calls of cudaMalloc, or of mapping pages, on all devices after the start of the trace.
         device_frees: calls of cudaFree, or of unmapping.
         retries: how often all of the cache was given back for want of memory: each waits for the card.
-        ooms: requests that failed.
         complete: whether it was served to the end; otherwise it was broken off above ``peak_reserved``.
-        seconds: time of the replay.
     """
 
     alloc_conf: str

@@ -142,7 +142,6 @@ class _Metering:
     """What a check needs of whatever meters the memory.
 
     Attributes:
-        device: index of the device.
         knows_storages: whether it follows storages itself; a card's recording knows addresses only.
     """
 

@@ -45,8 +45,6 @@ class OpComparison:
     """One op of one case, measured and predicted.
 
     Attributes:
-        case: name of the case.
-        verdict: how the two compare.
         measured: what the card did; None if it did not run the op.
         predicted: what the virtual GPU says; None if it does not run the op.
     """
@@ -225,7 +223,6 @@ class Calibration:
     """The outcome of a calibration. Sizes are bytes.
 
     Attributes:
-        about: the card and the software.
         measured, predicted: records of the cases, by name.
         failures: cases without a measurement, by name.
         unpredicted: cases that the virtual GPU could not run, with the reason.

@@ -211,11 +211,7 @@ class _History:
 
 
 class CaseMeter:
-    """Measures one case after the other on a device of this process.
-
-    Args:
-        device: its index.
-    """
+    """Measures one case after the other on a device of this process."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -225,7 +221,6 @@ class CaseMeter:
         """What a case does with memory once it is warm, and how long it takes.
 
         Args:
-            case: the case.
             timed: whether its time is measured as well.
 
         Raises:

@@ -25,10 +25,6 @@ class About:
     Attributes:
         source: ``card``, or ``virtual`` when the virtual GPU took the card's place.
         name: the card as ``torch.cuda.get_device_name()`` says.
-        total_bytes: its memory.
-        capability: compute capability.
-        sm_count: streaming multiprocessors.
-        l2_bytes: size of the L2 cache.
         torch, cuda: versions.
         cudnn: version in cuDNN's numbering, 0 without.
         driver: version of the driver, empty where unknown.
@@ -51,7 +47,6 @@ class CaseFailure:
     """A case that gave no measurement.
 
     Attributes:
-        case: its name.
         kind: ``memory``, ``error``, ``broken`` (the CUDA context), ``died``, ``time`` or ``skipped``.
         text: the reason in a line.
     """

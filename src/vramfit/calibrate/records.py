@@ -207,7 +207,6 @@ class CaseRecord:
     """One case, as it was measured or predicted.
 
     Attributes:
-        case: its name.
         ops: what its ops did, in order; views are left out.
         seconds: time of one run, as measured (median) or estimated; None without one.
         peak_bytes: most bytes allocated at once, with its inputs.

@@ -47,7 +47,6 @@ class WorkerConfig:
     """How a worker is started.
 
     Attributes:
-        role: what it stands for.
         device: index of the card.
         gpu: the virtual GPU; None for a card.
         memory_bytes: most that it may allocate, None without a limit.
@@ -77,11 +76,7 @@ class CommandFailed(Exception):
 
 
 class Child:
-    """A worker process, started anew when a command ended it.
-
-    Args:
-        config: what it is.
-    """
+    """A worker process, started anew when a command ended it."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config

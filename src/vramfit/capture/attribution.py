@@ -169,8 +169,6 @@ class RunningModule:
     """A module whose ``forward`` is running.
 
     Attributes:
-        module: the module itself.
-        path: its dotted path.
         index: of the path in the trace.
         frame: identity of the frame that called it, 0 while nobody has asked for a stack inside of it.
         outside: what stands for the frames outside of that one.

@@ -32,7 +32,6 @@ class OpInfo:
         last_first: its kernel makes the last result first.
         random: it draws random numbers.
         takes_generator: it has a ``generator`` argument.
-        func: the op itself.
         plans: what calls of it did, by what `key_of` makes of their arguments (op_cache.py).
         direct: a plan may be looked for before anything else; for other ops a rule decides first.
         direct_forward: the same, but only outside backward passes.
@@ -92,7 +91,6 @@ class OpTable:
     """`OpInfo` of every op met so far, with the rules registered for it.
 
     Args:
-        rules: by op.
         late: by the name of an op that may be registered later, or by its namespace as ``name.*``.
         foreign: finds the rule of an op that is not in them.
 

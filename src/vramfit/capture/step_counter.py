@@ -60,13 +60,7 @@ class MeteredDemand:
 
 
 class StepCounter:
-    """Counts steps, and ends the program when there were enough. See NOTE [What a step is].
-
-    Args:
-        modules: which modules run.
-        demand: what each step asks for.
-        stopping: is told of each step.
-    """
+    """Counts steps, and ends the program when there were enough. See NOTE [What a step is]."""
 
     def __init__(self, modules: ModuleStack, demand: Demand, stopping: StepSink) -> None:
         self._modules = modules

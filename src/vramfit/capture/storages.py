@@ -113,7 +113,6 @@ class StorageMeter(Generic[RecordT]):
     """What all meters share: storages go through a machine's allocators, and events to a `TraceBuilder`.
 
     Attributes:
-        machine: the devices.
         builder: where the events go.
         stacks, modules, phases: who allocates.
         ops: how many operators were counted.

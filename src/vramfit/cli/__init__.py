@@ -51,67 +51,31 @@ _RECORDINGS = "Look into what was recorded"
 _PLANS = "Make it fit"
 _MACHINES = "Cards and machines"
 
-app.command(
-    "run",
-    cls=ProgramCommand,
-    rich_help_panel=_PROGRAMS,
-    context_settings={"allow_interspersed_args": False},
-    epilog='Example: vramfit run --gpu "RTX 4090" --json report.json train.py --epochs 3',
-)(run_command)
-app.command(
-    "check",
-    cls=CheckCommand,
-    rich_help_panel=_PROGRAMS,
-    epilog="Example: vramfit check train.py --budget 20GiB --gpu 'RTX 4090' -- --epochs 1",
-)(check_command)
-app.command(
-    "stress",
-    cls=Verb,
-    rich_help_panel=_PROGRAMS,
-    epilog='Example: vramfit stress --gpu "RTX 4090" workloads.py:gpt2',
-)(stress_command)
-app.command(
-    "plan",
-    cls=Verb,
-    rich_help_panel=_PLANS,
-    epilog='Example: vramfit plan workloads.py:gpt2 --gpu "RTX 4090" -o plan.toml',
-)(plan_command)
-app.command(
-    "fit",
-    cls=Verb,
-    rich_help_panel=_PLANS,
-    epilog='Example: vramfit fit workloads.py:gpt2 --gpu "RTX 4090"',
-)(fit_command)
-app.command("verify", cls=Verb, rich_help_panel=_PLANS, epilog="Example: vramfit verify plan.toml")(
-    verify_command
+_COMMANDS = (
+    (run_command, ProgramCommand, _PROGRAMS, 'run --gpu "RTX 4090" --json report.json train.py --epochs 3'),
+    (check_command, CheckCommand, _PROGRAMS, "check train.py --budget 20GiB --gpu 'RTX 4090' -- --epochs 1"),
+    (stress_command, Verb, _PROGRAMS, 'stress --gpu "RTX 4090" workloads.py:gpt2'),
+    (plan_command, Verb, _PLANS, 'plan workloads.py:gpt2 --gpu "RTX 4090" -o plan.toml'),
+    (fit_command, Verb, _PLANS, 'fit workloads.py:gpt2 --gpu "RTX 4090"'),
+    (verify_command, Verb, _PLANS, "verify plan.toml"),
+    (explain_command, Verb, _RECORDINGS, "explain run.vft"),
+    (diff_command, Verb, _RECORDINGS, "diff before.vft after.vft"),
+    (export_command, Verb, _RECORDINGS, "export snapshot.pickle -o page.html -o timeline.svg"),
+    (tune_command, Verb, _RECORDINGS, "tune snapshot.pickle"),
+    (replay_command, Verb, _RECORDINGS, "replay snapshot.pickle"),
+    (gpus_command, Verb, _MACHINES, 'gpus "RTX 4090"'),
+    (doctor_command, Verb, _MACHINES, "doctor --strict"),
+    (calibrate_command, Verb, _MACHINES, "calibrate --minutes 5"),
 )
-app.command("explain", cls=Verb, rich_help_panel=_RECORDINGS, epilog="Example: vramfit explain run.vft")(
-    explain_command
-)
-app.command(
-    "diff", cls=Verb, rich_help_panel=_RECORDINGS, epilog="Example: vramfit diff before.vft after.vft"
-)(diff_command)
-app.command(
-    "export",
-    cls=Verb,
-    rich_help_panel=_RECORDINGS,
-    epilog="Example: vramfit export snapshot.pickle -o page.html -o timeline.svg",
-)(export_command)
-app.command("tune", cls=Verb, rich_help_panel=_RECORDINGS, epilog="Example: vramfit tune snapshot.pickle")(
-    tune_command
-)
-app.command(
-    "replay", cls=Verb, rich_help_panel=_RECORDINGS, epilog="Example: vramfit replay snapshot.pickle"
-)(replay_command)
-app.command("gpus", cls=Verb, rich_help_panel=_MACHINES, epilog='Example: vramfit gpus "RTX 4090"')(
-    gpus_command
-)
-app.command("doctor", cls=Verb, rich_help_panel=_MACHINES, epilog="Example: vramfit doctor --strict")(
-    doctor_command
-)
-app.command(
-    "calibrate", cls=Verb, rich_help_panel=_MACHINES, epilog="Example: vramfit calibrate --minutes 5"
-)(calibrate_command)
+"""Each verb with how its arguments are read, where the help lists it, and an example."""
+
+for _command, _kind, _panel, _example in _COMMANDS:
+    app.command(
+        _command.__name__.removesuffix("_command"),
+        cls=_kind,
+        rich_help_panel=_panel,
+        epilog=f"Example: vramfit {_example}",
+    )(_command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -181,11 +181,7 @@ class _Progress:
 
 
 def _cases(families: Sequence[str]) -> list[str]:
-    """Names of the cases of some families, in the order of measurement.
-
-    Raises:
-        UsageError: there is no such family.
-    """
+    """Names of the cases of some families, in the order of measurement."""
     from vramfit.calibrate.cases import OpFamily, grid
 
     known = {family.value: family for family in OpFamily}

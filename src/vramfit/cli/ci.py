@@ -28,9 +28,6 @@ def tell_check(check: Check, *, seconds: float, junit: Path | None, json: Path |
     """Write the annotations and the summary of a workflow's step, and JUnit XML where that was asked for.
 
     Args:
-        check: the outcome of the gates.
-        seconds: duration of the program.
-        junit: the file.
         json: where the result goes as JSON; annotations do not go there too.
 
     Raises:
@@ -39,7 +36,8 @@ def tell_check(check: Check, *, seconds: float, junit: Path | None, json: Path |
     if in_github_actions():
         from vramfit.report.ci import annotations_of, render_summary
 
-        _annotate(annotations_of(check, repository=_repository()), json)
+        checked_out = Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd())
+        _annotate(annotations_of(check, repository=checked_out), json)
         _summarise(render_summary(check, root=Path.cwd()))
     if junit is not None:
         from vramfit.report import write_text
@@ -66,11 +64,6 @@ def failures_told(target: str, *, junit: Path | None, json: Path | None) -> Iter
 
             write_text(junit, render_junit_failure(target, reason))
         raise
-
-
-def _repository() -> Path:
-    """Where the workflow checked its repository out."""
-    return Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd())
 
 
 def _annotate(annotations: Iterator[Annotation] | list[Annotation], json: Path | None) -> None:

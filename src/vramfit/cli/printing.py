@@ -58,11 +58,6 @@ def write_document(path: Path, document: Mapping[str, Any]) -> None:
 def print_result(path: Path | None, render: Callable[[], str], show: Callable[[], object]) -> None:
     """Print a result, and write it as JSON if requested; JSON on standard output replaces what is printed.
 
-    Args:
-        path: what ``--json`` names; None without it.
-        render: makes the JSON.
-        show: prints the result.
-
     Raises:
         WriteError: the file cannot be written.
     """

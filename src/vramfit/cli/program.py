@@ -112,6 +112,8 @@ class ProgramCommand(Verb):
     is all that follows ``-m MODULE``.
     """
 
+    allow_interspersed_args = False
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """End our own options after ``-m MODULE``; the parser itself ends them at the script."""
         return super().parse_args(ctx, end_options_at_module(args, self._options_with_value()))
@@ -139,7 +141,6 @@ def end_options_at_module(arguments: list[str], with_value: set[str]) -> list[st
     """Insert ``--`` after ``-m MODULE`` where that stands among our own options.
 
     Args:
-        arguments: what follows the verb.
         with_value: our options that take the next argument as their value.
     """
     position = 0
@@ -199,9 +200,6 @@ def check_source(command: list[str]) -> None:
     """Find a script that python could not compile, before an interpreter is started for it.
 
     Only the source of the script itself is looked at; what it imports is found out by running it.
-
-    Args:
-        command: as `program_command` gives it.
 
     Raises:
         VramfitError: the source has a syntax error or cannot be decoded; the program itself failed, so the

@@ -80,7 +80,6 @@ class NvidiaDriver:
 
     Attributes:
         tool: what answered.
-        version: version of the driver.
         cuda_version: the newest CUDA that it serves.
     """
 
@@ -125,12 +124,10 @@ class Torch:
     """The torch that this interpreter imports.
 
     Attributes:
-        version: its version.
         cuda: version of CUDA that it was built with, None for a CPU or ROCm build.
         hip: version of ROCm, None without.
         architectures: what its kernels are compiled for: ``sm_80``, ``compute_90``.
         count: cards that it sees.
-        devices: these cards.
         error: why it sees none although it was built for them, in torch's own words; else empty.
         settings_error: what torch answered to the allocator settings of the environment; empty if it took them.
     """
@@ -186,7 +183,6 @@ class Host:
     """The machine around the card.
 
     Attributes:
-        python: version of the interpreter.
         wsl: Linux inside Windows.
         memory_bytes, available_bytes: of the host; 0 if unknown.
         overcommit: ``vm.overcommit_memory`` of Linux: 0, 1 or 2.
@@ -344,7 +340,6 @@ class Diagnosis:
     """The facts of a machine, and what they say.
 
     Attributes:
-        facts: what was found out.
         findings: the heaviest first, then by area.
     """
 

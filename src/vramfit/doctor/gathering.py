@@ -199,7 +199,6 @@ def gather(
     Args:
         timeout: seconds that each child may take.
         root: where the system's files lie.
-        say: called with what is being looked at.
     """
     tell = say or (lambda _: None)
     environ = {name: os.environ[name] for name in RELEVANT if name in os.environ}

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vramfit.files.policy import Backend, FilePolicy, Writes, make_policy
+from vramfit.files.policy import Backend as Backend
+from vramfit.files.policy import FilePolicy as FilePolicy
+from vramfit.files.policy import Writes as Writes
+from vramfit.files.policy import make_policy as make_policy
 
 if TYPE_CHECKING:
-    from vramfit.files.protection import Protection, current, protect
-
-__all__ = [
-    "Backend",
-    "FilePolicy",
-    "Protection",
-    "Writes",
-    "current",
-    "make_policy",
-    "protect",
-]
+    from vramfit.files.protection import Protection as Protection
+    from vramfit.files.protection import current as current
+    from vramfit.files.protection import protect as protect
 
 _LATE = frozenset({"Protection", "current", "protect"})
 

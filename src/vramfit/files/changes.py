@@ -29,8 +29,6 @@ def summarise(
     """The facts of a protected run.
 
     Args:
-        policy: what was kept.
-        backend: what kept it.
         entries: what would have happened, in any order; Python's caches of compiled modules are left out.
         reason: why the better backend was not used.
         notes: limits that were met.

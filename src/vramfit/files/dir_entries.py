@@ -13,7 +13,6 @@ class DirEntries:
     """Stands for the iterator of `os.scandir` once anything was changed.
 
     Args:
-        made: the entries.
         close: called when no more are wanted.
     """
 
@@ -50,7 +49,6 @@ class DirEntry:
         stat: `os.stat` as the program sees it.
         full: the absolute path of the entry, as the program knows it.
         given: what `os.scandir` was called with.
-        name: the name of the entry.
     """
 
     __slots__ = ("_full", "_stat", "name", "path")

@@ -113,11 +113,7 @@ def join(folder: str, name: str) -> str:
 
 
 class Overlay:
-    """What a program sees, and what it changed.
-
-    Args:
-        policy: the folders.
-    """
+    """What a program sees, and what it changed."""
 
     def __init__(self, policy: FilePolicy) -> None:
         self.policy = policy

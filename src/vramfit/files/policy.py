@@ -51,12 +51,10 @@ class FilePolicy:
     """What a protection keeps.
 
     Attributes:
-        writes: what happens to writes.
         folder: absolute: where set-aside files lie. The program never sees it; nothing else may lie in it.
         temporary: absolute: where the program's temporary files go, for real, in place of the system's folder. It is
             removed after the run. Sockets, subprocesses and compiled libraries meet there.
         through: absolute paths that are written for real: caches of downloads, our own results.
-        backend: what is asked for.
         cap_bytes: disk that set-aside files may really occupy; beyond it contents are dropped, sizes stay true.
     """
 

@@ -60,7 +60,6 @@ def protect(policy: FilePolicy, *, in_child: bool) -> Protection:
     """The protection for a policy; it is not entered yet.
 
     Args:
-        policy: what to keep.
         in_child: whether this process is ours alone and ends with the program. Only there can a namespace be entered
             and Landlock be switched on, since neither can be left.
 

@@ -144,7 +144,7 @@ def settle(disk: DiskAllowance, descriptor: int, path: str) -> None:
     `descriptor` is open for writing, and `path` is the program's name of the file.
     """
     found = real.fstat(descriptor)
-    if not modes.S_ISREG(found.st_mode) or real.allocated(found) <= _HEAD or not _can_dig():
+    if not modes.S_ISREG(found.st_mode) or real.allocated(found) <= _HEAD or _fallocate() is None:
         return
     reading = real.open_fd(f"/proc/self/fd/{descriptor}", os.O_RDONLY | real.CLOSE_ON_EXEC)
     try:
@@ -183,10 +183,6 @@ def _punch(descriptor: int, start: int, end: int) -> None:
             ctypes.c_longlong(start),
             ctypes.c_longlong(end - start),
         )
-
-
-def _can_dig() -> bool:
-    return _fallocate() is not None
 
 
 _found: list[Callable[..., int] | None] = []

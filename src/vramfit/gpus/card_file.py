@@ -262,7 +262,6 @@ def read_card_file(path: Path, find_base: Callable[[str], GpuSpec]) -> GpuSpec:
     """Read a user's card file.
 
     Args:
-        path: the TOML file.
         find_base: gives the card that ``base`` names.
 
     Raises:

@@ -50,7 +50,6 @@ class GpuMatch:
     """The card that a text means.
 
     Attributes:
-        spec: the card.
         alternatives: other cards that the same text fits; empty when it is one card's own name.
     """
 

@@ -90,7 +90,6 @@ class MeasuredProfile:
 
     Attributes:
         gpu_name: the card as ``torch.cuda.get_device_name()`` says.
-        total_bytes: its memory.
         torch_version: version of torch, in full.
         cuda_version, cudnn_version, driver: of what lay below it; empty or 0 where unknown.
         date: day of the measurement, ISO form.
@@ -99,7 +98,6 @@ class MeasuredProfile:
         library_bytes: by how much that grows at the first use of a library, in the order of measurement.
         workspace_bytes: what a library keeps in torch's allocator (``"cublas"``, ``"cublaslt"``,
             ``"cudnn_dropout"``).
-        rates: speeds.
         ops: measured calls, by full name of the op (``aten.mm.default``) and by signature of the arguments.
         file: where it was read from, None if it was not.
     """
@@ -267,8 +265,6 @@ def profile_file(gpu_name: str, total_bytes: int, torch_version: str) -> Path:
 
     Args:
         gpu_name: what the driver calls the card; some names stand for cards of several sizes.
-        total_bytes: memory of the card.
-        torch_version: ``torch.__version__``.
     """
     size = round(total_bytes / GIB)
     return profile_folder() / f"{_slug(gpu_name)}-{size}gib-torch-{_release(torch_version)}.json"
@@ -286,7 +282,6 @@ def chosen_profile(
     Args:
         profile: a profile, ``"none"``, ``"auto"`` for that of the card and torch version, or a file.
         card: the card that is to be predicted.
-        torch_version: ``torch.__version__``.
 
     Raises:
         UsageError: a file cannot be read, or is of another card.
@@ -311,7 +306,6 @@ def find_profile(card: GpuSpec, torch_version: str) -> MeasuredProfile | None:
 
     Args:
         card: the card that is to be predicted.
-        torch_version: ``torch.__version__``.
 
     Raises:
         UsageError: the file that should be it cannot be read.

@@ -47,9 +47,6 @@ class CellMagic:
     timeline in a notebook and as text in a terminal. With ``--gpu`` the cell runs on a virtual GPU and computes
     nothing; what it makes holds no values, and what earlier cells made is not on the virtual card. Without, it runs
     for real and is recorded: on this machine's card, or on its CPU, metered.
-
-    Args:
-        shell: IPython's.
     """
 
     shell: Any
@@ -60,12 +57,7 @@ class CellMagic:
         return _MAGIC
 
     def __call__(self, line: str, cell: str) -> Any:
-        """Run a cell; its last expression is the value, as without the magic.
-
-        Args:
-            line: what follows ``%%vram``.
-            cell: the lines below.
-        """
+        """Run a cell; its last expression is the value, as without the magic."""
         __tracebackhide__ = True  # IPython leaves such frames out: the cell's own are what matters
         with self._told():
             options = _options(line)
@@ -153,11 +145,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _options(line: str) -> argparse.Namespace:
-    """Read what follows ``%%vram``.
-
-    Raises:
-        UsageError: the line cannot be read, or two options contradict each other.
-    """
+    """Read what follows ``%%vram``."""
     parser = _Parser(prog="%%vram", add_help=False, allow_abbrev=False)
     parser.add_argument("--gpu", metavar="NAME")
     parser.add_argument("--gpus", metavar="N", type=int, default=1)

@@ -87,11 +87,7 @@ class PlanCallback(Callback):
 
 
 class _LightningTraining:
-    """One fit with a plan. See NOTE [A plan in Lightning].
-
-    Attributes:
-        live: the module and the optimizer with the techniques.
-    """
+    """One fit with a plan. See NOTE [A plan in Lightning]."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, plan: Plan) -> None:
         self._trainer, self._module = trainer, module
@@ -310,11 +306,7 @@ def _nothing() -> None:
 
 
 def _check_training(trainer: Trainer, module: LightningModule, plan: Plan) -> None:
-    """Make sure that a plan can be applied to this training.
-
-    Raises:
-        UsageError: the plan cannot be applied.
-    """
+    """Make sure that a plan can be applied to this training."""
     name = type(module).__name__
     if not module.automatic_optimization:
         raise UsageError(

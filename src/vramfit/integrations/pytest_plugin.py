@@ -38,7 +38,6 @@ class _Plan:
         gpu: the virtual card, None without ``--vram-gpu``.
         gates: of each test that is metered, by node id.
         is_child: this interpreter was started for one test.
-        running: the test that is being metered, None between them.
     """
 
     gpu: GpuSpec | None
@@ -52,8 +51,6 @@ class _Running:
     """A test that is being metered.
 
     Attributes:
-        context: what is left when it is over.
-        meter: what meters it.
         wide: fixtures of wider scope that end with it, with the requests that set them up.
     """
 

@@ -108,11 +108,7 @@ class PlanCallback(TrainerCallback):
 
 
 class _TrainerTraining:
-    """One training with a plan. See NOTE [A plan in the Trainer].
-
-    Attributes:
-        live: the model and the optimizer with the techniques.
-    """
+    """One training with a plan. See NOTE [A plan in the Trainer]."""
 
     def __init__(self, trainer: Any, plan: Plan) -> None:
         self._trainer = trainer
@@ -191,11 +187,7 @@ def _inner(optimizer: Any) -> Any:
 
 
 def _check_trainer(trainer: Any, plan: Plan) -> None:
-    """Make sure that a plan can be applied to this training.
-
-    Raises:
-        UsageError: the plan cannot be applied.
-    """
+    """Make sure that a plan can be applied to this training."""
     args, accelerator = trainer.args, trainer.accelerator
     others = [found for found in trainer.callback_handler.callbacks if isinstance(found, PlanCallback)]
     if len(others) > 1:

@@ -59,11 +59,7 @@ def _note_no_longer() -> None:
 
 
 class Signals:
-    """What the parent does with its signals while a child runs.
-
-    Args:
-        folder: of the child's job.
-    """
+    """What the parent does with its signals while a child runs."""
 
     def __init__(self, folder: Path) -> None:
         self.child: subprocess.Popen[bytes] | None = None
@@ -123,10 +119,7 @@ def run_child(
     """Start a child and wait for its end, passing signals on; returns its exit code, negative for a signal.
 
     Args:
-        arguments: its command line.
-        signals: of `passed_on`.
         watch: called some times a second while it runs.
-        options: of ``subprocess.Popen``.
 
     Raises:
         UsageError: the child cannot be started.

@@ -64,7 +64,7 @@ class Job:
 
     def answer(self, result: Any) -> None:
         """Leave a result, a dataclass, for the parent."""
-        write_result(Path(self.folder), result)
+        write_text(Path(self.folder) / _RESULT, json.dumps(to_plain(result)))
 
     def fail(self, error: VramfitError) -> None:
         """Leave an error of ours for the parent, which raises it."""
@@ -118,11 +118,6 @@ def write_text(file: Path, text: str) -> None:
     beside = file.with_name(f"{file.name}.new")
     beside.write_text(text, encoding="utf-8")
     beside.replace(file)
-
-
-def write_result(folder: Path, result: Any) -> None:
-    """Leave a result, a dataclass, in a job's folder."""
-    write_text(folder / _RESULT, json.dumps(to_plain(result)))
 
 
 def result_of(folder: Path, kind: type[Value]) -> Value | None:

@@ -30,7 +30,6 @@ class ProgramOptions:
         cwd: folder to run in; None for the current one.
         journal: where the trace is written while it happens, in case this process is killed too; None keeps it in a
             temporary folder.
-        limits: when the program is ended.
         host_memory: whether to follow the host's memory too, which costs time.
     """
 
@@ -50,8 +49,6 @@ class ProgramJob(Job):
         command: the script and its arguments, or ``-m``, a module and its arguments.
         alloc_conf: allocator settings, None to read the environment.
         journal: where the trace is written while it happens; None for a file in the folder.
-        limits: when the program is ended.
-        host_memory: whether to follow the host's memory too.
     """
 
     command: list[str]

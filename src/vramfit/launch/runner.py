@@ -45,13 +45,7 @@ EXIT_CODES = {
 
 
 class Supervisor:
-    """Watches a child and ends it when that is due.
-
-    Args:
-        folder: of its job.
-        limits: when it is due.
-        signals: that reach this process.
-    """
+    """Watches a child and ends it when that is due."""
 
     def __init__(self, folder: Path, limits: Limits, signals: Signals) -> None:
         self._folder = folder

@@ -41,7 +41,6 @@ def run_to_end(command: list[str], finish: Finish, patches: PatchStack, stopping
         command: the script and its arguments, or ``-m``, a module and its arguments.
         finish: called once, also where the program leaves by ``os._exit``.
         patches: replaces ``os._exit`` while the program runs.
-        stopping: ends the program before its own end.
     """
     _save_before_exit(patches, finish, stopping)
     code, error = _wind_down(*run_program(command, stopping))

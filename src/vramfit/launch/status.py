@@ -47,9 +47,7 @@ class Status:
     """What a child reports.
 
     Attributes:
-        state: what it is doing.
         own_interrupt, own_terminate: the program handles SIGINT or SIGTERM itself.
-        progress: how far it has come.
     """
 
     state: ChildState = ChildState.STARTING
@@ -59,11 +57,7 @@ class Status:
 
 
 class StatusWriter:
-    """Keeps the status of a child up to date.
-
-    Args:
-        folder: of its job.
-    """
+    """Keeps the status of a child up to date."""
 
     def __init__(self, folder: Path) -> None:
         file = os.open(folder / _STATUS, os.O_RDWR | os.O_CREAT, 0o600)

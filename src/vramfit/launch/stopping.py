@@ -88,13 +88,8 @@ class StepSink(Protocol):
 class Stopping:
     """Ends the program of this process when it is time, and knows what ended it.
 
-    Args:
-        folder: of the job.
-        limits: when to end it.
-
     Attributes:
         lock: what the virtual GPU or the recorder holds while its figures change; None if nothing does.
-        on_step: called after each step.
     """
 
     def __init__(self, folder: Path, limits: Limits) -> None:

@@ -83,7 +83,6 @@ class Candidate:
     """The workload with some techniques, profiled.
 
     Attributes:
-        choices: the techniques.
         fine: whether parts of blocks are chosen for on their own.
         profile: what the techniques look at.
         step: what the program works on.
@@ -104,7 +103,6 @@ class ScoredCandidate:
     """A candidate with its score: what a step takes within the budget.
 
     Attributes:
-        candidate: what was scored.
         solution: the decisions within the budget; None if there are none.
         lowest: the lowest total that it reaches, in bytes, as predicted.
         seconds: of a step, with the decisions.

@@ -165,7 +165,10 @@ class _Choosing:
         candidates = Candidates(
             device=self.device_of(offer.card), request=_asked(self.request, offer.card), clock=self.clock
         )
-        tried = {key_of(choices): choices for choices in map(_quickening, (one.plan for one in self.found))}
+        tried = {}
+        for one in self.found:
+            quickening = tuple(choice for choice in one.plan.choices if choice.technique.quickens)
+            tried[key_of(quickening)] = quickening
         together = _together(candidates.options(candidates.plain, quickening=True))
         tried.setdefault(key_of(together), together)
         for choices in tried.values():
@@ -229,11 +232,6 @@ def _together(choices: Iterable[Choice]) -> tuple[Choice, ...]:
             continue
         found = (*found, choice)
     return found
-
-
-def _quickening(plan: Plan) -> tuple[Choice, ...]:
-    """The techniques of a plan that may make a step quicker."""
-    return tuple(choice for choice in plan.choices if choice.technique.quickens)
 
 
 def _with_name(progress: Progress, name: str) -> Progress:

@@ -29,8 +29,6 @@ class Try:
     """One run.
 
     Attributes:
-        value: of the size.
-        fits: whether it did.
         total_bytes: of the device, as far as it came.
         step_seconds: estimated, on a card measured; 0 where it did not fit.
     """
@@ -67,7 +65,6 @@ class LargestSize:
     """The largest value of a size that fits.
 
     Attributes:
-        size: its name.
         usual: the workload's own value.
         value: the largest that fits; 0 if not even 1 does.
         failing: the smallest that was seen not to fit; 0 if all tried did.

@@ -245,7 +245,6 @@ class _ForwardPass:
     """What one forward pass did.
 
     Attributes:
-        ops: in order.
         parameters: numbers of the model's parameters.
     """
 
@@ -258,7 +257,6 @@ def coupling_by_shapes(device: DeviceBackend, workload: Workload, sizes: Mapping
 
     Args:
         device: where two steps are run: a virtual one computes nothing.
-        workload: plain, with a loss.
         sizes: of the batch; that of examples is small here.
     """
     if workload.loss is None or workload.step is not None:

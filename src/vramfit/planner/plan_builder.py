@@ -31,10 +31,8 @@ class FittedCandidate:
     """A plan's techniques as they were run.
 
     Attributes:
-        scored: the candidate that they come from.
         choices: with those for activations.
         solution: of the program; None without one.
-        cost: of the run.
     """
 
     scored: ScoredCandidate

@@ -136,8 +136,6 @@ class PlanContents:
         entries: the techniques, in the order in which they count.
         aim: what it was made for.
         before: the plain program; on a device that it does not fit, as if the device were large enough.
-        after: with the plan.
-        solved: how it was found.
         notes: what a reader should know, a sentence each.
     """
 
@@ -286,7 +284,6 @@ def plan_from_toml(text: str, kind: type[P], *, name: str = "the plan") -> P:
 
     Args:
         kind: `PlanContents`, or what has more on top of it.
-        name: the plan's name in errors.
 
     Raises:
         UsageError: it is not a plan; the message says where.

@@ -27,7 +27,6 @@ class DeviceMemory:
     Attributes:
         device: ``cuda`` for a virtual card, ``card`` for this machine's own, ``cpu``.
         gpu: the card that is meant; None for the CPU.
-        budget: of the device.
         margin: of the budget, left free.
         host_bytes: of the host that may be spent.
         host_budget: the same where it was given; None for what this machine has.
@@ -192,7 +191,6 @@ class ConfirmJob(PlannerJob):
 
     Attributes:
         size, sizes, plan: as of a `FitJob`.
-        value: what was predicted.
         any_card: whether a card of another kind will do.
     """
 
@@ -226,7 +224,6 @@ class MeasureJob(PlannerJob):
     """What a workload takes on this machine's card.
 
     Attributes:
-        runs: those that are made.
         any_card: whether a card of another kind will do.
     """
 
@@ -237,11 +234,7 @@ class MeasureJob(PlannerJob):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyMemoryJob(PlannerJob):
-    """Whether a plan's memory is what its file says.
-
-    Attributes:
-        plan: the file.
-    """
+    """Whether a plan's memory is what its file says."""
 
     task: str = "verify-memory"
     plan: str
@@ -252,7 +245,6 @@ class VerifyValuesJob(PlannerJob):
     """Whether gradients and losses are what a plan promises.
 
     Attributes:
-        plan: its file.
         sizes: of the batches; empty takes the plan's, smaller where that would take too long.
         steps: of the loss curve.
         seconds: for the loss curves, about.
@@ -272,7 +264,6 @@ class Answer(Generic[Found]):
     """What the child found.
 
     Attributes:
-        found: the value of its task.
         card_here: whether this machine has a card.
     """
 

@@ -101,7 +101,6 @@ def plan_in_child(
     Interrupted, it gives the best plan so far; the plan says that it is that.
 
     Args:
-        options: what else is asked of the plan and of the search.
         fresh: whether what earlier searches saw is left aside.
 
     Raises:

@@ -39,11 +39,9 @@ class PlanRequest:
 
     Attributes:
         workload: without techniques.
-        sizes: of the batch.
         budget_bytes: of the device, the CUDA context included.
         margin_bytes: of it, to be left free.
         host_bytes: of the host that may be spent.
-        numerics: how far results may differ.
         objective: ``throughput`` or ``memory``.
         allowed: names of the techniques to choose from; None for all.
         forbidden: names of those that are left out.

@@ -79,7 +79,6 @@ class PlanFound:
     """What a search found, as it goes to another process.
 
     Attributes:
-        plan: the text of a plan file.
         frontier: peak against step time, from the lowest peak on; empty unless it was asked for.
     """
 

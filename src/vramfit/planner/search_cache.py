@@ -77,7 +77,6 @@ class CachedStep:
     """A combination as it was profiled.
 
     Attributes:
-        step: of its step.
         figures: the fields of its profile that are numbers.
         failed: why it is left out, empty where that needs no reason; None where it ran.
     """

@@ -143,7 +143,6 @@ def limited(clock: SearchClock, seconds: float) -> Iterator[None]:
 
     Args:
         clock: of the search; where it is stopped meanwhile, the work is, too.
-        seconds: at most.
 
     Raises:
         TimeOver: between two operations of torch.

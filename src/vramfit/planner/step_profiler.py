@@ -88,10 +88,7 @@ class StepProfile:
 
     Attributes:
         blocks: the blocks that ran, in the order in which they first did.
-        intervals: the step, in order.
-        seconds: of the whole step.
         tail_seconds: of what follows the last backward pass: the optimizer.
-        flops: of the whole step.
         logits_bytes: the largest input of a softmax whose classes a cross-entropy picks, 0 without one.
         weight_bytes: the model's parameters and buffers on the device.
         gradient_bytes: that the parameters hold on the device when the optimizer's work begins, and did not hold before
@@ -146,7 +143,6 @@ class StepProfiler(TorchDispatchMode):
 
     Args:
         places: the paths of its blocks; none may lie inside another.
-        meter: knows time and memory.
         estimate: the seconds of an operation, from itself, its arguments, its results and its FLOPs; None takes the
             meter's.
     """

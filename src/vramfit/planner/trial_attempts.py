@@ -322,7 +322,6 @@ class TrialAttempt:
     """One way to try a workload.
 
     Attributes:
-        sizes: of the batch.
         words: what was tried, after "with".
         model: makes what stands in for the workload's; None for its own.
     """

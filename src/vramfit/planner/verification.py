@@ -71,8 +71,6 @@ class Simulated:
     """A plan's figures, run anew.
 
     Attributes:
-        before: the plain program.
-        after: with the plan.
         planned: what the plan says of `after`.
         limit_bytes: the budget less the margin.
     """
@@ -97,7 +95,6 @@ class GradientCheck:
         equal: how many are equal, bit for bit.
         worst: the difference that comes closest to what is allowed, or goes furthest beyond it, as a part of the
             gradient's scale; see NOTE [The scale of a gradient].
-        worst_name: of the parameter with that.
         allowed: what the promise allows there, by the dtype of that parameter; None where it allows anything.
         passes: whether all keep the promise.
         difference: norm of that difference.
@@ -140,10 +137,8 @@ class ValuesCheck:
     """What a comparison of gradients and losses came to.
 
     Attributes:
-        sizes: of the batches.
         gradients, losses: what was compared; None for nothing.
         skipped: why nothing was compared; empty where something was.
-        notes: what else there is to say.
     """
 
     sizes: Mapping[str, int]
@@ -485,8 +480,6 @@ class CardRuns:
     """Runs on this machine's card.
 
     Attributes:
-        card: its name.
-        runs: those that were asked for.
         left_bytes: bytes that outlived them.
         skipped: why none was made; empty where they were.
     """

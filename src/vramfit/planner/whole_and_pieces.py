@@ -90,7 +90,6 @@ def try_pieces(
     memory in 32 bits.
 
     Args:
-        workload: with a loss.
         setting: where labels are, which are ignored, what stays uncut, and the reduction; ``auto`` tries all.
         sizes: of the batch, in place of the workload's; the number of examples is always four.
         model: makes one that stands in for the workload's.
@@ -149,7 +148,6 @@ def try_encoders(
     Gradients of a batch of four examples are compared, on the CPU and without dropout, as `try_pieces` does.
 
     Args:
-        workload: with a loss.
         sizes: of the batch, in place of the workload's; the number of examples is always four.
         model: makes one that stands in for the workload's.
 
@@ -177,11 +175,7 @@ def try_encoders(
 
 @contextmanager
 def _a_model(workload: Workload, make: Callable[[], nn.Module] | None, sought: str) -> Iterator[nn.Module]:
-    """A model in 32 bits, the same each time, and no dropout by functions while it is tried.
-
-    Raises:
-        UsageError: the workload has no loss of its own.
-    """
+    """A model in 32 bits, the same each time, and no dropout by functions while it is tried."""
     if workload.loss is None or workload.step is not None:
         raise UsageError(
             f"a workload without a loss, or with a step of its own, has no {sought}", "Give it a loss"

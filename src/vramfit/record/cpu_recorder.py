@@ -46,7 +46,6 @@ class CpuDevice:
     """The device that a metered run reports.
 
     Attributes:
-        name: as reports name it.
         total_bytes: its memory: the budget, or that of this machine.
         limit_bytes: requests beyond this are refused.
     """

@@ -35,10 +35,7 @@ class Heap:
 
     Attributes:
         deadline: when to stop searching, on the clock of `time.monotonic`.
-        tensors: all tensors.
-        storages: all Python objects of storages.
         gradients: id of a gradient -> the parameters that have it, out of the collector's sight.
-        graph: the autograd graph.
         variables: id of a value -> the variables of running functions that have it.
         contexts: id of a value -> the context variables that have it.
         modules: id of the dictionary of a module -> the module's name.

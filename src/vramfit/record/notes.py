@@ -121,7 +121,6 @@ class PhaseNote:
     """The beginning of a phase, or of another stretch of it.
 
     Attributes:
-        moment: when.
         name: ``step 0/forward``.
         stretch: what the program does then.
     """
@@ -144,10 +143,8 @@ class TensorNotes:
     """The category of some tensors, at one or more moments at which they lay at the same addresses.
 
     Attributes:
-        category: of all these tensors.
         devices, addresses: where their storages lay.
         modules: dotted paths, empty where none is known.
-        moments: when.
     """
 
     category: Category
@@ -177,8 +174,6 @@ def annotate(trace: MemoryTrace, snapshot: Mapping[str, Any], notes: Notes) -> M
 
     Args:
         trace: as `vramfit.trace.trace_from_snapshot` read it.
-        snapshot: the snapshot, for the metadata of its events.
-        notes: what the recorder noted.
     """
     page = _TraceColumns(trace, notes)
     page.add_metadata(snapshot.get("device_traces", ()))

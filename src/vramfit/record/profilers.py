@@ -73,7 +73,6 @@ class ProfiledMemory:
     """The memory events of a profile, with what a trace knows about them.
 
     Attributes:
-        events: in the order of time.
         offset_us: the trace's clock less the profiler's, None where nothing matched.
     """
 
@@ -329,12 +328,7 @@ def _chrome_trace(source: Any) -> dict[str, Any]:
 
 
 def enriched(document: dict[str, Any], memory: ProfiledMemory) -> dict[str, Any]:
-    """A Chrome trace of torch.profiler with counters of bytes by category, and with categories on memory events.
-
-    Args:
-        document: what ``export_chrome_trace`` wrote.
-        memory: the same profile's events.
-    """
+    """A Chrome trace of torch.profiler with counters of bytes by category, and with categories on memory events."""
     base = int(document.get("baseTimeNanoseconds", 0))
     told = {(event.time_ns, event.address, event.nbytes): event for event in memory.events}
     for entry in document["traceEvents"]:

@@ -97,11 +97,7 @@ def _recorder(job: RecordJob) -> Recorder:
 
 
 def _need_card(device: str) -> None:
-    """Check for a card without initialising it: the program may still choose among several.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Check for a card without initialising it: the program may still choose among several."""
     import torch
 
     before = os.environ.get(_NVML_CHECK)

@@ -41,8 +41,6 @@ class RecordJob(ProgramJob):
 
     Attributes:
         device: ``auto``, ``cuda``, ``cuda:1`` or ``cpu``.
-        budget: bytes past which a request is refused, None for no limit.
-        max_entries: events kept of a card.
     """
 
     device: str
@@ -59,10 +57,6 @@ def record_in_child(command: Sequence[str], options: RecordedRun) -> Run:
 
     The program's input and output are this process's own. Its exit code is in the result; where it was killed, the
     result is what had happened until then.
-
-    Args:
-        command: what python would be given.
-        options: the device, and how the program is run there.
 
     Raises:
         UsageError: there is no such device here.

@@ -24,12 +24,11 @@ from vramfit.analysis.reconciliation import (
 )
 from vramfit.analysis.requests import RequestLabel
 from vramfit.report.folding import NARROW, broken
-from vramfit.report.rendering import Destination, json_values, printer
-from vramfit.report.text import each, elide_left, print_lines, relative, short_op, signed
+from vramfit.report.rendering import json_values, printed_as_page
+from vramfit.report.text import each, elide_left, relative, short_op, signed
 from vramfit.trace import Frame
 from vramfit.units import format_bytes
 
-_WIDEST = 120
 _MOST_ROWS = 8
 _MOST_REQUESTS = 4
 _JSON_ROWS = 100
@@ -40,13 +39,7 @@ _ROW = _NAME + 3 * _FIGURE + _SHARE
 _SAME = "="
 
 
-@printer.register(Reconciliation)
-def _print(reconciliation: Reconciliation, *, to: Destination) -> None:
-    """Print a reconciliation."""
-    width = min(to.console.width, _WIDEST)
-    print_lines(to.console, _ReconciliationReport(width, to.root).lines(reconciliation), width)
-
-
+@printed_as_page(Reconciliation, widest=120)
 class _ReconciliationReport:
     def __init__(self, width: int, root: Path | None) -> None:
         self.width = width

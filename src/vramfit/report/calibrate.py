@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,8 +13,8 @@ from vramfit.calibrate.records import OpRecord, to_text
 from vramfit.gpus.measured_profile import Rates
 from vramfit.plain import to_plain
 from vramfit.report.folding import table
-from vramfit.report.rendering import Destination, json_values, printer
-from vramfit.report.text import print_lines, signed
+from vramfit.report.rendering import json_values, printed_as_lines
+from vramfit.report.text import signed
 from vramfit.units import format_bytes
 
 SCHEMA = "vramfit.calibrate/1"
@@ -26,13 +27,9 @@ _VERDICT_STYLES = {
 }
 
 
-@printer.register(Calibration)
-def _print(found: Calibration, *, to: Destination) -> None:
-    """Print the tables of families, of first uses, of speeds and of disagreements."""
-    print_lines(to.console, _lines(found, to.console.width), to.console.width)
-
-
+@printed_as_lines(Calibration, widest=sys.maxsize)
 def _lines(found: Calibration, width: int) -> Iterator[Text]:
+    """The tables of families, of first uses, of speeds and of disagreements."""
     about = found.about
     yield Text.assemble(
         (about.name, "bold"),
@@ -191,7 +188,6 @@ def _json_values(found: Calibration, profile: str | None) -> dict[str, Any]:
     """Everything as values that `json` can write. Sizes are bytes.
 
     Args:
-        found: the calibration.
         profile: the file that the profile was written to, None if it was not.
     """
     about = found.about

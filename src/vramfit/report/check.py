@@ -10,9 +10,9 @@ from rich.text import Text
 
 from vramfit.analysis import Bound, Gate, PeakState, Quantity, TraceDiff
 from vramfit.report.diff import DiffLines
-from vramfit.report.rendering import Destination, json_values, printer, to_json
+from vramfit.report.rendering import json_values, printed_as_page, to_json
 from vramfit.report.sections import Sections
-from vramfit.report.text import ending_words, print_lines, relative
+from vramfit.report.text import ending_words, relative
 from vramfit.trace import OomReport
 from vramfit.trace.outcome import UNTOLD, Progress
 from vramfit.units import format_bytes
@@ -34,7 +34,6 @@ class Check:
 
     Attributes:
         target: the program or file.
-        gates: the requirements.
         diffs: how the run differs from the baseline, device by device; empty without one.
         progress: how far a program came that was run for it.
         states: what each device held at its peak.
@@ -54,13 +53,7 @@ class Check:
         return all(gate.passed for gate in self.gates)
 
 
-@printer.register(Check)
-def _print(check: Check, *, to: Destination) -> None:
-    """Print what the gates found, and where one failed against a baseline also what changed."""
-    page = _CheckReport(to.console.width, to.root)
-    print_lines(to.console, page.lines(check), page.width)
-
-
+@printed_as_page(Check)
 class _CheckReport(Sections):
     def lines(self, check: Check) -> Iterator[Text]:
         """The verdict, each gate, and the difference from the baseline if that is what failed."""

@@ -39,11 +39,6 @@ class AnnotationPlace:
     reason: str
 
 
-def title_of(gate: Gate) -> str:
-    """A few words for a gate that failed."""
-    return _TITLES[gate.bound]
-
-
 def sentence_of(check: Check, gate: Gate) -> str:
     """What was measured and what it is held to, with the device where there are several."""
     several = len({one.device for one in check.gates}) > 1
@@ -109,8 +104,6 @@ class Annotation:
     """One message.
 
     Attributes:
-        level: the severity.
-        title: a few words.
         message: the rest; it may have several lines.
         file: a file of the repository, relative to its root; empty where none is known.
         line: of the file, from 1; 0 for the file as a whole.
@@ -137,7 +130,6 @@ def annotations_of(check: Check, *, repository: Path) -> Iterator[Annotation]:
     """An error for each gate that failed, and a notice where a baseline could be lowered.
 
     Args:
-        check: the outcome of the gates.
         repository: its root; files outside of it are named in the message instead.
     """
     for gate in check.gates:
@@ -148,7 +140,9 @@ def annotations_of(check: Check, *, repository: Path) -> Iterator[Annotation]:
             if place is not None:
                 where = "" if file else f" ({short_location(place.frame)})"
                 message = f"{message}\n{place.reason[0].upper()}{place.reason[1:]}{where}."
-            yield Annotation(level=Level.ERROR, title=title_of(gate), message=message, file=file, line=line)
+            yield Annotation(
+                level=Level.ERROR, title=_TITLES[gate.bound], message=message, file=file, line=line
+            )
         elif gate.bound is Bound.BASELINE and gate.note:
             yield Annotation(
                 level=Level.NOTICE,
@@ -189,12 +183,7 @@ _PUNCTUATION = re.compile(r"([\\`*_{}\[\]<>#|~&$])")
 
 
 def render_summary(check: Check, *, root: Path | None = None) -> str:
-    """The Markdown, with an empty line at its end, so that several can follow each other.
-
-    Args:
-        check: the outcome of the gates.
-        root: the user's folder; file names below it are shown relative to it.
-    """
+    """The Markdown, with an empty line at its end, so that several can follow each other."""
     mark = "✓" if check.passed else "✗"
     title = f"### {mark} GPU memory: {_escaped(check.target + ending_words(check.progress))}"
     lines = [title, ""]
@@ -334,7 +323,6 @@ def render_junit(check: Check, *, seconds: float = 0.0) -> str:
     """The XML of what the gates found.
 
     Args:
-        check: the outcome of the gates.
         seconds: duration of the run; 0 where a file was checked.
     """
     suite = Element("testsuite", {"name": "vramfit check"})

@@ -12,15 +12,14 @@ from rich.text import Text
 from vramfit.analysis import NAMES, Change, HoldingChange, Pair, PeakState, TraceDiff, short_location
 from vramfit.report.folding import NARROW, broken
 from vramfit.report.json_report import frame_to_json
-from vramfit.report.rendering import Destination, json_values, printer
-from vramfit.report.text import elide_left, print_lines, relative, short_op, signed
+from vramfit.report.rendering import json_values, printed_as_page
+from vramfit.report.text import elide_left, relative, short_op, signed
 from vramfit.trace import Category, Frame
 from vramfit.units import format_bytes
 
 DIFF_SCHEMA = "vramfit.diff/1"
 """Name and version: the number grows when a key changes its meaning or goes away, not for new keys."""
 
-_WIDEST = 120
 _NAME, _FIGURE, _SHARE = 24, 13, 11
 _ROW = _NAME + 3 * _FIGURE + _SHARE
 _MOST_CHANGES, _MOST_MODULES = 12, 6
@@ -36,13 +35,7 @@ _SIGNS = {
 }
 
 
-@printer.register(Sequence)
-def _print(found: Sequence[TraceDiff], *, to: Destination) -> None:
-    """Print what `vramfit.analysis.diff` found for each device."""
-    width = min(to.console.width, _WIDEST)
-    print_lines(to.console, DiffLines(width, to.root).lines(found), width)
-
-
+@printed_as_page(Sequence, widest=120)
 class DiffLines:
     """The lines of a comparison for one width."""
 

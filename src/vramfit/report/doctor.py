@@ -11,13 +11,10 @@ from vramfit.doctor.card_accounting import CardAccount, account_lines, accounts
 from vramfit.doctor.facts import Diagnosis, Finding, Severity
 from vramfit.plain import to_plain
 from vramfit.report.folding import broken
-from vramfit.report.rendering import Destination, json_values, printer
-from vramfit.report.text import print_lines
+from vramfit.report.rendering import json_values, printed_as_lines
 from vramfit.units import format_bytes
 
 SCHEMA = "vramfit.doctor/1"
-
-_WIDEST = 140
 
 _STYLES = {
     Severity.ERROR: "bold red",
@@ -40,14 +37,9 @@ def _json_values(diagnosis: Diagnosis) -> dict[str, Any]:
     }
 
 
-@printer.register(Diagnosis)
-def _print(diagnosis: Diagnosis, *, to: Destination) -> None:
-    """Print the findings, the heaviest first, then where each card's bytes are."""
-    width = min(to.console.width, _WIDEST)
-    print_lines(to.console, _all_lines(diagnosis, width), width)
-
-
+@printed_as_lines(Diagnosis, widest=140)
 def _all_lines(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
+    """The findings, the heaviest first, then where each card's bytes are."""
     for finding in diagnosis.findings:
         if finding.severity is not Severity.OK:
             for line in _lines(finding):

@@ -28,7 +28,6 @@ class Area:
     """Filled polygons of one meaning.
 
     Attributes:
-        rings: the corners of each.
         colour: ``#rrggbb``.
         title: what it is, for readers who point at it.
     """
@@ -69,9 +68,7 @@ class Drawing:
 
     Attributes:
         width, height: size in units of 1/96 inch.
-        title: what the drawing is.
         description: what it shows, for readers who do not see it.
-        shapes: what is on it.
     """
 
     width: int

@@ -12,9 +12,9 @@ from vramfit.analysis import NAMES, LeakReport, LocalPeak, Outcome, Removal, Ten
 from vramfit.report.folding import NARROW, folded
 from vramfit.report.json_report import group_to_json, moment_to_json
 from vramfit.report.leaks import LeakLines
-from vramfit.report.rendering import Destination, json_values, printer, to_json
+from vramfit.report.rendering import json_values, printed_as_page, to_json
 from vramfit.report.sections import SIZE, Sections
-from vramfit.report.text import each, elide_left, percent, print_lines, short_op
+from vramfit.report.text import each, elide_left, percent, short_op
 from vramfit.trace import Run
 from vramfit.units import counted, format_bytes
 
@@ -29,9 +29,7 @@ class Explanation:
     """What `vramfit explain` shows of one device.
 
     Attributes:
-        run: the run.
         verdict: its verdict; the deciding card is the device explained.
-        peaks: the local peaks.
         leaks: what grows from step to step; None where that was not searched for.
     """
 
@@ -41,13 +39,7 @@ class Explanation:
     leaks: LeakReport | None = None
 
 
-@printer.register(Explanation)
-def _print(found: Explanation, *, to: Destination) -> None:
-    """Print an explanation."""
-    page = _ExplainReport(to.console.width, to.root)
-    print_lines(to.console, page.lines(found), page.width)
-
-
+@printed_as_page(Explanation)
 class _ExplainReport(Sections):
     """The parts of an explanation."""
 

@@ -10,22 +10,16 @@ from rich.text import Text
 
 from vramfit.planner.largest_size import CardCheck, LargestSize, Try
 from vramfit.report.folding import broken, table
-from vramfit.report.rendering import Destination, json_values, printer
-from vramfit.report.text import print_lines, seconds
+from vramfit.report.rendering import json_values, printed_as_lines
+from vramfit.report.text import seconds
 from vramfit.units import format_bytes
 
 FIT_SCHEMA = "vramfit.fit/1"
-_WIDEST = 120
 
 
-@printer.register(LargestSize)
-def _print(found: LargestSize, device: str, at_least: int | None = None, *, to: Destination) -> None:
-    """Print the largest size that fits, whether it is enough, and the runs that showed it."""
-    width = min(to.console.width, _WIDEST)
-    print_lines(to.console, _lines(found, device, at_least, width), width)
-
-
-def _lines(found: LargestSize, device: str, at_least: int | None, width: int) -> Iterator[Text]:
+@printed_as_lines(LargestSize)
+def _lines(found: LargestSize, device: str, at_least: int | None = None, *, width: int) -> Iterator[Text]:
+    """The largest size that fits, whether it is enough, and the runs that showed it."""
     limit = format_bytes(found.limit_bytes)
     if found.value:
         enough = at_least is None or found.value >= at_least

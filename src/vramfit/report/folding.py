@@ -120,9 +120,7 @@ def table(
     that is not enough, each row is told below its name.
 
     Args:
-        heads: heads of the columns.
         rows: their cells. The first column is text, folded between words and after commas; the others are figures.
-        width: width of the terminal.
         most: characters from which such a word is broken itself rather than the table given up.
         notes: a remark on each row, behind it where there is room.
     """

@@ -102,47 +102,21 @@ def write_as(path: str | os.PathLike[str], material: Material) -> None:
     writer_of(path)(Path(path), material)
 
 
-def _page(path: Path, material: Material) -> None:
-    write_page(path, material.run, material.verdict, root=material.root)
-
-
-def _perfetto(path: Path, material: Material) -> None:
-    write_perfetto(material.trace, path)
-
-
-def _report(path: Path, material: Material) -> None:
-    write_text(path, json_text(material.run, material.verdict))
-
-
-def _snapshot(path: Path, material: Material) -> None:
-    write_snapshot(material.trace, path)
-
-
-def _trace(path: Path, material: Material) -> None:
-    material.trace.save(path)
-
-
-def _table(path: Path, material: Material) -> None:
-    write_csv(material.trace, path)
-
-
-def _svg(path: Path, material: Material) -> None:
-    write_text(path, to_svg(draw_timeline(material.trace, material.pictured())))
-
-
 def _png(path: Path, material: Material) -> None:
     image = to_png(draw_timeline(material.trace, material.pictured()))
     write_file(path, lambda stream: stream.write(image))
 
 
 _FORMS: dict[str, Writer] = {
-    ".html": _page,
-    ".perfetto.json": _perfetto,
-    ".json": _report,
-    ".pickle": _snapshot,
-    ".csv": _table,
-    ".svg": _svg,
+    ".html": lambda path, material: write_page(path, material.run, material.verdict, root=material.root),
+    ".perfetto.json": lambda path, material: write_perfetto(material.trace, path),
+    ".json": lambda path, material: write_text(path, json_text(material.run, material.verdict)),
+    ".pickle": lambda path, material: write_snapshot(material.trace, path),
+    ".csv": lambda path, material: write_csv(material.trace, path),
+    ".svg": lambda path, material: write_text(
+        path, to_svg(draw_timeline(material.trace, material.pictured()))
+    ),
     ".png": _png,
-    ".vft": _trace,
+    ".vft": lambda path, material: material.trace.save(path),
 }
 """Endings, those that end like others first."""

@@ -21,9 +21,9 @@ from vramfit.analysis import (
     WhatIfAnswer,
 )
 from vramfit.report.json_report import frame_to_json, group_to_json, moment_to_json
-from vramfit.report.rendering import Destination, json_values, printer
+from vramfit.report.rendering import json_values, printed_as_page
 from vramfit.report.sections import SIZE, Sections
-from vramfit.report.text import each, print_lines, seconds, short_op
+from vramfit.report.text import each, seconds, short_op
 from vramfit.trace import CapacitySource
 from vramfit.units import counted, format_bytes
 
@@ -32,13 +32,7 @@ _NOTABLE = 0.001
 """Share of the reserved bytes from which a cause is shown in the terminal."""
 
 
-@printer.register(FragmentationCauses)
-def _print(found: FragmentationCauses, *, to: Destination) -> None:
-    """Print the causes."""
-    page = _FragmentationReport(to.console.width, to.root)
-    print_lines(to.console, page.lines(found), page.width)
-
-
+@printed_as_page(FragmentationCauses)
 class _FragmentationReport(Sections):
     """The parts, for one width."""
 

@@ -21,9 +21,9 @@ from vramfit.analysis import (
 from vramfit.record.chains import Root
 from vramfit.report.folding import NARROW
 from vramfit.report.json_report import frame_to_json
-from vramfit.report.rendering import Destination, json_values, printer
+from vramfit.report.rendering import json_values, printed_as_page
 from vramfit.report.sections import SIZE, STYLES, Sections
-from vramfit.report.text import elide_left, print_lines, short_op
+from vramfit.report.text import elide_left, short_op
 from vramfit.units import counted, format_bytes
 
 _GROWING, _SETTLED, _SAWTEETH = 12, 3, 3
@@ -31,18 +31,12 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
 
 
-@printer.register(LeakReport)
-def _print(report: LeakReport, *, to: Destination) -> None:
-    """Print what grows."""
-    page = LeakLines(to.console.width, to.root)
-    print_lines(to.console, page.lines(report), page.width)
-
-
 def per_step(report: LeakReport, amount: float) -> str:
     """``4.00 MiB per step``."""
     return f"{format_bytes(amount)} per {report.steps.unit}"
 
 
+@printed_as_page(LeakReport)
 class LeakLines(Sections):
     """The parts of the report for one width."""
 

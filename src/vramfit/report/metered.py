@@ -24,9 +24,6 @@ def render_over_limit(
     """A peak that passed its limit: by how much, at which line first, and what was alive where most was allocated.
 
     Args:
-        run: the run.
-        device: index of the device.
-        measure: which peak is limited.
         limit: in bytes.
         root: file names below this folder are shown relative to it.
     """

@@ -13,23 +13,17 @@ from vramfit.planner.plan_file import PlanFigures
 from vramfit.planner.plans import Plan
 from vramfit.planner.search import FrontierPoint
 from vramfit.report.folding import broken, table
-from vramfit.report.rendering import Destination, json_values, printer
-from vramfit.report.text import print_lines, seconds
+from vramfit.report.rendering import json_values, printed_as_lines
+from vramfit.report.text import seconds
 from vramfit.techniques import setting_to_plain
 from vramfit.units import format_bytes
 
 PLAN_SCHEMA = "vramfit.plan/1"
-_WIDEST = 120
 
 
-@printer.register(Plan)
-def _print(plan: Plan, frontier: Sequence[FrontierPoint] = (), *, to: Destination) -> None:
-    """Print the verdict, the techniques with what each does, and the frontier."""
-    width = min(to.console.width, _WIDEST)
-    print_lines(to.console, _lines(plan, frontier, width), width)
-
-
-def _lines(plan: Plan, frontier: Sequence[FrontierPoint], width: int) -> Iterator[Text]:
+@printed_as_lines(Plan)
+def _lines(plan: Plan, frontier: Sequence[FrontierPoint] = (), *, width: int) -> Iterator[Text]:
+    """The verdict, the techniques with what each does, and the frontier."""
     for sentence in _head(plan):
         yield from broken(sentence, width)
     yield Text()
@@ -193,7 +187,7 @@ def render_frontier_svg(plan: Plan, frontier: Sequence[FrontierPoint]) -> str:
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        f'font-size="12" role="img"><title>{escape(_title(plan))}</title>',
+        f'font-size="12" role="img"><title>Memory against time of a step on {escape(plan.aim.device)}</title>',
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
         f'<path d="M{left} {top}V{height - bottom}H{width - right}" fill="none" stroke="#555"/>',
     ]
@@ -224,7 +218,3 @@ def render_frontier_svg(plan: Plan, frontier: Sequence[FrontierPoint]) -> str:
     parts.append(f'<text x="{middle}" y="{height - 12}" text-anchor="middle">memory of the device</text>')
     parts.append(f'<text x="{left}" y="{top - 6}">seconds of a step (estimated)</text></svg>')
     return "\n".join(parts) + "\n"
-
-
-def _title(plan: Plan) -> str:
-    return f"Memory against time of a step on {plan.aim.device}"

@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import singledispatch
+from functools import singledispatch, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.text import Text
 
 from vramfit.console import SafeConsole
+from vramfit.report.text import print_lines
 
 _HOMES = {
     "vramfit.calibrate": ("vramfit.report.calibrate",),
@@ -40,6 +42,40 @@ class Destination:
 def printer(value: object, *_beside: object, to: Destination) -> None:  # noqa: ARG001 - those registered use it
     """Print one type of value: the modules of this package register theirs."""
     raise TypeError(f"{type(value).__name__} cannot be printed as a report")
+
+
+Page = TypeVar("Page", bound=Callable[..., Any])
+Lines = TypeVar("Lines", bound=Callable[..., Iterator[Text]])
+
+
+def printed_as_lines(kind: type, *, widest: int = 120) -> Callable[[Lines], Lines]:
+    """Print values of a type as the lines that the decorated function gives of them for a ``width``."""
+
+    def register(lines: Lines) -> Lines:
+        @printer.register(kind)
+        @wraps(lines)
+        def _print(value: Any, *beside: Any, to: Destination) -> None:
+            width = min(to.console.width, widest)
+            print_lines(to.console, lines(value, *beside, width=width), width)
+
+        return lines
+
+    return register
+
+
+def printed_as_page(kind: type, *, widest: int = 140) -> Callable[[Page], Page]:
+    """Print values of a type as the ``lines`` of the decorated class, which is made for a width and a root."""
+
+    def register(page_of: Page) -> Page:
+        @printer.register(kind)
+        @wraps(page_of, updated=())
+        def _print(value: Any, *beside: Any, to: Destination) -> None:
+            page = page_of(min(to.console.width, widest), to.root)
+            print_lines(to.console, page.lines(value, *beside), page.width)
+
+        return page_of
+
+    return register
 
 
 @singledispatch

@@ -11,12 +11,11 @@ from rich.text import Text
 from vramfit.analysis._stability import Limit, LimitReason, Round, RoundOutcome, StressReport, Trend
 from vramfit.plain import to_plain
 from vramfit.report.folding import broken, table
-from vramfit.report.rendering import Destination, json_values, printer
-from vramfit.report.text import print_lines, seconds
+from vramfit.report.rendering import json_values, printed_as_lines
+from vramfit.report.text import seconds
 from vramfit.units import GIB, MIB, counted, format_bytes
 
 STRESS_SCHEMA = "vramfit.stress/1"
-_WIDEST = 120
 _BAR, _LEAST_BAR = 30, 8
 _SETTINGS = "Try --alloc-conf expandable_segments:True; vramfit tune on a trace finds other settings."
 _HINTS = " If reserved but unallocated memory is large"
@@ -26,14 +25,9 @@ _SHOWN = 40
 """Rounds that the terminal shows: the last ones."""
 
 
-@printer.register(StressReport)
-def _print(report: StressReport, *, to: Destination) -> None:
-    """Print baseline, limits, and the rounds as bars."""
-    width = min(to.console.width, _WIDEST)
-    print_lines(to.console, _lines(report, width), width)
-
-
+@printed_as_lines(StressReport)
 def _lines(report: StressReport, width: int) -> Iterator[Text]:
+    """Baseline, limits, and the rounds as bars."""
     yield from _broken(_head(report), width)
     yield Text()
     yield from _table(report, width)

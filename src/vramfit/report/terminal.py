@@ -14,7 +14,7 @@ from vramfit.analysis import (
     Outcome,
     Verdict,
 )
-from vramfit.report.rendering import Destination, printer
+from vramfit.report.rendering import printed_as_page
 from vramfit.report.sections import SIZE, Sections
 from vramfit.report.text import (
     elide_right,
@@ -23,7 +23,6 @@ from vramfit.report.text import (
     files_lines,
     fits_words,
     percent,
-    print_lines,
     seconds,
     short_op,
     split_width,
@@ -41,13 +40,6 @@ _ERROR = 300
 """Characters of an error that are shown: the program has printed it whole."""
 
 
-@printer.register(Run)
-def _print(run: Run, verdict: Verdict, *, to: Destination) -> None:
-    """Print a run."""
-    page = _RunReport(to.console.width, to.root)
-    print_lines(to.console, page.lines(run, verdict), page.width)
-
-
 def headline(run: Run, verdict: Verdict, *, root: Path | None = None) -> list[str]:
     """The first lines of the report, which answer whether it fits and why not, each whole and without style."""
     page = _RunReport(_UNBROKEN, root)
@@ -57,6 +49,7 @@ def headline(run: Run, verdict: Verdict, *, root: Path | None = None) -> list[st
     return [line.plain.strip() for line in page.headline(run, verdict)]
 
 
+@printed_as_page(Run)
 class _RunReport(Sections):
     """The parts of the report of a run."""
 

@@ -97,12 +97,7 @@ def short_op(op: str) -> str:
 
 
 def each(count: int, size: int) -> str:
-    """Of several blocks of one size how many there are and what one takes, ``12 × 48.00 MiB``; empty for a single one.
-
-    Args:
-        count: number of blocks.
-        size: bytes of one.
-    """
+    """How many blocks of one size there are, and what one takes, ``12 × 48.00 MiB``; empty for a single one."""
     return f"{count:,} × {format_bytes(size)}" if count > 1 else ""
 
 
@@ -139,7 +134,6 @@ class TreeLine:
         label: the module, chains of single children joined: ``transformer.h.*``; `` ×12`` where layers were
             folded.
         node: the module, or None for the rest that is not shown.
-        total_bytes: bytes on this line.
     """
 
     depth: int
@@ -156,7 +150,6 @@ def tree_lines(root: ModuleNode, *, limit: int, least_share: float = 0.01) -> li
 
     Args:
         root: the node above all root modules (see `module_tree`), folded.
-        limit: number of lines.
         least_share: share of the root's total from which a module gets its own line.
     """
     least = root.total_bytes * least_share
@@ -313,7 +306,6 @@ def files_lines(changes: FileChanges | None, relative: Callable[[str], str]) -> 
 
     Args:
         changes: what happened; None where nobody looked.
-        relative: shortens a path for people.
     """
     if changes is None or changes.writes not in _TITLES or not (changes.entries or changes.notes):
         return []

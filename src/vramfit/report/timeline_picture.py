@@ -70,7 +70,6 @@ def draw_timeline(
 
     Args:
         trace: what happened. Of long ones each point of the drawing is the fullest moment of a stretch of events.
-        device: index of the device.
         title: what to write above; by default the device and its peaks.
         width, height: of the drawing, in units of 1/96 inch.
     """

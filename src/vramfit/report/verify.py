@@ -9,22 +9,16 @@ from rich.text import Text
 
 from vramfit.planner.verification import GradientCheck, Measured, Simulated, Verification, plain_values
 from vramfit.report.folding import broken, table
-from vramfit.report.rendering import Destination, json_values, printer
-from vramfit.report.text import print_lines, seconds
+from vramfit.report.rendering import json_values, printed_as_lines
+from vramfit.report.text import seconds
 from vramfit.units import format_bytes
 
 VERIFY_SCHEMA = "vramfit.verify/1"
-_WIDEST = 120
 
 
-@printer.register(Verification)
-def _print(found: Verification, *, to: Destination) -> None:
-    """Print what was held against what, and whether it holds."""
-    width = min(to.console.width, _WIDEST)
-    print_lines(to.console, _lines(found, width), width)
-
-
+@printed_as_lines(Verification)
 def _lines(found: Verification, width: int) -> Iterator[Text]:
+    """What was held against what, and whether it holds."""
     if found.simulated is not None:
         yield from _memory(found.simulated, width)
         yield Text()

@@ -121,8 +121,6 @@ class Stress:
     """One stress test.
 
     Args:
-        workload: what is run.
-        memory: of the device.
         job: which sizes vary, and for how many rounds.
         tell: called with what is being done, its number, and of how many (0 if that is open).
     """

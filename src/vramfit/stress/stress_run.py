@@ -35,7 +35,6 @@ class Vary:
     """One size to vary.
 
     Attributes:
-        name: name of the size.
         low, high: the range, both included; None leaves an end open.
         values: these values only, ascending; empty for all between the ends.
     """
@@ -102,14 +101,10 @@ class StressResult:
     """What a stress test found.
 
     Attributes:
-        sizes: the usual sizes.
         baseline: the last step at these.
         limits: how far each varied size can go.
         cycle: the sizes that the rounds went through.
-        rounds: the rounds, in order.
-        device: its name.
         total_bytes: of the device; 0 for a CPU.
-        torch_version: version of torch.
     """
 
     sizes: Mapping[str, int]
@@ -152,8 +147,6 @@ def cycle_of(
     """The sizes that the rounds go through: each varied one alone at several shares of its largest value.
 
     Args:
-        sizes: the usual sizes.
-        varied: those to vary.
         largest: the largest value of each that fits.
     """
     found: list[dict[str, int]] = []

@@ -16,43 +16,23 @@ from importlib import import_module
 from typing import Any
 
 from vramfit.errors import UsageError
-from vramfit.techniques.core.attached_program import AttachedProgram, AttachStage, Piece
-from vramfit.techniques.core.model_profile import BlockOp, ModelBlock, Profile
-from vramfit.techniques.core.technique import (
-    AppliedWorkload,
-    Choice,
-    Numerics,
-    Promise,
-    Setting,
-    Technique,
-    check_together,
-    live_of,
-    setting_from_plain,
-    setting_to_plain,
-    with_choices,
-)
-
-__all__ = [
-    "AppliedWorkload",
-    "AttachStage",
-    "AttachedProgram",
-    "BlockOp",
-    "Choice",
-    "ModelBlock",
-    "Numerics",
-    "Piece",
-    "Profile",
-    "Promise",
-    "Setting",
-    "Technique",
-    "all_techniques",
-    "check_together",
-    "find_technique",
-    "live_of",
-    "setting_from_plain",
-    "setting_to_plain",
-    "with_choices",
-]
+from vramfit.techniques.core.attached_program import AttachedProgram as AttachedProgram
+from vramfit.techniques.core.attached_program import AttachStage as AttachStage
+from vramfit.techniques.core.attached_program import Piece as Piece
+from vramfit.techniques.core.model_profile import BlockOp as BlockOp
+from vramfit.techniques.core.model_profile import ModelBlock as ModelBlock
+from vramfit.techniques.core.model_profile import Profile as Profile
+from vramfit.techniques.core.technique import AppliedWorkload as AppliedWorkload
+from vramfit.techniques.core.technique import Choice as Choice
+from vramfit.techniques.core.technique import Numerics as Numerics
+from vramfit.techniques.core.technique import Promise as Promise
+from vramfit.techniques.core.technique import Setting as Setting
+from vramfit.techniques.core.technique import Technique as Technique
+from vramfit.techniques.core.technique import check_together as check_together
+from vramfit.techniques.core.technique import live_of as live_of
+from vramfit.techniques.core.technique import setting_from_plain as setting_from_plain
+from vramfit.techniques.core.technique import setting_to_plain as setting_to_plain
+from vramfit.techniques.core.technique import with_choices as with_choices
 
 
 @cache

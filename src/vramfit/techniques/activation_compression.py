@@ -281,7 +281,6 @@ class ActivationCompressionSetting(Setting):
 
     Attributes:
         modules: names of the submodules whose saved tensors are compressed; empty for the whole model.
-        method: how.
         bits: of a quantized number: 8, 4 or 2.
         group: how many numbers share a scale or are compared, at most 32768.
         keep: the part of each group that top-k keeps, above 0 and at most 1.

@@ -39,7 +39,6 @@ class CompileSetting(Setting):
     Attributes:
         memory_budget: what the backward pass may keep, from 0 (the inputs alone, all else is computed again) to 1 (what
             is fastest); a share of each graph's own range, as torch's ``activation_memory_budget``.
-        mode: of the compiler.
         modules: names of those that are compiled each by itself; empty for the model as a whole.
         redraws: whether dropout may draw otherwise than the plain program, which is faster and keeps no masks.
     """

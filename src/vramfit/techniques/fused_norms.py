@@ -157,7 +157,9 @@ def _recognise(module: nn.Module) -> FusedNorm | None:
     shapes = {tuple(parameter.shape) if parameter is not None else () for parameter in own.values()}
     if len(shapes) != 1 or len(shape := shapes.pop()) != 1:
         return None
-    small = [name for name, value in vars(module).items() if _is_eps(value)]
+    small = [
+        name for name, value in vars(module).items() if type(value) is float and 0 < value <= _LARGEST_EPS
+    ]
     biases = [name for name in own if name in _BIASES] if len(own) == 2 else []
     if len(small) != 1 or len(biases) != len(own) - 1 or not _takes_one(kind):
         return None
@@ -168,10 +170,6 @@ def _recognise(module: nn.Module) -> FusedNorm | None:
         if _computes(module, norm, shape[0]):
             return norm
     return None
-
-
-def _is_eps(value: Any) -> bool:
-    return type(value) is float and 0 < value <= _LARGEST_EPS
 
 
 def _takes_one(kind: type[nn.Module]) -> bool:

@@ -151,7 +151,6 @@ class ProjectedAdam(torch.optim.Optimizer):
 
     Args:
         params: groups with ``each_projected``, a list of one bool for each parameter; without it none is projected.
-        lr: learning rate.
         betas: of the two averages.
         eps: added to the root of the second.
         weight_decay: of the parameters.

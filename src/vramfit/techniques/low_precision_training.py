@@ -159,11 +159,7 @@ class LowPrecisionTraining(Technique[LowPrecisionTrainingSetting]):
 
 
 def _check(live: AttachedProgram, islands: list[nn.Module]) -> None:
-    """Make sure that the model can be cast.
-
-    Raises:
-        UsageError: it cannot.
-    """
+    """Make sure that the model can be cast."""
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in live.model.modules()):
         raise UsageError(
             "the model is in DistributedDataParallel, whose buckets have the dtype of its parameters",

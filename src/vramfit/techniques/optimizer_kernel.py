@@ -41,11 +41,7 @@ class Implementation(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerKernelSetting(Setting):
-    """Which implementation.
-
-    Attributes:
-        implementation: what runs a step.
-    """
+    """Which implementation."""
 
     implementation: Implementation = Implementation.FUSED
 

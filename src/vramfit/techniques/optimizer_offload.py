@@ -213,7 +213,8 @@ class HostOptimizer(torch.optim.Optimizer):
             self._kind,
             offload_gradients=offload_gradients,
             minimal_size=minimal_size,
-            **self._constructor(),
+            # torchao would ask for the fused kernel of AdamW, whatever the groups say.
+            **({"fused": None} if "fused" in self.defaults else {}),
         )
         placed = [(_hooks(p), key) for p, before in hooks.items() for key in set(_hooks(p)) - before]
         # Hooks of tensors are unseen by Python's garbage collector, and torchao's hold all parameters.
@@ -382,10 +383,6 @@ class HostOptimizer(torch.optim.Optimizer):
             one["fused"] = fused_refused(self._kind, on_host) is None and not one.get("differentiable")
             one["foreach"] = False
         return one
-
-    def _constructor(self) -> dict[str, Any]:
-        # torchao would ask for the fused kernel of AdamW, whatever the groups say.
-        return {"fused": None} if "fused" in self.defaults else {}
 
     def _host_of(self, parameter: torch.Tensor) -> tuple[Optimizer | None, torch.Tensor]:
         """The optimizer that steps a parameter, and the parameter that it has."""

@@ -113,11 +113,7 @@ def _part(tensor: torch.Tensor) -> None:
 
 
 def _tensor(model: nn.Module, name: str) -> torch.Tensor:
-    """A parameter or buffer by its name.
-
-    Raises:
-        UsageError: there is no such one.
-    """
+    """A parameter or buffer by its name."""
     owner, _, own = name.rpartition(".")
     try:
         module = model.get_submodule(owner)
@@ -130,11 +126,7 @@ def _tensor(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def _check(model: nn.Module, name: str, first: str) -> None:
-    """Make sure that two named tensors can be shared.
-
-    Raises:
-        UsageError: one is trained, or they differ.
-    """
+    """Make sure that two named tensors can be shared."""
     one, other = _tensor(model, name), _tensor(model, first)
     for tensor, own in ((one, name), (other, first)):
         if tensor.requires_grad:

@@ -1,67 +1,42 @@
 """The record that everything else reads: MemoryTrace, its files, torch snapshots, and replay."""
 
-from vramfit.trace.actual import Actual, DeviceFigures, read_actual
-from vramfit.trace.builder import TraceBuilder
-from vramfit.trace.device_events import Mark, marks
-from vramfit.trace.estimates import NO_BAR, Estimate, ReservedBar, reserved_bar
-from vramfit.trace.model import Category, EventKind, Frame, MemoryTrace, Segment, TraceDevice
-from vramfit.trace.outcome import (
-    RAN_OUT,
-    ChangeKind,
-    DeviceOutcome,
-    FileChange,
-    FileChanges,
-    OomReport,
-    ProfileNote,
-    Run,
-    RunWarning,
-    Source,
-    StillToCome,
-)
-from vramfit.trace.replay.pressure import Capacity, CapacitySource
-from vramfit.trace.replay.replaying import DeviceReplay, Peaks, Played, Rehearsal, ReplayReport, replay
-from vramfit.trace.snapshot_reading import load_snapshot, read_any, trace_from_snapshot
-from vramfit.trace.snapshot_writing import snapshot_from_trace, write_snapshot
-
-__all__ = [
-    "NO_BAR",
-    "RAN_OUT",
-    "Actual",
-    "Capacity",
-    "CapacitySource",
-    "Category",
-    "ChangeKind",
-    "DeviceFigures",
-    "DeviceOutcome",
-    "DeviceReplay",
-    "Estimate",
-    "EventKind",
-    "FileChange",
-    "FileChanges",
-    "Frame",
-    "Mark",
-    "MemoryTrace",
-    "OomReport",
-    "Peaks",
-    "Played",
-    "ProfileNote",
-    "Rehearsal",
-    "ReplayReport",
-    "ReservedBar",
-    "Run",
-    "RunWarning",
-    "Segment",
-    "Source",
-    "StillToCome",
-    "TraceBuilder",
-    "TraceDevice",
-    "load_snapshot",
-    "marks",
-    "read_actual",
-    "read_any",
-    "replay",
-    "reserved_bar",
-    "snapshot_from_trace",
-    "trace_from_snapshot",
-    "write_snapshot",
-]
+from vramfit.trace.actual import Actual as Actual
+from vramfit.trace.actual import DeviceFigures as DeviceFigures
+from vramfit.trace.actual import read_actual as read_actual
+from vramfit.trace.builder import TraceBuilder as TraceBuilder
+from vramfit.trace.device_events import Mark as Mark
+from vramfit.trace.device_events import marks as marks
+from vramfit.trace.estimates import NO_BAR as NO_BAR
+from vramfit.trace.estimates import Estimate as Estimate
+from vramfit.trace.estimates import ReservedBar as ReservedBar
+from vramfit.trace.estimates import reserved_bar as reserved_bar
+from vramfit.trace.model import Category as Category
+from vramfit.trace.model import EventKind as EventKind
+from vramfit.trace.model import Frame as Frame
+from vramfit.trace.model import MemoryTrace as MemoryTrace
+from vramfit.trace.model import Segment as Segment
+from vramfit.trace.model import TraceDevice as TraceDevice
+from vramfit.trace.outcome import RAN_OUT as RAN_OUT
+from vramfit.trace.outcome import ChangeKind as ChangeKind
+from vramfit.trace.outcome import DeviceOutcome as DeviceOutcome
+from vramfit.trace.outcome import FileChange as FileChange
+from vramfit.trace.outcome import FileChanges as FileChanges
+from vramfit.trace.outcome import OomReport as OomReport
+from vramfit.trace.outcome import ProfileNote as ProfileNote
+from vramfit.trace.outcome import Run as Run
+from vramfit.trace.outcome import RunWarning as RunWarning
+from vramfit.trace.outcome import Source as Source
+from vramfit.trace.outcome import StillToCome as StillToCome
+from vramfit.trace.replay.pressure import Capacity as Capacity
+from vramfit.trace.replay.pressure import CapacitySource as CapacitySource
+from vramfit.trace.replay.replaying import DeviceReplay as DeviceReplay
+from vramfit.trace.replay.replaying import Peaks as Peaks
+from vramfit.trace.replay.replaying import Played as Played
+from vramfit.trace.replay.replaying import Rehearsal as Rehearsal
+from vramfit.trace.replay.replaying import ReplayReport as ReplayReport
+from vramfit.trace.replay.replaying import replay as replay
+from vramfit.trace.snapshot_reading import load_snapshot as load_snapshot
+from vramfit.trace.snapshot_reading import read_any as read_any
+from vramfit.trace.snapshot_reading import trace_from_snapshot as trace_from_snapshot
+from vramfit.trace.snapshot_writing import snapshot_from_trace as snapshot_from_trace
+from vramfit.trace.snapshot_writing import write_snapshot as write_snapshot

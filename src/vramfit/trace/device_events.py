@@ -20,8 +20,6 @@ class DeviceEvents:
     """One device's part of a trace, without what is not about memory.
 
     Attributes:
-        trace: the whole trace.
-        device: device index.
         rows: the rows of the trace that belong to the device; positions below count in these.
         kinds, addresses, sizes, streams, blocks: the columns at these rows.
     """
@@ -126,7 +124,6 @@ class Mark:
     """A named point in time.
 
     Attributes:
-        tag: the name.
         row: the event that holds it.
         device: index of the device on which it was set.
         time_us: when, on the clock of the trace.

@@ -57,7 +57,6 @@ class Estimate(NamedTuple):
 
     Attributes:
         row: of the request in the trace; where none was made, the row before which it would have been made.
-        device: index of the device.
         below: bytes by which it may be smaller.
         above: bytes by which it may be larger.
         kind: those of one kind are off by the same share: one library decides them for the same op on the same shapes.
@@ -100,8 +99,6 @@ def reserved_bar(trace: MemoryTrace, device: int, estimates: Sequence[Estimate])
     peak is that on a card without a limit, so that the bar reaches beyond the card.
 
     Args:
-        trace: what happened.
-        device: index of the device.
         estimates: of all devices, each by its row in the trace.
 
     Raises:

@@ -24,13 +24,10 @@ def run_of_trace(
     """A run with the circumstances that its trace notes: versions, source, and the time from event to event.
 
     Args:
-        trace: what happened.
-        devices: the outcome of each device.
         oom: the request that failed, or None.
         exit_code: the program's; `subprocess` gives it negative for a signal.
         error: how it failed, in words, or None.
         program: its command line, or its name alone.
-        warnings: of the run.
         ops: how many operations it ran, 0 where they were not counted.
     """
     times = trace.time_us[trace.time_us > 0]
@@ -61,7 +58,6 @@ def partial_run(trace: MemoryTrace, *, exit_code: int, how: str, program: tuple[
         trace: what had happened until then.
         exit_code: as `subprocess` gives it, negative for a signal.
         how: how it ended, in words: ``was ended by signal SIGKILL``.
-        program: its command line.
     """
     message = f"the program's process {how}: this is what had happened until then"
     return run_of_trace(
@@ -91,12 +87,7 @@ def _outcome(trace: MemoryTrace, device: TraceDevice) -> DeviceOutcome:
 
 
 def peaks_of(trace: MemoryTrace, device: int) -> tuple[int, int]:
-    """The most bytes allocated and reserved on a device, for a trace that begins with nothing allocated.
-
-    Args:
-        trace: what happened.
-        device: index of the device.
-    """
+    """The most bytes allocated and reserved on a device, for a trace that begins with nothing allocated."""
     mine = trace.device == device
     sizes = _sizes(trace)
     change = np.where(mine & (trace.kind == EventKind.ALLOC), sizes, 0)

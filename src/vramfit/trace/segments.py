@@ -31,8 +31,6 @@ def check_segment(raw: object, where: str, seen: set[int] | None = None) -> dict
     size).
 
     Args:
-        raw: what the file holds.
-        where: how messages call it.
         seen: identities of the lists of frames that were checked before; pickles share them among blocks.
 
     Raises:

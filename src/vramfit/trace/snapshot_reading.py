@@ -157,8 +157,6 @@ def parse_plain(data: bytes, name: str, *, kinds: str = KINDS) -> Plain:
     """The value in a pickle or JSON document, gzipped or plain.
 
     Args:
-        data: content of the file.
-        name: of the file, for messages.
         kinds: what may be given instead, for a file that is neither.
 
     Raises:

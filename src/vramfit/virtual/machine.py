@@ -55,9 +55,7 @@ class VirtualDevice:
     Attributes:
         index: its number in the program, after ``CUDA_VISIBLE_DEVICES``.
         physical_index: its number in the machine.
-        spec: the card.
         context_bytes: memory of the card that a CUDA context takes, outside torch's allocator.
-        rng: state of its default generator.
         uuid: stable for a given card and position.
     """
 
@@ -177,7 +175,6 @@ class Machine:
     """The virtual machine that a program runs on.
 
     Args:
-        specs: its GPUs, in order.
         alloc_conf: allocator settings; None reads ``PYTORCH_ALLOC_CONF`` and ``PYTORCH_CUDA_ALLOC_CONF`` when
             the allocator is first used, as torch does, so that a program may set them at its top.
         torch_version: the release whose allocator is played.
@@ -189,7 +186,6 @@ class Machine:
         observes_blocks: whether `on_event` hears of blocks too, or of segments alone, which is quicker.
 
     Attributes:
-        clock: simulated time.
         on_event: called with (device, kind, address, size, stream) on each event of an allocator.
         on_freed: called with (device, address, size, stream) instead of both events of a block that is free as soon as
             it is given back; who sets it, before an allocator is used, need not hear of blocks handed out.

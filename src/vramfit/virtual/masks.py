@@ -63,7 +63,6 @@ class Masks:
 
     Args:
         assume: which sizes are taken where data decides them.
-        shadows: of all tensors.
         expected: gives what is expected of a tensor's values.
         ends: gives the answer that ends the loop whose test is being evaluated; None outside such a test.
     """
@@ -149,9 +148,6 @@ class Masks:
         """The values of a small mask computed from guessed ones, or others of which as many hold as are assumed.
 
         Args:
-            func: the op that made the mask.
-            out: the fake mask.
-            value: the values that were computed.
             source: the first argument of the op.
         """
         if out.dtype is not torch.bool or out.numel() < 2:

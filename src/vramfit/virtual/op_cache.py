@@ -112,12 +112,8 @@ def plan_of(
     """The plan of a call whose results rest on nothing assumed; None where the next call like it may do otherwise.
 
     Args:
-        call: the op.
         device: index of the card on which it ran.
-        recipe: how its results are made.
-        tensors: those among the arguments.
         microseconds: for which the card worked.
-        builder: of the trace.
     """
     func, info, out, context = call.func, call.info, call.out, call.context
     if context.profile is not None and context.profile.knows(func):

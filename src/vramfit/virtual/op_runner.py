@@ -54,14 +54,7 @@ _ALWAYS = Concern.ALWAYS
 
 
 class OpRunner(TorchDispatchMode):
-    """Runs ops on fake tensors. Rules are given it, and enter it where an op is made of others.
-
-    Args:
-        machine: the cards.
-        meter: what is allocated on them.
-        workspaces: of the libraries.
-        ops: facts of every op, with its rule.
-    """
+    """Runs ops on fake tensors. Rules are given it, and enter it where an op is made of others."""
 
     def __init__(self, machine: Machine, meter: Meter, workspaces: Workspaces, ops: OpTable) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -94,7 +87,6 @@ class OpRunner(TorchDispatchMode):
         """Run an op on fake tensors, place what it allocates, and keep the shadows true.
 
         Args:
-            call: the op.
             real: there may be real tensors among its arguments.
             category: what its results are for; None takes that from the phase of the program.
         """

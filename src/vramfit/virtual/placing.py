@@ -40,7 +40,6 @@ class Placing:
 
         Args:
             call: the op, whose results are not placed yet.
-            device: index of the card on which it runs.
             category: what the results are for; None takes that from the phase of the program.
             extents: assumed sizes of the results, beside those on which the arguments rest.
 

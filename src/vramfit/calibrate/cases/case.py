@@ -53,7 +53,6 @@ class Case:
 
     Attributes:
         name: unique, and telling: family, op, shape, type.
-        family: its family.
         build: makes the inputs on the current device and returns what is run, again and again.
         flags: how it is run.
         priority: 0 before 1 before 2; within one, families take turns.
@@ -86,11 +85,7 @@ class Case:
 
 
 class Grid:
-    """Collects the cases of one family.
-
-    Args:
-        family: the family.
-    """
+    """Collects the cases of one family."""
 
     def __init__(self, family: OpFamily) -> None:
         self.family = family

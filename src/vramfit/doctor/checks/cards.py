@@ -33,7 +33,7 @@ def check_mig(facts: Facts) -> Iterator[Finding]:
                 "to be turned off",
             )
             continue
-        listed = ", ".join(_slice(name, total) for name, total in ((m.name, m.total_bytes) for m in card.mig))
+        listed = ", ".join(_slice(one.name, one.total_bytes) for one in card.mig)
         yield FindingArea.CARDS.info(
             "mig",
             f"GPU {card.index} is in MIG mode: {listed}",

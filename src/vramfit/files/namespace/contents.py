@@ -32,10 +32,8 @@ class Manifest:
     """What a namespace leaves in its folder.
 
     Attributes:
-        folder: where it lies.
         overlays: those that were mounted.
         missing: paths that are written for real and did not exist: what is written there is moved there at the end.
-        notes: for the report.
     """
 
     folder: str

@@ -42,7 +42,6 @@ class Inside:
     """What a process has once it is inside.
 
     Attributes:
-        manifest: the overlays.
         outside: the path of the real tree, as this process reaches it. Only we write there, what must outlive the
             process.
         real: that tree again, where nothing can be written and reading changes no time.

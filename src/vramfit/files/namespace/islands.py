@@ -33,12 +33,7 @@ _SYSTEM = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Island:
-    """A folder that gets an overlay.
-
-    Attributes:
-        point: where it is.
-        mount: what it lies on.
-    """
+    """A folder that gets an overlay."""
 
     point: str
     mount: Mount

@@ -35,11 +35,9 @@ class Mount:
     """One line of mountinfo, see proc_pid_mountinfo(5).
 
     Attributes:
-        number: its id.
         parent: the id of the mount that it lies on.
         device: major and minor number of the file system.
         root: which folder of the file system is mounted.
-        point: where.
         options: of this mount and of its file system.
         kind: of file system.
     """

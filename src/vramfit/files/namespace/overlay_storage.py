@@ -26,7 +26,6 @@ class Storage:
     """Folders for overlays.
 
     Attributes:
-        folder: where they lie.
         medium: what that folder is on.
         marks: how overlayfs marks folders there.
     """

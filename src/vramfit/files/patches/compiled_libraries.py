@@ -115,13 +115,10 @@ def _replace(
     if old is None:
         return
     new = make(old)
-    patches.set(owner, name, staticmethod(new) if _is_static(owner, name) else new)
+    is_static = isinstance(owner, type) and isinstance(vars(owner).get(name), staticmethod)
+    patches.set(owner, name, staticmethod(new) if is_static else new)
     if not isinstance(owner, type):
         table.append((old, new))
-
-
-def _is_static(owner: Any, name: str) -> bool:
-    return isinstance(owner, type) and isinstance(vars(owner).get(name), staticmethod)
 
 
 def _at(args: Sequence[Any], position: int, options: dict[str, Any], change: Callable[[Any], Any]) -> Any:

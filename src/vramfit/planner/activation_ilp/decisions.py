@@ -88,7 +88,6 @@ class IlpSolution:
         gap: how far the cost may be above the best possible, as a part of it and as the program counts it; None where
             that is not known. Where copies of several blocks wait for each other, a step waits longer than that.
         status: of the solver, in words.
-        seconds: that solving took.
     """
 
     decisions: Mapping[str, Decision]

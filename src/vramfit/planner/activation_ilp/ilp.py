@@ -170,7 +170,6 @@ class Solved:
         cost: in seconds, as the program has it.
         waiting: of it, that for the link.
         bound: seconds below which nothing costs.
-        complete: whether it came to its end.
     """
 
     decisions: dict[str, Decision] | None
@@ -186,7 +185,6 @@ class _GroupSizes:
     """What a recomputed block of a group has less, and more, than a plain one, in MiB.
 
     Attributes:
-        input: what it keeps of its input.
         freed: of all its results.
         results: that only it keeps: of each the operation, the size, and the unknown of saving it, if there is one.
         others: that may be saved in the place of what is computed from them: of each the size and the unknown.

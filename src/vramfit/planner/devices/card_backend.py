@@ -43,9 +43,6 @@ class CardBackend:
         others_bytes: of the card that other processes hold, which is no part of what a workload takes.
 
     Attributes:
-        name: of the card, as torch gives it.
-        device_type: ``cuda``.
-        total_bytes: of the card.
         left_bytes: most bytes of tensors that were still on the card after a run had been cleared away: something
             outside the model keeps them.
 

@@ -176,8 +176,6 @@ def started(
     """A workload that was started; what techniques changed beyond the model (TF32, the allocator) is undone afterwards.
 
     Args:
-        workload: with its techniques.
-        device: where its model goes.
         ended: called before the undo, also after an error, with the bytes that techniques hold on the host unpinned.
     """
     live: AttachedProgram | None = None
@@ -194,11 +192,7 @@ def started(
 
 
 class PeakMeter:
-    """What notes the peak of each interval as it ends; a part of `StepMeter`.
-
-    Attributes:
-        boundaries: how many there were so far.
-    """
+    """What notes the peak of each interval as it ends; a part of `StepMeter`."""
 
     def __init__(self) -> None:
         self.boundaries = 0

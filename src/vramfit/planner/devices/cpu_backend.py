@@ -43,18 +43,14 @@ class CpuBackend:
     Args:
         host_bytes: memory of the machine that may be taken; None for all.
         estimate: the seconds of an operation; None takes `seconds_of`.
-
-    Attributes:
-        name: ``CPU``.
-        device_type: ``cpu``.
-        total_bytes: memory of the machine.
     """
 
     name = "CPU"
     device_type = "cpu"
 
     def __init__(self, *, host_bytes: int | None = None, estimate: Estimate | None = None) -> None:
-        self.total_bytes = _machine_bytes() if host_bytes is None else host_bytes
+        machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.total_bytes = machine_bytes if host_bytes is None else host_bytes
         self.host_bytes = 0
         self._estimate: Estimate = seconds_of if estimate is None else estimate
 
@@ -113,10 +109,6 @@ class FlopMode(TorchDispatchMode):
 
     Args:
         estimate: the seconds of an operation, from itself, its arguments, its results and its FLOPs; None for no time.
-
-    Attributes:
-        total: FLOPs so far.
-        seconds: estimated so far.
     """
 
     def __init__(self, estimate: Estimate | None = None) -> None:
@@ -231,10 +223,6 @@ def _timed(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
-
-
-def _machine_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 CPU_FLOPS = 20e9

@@ -31,11 +31,6 @@ class VirtualBackend:
         alloc_conf: allocator settings; None reads the environment.
         own_process: whether nothing else goes on in this process, so that its garbage collector may be set up: what is
             alive after a run is looked at no more.
-
-    Attributes:
-        name: of the card.
-        device_type: ``cuda``.
-        total_bytes: of the card.
     """
 
     device_type = "cuda"

@@ -114,12 +114,7 @@ def leaks_section(content: Html) -> Html:
 
 
 def grow_html(advice: Mapping[int, Advice], root: Path | None) -> Html:
-    """What grows from step to step on any device, whichever is chosen; empty where nothing does.
-
-    Args:
-        advice: what was found out, by the index of the device.
-        root: the user's folder; file names below it are shown relative to it.
-    """
+    """What grows from step to step on any device, whichever is chosen; empty where nothing does."""
     leaking = {index: found.leaks for index, found in advice.items() if found.leaks and found.leaks.leaks}
     return join(
         join([tag("h3", f"GPU {index}") if len(advice) > 1 else None, *_leaks(report, root)])

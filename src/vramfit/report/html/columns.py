@@ -44,7 +44,6 @@ class Column:
     """Natural numbers below 2^53.
 
     Attributes:
-        values: the numbers.
         rising: whether the numbers never fall, so that their differences are smaller than they are.
     """
 
@@ -56,7 +55,6 @@ def pack(columns: Mapping[str, Column], facts: Mapping[str, Any]) -> bytes:
     """Columns and what goes with them as one deflated block: see NOTE [Form of the packed columns].
 
     Args:
-        columns: the columns by name.
         facts: anything that JSON can say; the reader finds it beside the columns.
 
     Raises:
@@ -99,10 +97,7 @@ class DeviceView:
     """A device with what was computed of it once, for its pictures and its tables.
 
     Attributes:
-        device: the device.
         lives: its blocks, in the order in which they were allocated.
-        bytes_over: its curves.
-        spans: its segments.
         row: the event that the page shows first.
     """
 
@@ -267,8 +262,6 @@ def device_columns(
     """What the page holds of one device.
 
     Args:
-        trace: the recording.
-        view: the device.
         origin: the origin of each of its blocks.
         kept: the blocks that the page holds; of the others it holds their number and sum.
     """

@@ -16,7 +16,6 @@ def tag(name: str, *children: str | None, **attributes: str | int | bool | None)
     """An element. Children that are no `Html` are escaped.
 
     Args:
-        name: name of the element.
         children: its content; None is left out.
         attributes: by name; a trailing underscore is dropped (``class_``), other underscores become hyphens.
             True gives the bare name; False and None leave the attribute out.
@@ -49,8 +48,6 @@ def table(
     """A table in a box that scrolls where it is too wide.
 
     Args:
-        heads: names of the columns.
-        rows: the cells of each row.
         numbers: the columns that hold figures, aligned to the right.
         prose: the columns that hold sentences, which may break.
     """

@@ -100,8 +100,6 @@ class _Words:
     """What a page says beside its pictures and tables.
 
     Attributes:
-        title: title of the browser's tab.
-        program: the command line.
         summary: the verdict with its figures.
         warnings: what was done differently from a card; empty without any.
         footer: the program, its duration and versions.
@@ -115,13 +113,7 @@ class _Words:
 
 
 def render_html(run: Run, verdict: Verdict, *, root: Path | None = None) -> str:
-    """A run as one HTML file.
-
-    Args:
-        run: the run.
-        verdict: its verdict, as `vramfit.analysis.verdict` gives it.
-        root: the user's folder; file names below it are shown relative to it.
-    """
+    """A run as one HTML file."""
     described = {device.index: device for device in run.trace.devices}
     parts = []
     for found in verdict.devices:
@@ -148,9 +140,7 @@ def render_trace_html(trace: MemoryTrace, *, title: str = "", root: Path | None 
     """A recording as one HTML file.
 
     Args:
-        trace: the recording.
         title: how to call the program where the trace does not say, such as the name of the file.
-        root: the user's folder; file names below it are shown relative to it.
     """
     run = run_from_trace(trace, name=title)
     return render_html(run, judge(run), root=root)

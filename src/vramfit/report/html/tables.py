@@ -43,7 +43,6 @@ def device_figures(device: DeviceVerdict, *, several: bool, scale: float) -> Htm
     """The bar, its legend and the figures of a card.
 
     Args:
-        device: the verdict on the card.
         several: whether there are others, so that it needs its number.
         scale: bytes of the whole width, of `bars_scale`.
     """

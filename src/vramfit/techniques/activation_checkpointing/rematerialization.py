@@ -118,12 +118,8 @@ class _Result:
     """A result of an op, with what changed it in place since.
 
     Attributes:
-        operation: that makes it.
-        dtype: of its elements.
         pending: saved tensors that it stands for, and that were not read so far.
         value: the tensor while it is there.
-        used: whether an op has read it.
-        saved: whether autograd has saved it.
         stays: whether it could not be computed again later, and is kept.
     """
 
@@ -251,9 +247,7 @@ class _Operation:
     """An op that makes results, and what changes them in place.
 
     Attributes:
-        path: of the block.
         number: when it ran, in the block; of the last op that changed its result.
-        steps: the calls.
         results: with the place of each among those of the first call. They hold it, and it does not hold them: all
             goes with the graph, and nothing waits for the garbage collector.
     """

@@ -25,7 +25,6 @@ class LossSpec:
         result: dtype of the loss.
         reduction: ``mean``, ``sum`` or ``none``.
         ignore_index: the target of rows that do not count.
-        label_smoothing: as in ``torch.nn.functional.cross_entropy``.
     """
 
     chunk_rows: int

@@ -69,10 +69,7 @@ class LogitsFamily:
 
     Attributes:
         hidden: what the head was called with.
-        weight: of the head.
-        bias: of the head, or None.
         casting: autocast at the call.
-        chunking: how losses are computed.
         run: runs an operation that has such logits among its arguments.
         versions: of the three tensors at the call.
         real: whether the logits exist by now.
@@ -146,8 +143,6 @@ class LogitsRecipe:
 
     Attributes:
         rows: hidden states of the rows, (..., width), in the order of the tensor's dimensions without the classes.
-        shape: of the tensor.
-        dtype: of the tensor.
         class_dim: which dimension the classes are.
         steps: what happens to the logits.
         normalised: whether a log-softmax over the classes comes last.

@@ -82,7 +82,6 @@ class ModelBlock:
         kind: name of its class.
         index: when its forward pass runs, among the blocks.
         like: index of the first block that has the same operations and sizes; its own where there is none before.
-        ops: its forward pass.
         input_bytes: the tensors that it is called with, once each, without parameters.
         new_input_bytes: those of its inputs that nothing keeps in the plain program.
         kept_bytes: all that autograd keeps for the backward pass of a call, without parameters and without its input.
@@ -121,12 +120,10 @@ class Profile:
     Attributes:
         model: the model, to look at its structure; on the virtual GPU its tensors hold no values.
         optimizer: the optimizer, or None.
-        sizes: the sizes of the batch.
         trains: whether a step changes the model.
         own_step: whether the workload owns its whole step, so that batches cannot be split and losses not be scaled.
         device_type: ``cuda`` or ``cpu``.
         capability: the card's compute capability, (0, 0) on the CPU.
-        total_bytes: memory of the device.
         host_bytes: memory of the host that a plan may spend.
         peak_allocated_bytes: of a plain step.
         peak_reserved_bytes: of a plain step.

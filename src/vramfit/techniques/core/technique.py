@@ -65,7 +65,6 @@ class Promise:
     """What one setting of a technique promises of the results.
 
     Attributes:
-        numerics: the level.
         note: what exactly may differ, in one sentence without a full stop; empty where nothing does.
     """
 
@@ -89,7 +88,6 @@ class Technique(ABC, Generic[S]):
         summary: what it does, in one line.
         numerics: the most that any of its settings may change in the results; `promise` is of one setting.
         phase: when it is attached.
-        setting_type: the dataclass of its settings.
         follows: the name of the technique that a plan's search considers, and tables show, right before this one; None
             for the first of all, empty where any place after the others will do.
         quickens: whether it may make a step quicker by itself, and not only by the memory that it leaves to others.

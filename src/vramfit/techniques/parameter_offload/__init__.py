@@ -252,11 +252,7 @@ def _in_place(visitors: Visitors, copies: list[torch.Tensor]) -> Iterator[None]:
 def _chosen(
     live: AttachedProgram, setting: ParameterOffloadSetting
 ) -> list[tuple[nn.Module, tuple[str, ...]]]:
-    """The blocks, each with the names of its parameters that go.
-
-    Raises:
-        UsageError: there is nothing to offload, or it cannot be done here.
-    """
+    """The blocks, each with the names of its parameters that go."""
     if setting.ahead < 0:
         raise UsageError(f"ahead of parameter-offload is {setting.ahead}", "Give 0 or more")
     if hasattr(live.model, "no_sync"):

@@ -63,7 +63,6 @@ def find_blocks(model: nn.Module, paths: Iterable[str] = ()) -> tuple[BlockPlace
     What must not be recomputed is left out; `refused_blocks` says why.
 
     Args:
-        model: looked at, never run or changed.
         paths: names of the blocks instead, or patterns such as ``h.*``; these are checked in the same way.
 
     Raises:

@@ -314,9 +314,6 @@ class Slice:
 
     Attributes:
         group: index of the optimizer's group that the parameter is in.
-        parameter: the parameter, in bfloat16.
-        start: the first element.
-        stop: the element after the last.
     """
 
     group: int
@@ -352,11 +349,7 @@ def resting_dtype(parameter: torch.Tensor, *, half_states: bool) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Chunk:
-    """Slices on one device that are updated together.
-
-    Attributes:
-        slices: the pieces of parameters in it.
-    """
+    """Slices on one device that are updated together."""
 
     slices: tuple[Slice, ...]
 

@@ -28,7 +28,6 @@ class Player(ABC):
     Attributes:
         allocator: serves the requests.
         matched: requests that got the recorded address.
-        ooms: requests that failed.
         unknown_frees: frees of what is not allocated.
         first_difference: the first request with another address than recorded, in words.
     """

@@ -37,7 +37,6 @@ class DeviceReplay:
     The ``_matched`` figures are None where the replay was not meant to match (other settings than recorded).
 
     Attributes:
-        index: device index.
         events: events of the device.
         allocations: requests that were served.
         addresses_matched: requests that got the recorded address.
@@ -99,8 +98,6 @@ class ReplayReport:
         alloc_conf: settings of the replay.
         recorded_alloc_conf: settings of the recording.
         what_if: the settings differ, so that only the peaks can be compared.
-        events: events of all devices.
-        seconds: time the replay took.
     """
 
     devices: tuple[DeviceReplay, ...]
@@ -128,14 +125,11 @@ class Played:
     """The outcome of serving the requests under one configuration.
 
     Attributes:
-        config: the settings.
         peaks: the most bytes at any time; a lower bound where ``complete`` is False.
         device_allocs: calls of cudaMalloc, or of mapping pages, after the start of the trace.
         device_frees: calls of cudaFree, or of unmapping pages.
         retries: how often the cache was given back because the driver had no memory left.
-        ooms: requests that failed.
         complete: every request was served; False when the replay was broken off above ``stop_above``.
-        seconds: time the replay took.
     """
 
     config: AllocatorConfig
@@ -152,11 +146,7 @@ class Rehearsal:
     """The requests of one device, ready to be served.
 
     Attributes:
-        trace: the recording.
-        device: device index.
-        events: the device's events.
         start: its segments when the trace begins.
-        plan: the steps.
         config: the settings that it was recorded with.
         version: the torch version whose rules apply.
         capacity: memory for the allocator.
@@ -213,7 +203,6 @@ class Rehearsal:
         """As `what_if`, with its outcome.
 
         Args:
-            config: the settings.
             stop_above: break off as soon as more bytes than this are reserved.
             tick: called now and then with the share of the steps that is done.
         """
@@ -291,7 +280,6 @@ def replay(trace: MemoryTrace, config: AllocatorConfig | None = None) -> ReplayR
     segment that is gone at the end. A guess that is wrong shows as a difference.
 
     Args:
-        trace: the recording.
         config: settings of the allocator; None for those of the recording.
 
     Raises:

@@ -33,7 +33,6 @@ class StartBlock:
     """A block that was in use when the trace began.
 
     Attributes:
-        address: where it lies.
         requested: bytes that were asked for.
         size: bytes of the block; 0 if it was freed within the trace and the trace does not hold it.
         state: as torch's snapshots call it.

@@ -200,7 +200,6 @@ class ReplaySteps:
     """The steps of one device.
 
     Attributes:
-        device: device index.
         stream: the stream that most requests are made on.
         dropped: positions of frees of blocks that nothing is known of.
         addresses, sizes: one entry for each step; where the size is above 0, the step is a request on ``stream``
@@ -208,7 +207,6 @@ class ReplaySteps:
         specials: one for each SPECIAL step, in order.
         allocations, plain_allocations: all requests, and those that are no special step.
         segments, releases: recorded segment events that take and that give back.
-        ooms: requests that failed.
         unknown_frees: frees among ``dropped``, a request and its completion counted as one.
         lowest_mappings: lowest address mapped within the trace by (stream, small pool).
     """

@@ -30,12 +30,7 @@ from vramfit.virtual.op_runner import OpRunner
 
 
 class Compiler:
-    """torch's compiler for one virtual GPU.
-
-    Args:
-        mode: runs the compiled programs.
-        patches: takes every patch with its undo.
-    """
+    """torch's compiler for one virtual GPU."""
 
     def __init__(self, mode: OpRunner, patches: PatchStack) -> None:
         self._mode = mode

@@ -73,8 +73,6 @@ def once(compile_graph: Compile, player: GraphPlayer, cards: Callable[[], Sequen
     those that it would not keep are compiled each time.
 
     Args:
-        compile_graph: the original.
-        player: runs programs on the virtual card.
         cards: the virtual cards: Inductor asks them for what it decides by.
     """
 

@@ -104,11 +104,7 @@ _NO_STEP = Step(label="inductor")
 
 
 class GraphPlayer:
-    """Runs compiled graphs on a virtual card.
-
-    Attributes:
-        step: what is being run, for the trace.
-    """
+    """Runs compiled graphs on a virtual card."""
 
     def __init__(self, mode: OpRunner) -> None:
         self.mode = mode
@@ -129,7 +125,6 @@ class GraphPlayer:
         """Run a graph.
 
         Args:
-            run: the program.
             inputs: its arguments, which it takes out of the list.
             backward: whether it is a backward pass. What a forward pass returns, it returns to the program and to
                 its backward pass: those are activations. All else is gone when it ends.
@@ -214,7 +209,6 @@ class GraphPlayer:
         """A stand-in for a kernel.
 
         Args:
-            name: its name.
             written: positions of the arguments that it writes; None: it may write all.
         """
         return Kernel(self, name, written)

@@ -40,7 +40,6 @@ class CompiledGraph:
     Args:
         source: the program that Inductor wrote.
         lowering: the graph from which it did.
-        player: runs it.
 
     Attributes:
         filename: what its frames show.

@@ -88,7 +88,6 @@ def bounds(
 
     Args:
         nbytes: of its storage.
-        shape: of the tensor.
         extents: each of the size of a dimension, or of several.
         itemsize: bytes of an element, for tensors that show none.
     """
@@ -183,8 +182,6 @@ def concatenated(
 
     Args:
         parts: shape and extents of each tensor.
-        axis: the dimension.
-        size: what it shows.
     """
     low = high = 0
     for shape, extents in parts:

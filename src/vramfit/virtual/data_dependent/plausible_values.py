@@ -73,7 +73,6 @@ def counts(
         call: the op, whose first argument is a tensor without values.
         out: the result whose values are wanted.
         expected: gives what is expected of an argument.
-        assume: whether the most or the usual is wanted.
 
     Returns:
         The values, and between which bounds each of them could lie; no bounds for those that are sure.

@@ -109,7 +109,6 @@ class Shading:
         This is for ops that draw nothing and whose results are not guessed at once.
 
         Args:
-            call: the op.
             tensors: those among its arguments, all of them small.
         """
         if call.info.shadowed and self.shadows.has_all(tensors):

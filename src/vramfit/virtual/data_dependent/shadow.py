@@ -62,12 +62,7 @@ class ShadowStore:
         return _over(shadow.real, tensor)
 
     def count(self, tensor: torch.Tensor, *, guessed: bool = False) -> int | None:
-        """How many elements of a fake tensor are not zero, repeated ones included; None where that is unknown.
-
-        Args:
-            tensor: the fake tensor.
-            guessed: also count values that were guessed.
-        """
+        """How many elements of a fake tensor are not zero, repeated ones included; None where that is unknown."""
         shadow = self.find(tensor)
         if shadow is None or (shadow.guessed and not guessed):
             return None
@@ -132,9 +127,6 @@ def follows(info: OpInfo, out: Any, written: Sequence[torch.Tensor], kinds: Sequ
     """Whether the shadows may change when a call like this one runs, or random numbers are consumed.
 
     Args:
-        info: what the op's schema says.
-        out: its results.
-        written: the arguments that it writes.
         kinds: of each result, whether it is fresh (0): the storage of others may be of any size.
     """
     if info.random or any(t.numel() <= most_known(t) for t in written):

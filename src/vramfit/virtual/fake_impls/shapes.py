@@ -42,9 +42,6 @@ def selected(mode: OpRunner, name: str, mask: torch.Tensor, elements: int) -> Ex
     """How many elements a mask selects: all or the expected share, with a warning unless the number is exact.
 
     Args:
-        mode: the virtual GPU.
-        name: of what selects, for the warning.
-        mask: which elements are selected.
         elements: how many there are, where the mask is broadcast.
     """
     if not mask.numel():
@@ -78,7 +75,6 @@ def tell(mode: OpRunner, name: str, what: str) -> None:
     """Warn that a size is assumed.
 
     Args:
-        mode: the virtual GPU.
         name: what has that size.
         what: the sizes that are assumed.
     """

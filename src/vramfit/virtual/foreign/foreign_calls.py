@@ -38,9 +38,6 @@ def note_launch(
     """Note that a kernel would have run.
 
     Args:
-        mode: the virtual GPU.
-        name: the kernel's.
-        tensors: what it reads and writes.
         written: what of this it writes; the values are not known any more.
     """
     mode.machine.warn("kernel-not-run", NOT_RUN, location=name)

@@ -23,39 +23,21 @@ from importlib import import_module
 
 import torch
 
-from vramfit.virtual.kernels.matmul import (
-    Blas,
-    blas_libraries,
-    cublas_workspace_bytes,
-    cublaslt_workspace_bytes,
-    may_use_blas,
-    workspace_bytes,
-    workspace_is_cached,
-    workspaces_are_unified,
-)
-from vramfit.virtual.kernels.metas import METAS
+from vramfit.virtual.kernels.matmul import Blas as Blas
+from vramfit.virtual.kernels.matmul import blas_libraries as blas_libraries
+from vramfit.virtual.kernels.matmul import cublas_workspace_bytes as cublas_workspace_bytes
+from vramfit.virtual.kernels.matmul import cublaslt_workspace_bytes as cublaslt_workspace_bytes
+from vramfit.virtual.kernels.matmul import may_use_blas as may_use_blas
+from vramfit.virtual.kernels.matmul import workspace_bytes as workspace_bytes
+from vramfit.virtual.kernels.matmul import workspace_is_cached as workspace_is_cached
+from vramfit.virtual.kernels.matmul import workspaces_are_unified as workspaces_are_unified
+from vramfit.virtual.kernels.metas import METAS as METAS
 from vramfit.virtual.kernels.rules import Rule
-from vramfit.virtual.kernels.sdpa import SdpaBackend, choose_backend
-from vramfit.virtual.op_call import Extras, KernelContext, OpCall
-
-__all__ = [
-    "METAS",
-    "Blas",
-    "Extras",
-    "KernelContext",
-    "SdpaBackend",
-    "blas_libraries",
-    "choose_backend",
-    "covered",
-    "cublas_workspace_bytes",
-    "cublaslt_workspace_bytes",
-    "extras",
-    "has_rule",
-    "may_use_blas",
-    "workspace_bytes",
-    "workspace_is_cached",
-    "workspaces_are_unified",
-]
+from vramfit.virtual.kernels.sdpa import SdpaBackend as SdpaBackend
+from vramfit.virtual.kernels.sdpa import choose_backend as choose_backend
+from vramfit.virtual.op_call import Extras as Extras
+from vramfit.virtual.op_call import KernelContext as KernelContext
+from vramfit.virtual.op_call import OpCall
 
 _RULES: dict[torch._ops.OpOverload, Rule] = {}
 for _found in pkgutil.iter_modules(__path__):

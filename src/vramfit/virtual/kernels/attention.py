@@ -125,13 +125,10 @@ def _flash_backward(
     """``mha_bwd``: fp32 row sums and dQ, whole-head dK and dV where heads share keys.
 
     Args:
-        grad: gradient of the output.
-        out: the output.
         contiguous: whether each of the two is, as (batch, length, heads, size).
         shape: batch, heads, key heads, total keys, head size.
         rows: padded queries over the whole batch.
         element: bytes of an element of the inputs.
-        ctx: the card.
     """
     batch, heads, key_heads, total_keys, size = shape
     accumulator = rows * heads * _flash_head(size) * _FLOAT
@@ -246,9 +243,7 @@ def _efficient_backward(
     Args:
         shape: batch, heads, queries, keys, head size, head size of the values.
         half: the inputs are 16 bits wide.
-        dropout: dropout is on.
         split_limit: ``num_splits_key`` of the call.
-        ctx: the card.
     """
     batch, heads, length, keys, size, value_size = shape
     block_q, block_k, limit = _backward_kernel(half, max(size, value_size), dropout, ctx)

@@ -23,9 +23,7 @@ def copy_temporaries(source: torch.Tensor, target: torch.Tensor, non_blocking: b
     """Bytes allocated on the card by a copy between host and card, in order.
 
     Args:
-        source: what is copied.
         target: where to; shapes may differ by broadcasting.
-        non_blocking: the copy does not wait.
     """
     count = target.numel()
     same_type = source.dtype == target.dtype

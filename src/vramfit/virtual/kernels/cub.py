@@ -86,10 +86,8 @@ def sort_bytes(
     """Bytes that ``DeviceRadixSort::SortPairs`` (or ``SortKeys``, value 0) takes without double buffers.
 
     Args:
-        count: elements.
         key: bytes of a key.
         value: bytes of a value, 0 to sort keys alone.
-        ctx: the card.
         bits: how many bits of the key decide, 0 for all.
         floating: the keys are floating-point numbers.
     """
@@ -146,7 +144,6 @@ def scan_bytes(count: int, element: int, *, threads: int = 128, items: int = 15)
     """Bytes that ``DeviceScan`` takes for an operator of torch's own (tuning_scan.cuh, ``DefaultPolicy``).
 
     Args:
-        count: elements.
         element: bytes of an accumulator; its tile descriptor holds it and a status of the same size.
         threads: of a block.
         items: 4-byte elements of a thread.

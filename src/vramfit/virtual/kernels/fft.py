@@ -33,10 +33,6 @@ def _execute(
     """``_exec_fft``: batch dimensions made one, and the plan's work area.
 
     Args:
-        scratch: where to write them.
-        source: what is transformed.
-        dims: its transformed dimensions.
-        lengths: of the transforms.
         nbytes_: of the signal as complex numbers.
     """
     batch = [d for d in range(source.dim()) if d not in dims]

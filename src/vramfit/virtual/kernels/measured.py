@@ -166,9 +166,6 @@ def library_of(func: torch._ops.OpOverload) -> str | None:
 class MeasuredTable:
     """The measured calls of a profile, by op and signature.
 
-    Args:
-        profile: where they come from.
-
     Attributes:
         used: how many calls were answered from it.
     """

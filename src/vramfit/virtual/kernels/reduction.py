@@ -57,11 +57,9 @@ def global_buffers(
     """Bytes of the partial results and of the counters of a reduction; zeros when one block does each output.
 
     Args:
-        shape: of the input.
         strides: of the input, in elements.
         reduced: dimensions that go.
         argument_bytes: size of an accumulator (``arg_t``).
-        ctx: the card.
         vector: elements loaded at once along the input (``input_vec_size``).
     """
     inner = _coalesced([(shape[d], strides[d]) for d in reduced if shape[d] > 1])
@@ -137,10 +135,8 @@ def reduce_extras(
     """Extras of reducing a tensor over dimensions (None for all).
 
     Args:
-        source: the input.
         dim: dimensions that go.
         argument_bytes: size of an accumulator.
-        ctx: the card.
         vector: elements loaded at once along the input.
         accumulates: whether the outputs can hold accumulators, so that inputs beyond 2 GiB, which are reduced in
             pieces, need no buffer of their own.

@@ -31,10 +31,6 @@ def reserve_bytes(
 
     Args:
         mode: 0 ReLU, 1 tanh, 2 LSTM, 3 GRU.
-        steps: sequence length.
-        batch: batch size.
-        hidden: hidden size.
-        layers: layers.
         directions: 2 when bidirectional.
         element: bytes of an element.
     """

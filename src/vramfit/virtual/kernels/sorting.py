@@ -43,12 +43,9 @@ def stable_sort(
     """Temporaries of ``launch_stable_sort_kernel``: index arrays and CUB's storage.
 
     Args:
-        scratch: where to write them.
         count: elements in all; at most 2**31 - 1 are sorted at a time.
         length: elements of one slice.
         element: bytes of an element.
-        ctx: the card.
-        floating: whether elements are floating-point numbers.
     """
     count = min(count, _MAX_ITEMS // length * length)
     segments = count // length
@@ -75,10 +72,6 @@ def sort(scratch: Scratch, source: torch.Tensor, dim: int, ctx: KernelContext, *
     """Temporaries of ``sort_cuda_kernel``.
 
     Args:
-        scratch: where to write them.
-        source: what is sorted.
-        dim: along which dimension.
-        ctx: the card.
         dense: whether the outputs are laid out like the source, as fresh ones are.
     """
     if not source.numel() or not source.dim():

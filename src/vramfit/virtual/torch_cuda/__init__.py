@@ -5,15 +5,9 @@ Not covered: pluggable allocators (a warning says so), ``torch.cuda.gds``, green
 of ``torch.cuda.nccl``, and pynvml itself.
 """
 
-from vramfit.virtual.torch_cuda.base import installed_machine, invalid_device
-from vramfit.virtual.torch_cuda.installation import install
-from vramfit.virtual.torch_cuda.rng import VirtualGenerator, default_generator, virtual_generator
-
-__all__ = [
-    "VirtualGenerator",
-    "default_generator",
-    "install",
-    "installed_machine",
-    "invalid_device",
-    "virtual_generator",
-]
+from vramfit.virtual.torch_cuda.base import installed_machine as installed_machine
+from vramfit.virtual.torch_cuda.base import invalid_device as invalid_device
+from vramfit.virtual.torch_cuda.installation import install as install
+from vramfit.virtual.torch_cuda.rng import VirtualGenerator as VirtualGenerator
+from vramfit.virtual.torch_cuda.rng import default_generator as default_generator
+from vramfit.virtual.torch_cuda.rng import virtual_generator as virtual_generator

@@ -57,11 +57,7 @@ def invalid_device() -> RuntimeError:
 
 
 class CFunctions:
-    """A table of functions of ``torch._C``: a method with a leading underscore stands for the function of its name.
-
-    Args:
-        machine: gives the answers.
-    """
+    """A table of functions of ``torch._C``: a method with a leading underscore stands for the function of its name."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine

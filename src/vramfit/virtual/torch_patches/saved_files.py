@@ -90,8 +90,6 @@ class TorchFiles:
     """Writes and recognises files of ``torch.save``.
 
     Args:
-        patches: takes back what is replaced of torch.
-        save: the original ``torch.save``.
         storages: the storages of an object in the order in which pickling meets them, each once.
     """
 
@@ -113,7 +111,6 @@ class TorchFiles:
         """Write an object with virtual tensors, as ``torch.save`` does.
 
         Args:
-            obj: what to save.
             file: a path, or an object with ``write``.
             scratch: a folder for a file that lasts no longer than this call.
             args, options: of ``torch.save``.
