@@ -16,7 +16,7 @@ import pytest
 
 import vramfit
 from vramfit.errors import VramfitError
-from vramfit.launch.interrupts import Signals, passed_on, run_child, signals_kept
+from vramfit.launch.interrupts import Signals, passed_on, run_child, signals_kept, signals_noted
 
 pytestmark = pytest.mark.usefixtures("interruptible")
 
@@ -59,14 +59,24 @@ def counted(child: subprocess.Popen[str]) -> int:
     return int(child.communicate(timeout=60)[0])
 
 
+def until_noted(folder: Path, count: int) -> None:
+    """Wait for the child: two signals that come before it has handled the first are one for the system."""
+    until = time.monotonic() + 60
+    while signals_noted(folder) < count and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 def test_each_interrupt_reaches_the_child_once(tmp_path: Path, child: subprocess.Popen[str]) -> None:
     with passed_on(tmp_path) as signals:
         signals.child = child  # type: ignore[assignment]
         signal.raise_signal(signal.SIGINT)  # of the parent alone
-        for _ in range(2):  # of both
+        until_noted(tmp_path, 1)
+        for count in (2, 3):  # of both
             child.send_signal(signal.SIGINT)
+            until_noted(tmp_path, count)
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)  # of the parent alone again
+        until_noted(tmp_path, 4)
     assert signals.interrupted
     assert counted(child) == 4
 
