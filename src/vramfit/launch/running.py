@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -71,17 +71,6 @@ def leave_after(main: Callable[[], int]) -> Any:
     except KeyboardInterrupt:
         code = INTERRUPTED
     leave(code)
-
-
-@contextlib.contextmanager
-def importing() -> Iterator[None]:
-    """Look for no garbage in the block: importing torch leaves hardly any, and looking takes a fifth of the time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()  # what is there now will stay: later looks, of which programs take many, pass it by
-        gc.enable()
 
 
 def _save_before_exit(patches: PatchStack, finish: Finish, stopping: Stopping) -> None:

@@ -16,7 +16,7 @@ from vramfit.launch.host_meter import HostMemoryMeter
 from vramfit.launch.interrupts import note_interrupts
 from vramfit.launch.job import Stage
 from vramfit.launch.program_job import PARTIAL
-from vramfit.launch.running import OTHER_PROCESSES, importing, leave_after, run_to_end, watch_processes
+from vramfit.launch.running import OTHER_PROCESSES, leave_after, run_to_end, watch_processes
 from vramfit.launch.stopping import Stopping
 from vramfit.patching import PatchStack
 from vramfit.record.record_run import AUTO, CPU, RecordJob
@@ -34,8 +34,7 @@ def main(job_file: str) -> int:
     note_interrupts(Path(job.folder))
     job.enter(Stage.IMPORTING)
     try:
-        with importing():
-            recorder = _recorder(job)
+        recorder = _recorder(job)
         recorder.start()
     except VramfitError as unfit:
         job.fail(unfit)

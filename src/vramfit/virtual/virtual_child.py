@@ -16,7 +16,7 @@ from vramfit.files.protection import stand
 from vramfit.launch.host_meter import HostMemoryMeter
 from vramfit.launch.interrupts import note_interrupts
 from vramfit.launch.job import Stage
-from vramfit.launch.running import OTHER_PROCESSES, importing, leave_after, run_to_end, watch_processes
+from vramfit.launch.running import OTHER_PROCESSES, leave_after, run_to_end, watch_processes
 from vramfit.launch.stopping import Stopping
 from vramfit.patching import PatchStack
 from vramfit.virtual.virtual_run import VirtualJob
@@ -33,26 +33,25 @@ def main(job_file: str) -> int:
     except VramfitError as unfit:
         job.fail(unfit)
         return unfit.exit_code
-    with importing():
-        from vramfit.capture.step_counter import count_steps
-        from vramfit.virtual.gpu import VirtualGPU
-        from vramfit.virtual.ranks.one_process import alone
+    from vramfit.capture.step_counter import count_steps
+    from vramfit.virtual.gpu import VirtualGPU
+    from vramfit.virtual.ranks.one_process import alone
 
-        job.enter(Stage.CHECKING)
-        try:
-            command = alone(job.command, job.gpus)
-            gpu = VirtualGPU(
-                job.gpu,
-                gpus=job.gpus,
-                alloc_conf=job.alloc_conf,
-                assume=job.assume,
-                profile=job.profile,
-                journal=job.journal_file,
-            )
-            gpu.__enter__()
-        except VramfitError as unfit:
-            job.fail(unfit)
-            return unfit.exit_code
+    job.enter(Stage.CHECKING)
+    try:
+        command = alone(job.command, job.gpus)
+        gpu = VirtualGPU(
+            job.gpu,
+            gpus=job.gpus,
+            alloc_conf=job.alloc_conf,
+            assume=job.assume,
+            profile=job.profile,
+            journal=job.journal_file,
+        )
+        gpu.__enter__()
+    except VramfitError as unfit:
+        job.fail(unfit)
+        return unfit.exit_code
     job.enter(Stage.RUNNING)
     stopping = Stopping(Path(job.folder), job.limits)
     host: HostMemoryMeter | None = None
