@@ -26,6 +26,8 @@ from vramfit.arguments import (
     text_argument,
     whole_argument,
 )
+from vramfit.cudnn.asker import wanted_cudnn
+from vramfit.cudnn.installation import NONE
 from vramfit.errors import UsageError
 from vramfit.files import Writes
 from vramfit.gpus import GpuSpec, find_gpu
@@ -168,6 +170,7 @@ def run(
     cwd: str | os.PathLike[str] | None = None,
     assume: str = "upper",
     profile: str | os.PathLike[str] = "auto",
+    cudnn: str | os.PathLike[str] | None = None,
     against: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     tolerance: str = "1%",
     steps: int | str | None = None,
@@ -196,6 +199,8 @@ def run(
         cwd: folder to run in.
         assume: ``"upper"`` or ``"typical"``: what is taken for sizes that depend on data.
         profile: a file that ``vramfit calibrate`` wrote, ``"none"``, or ``"auto"`` for that of this card and torch.
+        cudnn: an installed cuDNN to be asked what convolutions take: its path, ``"auto"`` or ``"none"``; None is what
+            ``VRAMFIT_CUDNN`` says, by default none.
         against: files that tell of a real run of the same program, to compare with; see `Report.reconcile`.
         tolerance: how far they may differ.
         steps: end the program after as many, or ``"steady"``: when three in a row asked for the same memory.
@@ -234,6 +239,7 @@ def run(
             gpus=count,
             assume=assumption(assume).value,
             profile=profile,
+            cudnn=wanted_cudnn(cudnn) or NONE,
             writes=Writes.DISCARD if writes is None else writes,
             through=paths_argument("writes_through", writes_through),
         )

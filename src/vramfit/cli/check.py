@@ -14,7 +14,7 @@ from vramfit.cli import options
 from vramfit.cli.ci import failures_told, tell_check
 from vramfit.cli.printing import STANDARD_OUTPUT, apart_from_json, check_outputs, write_document
 from vramfit.cli.program import Verb, check_source, program_command
-from vramfit.cli.where import chosen, run_program
+from vramfit.cli.where import chosen, run_program, with_cudnn
 from vramfit.errors import UsageError, VramfitError
 from vramfit.files.policy import Writes
 from vramfit.launch.limits import limits_from
@@ -91,6 +91,7 @@ def check_command(
     alloc_conf: options.AllocConf = None,
     assume: options.AssumedSizes = Assume.UPPER,
     profile: options.Profile = "auto",
+    cudnn: options.Cudnn = None,
     steps: options.Steps = None,
     time: options.Time = None,
     writes: options.Written = None,
@@ -140,6 +141,7 @@ def check_command(
             gates = _gates(asked, found.states)
     else:
         where = _where(asked, gpu, gpus, device, assume, profile, writes, writes_through or ())
+        where = with_cudnn(where, cudnn)
         with failures_told(" ".join(subject), junit=junit, json=json):
             check_source(subject)
             with apart_from_json(json):

@@ -135,6 +135,14 @@ Profile = Annotated[
         rich_help_panel=ASSUMED,
     ),
 ]
+Cudnn = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH|auto|none",
+        help="Ask an installed cuDNN what convolutions take (docs/cudnn.md); VRAMFIT_CUDNN says it for all commands.",
+        rich_help_panel=ASSUMED,
+    ),
+]
 Page = Annotated[
     Path | None,
     typer.Option(

@@ -12,7 +12,7 @@ import typer
 from vramfit.cli import options
 from vramfit.cli.printing import apart_from_json, check_outputs
 from vramfit.cli.program import check_source, program_command
-from vramfit.cli.where import DEFAULT_TOLERANCE, chosen, compare, read_reference, run_program
+from vramfit.cli.where import DEFAULT_TOLERANCE, chosen, compare, read_reference, run_program, with_cudnn
 from vramfit.errors import UsageError
 from vramfit.launch.limits import limits_from
 from vramfit.virtual.data_dependent.assume import Assume
@@ -57,6 +57,7 @@ def run_command(
     alloc_conf: options.AllocConf = None,
     assume: options.AssumedSizes = Assume.UPPER,
     profile: options.Profile = "auto",
+    cudnn: options.Cudnn = None,
     steps: options.Steps = None,
     time: options.Time = None,
     writes: options.Written = None,
@@ -142,6 +143,7 @@ def run_command(
         writes=writes,
         through=writes_through or (),
     )
+    where = with_cudnn(where, cudnn)
     limits = limits_from(steps, time)
     options.check_alloc_conf(alloc_conf)
     name_kernels(kernels, virtual=gpu is not None)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vramfit.cli.options import size_of
+from vramfit.cudnn.installation import NONE
 from vramfit.errors import UsageError
 from vramfit.files.policy import Writes
 from vramfit.virtual.data_dependent.assume import Assume
@@ -91,6 +92,22 @@ def chosen(
     from vramfit.record.record_run import RecordedRun
 
     return RecordedRun(device=_device(device), budget=size_of("--budget", budget))
+
+
+def with_cudnn(where: VirtualRun | RecordedRun, cudnn: str | None) -> VirtualRun | RecordedRun:
+    """The same, with the cuDNN that is to be asked.
+
+    Raises:
+        UsageError: there is nothing at that path, or the run is a real one.
+    """
+    if cudnn is None:
+        return where
+    from vramfit.cudnn.asker import wanted_cudnn
+    from vramfit.virtual.virtual_run import VirtualRun
+
+    if not isinstance(where, VirtualRun):
+        raise UsageError("--cudnn is for a virtual GPU", "Choose one with --gpu NAME")
+    return replace(where, cudnn=wanted_cudnn(cudnn) or NONE)
 
 
 def _device(text: str | None) -> str:

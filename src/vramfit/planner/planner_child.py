@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from vramfit.cudnn.asker import ask_early
 from vramfit.errors import UnknownGpuError, UsageError
 from vramfit.files import Writes, make_policy, protect
 from vramfit.files.protection import stand
@@ -234,6 +235,8 @@ def main(name: str) -> int:
         logging.getLogger(talkative).setLevel(logging.ERROR)
     try:
         if job.memory.device not in _REAL:
+            if job.memory.gpu is not None:
+                ask_early(None, job.memory.gpu)
             _protect_files(folder)
         # Asked before the virtual card is there. Wakes no card up.
         card_here = job.memory.device == "cuda" and torch.cuda.is_available()

@@ -57,6 +57,7 @@ def _json_values(run: Run, verdict: Verdict, against: Reconciliation | None = No
         "steps": _steps(run.progress),
         "assume": run.assume,
         "profile": _profile(run),
+        "cudnn": _cudnn(run),
         "peak": _peak(decisive),
         "outside_pytorch_bytes": decisive.context,
         "total_bytes": decisive.total,
@@ -93,6 +94,18 @@ def _profile(run: Run) -> dict[str, Any] | None:
         "date": note.date,
         "source": note.source,
         "calls_used": note.used,
+    }
+
+
+def _cudnn(run: Run) -> dict[str, Any] | None:
+    note = run.cudnn
+    if note is None:
+        return None
+    return {
+        "version": note.version,
+        "torch_has": note.torch_version,
+        "card": note.card,
+        "convolutions": note.convolutions,
     }
 
 

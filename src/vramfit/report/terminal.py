@@ -274,6 +274,11 @@ class _RunReport(Sections):
             calls = counted(note.used, "call")
             told = f"by a profile of {note.date} ({note.gpu}, torch {note.torch}): {calls} as measured"
             yield from self.wrapped(Text(told))
+        if (asked := run.cudnn) is not None:
+            told = f"cuDNN {asked.version} asked for {asked.card}, without a card"
+            if asked.version != asked.torch_version:
+                told += f"; this torch has {asked.torch_version}, which may choose otherwise"
+            yield from self.wrapped(Text(told))
 
     def host(self, run: Run) -> Iterator[Text]:
         """The host's memory, where it was asked for."""

@@ -18,6 +18,7 @@ from vramfit.trace.model import Segment as Segment
 from vramfit.trace.model import TraceDevice as TraceDevice
 from vramfit.trace.outcome import RAN_OUT as RAN_OUT
 from vramfit.trace.outcome import ChangeKind as ChangeKind
+from vramfit.trace.outcome import CudnnNote as CudnnNote
 from vramfit.trace.outcome import DeviceOutcome as DeviceOutcome
 from vramfit.trace.outcome import FileChange as FileChange
 from vramfit.trace.outcome import FileChanges as FileChanges

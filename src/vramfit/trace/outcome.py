@@ -365,6 +365,23 @@ def platform_text() -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CudnnNote:
+    """The cuDNN that a run asked what convolutions take.
+
+    Attributes:
+        version: of the library that answered, ``9.10.2``.
+        torch_version: of the one that this torch's default wheel comes with.
+        card: the card that it was asked about.
+        convolutions: how many different ones it was asked about.
+    """
+
+    version: str
+    torch_version: str
+    card: str
+    convolutions: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """A finished run of a program.
 
@@ -387,6 +404,7 @@ class Run:
         assume: what was taken for sizes that depend on data, ``upper`` or ``typical``.
         host_pinned_peak_bytes: most page-locked host memory that torch held at once, its cache included.
         profile: the measurements that were used, None without any.
+        cudnn: the installed cuDNN that was asked, None where none was.
         source: the kind of device.
         progress: how far the program came, and what ended it.
         files: what it would have done to files; None where that was not observed, as in a recording.
@@ -409,6 +427,7 @@ class Run:
     assume: str = "upper"
     host_pinned_peak_bytes: int = 0
     profile: ProfileNote | None = None
+    cudnn: CudnnNote | None = None
     source: Source = Source.VIRTUAL
     progress: Progress = UNTOLD
     files: FileChanges | None = None

@@ -24,7 +24,9 @@ from vramfit.arguments import (
     text_argument,
     whole_argument,
 )
-from vramfit.errors import EnvironmentUnfitError
+from vramfit.cudnn.asker import AskedCudnn, ask_cudnn, wanted_cudnn
+from vramfit.cudnn.installation import dotted, of_torch
+from vramfit.errors import EnvironmentUnfitError, VramfitError
 from vramfit.files import Protection, Writes, current, make_policy, protect
 from vramfit.files.policy import writes_of
 from vramfit.files.protection import standing
@@ -33,6 +35,7 @@ from vramfit.gpus.measured_profile import MeasuredProfile, chosen_profile, profi
 from vramfit.patching import PatchStack, together
 from vramfit.trace import (
     Category,
+    CudnnNote,
     DeviceOutcome,
     EventKind,
     MemoryTrace,
@@ -76,6 +79,8 @@ class VirtualGPU:
         assume: ``"upper"`` or ``"typical"``: what is taken for sizes that depend on data (see `Assume`).
         profile: what ``vramfit calibrate`` measured: a file, a `MeasuredProfile`, ``"none"``, or ``"auto"`` for the
             one that was written for this card and this torch, if there is one.
+        cudnn: an installed cuDNN to be asked what convolutions take: its path, ``"auto"`` to look for one, or
+            ``"none"``; None is what ``VRAMFIT_CUDNN`` says, by default none. See docs/cudnn.md.
         journal: a file to write the trace to while it happens, which survives the process; None without.
         writes: what happens to files that the block writes: ``discard`` sets them aside and drops them on leaving,
             ``keep`` leaves them in a folder beside it, ``real`` writes them. Where a protection stands in this
@@ -98,6 +103,7 @@ class VirtualGPU:
         context_bytes: int | None = None,
         assume: str | Assume = Assume.UPPER,
         profile: MeasuredProfile | str | PathLike[str] = "auto",
+        cudnn: str | PathLike[str] | None = None,
         journal: str | PathLike[str] | None = None,
         writes: str | Writes = Writes.DISCARD,
         writes_through: Sequence[str | PathLike[str]] = (),
@@ -121,6 +127,8 @@ class VirtualGPU:
         measured = self._machine.measured
         if measured is not None and (doubt := profile_doubt(measured.profile, self.spec, torch.__version__)):
             self._machine.warn("profile-differs", doubt)
+        self._cudnn = wanted_cudnn(cudnn)
+        self._asked: AskedCudnn | None = None
         self._machine.config  # noqa: B018  # unreadable settings are refused here, not in the middle of the program
         self._builder = TraceBuilder(
             meta={"source": "virtual", "torch_version": torch.__version__},
@@ -152,6 +160,7 @@ class VirtualGPU:
             if note := build_shim.platform_note():
                 self._machine.warn("platform-not-run", note)
             self.mode.exclusive_counts = exclusive_counts()
+            self._start_asking()
             self._started = time.perf_counter()
             undo.callback(self._put_back)
             self._install()
@@ -178,6 +187,21 @@ class VirtualGPU:
             self._tell_doubts()
             self._tell_shapes(error)
             self._run = self._outcome(error)
+
+    def _start_asking(self) -> None:
+        """Start the process that asks cuDNN, before files are protected: it writes its cache for real."""
+        if self._cudnn is None:
+            return
+        try:
+            self._asked = AskedCudnn(ask_cudnn(self._cudnn, self.spec), self._not_asked)
+        except VramfitError as error:
+            self._not_asked(error.message)
+        self._machine.conv_asker = self._asked
+
+    def _not_asked(self, reason: str) -> None:
+        self._machine.warn(
+            "cudnn-not-asked", f"{reason}: workspaces of convolutions are estimated by rules instead"
+        )
 
     def _install(self) -> None:
         """Patch torch and the libraries that it meets, and connect the machine's hooks."""
@@ -317,6 +341,7 @@ class VirtualGPU:
             host_pinned_peak_bytes=machine.pinned.peak_reserved_bytes,
             files=None if self._protection is None else self._protection.changes(),
             profile=self._profile_note(),
+            cudnn=self._cudnn_note(),
             estimates=tuple(meter.estimates),
         ).with_ending()
 
@@ -332,6 +357,17 @@ class VirtualGPU:
             date=profile.date,
             source=profile.source,
             used=measured.used,
+        )
+
+    def _cudnn_note(self) -> CudnnNote | None:
+        asked = self._asked
+        if asked is None or not asked.convolutions:
+            return None
+        return CudnnNote(
+            version=dotted(asked.version),
+            torch_version=dotted(of_torch(self._machine.torch_version)),
+            card=self.spec.name,
+            convolutions=asked.convolutions,
         )
 
     def _context_bytes(self, device: VirtualDevice) -> int:

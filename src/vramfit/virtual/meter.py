@@ -17,7 +17,7 @@ from vramfit.virtual.data_dependent.assume import Extent, Numbers, Resting, boun
 from vramfit.virtual.data_dependent.expectations import NOTHING, Expectation, is_whole
 from vramfit.virtual.machine import Machine
 from vramfit.virtual.noted import Noted
-from vramfit.virtual.op_call import EMPTY_CACHE, Spare
+from vramfit.virtual.op_call import EMPTY_CACHE, Alternatives, Spare
 from vramfit.virtual.tensor_subclasses import parts
 
 _ALLOC = int(EventKind.ALLOC)
@@ -303,6 +303,8 @@ class Meter(StorageMeter[VirtualRecord]):
 
     def _hold(self, size: int, device: int, op: str, scale: tuple[float, float]) -> Held | None:
         """Take one block; None for an empty one, and for a `Spare` that does not fit: its kernel does without."""
+        if isinstance(size, Alternatives):
+            return self._hold_one_of(size, device, op, scale)
         nbytes = int(size)  # figures are plain numbers
         below, above = _apart(nbytes, int(nbytes * scale[0]), int(nbytes * scale[1]))
         if below or above:
@@ -311,13 +313,27 @@ class Meter(StorageMeter[VirtualRecord]):
             address, row = self.malloc(nbytes, device, op=op, category=Category.TEMPORARIES)
         except torch.OutOfMemoryError:
             self.narrow(device, below, above)
-            if type(size) is Spare:
+            if isinstance(size, Spare):
                 return None
             raise
-        spare = type(size) is Spare
+        spare = isinstance(size, Spare)
         if below or above:
             self._estimate(row, device, below, above, (op, nbytes, below, above), spare=spare)
         return Held(address, row, nbytes, below, above, spare) if address else None
+
+    def _hold_one_of(
+        self, size: Alternatives, device: int, op: str, scale: tuple[float, float]
+    ) -> Held | None:
+        """Take the first that fits; None for one that takes nothing, and where none fits."""
+        failed = set()
+        for one in size.tries():
+            if one in failed:
+                continue
+            held = self._hold(Spare(one), device, op, scale) if one else None
+            if held is not None or not one:
+                return held
+            failed.add(one)
+        return None
 
     def estimate(
         self, held: Iterable[Held], device: int, error: tuple[int, int], op: str, part: int = 0

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 
 from vramfit.capture.ops import OpInfo, device_of, mutated_tensors, tensors_in
+from vramfit.cudnn.installation import of_torch
+from vramfit.cudnn.questions import ConvAnswer, ConvQuestion
 from vramfit.gpus import GpuSpec
-
-# cuDNN that the default wheel of each torch release asks for (its `nvidia-cudnn-cu13` requirement on PyPI),
-# in cuDNN's own numbering: 9.19.0 is 91900. Later releases count as the last one known.
-_CUDNN_OF_WHEEL = {(2, 11): 91900, (2, 12): 92000}
-_CUDNN_OF_NEWER = 92000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +42,9 @@ class KernelContext:
         cudnn_version: cuDNN as ``torch.backends.cudnn.version()`` numbers it; 0 for that of the default wheel.
         cuda_version: CUDA that torch was built with, ``(13, 0)`` in the default wheels since 2.11.
         searched: convolutions for which benchmark mode has searched an algorithm already; grows.
+        plans_kept: which of cuDNN's plans a convolution uses where its first one did not fit; grows.
         profile: calls that were measured on the card, which take precedence over any rule; None without a profile.
+        asker: an installed cuDNN that may be asked; None without one.
     """
 
     spec: GpuSpec
@@ -69,12 +68,14 @@ class KernelContext:
     cudnn_version: int = 0
     cuda_version: tuple[int, int] = (13, 0)
     searched: set[Hashable] = field(default_factory=set, compare=False)
+    plans_kept: dict[Hashable, int] = field(default_factory=dict, compare=False)
     profile: MeasuredCalls | None = field(default=None, compare=False)
+    asker: ConvAsker | None = field(default=None, compare=False)
 
     @property
     def cudnn(self) -> int:
         """The cuDNN in use, in its own numbering (9.20.0 is 92000)."""
-        return self.cudnn_version or _CUDNN_OF_WHEEL.get(self.torch_version, _CUDNN_OF_NEWER)
+        return self.cudnn_version or of_torch(self.torch_version)
 
     @property
     def sm(self) -> int:
@@ -195,6 +196,22 @@ class Spare(int):
     """An entry of `Extras` that the kernel does without, or takes a smaller algorithm for, where it does not fit."""
 
 
+class Alternatives(Spare):
+    """A `Spare` of which the kernel tries several, in order, until one fits.
+
+    Attributes:
+        tries: gives the bytes of each; 0 for an algorithm that takes nothing. Those may change from call to call.
+    """
+
+    tries: Callable[[], Iterator[int]]
+
+    def __new__(cls, size: int, tries: Callable[[], Iterator[int]]) -> Self:
+        """An entry of so many bytes, usually."""
+        made = super().__new__(cls, size)
+        made.tries = tries
+        return made
+
+
 EMPTY_CACHE = -(1 << 62)
 """An entry of `Extras`: the allocator gives its unused segments back to the card."""
 
@@ -204,6 +221,17 @@ def _numbers(tree: Any) -> list[int]:
     if type(tree) is int:
         return [tree]
     return [n for item in tree for n in _numbers(item)] if isinstance(tree, (list, tuple)) else []
+
+
+class ConvAsker(Protocol):
+    """A cuDNN that answers questions about convolutions on a card."""
+
+    @property
+    def version(self) -> int:
+        """Of the library, in its own numbering."""
+
+    def plans(self, question: ConvQuestion) -> ConvAnswer | None:
+        """The plans that torch would try; None where it cannot say."""
 
 
 class MeasuredCalls(Protocol):

@@ -10,6 +10,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from vramfit.cudnn.asker import ask_early
+from vramfit.cudnn.installation import NONE
 from vramfit.errors import VramfitError
 from vramfit.files import protect
 from vramfit.files.protection import stand
@@ -27,6 +29,7 @@ def main(job_file: str) -> int:
     job = VirtualJob.read(job_file)
     note_interrupts(Path(job.folder))
     job.enter(Stage.IMPORTING)
+    ask_early(job.cudnn or NONE, job.gpu)
     try:
         # Before torch is imported: a namespace wants a single thread. Never left: the process ends in it.
         protection = stand(protect(job.files, in_child=True))
@@ -46,6 +49,7 @@ def main(job_file: str) -> int:
             alloc_conf=job.alloc_conf,
             assume=job.assume,
             profile=job.profile,
+            cudnn=job.cudnn or NONE,
             journal=job.journal_file,
         )
         gpu.__enter__()

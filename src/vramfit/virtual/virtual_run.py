@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vramfit.arguments import path_argument
+from vramfit.cudnn.asker import wanted_cudnn
 from vramfit.files import Backend, FilePolicy, Writes, make_policy
 from vramfit.files.namespace import attended
 from vramfit.files.protection import recovered
@@ -36,6 +37,7 @@ class VirtualRun(ProgramOptions):
         through: paths that it writes for real even so.
         ours: the same for a program of vramfit's own, which leaves its results there.
         backend: what keeps its writes from the real files.
+        cudnn: an installed cuDNN to be asked, see `VirtualGPU`.
     """
 
     gpu: GpuSpec
@@ -46,6 +48,7 @@ class VirtualRun(ProgramOptions):
     through: Iterable[str | os.PathLike[str]] = ()
     ours: Iterable[str | os.PathLike[str]] = ()
     backend: Backend | str = Backend.AUTO
+    cudnn: str | os.PathLike[str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +61,7 @@ class VirtualJob(ProgramJob):
         assume: what is taken for sizes that depend on data.
         profile: ``auto``, ``none`` or the full path of a file.
         files: what happens to what it writes.
+        cudnn: the cuDNN to be asked, None for none.
     """
 
     gpu: GpuSpec
@@ -65,6 +69,7 @@ class VirtualJob(ProgramJob):
     files: FilePolicy
     assume: str = "upper"
     profile: str = OWN_PROFILE
+    cudnn: str | None = None
 
 
 def run_in_child(command: Sequence[str], options: VirtualRun) -> Run:
@@ -85,6 +90,7 @@ def run_in_child(command: Sequence[str], options: VirtualRun) -> Run:
     if profile not in (NO_PROFILE, OWN_PROFILE):
         check_card(load_profile(Path(profile)), options.gpu)  # a wrong one is refused before anything starts
         profile = os.path.abspath(profile)
+    cudnn = wanted_cudnn(options.cudnn)
     with tempfile.TemporaryDirectory(prefix="vramfit-", ignore_cleanup_errors=True) as folder:
         journal = None if options.journal is None else os.path.abspath(options.journal)
         if journal is not None:
@@ -110,6 +116,7 @@ def run_in_child(command: Sequence[str], options: VirtualRun) -> Run:
             gpus=options.gpus,
             assume=options.assume,
             profile=profile,
+            cudnn=cudnn,
             files=policy,
         )
         with attended(policy):

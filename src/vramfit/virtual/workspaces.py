@@ -60,6 +60,7 @@ class Workspaces:
         self._contexts: dict[int, KernelContext] = {}
         self._context_key: tuple[object, ...] = ()
         self._searched: set[Hashable] = set()
+        self._plans_kept: dict[Hashable, int] = {}
         self._default_priority = tuple(torch._C._get_sdp_priority_order())
 
     def context(self, device: int) -> KernelContext:
@@ -114,6 +115,8 @@ class Workspaces:
             sdp_priority=self._priority(),
             conv_benchmark_empties_cache=self._machine.conv_benchmark_empties_cache,
             searched=self._searched,
+            plans_kept=self._plans_kept,
+            asker=self._machine.conv_asker,
             profile=self._machine.measured,
             environ=dict(os.environ),
         )

@@ -151,7 +151,9 @@ class WorkspaceEstimate:
             found = (Spare(self.trial), given_back(preceding + 1))
         if self.clears:
             found += (EMPTY_CACHE,)
-        return (*found, Spare(self.size)) if self.size else found
+        if not self.size:
+            return found
+        return (*found, self.size if isinstance(self.size, Spare) else Spare(self.size))
 
 
 def uses_tensor_cores(dtype: torch.dtype, ctx: KernelContext) -> bool:

@@ -18,13 +18,14 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch._prims_common import suggest_memory_format
 
+from vramfit.virtual.kernels.conv_asked import alignment_of, asked_workspace
 from vramfit.virtual.kernels.conv_workspace import Pass, Shapes, WorkspaceEstimate, estimate, searched
 from vramfit.virtual.kernels.reduction import reduce_extras
 from vramfit.virtual.kernels.rules import Rule, nbytes, table
@@ -132,6 +133,10 @@ def layout_copy(tensor: torch.Tensor, layout: torch.memory_format) -> int:
     return 0 if tensor.is_contiguous(memory_format=layout) else nbytes(tensor)
 
 
+_NEW = 32
+"""Alignment of a tensor that was just allocated, as far as cuDNN is told."""
+
+
 def _kept(*sizes: int) -> tuple[int, ...]:
     return tuple(size for size in sizes if size)
 
@@ -211,12 +216,30 @@ def _workspace(
         unit_stride=set(conv.stride) == {1} and set(conv.dilation) == {1},
         groups=conv.groups,
     )
+    geometry = tuple(conv.padding), tuple(conv.stride), tuple(conv.dilation)
+    if ctx.asker is not None:
+        alignments = _alignments(conv, kind, outputs, layout)
+        asked = asked_workspace(shapes, kind, geometry, alignments, ctx)
+        if asked is not None:
+            return asked
     found = estimate(shapes, kind, ctx)
     if not ctx.cudnn_benchmark:
         return found
-    geometry = tuple(conv.padding), tuple(conv.stride), tuple(conv.dilation)
     key = (threading.get_ident(), shapes, kind, geometry)  # plans belong to threads
     return searched(found, shapes, key, ctx)
+
+
+def _alignments(
+    conv: Convolution, kind: Pass, outputs: torch.Tensor, layout: torch.memory_format
+) -> tuple[int, int, int]:
+    """Alignments of what the filters read, of what they make, and of the filters; what is computed is new."""
+    read, made = (outputs, conv.source) if conv.transposed else (conv.source, outputs)
+    computed = {Pass.FORWARD: made, Pass.BACKWARD_DATA: read, Pass.BACKWARD_FILTER: conv.weight}[kind]
+    x, y, w = (
+        _NEW if tensor is computed or not tensor.is_contiguous(memory_format=layout) else alignment_of(tensor)
+        for tensor in (read, made, conv.weight)
+    )
+    return x, y, w
 
 
 # -- backward ------------------------------------------------------------------------------------------------
@@ -318,7 +341,9 @@ def _named(names: str, first: int, bias: int | None = None) -> Rule:
         )
         missing = bias is not None and call.argument(bias, "bias") is None
         zeros = call.out.shape[1] * call.out.element_size() if missing else 0
-        return _forward(conv, None, call.out, call.context, zeros)
+        # A fused op is a graph of four operations for cuDNN, for which it may choose other engines.
+        ctx = call.context if bias is None else replace(call.context, asker=None)
+        return _forward(conv, None, call.out, ctx, zeros)
 
     return rule
 

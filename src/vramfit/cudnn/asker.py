@@ -1,0 +1,271 @@
+"""Asks an installed cuDNN, in a process of its own, what torch's convolutions take on a card; never waits for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from vramfit.arguments import path_argument
+from vramfit.cudnn.answering import Opening, Reply
+from vramfit.cudnn.installation import AUTO, NONE, VARIABLE, CudnnInstallation, dotted, find_cudnn
+from vramfit.cudnn.questions import ConvAnswer, ConvQuestion, device_properties
+from vramfit.cudnn.stand_in import stand_in
+from vramfit.errors import UsageError, VramfitError
+from vramfit.files.policy import cache_folder
+from vramfit.gpus import GpuSpec
+from vramfit.launch.starting import python_command, start
+from vramfit.plain import from_plain, to_plain
+
+_FIRST = 120.0
+"""Seconds within which the process has to be there and have loaded the library: a second or two, unless the machine is
+busy."""
+
+_NEXT = 30.0
+"""Seconds for a question; most take a millisecond."""
+
+
+_OTHER_CLOCKS = (0.85, 1.15)
+"""Shares of the boost clock between which cards of one name lie: vendors set their own, and power limits lower them."""
+
+
+class CudnnAsker:
+    """A process that knows one card and answers questions about it, until it fails.
+
+    Args:
+        installation: the library.
+        spec: the card.
+
+    Attributes:
+        version: of the library, in its own numbering.
+        failure: why nothing can be asked any more; empty while it can.
+        asked: questions that the process has answered.
+        seconds: that this took.
+
+    Raises:
+        UsageError: the library cannot be used here; the message says why.
+    """
+
+    def __init__(self, installation: CudnnInstallation, spec: GpuSpec) -> None:
+        self.failure = ""
+        self._spec = spec
+        self._lock = threading.Lock()
+        self._answers: dict[ConvQuestion, ConvAnswer | None] = {}
+        self._buffer = b""
+        self._pid = os.getpid()
+        self.asked = 0
+        self.seconds = 0.0
+        cache = cudnn_cache()
+        folders = list(installation.needs)
+        if (driver := stand_in(Path(installation.library), cache)) is not None:
+            folders.append(driver)
+        self._process: subprocess.Popen[bytes] | None = start(
+            python_command("vramfit.cudnn.answering"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=_environment(folders),
+            start_new_session=True,  # an interrupt of the program is none of this process
+        )
+        opening = Opening(
+            library=installation.library,
+            version=installation.version,
+            card=device_properties(spec),
+            others=tuple(device_properties(spec, clock_share=share) for share in _OTHER_CLOCKS),
+            cache=str(cache),
+        )
+        try:
+            self._send(json.dumps(to_plain(opening)))
+            first = self._receive(_FIRST)
+            if first.fatal:
+                raise UsageError(
+                    f"cuDNN cannot be asked: {first.refusal}", "Leave --cudnn out, or install another"
+                )
+        except BaseException:
+            self.close()
+            raise
+        self.version = first.version
+
+    def __repr__(self) -> str:
+        return f"<CudnnAsker {dotted(self.version)} for {self._spec.name}>"
+
+    def plans(self, question: ConvQuestion) -> ConvAnswer | None:
+        """The plans for a convolution; None where cuDNN cannot say."""
+        with self._lock:
+            if question not in self._answers and self._process is not None and os.getpid() == self._pid:
+                started = time.perf_counter()
+                try:
+                    self._send(json.dumps(to_plain(question), separators=(",", ":")))
+                    reply = self._receive(_NEXT if self.asked else _FIRST)
+                    if reply.fatal:
+                        raise VramfitError(f"cuDNN cannot be asked: {reply.refusal}")
+                except VramfitError as error:
+                    self.close()
+                    self.failure = error.message
+                    return None
+                self.asked += 1
+                self.seconds += time.perf_counter() - started
+                self._answers[question] = reply.answer
+            return self._answers.get(question)
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is None or os.getpid() != self._pid:
+            return
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):  # it is gone already
+                    stream.close()
+        process.kill()
+        process.wait()
+
+    # -- lines ---------------------------------------------------------------------------------------------------
+
+    def _send(self, text: str) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            self._process.stdin.write(text.encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise VramfitError(self._end()) from None
+
+    def _receive(self, seconds: float) -> Reply:
+        """The next line.
+
+        Raises:
+            VramfitError: the process ended, or is silent.
+        """
+        assert self._process is not None and self._process.stdout is not None
+        handle, limit = self._process.stdout.fileno(), time.monotonic() + seconds
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([handle], [], [], max(0.0, limit - time.monotonic()))
+            if not ready:
+                raise VramfitError(f"cuDNN did not answer within {seconds:.0f} s")
+            more = os.read(handle, 1 << 16)
+            if not more:
+                raise VramfitError(self._end())
+            self._buffer += more
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return from_plain(json.loads(line), Reply)
+
+    def _end(self) -> str:
+        assert self._process is not None
+        code = self._process.wait()
+        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        return f"the process that asks cuDNN ended {how}"
+
+
+class AskedCudnn:
+    """What one run asks of cuDNN.
+
+    Args:
+        asker: the process, which runs share.
+        tell: called with a line of words when it fails.
+    """
+
+    def __init__(self, asker: CudnnAsker, tell: Callable[[str], object]) -> None:
+        self._asker = asker
+        self._tell = tell
+        self._told = False
+        self._questions: set[ConvQuestion] = set()
+
+    @property
+    def version(self) -> int:
+        """Of the library, in its own numbering."""
+        return self._asker.version
+
+    @property
+    def convolutions(self) -> int:
+        """How many different ones it answered."""
+        return len(self._questions)
+
+    def plans(self, question: ConvQuestion) -> ConvAnswer | None:
+        """The plans for a convolution; None where cuDNN cannot say."""
+        answer = self._asker.plans(question)
+        if answer is not None:
+            self._questions.add(question.with_most(1))
+        elif self._asker.failure and not self._told:
+            self._told = True
+            self._tell(self._asker.failure)
+        return answer
+
+
+_started: dict[str, CudnnAsker | VramfitError] = {}
+"""By what was chosen and the card: each takes half a second to start, serves all runs, and ends with this process."""
+
+
+def ask_cudnn(chosen: str, spec: GpuSpec) -> CudnnAsker:
+    """The process that asks cuDNN about a card; it is started where there is none yet.
+
+    Args:
+        chosen: see `find_cudnn`.
+        spec: the card.
+
+    Raises:
+        VramfitError: that is not possible; the message says why in a line.
+    """
+    key = json.dumps([chosen, os.getpid(), device_properties(spec)])
+    found = _started.get(key)
+    if found is None:
+        try:
+            found = CudnnAsker(find_cudnn(chosen), spec)
+        except VramfitError as error:
+            found = error
+        _started[key] = found
+    if isinstance(found, VramfitError):
+        raise found
+    return found
+
+
+def ask_early(chosen: str | None, spec: GpuSpec) -> None:
+    """Start the process before files are protected: what it keeps for later runs is to be written for real.
+
+    Where it cannot be started, the virtual GPU says so.
+
+    Args:
+        chosen: see `wanted_cudnn`.
+        spec: the card.
+    """
+    with contextlib.suppress(VramfitError):
+        if (wanted := wanted_cudnn(chosen)) is not None:
+            ask_cudnn(wanted, spec)
+
+
+def cudnn_cache() -> Path:
+    """Where answers are kept: ``cudnn`` in ``VRAMFIT_CACHE_DIR`` or in ``vramfit`` of the user's caches."""
+    chosen = os.environ.get("VRAMFIT_CACHE_DIR")
+    if chosen:
+        return Path(chosen) / "cudnn"
+    return Path(cache_folder(os.environ)) / "vramfit" / "cudnn"
+
+
+def wanted_cudnn(chosen: str | os.PathLike[str] | None) -> str | None:
+    """Which cuDNN is to be asked: what was chosen, else the environment's; None for none.
+
+    Raises:
+        UsageError: it names a path at which there is nothing.
+    """
+    named = os.environ.get(VARIABLE, "") if chosen is None else path_argument("cudnn", chosen)
+    if named in ("", NONE):
+        return None
+    if named != AUTO and not Path(named).expanduser().exists():
+        raise UsageError(f"there is no cuDNN at {named}", "Name its library, its folder, or auto")
+    return named
+
+
+def _environment(folders: list[str]) -> dict[str, str]:
+    """Of the process: it finds its libraries, and sees no card."""
+    environ = {
+        name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "PYTHONSTARTUP")
+    }
+    before = environ.get("LD_LIBRARY_PATH")
+    environ["LD_LIBRARY_PATH"] = ":".join([*folders, *([before] if before else [])])
+    environ["CUDA_VISIBLE_DEVICES"] = ""
+    return environ
