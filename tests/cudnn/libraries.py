@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vramfit.cudnn.installation import find_cudnn
+from vramfit.cudnn.found_library import find_cudnn
 from vramfit.cudnn.questions import ConvPass, ConvQuestion, TensorShape
 from vramfit.errors import UsageError
 

@@ -6,7 +6,7 @@ import pytest
 
 from vramfit.cudnn import asker as asking
 from vramfit.cudnn.asker import AskedCudnn, CudnnAsker, ask_cudnn, cudnn_cache
-from vramfit.cudnn.installation import find_cudnn
+from vramfit.cudnn.found_library import find_cudnn
 from vramfit.cudnn.questions import ConvPass, ConvPlan, device_properties
 from vramfit.errors import UsageError, VramfitError
 from vramfit.gpus import find_gpu

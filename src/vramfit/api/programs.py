@@ -27,7 +27,7 @@ from vramfit.arguments import (
     whole_argument,
 )
 from vramfit.cudnn.asker import wanted_cudnn
-from vramfit.cudnn.installation import NONE
+from vramfit.cudnn.found_library import NONE
 from vramfit.errors import UsageError
 from vramfit.files import Writes
 from vramfit.gpus import GpuSpec, find_gpu

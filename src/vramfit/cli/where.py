@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vramfit.cli.options import size_of
-from vramfit.cudnn.installation import NONE
+from vramfit.cudnn.found_library import NONE
 from vramfit.errors import UsageError
 from vramfit.files.policy import Writes
 from vramfit.virtual.data_dependent.assume import Assume

@@ -3,7 +3,7 @@
 NOTE [Asking cuDNN]
 Since 9.8 cuDNN makes plans for a card that is only described (``CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR``), and a plan
 knows its workspace; cudnn-frontend's sample ``deviceless_aot_compilation.cpp`` shows the way. vramfit ships nothing of
-NVIDIA's and keeps no table made from it: `installation` finds a library that the user has, `asker` starts a process of
+NVIDIA's and keeps no table made from it: `found_library` finds a library that the user has, `asker` starts a process of
 its own that loads it (`answering`, through `backend`), and `questions` are what passes between the two. Answers are
 kept on the user's disk by version, card and question. A library that crashes, hangs or knows no answer leaves the
 question to the rules of ``virtual/kernels/conv_workspace.py``, with a warning.

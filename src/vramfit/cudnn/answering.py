@@ -60,7 +60,7 @@ class Reply:
 
 
 @dataclass(slots=True)
-class Kept:
+class KeptAnswers:
     """Answers on disk: a file for a version and a card, a line for a question, written whole by one call.
 
     Attributes:
@@ -72,7 +72,7 @@ class Kept:
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, folder: str, version: int, card: dict[str, Any]) -> Kept:
+    def open(cls, folder: str, version: int, card: dict[str, Any]) -> KeptAnswers:
         """Read what earlier runs kept; lines that cannot be read are left out."""
         if not folder or not version:
             return cls(None)
@@ -113,7 +113,7 @@ class Answering:
         self._loaded: tuple[Cudnn, list[Any]] | None = None
         if not opening.version:
             self._load()
-        self._kept = Kept.open(opening.cache, self.version, opening.card)
+        self._kept = KeptAnswers.open(opening.cache, self.version, opening.card)
 
     @property
     def version(self) -> int:

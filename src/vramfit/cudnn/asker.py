@@ -14,7 +14,7 @@ from pathlib import Path
 
 from vramfit.arguments import path_argument
 from vramfit.cudnn.answering import Opening, Reply
-from vramfit.cudnn.installation import AUTO, NONE, VARIABLE, CudnnInstallation, dotted, find_cudnn
+from vramfit.cudnn.found_library import AUTO, NONE, VARIABLE, CudnnInstallation, dotted, find_cudnn
 from vramfit.cudnn.questions import ConvAnswer, ConvQuestion, device_properties
 from vramfit.cudnn.stand_in import stand_in
 from vramfit.errors import UsageError, VramfitError

@@ -25,7 +25,7 @@ from vramfit.arguments import (
     whole_argument,
 )
 from vramfit.cudnn.asker import AskedCudnn, ask_cudnn, wanted_cudnn
-from vramfit.cudnn.installation import dotted, of_torch
+from vramfit.cudnn.found_library import dotted, of_torch
 from vramfit.errors import EnvironmentUnfitError, VramfitError
 from vramfit.files import Protection, Writes, current, make_policy, protect
 from vramfit.files.policy import writes_of

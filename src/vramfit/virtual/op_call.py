@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from vramfit.capture.ops import OpInfo, device_of, mutated_tensors, tensors_in
-from vramfit.cudnn.installation import of_torch
+from vramfit.cudnn.found_library import of_torch
 from vramfit.cudnn.questions import ConvAnswer, ConvQuestion
 from vramfit.gpus import GpuSpec
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vramfit.cudnn.asker import ask_early
-from vramfit.cudnn.installation import NONE
+from vramfit.cudnn.found_library import NONE
 from vramfit.errors import VramfitError
 from vramfit.files import protect
 from vramfit.files.protection import stand

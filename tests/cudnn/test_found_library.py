@@ -2,9 +2,9 @@
 
 import pytest
 
-from vramfit.cudnn import installation
+from vramfit.cudnn import found_library
 from vramfit.cudnn.asker import wanted_cudnn
-from vramfit.cudnn.installation import VARIABLE, dotted, find_cudnn, of_torch
+from vramfit.cudnn.found_library import VARIABLE, dotted, find_cudnn, of_torch
 from vramfit.cudnn.stand_in import driver_functions
 from vramfit.errors import UsageError
 
@@ -29,7 +29,7 @@ def test_packages_their_folders_and_the_library_itself_are_found(tmp_path):
 def test_auto_looks_among_packages(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
-    monkeypatch.setattr(installation, "_SYSTEM", ())
+    monkeypatch.setattr(found_library, "_SYSTEM", ())
     assert "no libcudnn.so.9 was found in this machine. Install one: pip install" in refusal("auto")
     library = installed(tmp_path)
     assert find_cudnn("auto").library == str(library)
@@ -72,7 +72,7 @@ def test_one_without_cublaslt_is_refused(tmp_path, monkeypatch):
     (tmp_path / "nvidia" / "cu13" / "lib" / "libcublasLt.so.13").unlink()
     (tmp_path / "nvidia_cudnn_cu12-9.10.2.21.dist-info").mkdir()
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
-    monkeypatch.setattr(installation, "_SYSTEM", ())
+    monkeypatch.setattr(found_library, "_SYSTEM", ())
     assert "needs cuBLASLt, which was not found. Install it: pip install nvidia-cublas-cu12" in refusal(
         tmp_path
     )
