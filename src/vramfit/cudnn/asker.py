@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -29,7 +30,6 @@ busy."""
 
 _NEXT = 30.0
 """Seconds for a question; most take a millisecond."""
-
 
 _OTHER_CLOCKS = (0.85, 1.15)
 """Shares of the boost clock between which cards of one name lie: vendors set their own, and power limits lower them."""
@@ -144,9 +144,10 @@ class CudnnAsker:
         """
         assert self._process is not None and self._process.stdout is not None
         handle, limit = self._process.stdout.fileno(), time.monotonic() + seconds
+        waiting = select.poll()  # a program may have more files open than `select.select` takes
+        waiting.register(handle, select.POLLIN)
         while b"\n" not in self._buffer:
-            ready, _, _ = select.select([handle], [], [], max(0.0, limit - time.monotonic()))
-            if not ready:
+            if not waiting.poll(max(0, round(1000 * (limit - time.monotonic())))):
                 raise VramfitError(f"cuDNN did not answer within {seconds:.0f} s")
             more = os.read(handle, 1 << 16)
             if not more:
@@ -216,6 +217,7 @@ def ask_cudnn(chosen: str, spec: GpuSpec) -> CudnnAsker:
     if found is None:
         try:
             found = CudnnAsker(find_cudnn(chosen), spec)
+            atexit.register(found.close)
         except VramfitError as error:
             found = error
         _started[key] = found
