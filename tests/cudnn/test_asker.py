@@ -54,7 +54,7 @@ def test_answers_are_kept_for_the_next_process(started, monkeypatch):
     (file,) = (file for file in cudnn_cache().iterdir() if file.suffix == ".jsonl")
     assert file.name.startswith("92000-")
     with file.open("a") as more:  # what a process that was killed left
-        more.write('{"question": "half')
+        more.write('{"question": "x", "reply": {"answer": {"plans": [7]}}}\n{"question": "half')
     second = started("hangs")  # of the same version: it would hang if it were asked
     answer = second.plans(question())
     assert answer is not None and answer.plans == (ConvPlan(workspace=4096, engine=7),)
@@ -111,6 +111,24 @@ def test_a_process_is_started_once_for_a_library_and_a_card(tmp_path, monkeypatc
     for _ in range(2):
         with pytest.raises(UsageError, match="there is no cuDNN"):
             ask_cudnn("/nowhere", CARD)
+
+
+def test_what_is_no_answer_is_an_error_in_a_line(started, monkeypatch):
+    asker = started("answers")
+    monkeypatch.setattr(asking.json, "loads", lambda text: {"answer": 7})
+    assert asker.plans(question()) is None
+    assert asker.failure.startswith("the process that asks cuDNN gave no answer: ")
+
+
+def test_a_cache_that_cannot_be_written_is_told_in_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(asking, "_started", {})
+
+    def refuse(library, cache):
+        raise PermissionError(13, "Permission denied", str(cache))
+
+    monkeypatch.setattr(asking, "stand_in", refuse)
+    with pytest.raises(VramfitError, match=r"cuDNN cannot be asked: .*Permission denied"):
+        ask_cudnn(str(behaving(tmp_path, "answers")), CARD)
 
 
 def test_a_card_as_cudnn_is_told():

@@ -83,6 +83,7 @@ class KeptAnswers:
             for line in kept.file.read_text(encoding="utf-8", errors="replace").splitlines():
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     entry = json.loads(line)
+                    from_plain(entry["reply"], Reply)  # as this version writes it
                     kept.answers[entry["question"]] = entry["reply"]
         return kept
 

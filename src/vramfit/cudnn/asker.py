@@ -31,6 +31,9 @@ busy."""
 _NEXT = 30.0
 """Seconds for a question; most take a millisecond."""
 
+_ENDING = 5.0
+"""Seconds within which a process whose pipes are closed has ended."""
+
 _OTHER_CLOCKS = (0.85, 1.15)
 """Shares of the boost clock between which cards of one name lie: vendors set their own, and power limits lower them."""
 
@@ -154,11 +157,17 @@ class CudnnAsker:
                 raise VramfitError(self._end())
             self._buffer += more
         line, _, self._buffer = self._buffer.partition(b"\n")
-        return from_plain(json.loads(line), Reply)
+        try:
+            return from_plain(json.loads(line), Reply)
+        except ValueError as error:  # msgspec's errors are among them
+            raise VramfitError(f"the process that asks cuDNN gave no answer: {error}") from None
 
     def _end(self) -> str:
         assert self._process is not None
-        code = self._process.wait()
+        try:
+            code = self._process.wait(_ENDING)
+        except subprocess.TimeoutExpired:
+            return "the process that asks cuDNN does not speak any more"
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
         return f"the process that asks cuDNN ended {how}"
 
@@ -220,6 +229,8 @@ def ask_cudnn(chosen: str, spec: GpuSpec) -> CudnnAsker:
             atexit.register(found.close)
         except VramfitError as error:
             found = error
+        except OSError as error:  # such as a cache that cannot be written
+            found = VramfitError(f"cuDNN cannot be asked: {error}")
         _started[key] = found
     if isinstance(found, VramfitError):
         raise found
