@@ -12,14 +12,14 @@ from vramfit.cudnn import frontend as loading
 from vramfit.cudnn.answering import ATTENTION, Answering, Opening
 from vramfit.cudnn.asker import AskedCudnn, CudnnAsker, ask_cudnn
 from vramfit.cudnn.backend import BackendError
-from vramfit.cudnn.found_frontend import find_frontend
+from vramfit.cudnn.found_frontend import WANTS_DRIVER, find_frontend
 from vramfit.cudnn.found_library import find_cudnn
 from vramfit.cudnn.frontend import Frontend, FrontendError
 from vramfit.cudnn.questions import AttentionPass, AttentionQuestion, TensorShape, device_properties
 from vramfit.gpus import find_gpu
-from vramfit.plain import to_plain
+from vramfit.plain import from_plain, to_plain
 
-from .libraries import attention, behaving, installed, real_cudnn
+from .libraries import attention, behaving, installed, question, real_cudnn
 
 CARD = find_gpu("H100 SXM")
 FAKE = str(Path(__file__).with_name("fake_frontend.py"))
@@ -221,6 +221,29 @@ def test_a_question_is_asked_once_and_its_lack_is_told(tmp_path, monkeypatch):
     asker.close()
 
 
+def test_what_the_process_lacks_leaves_convolutions_to_it(tmp_path):
+    packages = behaving(tmp_path, "answers")
+    with_frontend(packages)
+    asker = CudnnAsker(find_cudnn(str(packages)), CARD)
+    told = []
+    asked = AskedCudnn(asker, told.append)
+    for _ in range(2):
+        assert asked.attention(attention()) is None
+    assert (asked.attention_lacks, told) == ("NVRTC for CUDA 99 is not installed", [])
+    assert asked.plans(question()) is not None
+    asker.close()
+
+
+def test_attention_is_never_planned_with_a_stand_in_for_the_driver(tmp_path, monkeypatch):
+    monkeypatch.setattr(asking, "stand_in", lambda library, cache: str(tmp_path))
+    packages = behaving(tmp_path, "answers")
+    with_frontend(packages)
+    asker = CudnnAsker(find_cudnn(str(packages)), CARD)
+    assert asker.attention(attention()) is None
+    assert (asker.lacks, asker.asked) == (WANTS_DRIVER, 0)
+    asker.close()
+
+
 def test_a_run_asks_no_more_than_some(monkeypatch):
     class Counting:
         lacks = failure = ""
@@ -250,7 +273,5 @@ def test_an_installed_one_accumulates_the_gradient_of_queries():
 
 
 def test_a_question_can_be_written_and_read():
-    from vramfit.plain import from_plain
-
-    question = attention(AttentionPass.BACKWARD, dropout=0.1)
-    assert from_plain(json.loads(json.dumps(to_plain(question))), AttentionQuestion) == question
+    asked = attention(AttentionPass.BACKWARD, dropout=0.1)
+    assert from_plain(json.loads(json.dumps(to_plain(asked))), AttentionQuestion) == asked

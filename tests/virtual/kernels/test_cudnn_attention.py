@@ -91,6 +91,9 @@ def test_blackwell_keeps_the_random_bits_of_dropout():
         plain, dropping = backward(query, query, ctx), backward(query, query, ctx, dropout=0.125)
         assert dropping.after[0] - plain.after[0] == kept
         assert sum(forward(query, query, ctx, dropout=0.125).after) == kept
+    short = heads_last(2, 16, 7, 64)  # one tile of 128 x 128 for each head, and a kernel of its own
+    found = backward(short, short, context("B200"), dropout=0.125)
+    assert found.after == (2 * 16 * (7 * 65 * 4 + 128 * 128 // 8),)
 
 
 def test_forward_of_several_queries_takes_next_to_nothing():

@@ -12,7 +12,8 @@ softmax. torch has that code compiled in, so this part is exact. The second is w
 - Kernels of Ampere's kind have a float32 dQ of their own, in rows padded to eight. They run on Ampere, Ada and consumer
   Blackwell, and on data-centre Blackwell (10.x) where queries or keys fit one tile of 128. Kernels of Hopper's and
   Blackwell's own kind add to the one that the graph has.
-- Data-centre Blackwell keeps the random bits of dropout, one for each weight, in both passes.
+- Data-centre Blackwell keeps the random bits of dropout in both passes, one for each weight of whole tiles, and then
+  runs its own kernels at all lengths.
 
 cuDNN 9.10.2, 9.20.0 and 9.28.1 gave these sizes and at most 300 bytes more for all shapes that were asked about, for
 A100, RTX 4090, H100, B200 and RTX 5090 as far as they take them; which kind of kernel runs is theirs to decide, which
@@ -91,8 +92,10 @@ class AttentionSizes:
 
     @property
     def random_bits(self) -> int:
-        """Bytes of one bit for each weight."""
-        return ceil_div(self.batch * self.heads * self.queries * self.keys, 8) if self.dropout else 0
+        """Bytes of one bit for each weight, in tiles of 128 queries and 128 keys."""
+        if not self.dropout:
+            return 0
+        return self.batch * self.heads * round_up(self.queries, _TILE) * round_up(self.keys, _TILE) // 8
 
 
 def forward_workspace(sizes: AttentionSizes, ctx: KernelContext) -> AttentionWorkspace:
@@ -122,7 +125,7 @@ def backward_workspace(sizes: AttentionSizes, ctx: KernelContext) -> AttentionWo
     major = ctx.capability[0]
     if major == 9:
         return AttentionWorkspace(size=laid_out, above=_COUNTERS)
-    if major == 10 and min(sizes.queries, sizes.keys) > _TILE:
+    if major == 10 and (sizes.dropout or min(sizes.queries, sizes.keys) > _TILE):
         bits = sizes.random_bits
         return AttentionWorkspace(size=laid_out + bits, below=bits, above=own + _COUNTERS)
     return AttentionWorkspace(size=laid_out + own, below=own, above=_COUNTERS)
