@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vramfit.cudnn.found_library import find_cudnn
-from vramfit.cudnn.questions import ConvPass, ConvQuestion, TensorShape
+from vramfit.cudnn.questions import AttentionPass, AttentionQuestion, ConvPass, ConvQuestion, TensorShape
 from vramfit.errors import UsageError
 
 PARTS = ("graph", "heuristic", "engines_precompiled", "engines_runtime_compiled")
@@ -77,3 +77,19 @@ def question(kind: ConvPass = ConvPass.FORWARD, **changes: object) -> ConvQuesti
         **changes,
     }
     return ConvQuestion(**settings)
+
+
+def attention(kind: AttentionPass = AttentionPass.FORWARD, **changes: object) -> AttentionQuestion:
+    """Attention of two sequences of 512 with eight heads of 64, laid out as models do."""
+    shape = TensorShape(dims=(2, 8, 512, 64), strides=(8 * 512 * 64, 64, 8 * 64, 1))
+    settings = {
+        "kind": kind,
+        "dtype": "bfloat16",
+        "query": shape,
+        "key": shape,
+        "value": shape,
+        "out": shape,
+        "grad": shape if kind is AttentionPass.BACKWARD else None,
+        **changes,
+    }
+    return AttentionQuestion(**settings)

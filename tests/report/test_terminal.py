@@ -9,11 +9,11 @@ from rich.console import Console
 from analysis.synthetic import TRAIN, Recorder, fitting_run, no_room_run, oom_run, outcome, virtual_run
 from report.golden_files import check_golden
 from vramfit.analysis import verdict
-from vramfit.report import print_report, render, render_html
+from vramfit.report import print_report, render, render_html, to_json
 from vramfit.report.html.page import run_summary
 from vramfit.report.terminal import headline
 from vramfit.trace import Category, Frame, Run, RunWarning
-from vramfit.trace.outcome import End, Progress, Unit
+from vramfit.trace.outcome import CudnnNote, End, Progress, Unit
 from vramfit.units import GIB, MIB
 
 ROOT = Path("/home/ada/project")
@@ -245,3 +245,29 @@ def test_an_error_that_was_caught_before_an_interrupt_is_no_end() -> None:
     interrupted = replace(caught, progress=Progress(end=End.INTERRUPTED))
     assert verdict(interrupted).fits is None
     assert verdict(replace(oom_run(), progress=Progress(end=End.STEPS))).fits is False
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"attentions": 4}, "cuDNN 9.20.0 asked for H100 SXM, without a card"),
+        (
+            {"attention_by_rules": "cudnn-frontend is not installed"},
+            "cuDNN 9.20.0; attention by rules: cudnn-frontend is not installed",
+        ),
+        (
+            {"convolutions": 2, "torch_version": "9.19.0", "attention_by_rules": "beyond 64 different ones"},
+            "cuDNN 9.20.0 asked for H100 SXM, without a card; this torch has 9.19.0, which may choose otherwise; "
+            "attention by rules: beyond 64 different ones",
+        ),
+    ],
+)
+def test_what_cudnn_was_asked_is_told(changes, words):
+    about = {"version": "9.20.0", "torch_version": "9.20.0", "card": "H100 SXM", "convolutions": 0, **changes}
+    run = replace(fitting_run(), cudnn=CudnnNote(**about))
+    found = verdict(run, cards=())
+    text = render(run, found, width=240)
+    assert words in " ".join(text.split()).replace(" ;", ";")
+    keys = to_json(run, found)["cudnn"]
+    assert keys["attentions"] == changes.get("attentions", 0)
+    assert keys["attention_by_rules"] == changes.get("attention_by_rules")

@@ -199,8 +199,8 @@ def run(
         cwd: folder to run in.
         assume: ``"upper"`` or ``"typical"``: what is taken for sizes that depend on data.
         profile: a file that ``vramfit calibrate`` wrote, ``"none"``, or ``"auto"`` for that of this card and torch.
-        cudnn: an installed cuDNN to be asked what convolutions take: its path, ``"auto"`` or ``"none"``; None is what
-            ``VRAMFIT_CUDNN`` says, by default none.
+        cudnn: an installed cuDNN to be asked what convolutions and attention take: its path, ``"auto"`` or
+            ``"none"``; None is what ``VRAMFIT_CUDNN`` says, by default none.
         against: files that tell of a real run of the same program, to compare with; see `Report.reconcile`.
         tolerance: how far they may differ.
         steps: end the program after as many, or ``"steady"``: when three in a row asked for the same memory.

@@ -139,7 +139,7 @@ Cudnn = Annotated[
     str | None,
     typer.Option(
         metavar="PATH|auto|none",
-        help="Ask an installed cuDNN what convolutions take (docs/cudnn.md); VRAMFIT_CUDNN says it for all commands.",
+        help="Ask an installed cuDNN for its workspaces (docs/cudnn.md); VRAMFIT_CUDNN says it for all commands.",
         rich_help_panel=ASSUMED,
     ),
 ]

@@ -19,8 +19,12 @@ from typing import Any, TextIO
 import msgspec
 
 from vramfit.cudnn.backend import BackendError, Cudnn
-from vramfit.cudnn.questions import ConvAnswer, ConvQuestion
+from vramfit.cudnn.frontend import Frontend, FrontendError
+from vramfit.cudnn.questions import AttentionQuestion, ConvAnswer, ConvQuestion
 from vramfit.plain import from_plain, to_plain
+
+ATTENTION = "attention"
+"""Key under which a question about attention stands in its line; one about a convolution stands there by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +37,7 @@ class Opening:
         card: the card's properties, see `device_properties`.
         others: the same card at other clocks.
         cache: folder of the answers of earlier runs; empty to keep none.
+        frontend: path of cudnn-frontend's compiled module; empty where attention is not asked about.
     """
 
     library: str
@@ -40,6 +45,7 @@ class Opening:
     card: dict[str, Any]
     others: tuple[dict[str, Any], ...] = ()
     cache: str = ""
+    frontend: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,15 +54,19 @@ class Reply:
 
     Attributes:
         version: of the library, in its own numbering; with the first reply.
-        plans: of the question; None where cuDNN has none to give.
+        answer: the plans for a convolution; None where cuDNN has none to give.
+        workspace: bytes of the plan for attention; None where cuDNN has none to give.
         refusal: why, in its own words.
         fatal: nothing else can be asked either.
+        lacks: why attention cannot be asked about at all.
     """
 
     version: int = 0
     answer: ConvAnswer | None = None
+    workspace: int | None = None
     refusal: str = ""
     fatal: bool = False
+    lacks: str = ""
 
 
 @dataclass(slots=True)
@@ -112,6 +122,7 @@ class Answering:
     def __init__(self, opening: Opening) -> None:
         self._opening = opening
         self._loaded: tuple[Cudnn, list[Any]] | None = None
+        self._frontend: Frontend | None = None
         if not opening.version:
             self._load()
         self._kept = KeptAnswers.open(opening.cache, self.version, opening.card)
@@ -146,7 +157,10 @@ class Answering:
         if self._opening.version and library.version != self._opening.version:
             reason = f"it says that it is version {library.version}, its package {self._opening.version}"
             return to_plain(Reply(refusal=reason, fatal=True))
-        question = from_plain(json.loads(text), ConvQuestion)
+        asked = json.loads(text)
+        if ATTENTION in asked:
+            return self._attention(text, from_plain(asked[ATTENTION], AttentionQuestion), library)
+        question = from_plain(asked, ConvQuestion)
         try:
             found = library.plans(question, cards[0])
             if question.any_clock:
@@ -157,6 +171,19 @@ class Answering:
             reply = to_plain(Reply(answer=found))
         except BackendError as error:
             reply = to_plain(Reply(refusal=str(error)))
+        self._kept.add(text, reply)
+        return reply
+
+    def _attention(self, text: str, question: AttentionQuestion, library: Cudnn) -> Any:
+        """The reply to a question about attention. A refusal is not kept: what it is for may be installed later."""
+        try:
+            if self._frontend is None:
+                self._frontend = Frontend(self._opening.frontend, library, self._opening.card)
+            reply = to_plain(Reply(workspace=self._frontend.workspace(question)))
+        except FrontendError as error:
+            return to_plain(Reply(lacks=str(error)))
+        except BackendError as error:
+            return to_plain(Reply(refusal=str(error)))
         self._kept.add(text, reply)
         return reply
 

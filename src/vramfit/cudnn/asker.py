@@ -1,4 +1,4 @@
-"""Asks an installed cuDNN, in a process of its own, what torch's convolutions take on a card; never waits for ever."""
+"""Asks an installed cuDNN, in a process of its own, what torch's operations take on a card; never waits for ever."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from vramfit.arguments import path_argument
-from vramfit.cudnn.answering import Opening, Reply
+from vramfit.cudnn.answering import ATTENTION, Opening, Reply
+from vramfit.cudnn.found_frontend import WANTS_DRIVER, FrontendInstallation, find_frontend
 from vramfit.cudnn.found_library import AUTO, NONE, VARIABLE, CudnnInstallation, dotted, find_cudnn
-from vramfit.cudnn.questions import ConvAnswer, ConvQuestion, device_properties
+from vramfit.cudnn.questions import AttentionQuestion, ConvAnswer, ConvQuestion, device_properties
 from vramfit.cudnn.stand_in import stand_in
 from vramfit.errors import UsageError, VramfitError
 from vramfit.files.policy import cache_folder
@@ -34,6 +36,10 @@ _NEXT = 30.0
 _ENDING = 5.0
 """Seconds within which a process whose pipes are closed has ended."""
 
+_MOST_ATTENTIONS = 64
+"""Different questions about attention that a run asks, each of which has its kernels compiled and takes up to two
+seconds: a program that generates text has another length of keys at every step."""
+
 _OTHER_CLOCKS = (0.85, 1.15)
 """Shares of the boost clock between which cards of one name lie: vendors set their own, and power limits lower them."""
 
@@ -48,6 +54,7 @@ class CudnnAsker:
     Attributes:
         version: of the library, in its own numbering.
         failure: why nothing can be asked any more; empty while it can.
+        lacks: why attention cannot be asked about; empty while it can.
         asked: questions that the process has answered.
         seconds: that this took.
 
@@ -59,15 +66,18 @@ class CudnnAsker:
         self.failure = ""
         self._spec = spec
         self._lock = threading.Lock()
-        self._answers: dict[ConvQuestion, ConvAnswer | None] = {}
+        self._answers: dict[ConvQuestion | AttentionQuestion, Reply] = {}
         self._buffer = b""
         self._pid = os.getpid()
         self.asked = 0
         self.seconds = 0.0
         cache = cudnn_cache()
         folders = list(installation.needs)
+        frontend = find_frontend(installation)
         if (driver := stand_in(Path(installation.library), cache)) is not None:
             folders.append(driver)
+            # It lets the library be loaded, and is none with which attention's plans are to be made.
+            frontend = FrontendInstallation(lacks=frontend.lacks or WANTS_DRIVER)
         self._process: subprocess.Popen[bytes] | None = start(
             python_command("vramfit.cudnn.answering"),
             stdin=subprocess.PIPE,
@@ -76,12 +86,14 @@ class CudnnAsker:
             env=_environment(folders),
             start_new_session=True,  # an interrupt of the program is none of this process
         )
+        self.lacks = frontend.lacks
         opening = Opening(
             library=installation.library,
             version=installation.version,
             card=device_properties(spec),
             others=tuple(device_properties(spec, clock_share=share) for share in _OTHER_CLOCKS),
             cache=str(cache),
+            frontend=frontend.module,
         )
         try:
             self._send(json.dumps(to_plain(opening)))
@@ -100,11 +112,26 @@ class CudnnAsker:
 
     def plans(self, question: ConvQuestion) -> ConvAnswer | None:
         """The plans for a convolution; None where cuDNN cannot say."""
+        reply = self._reply(question, to_plain(question))
+        return None if reply is None else reply.answer
+
+    def attention(self, question: AttentionQuestion) -> int | None:
+        """Workspace in bytes of the plan for attention; None where cuDNN cannot say."""
+        if self.lacks:
+            return None
+        reply = self._reply(question, {ATTENTION: to_plain(question)})
+        if reply is None:
+            return None
+        self.lacks = reply.lacks
+        return reply.workspace
+
+    def _reply(self, question: ConvQuestion | AttentionQuestion, line: Any) -> Reply | None:
+        """What the process says, or has said; None where it says nothing any more."""
         with self._lock:
             if question not in self._answers and self._process is not None and os.getpid() == self._pid:
                 started = time.perf_counter()
                 try:
-                    self._send(json.dumps(to_plain(question), separators=(",", ":")))
+                    self._send(json.dumps(line, separators=(",", ":")))
                     reply = self._receive(_NEXT if self.asked else _FIRST)
                     if reply.fatal:
                         raise VramfitError(f"cuDNN cannot be asked: {reply.refusal}")
@@ -114,7 +141,7 @@ class CudnnAsker:
                     return None
                 self.asked += 1
                 self.seconds += time.perf_counter() - started
-                self._answers[question] = reply.answer
+                self._answers[question] = reply
             return self._answers.get(question)
 
     def close(self) -> None:
@@ -178,6 +205,9 @@ class AskedCudnn:
     Args:
         asker: the process, which runs share.
         tell: called with a line of words when it fails.
+
+    Attributes:
+        attention_lacks: why attention of the run was left to the rules; empty where it was not.
     """
 
     def __init__(self, asker: CudnnAsker, tell: Callable[[str], object]) -> None:
@@ -185,6 +215,8 @@ class AskedCudnn:
         self._tell = tell
         self._told = False
         self._questions: set[ConvQuestion] = set()
+        self._attentions: dict[AttentionQuestion, int | None] = {}
+        self.attention_lacks = ""
 
     @property
     def version(self) -> int:
@@ -196,15 +228,38 @@ class AskedCudnn:
         """How many different ones it answered."""
         return len(self._questions)
 
+    @property
+    def attentions(self) -> int:
+        """How many different passes of attention it answered."""
+        return sum(workspace is not None for workspace in self._attentions.values())
+
     def plans(self, question: ConvQuestion) -> ConvAnswer | None:
         """The plans for a convolution; None where cuDNN cannot say."""
         answer = self._asker.plans(question)
         if answer is not None:
             self._questions.add(question.with_most(1))
-        elif self._asker.failure and not self._told:
+        else:
+            self._tell_failure()
+        return answer
+
+    def attention(self, question: AttentionQuestion) -> int | None:
+        """Workspace in bytes of the plan for attention; None where cuDNN cannot say."""
+        if question in self._attentions:
+            return self._attentions[question]
+        if len(self._attentions) == _MOST_ATTENTIONS:
+            self.attention_lacks = f"beyond {_MOST_ATTENTIONS} different ones"
+            return None
+        workspace = self._attentions[question] = self._asker.attention(question)
+        if workspace is None:
+            self._tell_failure()
+            self.attention_lacks = self._asker.lacks or "cuDNN had no plan for some"
+        return workspace
+
+    def _tell_failure(self) -> None:
+        """Say once that nothing can be asked any more."""
+        if self._asker.failure and not self._told:
             self._told = True
             self._tell(self._asker.failure)
-        return answer
 
 
 _started: dict[str, CudnnAsker | VramfitError] = {}

@@ -111,6 +111,17 @@ class Cudnn:
         self._calls.cudnnGetVersion.restype = ctypes.c_size_t
         self.version = int(self._calls.cudnnGetVersion())
 
+    @property
+    def handle(self) -> int:
+        """What ``dlopen`` gave for it."""
+        return int(self._calls._handle)
+
+    @property
+    def cuda(self) -> int:
+        """The major version of the CUDA that it was built with: 13."""
+        self._calls.cudnnGetCudartVersion.restype = ctypes.c_size_t
+        return int(self._calls.cudnnGetCudartVersion()) // 1000
+
     def card(self, properties: Mapping[str, Any]) -> ctypes.c_void_p:
         """A descriptor of a card that is not there.
 

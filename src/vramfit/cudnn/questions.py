@@ -95,6 +95,46 @@ class ConvAnswer:
     at_other_clocks: tuple[int, ...] = ()
 
 
+class AttentionPass(Enum):
+    """What attention computes."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionQuestion:
+    """What cuDNN would take for scaled dot-product attention.
+
+    Attributes:
+        kind: the output, or the gradients of all three inputs.
+        dtype: of inputs and outputs, as torch names it without ``torch.``.
+        query: shape (batch, heads, queries, head size).
+        key: shape (batch, heads of keys, keys, head size).
+        value: shape (batch, heads of keys, keys, head size of values).
+        out: shape (batch, heads, queries, head size of values).
+        grad: gradient of the output, shaped like it; None in the forward pass.
+        bias: the additive mask, shape (batch, 1 or heads, queries, keys); None without one.
+        bias_dtype: of the mask.
+        causal: queries see the keys up to their own place alone.
+        dropout: share of the weights that are dropped.
+        stats: the logarithms of the sums of the softmax are an output as well.
+    """
+
+    kind: AttentionPass
+    dtype: str
+    query: TensorShape
+    key: TensorShape
+    value: TensorShape
+    out: TensorShape
+    grad: TensorShape | None = None
+    bias: TensorShape | None = None
+    bias_dtype: str = ""
+    causal: bool = False
+    dropout: float = 0.0
+    stats: bool = True
+
+
 _CTAS_PER_SM = {(7, 5): 16, (8, 6): 16, (8, 7): 16, (8, 9): 24, (11, 0): 24, (12, 0): 24, (12, 1): 24}
 """Resident blocks of an SM where they are not 32 (CUDA C++ Programming Guide, technical specifications)."""
 

@@ -106,6 +106,8 @@ def _cudnn(run: Run) -> dict[str, Any] | None:
         "torch_has": note.torch_version,
         "card": note.card,
         "convolutions": note.convolutions,
+        "attentions": note.attentions,
+        "attention_by_rules": note.attention_by_rules or None,
     }
 
 

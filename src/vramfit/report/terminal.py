@@ -275,9 +275,13 @@ class _RunReport(Sections):
             told = f"by a profile of {note.date} ({note.gpu}, torch {note.torch}): {calls} as measured"
             yield from self.wrapped(Text(told))
         if (asked := run.cudnn) is not None:
-            told = f"cuDNN {asked.version} asked for {asked.card}, without a card"
-            if asked.version != asked.torch_version:
-                told += f"; this torch has {asked.torch_version}, which may choose otherwise"
+            told = f"cuDNN {asked.version}"
+            if asked.convolutions or asked.attentions:
+                told += f" asked for {asked.card}, without a card"
+                if asked.version != asked.torch_version:
+                    told += f"; this torch has {asked.torch_version}, which may choose otherwise"
+            if asked.attention_by_rules:
+                told += f"; attention by rules: {asked.attention_by_rules}"
             yield from self.wrapped(Text(told))
 
     def host(self, run: Run) -> Iterator[Text]:

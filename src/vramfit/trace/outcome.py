@@ -366,19 +366,23 @@ def platform_text() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudnnNote:
-    """The cuDNN that a run asked what convolutions take.
+    """The cuDNN that a run asked what convolutions and attention take.
 
     Attributes:
         version: of the library that answered, ``9.10.2``.
         torch_version: of the one that this torch's default wheel comes with.
         card: the card that it was asked about.
         convolutions: how many different ones it was asked about.
+        attentions: the same for passes of attention.
+        attention_by_rules: why cuDNN's attention, or some of it, was left to the rules; empty where it was not.
     """
 
     version: str
     torch_version: str
     card: str
     convolutions: int
+    attentions: int = 0
+    attention_by_rules: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

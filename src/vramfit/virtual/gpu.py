@@ -79,8 +79,8 @@ class VirtualGPU:
         assume: ``"upper"`` or ``"typical"``: what is taken for sizes that depend on data (see `Assume`).
         profile: what ``vramfit calibrate`` measured: a file, a `MeasuredProfile`, ``"none"``, or ``"auto"`` for the
             one that was written for this card and this torch, if there is one.
-        cudnn: an installed cuDNN to be asked what convolutions take: its path, ``"auto"`` to look for one, or
-            ``"none"``; None is what ``VRAMFIT_CUDNN`` says, by default none. See docs/cudnn.md.
+        cudnn: an installed cuDNN to be asked what convolutions and attention take: its path, ``"auto"`` to look for
+            one, or ``"none"``; None is what ``VRAMFIT_CUDNN`` says, by default none. See docs/cudnn.md.
         journal: a file to write the trace to while it happens, which survives the process; None without.
         writes: what happens to files that the block writes: ``discard`` sets them aside and drops them on leaving,
             ``keep`` leaves them in a folder beside it, ``real`` writes them. Where a protection stands in this
@@ -196,12 +196,10 @@ class VirtualGPU:
             self._asked = AskedCudnn(ask_cudnn(self._cudnn, self.spec), self._not_asked)
         except VramfitError as error:
             self._not_asked(error.message)
-        self._machine.conv_asker = self._asked
+        self._machine.cudnn_asker = self._asked
 
     def _not_asked(self, reason: str) -> None:
-        self._machine.warn(
-            "cudnn-not-asked", f"{reason}: workspaces of convolutions are estimated by rules instead"
-        )
+        self._machine.warn("cudnn-not-asked", f"{reason}: workspaces of cuDNN are estimated by rules instead")
 
     def _install(self) -> None:
         """Patch torch and the libraries that it meets, and connect the machine's hooks."""
@@ -361,13 +359,15 @@ class VirtualGPU:
 
     def _cudnn_note(self) -> CudnnNote | None:
         asked = self._asked
-        if asked is None or not asked.convolutions:
+        if asked is None or not (asked.convolutions or asked.attentions or asked.attention_lacks):
             return None
         return CudnnNote(
             version=dotted(asked.version),
             torch_version=dotted(of_torch(self._machine.torch_version)),
             card=self.spec.name,
             convolutions=asked.convolutions,
+            attentions=asked.attentions,
+            attention_by_rules=asked.attention_lacks,
         )
 
     def _context_bytes(self, device: VirtualDevice) -> int:

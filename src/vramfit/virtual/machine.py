@@ -28,7 +28,7 @@ from vramfit.gpus import GpuSpec
 from vramfit.gpus.measured_profile import Rates
 from vramfit.virtual.data_dependent.assume import Assume
 from vramfit.virtual.kernels.measured import MeasuredTable
-from vramfit.virtual.op_call import ConvAsker
+from vramfit.virtual.op_call import WorkspaceAsker
 from vramfit.virtual.pinned import PinnedMemory
 from vramfit.virtual.simulated_streams import Clock, Engine, StreamTable
 
@@ -196,7 +196,7 @@ class Machine:
         ``"cublaslt"``).
         conv_benchmark_empties_cache: the search for a convolution's algorithm ends with an emptied cache
             (native/Convolution.cpp, ``conv_benchmark_empty_cache``).
-        conv_asker: an installed cuDNN that answers for such a card; None without one.
+        cudnn_asker: an installed cuDNN that answers for such a card; None without one.
         history: arguments of the last ``_record_memory_history``, None while it is off.
     """
 
@@ -228,7 +228,7 @@ class Machine:
         self.init_pid: int | None = None
         self.cublas_workspace_bytes: dict[str, int] = {}
         self.conv_benchmark_empties_cache = True
-        self.conv_asker: ConvAsker | None = None
+        self.cudnn_asker: WorkspaceAsker | None = None
         self.history: dict[str, Any] | None = None
         self._captures: set[tuple[int, int]] = set()
         self._alloc_conf = alloc_conf

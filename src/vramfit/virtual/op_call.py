@@ -10,7 +10,7 @@ import torch
 
 from vramfit.capture.ops import OpInfo, device_of, mutated_tensors, tensors_in
 from vramfit.cudnn.found_library import of_torch
-from vramfit.cudnn.questions import ConvAnswer, ConvQuestion
+from vramfit.cudnn.questions import AttentionQuestion, ConvAnswer, ConvQuestion
 from vramfit.gpus import GpuSpec
 
 
@@ -70,7 +70,7 @@ class KernelContext:
     searched: set[Hashable] = field(default_factory=set, compare=False)
     plans_kept: dict[Hashable, int] = field(default_factory=dict, compare=False)
     profile: MeasuredCalls | None = field(default=None, compare=False)
-    asker: ConvAsker | None = field(default=None, compare=False)
+    asker: WorkspaceAsker | None = field(default=None, compare=False)
 
     @property
     def cudnn(self) -> int:
@@ -223,15 +223,18 @@ def _numbers(tree: Any) -> list[int]:
     return [n for item in tree for n in _numbers(item)] if isinstance(tree, (list, tuple)) else []
 
 
-class ConvAsker(Protocol):
-    """A cuDNN that answers questions about convolutions on a card."""
+class WorkspaceAsker(Protocol):
+    """A cuDNN that answers questions about convolutions and attention on a card."""
 
     @property
     def version(self) -> int:
         """Of the library, in its own numbering."""
 
     def plans(self, question: ConvQuestion) -> ConvAnswer | None:
-        """The plans that torch would try; None where it cannot say."""
+        """The plans that torch would try for a convolution; None where it cannot say."""
+
+    def attention(self, question: AttentionQuestion) -> int | None:
+        """Workspace in bytes of the plan that torch would run for attention; None where it cannot say."""
 
 
 class MeasuredCalls(Protocol):

@@ -116,7 +116,7 @@ class Workspaces:
             conv_benchmark_empties_cache=self._machine.conv_benchmark_empties_cache,
             searched=self._searched,
             plans_kept=self._plans_kept,
-            asker=self._machine.conv_asker,
+            asker=self._machine.cudnn_asker,
             profile=self._machine.measured,
             environ=dict(os.environ),
         )

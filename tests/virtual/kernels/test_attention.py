@@ -142,40 +142,6 @@ def test_safe_softmax_keeps_softmax_mask_and_rows():
     assert found == Extras(before=(count * 4, 4, count, count // 32, 4))
 
 
-def test_cudnn_backward_is_an_estimate_with_its_error():
-    query, lse = heads_last(2, 16, 128, 64), cuda(2, 16, 128, 1)
-    seed = cuda()
-    args = (query, query, query, query, query, lse, seed, seed, None, None, None, 128, 128, 0.0, False)
-    found = extras(
-        aten._scaled_dot_product_cudnn_attention_backward.default, args, {}, None, context("H100 SXM")
-    )
-    # get_fe_workspace_size_node of cudnn-frontend: softmax_sum_size and dQ_accum_size
-    accumulator = 2 * 16 * 128 * 64 * 4
-    assert found == Extras(after=(2 * 16 * 128 * 4 + accumulator,), error_bytes=accumulator // 2)
-
-
-def test_cudnn_backward_finds_room_for_gradients_of_shared_heads():
-    query, key, lse = heads_last(2, 16, 128, 64), heads_last(2, 4, 128, 64), cuda(2, 16, 128, 1)
-    seed = cuda()
-    args = (query, query, key, key, query, lse, seed, seed, None, None, None, 128, 128, 0.0, False)
-    op = aten._scaled_dot_product_cudnn_attention_backward.default
-    found = extras(op, args, {}, None, context("H100 SXM"))
-    assert found is not None
-    rows, expanded = 2 * 16 * 128 * 4, 2 * 16 * 128 * (64 + 64) * 2
-    assert found.after == (rows + rows * 64 + expanded,)
-    assert found.error_below_bytes == expanded
-
-
-def test_cudnn_forward_is_sure_to_be_small_for_many_queries_only():
-    op = aten._scaled_dot_product_cudnn_attention.default
-    many = heads_last(2, 16, 128, 64)
-    found = extras(op, (many, many, many, None, True), {}, None, context("H100 SXM"))
-    assert found == Extras(error_bytes=2 * 16 * 128 * 4)
-    one, keys = heads_last(2, 16, 1, 64), heads_last(2, 16, 4096, 64)
-    found = extras(op, (one, keys, keys, None, False), {}, None, context("H100 SXM"))
-    assert found == Extras(error_bytes=16 * 2 * 16 * 65 * 4)
-
-
 def test_packed_single_queries_of_grouped_heads_split_their_keys():
     # Four sequences of one query: 8 key heads x 4 queries each, as in the dense case of batch 4: 32 blocks of
     # queries for 216 slots and 16 blocks of keys give 6 splits.

@@ -156,7 +156,7 @@ def test_benchmark_mode_tries_all_and_takes_the_largest_first():
 def test_a_plan_that_does_not_fit_is_passed_over_and_the_next_is_kept():
     """NOTE [Plans that are kept]: also once there would be room for the first one."""
     with VirtualGPU("1GiB", context_bytes=0) as gpu:
-        gpu._machine.conv_asker = Asker((600 * MIB, 500 * MIB, 40 * MIB))
+        gpu._machine.cudnn_asker = Asker((600 * MIB, 500 * MIB, 40 * MIB))
         layer = torch.nn.Conv2d(4, 4, 3, padding=1).cuda()
         image = torch.empty(1, 4, 64, 64, device="cuda")
         layer(image)
@@ -176,7 +176,7 @@ def test_a_plan_that_does_not_fit_is_passed_over_and_the_next_is_kept():
 
 def test_a_convolution_does_without_where_no_plan_fits():
     with VirtualGPU("1GiB", context_bytes=0) as gpu:
-        gpu._machine.conv_asker = Asker((2048 * MIB,))
+        gpu._machine.cudnn_asker = Asker((2048 * MIB,))
         torch.nn.Conv2d(4, 4, 3).cuda()(torch.empty(1, 4, 64, 64, device="cuda"))
         assert torch.cuda.max_memory_allocated() < 10 * MIB
 

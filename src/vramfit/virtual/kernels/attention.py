@@ -3,14 +3,14 @@
 Flash: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (``mha_fwd``, ``mha_varlen_fwd``,
 ``set_params_splitkv``, ``mha_bwd``, ``mha_varlen_bwd``). Memory-efficient: .../cuda/attention.cu,
 .../cuda/attention_backward.cu and mem_eff_attention/kernel_backward.h with the kernel list of kernels/cutlassB.h.
-cuDNN: native/cudnn/MHA.cpp asks the graph for its workspace, part of which cudnn-frontend itself lays out and part of
-which the library adds, so these figures are estimates.
+cuDNN's are in `cudnn_attention`.
 """
 
 from __future__ import annotations
 
 import torch
 
+from vramfit.virtual.kernels.cudnn_attention import cudnn_backward, cudnn_forward
 from vramfit.virtual.kernels.rules import Rule, ceil_div, nbytes, round_up, table
 from vramfit.virtual.op_call import Extras, KernelContext, OpCall
 
@@ -305,47 +305,6 @@ def _plain_efficient_backward(call: OpCall) -> Extras | None:
     return _extras([_copy_unless(grad.is_contiguous(), grad)], after)
 
 
-# -- cuDNN ---------------------------------------------------------------------------------------------------
-
-
-def _cudnn_forward(call: OpCall) -> Extras | None:
-    """Nothing for usual lengths: the forward node of cudnn-frontend lays out no workspace.
-
-    Engines for few queries may split the keys, with partial results in float32: up to sixteen of them, unless told.
-    """
-    batch, heads, length, _ = call.args[0].shape
-    row = batch * heads * length * _FLOAT
-    if length > _FEW_QUERIES:
-        return Extras(error_bytes=row)
-    return Extras(error_bytes=16 * row * (call.args[2].shape[3] + 1))
-
-
-_FEW_QUERIES = 64
-
-
-def _cudnn_backward(call: OpCall) -> Extras | None:
-    """fp32 dQ and row sums, and whole-head dK and dV for shared keys.
-
-    cudnn-frontend, node/scaled_dot_product_flash_attention.h (``SDPABackwardNode``): ``get_fe_workspace_size_node``
-    counts ``dQ_accum_size`` and ``softmax_sum_size`` of what is not padded; dK and dV of all query heads are virtual
-    tensors, for which the library finds room. What it adds beside them is not known. ``run_cudnn_SDP_bprop`` copies a
-    gradient whose last stride is not 1 first.
-    """
-    grad, query, key, value = call.args[:4]
-    batch, heads, length, size = query.shape
-    rows = batch * heads * length * _FLOAT
-    accumulator = rows * size
-    expanded = 0
-    if key.shape[1] != heads:
-        expanded = batch * heads * key.shape[2] * (size + value.shape[3]) * query.element_size()
-    copy = _copy_unless(grad.stride(-1) == 1, grad)
-    return Extras(
-        after=tuple(s for s in (copy, rows + accumulator + expanded) if s),
-        error_bytes=accumulator // 2 + expanded,
-        error_below_bytes=expanded,
-    )
-
-
 # -- math ----------------------------------------------------------------------------------------------------
 
 
@@ -370,8 +329,8 @@ RULES: dict[torch._ops.OpOverload, Rule] = table(
         "_efficient_attention_forward": _plain_efficient_forward,
         "_scaled_dot_product_efficient_attention_backward": _sdp_efficient_backward,
         "_efficient_attention_backward": _plain_efficient_backward,
-        "_scaled_dot_product_cudnn_attention": _cudnn_forward,
-        "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
+        "_scaled_dot_product_cudnn_attention": cudnn_forward,
+        "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
         "_safe_softmax": _safe_softmax,
     }
 )

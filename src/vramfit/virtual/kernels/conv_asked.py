@@ -19,7 +19,7 @@ import torch
 
 from vramfit.cudnn.questions import ConvAnswer, ConvPass, ConvPlan, ConvQuestion, TensorShape
 from vramfit.virtual.kernels.conv_workspace import Pass, Shapes, WorkspaceEstimate, estimate
-from vramfit.virtual.op_call import Alternatives, ConvAsker, KernelContext, Spare
+from vramfit.virtual.op_call import Alternatives, KernelContext, Spare, WorkspaceAsker
 
 _PASSES = {
     Pass.FORWARD: ConvPass.FORWARD,
@@ -137,7 +137,7 @@ def alignment_of(tensor: torch.Tensor) -> int:
     return min(_ALIGNMENT, offset & -offset) if offset else _ALIGNMENT
 
 
-def _tries(question: ConvQuestion, first: int, asker: ConvAsker, ctx: KernelContext) -> Iterator[int]:
+def _tries(question: ConvQuestion, first: int, asker: WorkspaceAsker, ctx: KernelContext) -> Iterator[int]:
     """Workspaces of the plans that are tried, the one in use first. See NOTE [Plans that are kept]."""
     key = threading.get_ident(), question
     used = ctx.plans_kept.get(key)
@@ -147,7 +147,7 @@ def _tries(question: ConvQuestion, first: int, asker: ConvAsker, ctx: KernelCont
         yield plan.workspace
 
 
-def _plans(question: ConvQuestion, asker: ConvAsker) -> tuple[ConvPlan, ...]:
+def _plans(question: ConvQuestion, asker: WorkspaceAsker) -> tuple[ConvPlan, ...]:
     """All plans that torch would try, for a convolution whose first one did not fit."""
     answer = asker.plans(question.with_most(_TRIED))
     return () if answer is None else answer.plans
