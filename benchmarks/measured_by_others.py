@@ -14,24 +14,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from comparing.results import ROOT, Results
-from comparing.trainings import MeasuredTraining, chosen, predicted
+from comparing.results import Results
+from comparing.trainings import KEPT, MeasuredTraining, chosen, work_out
 
 from vramfit.cudnn.found_library import find_cudnn
 from vramfit.errors import VramfitError
 from vramfit.units import MIB
-
-KEPT = ROOT / "build" / "measured-by-others"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -66,18 +61,6 @@ def main(arguments: list[str] | None = None) -> int:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     print("\n".join(table(rows)))
     return 0
-
-
-def work_out(
-    lines: Sequence[dict[str, str]], kept: Results, cudnn: str, jobs: int
-) -> Iterator[MeasuredTraining]:
-    """Every training, in order; several at a time in processes of their own."""
-    work = partial(predicted, kept=kept, cudnn=cudnn)
-    if jobs == 1:
-        yield from map(work, lines)
-        return
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(work, lines)
 
 
 def told(row: MeasuredTraining) -> str:
