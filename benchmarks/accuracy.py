@@ -1,12 +1,16 @@
 """How near predictions come to recordings of cards: every recording we hold, and other tools on the same rows.
 
-    python benchmarks/accuracy.py [--only PATTERN ...] [--json FILE] [--no-peers] [--jobs N] [--fresh]
+    python benchmarks/accuracy.py [--only PATTERN ...] [--json FILE] [--no-peers] [--every-figure] [--jobs N] [--fresh]
 
 Two kinds of recordings are compared. Those that others published (tests/data/traces) come with programs of ours that
 reproduce them (recordings_models), or with the reason why there is none. Those below benchmarks/recordings were made on
 cards by `benchmarks/record.py`; the very program that was recorded runs on the virtual GPU of that card. Peaks are
 compared, and the streams of requests, one by one. Other tools predict the same programs: torch's MemTracker, the
 calculation of ``accelerate estimate-memory``, and bytes per parameter (benchmarks/comparing/formula.py).
+
+A third kind of evidence are figures that others measured and published, one number each (comparing/figures.py): the
+table says what each counts, and whether it lies within the row's own error bar. Of the trainings that the authors of
+xMem measured, one of each network and card is run unless ``--every-figure`` is given; they need torchvision.
 
 A finished row is kept under build/accuracy by the content that it depends on, and not worked out again. Recordings
 that the virtual GPU made in a card's place are shown apart with ``--recordings DIR``, and never count as evidence.
@@ -18,16 +22,17 @@ import argparse
 import fnmatch
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from comparing import asking, predictions, tables
+from comparing import asking, figures, predictions, tables, trainings
 from comparing.results import Results
-from comparing.rows import CARDS, Origin, Row, Score
+from comparing.rows import CARDS, MeasuredFigure, Origin, Row, Score
 from recording import store
 from rich.console import Console
 
@@ -65,12 +70,16 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
     return not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
-def work_out(options: argparse.Namespace, say: Callable[[str], None]) -> list[Row]:
-    """Every wanted row."""
+def work_out(
+    options: argparse.Namespace, say: Callable[[str], None]
+) -> tuple[list[Row], list[MeasuredFigure]]:
+    """Every wanted row: of recordings, and of figures that others measured."""
     kept = Results(folder=options.results, fresh=options.fresh)
     own = [r for r in find_recordings(options.recordings) if matches(r.name, options.only)]
     names = [name for name in predictions.published_names() if matches(name, options.only)]
-    if not own and not names:
+    entries = [entry for entry in figures.read_figures() if matches(entry.name, options.only)]
+    lines = figures.wanted_trainings(options.only, every=options.every_figure)
+    if not own and not names and not entries and not lines:
         raise VramfitError(
             f"no recording is called {' or '.join(options.only)}", "Leave --only out to see all"
         )
@@ -84,13 +93,33 @@ def work_out(options: argparse.Namespace, say: Callable[[str], None]) -> list[Ro
     with ThreadPoolExecutor(options.jobs) as pool:
         first = pool.map(finish, predictions.predict_published(names, kept))
         second = pool.map(lambda recording: finish(predictions.predict(recording, kept)), own)
-        return [*first, *second]
+        rows = [*first, *second]
+        measured = list(pool.map(lambda entry: figures.predict_figure(entry, kept), entries))
+    return rows, [*measured, *work_out_trainings(lines, options, say)]
 
 
-def print_all(rows: Sequence[Row], console: Console) -> dict[str, list[Score]]:
+def work_out_trainings(
+    lines: Sequence[dict[str, str]], options: argparse.Namespace, say: Callable[[str], None]
+) -> Iterator[MeasuredFigure]:
+    """Rows of the trainings that the authors of xMem measured; none where torchvision is missing."""
+    if not lines:
+        return
+    if find_spec("torchvision") is None:
+        say(f"{len(lines)} trainings are left out: their networks are torchvision's, which is not installed")
+        return
+    kept = Results(folder=trainings.KEPT, fresh=options.fresh)
+    for training in trainings.work_out(lines, kept, jobs=options.jobs):
+        say(f"{training.run} ({Origin.MEASURED.value})")
+        yield figures.figure_of(training)
+
+
+def print_all(
+    rows: Sequence[Row], measured: Sequence[MeasuredFigure], console: Console
+) -> dict[str, list[Score]]:
     """All tables; returns the scores by kind."""
     for origin in Origin:
         tables.print_rows(console, rows, origin)
+    tables.print_figures(console, measured)
     for line in remarks(rows):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     evidence = [row for row in rows if row.origin.is_evidence]
@@ -134,7 +163,9 @@ def release(text: str) -> str:
     return ".".join(text.partition("+")[0].split(".")[:2])
 
 
-def to_json(rows: Sequence[Row], scores: dict[str, list[Score]]) -> dict[str, Any]:
+def to_json(
+    rows: Sequence[Row], measured: Sequence[MeasuredFigure], scores: dict[str, list[Score]]
+) -> dict[str, Any]:
     """Everything the tables hold."""
     return {
         "schema": SCHEMA,
@@ -142,6 +173,7 @@ def to_json(rows: Sequence[Row], scores: dict[str, list[Score]]) -> dict[str, An
         "cards": list(CARDS),
         "remarks": remarks(rows),
         "rows": [row.to_dict() for row in rows],
+        "measured_by_others": [row.to_dict() for row in measured],
         "scores": {
             kind: [{**asdict(s), "tool": s.tool.value} for s in found] for kind, found in scores.items()
         },
@@ -166,6 +198,11 @@ def parse() -> argparse.Namespace:
         metavar="S",
         help="time for the other tools, each row (600)",
     )
+    parser.add_argument(
+        "--every-figure",
+        action="store_true",
+        help="all trainings that others measured, not one of each network",
+    )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="rows at a time (1)")
     parser.add_argument("--fresh", action="store_true", help="work out again what is finished")
     parser.add_argument(
@@ -181,10 +218,10 @@ def main() -> int:
     console = Console()
     console.width = max(console.width, 170)  # the tables' own width, where the output is a file
     try:
-        rows = work_out(options, lambda text: progress.print(text, style="dim", highlight=False))
-        scores = print_all(rows, console)
+        rows, measured = work_out(options, lambda text: progress.print(text, style="dim", highlight=False))
+        scores = print_all(rows, measured, console)
         if options.json is not None:
-            write_text(options.json, json.dumps(to_json(rows, scores), indent=1) + "\n")
+            write_text(options.json, json.dumps(to_json(rows, measured, scores), indent=1) + "\n")
     except VramfitError as error:
         print(f"{error.message}. {error.hint or ''}".rstrip(), file=sys.stderr)
         return 2

@@ -17,6 +17,8 @@ class Origin(Enum):
     """Others recorded it on a card and published it (tests/data/traces)."""
     CARD = "card"
     """`benchmarks/record.py` recorded it on a card."""
+    MEASURED = "measured by others"
+    """Others measured one figure on a card and published it; there is no recording. See `MeasuredFigure`."""
     VIRTUAL = "virtual"
     """`benchmarks/record.py --gpu` recorded it on the virtual GPU: it tests the machinery and proves nothing."""
 
@@ -155,6 +157,79 @@ class Row:
             for card in CARDS
         }
         return plain
+
+
+class Meaning(Enum):
+    """What a figure that others measured counts."""
+
+    ALLOCATED = "allocated"
+    """``torch.cuda.max_memory_allocated``."""
+    RESERVED = "reserved"
+    """``torch.cuda.max_memory_reserved``."""
+    DEVICE = "device"
+    """Memory in use on the card, as NVML or nvidia-smi tell it: reserved, and the CUDA context."""
+    DEVICE_LESS_FIRST = "device, less its first sample"
+    """The same without what was there when sampling began, the context above all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredFigure:
+    """One figure that others measured and what is predicted of it. Sizes are in bytes.
+
+    Attributes:
+        name: unique among all rows.
+        source: where it was published.
+        device: the card.
+        torch: version it was measured with; empty where that is not told.
+        meaning: what it counts.
+        least, most: what it may stand for; the same where it is exact.
+        predicted: the same size of the run on the virtual GPU; None without one.
+        below, above: the row's own error bar.
+        ran_out: the virtual card had no room for what the true one served.
+        reason: why nothing is predicted.
+        note: what a reader should know of the row, empty for nothing.
+    """
+
+    name: str
+    source: str
+    device: str
+    torch: str
+    meaning: Meaning
+    least: int
+    most: int
+    predicted: int | None = None
+    below: int = 0
+    above: int = 0
+    ran_out: bool = False
+    reason: str | None = None
+    note: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """Relative error in percent, 0 anywhere within what the figure may stand for; None without a prediction."""
+        if self.predicted is None:
+            return None
+        nearest = min(max(self.predicted, self.least), self.most)
+        return 100 * (self.predicted / nearest - 1)
+
+    @property
+    def within(self) -> bool | None:
+        """Whether the figure lies within the bar; None where nothing could be run."""
+        if self.ran_out:
+            return False
+        if self.predicted is None:
+            return None
+        return self.predicted - self.below <= self.most and self.least <= self.predicted + self.above
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as JSON can hold it."""
+        return {
+            **asdict(self),
+            "origin": Origin.MEASURED.value,
+            "meaning": self.meaning.value,
+            "error_percent": self.error,
+            "within_bar": self.within,
+        }
 
 
 def room_on(card: str) -> int:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
-from comparing.rows import CARDS, Origin, Row, Score, Tool, score
+from comparing.rows import CARDS, MeasuredFigure, Origin, Row, Score, Tool, score
 
 MIB = 1 << 20
 TITLES = {
     Origin.PUBLISHED: "Recordings that others published",
     Origin.CARD: "Our own recordings of cards",
+    Origin.MEASURED: "Figures that others measured",
     Origin.VIRTUAL: "The virtual GPU in the place of a card: a test of the machinery, no evidence",
 }
 
@@ -117,3 +119,45 @@ def print_scores(console: Console, rows: Sequence[Row], title: str) -> list[Scor
         soft_wrap=True,
     )
     return scores
+
+
+def print_figures(console: Console, rows: Sequence[MeasuredFigure]) -> None:
+    """Figures that others measured beside predictions, each with its bar, and how many lie within."""
+    if not rows:
+        return
+    table = Table(title=TITLES[Origin.MEASURED], title_justify="left")
+    table.add_column("figure", no_wrap=True)
+    table.add_column("card", no_wrap=True)
+    table.add_column("what it counts", no_wrap=True)
+    for column in ("MiB", "predicted", "bar", "error", "within"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(row.name, row.device, row.meaning.value, *_figure_cells(row))
+    console.print(table)
+    for source in dict.fromkeys(row.source for row in rows):
+        console.print(f"  Source: {source}", markup=False, highlight=False, soft_wrap=True)
+    for row in rows:
+        for line in filter(None, (row.reason, row.note)):
+            console.print(f"  {row.name}: {line}", markup=False, highlight=False, soft_wrap=True)
+    told = [abs(error) for row in rows if (error := row.error) is not None]
+    judged = [row.within for row in rows if row.within is not None]
+    if judged:
+        errors = f"median error {median(told):.2f} %, worst {max(told):.1f} %; " if told else ""
+        console.print(
+            f"Of {len(rows)} figures {len(judged)} were predicted: {errors}{judged.count(False)} outside the bar.",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _figure_cells(row: MeasuredFigure) -> list[str]:
+    measured = (
+        f"{row.most / MIB:,.0f}"
+        if row.least == row.most
+        else f"{row.least / MIB:,.0f} to {row.most / MIB:,.0f}"
+    )
+    within = {True: "yes", False: "ran out" if row.ran_out else "no", None: "-"}[row.within]
+    if row.predicted is None:
+        return [measured, "-", "-", "-", within]
+    bar = f"-{row.below / MIB:,.0f} +{row.above / MIB:,.0f}"
+    return [measured, f"{row.predicted / MIB:,.0f}", bar, percent(row.error), within]

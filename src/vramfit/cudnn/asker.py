@@ -110,6 +110,11 @@ class CudnnAsker:
     def __repr__(self) -> str:
         return f"<CudnnAsker {dotted(self.version)} for {self._spec.name}>"
 
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None where it has ended."""
+        return None if self._process is None else self._process.pid
+
     def plans(self, question: ConvQuestion) -> ConvAnswer | None:
         """The plans for a convolution; None where cuDNN cannot say."""
         reply = self._reply(question, to_plain(question))

@@ -1,5 +1,7 @@
 """Which kernels compute a convolution, in which order they allocate, and how wide estimates are."""
 
+import math
+
 import pytest
 import torch
 
@@ -247,6 +249,38 @@ def test_gradients_of_few_channels_are_filled_up_to_tiles(card, batch, made, rea
     ctx = context(card)
     found = backward(grad, source, cuda(made, read, 1, 1), [True, False, False], ctx, padding=0)
     assert found.between[0] == ((256 * batch * 43 * 43 * 4,) if told else ())
+
+
+@pytest.mark.parametrize(("side", "told"), [(6, True), (8, True), (11, False)])
+@pytest.mark.parametrize("card", ["RTX 3060", "RTX 4060"])
+def test_gradients_of_1x1_filters_take_everything_where_images_are_small(card, side, told):
+    grad, source = cuda(64, 480, side, side), cuda(64, 80, side, side)
+    found = backward(grad, source, cuda(480, 80, 1, 1), [False, True, False], context(card), padding=0)
+    whole = (480 + 80) * 64 * side * side * 4 + 480 * 80 * 4
+    assert found.between[1] == ((whole,) if told else ())
+    below, above = found.between_errors[1]
+    assert below + above == whole
+
+
+@pytest.mark.parametrize(
+    ("filters", "changes", "forward", "told"),
+    [
+        pytest.param((128, 64, 1, 1), {"padding": 0}, False, (False, False), id="1x1"),
+        pytest.param((128, 16, 3, 3), {"groups": 4}, True, (False, True), id="groups"),
+        pytest.param((128, 64, 2, 2), {"padding": 0}, False, (True, True), id="2x2"),
+        pytest.param((128, 64, 5, 5), {"padding": 2}, True, (False, True), id="5x5"),
+    ],
+)
+def test_capability_8_9_has_engines_of_its_own(filters, changes, forward, told):
+    ctx = context("RTX 4060")
+    source, weight = cuda(8, 64, 32, 32), cuda(*filters)
+    side = 31 if filters[-1] == 2 else 32
+    whole = (64 * 32 * 32 + 128 * side * side) * 8 * 4 + math.prod(filters) * 4
+    assert conv(source, weight, ctx, **changes).after == ((whole,) if forward else ())
+    found = backward(cuda(8, 128, side, side), source, weight, [True, True, False], ctx, **changes)
+    assert found.between[:2] == tuple((whole,) if each else () for each in told)
+    strided = conv(source, weight, ctx, **{**changes, "stride": 2})
+    assert bool(strided.after) is (filters[-1] == 5)
 
 
 def test_a_transposed_convolution_reads_what_it_makes():
