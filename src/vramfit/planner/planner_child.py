@@ -58,6 +58,7 @@ from vramfit.planner.verification import (
     Simulated,
     ValuesCheck,
     compare,
+    compare_outputs,
     run_on,
     simulate,
     smaller_sizes,
@@ -186,7 +187,11 @@ def verify_values(
     sizes = sizes_of(workload, job.sizes)
     check_workload(workload, sizes, progress)
     if not job.sizes:
-        sizes = smaller_sizes(workload, found, job.step_seconds, job.seconds, job.steps)
+        steps = job.steps if workload.trains else 1
+        sizes = smaller_sizes(workload, found, job.step_seconds, job.seconds, steps)
+    if not workload.trains:
+        progress("outputs")
+        return ValuesCheck(sizes=sizes, outputs=compare_outputs(workload, found, sizes))
     gradients, losses, notes = compare(
         workload, found, sizes, steps=job.steps, seconds=job.seconds, progress=progress
     )

@@ -263,15 +263,17 @@ class AppliedWorkload(Workload):
 
     def run_step(self, state: State, sizes: Mapping[str, int]) -> Any:
         """One step at these sizes, as the techniques want it."""
-        if self.step is not None:
+        if self.step is not None or self.loss is None:
             return Workload.run_step(self, state, sizes)
         live: AttachedProgram = state.extra[_LIVE]
-        if self.loss is None:
-            batch = to_device(self.batch(**sizes), state.device)
-            with torch.no_grad():
-                live.surrounded(lambda: call_model(state.model, batch))
-            return None
         return live.train_step(self.loss, self.batch(**sizes), lambda batch: to_device(batch, state.device))
+
+    def run_forward(self, state: State, sizes: Mapping[str, int]) -> Any:
+        """What the model gives for a batch at these sizes, as the techniques want it."""
+        live: AttachedProgram = state.extra[_LIVE]
+        batch = self.batch(**sizes) if live.host_inputs else to_device(self.batch(**sizes), state.device)
+        with torch.no_grad():
+            return live.surrounded(lambda: call_model(state.model, batch))
 
 
 def live_of(state: State) -> AttachedProgram | None:
