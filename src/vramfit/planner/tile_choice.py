@@ -181,7 +181,7 @@ class TileSearch:
             self._run(option)
         patience = _PATIENCE
         while len(self.seen) < self.runs and patience:
-            following = self._promising()
+            following = self._promising(self.limit) or self._promising(self.limit * (1 + _SLACK))
             if following is None:
                 break
             before = self._best_seconds()
@@ -209,8 +209,8 @@ class TileSearch:
         self.progress(f"tiles of {sides}, {option.batch} together")
         self.seen[option] = self.cost(option)
 
-    def _promising(self) -> TileOption | None:
-        """What was not run and is told to be quicker than all that was, or nearly; None where nothing is."""
+    def _promising(self, limit: float) -> TileOption | None:
+        """What is told to stay within a limit and to be quicker than all that was run, or nearly; None without any."""
         enough = self._best_seconds() * (1 + _NEAR)
         points = sorted(
             (known.elements, float(cost.total_bytes), cost.seconds / known.calls)
@@ -220,7 +220,7 @@ class TileSearch:
         calls = {elements: seconds for elements, _, seconds in points}
         best = None, math.inf
         for option in self.options:
-            if option in self.seen or _between(sizes, option.elements) > self.limit * (1 + _SLACK):
+            if option in self.seen or _between(sizes, option.elements) > limit:
                 continue
             seconds = _between(calls, option.elements) * option.calls
             if seconds < min(best[1], enough):
