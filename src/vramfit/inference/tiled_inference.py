@@ -1,0 +1,328 @@
+"""A model over an input that is larger than the device: tile by tile, from an array into an array."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from vramfit.errors import UsageError
+from vramfit.inference.arrays import Blank, NpyFile, as_source
+from vramfit.inference.reductions import reduction_name
+from vramfit.inference.tile_grid import TileLayout, make_layout
+from vramfit.inference.tile_journal import block_fingerprint, model_fingerprint
+from vramfit.inference.tile_outputs import OutputPlan, Pack
+from vramfit.inference.tile_results import TileResults
+from vramfit.inference.tile_runner import RunObserver, TileInput, TileRunner
+from vramfit.inference.tile_settings import TileSettings
+from vramfit.inference.tile_stores import make_store
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileJob:
+    """A model and an input, with everything about tiles decided.
+
+    Attributes:
+        model: a module on its device, or a function of a batch of tiles.
+        given: the input.
+        layout: its tiles.
+        settings: how they are joined; with the halo and stride that the model needs.
+        device: where the model computes.
+    """
+
+    model: Callable[..., Any]
+    given: TileInput
+    layout: TileLayout
+    settings: TileSettings
+    device: torch.device
+
+
+def make_job(
+    model: Callable[..., Any],
+    x: Any,
+    settings: TileSettings,
+    *,
+    dims: int | None = None,
+    device: torch.device | str | None = None,
+) -> TileJob:
+    """Decide what a run of a model over an input comes to.
+
+    Args:
+        model: a module on its device, or a function of a batch of tiles.
+        x: the input ``[B, C, *spatial]`` or ``[C, *spatial]``: an array, or the path of a ``.npy`` file.
+        settings: how tiles are cut and joined. An exact grid without a halo takes what the model is probed to need.
+        dims: spatial axes, 1 to 3; None finds them from the settings, the model's convolutions or the input.
+        device: where the model computes; None is where it is.
+
+    Raises:
+        UsageError: the input, the settings and the model do not fit together.
+    """
+    settings.check()
+    if not callable(model):
+        raise UsageError(f"the model is a {type(model).__name__}, which cannot be called", "Give a module")
+    source = as_source("x", x)
+    where = device_of(model, source, device)
+    axes = spatial_axes(model, source, settings, dims)
+    count = len(tuple(source.shape))
+    if count not in (axes + 1, axes + 2):
+        raise UsageError(
+            f"an input of {count} axes is neither [C, *spatial] nor [B, C, *spatial] with {axes} spatial axes",
+            "Add or take away axes, or say how many are spatial: dims=",
+        )
+    given = TileInput(source=source, batched=count == axes + 2, axes=axes)
+    if not settings.blended and (settings.halo is None or settings.stride is None):
+        settings = _with_locality(model, given, settings, where)
+    layout = make_layout(given.shape, axes, given.batched, settings)
+    return TileJob(model=model, given=given, layout=layout, settings=settings, device=where)
+
+
+def run_job(
+    job: TileJob,
+    *,
+    out: Any = None,
+    journal: str | os.PathLike[str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Any:
+    """Compute all tiles; see `vramfit.tiled`.
+
+    Raises:
+        UsageError: the results cannot be put together, or not into `out`; or the journal is another run's.
+        WriteError: a result could not be written.
+    """
+    results = TileResults(out, journal, lambda: _facts(job, out))
+    if results.finished:
+        return results.take_up()
+    observer = RunObserver(planned=results.open, flushed=results.note)
+    if progress is not None:
+        observer.progress = progress
+    try:
+        runner = TileRunner(job.model, job.given, job.layout, job.settings, job.device, observer)
+        runner.run()
+    except BaseException:
+        results.abandon()
+        raise
+    return results.finish()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearsal:
+    """What the first batches of a run took.
+
+    Attributes:
+        batches: that were computed.
+        host_bytes: most bytes that buffers held on the host: pinned memory, windows, shards that wait.
+    """
+
+    batches: int
+    host_bytes: int
+
+
+def rehearse(job: TileJob, batches: int) -> Rehearsal:
+    """Compute the first batches of tiles with all buffers as for the whole, and drop the results.
+
+    Under the virtual GPU this finds the peak of a layout in a moment: every batch of the same size takes the same. The
+    window of a blended grid is emptied at the end, so that what leaves it is counted too.
+
+    Args:
+        job: with any input; `vramfit.inference.arrays.Blank` stands for one of zeros that takes no memory.
+        batches: how many; 3 have all that there is in a run.
+    """
+
+    def drop(plans: list[OutputPlan], pack: Pack) -> None:
+        del pack
+        for plan in plans:
+            plan.stores = [
+                make_store(Blank(shape.shape, shape.dtype), shape, plan.geometry) for shape in plan.results
+            ]
+
+    count = min(batches, job.layout.batches)
+    runner = TileRunner(
+        job.model, job.given, job.layout, job.settings, job.device, RunObserver(planned=drop)
+    )
+    runner.run(count)
+    return Rehearsal(batches=count, host_bytes=runner.host_bytes)
+
+
+# -- What is not said is found ---------------------------------------------------------------------------------------
+
+
+def device_of(model: Any, source: Any, device: torch.device | str | None) -> torch.device:
+    """Where a model computes.
+
+    Raises:
+        UsageError: a device was given, and the model is elsewhere.
+    """
+    tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+    found = tensors[0].device if tensors else None
+    if device is None:
+        if found is not None:
+            return found
+        where = source.device if isinstance(source, torch.Tensor | Blank) else torch.device("cpu")
+        return _with_index(torch.device(where))
+    try:
+        wanted = _with_index(torch.device(device))
+    except RuntimeError as error:
+        raise UsageError(
+            f"device={device!r} is no device: {str(error).splitlines()[0]}", 'Give "cuda" or "cpu"'
+        ) from None
+    if found is not None and _with_index(found) != wanted:
+        raise UsageError(f"the model is on {found}, not on {wanted}", "Move it there: model.to(device)")
+    return wanted
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+_CONVOLUTIONS = {
+    nn.Conv1d: 1,
+    nn.Conv2d: 2,
+    nn.Conv3d: 3,
+    nn.ConvTranspose1d: 1,
+    nn.ConvTranspose2d: 2,
+    nn.ConvTranspose3d: 3,
+}
+
+
+def spatial_axes(model: Any, source: Any, settings: TileSettings, dims: int | None) -> int:
+    """How many axes are spatial: as given, as many as the settings have numbers, or as the first convolution has.
+
+    Raises:
+        UsageError: nothing says it, or it is not 1 to 3.
+    """
+    if dims is not None:
+        if dims not in (1, 2, 3) or isinstance(dims, bool):
+            raise UsageError(f"dims={dims!r} is not 1, 2 or 3", "Give the number of spatial axes")
+        return dims
+    for name in ("tile", "halo", "stride", "overlap"):
+        value = getattr(settings, name)
+        if isinstance(value, tuple | list):
+            if not 1 <= len(value) <= 3:
+                raise UsageError(
+                    f"{name}={value!r} has {len(value)} numbers", "Give 1 to 3, one a spatial axis"
+                )
+            return len(value)
+    if isinstance(model, nn.Module):
+        for module in model.modules():
+            for kind, count in _CONVOLUTIONS.items():
+                if isinstance(module, kind):
+                    return count
+    known = {2: 1, 3: 2, 5: 3}.get(len(tuple(source.shape)))
+    if known is None:
+        raise UsageError(
+            f"an input of shape {list(source.shape)} can be read in two ways", "Say how many axes are spatial: dims="
+        )
+    return known
+
+
+def _with_locality(
+    model: Any, given: TileInput, settings: TileSettings, device: torch.device
+) -> TileSettings:
+    """The settings with the halo and the stride that the model needs."""
+    if settings.halo is not None:
+        return replace(settings, stride=_strides(model))
+    try:
+        module = import_module("vramfit.inference.receptive_field")
+    except ImportError:
+        raise UsageError(
+            "the halo of the tiles is not given", "Give halo, or overlap for tiles that are blended"
+        ) from None
+    return settings_by_probe(module, model, given, settings, device)
+
+
+def settings_by_probe(
+    module: Any, model: Any, given: TileInput, settings: TileSettings, device: torch.device
+) -> TileSettings:
+    """The settings with what a probe of the model finds.
+
+    Args:
+        module: has ``probe(model, example)``, which gives the model's locality.
+
+    Raises:
+        UsageError: a value of the result depends on the whole input.
+    """
+    channels = given.shape[len(given.shape) - given.axes - 1]
+    spatial = given.shape[len(given.shape) - given.axes :]
+    example = torch.zeros(1, channels, *(min(size, 64) for size in spatial), device=device)
+    locality = module.probe(model, example)
+    if locality.kind.value != "local":
+        raise UsageError(
+            f"the model is not local ({locality.kind.value}): a value of its result depends on its whole input",
+            "Give overlap for tiles that are blended, which is another result; or run it layer by layer",
+        )
+    return replace(settings, halo=locality.halo, stride=locality.stride)
+
+
+def _strides(model: Any) -> int:
+    """A multiple of a model's total stride: the product of its modules' strides, where they make pictures smaller."""
+    product = 1
+    if isinstance(model, nn.Module):
+        for module in model.modules():
+            if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) or "Pool" in type(module).__name__:
+                stride = getattr(module, "stride", 1)
+                values = stride if isinstance(stride, tuple) else (stride,)
+                product *= max((one for one in values if isinstance(one, int)), default=1)
+    return product
+
+
+# -- What a run depends on -------------------------------------------------------------------------------------------
+
+
+def _facts(job: TileJob, out: Any) -> dict[str, Any]:
+    layout, settings = job.layout, job.settings
+    padding = settings.padding
+    first, last = layout.tile_at(0), layout.tile_at(layout.total - 1)
+    plain = {
+        field.name: repr(getattr(settings, field.name))
+        for field in fields(TileSettings)
+        if field.name not in ("reduce", "prepare")
+    }
+    reduce = settings.reduce
+    several = list(reduce.items()) if isinstance(reduce, dict) else reduce
+    names = [reduction_name(one) for one in several] if isinstance(several, tuple | list) else []
+    return {
+        "shape of the input": [list(job.given.shape), str(job.given.dtype)],
+        "settings": {
+            **plain,
+            "reduce": names or reduction_name(reduce),
+            "prepare": reduction_name(settings.prepare),
+            "axes": job.given.axes,
+        },
+        "model": model_fingerprint(job.model),
+        "input": [
+            _identity(job.given.source),
+            *(block_fingerprint(job.given.block(tile, layout, padding)) for tile in (first, last)),
+        ],
+        "result": _place(out),
+        "device": job.device.type,
+        "version of torch": torch.__version__,
+    }
+
+
+def _identity(source: Any) -> dict[str, Any]:
+    if isinstance(source, NpyFile):
+        return source.identity()
+    name = getattr(source, "filename", None) if isinstance(source, np.memmap) else None
+    if name is not None:
+        found = os.stat(name)
+        return {"path": str(name), "bytes": found.st_size, "modified": found.st_mtime_ns}
+    return {}
+
+
+def _place(out: Any) -> Any:
+    if isinstance(out, dict):
+        return {str(name): _place(one) for name, one in out.items()}
+    if isinstance(out, tuple | list):
+        return [_place(one) for one in out]
+    if isinstance(out, str | os.PathLike):
+        return os.path.abspath(os.fspath(out))
+    return [type(out).__name__, list(getattr(out, "shape", ()))]
+
