@@ -68,6 +68,19 @@ def make_job(
         raise UsageError(f"the model is a {type(model).__name__}, which cannot be called", "Give a module")
     source = as_source("x", x)
     where = device_of(model, source, device)
+    settings, given = settled(model, source, settings, dims=dims, device=where)
+    layout = make_layout(given.shape, given.axes, given.batched, settings)
+    return TileJob(model=model, given=given, layout=layout, settings=settings, device=where)
+
+
+def settled(
+    model: Any, source: Any, settings: TileSettings, *, dims: int | None, device: torch.device
+) -> tuple[TileSettings, TileInput]:
+    """The settings with what the model needs of an exact grid, and the input with its axes told apart.
+
+    Raises:
+        UsageError: the input's axes cannot be told, or the model needs its whole input.
+    """
     axes = spatial_axes(model, source, settings, dims)
     count = len(tuple(source.shape))
     if count not in (axes + 1, axes + 2):
@@ -77,9 +90,8 @@ def make_job(
         )
     given = TileInput(source=source, batched=count == axes + 2, axes=axes)
     if not settings.blended and (settings.halo is None or settings.stride is None):
-        settings = _with_locality(model, given, settings, where)
-    layout = make_layout(given.shape, axes, given.batched, settings)
-    return TileJob(model=model, given=given, layout=layout, settings=settings, device=where)
+        settings = _with_locality(model, given, settings, device)
+    return settings, given
 
 
 def run_job(

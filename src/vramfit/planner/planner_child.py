@@ -39,6 +39,7 @@ from vramfit.planner.plan_file import plan_to_toml
 from vramfit.planner.planner_job import (
     PRICE,
     Answer,
+    ChooseTileJob,
     ConfirmJob,
     DeviceMemory,
     FitJob,
@@ -53,6 +54,7 @@ from vramfit.planner.search import PlanFound
 from vramfit.planner.search_cache import SearchCache
 from vramfit.planner.search_clock import SearchClock, interruptible
 from vramfit.planner.search_evidence import SEARCH_FILE, Evidence
+from vramfit.planner.tile_trial import ChosenTile, quickest_tile
 from vramfit.planner.verification import (
     CardRuns,
     Simulated,
@@ -212,6 +214,14 @@ def verify_values(
     )
 
 
+def choose_tile(
+    workload: Workload, device: DeviceBackend, job: ChooseTileJob, progress: Progress
+) -> ChosenTile:
+    """The quickest tile for a packed model and what was asked about it."""
+    question = workload.batch(batch_size=1)
+    return quickest_tile(device, workload.model, question, job.memory.budget, progress)
+
+
 TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "plan": (PlanJob, plan),
     "fit": (FitJob, fit),
@@ -219,6 +229,7 @@ TASKS: dict[str, tuple[type[PlannerJob], Callable[..., Any]]] = {
     "measure": (MeasureJob, measure),
     "verify-memory": (VerifyMemoryJob, verify_memory),
     "verify-values": (VerifyValuesJob, verify_values),
+    "choose-tile": (ChooseTileJob, choose_tile),
 }
 """The kinds of job, and what does each."""
 

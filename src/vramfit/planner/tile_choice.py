@@ -1,239 +1,117 @@
-"""Which tile is the quickest within a budget: few of them are run, the others are told from those.
-
-NOTE [Tiles worth a look]: along a dimension of n elements that is cut into k parts, only the smallest tile that covers
-it in k parts is of interest: a larger one computes more and saves nothing. So a choice is a number of parts for each
-dimension, and a number of tiles that are run together. Tiles are kept about as long in one direction as in the others,
-where the image allows it: of two tiles with the same volume, the one that is nearer to a cube repeats less of its
-neighbours.
-
-NOTE [What is run]: seconds of a call and its memory grow with the elements of the tiles in it, seldom evenly: a card
-that has too little to do takes its least time, and kernels change with the size. What was run is therefore
-interpolated between its neighbours by elements, and what is told to be the best is run, until it has been.
-"""
+"""Chooses the tile for a live model within a budget: asked here, found in a process of its own on the virtual GPU."""
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import product
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vramfit.arguments import size_argument
+from vramfit.errors import UnknownGpuError, UsageError
+from vramfit.gpus import GpuSpec, find_gpu
+from vramfit.inference.arrays import as_source
+from vramfit.inference.tile_settings import TileSettings
+from vramfit.inference.tiled_inference import device_of, settled, spatial_axes
+from vramfit.launch.job import Failure
+from vramfit.planner.packed_model import pack
+from vramfit.planner.planner_job import MARGIN, ChooseTileJob, DeviceMemory
+from vramfit.planner.planner_run import run_task
+from vramfit.planner.tile_trial import ChosenTile, TileQuestion
 
 Progress = Callable[[str], None]
 
-_LONGEST = 2.0
-"""How much longer a side of a tile may be than another that the image leaves free."""
-
-_BATCHES = (1, 2, 4, 8, 16, 32)
-"""Numbers of tiles that are run together."""
-
-_PARTS_UP_TO = {1: 32, 2: 16}
-"""Numbers of parts that are all looked at, by dimensions; of more, each is about a quarter more than the one before."""
-
-_MOST_RUNS = 24
-"""Tiles that are run in a search."""
-
-_NEAR = 0.1
-"""Part of the best seconds within which another tile is run too: what is told of it may be off by that."""
-
-_SLACK = 0.05
-"""Part of the limit by which what is told of a tile's memory may be too high."""
-
-_PATIENCE = 8
-"""Runs in a row that may be no better than the best before."""
+_chosen: dict[str, ChosenTile] = {}
+"""What was found in this process, by what was asked."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TileOption:
-    """A tile, and how many are run together.
-
-    Attributes:
-        tile: elements along each dimension, with the halo.
-        batch: tiles in one call.
-        count: tiles that cover the image.
-    """
-
-    tile: tuple[int, ...]
-    batch: int
-    count: int
-
-    @property
-    def calls(self) -> int:
-        """Calls of the model for the whole image."""
-        return -(-self.count // self.batch)
-
-    @property
-    def elements(self) -> int:
-        """Elements of one channel in one call."""
-        return math.prod(self.tile) * self.batch
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TileCost:
-    """What a tile costs.
-
-    Attributes:
-        fits: whether it runs within the budget.
-        total_bytes: all that the device has to have; on one without a limit, where it does not fit.
-        seconds: for the whole image.
-    """
-
-    fits: bool
-    total_bytes: int
-    seconds: float
-
-
-def tile_options(
-    shape: Sequence[int],
+def choose_tile(
+    model: Any,
+    x: Any,
+    settings: TileSettings,
     *,
-    halo: Sequence[int],
-    multiple: Sequence[int],
-    overlap: float = 0.0,
-    batches: Sequence[int] = _BATCHES,
-) -> list[TileOption]:
-    """The tiles that are worth a look, the whole image first.
+    dims: int | None = None,
+    device: torch.device | str | None = None,
+    budget: str | float | None = None,
+    gpu: str | os.PathLike[str] | GpuSpec | None = None,
+    progress: Progress | None = None,
+) -> ChosenTile:
+    """The tile with which a model gets over an input quickest within a budget.
 
     Args:
-        shape: elements of the image along each dimension.
-        halo: elements that a tile needs on either side beyond those that it answers for.
-        multiple: what the length of a tile, and where it begins, has to be a multiple of.
-        overlap: part of a tile's length that the next one shares, for tiles that are blended; without a halo then.
-        batches: numbers of tiles that may be run together; more than there are tiles are left out.
+        model: a module; its values stay here, its structure goes to another process.
+        settings: how tiles are joined. An exact grid without a halo takes what the model is probed to need.
+        budget: bytes that torch may reserve on the device, the model included; None for what is free there, less 2 %.
+        gpu: the card that it is chosen for; None for the device's own.
+
+    Raises:
+        UsageError: the model cannot go to another process, there is no budget to choose by, or no tile fits.
+        VramfitError: the model fails.
     """
-    found = []
-    sides = [
-        list(_sides(*each, overlap, _PARTS_UP_TO.get(len(shape), 8)))
-        for each in zip(shape, halo, multiple, strict=True)
-    ]
-    for chosen in product(*sides):
-        tile = tuple(length for length, _ in chosen)
-        if not _about_even(tile, shape):
-            continue
-        count = math.prod(parts for _, parts in chosen)
-        found += [
-            TileOption(tile=tile, batch=batch, count=count)
-            for batch in batches
-            if batch == 1 or batch <= count
-        ]
-    return sorted(found, key=lambda option: (option.count, -math.prod(option.tile), option.batch))
-
-
-def _sides(size: int, halo: int, multiple: int, overlap: float, all_up_to: int) -> Iterator[tuple[int, int]]:
-    """Lengths of a tile along one dimension, each the smallest with its number of parts."""
-    seen = set()
-    for parts in _part_numbers(size, all_up_to):
-        if overlap:
-            # parts tiles reach as far as one tile and parts - 1 steps
-            length = math.ceil(size / (1 + (parts - 1) * (1 - overlap)))
-            length = min(_up(length, multiple), _up(size, multiple))
-            step = max(1, int(length * (1 - overlap)))
-            real = max(1, math.ceil((size - length) / step) + 1)
-        else:
-            core = _up(math.ceil(size / parts), multiple)
-            real = math.ceil(size / core)
-            edges = 0 if real == 1 else 1 if real == 2 else 2  # at the image's border there is no halo
-            length = min(core + edges * halo, size)
-        if (length, real) not in seen:
-            seen.add((length, real))
-            yield length, real
-        if length <= multiple or (not overlap and core <= multiple):
-            return
-
-
-def _part_numbers(size: int, all_up_to: int) -> Iterator[int]:
-    parts = 1
-    while parts <= size:
-        yield parts
-        parts = parts + 1 if parts < all_up_to else parts * 5 // 4
-
-
-def _up(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
-
-
-def _about_even(tile: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether no side is much longer than another that could be as long."""
-    longest = max(tile)
-    return all(side * _LONGEST >= min(longest, size) for side, size in zip(tile, shape, strict=True))
-
-
-@dataclass(slots=True)
-class TileSearch:
-    """A search for the quickest tile.
-
-    Args:
-        options: to choose from.
-        cost: runs one.
-        limit: bytes that the device may take.
-        runs: how many may be run.
-    """
-
-    options: Sequence[TileOption]
-    cost: Callable[[TileOption], TileCost]
-    limit: int
-    progress: Progress = lambda _text: None
-    runs: int = _MOST_RUNS
-    seen: dict[TileOption, TileCost] = field(default_factory=dict)
-
-    def best(self) -> tuple[TileOption, TileCost] | None:
-        """The quickest tile that was run and fits; None where none does."""
-        for option in self._first():
-            self._run(option)
-        patience = _PATIENCE
-        while len(self.seen) < self.runs and patience:
-            following = self._promising(self.limit) or self._promising(self.limit * (1 + _SLACK))
-            if following is None:
-                break
-            before = self._best_seconds()
-            self._run(following)
-            patience = _PATIENCE if self._best_seconds() < before else patience - 1
-        fitting = [(option, cost) for option, cost in self.seen.items() if cost.fits]
-        return min(fitting, key=lambda found: (found[1].seconds, found[1].total_bytes), default=None)
-
-    def _best_seconds(self) -> float:
-        return min((cost.seconds for cost in self.seen.values() if cost.fits), default=math.inf)
-
-    @property
-    def smallest(self) -> tuple[TileOption, TileCost]:
-        """What was run with the least memory."""
-        return min(self.seen.items(), key=lambda found: found[1].total_bytes)
-
-    def _first(self) -> list[TileOption]:
-        """The smallest, to know whether anything fits, and one that is somewhat larger, to tell how it goes on."""
-        ordered = sorted(self.options, key=lambda option: option.elements)
-        more = [option for option in ordered if option.elements >= 4 * ordered[0].elements]
-        return list(dict.fromkeys((ordered[0], more[0] if more else ordered[-1])))
-
-    def _run(self, option: TileOption) -> None:
-        sides = " x ".join(map(str, option.tile))
-        self.progress(f"tiles of {sides}, {option.batch} together")
-        self.seen[option] = self.cost(option)
-
-    def _promising(self, limit: float) -> TileOption | None:
-        """What is told to stay within a limit and to be quicker than all that was run, or nearly; None without any."""
-        enough = self._best_seconds() * (1 + _NEAR)
-        points = sorted(
-            (known.elements, float(cost.total_bytes), cost.seconds / known.calls)
-            for known, cost in self.seen.items()
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            "a tile is chosen for a module, whose structure can be looked at", "Give tile=, or wrap the function"
         )
-        sizes = {elements: size for elements, size, _ in points}  # of several the largest
-        calls = {elements: seconds for elements, _, seconds in points}
-        best = None, math.inf
-        for option in self.options:
-            if option in self.seen or _between(sizes, option.elements) > limit:
-                continue
-            seconds = _between(calls, option.elements) * option.calls
-            if seconds < min(best[1], enough):
-                best = option, seconds
-        return best[0]
+    source = as_source("x", x)
+    where = device_of(model, source, device)
+    settings, given = settled(model, source, settings, dims=dims, device=where)
+    card = _card(where, gpu)
+    limit = _limit(model, where, card, budget, own=gpu is None)
+    question = TileQuestion(
+        shape=given.shape, dtype=given.dtype, dims=given.axes, settings=replace(settings, tile=None)
+    )
+    memory = DeviceMemory(device="cpu" if card is None else "cuda", gpu=card, budget=limit)
+    with tempfile.TemporaryDirectory(prefix="vramfit-") as name:
+        target = pack(model, question, Path(name))
+        asked = hashlib.sha256(Path(name, "packed.pickle").read_bytes() + repr(memory).encode()).hexdigest()
+        if asked not in _chosen:
+            found = run_task(ChooseTileJob(target=target, memory=memory), ChosenTile, progress)
+            if isinstance(found, Failure):
+                raise found.error()
+            _chosen[asked] = found.found
+    return _chosen[asked]
 
 
-def _between(curve: Mapping[int, float], at: float) -> float:
-    """A value between the points of a curve, which rise; beyond them along its first or last piece."""
-    places = list(curve)
-    if len(places) == 1:
-        return curve[places[0]] * max(1.0, at / places[0])
-    index = min(max(bisect_left(places, at), 1), len(places) - 1)
-    low, high = places[index - 1], places[index]
-    value = curve[low] + (curve[high] - curve[low]) / (high - low) * (at - low)
-    return max(value, curve[high]) if at > high else max(value, 0.0)
+def _card(device: torch.device, gpu: str | os.PathLike[str] | GpuSpec | None) -> GpuSpec | None:
+    """The card that a tile is chosen for; None for the CPU.
+
+    Raises:
+        UsageError: the device's own card is none that vramfit knows.
+    """
+    if gpu is not None:
+        return find_gpu(gpu)
+    if device.type == "cpu":
+        return None
+    name = torch.cuda.get_device_name(device)
+    try:
+        return replace(find_gpu(name), total_bytes=torch.cuda.mem_get_info(device)[1])
+    except UnknownGpuError as error:
+        raise UsageError(
+            f"the card {name} is not in the catalogue", "Say which one comes near: gpu=, or give tile="
+        ) from error
+
+
+def _limit(
+    model: nn.Module, device: torch.device, card: GpuSpec | None, budget: str | float | None, *, own: bool
+) -> int:
+    """Bytes that torch may reserve.
+
+    Raises:
+        UsageError: it is for the CPU, and no budget was given.
+    """
+    if budget is not None:
+        return size_argument("budget", budget)
+    if card is None:
+        raise UsageError("no tile and no budget are given", 'Give tile=64, or budget="2GiB"')
+    if not own or device.type != "cuda":
+        return card.total_bytes - card.typical_context_bytes - round(MARGIN * card.total_bytes)
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    there = sum(one.nbytes for one in {*model.parameters(), *model.buffers()} if one.device == device)
+    return max(1, free + held + there - round(MARGIN * total))

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vramfit.planner.tile_choice import TileCost, TileOption, TileSearch, tile_options
+from vramfit.inference.tile_grid import make_layout
+from vramfit.inference.tile_settings import TileSettings
+from vramfit.planner.tile_search import TileCost, TileOption, TileSearch, tile_options
 
 
 @settings(max_examples=60, deadline=None)
@@ -20,18 +22,14 @@ from vramfit.planner.tile_choice import TileCost, TileOption, TileSearch, tile_o
 )
 def test_tiles_cover_the_image_and_keep_its_multiples(shape: list[int], halo: int, multiple: int) -> None:
     dims = len(shape)
-    options = tile_options(shape, halo=[halo] * dims, multiple=[multiple] * dims)
+    options = tile_options(shape, halo=[halo] * dims, stride=[multiple] * dims)
     assert options[0].tile == tuple(shape)
     assert options[0].count == 1
     for option in options:
-        for size, length in zip(shape, option.tile, strict=True):
-            assert length <= size
-            # a tile that is not the whole side begins and ends at a multiple, but for the halo
-            assert length == size or (length - halo) % multiple == 0 or (length - 2 * halo) % multiple == 0
-        covered = math.prod(
-            max(1, math.ceil(size / max(1, length - 2 * halo))) for size, length in zip(shape, option.tile, strict=True)
-        )
-        assert option.count <= covered
+        settings_ = TileSettings(tile=option.tile, halo=(halo,) * dims, stride=(multiple,) * dims)
+        layout = make_layout((1, 1, *shape), dims, True, settings_)
+        assert layout.tile == option.tile
+        assert layout.total == option.count
 
 
 @pytest.mark.parametrize("case", range(12))
@@ -40,7 +38,7 @@ def test_the_search_comes_near_to_brute_force_in_few_runs(case: int) -> None:
     dims = 1 + case % 3
     shape = [draw.randrange(60, [100_000, 4_000, 260][dims - 1]) for _ in range(dims)]
     halo = [draw.choice([0, 4, 16])] * dims
-    options = tile_options(shape, halo=halo, multiple=[draw.choice([1, 8, 16])] * dims)
+    options = tile_options(shape, halo=halo, stride=[draw.choice([1, 8, 16])] * dims)
     base, slope = draw.uniform(1e6, 1e8), draw.uniform(100, 3000)
     least, rate = draw.uniform(2e-4, 5e-3), draw.uniform(1e-9, 2e-8)
     limit = round(base + slope * options[0].elements * draw.choice([0.3, 0.1, 0.03]))
@@ -63,7 +61,7 @@ def test_the_search_comes_near_to_brute_force_in_few_runs(case: int) -> None:
 
 
 def test_nothing_is_found_where_the_smallest_tile_is_too_large() -> None:
-    options = tile_options([64, 64], halo=[4, 4], multiple=[16, 16])
+    options = tile_options([64, 64], halo=[4, 4], stride=[16, 16])
     search = TileSearch(options, lambda one: TileCost(fits=False, total_bytes=one.elements, seconds=1.0), 10)
     assert search.best() is None
     assert search.smallest[1].total_bytes == min(option.elements for option in options)
