@@ -49,9 +49,7 @@ def inference(model: Callable[[], nn.Module], batch: Callable[[int], Batch], bat
         torch.manual_seed(0)
         return model().eval()
 
-    return Workload(
-        model=made, batch=lambda batch_size: batch(batch_size), sizes={"batch_size": batch_size}
-    )
+    return Workload(model=made, batch=lambda batch_size: batch(batch_size), sizes={"batch_size": batch_size})
 
 
 def output_of(workload: Workload) -> Any:

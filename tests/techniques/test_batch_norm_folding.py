@@ -145,7 +145,9 @@ def test_training_mode_is_not_folded() -> None:
     model = Net().train()
     assert not find_foldable(model, images(3)).norms
     model.eval()
-    assert find_foldable(copy.deepcopy(model).to("meta"), images(3).to("meta")) == find_foldable(model, images(3))
+    assert find_foldable(copy.deepcopy(model).to("meta"), images(3).to("meta")) == find_foldable(
+        model, images(3)
+    )
 
 
 def test_a_resnet_keeps_its_outputs_and_gets_its_weights_back_bit_for_bit() -> None:

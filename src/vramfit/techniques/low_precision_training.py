@@ -116,15 +116,13 @@ class LowPrecisionTraining(Technique[LowPrecisionTrainingSetting]):
     }
 
     def options(self, profile: Profile) -> Iterator[LowPrecisionTrainingSetting]:
-        """Float32 weights, then with states in bfloat16, then stochastic rounding; without training, the cast alone."""
+        """Float32 weights, then with states in bfloat16, then stochastic rounding; for training alone."""
         able = profile.device_type == "cpu" or profile.capability >= _BFLOAT16_FROM
         if not able or not any(p.dtype is torch.float32 for p in profile.model.parameters()):
             return
         # Statistics of batch norm are sums of many small changes; they cost nothing worth saving.
         norms = any(isinstance(module, _NormBase) for module in profile.model.modules())
-        if not profile.trains:
-            yield LowPrecisionTrainingSetting(master=Master.NONE, float32_norms=norms)
-        elif not profile.own_step and _is_steppable(profile.optimizer):
+        if profile.trains and not profile.own_step and _is_steppable(profile.optimizer):
             yield LowPrecisionTrainingSetting(float32_norms=norms)
             yield LowPrecisionTrainingSetting(bfloat16_states=True, float32_norms=norms)
             yield LowPrecisionTrainingSetting(

@@ -137,14 +137,17 @@ _EMPTY = nn.Module()
 class Unwritten:
     """Surrounds a model whose tensors are shared: an error where one of them was written to."""
 
-    def __init__(self, versions: dict[str, int]) -> None:
-        self.versions = versions
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.seen: dict[str, tuple[int, int]] = dict.fromkeys(names, (0, 0))
 
     def __call__(self, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward pass, and a look at the tensors after it."""
         result = forward(*args, **kwargs)
-        for name, version in self.versions.items():
-            if _version(_slot(module, name).tensor) != version:
+        for name, (tensor, version) in self.seen.items():
+            now = _seen(_slot(module, name).tensor)
+            self.seen[name] = now
+            # Another tensor is that of a copy of the model, or was put there in place of the shared one.
+            if now[0] == tensor and now[1] != version:
                 raise UsageError(
                     f"{name} was written to, which takes the place of equal ones by tensor-sharing",
                     "Leave it out of tensor-sharing's shared, and load checkpoints before the plan is applied",
@@ -252,12 +255,14 @@ def _settle(live: AttachedProgram, pairs: list[tuple[_Slot, _Slot]], names: tupl
     for slot, kept in pairs:
         if slot.is_buffer and slot.tensor.dtype is kept.tensor.dtype:
             slot.table[slot.own] = kept.tensor
-    watch = Unwritten({name: _version(_slot(live.model, name).tensor) for name in names})
+    watch = Unwritten(names)
+    watch.seen = {name: _seen(_slot(live.model, name).tensor) for name in names}
     live.surround(live.model, watch)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else int(tensor._version)
+def _seen(tensor: torch.Tensor) -> tuple[int, int]:
+    """Which tensor it is, and how often it was written to; tensors of inference mode do not count that."""
+    return id(tensor), 0 if tensor.is_inference() else tensor._version
 
 
 # -- unused modules ---------------------------------------------------------------------------------------------------
@@ -276,8 +281,9 @@ def _unused(model: nn.Module, trace: ForwardTrace) -> tuple[str, ...]:
         if not path or any(path.startswith(f"{outer}.") for outer in found):
             continue
         inside = [f"{path}.{name}" if name else path for name, _ in module.named_modules()]
-        own = list(_own_tensors(model, module))
-        untouched = not any(tensor.untyped_storage()._cdata in read for tensor in own)
+        own = any(True for _ in _own_tensors(model, module))
+        every = (*module.parameters(), *module.buffers())
+        untouched = not any(tensor.untyped_storage()._cdata in read for tensor in every)
         if own and untouched and not called.intersection(inside):
             found.append(path)
     return tuple(found)

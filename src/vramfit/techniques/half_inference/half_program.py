@@ -127,10 +127,14 @@ def make_half(
         live.surround(module, Float32Part(dtype, hands_on=id(module) in on))
     live.surround(model, HalfRoot(dtype, float32_outputs=float32_outputs))
     cast: dict[torch.Tensor, torch.Tensor | None] = {}
-    live.on_undo(lambda: _restore(model, cast))
     live.keep_pageable(lambda: [values for values in cast.values() if values is not None])
-    # After what else changes weights (folded batch norms), so that these are rounded once.
-    live.after(AttachStage.MODEL, lambda: _cast(model, dtype, kept, cast, restores=restores))
+
+    def act() -> None:
+        live.on_undo(lambda: _restore(model, cast))
+        _cast(model, dtype, kept, cast, restores=restores)
+
+    # After what else changes weights (folded batch norms), so that these are rounded once, and undone before them.
+    live.after(AttachStage.MODEL, act)
 
 
 def _cast(
