@@ -99,6 +99,13 @@ def test_samples_are_as_small_as_their_time_allows_and_none_at_all_for_large_mod
     assert large.traced() is not None, "shapes take no memory"
 
 
+def test_a_limited_search_takes_half_of_what_is_left() -> None:
+    short = WorkloadSamples(
+        workload=workload(), sizes=SIZES, flops=1e9, model_bytes=1 << 22, left=lambda: 2.0
+    ).small()
+    assert short is not None and short.seconds == 1.0
+
+
 def test_a_sample_that_fails_is_none() -> None:
     def fails(count: int) -> torch.Tensor:
         raise ValueError(count)

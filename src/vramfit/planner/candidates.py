@@ -390,6 +390,7 @@ class Candidates:
                 sizes=self.request.sizes,
                 flops=profile.step_flops,
                 model_bytes=sum(4 * parameter.numel() for parameter in profile.model.parameters()),
+                left=lambda: self.clock.left,
             )
         return self._samples
 

@@ -23,7 +23,7 @@ _PASSES = 40
 """Passes of a sample that a search through the modules takes, for the estimate of its seconds."""
 
 _SECONDS = 30.0
-"""Seconds that one search may take."""
+"""Seconds that one search may take, and half of what is left."""
 
 _PART, _MOST = 1 / 8, 1 << 31
 """The share of the machine's memory that a model's values may take, and the most bytes."""
@@ -36,12 +36,14 @@ class WorkloadSamples:
     Args:
         flops: of a step at these sizes.
         model_bytes: of the model's parameters in 32 bits.
+        left: the seconds that are left of a limited search; None where it is not limited.
     """
 
     workload: Workload
     sizes: Mapping[str, int]
     flops: float
     model_bytes: int
+    left: Callable[[], float | None] = lambda: None
     _found: dict[str, Any] = field(default_factory=dict)
 
     def once(self, key: str, find: Callable[[], Found]) -> Found:
@@ -95,13 +97,15 @@ class WorkloadSamples:
 
     def small(self) -> SmallSample | None:
         """The model itself, and a batch of two examples at sizes that take about half a minute for all passes."""
+        left = self.left()
+        seconds = _SECONDS if left is None else min(_SECONDS, left / 2)
         name = batch_size_name(self.sizes)
         examples = min(_EXAMPLES, self.sizes[name])
         ways = ways_to_try(
             self.workload,
             {**self.sizes, name: examples},
             flops=self.flops * examples / self.sizes[name] * _PASSES,
-            seconds=_SECONDS,
+            seconds=seconds,
             model_bytes=self.model_bytes,
             most_bytes=most_model_bytes(_PART, _MOST),
         )
@@ -115,7 +119,7 @@ class WorkloadSamples:
             except Exception:  # the workload's own code, at sizes that it was not written for
                 continue
             words = ", ".join(f"{size} {value:,}" for size, value in way.sizes.items())
-            return SmallSample(model=model, batch=batch, words=words, seconds=_SECONDS)
+            return SmallSample(model=model, batch=batch, words=words, seconds=seconds)
         return None
 
     def _made(self) -> nn.Module:
