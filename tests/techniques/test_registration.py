@@ -15,6 +15,7 @@ from vramfit.techniques import all_techniques
 ORDER = (
     "mixed-precision",
     "low-precision-training",
+    "half-inference",
     "tf32",
     "in-place-activations",
     "micro-batching",
@@ -37,6 +38,9 @@ ORDER = (
     "lean-optimizer",
     "gradient-projection",
     "compile",
+    "batch-norm-folding",
+    "tensor-sharing",
+    "uint8-inputs",
 )
 TECHNIQUE = """
 from vramfit.techniques import AttachStage, Numerics, Setting, Technique

@@ -89,6 +89,7 @@ class AttachedProgram:
         host_inputs: whether a batch for inference stays on the CPU: a technique brings what it needs to the device.
         loss_surroundings: what surrounds the computation of the loss in a workload, and the forward pass where it has
             no loss, the innermost first; each is given a function without arguments that computes it.
+        preparing: each is given a workload's batch on the host, without training, and returns what goes to the device.
         gathering: called when the gradients of a step are complete, before they are unscaled or cut: what keeps some
             elsewhere brings them to the parameters.
         before_step: called before the optimizer steps, after gradients are unscaled.
@@ -114,6 +115,7 @@ class AttachedProgram:
         self.frees_input = False
         self.host_inputs = False
         self.loss_surroundings: list[Callable[[Callable[[], Any]], Any]] = []
+        self.preparing: list[Callable[[Batch], Batch]] = []
         self.gathering: list[Callable[[], None]] = []
         self.before_step: list[Callable[[], None]] = []
         self.after_step: list[Callable[[], None]] = []
@@ -351,6 +353,12 @@ class AttachedProgram:
 
         found: torch.Tensor = self.surrounded(compute)
         return found
+
+    def prepared(self, batch: Batch) -> Batch:
+        """A workload's batch as it goes to the device."""
+        for change in self.preparing:
+            batch = change(batch)
+        return batch
 
     def surrounded(self, compute: Callable[[], Any]) -> Any:
         """What `compute` gives inside the surroundings of the loss."""
