@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -108,8 +108,8 @@ class RunObserver:
     """
 
     planned: Callable[[list[OutputPlan], Pack], None]
-    flushed: Callable[[dict[int, set[int]]], None] = field(default=lambda stored: None)
-    progress: Callable[[int, int], None] = field(default=lambda done, total: None)
+    flushed: Callable[[dict[int, set[int]]], None] | None = None
+    progress: Callable[[int, int], None] | None = None
 
 
 class TileRunner:
@@ -222,9 +222,7 @@ class TileRunner:
         if staged is not None and staged.device.type == "cpu":
             comes = steps.first_with_room(staged.nbytes)
             if comes is not None:
-                due.append(
-                    (max(gone, comes), lambda: early.append(self._transfers.up_early(staged)))
-                )
+                due.append((max(gone, comes), lambda: early.append(self._transfers.up_early(staged))))
         with steps.running(due):
             return self._call(batch)
 
@@ -332,7 +330,7 @@ class TileRunner:
             self._transfers.let_go(leaving)
             self._transfers.collect(leaving)
             self._done += tiles
-            if tiles:
+            if tiles and self._observer.progress is not None:
                 self._observer.progress(self._done, self._layout.total)
         stores = [store for output in self.outputs for store in output.stores]
         held = sum(store.held_bytes for store in stores) + sum(
@@ -384,7 +382,8 @@ class TileRunner:
         stores = [store for output in self.outputs for store in output.stores]
         for number, store in enumerate(stores):
             stored[number] = store.flush()
-        self._observer.flushed(stored)
+        if self._observer.flushed is not None:
+            self._observer.flushed(stored)
         self._flushed_at = time.monotonic()
 
     def _keep_what_is_done(self) -> None:

@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from vramfit.arguments import call_argument
 from vramfit.errors import UsageError
 from vramfit.inference.arrays import Blank, NpyFile, as_source
 from vramfit.inference.reductions import reduction_name
@@ -64,8 +66,7 @@ def make_job(
         UsageError: the input, the settings and the model do not fit together.
     """
     settings.check()
-    if not callable(model):
-        raise UsageError(f"the model is a {type(model).__name__}, which cannot be called", "Give a module")
+    call_argument("model", model)
     source = as_source("x", x)
     where = device_of(model, source, device)
     axes = spatial_axes(model, source, settings, dims)
@@ -98,9 +99,7 @@ def run_job(
     results = TileResults(out, journal, lambda: _facts(job, out))
     if results.finished:
         return results.take_up()
-    observer = RunObserver(planned=results.open, flushed=results.note)
-    if progress is not None:
-        observer.progress = progress
+    observer = RunObserver(planned=results.open, flushed=results.note, progress=progress)
     try:
         runner = TileRunner(job.model, job.given, job.layout, job.settings, job.device, observer)
         runner.run()
@@ -142,9 +141,7 @@ def rehearse(job: TileJob, batches: int) -> Rehearsal:
             ]
 
     count = min(batches, job.layout.batches)
-    runner = TileRunner(
-        job.model, job.given, job.layout, job.settings, job.device, RunObserver(planned=drop)
-    )
+    runner = TileRunner(job.model, job.given, job.layout, job.settings, job.device, RunObserver(planned=drop))
     runner.run(count)
     return Rehearsal(batches=count, host_bytes=runner.host_bytes)
 
@@ -177,9 +174,9 @@ def device_of(model: Any, source: Any, device: torch.device | str | None) -> tor
 
 
 def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    # A device without a number has None for it, which torch's stubs do not say.
+    number: int | None = device.index
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and number is None else device
 
 
 _CONVOLUTIONS = {
@@ -218,7 +215,8 @@ def spatial_axes(model: Any, source: Any, settings: TileSettings, dims: int | No
     known = {2: 1, 3: 2, 5: 3}.get(len(tuple(source.shape)))
     if known is None:
         raise UsageError(
-            f"an input of shape {list(source.shape)} can be read in two ways", "Say how many axes are spatial: dims="
+            f"an input of shape {list(source.shape)} can be read in two ways",
+            "Say how many axes are spatial: dims=",
         )
     return known
 
@@ -312,7 +310,7 @@ def _identity(source: Any) -> dict[str, Any]:
         return source.identity()
     name = getattr(source, "filename", None) if isinstance(source, np.memmap) else None
     if name is not None:
-        found = os.stat(name)
+        found = Path(name).stat()
         return {"path": str(name), "bytes": found.st_size, "modified": found.st_mtime_ns}
     return {}
 
@@ -325,4 +323,3 @@ def _place(out: Any) -> Any:
     if isinstance(out, str | os.PathLike):
         return os.path.abspath(os.fspath(out))
     return [type(out).__name__, list(getattr(out, "shape", ()))]
-
