@@ -348,9 +348,10 @@ def write_block(target: WritableArray, key: tuple[Any, ...], block: torch.Tensor
 
 def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Zeros on the CPU whose pages take memory only once they are written."""
-    count = math.prod(shape)
-    nbytes = max(count * dtype.itemsize, 1)
-    return torch.from_numpy(np.zeros(nbytes, np.uint8)).view(dtype)[:count].view(tuple(shape))
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes == 0:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    return torch.from_numpy(np.zeros(nbytes, np.uint8)).view(dtype).view(tuple(shape))
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -187,7 +187,12 @@ def _scales(
                 "Leave scale out to take what the model gives",
             )
         fraction = scale.numerator != 1 and scale.denominator != 1
-        if len(layout.axes[axis]) > 1 and (size == 0 or (fraction and wanted is None)):
+        if len(layout.axes[axis]) > 1 and size <= 1 and wanted is None:
+            raise UsageError(
+                f"{said}: a model that needs its whole input cannot be given tiles of it",
+                "Run it whole, or its local part alone",
+            )
+        if len(layout.axes[axis]) > 1 and fraction and wanted is None:
             raise UsageError(
                 f"{said}: is that a scale of {scale}, or are edges cut off?",
                 f"Give scale={str(scale)!r} if it is one; a model that cuts edges off has to pad its convolutions",
