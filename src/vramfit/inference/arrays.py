@@ -22,8 +22,13 @@ from vramfit.arguments import shown
 from vramfit.errors import UsageError, WriteError
 from vramfit.writing import refused
 
-Region: TypeAlias = tuple[slice, ...]
+Region: TypeAlias = tuple["slice[Any, Any, Any]", ...]
 """Where something lies along each spatial axis; starts and stops are set."""
+
+
+def last_axes(region: Sequence[slice]) -> Any:
+    """The key of a region along the last axes, whatever comes before."""
+    return (..., *region)
 
 
 class ArrayLike(Protocol):
@@ -75,19 +80,20 @@ class NpyFile:
         self._touched = 0
         try:
             with self.path.open("rb") as stream:
-                version = np.lib.format.read_magic(stream)  # type: ignore[no-untyped-call]
+                version = np.lib.format.read_magic(stream)
                 read = np.lib.format.read_array_header_1_0
                 if version != (1, 0):
                     read = np.lib.format.read_array_header_2_0
-                shape, fortran, dtype = read(stream)  # type: ignore[no-untyped-call]
+                shape, fortran, dtype = read(stream)
                 offset = stream.tell()
             if dtype.hasobject:
                 raise ValueError("it holds Python objects")
             self._file = os.open(self.path, os.O_RDWR if writable else os.O_RDONLY)
             access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
             self._map = mmap.mmap(self._file, 0, access=access)
-            order = "F" if fortran else "C"
-            self.values: np.ndarray[Any, Any] = np.ndarray(shape, dtype, self._map, offset, order=order)
+            self.values: np.ndarray[Any, Any] = np.ndarray(
+                shape, dtype, self._map, offset, order="F" if fortran else "C"
+            )
         except FileNotFoundError:
             raise UsageError(f"there is no file {self.path}", "Check the path") from None
         except (OSError, ValueError, TypeError) as error:
@@ -146,7 +152,7 @@ def create_npy(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NpyF
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     try:
         with path.open("wb") as stream:
-            np.lib.format.write_array_header_2_0(stream, header)  # type: ignore[no-untyped-call]
+            np.lib.format.write_array_header_2_0(stream, header)
             start, size = stream.tell(), math.prod(shape) * dtype.itemsize
             stream.flush()
             _take_space(stream.fileno(), start, size)
@@ -342,9 +348,10 @@ def write_block(target: WritableArray, key: tuple[Any, ...], block: torch.Tensor
 
 def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Zeros on the CPU whose pages take memory only once they are written."""
-    count = math.prod(shape)
-    nbytes = max(count * dtype.itemsize, 1)
-    return torch.from_numpy(np.zeros(nbytes, np.uint8)).view(dtype)[:count].view(tuple(shape))
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes == 0:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    return torch.from_numpy(np.zeros(nbytes, np.uint8)).view(dtype).view(tuple(shape))
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -84,7 +84,7 @@ def as_reduction(given: Any) -> OnTheFly | None:
     Raises:
         UsageError: there is none of that name.
     """
-    if given is None or (callable(given) and not isinstance(given, str)):
+    if given is None or callable(given):
         found: OnTheFly | None = given
         return found
     name, _, value = str(given).partition("=")
@@ -102,8 +102,8 @@ def as_reduction(given: Any) -> OnTheFly | None:
         number = None
     if number is None or (kind is TopK and number < 1):
         raise UsageError(f"reduce={shown(given)}: {value!r} is no number for it", "Give another") from None
-    made = kind(number)
-    return made
+    with_number: OnTheFly = kind(number)
+    return with_number
 
 
 def reduction_name(reduction: Any) -> str:
@@ -111,7 +111,9 @@ def reduction_name(reduction: Any) -> str:
     if reduction is None or isinstance(reduction, ArgMax | Threshold | TopK | EightBits):
         return repr(reduction)
     code = getattr(reduction, "__code__", None)
-    name = f"{getattr(reduction, '__module__', '')}.{getattr(reduction, '__qualname__', repr(type(reduction)))}"
+    name = (
+        f"{getattr(reduction, '__module__', '')}.{getattr(reduction, '__qualname__', repr(type(reduction)))}"
+    )
     return name if code is None else f"{name} {code.co_code.hex()} {code.co_consts!r}"
 
 

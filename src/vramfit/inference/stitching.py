@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from vramfit.errors import UsageError
-from vramfit.inference.arrays import Region, host_zeros
+from vramfit.inference.arrays import Region, host_zeros, last_axes
 from vramfit.inference.tile_grid import Tile, TileLayout
 
 
@@ -73,10 +73,8 @@ class Geometry:
     def core(self, tile: Tile, block: torch.Tensor) -> torch.Tensor:
         """The kept part of a tile's result ``[*lead, *spatial]``."""
         whole, part = self.given(tile), self.kept(tile)
-        inner = tuple(
-            slice(k.start - g.start, k.stop - g.start) for g, k in zip(whole, part, strict=True)
-        )
-        return block[(..., *inner)]
+        inner = tuple(slice(k.start - g.start, k.stop - g.start) for g, k in zip(whole, part, strict=True))
+        return block[last_axes(inner)]
 
     def check(self, tile: Tile, block: torch.Tensor) -> None:
         """Make sure that a tile's result ``[*lead, *spatial]`` has the shape that the others let expect.
@@ -133,11 +131,16 @@ class Released:
 
 
 class BlendWindow:
-    """Weighted sums of overlapping tiles, as high as a tile along the first axis and as wide as the picture.
+    """Weighted sums of overlapping tiles, for as many places as still wait for a tile.
 
     Tiles come in the order of the layout, so that each value is summed up in the order in which MONAI's
-    ``sliding_window_inference`` does it. Rows that no later tile reaches are divided by the sum of their weights and
-    given away, and the rest moves up.
+    ``sliding_window_inference`` does it. What no later tile reaches is divided by its sum of weights and given away.
+
+    NOTE [Two sums]: tiles of one row (the same place along the first axis) are added up in a window of a tile's rows
+    and columns, which moves along the second axis. What leaves it is complete but for the rows that the next row of
+    tiles reaches too: these wait, for the whole width, in another sum, from which that row begins. Both together are a
+    fraction of what the picture takes, or a slab of it as high as a tile. With one spatial axis there is the window
+    alone; inside, it has a first axis of one step.
 
     Args:
         geometry: where results belong.
@@ -154,27 +157,44 @@ class BlendWindow:
         device: torch.device | None = None,
     ) -> None:
         self.geometry, self.weights = geometry, weights
-        length = geometry.length
-        first = geometry.layout.axes[0]
-        rows = max(
-            (geometry.span(0, one.start, one.stop).stop - geometry.span(0, one.start, one.stop).start)
-            for one in first
-        )
         self.on_host = device is None
-        shape = (*geometry.lead, rows, *length[1:])
-        self.sums = self._zeros(shape, dtype, device)
-        self.counts = self._zeros((rows, *length[1:]), dtype, device)
-        self._row_axis = len(geometry.lead)
-        self._item: int | None = None
-        self._origin = 0
-        self._filled = 0
-        self._place = 0
+        self._line = len(geometry.length) == 1
+        self._lead = len(geometry.lead)
+        self._bands = [self._rows(place) for place in range(1 if self._line else geometry.layout.counts[0])]
+        first = self._inside(geometry.given(geometry.layout.tile_at(0)))
+        self._height, self._width = first[0].stop - first[0].start, first[1].stop - first[1].start
+        length = (1, *geometry.length) if self._line else geometry.length
+        self._end = length[1]
+        shared = max(
+            (a.stop - b.start for a, b in zip(self._bands, self._bands[1:], strict=False)), default=0
+        )
+        self.sums, self.counts = self._zeros((self._height, self._width, *length[2:]), dtype, device)
+        self._kept, self._kept_counts = self._zeros((max(shared, 0), *length[1:]), dtype, device)
+        self._item = -1
+        self._place = self._band = 0
+        self._left = self._right = 0  # the window begins there, and tiles were added up to there
+        self._begun = (
+            -1,
+            0,
+            0,
+        )  # the item, first row and number of the rows that wait for the present row of tiles
 
-    @staticmethod
-    def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
+    def _zeros(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = (*self.geometry.lead, *shape)
         if device is None:
-            return host_zeros(shape, dtype)
-        return torch.zeros(shape, dtype=dtype, device=device)
+            return host_zeros(whole, dtype), host_zeros(shape, dtype)
+        return torch.zeros(whole, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+
+    def _rows(self, place: int) -> slice:
+        if self._line:
+            return slice(0, 1)
+        tile = self.geometry.layout.axes[0][place]
+        return self.geometry.span(0, tile.start, tile.stop)
+
+    def _inside(self, region: Region) -> Region:
+        return (slice(0, 1), *region) if self._line else region
 
     @property
     def tile_bytes(self) -> int:
@@ -185,7 +205,8 @@ class BlendWindow:
     @property
     def nbytes(self) -> int:
         """Bytes of the sums and of the sums of weights."""
-        return self.sums.nbytes + self.counts.nbytes
+        held = (self.sums, self.counts, self._kept, self._kept_counts)
+        return sum(tensor.nbytes for tensor in held)
 
     def add(self, tile: Tile, block: torch.Tensor, *, hollow: bool = False) -> Iterator[Released]:
         """Add a tile's result; first gives what it completes of the tiles before. `block` is changed.
@@ -195,57 +216,155 @@ class BlendWindow:
             block: ``[*lead, *spatial]``, in memory of its own.
             hollow: whether it holds no values, so that nothing has to be computed.
         """
-        region = self.geometry.given(tile)
-        rows = region[0]
-        if tile.item != self._item:
-            yield from self.finish(hollow=hollow)  # which leaves zeros
-            self._item, self._origin, self._filled, self._place = tile.item, rows.start, 0, tile.place[0]
-        if rows.start > self._origin:
-            yield from self._release(rows.start, hollow=hollow)
-            self._place = tile.place[0]
-        inner = (slice(rows.start - self._origin, rows.stop - self._origin), *region[1:])
-        self._filled = max(self._filled, rows.stop - self._origin)
+        columns = self._inside(self.geometry.given(tile))[1]
+        band = 0 if self._line else tile.place[0]
+        if (tile.item, band) != (self._item, self._band) or self._right == 0:
+            yield from self.finish(hollow=hollow)
+            self._begin(tile.item, band, columns.start, hollow=hollow)
+        elif columns.start > self._left:
+            yield from self._release(columns.start, hollow=hollow)
+            self._advance(columns.start, hollow=hollow)
+        self._place = tile.place[0]
+        self._right = max(self._right, columns.stop)
         if hollow:
             return
+        block = block.unsqueeze(self._lead) if self._line else block
+        inner: Region = (slice(None), slice(0, columns.stop - columns.start), *self._rest(tile))
         if self.weights is None:
             self.counts[inner] += 1
         else:
             block.mul_(self.weights)
             self.counts[inner] += self.weights
-        self.sums[(..., *inner)] += block
+        self.sums[last_axes(inner)] += block
+
+    def _rest(self, tile: Tile) -> Region:
+        return self._inside(self.geometry.given(tile))[2:]
 
     def finish(self, *, hollow: bool = False) -> Iterator[Released]:
-        """Give the rest of the present example away."""
-        if self._item is not None:
-            yield from self._release(self._origin + self._filled, hollow=hollow)
-            self._item = None
+        """Give the rest of the present row of tiles away."""
+        if self._right:
+            yield from self._release(self._right, hollow=hollow)
+            rows = self._bands[self._band]
+            following = self._following
+            shared = 0 if following is None else rows.stop - following
+            self._begun = (self._item, following or 0, max(shared, 0))
+            self._right = 0
+
+    @property
+    def _following(self) -> int | None:
+        """The first row of the next row of tiles; None after the last."""
+        return self._bands[self._band + 1].start if self._band + 1 < len(self._bands) else None
+
+    def _begin(self, item: int, band: int, left: int, *, hollow: bool) -> None:
+        self._item, self._band, self._left = item, band, left
+        if self._begun[:2] != (item, self._bands[band].start):
+            self._begun = (item, 0, 0)  # the row of tiles before was not computed, as all of it is stored
+        if not hollow:
+            self.sums.zero_()
+            self.counts.zero_()
+            self._take_up(left)
+
+    def _take_up(self, start: int) -> None:
+        """Begin the columns from `start` to the window's end with what the row of tiles before left."""
+        stop, count = min(self._left + self._width, self._end), self._begun[2]
+        if count and start < stop:
+            inner = (slice(0, count), slice(start - self._left, stop - self._left))
+            outer = (slice(0, count), slice(start, stop))
+            axes = self.counts.dim() - 2
+            self.sums[
+                last_axes(
+                    (
+                        *inner,
+                        *_ALL[:axes],
+                    )
+                )
+            ] = self._kept[
+                last_axes(
+                    (
+                        *outer,
+                        *_ALL[:axes],
+                    )
+                )
+            ]
+            self.counts[inner] = self._kept_counts[outer]
+
+    def _advance(self, left: int, *, hollow: bool) -> None:
+        entered, self._left = self._left + self._width, left
+        if not hollow:
+            count = left - (entered - self._width)
+            _move_up(self.sums, self._lead + 1, count)
+            _move_up(self.counts, 1, count)
+            self._take_up(max(entered, left))
 
     def _release(self, until: int, *, hollow: bool) -> Iterator[Released]:
-        """Give the rows before `until` away, and move the rest up."""
-        count = until - self._origin
-        crop = self.geometry.crop
-        start, stop = max(self._origin, crop[0].start), min(until, crop[0].stop)
-        done = self.sums.narrow(self._row_axis, 0, count)
-        if start < stop:
-            if not hollow:
-                done /= self.counts[:count]
-            inner = (slice(start - self._origin, stop - self._origin), *crop[1:])
-            region = (
-                slice(start - crop[0].start, stop - crop[0].start),
-                *self.geometry.crop_bounds[1:],
-            )
-            assert self._item is not None
-            unit = self._item * self.geometry.layout.counts[0] + self._place
-            yield Released(self._item, region, unit, self.sums[(..., *inner)])
+        """Give the window's columns before `until` away; rows that the next row of tiles reaches wait for it."""
+        stop = min(until, self._right)
+        rows, following = self._bands[self._band], self._following
+        whole = self._height if following is None else min(following - rows.start, self._height)
+        width = slice(0, stop - self._left)
+        rest = _ALL[: self.counts.dim() - 2]
         if not hollow:
-            _move_up(self.sums, self._row_axis, count)
-            _move_up(self.counts, 0, count)
-        self._origin, self._filled = until, self._filled - count
+            done = self.sums[
+                last_axes(
+                    (
+                        slice(0, whole),
+                        width,
+                        *rest,
+                    )
+                )
+            ]
+            done /= self.counts[:whole, width]
+            if whole < self._height:
+                kept = (slice(0, self._height - whole), slice(self._left, stop), *rest)
+                inner = (slice(whole, None), width, *rest)
+                self._kept[last_axes(kept)] = self.sums[last_axes(inner)]
+                self._kept_counts[kept] = self.counts[inner]
+        yield from self._cropped(slice(rows.start, rows.start + whole), slice(self._left, stop))
+
+    def _cropped(self, rows: slice, columns: slice) -> Iterator[Released]:
+        """What is complete, as far as it belongs to the picture."""
+        crop = self._inside(self.geometry.crop)
+        common = [
+            slice(max(part.start, edge.start), min(part.stop, edge.stop))
+            for part, edge in zip((rows, columns), crop, strict=False)
+        ]
+        if any(part.start >= part.stop for part in common):
+            return
+        inner = tuple(
+            slice(part.start - start, part.stop - start)
+            for part, start in zip(common, (rows.start, columns.start), strict=True)
+        )
+        block = self.sums[
+            last_axes(
+                (
+                    *inner,
+                    *crop[2:],
+                )
+            )
+        ]
+        region = (
+            *(
+                slice(part.start - edge.start, part.stop - edge.start)
+                for part, edge in zip(common, crop, strict=False)
+            ),
+            *self._inside(self.geometry.crop_bounds)[2:],
+        )
+        if self._line:
+            block, region = block.squeeze(self._lead), region[1:]
+        unit = self._item * self.geometry.layout.counts[0] + self._place
+        last = self._line or common[1].stop == min(crop[1].stop, self._end)
+        yield Released(self._item, region, unit, block, last)
+
+
+_ALL = (slice(None), slice(None), slice(None))
 
 
 def _move_up(rows: torch.Tensor, axis: int, count: int) -> None:
     """Move what follows the first `count` rows to the front, and zero the rest; in steps that do not overlap."""
     size = rows.shape[axis]
+    if count >= size:
+        rows.zero_()
+        return
     for start in range(count, size, count):
         length = min(count, size - start)
         rows.narrow(axis, start - count, length).copy_(rows.narrow(axis, start, length))
@@ -258,4 +377,3 @@ def scaled_weights(weights: torch.Tensor | None, sizes: tuple[int, ...]) -> torc
     if weights is None or tuple(weights.shape) == sizes:
         return weights
     return F.interpolate(weights[None, None], sizes, mode="nearest-exact")[0, 0]
-

@@ -190,8 +190,7 @@ def model_fingerprint(model: Any) -> str:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         if has_values(tensor) and tensor.device.type != "meta":
-            values = tensor.detach().cpu().contiguous().reshape(-1)
-            digest.update(values.view(torch.uint8).numpy() if values.numel() else b"")
+            digest.update(_raw(tensor))
     return digest.hexdigest()
 
 
@@ -199,5 +198,9 @@ def block_fingerprint(block: torch.Tensor) -> str:
     """A checksum of a tensor's values."""
     if not has_values(block):
         return ""
-    values = block.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(values.numpy(), digest_size=16).hexdigest()
+    return hashlib.blake2b(_raw(block), digest_size=16).hexdigest()
+
+
+def _raw(tensor: torch.Tensor) -> Any:
+    values = tensor.detach().cpu().contiguous().reshape(-1)
+    return values.view(torch.uint8).numpy()

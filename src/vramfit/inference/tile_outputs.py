@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -69,7 +69,7 @@ def plan_outputs(
         geometry = _geometry(tile, output, settings, layout, lambda number=number: run.corner(number))  # type: ignore[misc]
         sums = run.sums_dtype if run.sums_dtype is not None else output.dtype
         if layout.blended:
-            geometry = _with_dtype(geometry, sums)
+            geometry = replace(geometry, dtype=sums)
         sample = output[:1].narrow(output.dim() - len(layout.spatial), 0, 1).to(geometry.dtype)
         kept, pack = flattened(sample if reduction is None else reduction(sample))
         axes = len(layout.spatial)
@@ -114,12 +114,6 @@ class PlanContext:
     corner: Callable[[int], tuple[int, ...]]
 
 
-def _with_dtype(geometry: Geometry, dtype: torch.dtype) -> Geometry:
-    import dataclasses
-
-    return dataclasses.replace(geometry, dtype=dtype)
-
-
 def _window(
     tile: Tile, output: torch.Tensor, geometry: Geometry, settings: TileSettings, dtype: torch.dtype
 ) -> BlendWindow:
@@ -150,51 +144,60 @@ def _geometry(
             "Tiles need a result with the batch first and the spatial axes last",
         )
     sizes = tuple(output.shape[output.dim() - axes :])
-    lead = tuple(output.shape[1 : output.dim() - axes])
-    scales = [Fraction(size, given) for size, given in zip(sizes, tile.sizes, strict=True)]
-    wanted = _given_scale(settings.scale, axes)
+    scales = _scales(tile, sizes, settings, layout)
     length: list[int] = []
     last: tuple[int, ...] | None = None
     for axis, (scale, size) in enumerate(zip(scales, sizes, strict=True)):
         tiles = layout.axes[axis]
-        if wanted is not None and scale != wanted[axis]:
-            if len(tiles) > 1 or wanted[axis] * tile.sizes[axis] != size:
-                raise UsageError(
-                    f"the model gives {size} for a tile of {tile.sizes[axis]}, which is not a scale of {wanted[axis]}",
-                    "Leave scale out to take what the model gives",
-                )
+        whole = tiles[-1].stop * scale
         if len(tiles) == 1:
             length.append(size)
-            continue
-        if scale == 0 or (wanted is None and scale.numerator != 1 and scale.denominator != 1):
-            raise UsageError(
-                f"the model gives {size} for a tile of {tile.sizes[axis]}: is that a scale of {scale}, or an edge cut off?",
-                f"Give scale={str(scale)!r} if it is one; a model that cuts edges off has to pad its convolutions",
-            )
-        whole = tiles[-1].stop * scale
-        if whole.denominator == 1 or layout.blended:
+        elif whole.denominator == 1 or layout.blended:
             length.append(int(whole))
-            continue
-        if last is None:
-            last = corner()
-        begin = tiles[-1].start * scale
-        length.append(int(begin) + last[len(last) - axes + axis])
+        else:  # an odd length and a scale below 1: the model says whether it rounds up or down
+            last = corner() if last is None else last
+            length.append(int(tiles[-1].start * scale) + last[len(last) - axes + axis])
     crop = tuple(
-        slice(round(before * scale), round((before + size) * scale))
-        if before or after
-        else slice(0, whole_length)
-        for (before, after), size, scale, whole_length in zip(
+        slice(round(before * scale), round((before + size) * scale)) if before or after else slice(0, end)
+        for (before, after), size, scale, end in zip(
             layout.padding, layout.spatial, scales, length, strict=True
         )
     )
     return Geometry(
         layout=layout,
-        lead=lead,
-        scale=tuple(scales),
+        lead=tuple(output.shape[1 : output.dim() - axes]),
+        scale=scales,
         length=tuple(length),
         crop=crop,
         dtype=output.dtype,
     )
+
+
+def _scales(
+    tile: Tile, sizes: tuple[int, ...], settings: TileSettings, layout: TileLayout
+) -> tuple[Fraction, ...]:
+    """The output's length over the input's along each axis, from the first tile."""
+    found = tuple(Fraction(size, given) for size, given in zip(sizes, tile.sizes, strict=True))
+    wanted = _given_scale(settings.scale, len(sizes))
+    for axis, (scale, size) in enumerate(zip(found, sizes, strict=True)):
+        said = f"the model gives {size} for a tile of {tile.sizes[axis]}"
+        if wanted is not None and scale != wanted[axis]:
+            raise UsageError(
+                f"{said}, which is not a scale of {wanted[axis]}",
+                "Leave scale out to take what the model gives",
+            )
+        fraction = scale.numerator != 1 and scale.denominator != 1
+        if len(layout.axes[axis]) > 1 and size <= 1 and wanted is None:
+            raise UsageError(
+                f"{said}: a model that needs its whole input cannot be given tiles of it",
+                "Run it whole, or its local part alone",
+            )
+        if len(layout.axes[axis]) > 1 and fraction and wanted is None:
+            raise UsageError(
+                f"{said}: is that a scale of {scale}, or are edges cut off?",
+                f"Give scale={str(scale)!r} if it is one; a model that cuts edges off has to pad its convolutions",
+            )
+    return found
 
 
 def _given_scale(given: Any, axes: int) -> tuple[Fraction, ...] | None:
@@ -207,7 +210,8 @@ def _given_scale(given: Any, axes: int) -> tuple[Fraction, ...] | None:
         found = ()
     if len(found) != axes or min(found) <= 0:
         raise UsageError(
-            f"scale={shown(given)} is no scale for {axes} spatial axes", 'Give a number, or "1/2", or one an axis'
+            f"scale={shown(given)} is no scale for {axes} spatial axes",
+            'Give a number, or "1/2", or one an axis',
         )
     return found
 
@@ -222,13 +226,15 @@ def _reductions(given: Any, keys: Sequence[Any]) -> list[OnTheFly | None]:
         for key in given:
             if key not in keys:
                 raise UsageError(
-                    f"reduce has a {key!r}, which the model does not give", f"It gives {', '.join(map(str, keys))}"
+                    f"reduce has a {key!r}, which the model does not give",
+                    f"It gives {', '.join(map(str, keys))}",
                 )
         return [as_reduction(given.get(key)) for key in keys]
     if isinstance(given, tuple | list):
         if len(given) != len(keys):
             raise UsageError(
-                f"reduce has {len(given)} entries for {len(keys)} outputs", "Give one an output, None to leave it"
+                f"reduce has {len(given)} entries for {len(keys)} outputs",
+                "Give one an output, None to leave it",
             )
         return [as_reduction(one) for one in given]
     return [as_reduction(given)] * len(keys)

@@ -1,7 +1,7 @@
 """Where the results of a tiled run go: new tensors, arrays of the caller's, or files that get their name at the end.
 
-A file is written beside its name and renamed when it is complete. With a journal it and the journal outlive a crash, and
-the next run goes on with them; without one nothing is left of a run that failed.
+A file is written beside its name and renamed when it is complete. With a journal both outlive a crash, and the next run
+goes on with them; without one nothing is left of a run that failed.
 """
 
 from __future__ import annotations
@@ -165,9 +165,7 @@ class TileResults:
         if self._journal is not None:
             self._journal.remove()
         named = {id(file): path for path, _, file in self._files}
-        return self._pack(
-            [_reopened(named[id(one)]) if id(one) in named else one for one in self._arrays]
-        )
+        return self._pack([_reopened(named[id(one)]) if id(one) in named else one for one in self._arrays])
 
     def take_up(self) -> Any:
         """The end of a run that was killed when all was stored: what is left is the names."""
@@ -217,7 +215,8 @@ def _flat(out: Any) -> Iterator[Any]:
 def _check_path(path: Path) -> None:
     if path.suffix != ".npy":
         raise UsageError(
-            f"out={str(path)!r} is no path of a .npy file", "Let it end in .npy, or give an array (zarr, memmap)"
+            f"out={str(path)!r} is no path of a .npy file",
+            "Let it end in .npy, or give an array (zarr, memmap)",
         )
     check_writable(path)
 

@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -97,6 +97,27 @@ class TileInput:
         return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class TileJob:
+    """A model and an input, with everything about tiles decided.
+
+    Attributes:
+        model: a module on its device, or a function of a batch of tiles ``[b, C, *tile]``.
+        given: the input.
+        layout: its tiles.
+        settings: how they are joined; with the halo and stride that the model needs.
+        device: where the model computes.
+        module: whose parts run when a model is called that is no module itself; None where they are not known.
+    """
+
+    model: Callable[..., Any]
+    given: TileInput
+    layout: TileLayout
+    settings: TileSettings
+    device: torch.device
+    module: nn.Module | None = None
+
+
 @dataclass(kw_only=True)
 class RunObserver:
     """What is told of a run.
@@ -108,42 +129,31 @@ class RunObserver:
     """
 
     planned: Callable[[list[OutputPlan], Pack], None]
-    flushed: Callable[[dict[int, set[int]]], None] = field(default=lambda stored: None)
-    progress: Callable[[int, int], None] = field(default=lambda done, total: None)
+    flushed: Callable[[dict[int, set[int]]], None] | None = None
+    progress: Callable[[int, int], None] | None = None
 
 
 class TileRunner:
     """One run of a model over one input.
 
     Args:
-        model: a module, or a function of a batch of tiles ``[b, C, *tile]``.
-        given: the input.
-        layout: its tiles.
-        settings: how they are joined.
-        device: where the model computes.
+        job: what is to be computed.
         observer: what is told.
 
     Attributes:
         outputs: the plans of the model's outputs, once the first tile is computed.
     """
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        given: TileInput,
-        layout: TileLayout,
-        settings: TileSettings,
-        device: torch.device,
-        observer: RunObserver,
-    ) -> None:
-        self._model, self._given, self._layout = model, given, layout
-        self._settings, self._device, self._observer = settings, device, observer
+    def __init__(self, job: TileJob, observer: RunObserver) -> None:
+        self._model, self._given, self._layout = job.model, job.given, job.layout
+        self._settings, self._device, self._observer = job.settings, job.device, observer
+        model, device = job.module or job.model, job.device
         self.outputs: list[OutputPlan] = []
         card = device.type == "cuda"
         self._transfers: Transfers = CardTransfers(device) if card else InPlace(device)
         self._steps = ForwardSteps(model, device) if card else None
         self._pending: deque[tuple[Leaving, int]] = deque()
-        self._prepare: Callable[[torch.Tensor], torch.Tensor] = settings.prepare or _to_dtype(model)
+        self._prepare: Callable[[torch.Tensor], torch.Tensor] = job.settings.prepare or _to_dtype(model)
         self._done = 0
         self._hollow = False
         self._flushed_at = time.monotonic()
@@ -222,9 +232,7 @@ class TileRunner:
         if staged is not None and staged.device.type == "cpu":
             comes = steps.first_with_room(staged.nbytes)
             if comes is not None:
-                due.append(
-                    (max(gone, comes), lambda: early.append(self._transfers.up_early(staged)))
-                )
+                due.append((max(gone, comes), lambda: early.append(self._transfers.up_early(staged))))
         with steps.running(due):
             return self._call(batch)
 
@@ -332,7 +340,7 @@ class TileRunner:
             self._transfers.let_go(leaving)
             self._transfers.collect(leaving)
             self._done += tiles
-            if tiles:
+            if tiles and self._observer.progress is not None:
                 self._observer.progress(self._done, self._layout.total)
         stores = [store for output in self.outputs for store in output.stores]
         held = sum(store.held_bytes for store in stores) + sum(
@@ -384,7 +392,8 @@ class TileRunner:
         stores = [store for output in self.outputs for store in output.stores]
         for number, store in enumerate(stores):
             stored[number] = store.flush()
-        self._observer.flushed(stored)
+        if self._observer.flushed is not None:
+            self._observer.flushed(stored)
         self._flushed_at = time.monotonic()
 
     def _keep_what_is_done(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from vramfit.inference.arrays import Region, WritableArray, host_zeros, write_block
+from vramfit.inference.arrays import Region, WritableArray, host_zeros, last_axes, write_block
 from vramfit.inference.stitching import Geometry, Released
 from vramfit.inference.tile_grid import Tile
 
@@ -213,7 +213,7 @@ class ShardStore(TileStore):
             if not hollow:
                 target = _shifted(common, place)
                 source = _shifted(common, released.region)
-                buffer[released.item - first][(..., *target)] = released.block[(..., *source)]
+                buffer[released.item - first][last_axes(target)] = released.block[last_axes(source)]
             missing -= math.prod(part.stop - part.start for part in common)
             self._open[unit] = buffer, missing
             if missing == 0:
@@ -239,11 +239,13 @@ def _shifted(region: list[slice], origin: Region) -> Region:
     )
 
 
-def make_store(
-    array: Any, result: ResultShape, geometry: Geometry, stored: Iterable[int] = ()
-) -> TileStore:
+def make_store(array: Any, result: ResultShape, geometry: Geometry, stored: Iterable[int] = ()) -> TileStore:
     """The store for an array: by shards where it has some (zarr), else plain."""
     shard = getattr(array, "shards", None) or getattr(array, "chunks", None)
-    if isinstance(shard, tuple) and len(shard) == len(result.shape) and all(isinstance(n, int) for n in shard):
+    if (
+        isinstance(shard, tuple)
+        and len(shard) == len(result.shape)
+        and all(isinstance(n, int) for n in shard)
+    ):
         return ShardStore(array, result, geometry, stored, shard=shard)
     return PlainStore(array, result, geometry, stored)

@@ -5,42 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from vramfit.arguments import call_argument
 from vramfit.errors import UsageError
 from vramfit.inference.arrays import Blank, NpyFile, as_source
 from vramfit.inference.reductions import reduction_name
-from vramfit.inference.tile_grid import TileLayout, make_layout
+from vramfit.inference.tile_grid import make_layout
 from vramfit.inference.tile_journal import block_fingerprint, model_fingerprint
+from vramfit.inference.tile_needs import convolution_axes, probe_needs, strides_by_modules
 from vramfit.inference.tile_outputs import OutputPlan, Pack
 from vramfit.inference.tile_results import TileResults
-from vramfit.inference.tile_runner import RunObserver, TileInput, TileRunner
+from vramfit.inference.tile_runner import RunObserver, TileInput, TileJob, TileRunner
 from vramfit.inference.tile_settings import TileSettings
 from vramfit.inference.tile_stores import make_store
-
-
-@dataclass(frozen=True, kw_only=True)
-class TileJob:
-    """A model and an input, with everything about tiles decided.
-
-    Attributes:
-        model: a module on its device, or a function of a batch of tiles.
-        given: the input.
-        layout: its tiles.
-        settings: how they are joined; with the halo and stride that the model needs.
-        device: where the model computes.
-    """
-
-    model: Callable[..., Any]
-    given: TileInput
-    layout: TileLayout
-    settings: TileSettings
-    device: torch.device
 
 
 def make_job(
@@ -64,24 +47,55 @@ def make_job(
         UsageError: the input, the settings and the model do not fit together.
     """
     settings.check()
-    if not callable(model):
-        raise UsageError(f"the model is a {type(model).__name__}, which cannot be called", "Give a module")
+    call_argument("model", model)
     source = as_source("x", x)
     where = device_of(model, source, device)
-    settings, given = settled(model, source, settings, dims=dims, device=where)
-    layout = make_layout(given.shape, given.axes, given.batched, settings)
-    return TileJob(model=model, given=given, layout=layout, settings=settings, device=where)
+    axes = spatial_axes(model, source, settings, dims)
+    return _job_of(model, None, source, settings, axes, where)
+
+
+def job_of_module(
+    module: nn.Module, call: Callable[..., Any], x: torch.Tensor, settings: TileSettings, device: torch.device
+) -> TileJob:
+    """The same for a function that calls a module with more than the tile.
+
+    Args:
+        module: whose forward pass it is.
+        call: gives the result for a batch of tiles.
+        x: the input ``[B, C, *spatial]``.
+        settings: with the halo and stride, or an overlap; its tile has one length a spatial axis.
+        device: where the module computes.
+
+    Raises:
+        UsageError: the input and the settings do not fit together.
+    """
+    return _job_of(call, module, x, settings, x.dim() - 2, _with_index(device))
+
+
+def _job_of(
+    model: Callable[..., Any],
+    module: nn.Module | None,
+    source: Any,
+    settings: TileSettings,
+    axes: int,
+    where: torch.device,
+) -> TileJob:
+    settings, given = settled(module or model, source, settings, axes, where)
+    layout = make_layout(given.shape, axes, given.batched, settings)
+    return TileJob(model=model, given=given, layout=layout, settings=settings, device=where, module=module)
 
 
 def settled(
-    model: Any, source: Any, settings: TileSettings, *, dims: int | None, device: torch.device
+    model: Any, source: Any, settings: TileSettings, axes: int, device: torch.device
 ) -> tuple[TileSettings, TileInput]:
     """The settings with what the model needs of an exact grid, and the input with its axes told apart.
 
+    Args:
+        axes: spatial axes.
+
     Raises:
-        UsageError: the input's axes cannot be told, or the model needs its whole input.
+        UsageError: the input has another number of axes, or the model needs its whole input.
     """
-    axes = spatial_axes(model, source, settings, dims)
     count = len(tuple(source.shape))
     if count not in (axes + 1, axes + 2):
         raise UsageError(
@@ -90,7 +104,7 @@ def settled(
         )
     given = TileInput(source=source, batched=count == axes + 2, axes=axes)
     if not settings.blended and (settings.halo is None or settings.stride is None):
-        settings = _with_locality(model, given, settings, device)
+        settings = _with_needs(model, given, settings, device)
     return settings, given
 
 
@@ -110,11 +124,9 @@ def run_job(
     results = TileResults(out, journal, lambda: _facts(job, out))
     if results.finished:
         return results.take_up()
-    observer = RunObserver(planned=results.open, flushed=results.note)
-    if progress is not None:
-        observer.progress = progress
+    observer = RunObserver(planned=results.open, flushed=results.note, progress=progress)
     try:
-        runner = TileRunner(job.model, job.given, job.layout, job.settings, job.device, observer)
+        runner = TileRunner(job, observer)
         runner.run()
     except BaseException:
         results.abandon()
@@ -154,9 +166,7 @@ def rehearse(job: TileJob, batches: int) -> Rehearsal:
             ]
 
     count = min(batches, job.layout.batches)
-    runner = TileRunner(
-        job.model, job.given, job.layout, job.settings, job.device, RunObserver(planned=drop)
-    )
+    runner = TileRunner(job, RunObserver(planned=drop))
     runner.run(count)
     return Rehearsal(batches=count, host_bytes=runner.host_bytes)
 
@@ -189,19 +199,13 @@ def device_of(model: Any, source: Any, device: torch.device | str | None) -> tor
 
 
 def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-_CONVOLUTIONS = {
-    nn.Conv1d: 1,
-    nn.Conv2d: 2,
-    nn.Conv3d: 3,
-    nn.ConvTranspose1d: 1,
-    nn.ConvTranspose2d: 2,
-    nn.ConvTranspose3d: 3,
-}
+    # A device without a number has None for it, which torch's stubs do not say.
+    number: int | None = device.index
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if device.type == "cuda" and number is None
+        else device
+    )
 
 
 def spatial_axes(model: Any, source: Any, settings: TileSettings, dims: int | None) -> int:
@@ -222,67 +226,24 @@ def spatial_axes(model: Any, source: Any, settings: TileSettings, dims: int | No
                     f"{name}={value!r} has {len(value)} numbers", "Give 1 to 3, one a spatial axis"
                 )
             return len(value)
-    if isinstance(model, nn.Module):
-        for module in model.modules():
-            for kind, count in _CONVOLUTIONS.items():
-                if isinstance(module, kind):
-                    return count
+    if axes := convolution_axes(model):
+        return axes
     known = {2: 1, 3: 2, 5: 3}.get(len(tuple(source.shape)))
     if known is None:
         raise UsageError(
-            f"an input of shape {list(source.shape)} can be read in two ways", "Say how many axes are spatial: dims="
+            f"an input of shape {list(source.shape)} can be read in two ways",
+            "Say how many axes are spatial: dims=",
         )
     return known
 
 
-def _with_locality(
-    model: Any, given: TileInput, settings: TileSettings, device: torch.device
-) -> TileSettings:
-    """The settings with the halo and the stride that the model needs."""
+def _with_needs(model: Any, given: TileInput, settings: TileSettings, device: torch.device) -> TileSettings:
+    """The settings with the halo and the stride that the model needs, as far as they are not given."""
     if settings.halo is not None:
-        return replace(settings, stride=_strides(model))
-    try:
-        module = import_module("vramfit.inference.receptive_field")
-    except ImportError:
-        raise UsageError(
-            "the halo of the tiles is not given", "Give halo, or overlap for tiles that are blended"
-        ) from None
-    return settings_by_probe(module, model, given, settings, device)
-
-
-def settings_by_probe(
-    module: Any, model: Any, given: TileInput, settings: TileSettings, device: torch.device
-) -> TileSettings:
-    """The settings with what a probe of the model finds.
-
-    Args:
-        module: has ``probe(model, example)``, which gives the model's locality.
-
-    Raises:
-        UsageError: a value of the result depends on the whole input.
-    """
+        return replace(settings, stride=strides_by_modules(model))
     channels = given.shape[len(given.shape) - given.axes - 1]
-    spatial = given.shape[len(given.shape) - given.axes :]
-    example = torch.zeros(1, channels, *(min(size, 64) for size in spatial), device=device)
-    locality = module.probe(model, example)
-    if locality.kind.value != "local":
-        raise UsageError(
-            f"the model is not local ({locality.kind.value}): a value of its result depends on its whole input",
-            "Give overlap for tiles that are blended, which is another result; or run it layer by layer",
-        )
-    return replace(settings, halo=locality.halo, stride=locality.stride)
-
-
-def _strides(model: Any) -> int:
-    """A multiple of a model's total stride: the product of its modules' strides, where they make pictures smaller."""
-    product = 1
-    if isinstance(model, nn.Module):
-        for module in model.modules():
-            if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) or "Pool" in type(module).__name__:
-                stride = getattr(module, "stride", 1)
-                values = stride if isinstance(stride, tuple) else (stride,)
-                product *= max((one for one in values if isinstance(one, int)), default=1)
-    return product
+    needs = probe_needs(model, channels, given.axes, device)
+    return replace(settings, halo=needs.halo, stride=settings.stride or needs.stride)
 
 
 # -- What a run depends on -------------------------------------------------------------------------------------------
@@ -324,7 +285,7 @@ def _identity(source: Any) -> dict[str, Any]:
         return source.identity()
     name = getattr(source, "filename", None) if isinstance(source, np.memmap) else None
     if name is not None:
-        found = os.stat(name)
+        found = Path(name).stat()
         return {"path": str(name), "bytes": found.st_size, "modified": found.st_mtime_ns}
     return {}
 
@@ -337,4 +298,3 @@ def _place(out: Any) -> Any:
     if isinstance(out, str | os.PathLike):
         return os.path.abspath(os.fspath(out))
     return [type(out).__name__, list(getattr(out, "shape", ()))]
-

@@ -60,7 +60,7 @@ def choose_tile(
         )
     source = as_source("x", x)
     where = device_of(model, source, device)
-    settings, given = settled(model, source, settings, dims=dims, device=where)
+    settings, given = settled(model, source, settings, spatial_axes(model, source, settings, dims), where)
     card = _card(where, gpu)
     limit = _limit(model, where, card, budget, own=gpu is None)
     question = TileQuestion(
