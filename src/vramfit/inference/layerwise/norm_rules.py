@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from vramfit.inference.layerwise.pointwise_rules import along, along_rows, dims_of
 from vramfit.inference.layerwise.row_calls import RowCall
@@ -90,8 +91,7 @@ def _normalised(
         return _at_once(call, tensor, like)
     fold = moments(call, tensor, groups)
     call.session.note_captured((weight, bias))
-    channels, spatial, dtype = like.shape[1], like.dim() - 2, node.outline.dtype
-    wide = _precise(dtype)
+    channels, wide = like.shape[1], _precise(node.outline.dtype)
     factors: list[torch.Tensor] = []
 
     def prepare() -> None:
@@ -107,17 +107,34 @@ def _normalised(
         shift = -mean * scale
         if bias is not None:
             shift = shift + bias.double()
-        shape = (-1, channels, *([1] * spatial))
-        factors.extend((shift.to(wide).view(shape), scale.to(wide).view(shape)))
+        scale, shift = scale.to(wide), shift.to(wide)
+        factors.extend((scale, shift, torch.ones_like(scale), torch.zeros_like(shift)))
 
     def compute(begin: int, end: int, parts: list[torch.Tensor], starts: list[int]) -> torch.Tensor:
         del begin, end, starts
         if not factors:
             prepare()
-        shift, scale = factors
-        return torch.addcmul(shift, parts.pop().to(wide), scale).to(like.dtype)
+        return _scaled(parts.pop(), *factors)
 
     return call.result(compute, like, [(node, SameRows(node.rows))], axis=node.axis, needs=[fold])
+
+
+def _scaled(
+    rows: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, ones: torch.Tensor, zeros: torch.Tensor
+) -> torch.Tensor:
+    """Rows times a factor and plus a summand for each channel of each example, or of all.
+
+    Args:
+        ones, zeros: of the same shape as both.
+    """
+    if scale.dim() == 1 or rows.shape[0] == 1 or rows.is_contiguous():
+        # Batch norm with other figures for each example's channels is one kernel, and reads half precision as it is.
+        flat = rows if scale.dim() == 1 else rows.reshape(1, -1, *rows.shape[2:])
+        if rows.dtype == scale.dtype or rows.device.type == "cuda":
+            zeros, ones, scale, shift = (one.flatten() for one in (zeros, ones, scale, shift))
+            return F.batch_norm(flat, zeros, ones, scale, shift, training=False, eps=0.0).reshape(rows.shape)
+    shape = (-1, rows.shape[1], *([1] * (rows.dim() - 2)))
+    return torch.addcmul(shift.view(shape), rows.to(scale.dtype), scale.view(shape)).to(rows.dtype)
 
 
 def _at_once(call: RowCall, tensor: RowTensor, like: torch.Tensor) -> Any:
