@@ -37,6 +37,7 @@ ORDER = (
     "lean-optimizer",
     "gradient-projection",
     "compile",
+    "layerwise-chunking",
 )
 TECHNIQUE = """
 from vramfit.techniques import AttachStage, Numerics, Setting, Technique
