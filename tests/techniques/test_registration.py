@@ -41,6 +41,7 @@ ORDER = (
     "batch-norm-folding",
     "tensor-sharing",
     "uint8-inputs",
+    "layerwise-chunking",
 )
 TECHNIQUE = """
 from vramfit.techniques import AttachStage, Numerics, Setting, Technique

@@ -10,7 +10,6 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -30,7 +29,7 @@ class ProbeSubject:
     layer that begins as the identity would hide what it reads.
 
     Args:
-        model: a module, which is copied, or a function.
+        model: a module or a method of one, which is copied, or a function.
         example: what it is called with: a tensor, or a tuple or dict of arguments. The first floating tensor of the
             most dimensions is the one whose size is varied.
         seconds: how long all runs may take together.
@@ -43,9 +42,15 @@ class ProbeSubject:
         self._until = time.monotonic() + seconds
         self._seconds = seconds
         self.called: set[str] = set()
+        self._last = (0.0, 1)
         with _disable_current_modes():
-            self.model = _copied(model) if isinstance(model, nn.Module) else model
-            self.device = _device_of(self.model)
+            owner = getattr(model, "__self__", model)
+            copied = _copied(owner) if isinstance(owner, nn.Module) else owner
+            self.module = copied if isinstance(copied, nn.Module) else None
+            self.model = (
+                model if copied is owner else copied if owner is model else getattr(copied, model.__name__)
+            )
+            self.device = _device_of(self.module)
             self._args, self._kwargs = _arguments(example)
             given = [*_tensors((self._args, self._kwargs))]
             spatial = [one for one in given if one.dim() >= 3 and one.is_floating_point()]
@@ -72,8 +77,11 @@ class ProbeSubject:
             ProbeStoppedError: the time is over.
             Exception: whatever the model raises for this size.
         """
-        if time.monotonic() > self._until:
-            raise ProbeStoppedError(f"the probe had {self._seconds:g} s")
+        began = time.monotonic()
+        # Attention takes the square of the extent.
+        expected = self._last[0] * max(1.0, given.numel() / self._last[1]) ** 2
+        if began + expected > self._until:
+            raise ProbeStoppedError(f"the probe would take more than {self._seconds:g} s")
         with contextlib.ExitStack() as stack:
             stack.enter_context(_disable_current_modes())
             stack.enter_context(torch.no_grad())
@@ -81,12 +89,13 @@ class ProbeSubject:
             stack.enter_context(torch.random.fork_rng(devices=devices))
             stack.enter_context(_Watch(self.called, norms=norms))
             torch.manual_seed(0)
-            model = self.model
-            if isinstance(model, nn.Module):
-                stack.enter_context(_kept_buffers(model))
+            if self.module is not None:
+                stack.enter_context(_kept_buffers(self.module))
             args = _exchanged(self._args, self._varied, given, self.device)
             kwargs = _exchanged(self._kwargs, self._varied, given, self.device)
-            return [one.detach().cpu() for one in _tensors(model(*args, **kwargs))]
+            found = [one.detach().cpu() for one in _tensors(self.model(*args, **kwargs))]
+            self._last = time.monotonic() - began, given.numel()
+            return found
 
 
 # -- copies -------------------------------------------------------------------------------------------------------
@@ -100,8 +109,8 @@ def _copied(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     memo: dict[int, Any] = {}
     for key, tensor in tensors.items():
-        made = _valued(tensor, generator)
-        memo[key] = nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+        # Plain tensors in the place of parameters, too: under a virtual GPU a new parameter would have no values.
+        memo[key] = _valued(tensor, generator)
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
@@ -212,7 +221,9 @@ class _Watch(TorchFunctionMode):
         if name == "to" and args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
             low = (torch.float16, torch.bfloat16, torch.float32)
             args = tuple(torch.float64 if type(one) is torch.dtype and one in low else one for one in args)
-            kwargs = {key: torch.float64 if one in low else one for key, one in kwargs.items() if one is not None}
+            kwargs = {
+                key: torch.float64 if one in low else one for key, one in kwargs.items() if one is not None
+            }
         place = _NORM_PLACES.get(name)
         if self.norms or place is None:
             return func(*args, **kwargs)
@@ -220,9 +231,10 @@ class _Watch(TorchFunctionMode):
         if name == "batch_norm" and not (args[5] if len(args) > 5 else kwargs.get("training", False)):
             return func(*args, **kwargs)
         weight, bias = (
-            args[at] if len(args) > at else kwargs.get(key) for at, key in ((place, "weight"), (place + 1, "bias"))
+            args[at] if len(args) > at else kwargs.get(key)
+            for at, key in ((place, "weight"), (place + 1, "bias"))
         )
         shape = (1, -1, *([1] * (given.dim() - 2)))
         if weight is not None:
             given = given * weight.view(shape)
-        return F.tanh(given if bias is None else given + bias.view(shape))
+        return torch.tanh(given if bias is None else given + bias.view(shape))

@@ -38,7 +38,7 @@ def convolution(call: RowCall) -> Any:
     bias, groups = call.argument(2, "bias"), call.argument(6, "groups", 1)
     func, padding = call.func, call.argument(4, "padding", 0)
     call.args, call.kwargs = (tensor, weight, bias, stride, padding, dilation, groups), {}
-    like, node = call.on_meta(), tensor.node
+    like, node = _laid_out(call.on_meta(), tensor.node), tensor.node
     call.session.note_captured((weight, bias))
     axis, rows, out = -spatial, node.rows, like.shape[-spatial]
     even = all(before == after for before, after in pads[1:])
@@ -64,6 +64,18 @@ def convolution(call: RowCall) -> Any:
 
 
 _STEPS = ((3, "stride"), (5, "dilation"))
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _laid_out(like: torch.Tensor, node: RowNode) -> torch.Tensor:
+    """The shape of an output with its channels innermost where the input's are: on the meta device they are not."""
+    order = _LAST.get(like.dim())
+    if order is None or len(node.outline.shape) != like.dim():
+        return like
+    given = torch.empty_strided(node.outline.shape, node.outline.strides, device="meta")
+    if given.is_contiguous() or not given.is_contiguous(memory_format=order):
+        return like
+    return like.contiguous(memory_format=order)
 
 
 def _pads(given: Any, reach: Sequence[int], spatial: int) -> list[tuple[int, int]] | None:
@@ -95,9 +107,7 @@ def transposed_convolution(call: RowCall) -> Any:
     call.session.note_captured((weight, bias))
 
     def whole(rows: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = func(
-            rows, weight, bias, stride, padding, output_padding, groups, dilation
-        )
+        made: torch.Tensor = func(rows, weight, bias, stride, padding, output_padding, groups, dilation)
         return made
 
     def raw(rows: torch.Tensor) -> torch.Tensor:

@@ -245,7 +245,9 @@ def global_pool(call: RowCall) -> Any:
     return _folded(call, tensor, tuple(range(-spatial, 0)), name, keep=True)
 
 
-def _folded(call: RowCall, tensor: RowTensor, dims: tuple[int, ...], name: str, *, keep: bool) -> torch.Tensor:
+def _folded(
+    call: RowCall, tensor: RowTensor, dims: tuple[int, ...], name: str, *, keep: bool
+) -> torch.Tensor:
     """The fold of all rows, computed now."""
     node, session = tensor.node, call.session
     shape = node.outline.shape
@@ -265,5 +267,3 @@ def _folded(call: RowCall, tensor: RowTensor, dims: tuple[int, ...], name: str, 
     if name == "mean":
         total = total / torch.Size(shape[dim] for dim in dims).numel()
     return total.to(node.outline.dtype)
-
-

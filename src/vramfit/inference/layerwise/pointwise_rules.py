@@ -118,7 +118,9 @@ def to(call: RowCall) -> Any:
     outline = tensor.node.outline
     dtype: torch.dtype | None
     if call.name == "to":
-        others = [value for value in (*call.args[1:], *call.kwargs.values()) if isinstance(value, torch.Tensor)]
+        others = [
+            value for value in (*call.args[1:], *call.kwargs.values()) if isinstance(value, torch.Tensor)
+        ]
         if others:
             device, dtype, copy = others[0].device, others[0].dtype, False
         else:

@@ -138,5 +138,3 @@ def replaced(value: Any, tensors: Any) -> Any:
     if type(value) is dict:
         return {name: replaced(item, tensors) for name, item in value.items()}
     return value
-
-

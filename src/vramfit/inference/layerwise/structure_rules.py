@@ -219,5 +219,3 @@ def pixel_unshuffle(call: RowCall) -> Any:
         return made
 
     return call.result(compute, like, [(node, RowTable(first, last, node.rows))], axis=-2)
-
-
