@@ -88,7 +88,7 @@ def test_what_a_kill_leaves_between_any_two_writes(
     vramfit.tiled(model, X, out=tmp_path / "y.npy", journal=True, **EXACT)
     monkeypatch.undo()
     assert len(states) > 5
-    for journal, partial in states[:: max(1, len(states) // 6)] + [states[-1]]:
+    for journal, partial in (*states[:: max(1, len(states) // 6)], states[-1]):
         (tmp_path / "y.npy").unlink(missing_ok=True)
         (tmp_path / "y.npy.journal").write_bytes(journal[:-3])  # torn
         if partial:

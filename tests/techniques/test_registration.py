@@ -37,6 +37,7 @@ ORDER = (
     "lean-optimizer",
     "gradient-projection",
     "compile",
+    "tiling",
 )
 TECHNIQUE = """
 from vramfit.techniques import AttachStage, Numerics, Setting, Technique

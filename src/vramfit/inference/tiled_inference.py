@@ -14,7 +14,7 @@ from torch import nn
 
 from vramfit.arguments import call_argument
 from vramfit.errors import UsageError
-from vramfit.inference.arrays import Blank, NpyFile, as_source
+from vramfit.inference.arrays import Blank, NpyFile, as_source, torch_dtype
 from vramfit.inference.reductions import reduction_name
 from vramfit.inference.tile_grid import make_layout
 from vramfit.inference.tile_journal import block_fingerprint, model_fingerprint
@@ -87,6 +87,7 @@ def _job_of(
             "Add or take away axes, or say how many are spatial: dims=",
         )
     given = TileInput(source=source, batched=count == axes + 2, axes=axes)
+    torch_dtype(source.dtype)  # one that torch has not is told before anything is read
     if not settings.blended and (settings.halo is None or settings.stride is None):
         settings = _with_needs(module or model, given, settings, where)
     layout = make_layout(given.shape, axes, given.batched, settings)
