@@ -111,7 +111,14 @@ class _Kind(Enum):
 @pytest.fixture
 def probed(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A probe that finds what it is told to."""
-    found = SimpleNamespace(kind=_Kind.LOCAL, halo=(22, 22), stride=(4, 4))
+    found = SimpleNamespace(
+        kind=_Kind.LOCAL,
+        halo=((22, 20), (21, 22)),
+        alignment=(4, 4),
+        shrink=((0, 0),),
+        mixes_batch=False,
+        why="",
+    )
     module = ModuleType("vramfit.inference.receptive_field")
     module.probe = lambda model, example: found  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -139,7 +146,12 @@ def test_tiled_asks_the_probe_for_the_halo(probed: SimpleNamespace) -> None:
 
     model, x = HourGlass(), numbers(1, 2, 100, 100)
     torch.testing.assert_close(vramfit.tiled(model, x, tile=64), whole(model, x), rtol=1e-5, atol=1e-6)
-    probed.kind = _Kind.WHOLE
-    with pytest.raises(UsageError, match="more than its surroundings") as told:
-        vramfit.tiled(model, x, tile=64)
-    assert "\n" not in str(told.value)
+    for name, value, said in (
+        ("mixes_batch", True, "other examples"),
+        ("shrink", ((0, 4),), "cuts edges off"),
+        ("kind", _Kind.WHOLE, "more than its surroundings"),
+    ):
+        setattr(probed, name, value)
+        with pytest.raises(UsageError, match=said) as told:
+            vramfit.tiled(model, x, tile=64)
+        assert "\n" not in str(told.value)

@@ -121,7 +121,7 @@ def run_job(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rehearsal:
+class TileRehearsal:
     """What the first batches of a run took.
 
     Attributes:
@@ -133,7 +133,7 @@ class Rehearsal:
     host_bytes: int
 
 
-def rehearse(job: TileJob, batches: int) -> Rehearsal:
+def rehearse(job: TileJob, batches: int) -> TileRehearsal:
     """Compute the first batches of tiles with all buffers as for the whole, and drop the results.
 
     Under the virtual GPU this finds the peak of a layout in a moment: every batch of the same size takes the same. The
@@ -154,7 +154,7 @@ def rehearse(job: TileJob, batches: int) -> Rehearsal:
     count = min(batches, job.layout.batches)
     runner = TileRunner(job, RunObserver(planned=drop))
     runner.run(count)
-    return Rehearsal(batches=count, host_bytes=runner.host_bytes)
+    return TileRehearsal(batches=count, host_bytes=runner.host_bytes)
 
 
 # -- What is not said is found ---------------------------------------------------------------------------------------
