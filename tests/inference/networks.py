@@ -60,7 +60,9 @@ class Several(nn.Module):
 
 def whole(model: nn.Module, x: torch.Tensor) -> Any:
     """What a model gives for the whole input ``[B, C, *spatial]`` or ``[C, *spatial]``."""
-    batched = x if x.dim() == next(m for m in model.modules() if hasattr(m, "weight")).weight.dim() else x[None]
+    batched = (
+        x if x.dim() == next(m for m in model.modules() if hasattr(m, "weight")).weight.dim() else x[None]
+    )
     with torch.no_grad():
         found = model(batched)
     if batched is x:

@@ -117,7 +117,9 @@ def test_weights_are_as_their_names_say() -> None:
     assert gaussian is not None and gaussian.argmax() == 5 * 7 // 2 and gaussian.min() == pytest.approx(1e-3)
     cosine = weights((64,), Blend.COSINE, (0.0,), torch.float64)
     assert cosine is not None and float(cosine.min()) == pytest.approx(1e-3)
-    torch.testing.assert_close(cosine + cosine.roll(32), torch.ones(64, dtype=torch.float64), atol=2e-3, rtol=0)
+    torch.testing.assert_close(
+        cosine + cosine.roll(32), torch.ones(64, dtype=torch.float64), atol=2e-3, rtol=0
+    )
 
 
 def test_labels_are_those_of_the_whole_sum() -> None:
@@ -134,7 +136,9 @@ def test_what_waits_is_a_fraction_of_the_picture() -> None:
     x, model = numbers(1, 2, 56, 640), plain(2)
     job = make_job(model, x, TileSettings(tile=32, overlap=0.25))
     result = 3 * 56 * 640 * 4
-    whole_rows = (32 - 24) * 640 * 4 * 4  # of sums and their weights, for the rows that two rows of tiles share
+    whole_rows = (
+        (32 - 24) * 640 * 4 * 4
+    )  # of sums and their weights, for the rows that two rows of tiles share
     assert rehearse(job, 10**6).host_bytes == whole_rows + 32 * 32 * 4 * 4 < result / 3
 
 

@@ -48,7 +48,9 @@ def test_tiles_at_other_places_than_the_strides_are_seen() -> None:
 def test_odd_lengths_of_a_smaller_result(length: int, ceil: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv1d(2, 3, 3, stride=2, padding=1), nn.MaxPool1d(2, ceil_mode=ceil), nn.Conv1d(3, 2, 3, padding=1)
+        nn.Conv1d(2, 3, 3, stride=2, padding=1),
+        nn.MaxPool1d(2, ceil_mode=ceil),
+        nn.Conv1d(3, 2, 3, padding=1),
     ).eval()
     x = numbers(2, 2, length)
     found = vramfit.tiled(model, x, tile=32, halo=10)

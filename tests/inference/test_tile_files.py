@@ -88,7 +88,7 @@ def test_what_a_kill_leaves_between_any_two_writes(
     vramfit.tiled(model, X, out=tmp_path / "y.npy", journal=True, **EXACT)
     monkeypatch.undo()
     assert len(states) > 5
-    for journal, partial in states[:: max(1, len(states) // 6)] + [states[-1]]:
+    for journal, partial in (*states[:: max(1, len(states) // 6)], states[-1]):
         (tmp_path / "y.npy").unlink(missing_ok=True)
         (tmp_path / "y.npy.journal").write_bytes(journal[:-3])  # torn
         if partial:
@@ -138,6 +138,29 @@ def test_a_journal_of_another_run_is_refused(tmp_path: Path, model: nn.Module) -
         assert "\n" not in str(told.value)
     assert (tmp_path / "j").read_bytes() == before
     vramfit.tiled(model, tmp_path / "x.npy", **where, **EXACT)
+
+
+def test_a_file_that_is_gone_is_missed(tmp_path: Path, model: nn.Module) -> None:
+    where: dict[str, Any] = {"out": tmp_path / "y.npy", "journal": True}
+    with pytest.raises(KeyboardInterrupt):
+        vramfit.tiled(model, X, progress=breaks_off(9), **where, **EXACT)
+    (tmp_path / "y.npy.partial").unlink()
+    with pytest.raises(UsageError, match="which the journal goes on with, is gone"):
+        vramfit.tiled(model, X, **where, **EXACT)
+
+
+def test_files_are_closed(tmp_path: Path, model: nn.Module) -> None:
+    opened = Path("/proc/self/fd")
+    if not opened.exists():
+        pytest.skip("no /proc")
+    np.save(tmp_path / "x.npy", X.numpy())
+    vramfit.tiled(model, tmp_path / "x.npy", out=tmp_path / "y.npy", journal=True, **EXACT)
+    before = len(list(opened.iterdir()))
+    for _ in range(3):
+        vramfit.tiled(model, tmp_path / "x.npy", out=tmp_path / "y.npy", journal=True, **EXACT)
+        with pytest.raises(KeyboardInterrupt):
+            vramfit.tiled(model, tmp_path / "x.npy", out=tmp_path / "y.npy", progress=breaks_off(3), **EXACT)
+    assert len(list(opened.iterdir())) <= before
 
 
 def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path, model: nn.Module) -> None:

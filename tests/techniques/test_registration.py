@@ -42,6 +42,7 @@ ORDER = (
     "tensor-sharing",
     "uint8-inputs",
     "layerwise-chunking",
+    "tiling",
 )
 TECHNIQUE = """
 from vramfit.techniques import AttachStage, Numerics, Setting, Technique

@@ -10,6 +10,7 @@ import contextlib
 import math
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -89,6 +90,7 @@ class NpyFile:
             if dtype.hasobject:
                 raise ValueError("it holds Python objects")
             self._file = os.open(self.path, os.O_RDWR if writable else os.O_RDONLY)
+            self._closing = weakref.finalize(self, os.close, self._file)  # at the latest with this object
             access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
             self._map = mmap.mmap(self._file, 0, access=access)
             self.values: np.ndarray[Any, Any] = np.ndarray(
@@ -126,7 +128,7 @@ class NpyFile:
         del self.values
         with contextlib.suppress(BufferError):  # somebody holds a view: the map goes with it
             self._map.close()
-        os.close(self._file)
+        self._closing()
 
     def identity(self) -> dict[str, Any]:
         """What tells this file's content from another's, without reading it."""

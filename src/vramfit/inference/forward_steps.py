@@ -39,16 +39,16 @@ class ForwardSteps:
 
     def last_with_room(self, nbytes: int) -> int:
         """The first step that leaves no room for so many bytes: what holds them has to go before. 0: at once."""
-        if not self._watched:
+        if not self._levels:
             return 0
-        top = max(self._levels, default=0)
+        top = max(self._levels)
         return next((step for step, level in enumerate(self._levels) if level + nbytes > top), _NEVER)
 
     def first_with_room(self, nbytes: int) -> int | None:
         """The first step from which on there is room for so many bytes; None where there is none before the end."""
-        if not self._watched:
+        if not self._levels:
             return None
-        top = max(self._levels, default=0)
+        top = max(self._levels)
         short = [step for step, level in enumerate(self._levels) if level + nbytes > top]
         first = short[-1] + 1 if short else 0
         return first if first < len(self._levels) else None

@@ -57,16 +57,21 @@ def probe_needs(model: Any, channels: int, axes: int, device: torch.device) -> T
     example = torch.zeros(1, channels, *(_EXAMPLE[axes],) * axes, device=device)
     locality = module.probe(model, example)
     if locality.kind.value != "local":
+        why = f" ({locality.why})" if locality.why else ""
         raise UsageError(
-            f"a value of the model's result depends on more than its surroundings ({locality.kind.value}): no halo is "
-            "enough for tiles",
+            f"a value of the model's result depends on more than its surroundings{why}: no halo is enough for tiles",
             "Give overlap for tiles that are blended, which is another result; or run it layer by layer",
         )
-    return TileNeeds(halo=_per_axis(locality.halo, axes), stride=_per_axis(locality.stride, axes))
-
-
-def _per_axis(given: Any, axes: int) -> tuple[int, ...]:
-    return tuple(given) if isinstance(given, tuple | list) else (int(given),) * axes
+    if any(rows for output in locality.shrink for rows in output):
+        raise UsageError(
+            "the model cuts edges off: its result is shorter than its input's length times a scale",
+            "Pad its convolutions",
+        )
+    if locality.mixes_batch:
+        raise UsageError(
+            "an example's result depends on the other examples of its batch", "Call model.eval() first"
+        )
+    return TileNeeds(halo=tuple(map(max, locality.halo)), stride=tuple(locality.alignment))
 
 
 def convolution_axes(model: Any) -> int:

@@ -135,6 +135,10 @@ class TileResults:
         dtype = np.dtype(torch.empty(0, dtype=shape.dtype).numpy().dtype)
         partial = self._partial(path)
         resumed = self._journal is not None and any(self._journal.stored.values())
+        if resumed and not partial.exists():
+            raise UsageError(
+                f"{partial}, which the journal goes on with, is gone", "Remove the journal to begin anew"
+            )
         if resumed:
             found = NpyFile(partial, writable=True)
             if found.shape != shape.shape or found.dtype != dtype:

@@ -1,15 +1,14 @@
 """Runs a model over an input tile by tile: what is read, computed, sent back, joined and stored, and when.
 
-NOTE [Order of a batch]: while the device computes one batch of tiles, the results of the one before travel to the host,
-and the host joins those of the one before that. At most two batches of results and two of inputs are on the host, and
-on the device one batch and what the last one has left to send (see vramfit/inference/forward_steps.py).
+NOTE [Order of a batch]: while the device computes one batch of tiles, the results of the one before travel to the host
+and are joined there. At most one batch of results and two of inputs are in pinned memory, and on the device one batch
+and what the last one has left to send (see vramfit/inference/forward_steps.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +41,7 @@ _MODES = {
     Padding.REPLICATE: "replicate",
     Padding.CIRCULAR: "circular",
 }
+_NOTHING = torch.empty(0)
 _PICTURES = (torch.uint8, torch.int8, torch.uint16, torch.int16)
 """Dtypes that stand for brightness; other integers may be tokens, and stay."""
 
@@ -152,7 +152,7 @@ class TileRunner:
         card = device.type == "cuda"
         self._transfers: Transfers = CardTransfers(device) if card else InPlace(device)
         self._steps = ForwardSteps(model, device) if card else None
-        self._pending: deque[tuple[Leaving, int]] = deque()
+        self._pending: tuple[Leaving, int] | None = None
         self._prepare: Callable[[torch.Tensor], torch.Tensor] = job.settings.prepare or _to_dtype(model)
         self._done = 0
         self._hollow = False
@@ -198,7 +198,6 @@ class TileRunner:
             del parts
             if staged is not None:
                 batch, end = early.pop() if early else (self._transfers.up(staged), None)
-            self._collect(most=1)
             tiles = following
         self._finish()
 
@@ -226,7 +225,7 @@ class TileRunner:
         steps = self._steps
         if steps is None:
             return self._call(batch)
-        held = sum(leaving.nbytes for leaving, _ in self._pending)
+        held = 0 if self._pending is None else self._pending[0].nbytes
         gone = steps.last_with_room(held)
         due: list[tuple[int, Callable[[], None]]] = [(gone, self._let_go)]
         if staged is not None and staged.device.type == "cpu":
@@ -247,8 +246,8 @@ class TileRunner:
         return results
 
     def _let_go(self) -> None:
-        for leaving, _ in self._pending:
-            self._transfers.let_go(leaving)
+        if self._pending is not None:
+            self._transfers.let_go(self._pending[0])
 
     def _plan(self, tile: Tile, outputs: list[torch.Tensor]) -> None:
         shapes: list[tuple[int, ...]] = []
@@ -308,16 +307,15 @@ class TileRunner:
             if store.lies_on(self._device):
                 store.put(released.carrying(block[0]))
             else:
-                whole = block if self._device.type == "cpu" else block.contiguous()
-                parts.append((whole, partial(_store, store, released)))
+                whole = block if self._device.type == "cpu" else _apart(block, plan.window)
+                place = released.carrying(_NOTHING)  # which does not hold the tile's whole result
+                parts.append((whole, partial(_store, store, place)))
         return parts
 
     def _send_released(self, plan: OutputPlan, released: Released) -> None:
         """Send complete rows of a window on the device, in pieces no larger than a batch of tiles."""
         for piece in released.pieces(self._batch_bytes):
             self._send(self._sendable(plan, piece), 0)
-            self._let_go()
-            self._collect(most=1)
 
     @property
     def _batch_bytes(self) -> int:
@@ -331,12 +329,14 @@ class TileRunner:
     # -- the host ----------------------------------------------------------------------------------------------------
 
     def _send(self, parts: list[tuple[torch.Tensor, Arrived]], tiles: int) -> None:
-        self._pending.append((self._transfers.down(parts), tiles))
+        """Send what is complete on the device, once what was sent before has arrived: its memory is used again."""
+        self._collect()
+        self._pending = self._transfers.down(parts), tiles
 
-    def _collect(self, *, most: int) -> None:
-        """Take what has arrived, until no more than `most` batches are on their way."""
-        while len(self._pending) > most:
-            leaving, tiles = self._pending.popleft()
+    def _collect(self) -> None:
+        """Take what has been sent, and wait for it where it is still on its way."""
+        if self._pending is not None:
+            (leaving, tiles), self._pending = self._pending, None
             self._transfers.let_go(leaving)
             self._transfers.collect(leaving)
             self._done += tiles
@@ -374,7 +374,7 @@ class TileRunner:
     def _finish(self) -> None:
         """What the windows still hold, and what is still on its way."""
         self._let_go()
-        self._collect(most=0)
+        self._collect()
         for plan in self.outputs:
             if plan.window is None:
                 continue
@@ -385,7 +385,7 @@ class TileRunner:
                 for released in plan.window.finish():
                     self._send_released(plan, released)
         self._let_go()
-        self._collect(most=0)
+        self._collect()
 
     def _flush(self) -> None:
         stored: dict[int, set[int]] = {}
@@ -404,6 +404,13 @@ class TileRunner:
 
 def _store(store: TileStore, released: Released, block: torch.Tensor, hollow: bool) -> None:
     store.put(released.carrying(block[0]), hollow=hollow)
+
+
+def _apart(block: torch.Tensor, window: BlendWindow | None) -> torch.Tensor:
+    """A dense block that the window, which moves on while the block is sent, does not write into."""
+    if window is not None and block.untyped_storage()._cdata == window.sums.untyped_storage()._cdata:
+        return block.clone(memory_format=torch.contiguous_format)
+    return block.contiguous()
 
 
 def _to_dtype(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:

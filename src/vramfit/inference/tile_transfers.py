@@ -97,7 +97,7 @@ class Transfers(Protocol):
         ...
 
     def down(self, parts: list[tuple[torch.Tensor, Arrived]]) -> Leaving:
-        """Send tensors to the host."""
+        """Send tensors to the host; what was sent before has been collected."""
         ...
 
     def let_go(self, leaving: Leaving) -> None:
@@ -146,7 +146,7 @@ class InPlace:
 
 
 class CardTransfers:
-    """A stream in each direction, and two arenas of pinned memory in each: one on its way, one in use.
+    """A stream in each direction, and pinned memory for two batches of inputs and one of results.
 
     Memory of the card is taken and given back on the stream of the computation alone (see NOTE [Whose memory] in
     vramfit/techniques/support/host_lane.py): that stream waits for a copy before its source is given up.
@@ -160,13 +160,13 @@ class CardTransfers:
         self._upwards, self._downwards = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._staged = [Arena(pinned=True), Arena(pinned=True)]
         self._uploaded: list[Any] = [None, None]
-        self._sent = [Arena(pinned=True), Arena(pinned=True)]
-        self._turn = self._return = 0
+        self._sent = Arena(pinned=True)
+        self._turn = 0
 
     @property
     def held_bytes(self) -> int:
         """See `Transfers`."""
-        return sum(arena.nbytes for arena in (*self._staged, *self._sent))
+        return sum(arena.nbytes for arena in (*self._staged, self._sent))
 
     def stage(self, blocks: list[torch.Tensor]) -> torch.Tensor:
         """See `Transfers`."""
@@ -208,9 +208,8 @@ class CardTransfers:
 
     def down(self, parts: list[tuple[torch.Tensor, Arrived]]) -> Leaving:
         """See `Transfers`."""
-        self._return = 1 - self._return
         sources = [tensor for tensor, _ in parts]
-        hosts = self._sent[self._return].lay_out([(tuple(one.shape), one.dtype) for one in sources])
+        hosts = self._sent.lay_out([(tuple(one.shape), one.dtype) for one in sources])
         self._downwards.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._downwards):
             for source, host in zip(sources, hosts, strict=True):

@@ -14,7 +14,7 @@ from torch import nn
 
 from vramfit.arguments import call_argument
 from vramfit.errors import UsageError
-from vramfit.inference.arrays import Blank, NpyFile, as_source
+from vramfit.inference.arrays import Blank, NpyFile, as_source, torch_dtype
 from vramfit.inference.reductions import reduction_name
 from vramfit.inference.tile_grid import make_layout
 from vramfit.inference.tile_journal import block_fingerprint, model_fingerprint
@@ -103,6 +103,7 @@ def settled(
             "Add or take away axes, or say how many are spatial: dims=",
         )
     given = TileInput(source=source, batched=count == axes + 2, axes=axes)
+    torch_dtype(source.dtype)  # one that torch has not is told before anything is read
     if not settings.blended and (settings.halo is None or settings.stride is None):
         settings = _with_needs(model, given, settings, device)
     return settings, given
@@ -135,7 +136,7 @@ def run_job(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rehearsal:
+class TileRehearsal:
     """What the first batches of a run took.
 
     Attributes:
@@ -147,7 +148,7 @@ class Rehearsal:
     host_bytes: int
 
 
-def rehearse(job: TileJob, batches: int) -> Rehearsal:
+def rehearse(job: TileJob, batches: int) -> TileRehearsal:
     """Compute the first batches of tiles with all buffers as for the whole, and drop the results.
 
     Under the virtual GPU this finds the peak of a layout in a moment: every batch of the same size takes the same. The
@@ -168,7 +169,7 @@ def rehearse(job: TileJob, batches: int) -> Rehearsal:
     count = min(batches, job.layout.batches)
     runner = TileRunner(job, RunObserver(planned=drop))
     runner.run(count)
-    return Rehearsal(batches=count, host_bytes=runner.host_bytes)
+    return TileRehearsal(batches=count, host_bytes=runner.host_bytes)
 
 
 # -- What is not said is found ---------------------------------------------------------------------------------------

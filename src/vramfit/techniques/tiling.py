@@ -88,6 +88,7 @@ class Tiling(Technique[TilingSetting]):
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
     phase: ClassVar[AttachStage] = AttachStage.CONTEXT
     setting_type = TilingSetting
+    follows: ClassVar[str | None] = "compile"
 
     def options(self, profile: Profile) -> Iterable[TilingSetting]:
         """Squares and cubes, each half as long as the one before, for local models of pictures that do not train."""
